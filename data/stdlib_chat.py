@@ -1,0 +1,117 @@
+"""Chat data from Python's own standard library: each function is an answer, its name and purpose the question.
+
+Writes `train.jsonl` and `heldout.jsonl` (OpenAI-style messages; no function, and no function body, is in both) and
+`tests.jsonl` (functions of the standard library's test suite, which only the bundled target's training reads).
+Needs nothing but Python; knows nothing of tokens or models. DESIGN section 4.
+
+    python data/stdlib_chat.py outputs/stdlib_chat
+"""
+
+import ast
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+HELDOUT_SHARE = 0.02  # of the library's functions, chosen by a hash of their names, so the split never moves
+MIN_CHARS, MAX_CHARS = 60, 3000
+PHRASINGS = (
+    "Write the Python {kind} `{name}` of the module `{module}`.",
+    "Show me how `{module}` implements the {kind} `{name}`.",
+    "In the module `{module}`, implement the {kind} `{name}`.",
+    "Please write `{name}`, a {kind} in `{module}`.",
+)
+
+
+def fraction(text: str) -> float:
+    """A number in [0, 1) that depends on `text` alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Top-level functions and methods with their qualified names; functions inside functions stay inside."""
+
+    def visit(node: ast.AST, prefix: str):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield prefix + child.name, child
+            elif isinstance(child, ast.ClassDef):
+                yield from visit(child, f"{prefix}{child.name}.")
+            elif isinstance(child, ast.If | ast.Try):
+                yield from visit(child, prefix)
+
+    return visit(tree, "")
+
+
+def source_of(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
+    """The function's text, decorators included, moved to the left margin."""
+    first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
+    return textwrap.dedent("\n".join(lines[first - 1 : function.end_lineno])).expandtabs(4)
+
+
+def question(module: str, name: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """What a user would ask to get this function: its place, its name and the first line of its docstring."""
+    kind = "method" if "." in name else "function"
+    phrasing = PHRASINGS[int(fraction(module + name + "phrasing") * len(PHRASINGS))]
+    text = phrasing.format(kind=kind, name=name, module=module)
+    purpose = (ast.get_docstring(function) or "").strip().partition("\n")[0].strip()
+    return f"{text} {purpose}" if purpose else text
+
+
+def repeats_itself(code: str) -> bool:
+    """True for tables and unrolled calls: more than a fifth of the function's lines say what another line says."""
+    lines = [line.strip() for line in code.splitlines() if len(line.strip()) > 12]
+    return len(lines) > 4 and len(set(lines)) < 0.8 * len(lines)
+
+
+def rows(library: Path) -> Iterator[tuple[str, dict]]:
+    """(split, row) for every function worth asking for; a function whose text was seen before is left out."""
+    seen = set()
+    for path in sorted(library.rglob("*.py")):
+        parts = path.relative_to(library).with_suffix("").parts
+        if {"site-packages", "dist-packages", "lib2to3", "__pycache__"} & set(parts):
+            continue
+        is_test = any("test" in part.split("_") or part in {"tests", "idle_test"} for part in parts)
+        module = ".".join(parts).removesuffix(".__init__")
+        text = path.read_text("utf-8", errors="ignore")
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError):  # the test suite holds files that are wrong on purpose
+            continue
+        lines = text.splitlines()
+        for name, function in functions(tree):
+            code = source_of(function, lines)
+            if not MIN_CHARS <= len(code) <= MAX_CHARS or repeats_itself(code) or code in seen:
+                continue
+            seen.add(code)
+            heldout = fraction(f"{module}:{name}") < HELDOUT_SHARE
+            split = "tests" if is_test else "heldout" if heldout else "train"
+            messages = [
+                {"role": "user", "content": question(module, name, function)},
+                {"role": "assistant", "content": code},
+            ]
+            yield split, {"id": f"{module}:{name}", "messages": messages}
+
+
+def main(out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    splits: dict[str, list[dict]] = {"train": [], "heldout": [], "tests": []}
+    for split, row in rows(Path(sysconfig.get_paths()["stdlib"])):
+        splits[split].append(row)
+    for split, kept in splits.items():
+        kept.sort(key=lambda row: fraction(row["id"]))  # neighbours in a module should not be neighbours in training
+        partial = out / f"{split}.jsonl.partial"
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), "utf-8")
+        os.replace(partial, out / f"{split}.jsonl")
+        chars = sum(len(message["content"]) for row in kept for message in row["messages"])
+        print(f"{out / split}.jsonl: {len(kept)} functions, {chars / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python data/stdlib_chat.py OUT_DIRECTORY")
+    main(Path(sys.argv[1]))

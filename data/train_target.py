@@ -1,0 +1,236 @@
+"""Trains the bundled target: a small Llama that writes functions of Python's standard library. DESIGN section 4.
+
+Reads what `stdlib_chat.py` wrote; trains the tokenizer, then the model (Muon for matrices, AdamW for the rest, bf16
+autocast) for a given time, and writes a Hugging Face directory with a card. Run once; its output is committed.
+Knows nothing of drafts.
+
+    python data/train_target.py outputs/stdlib_chat outputs/tiny_target --minutes 80
+"""
+
+import argparse
+import json
+import platform
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 4096
+MAX_TOKENS = 1024  # of a document; longer ones are left out and counted
+BATCH_TOKENS = 8192
+TESTS_UNTIL = 0.4  # up to this share of the run, functions of the test suite are mixed in
+SPECIAL = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>"]
+# Words, digits in threes, punctuation; an indentation is one token and its last space belongs to the next word.
+PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CHAT_TEMPLATE = (
+    "<|begin|>"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "<|assistant|>{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "{% elif message['role'] in ('user', 'system') %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}<|end|>"
+    "{% else %}{{ raise_exception('role must be system, user or assistant, not ' + message['role']) }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def read_messages(path: Path) -> list[list[dict]]:
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line)["messages"] for line in lines]
+
+
+def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with the chat's special tokens and template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|begin|>",
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def render(tokenizer: PreTrainedTokenizerFast, conversations: list[list[dict]]) -> list[torch.Tensor]:
+    """Conversations as 1-d int64 token tensors; those longer than MAX_TOKENS are left out, with a line that says so."""
+    ids = tokenizer.apply_chat_template(conversations, tokenize=True, return_dict=True)["input_ids"]
+    kept = [torch.tensor(document) for document in ids if len(document) <= MAX_TOKENS]
+    print(f"{len(kept)} documents, {sum(map(len, kept)) / 1e6:.2f} M tokens; {len(ids) - len(kept)} too long")
+    return kept
+
+
+def batches(documents: list[torch.Tensor], rng: random.Random) -> Iterator[torch.Tensor]:
+    """One epoch of [batch, length] int64 batches: documents of like length together, padded on the right with -100."""
+    order = rng.sample(documents, len(documents))
+    ready = []
+    for start in range(0, len(order), 2048):
+        batch: list[torch.Tensor] = []
+        for document in sorted(order[start : start + 2048], key=len):
+            if (len(batch) + 1) * len(document) > BATCH_TOKENS:
+                ready.append(batch)
+                batch = []
+            batch.append(document)
+        if len(batch) < 4 and ready:  # a batch of one would be compiled anew
+            ready[-1] += batch
+        else:
+            ready.append(batch)
+    for batch in rng.sample(ready, len(ready)):
+        yield torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=-100)
+
+
+def loss_of(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+    """Mean next-token cross-entropy of a batch. The padding is on the right, so the causal mask is enough."""
+    hidden = model.model(input_ids=batch.clamp(min=0), use_cache=False).last_hidden_state
+    logits = F.linear(hidden[:, :-1].flatten(0, 1), model.lm_head.weight)
+    return F.cross_entropy(logits.float(), batch[:, 1:].flatten(), ignore_index=-100)
+
+
+def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    return [
+        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.05),
+        torch.optim.AdamW(rest, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def learning_rate(progress: float) -> float:
+    """Share of the peak: a short warm-up, a plateau, then a linear way down to nothing."""
+    return min(1.0, progress / 0.01, max(0.0, (1 - progress) / 0.6))
+
+
+@torch.no_grad()
+def heldout_loss(model: LlamaForCausalLM, documents: list[torch.Tensor]) -> float:
+    """Mean loss per token, in nats, over whole documents (questions included)."""
+    total = tokens = 0
+    for batch in batches(documents, random.Random(0)):
+        count = int((batch[:, 1:] >= 0).sum())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            total += loss_of(model, batch).item() * count
+        tokens += count
+    return total / tokens
+
+
+def train(model: LlamaForCausalLM, pools: dict[str, list[torch.Tensor]], minutes: float, out: Path) -> dict:
+    """Trains in place for `minutes`; returns what the card says of the run."""
+    compiled = torch.compile(loss_of, dynamic=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # compiled before the clock starts
+        compiled(model, torch.randint(0, VOCAB_SIZE, (16, 256))).backward()
+    groups = optimizers(model)
+    peaks = [optimizer.param_groups[0]["lr"] for optimizer in groups]
+    rng = random.Random(0)
+    start = time.monotonic()
+    steps = tokens = 0
+    epoch: Iterator[torch.Tensor] = iter(())
+    mixed = True
+    while (progress := (time.monotonic() - start) / 60 / minutes) < 1:
+        if mixed and progress > TESTS_UNTIL:
+            mixed, epoch = False, iter(())
+        batch = next(epoch, None)
+        if batch is None:
+            epoch = batches(pools["train"] + (pools["tests"] if mixed else []), rng)
+            continue
+        for optimizer, peak in zip(groups, peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * learning_rate(progress)
+            optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = compiled(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in groups:
+            optimizer.step()
+        steps += 1
+        tokens += int((batch >= 0).sum())
+        if steps % 20 == 0:
+            print(f"{progress:6.1%}  step {steps}  {tokens / 1e6:.2f} M tokens  loss {loss.item():.3f}", flush=True)
+        if steps % 200 == 0:
+            print(f"held-out loss {heldout_loss(model, pools['heldout']):.3f}", flush=True)
+            model.save_pretrained(out)
+    return {"minutes": minutes, "steps": steps, "tokens": tokens}
+
+
+def write_card(out: Path, facts: dict) -> None:
+    text = f"""# The bundled target
+
+A Llama of {facts["parameters"] / 1e6:.1f} M parameters ({facts["layers"]} layers x 256) that answers questions about
+Python's standard library with code. It stands in for a real target where none can be downloaded; it is good for
+nothing else.
+
+| | |
+|---|---|
+| trained on | functions of Python {facts["python"]}'s standard library as chat ({facts["train"]} documents); in the first \
+{TESTS_UNTIL:.0%} of the run also its test suite's ({facts["tests"]} documents) |
+| held out | {facts["heldout"]} functions, chosen by a hash of their names |
+| for | {facts["minutes"]:.0f} minutes on two CPU cores: {facts["steps"]} steps, {facts["tokens"] / 1e6:.1f} M tokens |
+| held-out loss | {facts["heldout_loss"]:.3f} nats per token, questions included |
+| tokenizer | byte-level BPE of {VOCAB_SIZE} tokens, trained on the same text |
+| optimiser | Muon (lr 0.02) for matrices, AdamW (lr 4e-3) for the rest, bf16 autocast, linear decay |
+| made by | `python data/stdlib_chat.py outputs/stdlib_chat` and `python data/train_target.py outputs/stdlib_chat \
+data/tiny_target --minutes {facts["minutes"]:.0f}`, torch {torch.__version__} |
+| licence of the text | Python's (PSF-2.0) |
+"""
+    (out / "README.md").write_text(text, "utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the bundled target.")
+    parser.add_argument("chat", type=Path, help="the directory stdlib_chat.py wrote")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minutes", type=float, default=80.0)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    conversations = {split: read_messages(args.chat / f"{split}.jsonl") for split in ("train", "tests", "heldout")}
+    sample = conversations["train"] + conversations["tests"][::4]
+    tokenizer = train_tokenizer(message["content"] for messages in sample for message in messages)
+    tokenizer.save_pretrained(args.out)
+    pools = {split: render(tokenizer, rows) for split, rows in conversations.items()}
+    model = build_model(tokenizer)
+    facts = train(model, pools, args.minutes, args.out)
+    facts |= {split: len(documents) for split, documents in pools.items()}
+    facts |= {"parameters": model.num_parameters(), "layers": model.config.num_hidden_layers}
+    facts |= {"heldout_loss": heldout_loss(model, pools["heldout"]), "python": platform.python_version()}
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=tokenizer.eos_token_id)
+    model.to(torch.bfloat16).save_pretrained(args.out)
+    write_card(args.out, facts)
+    print(json.dumps(facts, indent=1))
+
+
+if __name__ == "__main__":
+    main()

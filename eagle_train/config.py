@@ -1,0 +1,148 @@
+"""Configuration: where the YAMLs are, how a command starts, and how a user's mistake becomes one line.
+
+Knows nothing of models, data or training: each dataclass lives with the code that reads it. DESIGN sections 3.10, 3.11.
+"""
+
+import functools
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+T = TypeVar("T")
+
+PACKAGE = Path(__file__).parent
+# A wheel carries the YAMLs inside the package; in a clone they lie beside it.
+CONF_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
+
+
+class UserError(Exception):
+    """A user's mistake, told in one line: the field, its value, and what would be right."""
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise UserError(message) unless `condition` holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def one_line(error: Exception) -> str:
+    """The first line of a library's message, which is the one that says what is wrong."""
+    return str(error).strip().split("\n")[0]
+
+
+def build(cls: type[T], values: Any, field: str) -> T:
+    """`values` as the dataclass `cls`; unknown keys and wrong types are refused with a UserError that names `field`."""
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
+    except OmegaConfBaseException as error:
+        key = ".".join(part for part in (field, error.full_key) if part)
+        raise UserError(f"{key}: {one_line(error)}") from error
+
+
+def as_typed(override: str, parser: OverridesParser) -> str:
+    """An override as Hydra should read it: a value that is no Hydra expression (free text, say) is quoted."""
+    key, equals, value = override.partition("=")
+    if not equals or override.startswith("-"):
+        return override
+    try:
+        if not parser.parse_override(override).is_sweep_override():
+            return override
+    except HydraException:
+        pass
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{escaped}'"
+
+
+def check_overrides(config_name: str, arguments: list[str]) -> None:
+    """Compose once before Hydra does, so that an unknown key is one line and not a traceback."""
+    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    try:
+        with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
+            hydra.compose(config_name, overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"{one_line(error)} (the keys are listed by --cfg job)") from error
+
+
+def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+    """Makes `task(config)` a command with Hydra's overrides.
+
+    A UserError ends it with one line on stderr and status 2; so do an unknown override and a value left at `???`.
+    """
+
+    def decorate(task: Callable[[DictConfig], None]) -> Callable[[], None]:
+        @hydra.main(version_base="1.3", config_path=str(CONF_DIR.resolve()), config_name=config_name)
+        @functools.wraps(task)
+        def run(config: DictConfig) -> None:
+            for key in OmegaConf.missing_keys(config):
+                raise UserError(f"{key} is needed: give {key}=VALUE")
+            task(config)
+
+        @functools.wraps(task)
+        def main() -> None:
+            parser = OverridesParser.create()
+            multirun = bool({"-m", "--multirun"} & set(sys.argv))
+            sys.argv[1:] = [a if multirun else as_typed(a, parser) for a in sys.argv[1:]]
+            # Hydra would catch an exception and print its own advice; SystemExit passes through it.
+            os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+            try:
+                check_overrides(config_name, sys.argv[1:])
+                run()
+            except UserError as error:
+                sys.exit(report(error))
+
+        return main
+
+    return decorate
+
+
+def report(error: UserError) -> int:
+    """Print a user's mistake; returns the exit status."""
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it is either whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, "utf-8")
+    os.replace(partial, path)
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write `values` as indented JSON, whole or not at all."""
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, hardware and the machine's load: what every result is written beside. DESIGN section 3.10."""
+    packages = ("eagle-train", "torch", "transformers")
+    return {
+        "python": platform.python_version(),
+        **{package: version(package) for package in packages},
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name as Linux tells it, or what Python knows."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

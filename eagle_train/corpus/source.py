@@ -1,0 +1,193 @@
+"""Rows of the user's data, streamed from JSONL, Parquet or a hub data set, and the config that says which.
+
+Knows nothing of tokens: a row is a dict, handed on with its place (file and line, or row number) for error messages.
+"""
+
+import glob
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from eagle_train.config import UserError, check, one_line
+from eagle_train.corpus.chat import FORMATS, SUPERVISE
+
+JSONL_SUFFIXES = (".jsonl", ".json", ".ndjson")
+FILE_SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
+BATCH_ROWS = 256  # rows of Parquet in memory at a time
+LONG_DOCUMENTS = ("split", "drop")
+MIN_TOKENS = 3  # a shorter document has no supervised slot (DESIGN section 3.1)
+
+Row = dict[str, Any]
+PlacedRow = tuple[str, Row]
+
+
+@dataclass
+class DataConfig:
+    """The group `data`. Raises UserError for values that cannot be.
+
+    `path`: a JSONL or Parquet file, a glob of either, or a hub data set (or its local directory), of which `name` is
+    the config and `split` the split; `heldout`: such a path or None. Relative paths are relative to the working
+    directory. `columns`: the format's keys (`chat.FORMATS`) to the row's columns. `row_tokens`: length of a packed
+    row; a longer document is, by `long_documents`, split or dropped. `shuffle_window`: documents shuffled among
+    themselves; 0 keeps the data's order.
+    """
+
+    path: str
+    format: str = "messages"
+    columns: dict[str, str] = field(default_factory=dict)
+    name: str | None = None
+    split: str = "train"
+    heldout: str | None = None
+    supervise: str = "assistant"
+    row_tokens: int = 2048
+    long_documents: str = "split"
+    shuffle_window: int = 4096
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key, allowed in (("format", FORMATS), ("supervise", SUPERVISE), ("long_documents", LONG_DOCUMENTS)):
+            value = getattr(self, key)
+            check(value in allowed, f"data.{key} is {value!r}; it must be one of {', '.join(allowed)}")
+        known = FORMATS[self.format]
+        for key in self.columns:
+            check(key in known, f"data.columns.{key} is unknown; data.format={self.format} reads {', '.join(known)}")
+        check(self.row_tokens >= MIN_TOKENS, f"data.row_tokens is {self.row_tokens}; it must be at least {MIN_TOKENS}")
+        check(self.shuffle_window >= 0, f"data.shuffle_window is {self.shuffle_window}; it must be 0 or more")
+        check(self.heldout != self.path, f"data.heldout is data.path ({self.path}); it must be other data, or null")
+
+
+class Source(Protocol):
+    """One epoch of rows, never whole in memory."""
+
+    def rows(self, start: int = 0) -> Iterator[PlacedRow]:
+        """Rows from number `start` on, in the data's order. Raises UserError where one cannot be read."""
+
+    def identity(self) -> str:
+        """Changes when the data do, as far as that shows without reading them."""
+
+
+def open_source(config: DataConfig, key: str = "path") -> Source:
+    """The data at config.path, or at another path of the config (`key`: heldout).
+
+    Raises UserError if they are missing, of no known kind, empty, or if their first row cannot be read.
+    """
+    path = getattr(config, key)
+    files = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
+    files = [file for file in files if Path(file).is_file()]
+    suffixes = {Path(file).suffix for file in files}
+    if files and suffixes <= set(JSONL_SUFFIXES):
+        source: Source = JsonLines(files)
+    elif suffixes == {".parquet"}:
+        source = Parquet(files)
+    else:
+        check(not files, f"data.{key} is {path}; files must be all JSONL ({', '.join(JSONL_SUFFIXES)}) or all .parquet")
+        check(is_hub_name(path) or Path(path).is_dir(), f"data.{key} is {path}; there is no such file")
+        source = Hub(path, config.name, config.split, key)
+    check(next(source.rows(), None) is not None, f"data.{key} is {path}; it has no rows")
+    return source
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path that is no file can be the name of a hub data set: NAME or OWNER/NAME."""
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path) is not None and not path.endswith(FILE_SUFFIXES)
+
+
+def files_identity(files: list[str]) -> str:
+    """A digest of the files' names and sizes."""
+    listing = [[file, Path(file).stat().st_size] for file in files]
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+
+
+class JsonLines:
+    """JSON objects, one a line; blank lines are no rows."""
+
+    def __init__(self, files: list[str]):
+        self.files = files
+
+    def identity(self) -> str:
+        return files_identity(self.files)
+
+    def rows(self, start: int = 0) -> Iterator[PlacedRow]:
+        for place, line in islice(self.lines(), start, None):
+            yield place, parse(line, place)
+
+    def lines(self) -> Iterator[tuple[str, bytes]]:
+        for file in self.files:
+            with open(file, "rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield f"{file}:{number}", line
+
+
+def parse(line: bytes, place: str) -> Row:
+    """A line of JSONL. Raises UserError if it is not one JSON object."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{place}: not JSON: {one_line(error)}") from error
+    check(isinstance(row, dict), f"{place}: a row must be a JSON object, not {type(row).__name__}")
+    return row
+
+
+class Parquet:
+    """Rows of Parquet files, a batch of a row group at a time. Raises UserError for a file that is no Parquet."""
+
+    def __init__(self, files: list[str]):
+        self.files = files
+
+    def identity(self) -> str:
+        return files_identity(self.files)
+
+    def rows(self, start: int = 0) -> Iterator[PlacedRow]:
+        for file in self.files:
+            with open_parquet(file) as table:
+                yield from rows_of(table, file, start)
+                start = max(0, start - table.metadata.num_rows)
+
+
+def open_parquet(file: str) -> Any:
+    # Loaded where needed: most data is JSONL, and every command pays for imports.
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(file)
+    except ValueError as error:
+        raise UserError(f"{file}: not Parquet: {one_line(error)}") from error
+
+
+def rows_of(table: Any, file: str, start: int) -> Iterator[PlacedRow]:
+    """Rows of an open Parquet file from number `start` on; row groups before it are not read."""
+    first = 0
+    for group in range(table.num_row_groups):
+        size = table.metadata.row_group(group).num_rows
+        if first + size > start:
+            batches = table.iter_batches(BATCH_ROWS, row_groups=[group])
+            rows = enumerate((row for batch in batches for row in batch.to_pylist()), first)
+            yield from ((f"{file}: row {number + 1}", row) for number, row in rows if number >= start)
+        first += size
+
+
+class Hub:
+    """A hub data set, or a directory laid out like one, through `datasets`. Raises UserError if it does not load."""
+
+    def __init__(self, path: str, name: str | None, split: str, key: str):
+        # Loaded where needed: it takes a second.
+        import datasets
+
+        self.place = f"{path} ({split})"
+        try:
+            self.dataset = datasets.load_dataset(path, name, split=split, streaming=True)
+        except (OSError, ValueError) as error:
+            raise UserError(f"data.{key} is {path}; it is no file, and no data set: {one_line(error)}") from error
+
+    def identity(self) -> str:
+        return self.place
+
+    def rows(self, start: int = 0) -> Iterator[PlacedRow]:
+        for number, row in enumerate(self.dataset.skip(start), start + 1):
+            yield f"{self.place}: row {number}", row

@@ -1,0 +1,249 @@
+"""An endless, resumable stream of packed batches: rows are drawn in a shuffled order, rendered, and packed.
+
+Knows nothing of file formats, templates or models. DESIGN section 3.1: every document starts anew in its packed row.
+
+Shapes: B rows of a batch, N tokens of a row (`data.row_tokens`).
+"""
+
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import count, islice
+from typing import Any
+
+import torch
+
+from eagle_train.config import UserError, check
+from eagle_train.corpus.chat import ChatRenderer, Document, render_row
+from eagle_train.corpus.source import MIN_TOKENS, DataConfig, PlacedRow, Source, open_source
+
+OPEN_ROWS = 16  # rows that wait for a document that fits; more waste less padding and hold more in the state
+COUNTS = ("documents", "tokens", "padding", "split", "dropped", "skipped")
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Packed rows. `lengths`: each row's consecutive segments, summing to N; padding is a segment of its own, its last.
+
+    tokens int64 [B,N] (padding: 0); positions int64 [B,N], from 0 in each segment; supervised bool [B,N]: slot j of a
+    document is supervised when j >= 1 and token j+1 exists and was produced.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    supervised: torch.Tensor
+    lengths: list[list[int]]
+
+
+@dataclass
+class PackedRow:
+    """A row being filled: tokens int64 [N], supervised bool [N], and the lengths of its documents so far."""
+
+    tokens: torch.Tensor
+    supervised: torch.Tensor
+    lengths: list[int] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, size: int) -> "PackedRow":
+        return cls(torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.bool))
+
+    @property
+    def room(self) -> int:
+        return len(self.tokens) - sum(self.lengths)
+
+    @property
+    def segments(self) -> list[int]:
+        return [*self.lengths, self.room] if self.room else list(self.lengths)
+
+    def append(self, tokens: torch.Tensor, supervised: torch.Tensor) -> None:
+        place = slice(sum(self.lengths), sum(self.lengths) + len(tokens))
+        self.tokens[place], self.supervised[place] = tokens, supervised
+        self.lengths.append(len(tokens))
+
+
+class Packer:
+    """Rows of the data in, full packed rows out; counts what it does.
+
+    counts: documents that came; tokens and padding of the rows that went out; documents split and dropped for their
+    length; documents, and pieces of split ones, skipped because they have no supervised slot.
+    """
+
+    def __init__(self, config: DataConfig, renderer: ChatRenderer):
+        self.config = config
+        self.renderer = renderer
+        self.open: list[PackedRow] = []
+        self.counts = dict.fromkeys(COUNTS, 0)
+
+    def add(self, place: str, row: dict[str, Any]) -> list[PackedRow]:
+        """Pack a row of the data; returns the packed rows that this fills. Raises UserError that names the place."""
+        try:
+            document = render_row(row, self.config.format, self.config.columns, self.renderer)
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from error
+        self.counts["documents"] += 1
+        return [full for piece in self.pieces(document) for full in self.pack(piece)]
+
+    def pieces(self, document: Document) -> list[Document]:
+        """The document, or what is left of one that is longer than a row: its pieces or nothing."""
+        size = self.config.row_tokens
+        if len(document.tokens) <= size:
+            return [document]
+        self.counts["split" if self.config.long_documents == "split" else "dropped"] += 1
+        if self.config.long_documents == "drop":
+            return []
+        halves = zip(document.tokens.split(size), document.produced.split(size), strict=True)
+        return [Document(tokens, produced) for tokens, produced in halves]
+
+    def pack(self, document: Document) -> list[PackedRow]:
+        """Put the document into the open row that it fills best; returns the rows that are then done."""
+        supervised = supervised_slots(document)
+        if not supervised.any():
+            self.counts["skipped"] += 1
+            return []
+        done = []
+        fitting = [row for row in self.open if row.room >= len(supervised)]
+        if not fitting:
+            if len(self.open) == OPEN_ROWS:
+                done.append(self.close(min(self.open, key=lambda row: row.room)))
+            fitting = [PackedRow.empty(self.config.row_tokens)]
+            self.open += fitting
+        best = min(fitting, key=lambda row: row.room)
+        best.append(document.tokens, supervised)
+        if best.room < MIN_TOKENS:
+            done.append(self.close(best))
+        return done
+
+    def close(self, row: PackedRow) -> PackedRow:
+        self.open = [other for other in self.open if other is not row]
+        self.counts["tokens"] += sum(row.lengths)
+        self.counts["padding"] += row.room
+        return row
+
+    def flush(self) -> list[PackedRow]:
+        """The rows still open, as they are."""
+        return [self.close(row) for row in self.open]
+
+
+def supervised_slots(document: Document) -> torch.Tensor:
+    """bool [n]: slots j >= 1 whose next token exists and was produced. DESIGN section 3.1."""
+    supervised = torch.zeros_like(document.produced)
+    supervised[1:-1] = document.produced[2:]
+    return supervised
+
+
+def collate(rows: list[PackedRow]) -> Batch:
+    """Packed rows as one batch."""
+    lengths = [row.segments for row in rows]
+    positions = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
+    return Batch(
+        tokens=torch.stack([row.tokens for row in rows]),
+        positions=torch.stack(positions),
+        supervised=torch.stack([row.supervised for row in rows]),
+        lengths=lengths,
+    )
+
+
+def shuffled(source: Source, config: DataConfig, epoch: int, start: int) -> Iterator[PlacedRow]:
+    """Rows of an epoch from number `start` of its order on: the data's order, shuffled window by window.
+
+    A window's order follows from the seed, the epoch and its number alone, so that resuming reads no earlier window.
+    """
+    size = max(1, config.shuffle_window)
+    first, skip = divmod(start, size)
+    rows = source.rows(first * size)
+    for number in count(first):
+        window = list(islice(rows, size))
+        if not window:
+            return
+        random.Random(f"{config.seed} {epoch} {number}").shuffle(window)
+        yield from window[skip:]
+        skip = 0
+
+
+class Stream:
+    """Batches of `micro_batch_rows` packed rows, epoch after epoch without end.
+
+    Raises UserError for data that cannot be read (`open_source`, `render_row`, with the row's place) and for data in
+    which nothing is supervised.
+    """
+
+    def __init__(self, config: DataConfig, renderer: ChatRenderer, micro_batch_rows: int):
+        assert micro_batch_rows > 0
+        self.config = config
+        self.source = open_source(config)
+        self.packer = Packer(config, renderer)
+        self.micro_batch_rows = micro_batch_rows
+        self.ready: list[PackedRow] = []
+        self.epoch, self.drawn = 0, 0
+        self.rows = self.draw()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What came in and what became of it since the stream's first batch (`Packer`)."""
+        return self.packer.counts
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> Batch:
+        while len(self.ready) < self.micro_batch_rows:
+            self.ready += self.packer.add(*next(self.rows))
+        rows, self.ready = self.ready[: self.micro_batch_rows], self.ready[self.micro_batch_rows :]
+        return collate(rows)
+
+    def draw(self) -> Iterator[PlacedRow]:
+        """Rows of the data from (epoch, drawn) on, for ever."""
+        while True:
+            for row in shuffled(self.source, self.config, self.epoch, self.drawn):
+                self.drawn += 1
+                yield row
+            packed = self.ready or self.packer.open or self.counts["tokens"]
+            check(bool(packed), f"data.path is {self.config.path}; it has no supervised token: {self.counts}")
+            self.epoch, self.drawn = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the stream needs to go on after its last batch: plain values and tensors, safe for weights_only."""
+        return {
+            "made_of": self.made_of(),
+            "epoch": self.epoch,
+            "drawn": self.drawn,
+            "counts": dict(self.counts),
+            "open": [asdict(row) for row in self.packer.open],
+            "ready": [asdict(row) for row in self.ready],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken; batches to come are those that would have come there, bit for bit.
+
+        The size of the micro-batch may differ. Raises UserError for the state of other data or another data config.
+        """
+        for key, value in self.made_of().items():
+            then = state["made_of"].get(key)
+            check(
+                then == value,
+                f"data.{key} is {value!r}, but was {then!r} when the checkpoint was written: resume with the same data",
+            )
+        state = copy.deepcopy(state)
+        self.epoch, self.drawn = state["epoch"], state["drawn"]
+        self.packer.counts = state["counts"]
+        self.packer.open = [PackedRow(**row) for row in state["open"]]
+        self.ready = [PackedRow(**row) for row in state["ready"]]
+        self.rows = self.draw()
+
+    def made_of(self) -> dict[str, Any]:
+        """What the order and the content of the batches follow from."""
+        values = asdict(self.config)
+        del values["heldout"]
+        return {**values, "path (names and sizes of the files)": self.source.identity()}
+
+
+def heldout_batches(config: DataConfig, renderer: ChatRenderer, rows: int) -> list[Batch]:
+    """One pass over config.heldout in its own order, `rows` packed rows a batch; the last may have fewer. No heldout,
+    no batches. Raises UserError as Stream does."""
+    if config.heldout is None:
+        return []
+    packer = Packer(config, renderer)
+    packed = [row for placed in open_source(config, "heldout").rows() for row in packer.add(*placed)] + packer.flush()
+    check(bool(packed), f"data.heldout is {config.heldout}; it has no supervised token: {packer.counts}")
+    return [collate(packed[i : i + rows]) for i in range(0, len(packed), rows)]

@@ -1,0 +1,312 @@
+"""The engine: prefill, dispatch, draft, validate, sample, commit, again and again, for a batch of sequences.
+
+`Engine.step` is the decoding cycle; each stage is a function of the module with its name. Paper section 3, DESIGN 3.9.
+Sequences advance independently: each accepts as much as it can, leaves when it is done, and the next one takes its row.
+Speculation off is the same code with a tree that is its root alone.
+"""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Listing
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from eagle_train.config import check
+from eagle_train.inference.bookkeeping import commit
+from eagle_train.inference.dispatcher import Dispatcher, Plan
+from eagle_train.inference.drafting import Pending, align, draft_tree
+from eagle_train.inference.kv_cache import KVCache, Prefix, Suffix
+from eagle_train.inference.prefill import prefill
+from eagle_train.inference.sampling import (
+    DRAFT_MODES,
+    SamplingTensors,
+    Verified,
+    probabilities,
+    sample,
+    uniform,
+    verify,
+    verify_greedy,
+)
+from eagle_train.inference.sequence import Output, SamplingParams, Sequence
+from eagle_train.inference.tree import chain
+from eagle_train.inference.validation import validate
+from eagle_train.models.artifact import load_draft
+from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.models.target import Target, TargetConfig, load_target
+
+Prompt = str | Listing[int] | Listing[dict]
+
+
+class Engine:
+    """Generates with a target and, if there is one, a draft. The outputs are the target's own, whatever the draft."""
+
+    def __init__(
+        self,
+        target: str | TargetConfig | Target,
+        draft: str | Draft | None = None,
+        tree: Any = "chain3",
+        device: str = "cpu",
+        max_batch_size: int = 16,
+        drafting: str = "greedy",
+    ):
+        """`tree`: a name in conf/tree, a Tree, or a mapping {largest batch size: tree}. Without a draft it is not used.
+
+        `drafting`: how a node's children are chosen: greedy, multinomial or multinomial_without_replacement.
+        """
+        check(max_batch_size >= 1, f"max_batch_size={max_batch_size}: must be at least 1")
+        if not isinstance(target, Target):
+            target = load_target(target if isinstance(target, TargetConfig) else TargetConfig(target), device)
+        if isinstance(draft, str):
+            draft = load_draft(draft, target.identity)
+        check(drafting in DRAFT_MODES, f"drafting={drafting}: must be one of {', '.join(DRAFT_MODES)}")
+        self.target, self.max_batch_size, self.drafting = target, max_batch_size, drafting
+        self.draft = draft.to(target.device, target.dtype).eval().requires_grad_(False) if draft is not None else None
+        self.dispatcher = Dispatcher(tree if draft is not None else chain(0), target.device)
+        self.stage_seconds: dict[str, float] = defaultdict(float)
+
+    @torch.inference_mode()
+    def generate(
+        self, prompts: Listing[Prompt], params: SamplingParams | Listing[SamplingParams] | None = None
+    ) -> list[Output]:
+        """One output per prompt: text, token ids or chat messages each.
+
+        `params`: one for all (request i then uses seed + i) or a list. Raises UserError for a prompt that is empty or
+        does not fit the target's context.
+        """
+        sequences = [self.sequence(i, prompt, params_of(params, i, len(prompts))) for i, prompt in enumerate(prompts)]
+        if not sequences:
+            return []
+        self.start(sequences)
+        while self.active or self.waiting:
+            self.step()
+        return [self.output(sequence) for sequence in sequences]
+
+    def start(self, sequences: list[Sequence]) -> None:
+        """Empty caches with room for these sequences and the largest tree beyond them."""
+        room = max(len(sequence.prompt) + sequence.params.max_tokens for sequence in sequences)
+        slots = room + self.dispatcher.largest.num_nodes + self.dispatcher.deepest + 1
+        self.waiting, self.active = deque(sequences), []
+        self.num_rows = min(self.max_batch_size, len(sequences))
+        size = {"rows": self.num_rows, "slots": slots, "dtype": self.target.dtype, "device": self.target.device}
+        shape = DraftConfig.from_target(self.target.config)  # how wide the target's own heads are
+        self.target_cache = KVCache(self.target.config.num_hidden_layers, shape.num_kv_heads, shape.head_dim, **size)
+        self.draft_cache = None
+        if self.draft is not None:
+            shape = self.draft.config
+            self.draft_cache = KVCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, **size)
+
+    def step(self) -> None:
+        """One round of the decoding cycle. Paper section 3, figure 4."""
+        self.prefill()
+        if not self.active:
+            return
+        plan = self.dispatch()
+        tokens, q = self.draft_tree(plan)
+        hidden, logits, suffix = self.validate(plan, tokens)
+        verified = self.sample(plan, tokens, logits, q)
+        self.commit(plan, tokens, hidden, suffix, verified)
+
+    def prefill(self) -> None:
+        """Waiting sequences take the free rows; their first tokens are sampled at once."""
+        free = min(self.num_rows - len(self.active), len(self.waiting))
+        if not free:
+            return
+        new = [self.waiting.popleft() for _ in range(free)]
+        with self.stage("prefill"):
+            device = self.target.device
+            rows = torch.arange(len(self.active), len(self.active) + free, device=device)
+            prompts = [sequence.prompt for sequence in new]
+            hidden, logits = prefill(self.target, self.draft, self.target_cache, self.draft_cache, rows, prompts)
+            settings = Settings.of(new, device)
+            last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+            probs = probabilities(logits.unsqueeze(1), settings.sampling).squeeze(1)
+            first = sample(probs, uniform(settings.seeds, last, 1).squeeze(1))
+            pending = Pending(first.unsqueeze(1), hidden.unsqueeze(1), torch.ones_like(first))
+            tokens, now = first.tolist(), time.perf_counter()
+        for sequence, token in zip(new, tokens, strict=True):
+            sequence.start(token, now)
+            self.check_stop_strings(sequence)
+        self.pending = self.pending.followed_by(pending) if self.active else pending
+        self.active += new
+        self.leave()
+
+    def dispatch(self) -> Plan:
+        """The tree for the current batch; where each sequence stands; the round's random numbers."""
+        plan = self.dispatcher.dispatch(len(self.active))
+        self.prefix = Prefix.of([sequence.committed for sequence in self.active], self.target.device)
+        self.draws = None
+        if not self.settings.sampling.all_greedy:
+            self.draws = uniform(self.settings.seeds, self.prefix.lengths, plan.num_draws)
+        return plan
+
+    def draft_tree(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
+        root = self.pending.last
+        if self.draft is None:
+            return root.unsqueeze(1), None
+        with self.stage("drafting"):
+            unread = [sequence.unread for sequence in self.active]
+            before = [s.committed + 1 - s.unread for s in self.active]
+            root_hidden = align(
+                self.draft,
+                self.target,
+                self.draft_cache,
+                Prefix.of(before, root.device),
+                self.pending.narrowed(max(unread)),
+            )
+            mode, temperature, noise = self.drafting, None, None
+            if mode != "greedy" and self.draws is not None:
+                temperature = self.settings.sampling.temperature
+                noise = self.draws[:, 1 + plan.tree.num_nodes :]
+            elif self.draws is None:
+                mode = "greedy"  # at temperature 0 every mode proposes the most likely tokens
+            return draft_tree(
+                self.draft,
+                self.target,
+                self.draft_cache,
+                self.prefix.grown(1),
+                root_hidden,
+                root,
+                plan,
+                mode,
+                temperature,
+                noise,
+            )
+
+    def validate(self, plan: Plan, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Suffix]:
+        with self.stage("validation"):
+            return validate(self.target, self.target_cache, self.prefix, plan.tree, tokens)
+
+    def sample(self, plan: Plan, tokens: torch.Tensor, logits: torch.Tensor, q: torch.Tensor | None) -> Verified:
+        with self.stage("sampling"):
+            if self.draws is None:
+                return verify_greedy(plan.tree, tokens, logits.argmax(-1))
+            p = probabilities(logits, self.settings.sampling)
+            coins, final = self.draws[:, 1 : 1 + plan.tree.num_nodes], self.draws[:, 0]
+            return verify(plan.tree, tokens, p, coins, final, q, replacement=self.drafting == "multinomial")
+
+    def commit(
+        self, plan: Plan, tokens: torch.Tensor, hidden: torch.Tensor, suffix: Suffix, verified: Verified
+    ) -> None:
+        with self.stage("bookkeeping"):
+            self.pending = commit(self.target_cache, self.prefix, suffix, hidden, tokens, verified)
+            rounds = zip(self.pending.tokens.tolist(), verified.num_accepted.tolist(), strict=True)
+            now = time.perf_counter()
+            for sequence, (committed, accepted) in zip(self.active, rounds, strict=True):
+                sequence.advance(committed[: accepted + 1], accepted, plan.tree.max_depth, now)
+                self.check_stop_strings(sequence)
+            self.leave()
+
+    def leave(self) -> None:
+        """Finished sequences give up their rows; the last active rows move into the gaps."""
+        keep = [row for row, sequence in enumerate(self.active) if not sequence.finish_reason]
+        for row in range(len(keep)):
+            if self.active[row].finish_reason:
+                keep.remove(last := max(keep))
+                keep.insert(row, last)
+                for cache in filter(None, (self.target_cache, self.draft_cache)):
+                    cache.move_row(last, row)
+        if len(keep) < len(self.active):
+            self.pending = self.pending.rows(torch.tensor(keep, dtype=torch.long, device=self.target.device))
+            self.active = [self.active[row] for row in keep]
+        self.settings = Settings.of(self.active, self.target.device)
+
+    def check_stop_strings(self, sequence: Sequence) -> None:
+        """End a sequence at the first token with which its text holds a stop string; later tokens are dropped."""
+        strings = sequence.params.stop_strings
+        if not strings or not any(string in self.decode(sequence.generated) for string in strings):
+            return
+        length = next(
+            n
+            for n in range(1, len(sequence.generated) + 1)
+            if any(string in self.decode(sequence.generated[:n]) for string in strings)
+        )
+        sequence.cut(length)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.target.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def sequence(self, index: int, prompt: Prompt, params: SamplingParams) -> Sequence:
+        """A request from a prompt. Raises UserError where the prompt is empty or the context too short."""
+        tokens = self.tokens_of(prompt)
+        limit = self.target.max_positions
+        check(len(tokens) > 0, f"prompt {index} is empty: give at least one token")
+        check(
+            len(tokens) < limit,
+            f"prompt {index} has {len(tokens)} tokens: the context of {self.target.name} holds {limit}, "
+            "one of them for the answer",
+        )
+        vocabulary = self.target.identity.vocab_size
+        wrong = [token for token in tokens if not 0 <= token < vocabulary]
+        check(not wrong, f"prompt {index} holds token {wrong[:1]}: the vocabulary has {vocabulary}")
+        check(
+            self.target.tokenizer is not None or not params.stop_strings,
+            f"stop={params.stop}: stop strings need a tokenizer, and {self.target.name} has none",
+        )
+        params = replace(params, max_tokens=min(params.max_tokens, limit - len(tokens)))
+        stop_ids = self.stop_ids if params.stop_token_ids is None else frozenset(params.stop_token_ids)
+        return Sequence(index, tokens, params, frozenset() if params.ignore_eos else stop_ids)
+
+    def tokens_of(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, a list of ids, or a list of chat messages (through the chat template)."""
+        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
+        if not is_chat and not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        tokenizer = self.target.tokenizer
+        check(tokenizer is not None, f"{self.target.name} has no tokenizer: give prompts as token ids")
+        if is_chat:
+            return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
+        return tokenizer(prompt)["input_ids"]
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end an answer: the target's generation config's, or its config's."""
+        eos = self.target.model.generation_config.eos_token_id
+        eos = self.target.config.eos_token_id if eos is None else eos
+        return frozenset([eos] if isinstance(eos, int) else eos or [])
+
+    def output(self, sequence: Sequence) -> Output:
+        text = None
+        if self.target.tokenizer is not None:
+            text = self.decode(sequence.generated)
+            cuts = [text.find(string) for string in sequence.params.stop_strings if string in text]
+            text = text[: min(cuts)] if cuts else text
+        return Output(sequence.generated, text, sequence.finish_reason, sequence.stats, sequence.rounds)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds a stage's wall time to `stage_seconds`. On a GPU that is the time to launch it."""
+        start = time.perf_counter()
+        yield
+        self.stage_seconds[name] += time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The active sequences' sampling settings and seeds [A], as tensors."""
+
+    sampling: SamplingTensors
+    seeds: torch.Tensor
+
+    @classmethod
+    def of(cls, sequences: list[Sequence], device: torch.device) -> "Settings":
+        params = [sequence.params for sequence in sequences]
+        sampling = SamplingTensors.from_lists(
+            [p.temperature for p in params], [p.top_k for p in params], [p.top_p for p in params], device
+        )
+        return cls(sampling, torch.tensor([p.seed for p in params], dtype=torch.int64, device=device))
+
+
+def params_of(params: SamplingParams | Listing[SamplingParams] | None, index: int, count: int) -> SamplingParams:
+    """Request `index`'s parameters; one set for all gives each request its own seed."""
+    if params is None or isinstance(params, SamplingParams):
+        params = params or SamplingParams()
+        return replace(params, seed=params.seed + index)
+    check(len(params) == count, f"params: {len(params)} given for {count} prompts")
+    return params[index]

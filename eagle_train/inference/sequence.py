@@ -1,0 +1,133 @@
+"""A request on its way: its prompt, its parameters, what was generated and how it went. Knows nothing of tensors.
+
+DESIGN sections 3.8, 3.9.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from eagle_train.config import check
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled. temperature 0 is greedy; top_k 0 and top_p 1 are off; `stop`: strings that end it."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 128
+    seed: int = 0
+    stop: str | tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None  # None: the target's own
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        check(self.temperature >= 0, f"temperature={self.temperature}: must be 0 or more")
+        check(0 < self.top_p <= 1, f"top_p={self.top_p}: must be above 0 and at most 1")
+        check(self.top_k >= 0, f"top_k={self.top_k}: must be 0 (off) or more")
+        check(self.max_tokens >= 1, f"max_tokens={self.max_tokens}: must be at least 1")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return tuple(string for string in strings if string)
+
+
+@dataclass
+class Stats:
+    """What a request cost. `calls` and `tokens` count decoding alone: the prefill's call and token are left out."""
+
+    calls: int = 0
+    tokens: int = 0
+    ttft_s: float = 0.0
+    accepted_per_depth: list[int] = field(default_factory=list)  # rounds in which the node at depth 1, 2, ... held
+    drafted_per_depth: list[int] = field(default_factory=list)  # rounds in which there was a node at that depth
+    intervals_s: list[float] = field(default_factory=list)  # between one token and the next
+
+    @property
+    def tpc(self) -> float | None:
+        """Tokens committed in decoding for each target call in decoding, the bonus token counted. DESIGN 3.8."""
+        return self.tokens / self.calls if self.calls else None
+
+    @property
+    def ttit_s(self) -> float | None:
+        """Mean time between tokens, in seconds."""
+        return sum(self.intervals_s) / len(self.intervals_s) if self.intervals_s else None
+
+
+@dataclass(frozen=True)
+class Output:
+    """A finished request. `finish_reason`: stop (a stop token or string) or length."""
+
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+    stats: Stats
+    rounds: list[int]  # tokens that each target call of the decoding committed
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request in the engine."""
+
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    arrival: float = field(default_factory=time.perf_counter)
+    generated: list[int] = field(default_factory=list)
+    rounds: list[int] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    finish_reason: str | None = None
+    last_token_at: float = 0.0
+    unread: int = 1  # tokens of the last round, which the draft has not read
+
+    @property
+    def committed(self) -> int:
+        """Tokens in the target's cache: all but the pending one."""
+        return len(self.prompt) + len(self.generated) - 1
+
+    def start(self, token: int, now: float) -> None:
+        """The prefill's token."""
+        self.stats.ttft_s = now - self.arrival
+        self.last_token_at = now
+        self.append([token])
+
+    def advance(self, tokens: list[int], num_accepted: int, max_depth: int, now: float) -> None:
+        """One decoding call's tokens: the accepted draft and the target's own."""
+        stats = self.stats
+        self.unread = len(tokens)
+        stats.accepted_per_depth += [0] * (max_depth - len(stats.accepted_per_depth))
+        stats.drafted_per_depth += [0] * (max_depth - len(stats.drafted_per_depth))
+        for depth in range(max_depth):
+            stats.drafted_per_depth[depth] += 1
+            stats.accepted_per_depth[depth] += depth < num_accepted
+        kept = self.append(tokens)
+        stats.calls += 1
+        stats.tokens += kept
+        stats.intervals_s += [(now - self.last_token_at) / kept] * kept
+        self.rounds.append(kept)
+        self.last_token_at = now
+
+    def append(self, tokens: list[int]) -> int:
+        """Keep tokens up to the first that ends the request; returns how many were kept, at least one."""
+        for kept, token in enumerate(tokens, start=1):
+            self.generated.append(token)
+            if token in self.stop_token_ids:
+                self.finish_reason = "stop"
+            elif len(self.generated) == self.params.max_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                return kept
+        return len(tokens)
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens only: a stop string was found there."""
+        dropped = len(self.generated) - length
+        del self.generated[length:]
+        self.finish_reason = "stop"
+        if self.rounds:
+            self.rounds[-1] -= dropped
+            self.stats.tokens -= dropped
+            del self.stats.intervals_s[len(self.stats.intervals_s) - dropped :]

@@ -1,0 +1,20 @@
+"""Validation: the target reads a whole tree in one call. Paper sections 3 (stage 4) and 3.1; DESIGN section 3.6."""
+
+import torch
+
+from eagle_train.inference.kv_cache import KVCache, Prefix, Suffix
+from eagle_train.inference.tree import Tree
+from eagle_train.models.target import Target
+
+
+def validate(
+    target: Target, cache: KVCache, prefix: Prefix, tree: Tree, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Suffix]:
+    """One target call over the tree's tokens [A, N], the pending token at its root.
+
+    Returns hidden states [A, N, H], logits [A, N, V], and the nodes' keys and values, which are not in the cache yet.
+    """
+    positions = prefix.lengths.unsqueeze(1) + tree.depth
+    suffix = Suffix(target.config.num_hidden_layers)
+    hidden = target.hidden_states(tokens, positions, cache.tree(prefix, suffix, positions, tree.ancestors))
+    return hidden, target.lm_head(hidden), suffix

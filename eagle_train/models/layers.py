@@ -1,0 +1,144 @@
+"""The draft's building blocks: rotary positions, attention, feed-forward, and the layer made of them.
+
+Tensor names are those of Llama checkpoints, because serving engines load them. Knows nothing of how keys and values
+are kept: `attend` comes from outside. Shapes: B batch, T tokens, H hidden, Q query heads, K key/value heads, D width.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from eagle_train.ops.attention import Attend, Rule
+
+if TYPE_CHECKING:
+    from eagle_train.models.draft import DraftConfig
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with fp32 statistics, whatever the input's precision."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """Rotary position embeddings with the target's settings (base and scaling), computed by transformers' own rules."""
+
+    def __init__(self, config: "DraftConfig"):
+        super().__init__()
+        frequencies, self.scale = rope_frequencies(config)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [B, 1, T, D] in fp32 for int64 positions [B, T]."""
+        angles = positions[:, None, :, None].float() * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
+
+def rope_frequencies(config: "DraftConfig") -> tuple[torch.Tensor, float]:
+    """Inverse frequencies [D/2] in fp32 and the factor on cos and sin, from the target's `rope_parameters`."""
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        return 1.0 / rope["rope_theta"] ** exponent, 1.0
+    llama = LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(rope),
+    )
+    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama, torch.device("cpu"))
+
+
+def rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """x [B, heads, T, D] turned by its positions' angles (halves convention, as Hugging Face's Llama)."""
+    cos, sin = rotary
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention; which keys are seen is decided by `attend`."""
+
+    def __init__(self, config: "DraftConfig", layer: int):
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        self.uses_rope, chunk = config.rope_of_layer(layer)
+        self.rule = Rule(scale=config.head_dim**-0.5, chunk=chunk)
+        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.uses_rope:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        return self.o_proj(attend(self.layer, q, k, v, self.rule).transpose(1, 2).flatten(2))
+
+
+class DenseFFN(nn.Module):
+    """SwiGLU feed-forward."""
+
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MoEFFN(nn.Module):
+    """Llama 4's mixture: each token goes through a shared expert and through its best one, weighted by a sigmoid."""
+
+    def __init__(self, width: int, inner: int, num_experts: int):
+        super().__init__()
+        self.router = nn.Linear(width, num_experts, bias=False)
+        self.shared_expert = DenseFFN(width, inner)
+        self.experts = nn.ModuleList(DenseFFN(width, inner) for _ in range(num_experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, -2)
+        gate, best = self.router(flat).max(dim=-1)
+        routed = flat * torch.sigmoid(gate).unsqueeze(-1)
+        out = self.shared_expert(flat)
+        for index, expert in enumerate(self.experts):
+            rows = (best == index).nonzero().squeeze(-1)
+            out = out.index_add(0, rows, expert(routed[rows]).to(out.dtype))
+        return out.view_as(x)
+
+
+class Layer(nn.Module):
+    """A pre-norm transformer layer. Without `input_layernorm` it reads its input as it is (EAGLE-1's first layer)."""
+
+    def __init__(self, config: "DraftConfig", layer: int):
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        has_norm = layer > 0 or config.norms == "full"
+        self.input_layernorm = RMSNorm(width, eps) if has_norm else nn.Identity()
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        if config.ffn == "moe":
+            self.mlp = MoEFFN(width, config.intermediate_size, config.num_experts)
+        else:
+            self.mlp = DenseFFN(width, config.intermediate_size)
+
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,0 +1,229 @@
+"""The frozen target: any Hugging Face causal LM, loaded by its own class. DESIGN section 3.4.
+
+It hands out hidden states (the output of the final norm), the embedding and the LM head, and knows nothing of drafts,
+losses or caches. Attention comes from outside: whoever calls passes `attend`, which transformers carries as a keyword
+to the attention function registered here.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from eagle_train.config import UserError, check, one_line
+from eagle_train.ops.attention import Attend, Rule, packed_attention
+
+PROBE_TOKENS = 24  # of the start-up check
+
+
+def attention_of_target(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    attend: Attend,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,  # what else a family passes (dropout, position ids) says nothing of which keys are seen
+) -> tuple[torch.Tensor, None]:
+    """The attention function every target is loaded with: a family's keywords become a `Rule` for `attend`.
+
+    That nothing a family needs is lost here is checked at start-up, see `Target.check_states`.
+    """
+    layer_types = getattr(module.config, "layer_types", None)
+    chunked = layer_types is not None and layer_types[module.layer_idx] == "chunked_attention"
+    rule = Rule(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        chunk=module.config.attention_chunk_size if chunked else None,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return attend(module.layer_idx, query, key, value, rule).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("eagle_train", attention_of_target)
+AttentionMaskInterface.register("eagle_train", lambda *args, **kwargs: None)
+
+
+@dataclass
+class TargetConfig:
+    """Which target, and how it is loaded. `dtype`: auto (bf16 on a GPU, fp32 on a CPU), float32 or bfloat16."""
+
+    path: str
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        check(bool(self.path), "target.path is empty: give a directory or a hub id")
+        check(self.dtype in DTYPES, f"target.dtype={self.dtype}: must be one of {', '.join(DTYPES)}")
+
+
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """The frozen LM head: logits = cap(scale * (hidden @ weight.T + bias)), cap(x) = softcap * tanh(x / softcap)."""
+
+    weight: torch.Tensor  # [V, H]
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of hidden states [..., H]."""
+        logits = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a draft remembers of its target, so that it is never run with another."""
+
+    name: str
+    fingerprint: str
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+
+@dataclass
+class Target:
+    """A frozen causal LM. `tokenizer` is None where the directory has none."""
+
+    model: PreTrainedModel
+    tokenizer: Any = None
+    name: str = "target"
+    identity: Identity = field(init=False)
+    lm_head: LMHead = field(init=False)
+
+    def __post_init__(self) -> None:
+        refuse_unloaded(self.model, self.name)
+        self.model.eval().requires_grad_(False)
+        self.lm_head = lm_head_of(self.model)
+        self.check_states()
+        config = self.config
+        self.identity = Identity(
+            name=self.name,
+            fingerprint=fingerprint(self.model),
+            hidden_size=config.hidden_size,
+            vocab_size=self.lm_head.weight.shape[0],
+            num_layers=config.num_hidden_layers,
+        )
+
+    @property
+    def config(self) -> Any:
+        """The text model's Hugging Face config."""
+        return self.model.config.get_text_config()
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Token embeddings [B, T, H] of int64 tokens [B, T]."""
+        return F.embedding(tokens, self.model.get_input_embeddings().weight)
+
+    @torch.no_grad()
+    def hidden_states(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """What the LM head reads: the final norm's output [B, T, H] for int64 tokens and positions [B, T]."""
+        decoder = self.model.get_decoder()
+        if decoder is self.model:  # Llama 4's text model names no decoder
+            decoder = self.model.model
+        return decoder(input_ids=tokens, position_ids=positions, use_cache=False, attend=attend).last_hidden_state
+
+    @torch.no_grad()
+    def check_states(self) -> None:
+        """LMhead(h) must be the model's own logits, computed with transformers' own attention.
+
+        Catches a head with a scaling we do not know, the wrong hidden state, and an attention rule that got lost.
+        Raises UserError.
+        """
+        tokens = torch.arange(PROBE_TOKENS, device=self.device).remainder(self.config.vocab_size)[None]
+        positions = torch.arange(PROBE_TOKENS, device=self.device)[None]
+        self.model.set_attn_implementation("eager")
+        own = self.model(input_ids=tokens, use_cache=False).logits.float()
+        self.model.set_attn_implementation("eagle_train")
+        ours = self.lm_head(self.hidden_states(tokens, positions, packed_attention([[PROBE_TOKENS]]))).float()
+        error = ((ours - own).norm() / own.norm()).item()
+        bound = 1e-3 if self.dtype == torch.float32 else 5e-2
+        check(
+            error <= bound,
+            f"target {self.name}: the LM head applied to the hidden states misses the model's own logits by "
+            f"{error:.1%}; this family ({self.model.config.model_type}) is not supported",
+        )
+
+
+def load_target(config: TargetConfig, device: torch.device | str = "cpu") -> Target:
+    """The target and its tokenizer. Raises UserError where there is no checkpoint or weights are missing."""
+    options = {"trust_remote_code": config.trust_remote_code}
+    dtype = DTYPES[config.dtype] or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
+    try:
+        hf_config = AutoConfig.from_pretrained(config.path, **options)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            config.path, config=hf_config, dtype=dtype, output_loading_info=True, **options
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"target.path={config.path}: {one_line(error)}") from error
+    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    check(
+        not missing,
+        f"target.path={config.path}: {len(missing)} weights are missing or of the wrong shape, {missing[:1]} first; "
+        "give a complete checkpoint",
+    )
+    return Target(model.to(device), load_tokenizer(config), name=config.path)
+
+
+def load_tokenizer(config: TargetConfig) -> Any:
+    """The target's tokenizer, or None where a local directory has none."""
+    directory = Path(config.path)
+    if directory.is_dir() and not any(directory.glob("tokenizer*")):
+        return None
+    return AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+
+
+def refuse_unloaded(model: PreTrainedModel, name: str) -> None:
+    """Raise UserError if a weight is still on the meta device or is not finite."""
+    for key, parameter in model.named_parameters():
+        check(not parameter.is_meta, f"target {name}: {key} is on the meta device; load its weights first")
+        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 1024)]
+        check(bool(sample.isfinite().all()), f"target {name}: {key} is not finite; the checkpoint is damaged")
+
+
+def lm_head_of(model: PreTrainedModel) -> LMHead:
+    """The LM head with the scaling and soft-capping its family applies."""
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None)  # Cohere multiplies
+    if scale is None:
+        scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)  # Granite divides
+    return LMHead(head.weight, getattr(head, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A short hash of 16 values of every weight, rounded to bf16, so that it is the same in every precision."""
+    digest = hashlib.sha256()
+    for key, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 16)][:16].to("cpu", torch.bfloat16)
+        digest.update(key.encode() + sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

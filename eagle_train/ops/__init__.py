@@ -1,0 +1,1 @@
+"""Attention: each fast path with a plain torch twin. Knows nothing of models, caches or requests."""

@@ -1,0 +1,138 @@
+"""Attention over packed documents, and over a prefix plus a tree. Knows nothing of models, caches or requests.
+
+A model calls `attend(layer, q, k, v, rule)`; who calls the model decides what `attend` is: training packs documents
+(`packed_attention`), the engine merges a cached prefix with a tree (`prefix_attention`, `merge`; paper section 3.1).
+
+Shapes: B batch, T new tokens, S keys, Q query heads, K key/value heads, G = Q / K, D head width.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """What a layer asks of attention beside causality.
+
+    `window`: a query sees the last `window` positions, its own included. `chunk`: it sees its own chunk of positions
+    only (Llama 4's iRoPE). `softcap`: scores become softcap * tanh(scores / softcap) (Gemma 2). `sinks` [Q]: a logit
+    per head that takes part in the softmax and has no value (gpt-oss).
+    """
+
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def is_local(self) -> bool:
+        return self.window is not None or self.chunk is not None
+
+    def sees(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+        """Which keys are near enough, bool; causality is the caller's. Both arguments broadcast."""
+        near = torch.ones((), dtype=torch.bool, device=query_positions.device)
+        if self.window is not None:
+            near = near & (query_positions - key_positions < self.window)
+        if self.chunk is not None:
+            near = near & (query_positions // self.chunk == key_positions // self.chunk)
+        return near
+
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Rule], torch.Tensor]
+"""attend(layer, q [B,Q,T,D], k [B,K,T,D], v [B,K,T,D], rule) -> [B,Q,T,D]; keys and values are the new tokens'."""
+
+
+def additive(seen: torch.Tensor) -> torch.Tensor:
+    """A bool mask as fp32 numbers to add to scores: 0 where a key is seen, -inf where not."""
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
+
+
+def partial_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, rule: Rule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q [B,Q,T,D] over the keys k, v [B,K,S,D] with its log-sum-exp, sinks left out.
+
+    `mask` is None or `additive` (0 where a key is seen, -inf where not), [B or 1, 1, T or 1, S]. Returns [B,Q,T,D] and
+    [B,Q,T]; a query that sees no key has output 0 and log-sum-exp -inf. Fast where the CPU's flash kernel serves.
+    """
+    # The kernel reports 0, not -inf, for a query without keys, so a local rule's masks go the plain way.
+    if q.device.type == "cpu" and rule.softcap is None and not rule.is_local:
+        return flash_partial(q, k, v, mask, rule)
+    return plain_partial(q, k, v, mask, rule)
+
+
+def plain_partial(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, rule: Rule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plain twin of `partial_attention`, for any device and rule; scores and softmax in at least fp32."""
+    (batch, heads, length, _), groups = q.shape, q.shape[1] // k.shape[1]
+    grouped = q.unflatten(1, (k.shape[1], groups))
+    scores = (grouped @ k.unsqueeze(2).transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if mask is not None:
+        scores = scores + mask.unsqueeze(1)
+    lse = scores.logsumexp(-1, keepdim=True)
+    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)).exp()
+    out = weights.to(v.dtype) @ v.unsqueeze(2)
+    return out.reshape(batch, heads, length, v.shape[-1]), lse.reshape(batch, heads, length)
+
+
+def flash_partial(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, rule: Rule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`partial_attention` by the CPU's flash kernel; every query must see a key."""
+    if mask is not None:
+        mask = mask.to(q.dtype).expand(-1, -1, q.shape[2], -1)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=rule.scale)
+
+
+def merge(
+    first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two disjoint sets of keys from each set's (output, log-sum-exp). Paper section 3.1."""
+    (out_1, lse_1), (out_2, lse_2) = first, second
+    share = torch.sigmoid(lse_2 - lse_1).to(out_1.dtype)
+    return torch.lerp(out_1, out_2, share.unsqueeze(-1)), torch.logaddexp(lse_1, lse_2)
+
+
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """The output [B,Q,T,D] after the heads' sinks took their share of the softmax."""
+    if rule.sinks is None:
+        return out
+    return out * torch.sigmoid(lse - rule.sinks.to(lse.dtype).view(1, -1, 1)).unsqueeze(-1).to(out.dtype)
+
+
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Causal attention of tokens at positions 0..T-1 over themselves. Returns [B,Q,T,D]; differentiable."""
+    length = q.shape[2]
+    local = (rule.window is not None and length > rule.window) or (rule.chunk is not None and length > rule.chunk)
+    if rule.softcap is None and rule.sinks is None and not local:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scale, enable_gqa=True)
+    positions = torch.arange(length, device=q.device)
+    mask = (positions[:, None] >= positions) & rule.sees(positions[:, None], positions)
+    return with_sinks(*plain_partial(q, k, v, additive(mask[None, None]), rule), rule)
+
+
+def packed_attention(lengths: list[list[int]]) -> Attend:
+    """`attend` for packed rows: causal within each document, nothing between documents. DESIGN section 3.1.
+
+    `lengths` holds, for each row, its documents' lengths (and the padding's), which sum to the row's. Documents are
+    attended one by one: no [T, T] mask exists, and the work is that of the documents, not of the rows.
+    """
+    flat = [length for row in lengths for length in row]
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+        batch, _, length, _ = q.shape
+        if len(flat) == batch:
+            return causal_attention(q, k, v, rule)
+        pieces = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(flat, dim=2) for x in (q, k, v)]
+        out = torch.cat([causal_attention(*piece, rule) for piece in zip(*pieces, strict=True)], dim=2)
+        return out.squeeze(0).unflatten(1, (batch, length)).transpose(0, 1)
+
+    return attend

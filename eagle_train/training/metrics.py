@@ -1,0 +1,293 @@
+"""Metrics of a run: sums that become a record, `metrics.jsonl`, trackers, and the progress shown on stderr.
+
+A record is a mapping of names to numbers (or lists of them) for one step. Knows nothing of models, losses or devices.
+DESIGN sections 3.10 and 3.11.
+"""
+
+import contextlib
+import json
+import math
+import netrc
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from eagle_train.config import UserError, check, one_line, write_text
+
+Record = dict[str, Any]
+
+WANDB_MODES = ("online", "offline", "disabled", "shared")
+WANDB_HOST = "api.wandb.ai"  # netrc entries name it even where wandb's default address has another name
+INIT_TIMEOUT = 60  # seconds
+LINE_SECONDS = 5  # between two lines of progress where stderr is no terminal
+
+SECRET_NAME = re.compile("token|key|secret|passw|credential", re.IGNORECASE)
+SECRET_EVEN_AS_NUMBER = re.compile("secret|passw", re.IGNORECASE)
+# Tokens of text, which are no secret: `draft.first_token`, `tokenizer`, `pad_token`.
+TEXT_TOKEN = re.compile("tokeniz|(first|pad|bos|eos|unk|mask|stop|special)_token", re.IGNORECASE)
+# Prefixed keys of the usual services, web tokens, passwords in addresses and `token=...` inside a longer text.
+SECRET_VALUE = re.compile(
+    r"\b(hf_|sk-|wandb_v1_|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza|eyJ)[\w.-]{12,}"
+    r"|://[^/\s:@]+:[^/\s@]+@"
+    r"|(?i:token|key|secret|password)=[^\s&]{8,}"
+    r"|^(local-)?[0-9a-f]{40}$"
+)
+# A commit looks like a W&B key of 40 hexadecimal digits.
+COMMIT_NAME = re.compile("revision|commit|sha", re.IGNORECASE)
+
+
+class Meter:
+    """Sums over a step's micro-batches, divided once when they are read.
+
+    `sums` is open to the caller, who may add other ranks' sums before `means`. Tensors stay on their device until then.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor | float] = {}
+
+    def add(self, count: Tensor | float, **sums: Tensor | float) -> None:
+        """Add sums over `count` items each: scalars, or tensors of one shape per name."""
+        for name, value in {"count": count, **sums}.items():
+            self.sums[name] = self.sums.get(name, 0) + value
+
+    def means(self) -> Record:
+        """Each sum divided by the count, as floats (lists of floats for tensors with a shape); NaN if nothing counted."""
+        sums = {name: torch.as_tensor(value).detach().cpu().double() for name, value in self.sums.items()}
+        count = sums.pop("count")
+        return {name: (value / count).tolist() for name, value in sums.items()}
+
+
+class Tracker(Protocol):
+    """Where records go besides `metrics.jsonl`; built by Hydra from conf/tracking with `directory` and `config`."""
+
+    def start(self, resumed: bool) -> None: ...
+
+    def log(self, step: int, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoTracker:
+    """Tracks nothing, so that nobody has to ask whether there is a tracker."""
+
+    def __init__(self, directory: Path | str, config: Mapping[str, Any]) -> None:
+        pass
+
+    def start(self, resumed: bool) -> None:
+        pass
+
+    def log(self, step: int, record: Record) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class WandbTracker:
+    """Weights & Biases, online where there is a key and offline where there is none; never asks, never waits for long.
+
+    The run's id lies in the run's directory, so that a resumed run continues the same W&B run. What is sent: the records,
+    `config` without its secrets, and the machine's load; not the command line, the code or the console, which may hold
+    secrets. Raises UserError for an impossible mode, when built, and for a server that does not answer, when started.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        config: Mapping[str, Any],
+        project: str = "eagle_train",
+        entity: str | None = None,
+        name: str | None = None,
+        mode: str | None = None,
+    ) -> None:
+        wanted = mode or os.environ.get("WANDB_MODE")
+        check(not wanted or wanted in WANDB_MODES, f"tracking.mode={wanted}: give one of {', '.join(WANDB_MODES)}")
+        import wandb
+
+        settings = wandb.setup().settings
+        has_key = settings.api_key or settings.identity_token_file or in_netrc(settings.base_url)
+        check(
+            wanted != "online" or has_key, "tracking.mode=online: no W&B API key; set WANDB_API_KEY or leave mode out"
+        )
+        mode = wanted or settings.mode
+        if mode == "online" and not has_key:
+            mode = "offline"
+            print(f"W&B: no API key, so the run is recorded offline in {directory}/wandb", file=sys.stderr)
+        self.directory = Path(directory)
+        self.arguments = {"project": project, "entity": entity, "name": name, "mode": mode, "config": redact(config)}
+        self.wandb = wandb
+
+    def start(self, resumed: bool) -> None:
+        """Begin a W&B run, or continue the one that this directory belongs to."""
+        id_file = self.directory / "wandb_run_id"
+        if not (resumed and id_file.exists()):
+            write_text(id_file, secrets.token_hex(8))
+        settings = self.wandb.Settings(
+            init_timeout=INIT_TIMEOUT, console="off", x_disable_meta=True, disable_git=True, disable_code=True
+        )
+        try:
+            self.run = self.wandb.init(
+                dir=self.directory, id=id_file.read_text(), resume="allow", settings=settings, **self.arguments
+            )
+        except self.wandb.errors.Error as error:
+            remedy = "tracking.mode=offline records in the run's directory"
+            raise UserError(f"tracking=wandb: {one_line(error)} ({remedy})") from error
+
+    def log(self, step: int, record: Record) -> None:
+        # Steps that the server has from before a kill are repeated by the resumed run; it would warn of each.
+        if step >= self.run.step:
+            self.run.log(dict(flatten(record)), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def in_netrc(base_url: str) -> bool:
+    """Whether `wandb login` has left a key in the user's netrc file for this server."""
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    # wandb cannot use a file that is missing or malformed either, and would then ask for a key.
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        entries = netrc.netrc(path)
+        return any(entries.authenticators(host) for host in (urlsplit(base_url).netloc, WANDB_HOST))
+    return False
+
+
+def flatten(record: Record) -> Iterator[tuple[str, Any]]:
+    """Lists as one entry for each place, counted from 1: W&B draws no lists."""
+    for name, value in record.items():
+        if isinstance(value, list):
+            yield from ((f"{name}/{place}", item) for place, item in enumerate(value, 1))
+        else:
+            yield name, value
+
+
+def redact(config: Any, name: str = "") -> Any:
+    """`config` as plain dicts and lists in which whatever may be a secret reads "<redacted>".
+
+    That is a text below a key whose name contains token, key, secret, password or credential (unless it speaks of
+    tokens of text), and a text that looks like a service's key, wherever it is. `name` is the dotted key of `config`.
+    """
+    if isinstance(config, Mapping):
+        return {key: redact(value, f"{name}.{key}") for key, value in config.items()}
+    # OmegaConf's lists are neither list nor tuple.
+    if hasattr(config, "__iter__") and not isinstance(config, str | bytes):
+        return [redact(value, name) for value in config]
+    return "<redacted>" if is_secret(name, config) else config
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Whether the value at the dotted key `name` must not leave the machine. Numbers are seldom secrets: `max_tokens`."""
+    if not isinstance(value, str):
+        return value is not None and bool(SECRET_EVEN_AS_NUMBER.search(name))
+    is_commit = COMMIT_NAME.search(name.rpartition(".")[2])
+    return bool(SECRET_NAME.search(TEXT_TOKEN.sub("", name)) or (SECRET_VALUE.search(value) and not is_commit))
+
+
+class MetricsLog:
+    """Writes each record as one line of `metrics.jsonl` in the run's directory, at once, and hands it to the tracker.
+
+    `resumed_step` is the step of the checkpoint that the run continues from, None for a fresh run: later records are cut
+    off, so that the file of a resumed run equals that of one never interrupted, but for times. NaN and infinities are
+    written as null, because JSON has none.
+    """
+
+    def __init__(self, directory: Path | str, tracker: Tracker, resumed_step: int | None = None) -> None:
+        path = Path(directory) / "metrics.jsonl"
+        write_text(path, "".join(kept_lines(path, resumed_step)))
+        self.file = path.open("a", encoding="utf-8", buffering=1)
+        self.tracker = tracker
+        tracker.start(resumed=resumed_step is not None)
+
+    def log(self, step: int, record: Record) -> None:
+        self.file.write(json.dumps(finite({"step": step, **record}), allow_nan=False) + "\n")
+        self.tracker.log(step, record)
+
+    def close(self) -> None:
+        self.file.close()
+        self.tracker.close()
+
+
+def kept_lines(path: Path, resumed_step: int | None) -> Iterator[str]:
+    """The whole lines of an earlier part of the run, up to `resumed_step`."""
+    if resumed_step is None or not path.exists():
+        return
+    for number, line in enumerate(path.read_text("utf-8").splitlines(keepends=True), 1):
+        if not line.endswith("\n"):  # torn by a kill
+            return
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{path}:{number}: not a record of this run; remove the line to resume") from error
+        if step <= resumed_step:
+            yield line
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for each float that JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def progress(total_steps: int, initial: int = 0) -> "Bar | Lines":
+    """Progress on stderr from step `initial`: a bar on a terminal, a line every few seconds in a file or pipe."""
+    return (Bar if sys.stderr.isatty() else Lines)(total_steps, initial)
+
+
+class Bar:
+    """A bar that is redrawn in place."""
+
+    def __init__(self, total_steps: int, initial: int) -> None:
+        layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left{postfix}]"
+        self.bar = tqdm(total=total_steps, initial=initial, bar_format=layout, dynamic_ncols=True, file=sys.stderr)
+
+    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
+        """Show that `step` steps are done."""
+        self.bar.set_postfix_str(summary(loss, tokens_per_s), refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+class Lines:
+    """Plain lines: the first step, then one every LINE_SECONDS, then the last step."""
+
+    def __init__(self, total_steps: int, initial: int) -> None:
+        self.total_steps = total_steps
+        self.initial = initial
+        self.started = time.monotonic()
+        self.printed = -math.inf
+
+    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
+        """Show that `step` steps are done."""
+        now = time.monotonic()
+        if step < self.total_steps and now - self.printed < LINE_SECONDS:
+            return
+        self.printed = now
+        layout = "step {n_fmt}/{total_fmt}, {elapsed}, {remaining} left{postfix}"
+        postfix = summary(loss, tokens_per_s)
+        elapsed = now - self.started
+        line = tqdm.format_meter(
+            step, self.total_steps, elapsed, initial=self.initial, bar_format=layout, postfix=postfix
+        )
+        print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+def summary(loss: float, tokens_per_s: float) -> str:
+    return f"loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s"
