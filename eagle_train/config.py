@@ -85,26 +85,35 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
         @hydra.main(version_base="1.3", config_path=str(CONF_DIR.resolve()), config_name=config_name)
         @functools.wraps(task)
         def run(config: DictConfig) -> None:
-            for key in OmegaConf.missing_keys(config):
-                raise UserError(f"{key} is needed: give {key}=VALUE")
-            task(config)
+            try:
+                for key in OmegaConf.missing_keys(config):
+                    raise UserError(f"{key} is needed: give {key}=VALUE")
+                task(config)
+            except UserError as error:  # caught here, because Hydra would add its own lines to it
+                sys.exit(report(error))
 
         @functools.wraps(task)
         def main() -> None:
             parser = OverridesParser.create()
             multirun = bool({"-m", "--multirun"} & set(sys.argv))
             sys.argv[1:] = [a if multirun else as_typed(a, parser) for a in sys.argv[1:]]
-            # Hydra would catch an exception and print its own advice; SystemExit passes through it.
-            os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+            os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # what is no user's mistake keeps its traceback
             try:
                 check_overrides(config_name, sys.argv[1:])
-                run()
             except UserError as error:
                 sys.exit(report(error))
+            run()
 
         return main
 
     return decorate
+
+
+def resolve_device(name: str) -> str:
+    """`auto` is the GPU if there is one. Raises UserError for a device that is not there."""
+    check(name in ("auto", "cpu", "cuda"), f"device={name}: must be auto, cpu or cuda")
+    check(name != "cuda" or torch.cuda.is_available(), "device=cuda: no GPU is visible; use device=cpu")
+    return "cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu")
 
 
 def report(error: UserError) -> int:

@@ -1,215 +1,321 @@
-"""Sampling: that verification gives exactly the target's distribution, and that broken variants of it are caught.
+"""Sampling: verification gives exactly the target's distribution, broken variants are caught, and the parts are right."""
 
-The exact proof treats `verify` as a black box: a decision depends on a coin through a threshold, so halving finds each
-threshold to the last bit of float64, and the product of thresholds along every course of a round is its probability.
-"""
-
-import itertools
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from exact import GRID, REJECT, WITH, WITHOUT, Toy, child, error, make_toy, one_row
 from torch._dynamo.testing import CompileCounter
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from eagle_train.config import UserError
 from eagle_train.inference import sampling
-from eagle_train.inference.sampling import SamplingTensors, probabilities, propose, sample, uniform, verify, verify_greedy
+from eagle_train.inference.sampling import (
+    SamplingTensors,
+    child_round,
+    probabilities,
+    propose,
+    sample,
+    uniform,
+    verify,
+    verify_greedy,
+)
 from eagle_train.inference.tree import Tree, chain, full
 
 RAGGED = Tree((-1, 0, 0, 0, 1, 1, 2, 5))
 TREES = {"chain2": chain(2), "chain3": chain(3), "d2_bf2": full(2, 2), "d3_bf2": full(3, 2), "ragged": RAGGED}
-WITH, WITHOUT = "multinomial", "multinomial_without_replacement"
-GRID = 2**53
-REJECT = (GRID - 1) / GRID
-
-
-def one_row(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> SamplingTensors:
-    return SamplingTensors.from_lists([temperature], [top_k], [top_p], "cpu")
-
-
-# --- the toy: a target and a draft that give every history its own distribution. History (a, b, ...) has the number
-# child(child(0, a), b) and so on, so shorter ones come first.
-
-
-def child(history, token, vocabulary):
-    return history * vocabulary + token + 1
-
-
-@dataclass(frozen=True)
-class Toy:
-    target: torch.Tensor  # float64 [histories, V], what is to be sampled
-    draft: torch.Tensor  # float64 [histories, V]
-
-    @property
-    def vocabulary(self) -> int:
-        return self.target.shape[1]
-
-    def joint(self) -> torch.Tensor:
-        """The probability of each history, all lengths."""
-        return self.continued(torch.eye(1, self.target.shape[0] * self.vocabulary + 1, dtype=torch.float64)[0])
-
-    def continued(self, stopped: torch.Tensor) -> torch.Tensor:
-        """The mass that rests on each history, handed on to the longer ones by plain draws from the target."""
-        mass = stopped.clone()
-        for history, distribution in enumerate(self.target):
-            first = child(history, 0, self.vocabulary)
-            mass[first : first + self.vocabulary] += mass[history] * distribution
-        return mass
-
-    def histories(self, tree: Tree, tokens: torch.Tensor) -> torch.Tensor:
-        histories = torch.zeros_like(tokens)
-        for node, parent in enumerate(tree.parents[1:], start=1):
-            histories[:, node] = child(histories[:, parent], tokens[:, node], self.vocabulary)
-        return histories
-
-
-def make_toy(vocabulary: int, max_depth: int, top_p: float = 1.0, seed: int = 0, draft_support: int | None = None) -> Toy:
-    """The target's top-p is worked out here, token by token, independently of the code under test."""
-    generator = torch.Generator().manual_seed(seed)
-    count = sum(vocabulary**length for length in range(max_depth + 1))
-    target, draft = (torch.randn(2, count, vocabulary, generator=generator, dtype=torch.float64) * 1.5).softmax(-1)
-    for row in target:
-        order = row.argsort(descending=True).tolist()
-        kept = next(n for n in range(1, vocabulary + 1) if n == vocabulary or row[order[:n]].sum() >= top_p)
-        row[order[kept:]] = 0.0
-    draft[:, draft_support:] = 0.0
-    return Toy(target / target.sum(-1, keepdim=True), draft / draft.sum(-1, keepdim=True))
-
-
-def proposals(q: torch.Tensor, num_children: int, mode: str) -> list[tuple[tuple[int, ...], float]]:
-    """Every way to draw a node's children, with its probability."""
-    if mode == "greedy":
-        return [(tuple(q.argsort(descending=True)[:num_children].tolist()), 1.0)]
-    ways: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
-    for _ in range(num_children):
-        ways = [
-            ((*drawn, token), weight * share)
-            for drawn, weight in ways
-            for token, share in enumerate(shares(q.tolist(), drawn if mode == WITHOUT else ()))
-            if share > 0
-        ]
-    return ways
-
-
-def shares(q: list[float], without: tuple[int, ...]) -> list[float]:
-    left = [0.0 if token in without else share for token, share in enumerate(q)]
-    return [share / sum(left) for share in left] if sum(left) else [1.0] + [0.0] * (len(q) - 1)
-
-
-# --- the exact distribution of a round
-
-
-@dataclass(frozen=True)
-class Course:
-    """A round up to `node`: the tokens seen, and coins that lead there."""
-
-    node: int
-    weight: float
-    tokens: tuple[int, ...]
-    coins: tuple[float, ...]
-
-    def put(self, **changes) -> "Course":
-        return replace(self, **changes)
-
-
-def put(values: tuple, at: int, value) -> tuple:
-    return (*values[:at], value, *values[at + 1 :])
-
-
-def threshold(holds, rows: int) -> torch.Tensor:
-    """The share of [0, 1) below which `holds(coin [rows])` is true, by halving."""
-    low, high = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), GRID)
-    for _ in range(54):
-        middle = (low + high) // 2
-        true = holds(middle.double() / GRID) & (low < high)
-        low, high = torch.where(true, middle + 1, low), torch.where(true, high, middle)
-    return low.double() / GRID
-
-
-class Prover:
-    """Finds the exact distribution of what drafting, `verifier` and plain continuation commit."""
-
-    def __init__(self, toy: Toy, tree: Tree, mode: str, verifier=verify, p: torch.Tensor | None = None):
-        self.toy, self.tree, self.mode, self.verifier = toy, tree, mode, verifier
-        self.p = toy.target if p is None else p
-
-    def run(self, courses: list[Course], coins: torch.Tensor, final: torch.Tensor) -> sampling.Verified:
-        tokens = torch.tensor([course.tokens for course in courses])
-        histories = self.toy.histories(self.tree, tokens)
-        q = None if self.mode == "greedy" else self.toy.draft[histories]
-        return self.verifier(self.tree, tokens, self.p[histories], coins, final, q, self.mode == WITH)
-
-    def accepted(self, courses: list[Course], nodes: list[int], depth: int) -> list[float]:
-        """Per course the probability that its node of `nodes` is accepted, the other coins being as scripted."""
-        coins, rows = torch.tensor([course.coins for course in courses], dtype=torch.float64), torch.arange(len(nodes))
-        final, nodes = torch.zeros(len(rows), dtype=torch.float64), torch.tensor(nodes)
-
-        def holds(coin):
-            coins[rows, nodes] = coin
-            return self.run(courses, coins, final).path[:, depth] == nodes
-
-        return threshold(holds, len(rows)).tolist()
-
-    def next_token(self, courses: list[Course]) -> torch.Tensor:
-        """[courses, V]: the distribution of the token that ends the round."""
-        vocabulary = self.toy.vocabulary
-        repeated = [course for course in courses for _ in range(vocabulary)]
-        coins = torch.tensor([course.coins for course in repeated], dtype=torch.float64)
-        token = torch.arange(vocabulary).repeat(len(courses))
-        below = threshold(lambda final: self.run(repeated, coins, final).next_token <= token, len(repeated))
-        return below.view(-1, vocabulary).diff(prepend=torch.zeros(len(courses), 1, dtype=torch.float64))
-
-    def joint(self) -> torch.Tensor:
-        """What `Toy.joint` is for the target, for the whole of drafting and verification."""
-        stopped = torch.zeros(self.toy.target.shape[0] * self.toy.vocabulary + 1, dtype=torch.float64)
-        generator = torch.Generator().manual_seed(1)
-        unseen = torch.randint(self.toy.vocabulary, (self.tree.num_nodes,), generator=generator)
-        courses = [Course(0, 1.0, tuple(unseen.tolist()), (0.0,) * self.tree.num_nodes)]
-        while courses:
-            courses, ended = self.step(courses)
-            histories = self.toy.histories(self.tree, torch.tensor([course.tokens for course in ended]))
-            for course, history, distribution in zip(ended, histories, self.next_token(ended), strict=True):
-                first = child(history[course.node], 0, self.toy.vocabulary)
-                stopped[first : first + self.toy.vocabulary] += course.weight * distribution
-        return self.toy.continued(stopped)
-
-    def step(self, courses: list[Course]) -> tuple[list[Course], list[Course]]:
-        """One level down: the courses that go on to a child, and those that end at their node."""
-        trials, nodes, ended = [], [], []
-        for course in courses:
-            kids = [node for node, parent in enumerate(self.tree.parents) if parent == course.node]
-            q = self.toy.draft[self.toy.histories(self.tree, torch.tensor([course.tokens]))[0, course.node]]
-            for drawn, weight in proposals(q, len(kids), self.mode):
-                trial = course.put(weight=course.weight * weight)
-                for kid, token in zip(kids, drawn, strict=True):
-                    trial = trial.put(tokens=put(trial.tokens, kid, token))
-                for kid in kids:
-                    trials.append(trial)
-                    nodes.append(kid)
-                    trial = trial.put(coins=put(trial.coins, kid, REJECT))
-                if not kids:
-                    ended.append(trial)
-        going_on, reach = [], 1.0
-        probability = self.accepted(trials, nodes, int(self.tree.depth[nodes[0]])) if trials else []
-        for trial, node, accept in zip(trials, nodes, probability, strict=True):
-            reach = 1.0 if self.tree.child_rank[node] == 0 else reach
-            going_on.append(Course(node, trial.weight * reach * accept, trial.tokens, put(trial.coins, node, 0.0)))
-            reach *= 1 - accept
-            if node == max(n for n, p in enumerate(self.tree.parents) if p == self.tree.parents[node]):
-                rejected = put(trial.coins, node, REJECT)
-                ended.append(Course(self.tree.parents[node], trial.weight * reach, trial.tokens, rejected))
-        return [c for c in going_on if c.weight > 0], [c for c in ended if c.weight > 0]
-
-
-def error(toy: Toy, tree: Tree, mode: str, verifier=verify, p: torch.Tensor | None = None) -> float:
-    """How far the committed tokens are from the target's distribution."""
-    return float((Prover(toy, tree, mode, verifier, p).joint() - toy.joint()).abs().max())
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.7])
 @pytest.mark.parametrize("mode", ["greedy", WITH, WITHOUT])
 @pytest.mark.parametrize("name", TREES)
 def test_committed_tokens_have_exactly_the_targets_distribution(name, mode, top_p):
-    toy = make_toy(3, TREES[name].max_depth, top_p)
-    assert error(toy, TREES[name], mode) < 1e-12
+    assert error(make_toy(3, TREES[name].max_depth, top_p), TREES[name], mode) < 1e-12
+
+
+def test_larger_vocabulary_and_root_alone_are_exact():
+    assert error(make_toy(5, 2, 0.8), chain(2), WITHOUT) < 1e-12
+    assert error(make_toy(5, 0, 0.8), chain(0), "greedy") < 1e-12
+
+
+@pytest.mark.parametrize("mode", [WITH, WITHOUT])
+def test_draft_that_runs_out_of_tokens_is_exact(mode):
+    """Three children from a draft that holds two tokens: the third is no draw from it and must not be accepted."""
+    assert error(make_toy(4, 2, draft_support=2), full(2, 3) if mode == WITHOUT else full(2, 2), mode) < 1e-12
+
+
+# --- broken variants, each caught by the same check
+
+
+def p_not_renormalised(p, q, token, replacement):
+    accept, _, q_next = child_round(p, q, token, replacement)
+    mass = torch.zeros_like(p).scatter(1, token[:, None], p) if q is None else q
+    return accept, (p - mass).clamp(min=0), q_next
+
+
+def no_residual_update(p, q, token, replacement):
+    accept, _, q_next = child_round(p, q, token, replacement)
+    return accept, p, q_next
+
+
+def q_not_renormalised(p, q, token, replacement):
+    accept, p_next, _ = child_round(p, q, token, replacement)
+    return accept, p_next, q.scatter(1, token[:, None], 0.0)
+
+
+def top_p_on_the_residual(p, q, token, replacement):
+    accept, p_next, q_next = child_round(p, q, token, replacement)
+    return accept, probabilities(p_next.log()[:, None], one_row(top_p=0.7))[:, 0], q_next
+
+
+def one_coin_for_all_children(tree, tokens, p, coins, final, q=None, replacement=True):
+    return verify(tree, tokens, p, coins[:, 1:2].expand_as(coins), final, q, replacement)
+
+
+def drawn_with_replacement_taken_for_without(tree, tokens, p, coins, final, q=None, replacement=True):
+    return verify(tree, tokens, p, coins, final, q, not replacement)
+
+
+BROKEN_ROUNDS = [
+    (p_not_renormalised, "greedy"),
+    (p_not_renormalised, WITH),
+    (no_residual_update, "greedy"),
+    (no_residual_update, WITHOUT),
+    (q_not_renormalised, WITHOUT),
+]
+
+
+@pytest.mark.parametrize(("broken", "mode"), BROKEN_ROUNDS)
+def test_broken_round_is_caught(broken, mode, monkeypatch):
+    monkeypatch.setattr(sampling, "child_round", broken)
+    assert error(make_toy(3, 2), full(2, 2), mode) > 1e-3
+
+
+@pytest.mark.parametrize("mode", ["greedy", WITH, WITHOUT])
+def test_top_p_on_the_residual_alone_is_caught(mode, monkeypatch):
+    monkeypatch.setattr(sampling, "child_round", top_p_on_the_residual)
+    toy = make_toy(3, 2, top_p=0.7)
+    assert error(replace(toy, p=make_toy(3, 2).p), full(2, 2), mode) > 1e-3
+
+
+@pytest.mark.parametrize("mode", ["greedy", WITH, WITHOUT])
+def test_reused_coin_is_caught(mode):
+    assert error(make_toy(3, 2), full(2, 2), mode, one_coin_for_all_children) > 1e-3
+
+
+@pytest.mark.parametrize("mode", [WITH, WITHOUT])
+def test_wrong_kind_of_replacement_is_caught(mode):
+    assert error(make_toy(3, 2), full(2, 2), mode, drawn_with_replacement_taken_for_without) > 1e-3
+
+
+# --- the same from random numbers: drafting, verification and continuation together, as float32 and as one batch
+
+
+def chi_square_p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """The chance of counts at least so far from expectation; inf counts as far where nothing is expected."""
+    assert counts[expected == 0].sum() == 0
+    counts, expected = counts[expected > 0].double(), expected[expected > 0]
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2, dtype=torch.float64), statistic / 2))
+
+
+def sampled_p_value(toy: Toy, tree: Tree, mode: str, verifier: Callable[..., sampling.Verified], rows: int) -> float:
+    """How likely the committed tokens of `rows` requests are under the target's distribution."""
+    seeds, vocabulary, num_nodes = torch.arange(rows), toy.vocabulary, tree.num_nodes
+    noise = uniform(seeds, torch.zeros_like(seeds), 1 + num_nodes + num_nodes * max(tree.fanout))
+    final, coins = noise[:, 0], noise[:, 1 : 1 + num_nodes]
+    draft_noise = noise[:, 1 + num_nodes :].view(rows, num_nodes, -1)
+    tokens = torch.zeros(rows, num_nodes, dtype=torch.int64)
+    q = torch.zeros(rows, num_nodes, vocabulary)
+    for node in range(num_nodes):
+        logits = toy.draft[toy.histories(tree, tokens)[:, node]].log().float()[:, None]
+        drawn, share = propose(logits, max(tree.fanout), mode, torch.ones(rows), draft_noise[:, node : node + 1])
+        kids = [kid for kid in tree.children[node].tolist() if kid >= 0]
+        tokens[:, kids] = drawn[:, 0, : len(kids)]
+        q[:, node] = 0 if share is None else share[:, 0]
+    histories = toy.histories(tree, tokens)
+    p, q = toy.p[histories].float(), None if mode == "greedy" else q
+    path, accepted, token = verifier(tree, tokens, p, coins, final, q, mode == WITH)
+    history = child(histories[seeds, path[:, -1]], token, vocabulary)
+    for extra in range(tree.max_depth):  # rows that accepted less go on alone
+        further = sample(
+            toy.p[history.clamp(max=len(toy.p) - 1)], uniform(seeds, torch.full_like(seeds, extra + 1), 1)[:, 0]
+        )
+        history = torch.where(accepted + extra < tree.max_depth, child(history, further, vocabulary), history)
+    counts = (history - len(toy.p)).bincount(minlength=vocabulary ** (tree.max_depth + 1))
+    return chi_square_p_value(counts, toy.joint() * rows)
+
+
+@pytest.mark.parametrize("mode", ["greedy", WITH, WITHOUT])
+@pytest.mark.parametrize("name", ["chain3", "d2_bf2"])
+def test_sampled_tokens_have_the_targets_distribution(name, mode):
+    toy = make_toy(4, TREES[name].max_depth, top_p=0.9)
+    assert sampled_p_value(toy, TREES[name], mode, verify, 100_000) > 1e-3
+
+
+def test_sampled_tokens_show_a_reused_coin():
+    assert sampled_p_value(make_toy(4, 2), full(2, 2), WITHOUT, one_coin_for_all_children, 100_000) < 1e-9
+
+
+# --- temperature 0
+
+
+def one_hot(best: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    return torch.nn.functional.one_hot(best, vocabulary).double()
+
+
+@pytest.mark.parametrize("replacement", [True, False, None])
+@pytest.mark.parametrize("tree", [chain(0), *TREES.values()], ids=lambda tree: str(tree.num_nodes))
+def test_verify_greedy_is_verify_at_temperature_0(tree, replacement):
+    """Tokens of a vocabulary of 2, so that long paths are accepted and siblings often share a token."""
+    torch.manual_seed(0)
+    tokens, best = torch.randint(2, (2, 400, tree.num_nodes))
+    p, coins = one_hot(best, 2), torch.rand(400, tree.num_nodes, dtype=torch.float64)
+    q = None if replacement is None else torch.full_like(p, 0.5)
+    if replacement is False:  # then siblings differ
+        tokens = torch.where(tree.child_rank == 1, 1 - tokens[:, tree.children[tree.parent, 0]], tokens)
+    expected = verify(tree, tokens, p, coins, torch.rand(400, dtype=torch.float64), q, bool(replacement))
+    for ours, theirs in zip(verify_greedy(tree, tokens, best), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_accepted_path_is_the_first_that_matches():
+    tokens = torch.tensor([[9, 5, 7, 5, 1, 6, 8, 3]])  # RAGGED: children of the root 5, 7, 5; of node 1 1, 6; ...
+    best = torch.tensor([[5, 6, 8, 0, 0, 3, 0, 4]])
+    path, accepted, token = verify_greedy(RAGGED, tokens, best)
+    assert (path.tolist(), accepted.tolist(), token.tolist()) == ([[0, 1, 5, 7]], [3], [4])
+    path, accepted, token = verify_greedy(RAGGED, tokens, best + torch.tensor([0, 9, 0, 0, 0, 0, 0, 0]))
+    assert (path.tolist(), accepted.tolist(), token.tolist()) == ([[0, 1, 1, 1]], [1], [15])
+
+
+# --- compiled
+
+
+def test_compiles_for_one_and_for_many_rows_only():
+    """Paper section 3.2: a dynamic batch dimension leaves two compilations."""
+
+    def stage(tree, tokens, logits, settings, seeds, positions, q):
+        draws = uniform(seeds, positions, tree.num_nodes + 1)
+        return verify(tree, tokens, probabilities(logits, settings), draws[:, 1:], draws[:, 0], q, False)
+
+    torch.manual_seed(0)
+    counter = CompileCounter()
+    compiled = torch.compile(stage, backend=counter, dynamic=True, fullgraph=True)
+    for rows in (1, 2, 3, 5, 8):
+        tokens, logits = torch.randint(50, (rows, 7)), torch.randn(rows, 7, 50)
+        temperature = [[0.5, 1.0, 0.0][row % 3] for row in range(rows)]
+        settings = SamplingTensors.from_lists(temperature, [0] * rows, [0.9] * rows, "cpu")
+        arguments = (full(2, 2), tokens, logits, settings, torch.arange(rows), torch.arange(rows), logits.softmax(-1))
+        for ours, theirs in zip(compiled(*arguments), stage(*arguments), strict=True):
+            assert torch.equal(ours, theirs)
+    assert counter.frame_count <= 2
+
+
+# --- probabilities and draws
+
+
+def warped(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+    """transformers' own, for rows [N, V]."""
+    logits = TemperatureLogitsWarper(temperature)(None, logits)
+    logits = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
+    return (TopPLogitsWarper(top_p)(None, logits) if top_p < 1 else logits).softmax(-1)
+
+
+def test_probabilities_are_those_of_transformers_row_by_row():
+    temperature, top_k, top_p = [1.0, 0.7, 1.3, 0.5, 2.0, 1.0], [0, 5, 0, 7, 500, 1], [1.0, 1.0, 0.6, 0.9, 0.01, 0.5]
+    torch.manual_seed(0)
+    logits = torch.randn(6, 3, 100) * 3
+    ours = probabilities(logits, SamplingTensors.from_lists(temperature, top_k, top_p, "cpu"))
+    for row, setting in zip(range(6), zip(temperature, top_k, top_p, strict=True), strict=True):
+        assert torch.equal(ours[row] > 0, warped(logits[row], *setting) > 0)
+        torch.testing.assert_close(ours[row], warped(logits[row], *setting))
+
+
+def test_settings_nobody_uses_change_nothing():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 5000) * 8
+    settings = SamplingTensors.from_lists([0.0, 1.0], [0, 0], [0.5, 1.0], "cpu")
+    assert not settings.any_top
+    assert not settings.all_greedy
+    plain, slow = probabilities(logits, settings), probabilities(logits, replace(settings, any_top=True))
+    assert torch.equal(plain > 0, slow > 0)
+    torch.testing.assert_close(plain, slow)
+    assert torch.equal(plain[0], one_hot(logits[0].argmax(-1), 5000).float())
+
+
+def test_equal_logits_and_extreme_settings():
+    logits = torch.tensor([[[1.0, 2.0, 2.0, -torch.inf]]], dtype=torch.bfloat16)
+    rows = {
+        (0.0, 0, 1.0): [0, 1, 0, 0],  # the first of the greatest
+        (1e-40, 0, 1.0): [0, 0.5, 0.5, 0],
+        (1.0, 1, 1.0): [0, 0.5, 0.5, 0],  # top-k keeps equals
+        (1.0, 0, 0.1): [0, 1, 0, 0],  # top-p does not
+    }
+    for setting, expected in rows.items():
+        ours = probabilities(logits, one_row(*setting))
+        assert ours.dtype == torch.float32
+        assert ours[0, 0].tolist() == expected
+
+
+def test_sample_follows_the_cumulative_distribution_and_never_picks_the_impossible():
+    probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
+    u = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, REJECT], dtype=torch.float64)
+    assert sample(probs, u).tolist() == [1, 1, 3, 3, 4, 4]
+    torch.manual_seed(0)
+    rough = torch.rand(300, 5000) * (torch.rand(300, 5000) < 0.3)
+    rough[:, 4000:] = 0.0
+    for scale in (1.0, 1e-30):
+        tokens = sample(rough * scale, torch.full((300,), REJECT, dtype=torch.float64))
+        assert (rough.gather(1, tokens[:, None]) > 0).all()
+
+
+def test_propose_takes_the_best_or_draws_in_order():
+    logits = torch.tensor([[[0.0, 3.0, 1.0, 2.0]]])
+    tokens, q = propose(logits, 3)
+    assert tokens.tolist() == [[[1, 3, 2]]]
+    assert q is None
+    u = torch.tensor([[[0.5, 0.5, 0.5, 0.5]]], dtype=torch.float64)
+    tokens, q = propose(logits, 4, WITHOUT, torch.tensor([0.0]), u)
+    assert tokens.tolist() == [[[1, 3, 2, 0]]]
+    torch.testing.assert_close(q, logits.softmax(-1))
+    assert propose(logits, 4, WITH, torch.tensor([1.0]), u)[0].tolist() == [[[1, 1, 1, 1]]]
+
+
+# --- random numbers
+
+
+def splitmix(state: int) -> int:
+    """The finaliser in Python's own unbounded integers."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+    return state ^ (state >> 31)
+
+
+def test_uniform_is_the_documented_function_of_seed_position_and_draw():
+    golden, seeds, positions = 0x9E3779B97F4A7C15, [0, 1, -1, 2**63 - 1], [0, 5, 131071, 3]
+    ours = uniform(torch.tensor(seeds), torch.tensor(positions), 3)
+    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        key = splitmix((splitmix(seed * golden % 2**64) + position * golden) % 2**64)
+        expected = [(splitmix((key + draw * golden) % 2**64) >> 11) / 2**53 for draw in (1, 2, 3)]
+        assert ours[row].tolist() == expected
+
+
+def test_uniform_is_uniform_and_independent_along_every_axis():
+    """Consecutive seeds, positions and draws; all bounds are five standard deviations."""
+    seeds, positions = torch.arange(128), torch.arange(128)
+    cube = uniform(seeds.repeat_interleave(128), positions.repeat(128), 32).view(128, 128, 32)
+    count = cube.numel()
+    assert abs(cube.mean() - 0.5) < 5 * (1 / 12 / count) ** 0.5
+    assert abs(cube.var() - 1 / 12) < 5 * (1 / 180 / count) ** 0.5
+    centred = (cube - 0.5) * 12**0.5
+    for axis in range(3):
+        for lag in (1, 2, 3, 8):
+            length = cube.shape[axis] - lag
+            products = centred.narrow(axis, 0, length) * centred.narrow(axis, lag, length)
+            assert abs(products.mean()) < 5 / products.numel() ** 0.5
+    bits = (cube.flatten() * GRID).long()
+    for bit in range(53):
+        assert abs((bits >> bit & 1).double().mean() - 0.5) < 2.5 / count**0.5
+    pairs = (cube[..., 0::2] * 16).long() * 16 + (cube[..., 1::2] * 16).long()
+    counts = pairs.flatten().bincount(minlength=256)
+    assert chi_square_p_value(counts, torch.full((256,), pairs.numel() / 256, dtype=torch.float64)) > 1e-4

@@ -63,7 +63,7 @@ def to_messages(row: Mapping, data_format: str, columns: Mapping[str, str]) -> l
     else:
         assert data_format == "prompt_response", data_format
         prompt, response = (column(row, key, columns) for key in FORMATS["prompt_response"])
-        turns = [*(as_turns(prompt)), {"role": "assistant", "content": response}]
+        turns = [*as_turns(prompt), {"role": "assistant", "content": response}]
     check(isinstance(turns, list), f"the turns must be a list, not {type(turns).__name__}")
     check(len(turns) > 0, "the row has no turns")
     return [validated(turn) for turn in turns]
@@ -141,7 +141,7 @@ class ChatRenderer:
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         tokens = [token for token in (bos, *tokens, eos) if token is not None]
-        return Document(torch.tensor(tokens), torch.ones(len(tokens), dtype=torch.bool))
+        return Document(torch.tensor(tokens, dtype=torch.int64), torch.ones(len(tokens), dtype=torch.bool))
 
     @cached_property
     def template(self) -> str:

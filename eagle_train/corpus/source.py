@@ -34,7 +34,7 @@ class DataConfig:
     the config and `split` the split; `heldout`: such a path or None. Relative paths are relative to the working
     directory. `columns`: the format's keys (`chat.FORMATS`) to the row's columns. `row_tokens`: length of a packed
     row; a longer document is, by `long_documents`, split or dropped. `shuffle_window`: documents shuffled among
-    themselves; 0 keeps the data's order.
+    themselves; 0 keeps the data's order. `supervise`: what counts as produced in a conversation; all of a text does.
     """
 
     path: str

@@ -89,11 +89,12 @@ class Packer:
         size = self.config.row_tokens
         if len(document.tokens) <= size:
             return [document]
-        self.counts["split" if self.config.long_documents == "split" else "dropped"] += 1
         if self.config.long_documents == "drop":
+            self.counts["dropped"] += 1
             return []
-        halves = zip(document.tokens.split(size), document.produced.split(size), strict=True)
-        return [Document(tokens, produced) for tokens, produced in halves]
+        self.counts["split"] += 1
+        parts = zip(document.tokens.split(size), document.produced.split(size), strict=True)
+        return [Document(tokens, produced) for tokens, produced in parts]
 
     def pack(self, document: Document) -> list[PackedRow]:
         """Put the document into the open row that it fills best; returns the rows that are then done."""
@@ -128,7 +129,7 @@ class Packer:
 def supervised_slots(document: Document) -> torch.Tensor:
     """bool [n]: slots j >= 1 whose next token exists and was produced. DESIGN section 3.1."""
     supervised = torch.zeros_like(document.produced)
-    supervised[1:-1] = document.produced[2:]
+    supervised[:-1] = document.produced[1:]
     return supervised
 
 

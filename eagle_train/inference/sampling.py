@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from eagle_train.config import check
 from eagle_train.inference.tree import Tree
 
 DRAFT_MODES = ("greedy", "multinomial", "multinomial_without_replacement")
@@ -162,13 +161,13 @@ def propose(
     Returns tokens int64 [B, P, C], and q [B, P, V], or None for "greedy". Children are ordered: a node with fewer takes
     the first ones.
 
-    - "greedy": the C most likely tokens; q is a point mass, and needs neither temperature nor top-p (paper section 3.2).
+    - "greedy": the C most likely tokens; q is a point mass, which needs no temperature or top-p (paper section 3.2).
     - "multinomial": independent draws from q = softmax(logits / temperature), without top-k and top-p. Rows with
       temperature 0 use 1: from all mass on one token there is only one child to draw.
     - "multinomial_without_replacement": each drawn from q without the ones before it, renormalised. When q has no
       mass left, token 0 is proposed, which `verify` refuses.
     """
-    check(mode in DRAFT_MODES, f"draft mode is {mode!r}; it must be one of {', '.join(DRAFT_MODES)}")
+    assert mode in DRAFT_MODES, mode
     if mode == "greedy":
         return logits.topk(num_children).indices, None
     q = over_temperature(at_least_float32(logits), temperature).softmax(-1)

@@ -1,4 +1,4 @@
-"""Static draft trees: from a list of parents to every table that drafting, attention and sampling read. DESIGN section 3.5.
+"""Static draft trees: parents, and every table that drafting, attention and sampling read from them. DESIGN section 3.5.
 
 Node 0 is the root, the pending token whose successor is not known yet; the others are drafted. Built once per tree,
 never per step. Knows nothing of models, tokens, probabilities or requests.
@@ -19,34 +19,33 @@ from eagle_train.config import CONF_DIR, UserError, check, one_line
 MAX_NODES = 1024  # the ancestor mask is [N, N]; no tree worth validating comes near
 
 
-def derived() -> Any:
-    """A field that follows from `parents`: not given, not compared."""
-    return field(init=False, repr=False, compare=False)
+class TreeTables:
+    """What follows from a tree's parents. N nodes, D the greatest depth, C the most children of a node, or 1."""
+
+    num_nodes: int  # N, the root included
+    max_depth: int  # D
+    levels: tuple[tuple[int, int], ...]  # per depth (first, last + 1), so that slice(*level) is the level
+    fanout: tuple[int, ...]  # per depth the most children of a node there; the last is 0
+    depth: torch.Tensor  # int64 [N]
+    child_rank: torch.Tensor  # int64 [N]: which child of its parent a node is; 0 for the root
+    parent: torch.Tensor  # int64 [N]: `parents`, with the root its own, so that it can index
+    children: torch.Tensor  # int64 [N, C], then -1
+    ancestors: torch.Tensor  # bool [N, N]: j is i, or above i
+    excused: torch.Tensor  # bool [N, N]: whether i is accepted does not depend on j's token
+    paths: torch.Tensor  # int64 [leaves, D + 1]: root to leaf, then -1
+    path_to: torch.Tensor  # int64 [N, D + 1]: root to node, then the node again
+    priority: torch.Tensor  # int64 [N]: a node beats its ancestors, and its later siblings with all below them
 
 
 @dataclass(frozen=True)
-class Tree:
-    """N nodes, given level by level with siblings side by side, best first. D is the depth, C the most children of a node.
+class Tree(TreeTables):
+    """A tree whose nodes are given level by level, siblings side by side, best first.
 
-    Raises UserError, naming the node, if `parents` is not such a list. Two trees with the same parents are equal.
+    Raises UserError, naming the node, if `parents` is no such list. Two trees with the same parents are equal.
     """
 
     parents: tuple[int, ...]  # parents[0] is -1; all others are smaller than their own index and never decrease
     device: torch.device | str = field(default="cpu", compare=False)
-
-    num_nodes: int = derived()  # N, the root included
-    max_depth: int = derived()
-    levels: tuple[tuple[int, int], ...] = derived()  # per depth (first, last + 1), so that slice(*level) is the level
-    fanout: tuple[int, ...] = derived()  # per depth the most children of a node there; the last is 0
-    depth: torch.Tensor = derived()  # int64 [N]
-    child_rank: torch.Tensor = derived()  # int64 [N]: which child of its parent a node is; 0 for the root
-    parent: torch.Tensor = derived()  # int64 [N]: `parents`, with the root its own, so that it can index
-    children: torch.Tensor = derived()  # int64 [N, C], then -1
-    ancestors: torch.Tensor = derived()  # bool [N, N]: j is i, or above i
-    excused: torch.Tensor = derived()  # bool [N, N]: whether i is accepted does not depend on j's token
-    paths: torch.Tensor = derived()  # int64 [leaves, D + 1]: root to leaf, then -1
-    path_to: torch.Tensor = derived()  # int64 [N, D + 1]: root to node, then the node again
-    priority: torch.Tensor = derived()  # int64 [N]: a node beats its ancestors, and its later siblings with all below
 
     def __post_init__(self) -> None:
         check_parents(self.parents)
@@ -68,7 +67,7 @@ class Tree:
             "depth": depth,
             "child_rank": [0, *(kids[parent].index(node) for node, parent in enumerate(self.parents[1:], start=1))],
             "parent": [0, *self.parents[1:]],
-            "children": [padded(row, max(map(len, kids)), -1) for row in kids],
+            "children": [padded(row, max(1, *map(len, kids)), -1) for row in kids],
             "ancestors": ancestors,
             "excused": [[node == 0 or not above for node, above in enumerate(row)] for row in ancestors],
             "paths": [padded(path, width, -1) for path, below in zip(paths, kids, strict=True) if not below],
@@ -76,8 +75,6 @@ class Tree:
             "priority": priorities(kids),
         }
         values |= {name: torch.tensor(table, device=self.device) for name, table in tables.items()}
-        # An empty list has no type to go by: the lone root's children.
-        values["children"] = values["children"].long()
         for name, value in values.items():
             object.__setattr__(self, name, value)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_train.config import check
+from eagle_train.config import build, check
 from eagle_train.models.layers import Layer, RMSNorm, Rotary
 from eagle_train.ops.attention import Attend
 
@@ -68,7 +68,7 @@ class DraftConfig:
             "rope_parameters": rope_parameters_of(text),
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-5,
         }
-        return cls(**sizes | {key: value for key, value in overrides.items() if value is not None})
+        return build(cls, sizes | {key: value for key, value in overrides.items() if value is not None}, "draft")
 
     def rope_of_layer(self, layer: int) -> tuple[bool, int | None]:
         """Whether the layer has rotary positions, and the chunk it attends within."""
@@ -118,6 +118,9 @@ class Draft(nn.Module):
         with torch.no_grad():
             self.fc.weight[:, self.config.hidden_size :] = torch.eye(self.config.hidden_size)
         return self
+
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(
         self, token_embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend

@@ -6,7 +6,7 @@ to the attention function registered here.
 """
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,9 @@ class Target:
 
 def load_target(config: TargetConfig, device: torch.device | str = "cpu") -> Target:
     """The target and its tokenizer. Raises UserError where there is no checkpoint or weights are missing."""
+    path = Path(config.path).expanduser()
+    local = path.is_absolute() or config.path.startswith(".") or len(path.parts) != 2
+    check(path.is_dir() or not local, f"target.path={config.path}: no such directory; give one, or a hub id (USER/NAME)")
     options = {"trust_remote_code": config.trust_remote_code}
     dtype = DTYPES[config.dtype] or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     try:
@@ -192,6 +195,12 @@ def load_target(config: TargetConfig, device: torch.device | str = "cpu") -> Tar
         "give a complete checkpoint",
     )
     return Target(model.to(device), load_tokenizer(config), name=config.path)
+
+
+def training_dtype(config: TargetConfig, device: torch.device | str) -> TargetConfig:
+    """`auto` as training means it: bf16 on a GPU and on a CPU with bf16 instructions, fp32 on others."""
+    fast = torch.device(device).type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    return replace(config, dtype="bfloat16" if fast else "float32") if config.dtype == "auto" else config
 
 
 def load_tokenizer(config: TargetConfig) -> Any:

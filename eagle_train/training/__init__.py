@@ -1,0 +1,1 @@
+"""Training: the loop, its loss, optimisers, checkpoints and metrics. Knows nothing of inference."""

@@ -61,14 +61,14 @@ class Meter:
             self.sums[name] = self.sums.get(name, 0) + value
 
     def means(self) -> Record:
-        """Each sum divided by the count, as floats (lists of floats for tensors with a shape); NaN if nothing counted."""
+        """Each sum divided by the count: floats, or lists of floats for tensors with a shape; NaN where none count."""
         sums = {name: torch.as_tensor(value).detach().cpu().double() for name, value in self.sums.items()}
         count = sums.pop("count")
         return {name: (value / count).tolist() for name, value in sums.items()}
 
 
 class Tracker(Protocol):
-    """Where records go besides `metrics.jsonl`; built by Hydra from conf/tracking with `directory` and `config`."""
+    """Where records go besides `metrics.jsonl`: `instantiate(config.tracking)(directory=..., config=...)`."""
 
     def start(self, resumed: bool) -> None: ...
 
@@ -96,9 +96,9 @@ class NoTracker:
 class WandbTracker:
     """Weights & Biases, online where there is a key and offline where there is none; never asks, never waits for long.
 
-    The run's id lies in the run's directory, so that a resumed run continues the same W&B run. What is sent: the records,
-    `config` without its secrets, and the machine's load; not the command line, the code or the console, which may hold
-    secrets. Raises UserError for an impossible mode, when built, and for a server that does not answer, when started.
+    The run's id lies in the run's directory, so that a resumed run continues the same W&B run. What is sent: the
+    records, `config` without its secrets, and the machine's load; not the command line, the code or the console, which
+    may hold secrets. Raises UserError when built with an impossible mode, or started where no server answers.
     """
 
     def __init__(
@@ -116,9 +116,7 @@ class WandbTracker:
 
         settings = wandb.setup().settings
         has_key = settings.api_key or settings.identity_token_file or in_netrc(settings.base_url)
-        check(
-            wanted != "online" or has_key, "tracking.mode=online: no W&B API key; set WANDB_API_KEY or leave mode out"
-        )
+        check(has_key or wanted != "online", "tracking.mode=online: no W&B API key; set WANDB_API_KEY or use offline")
         mode = wanted or settings.mode
         if mode == "online" and not has_key:
             mode = "offline"
@@ -137,7 +135,7 @@ class WandbTracker:
         )
         try:
             self.run = self.wandb.init(
-                dir=self.directory, id=id_file.read_text(), resume="allow", settings=settings, **self.arguments
+                **self.arguments, dir=self.directory, id=id_file.read_text(), resume="allow", settings=settings
             )
         except self.wandb.errors.Error as error:
             remedy = "tracking.mode=offline records in the run's directory"
@@ -186,8 +184,8 @@ def redact(config: Any, name: str = "") -> Any:
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Whether the value at the dotted key `name` must not leave the machine. Numbers are seldom secrets: `max_tokens`."""
-    if not isinstance(value, str):
+    """Whether the value at the dotted key `name` must not leave the machine."""
+    if not isinstance(value, str):  # `max_tokens` and `num_key_value_heads` are none
         return value is not None and bool(SECRET_EVEN_AS_NUMBER.search(name))
     is_commit = COMMIT_NAME.search(name.rpartition(".")[2])
     return bool(SECRET_NAME.search(TEXT_TOKEN.sub("", name)) or (SECRET_VALUE.search(value) and not is_commit))
@@ -196,20 +194,28 @@ def is_secret(name: str, value: Any) -> bool:
 class MetricsLog:
     """Writes each record as one line of `metrics.jsonl` in the run's directory, at once, and hands it to the tracker.
 
-    `resumed_step` is the step of the checkpoint that the run continues from, None for a fresh run: later records are cut
-    off, so that the file of a resumed run equals that of one never interrupted, but for times. NaN and infinities are
-    written as null, because JSON has none.
+    `resumed_step` is the step of the checkpoint that the run continues from, None for a fresh run: later records are
+    cut off, so that the file of a resumed run equals that of one never interrupted, but for times. NaN and infinities
+    are written as null, because JSON has none.
     """
 
     def __init__(self, directory: Path | str, tracker: Tracker, resumed_step: int | None = None) -> None:
-        path = Path(directory) / "metrics.jsonl"
-        write_text(path, "".join(kept_lines(path, resumed_step)))
-        self.file = path.open("a", encoding="utf-8", buffering=1)
+        self.path = Path(directory) / "metrics.jsonl"
+        write_text(self.path, "".join(kept_lines(self.path, resumed_step)))
+        # Unbuffered: a line is in the file at once, and one that failed is not tried again when the file is closed.
+        self.file = self.path.open("ab", buffering=0)
         self.tracker = tracker
         tracker.start(resumed=resumed_step is not None)
 
     def log(self, step: int, record: Record) -> None:
-        self.file.write(json.dumps(finite({"step": step, **record}), allow_nan=False) + "\n")
+        """Write one record. Raises UserError when the disk refuses."""
+        line = json.dumps(finite({"step": step, **record}), allow_nan=False) + "\n"
+        try:
+            self.file.write(line.encode())
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: the record of step {step} could not be written: {one_line(error)}"
+            ) from error
         self.tracker.log(step, record)
 
     def close(self) -> None:

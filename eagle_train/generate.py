@@ -1,0 +1,61 @@
+"""eagle-generate: one prompt's answer, with the tokens that came from the draft marked, and its TPC."""
+
+import sys
+
+from omegaconf import DictConfig, OmegaConf
+
+from eagle_train.config import build, check, command, resolve_device
+from eagle_train.inference import Engine, Output, SamplingParams
+from eagle_train.models.target import Target, TargetConfig
+
+GREEN, RESET = "\033[32m", "\033[0m"
+COLORS = ("auto", "always", "never")
+
+
+@command("generate")
+def main(config: DictConfig) -> None:
+    check(config.color in COLORS, f"color={config.color}: must be one of {', '.join(COLORS)}")
+    check(bool(config.prompt), "prompt is empty: give prompt=TEXT")
+    stop = OmegaConf.to_container(config.stop) if OmegaConf.is_config(config.stop) else config.stop
+    params = SamplingParams(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_tokens=config.max_tokens,
+        seed=config.seed,
+        stop=tuple(stop) if isinstance(stop, list) else stop,
+    )
+    target = build(TargetConfig, config.target, "target")
+    tree = OmegaConf.to_container(config.tree)
+    engine = Engine(target, config.draft, tree, device=resolve_device(config.device))
+    check(engine.target.tokenizer is not None, f"target.path={target.path}: no tokenizer there, and the prompt is text")
+    prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
+    output = engine.generate([prompt], params)[0]
+    color = config.color == "always" or (config.color == "auto" and sys.stdout.isatty())
+    print(marked(output, engine.target, color))
+    print(summary(output), file=sys.stderr)
+
+
+def marked(output: Output, target: Target, color: bool) -> str:
+    """The answer with what the draft proposed and the target accepted in green, or in brackets."""
+    before, after = (GREEN, RESET) if color else ("[", "]")
+    pieces, start = [target.tokenizer.decode(output.token_ids[:1])], 1
+    for count in output.rounds:
+        accepted, own = output.token_ids[start : start + count - 1], output.token_ids[start + count - 1 : start + count]
+        if accepted:
+            pieces.append(before + target.tokenizer.decode(accepted) + after)
+        pieces.append(target.tokenizer.decode(own))
+        start += count
+    return "".join(pieces)
+
+
+def summary(output: Output) -> str:
+    stats = output.stats
+    parts = [f"{len(output.token_ids)} tokens ({output.finish_reason})", f"TTFT {stats.ttft_s * 1e3:.1f} ms"]
+    if stats.calls:
+        parts += [f"TPC {stats.tpc:.2f}", f"TTIT {stats.ttit_s * 1e3:.2f} ms"]
+    return ", ".join(parts)
+
+
+if __name__ == "__main__":
+    main()

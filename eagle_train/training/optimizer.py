@@ -1,0 +1,81 @@
+"""Optimisers and the learning rate. The paper's recipe (section 2.2) is the default. Knows nothing of losses or data."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_train.config import check
+
+NAMES = ("adamw", "muon")
+
+
+@dataclass
+class OptimConfig:
+    """The group `optim`.
+
+    `name`: adamw, or muon (torch's Muon for matrices, AdamW for norms; `lr` is scaled so that both take steps of like
+    size). The learning rate climbs for `warmup_steps`, stays at `lr`, and falls linearly to 0 over the last
+    `decay_steps`. `tokens_per_step` counts the tokens of an optimiser step, padding included.
+    """
+
+    name: str = "adamw"
+    lr: float = 2e-4
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    max_grad_norm: float = 1.0
+    tokens_per_step: int = 2_097_152
+
+    def __post_init__(self) -> None:
+        check(self.name in NAMES, f"optim.name={self.name}: must be {' or '.join(NAMES)}")
+        for field in ("lr", "max_grad_norm", "tokens_per_step"):
+            check(getattr(self, field) > 0, f"optim.{field}={getattr(self, field)}: must be above 0")
+        for field in ("weight_decay", "warmup_steps", "decay_steps"):
+            check(getattr(self, field) >= 0, f"optim.{field}={getattr(self, field)}: must be 0 or more")
+        check(all(0 <= beta < 1 for beta in self.betas), f"optim.betas={self.betas}: both must be in [0, 1)")
+
+    def lr_at(self, step: int, total_steps: int) -> float:
+        """The learning rate of step 1, 2, ... total_steps."""
+        share = min(1.0, step / max(1, self.warmup_steps))
+        if self.decay_steps:
+            share = min(share, (total_steps - step + 1) / self.decay_steps)
+        return self.lr * share
+
+
+class Optimizer:
+    """torch's optimisers for one model as one: `step`, `zero_grad`, state."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig):
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+        vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+        adamw = {"lr": config.lr, "betas": config.betas}
+        # Norm weights are scales around 1: decay would pull them to 0.
+        groups = [{"params": vectors, "weight_decay": 0.0}]
+        if config.name == "muon":
+            muon = torch.optim.Muon(
+                matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+            self.parts = [muon, torch.optim.AdamW(groups, **adamw)]
+        else:
+            groups.append({"params": matrices, "weight_decay": config.weight_decay})
+            self.parts = [torch.optim.AdamW(groups, **adamw)]
+
+    def step(self, lr: float) -> None:
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(state)

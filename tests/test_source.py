@@ -1,0 +1,167 @@
+"""corpus/source.py: the config is checked, and rows are read from every kind of data, from any number on."""
+
+import json
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+
+import datasets
+import hydra
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from eagle_train.config import CONF_DIR, UserError, build
+from eagle_train.corpus.chat import to_messages
+from eagle_train.corpus.source import DataConfig, open_source
+
+
+def make_rows(num_rows: int) -> list[dict]:
+    return [{"id": i, "messages": [{"role": "user", "content": f"q{i}"}]} for i in range(num_rows)]
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_parquet(path: Path, rows: list[dict]) -> str:
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    return str(path)
+
+
+def read(path: str, **options: str) -> list[dict]:
+    return [row for _, row in open_source(DataConfig(path, **options)).rows()]
+
+
+def test_jsonl_parquet_globs_and_hub_directories_give_the_same_rows(tmp_path):
+    rows = make_rows(40)
+    assert read(write_jsonl(tmp_path / "all.jsonl", rows)) == rows
+    assert read(write_parquet(tmp_path / "all.parquet", rows)) == rows
+    write_jsonl(tmp_path / "part-0.jsonl", rows[:15])
+    write_jsonl(tmp_path / "part-1.jsonl", rows[15:])
+    assert read(str(tmp_path / "part-*.jsonl")) == rows
+    write_parquet(tmp_path / "part-0.parquet", rows[:15])
+    write_parquet(tmp_path / "part-1.parquet", rows[15:])
+    assert read(str(tmp_path / "part-?.parquet")) == rows
+    for kind, write in (("jsonl", write_jsonl), ("parquet", write_parquet)):
+        (tmp_path / kind).mkdir()
+        write(tmp_path / kind / f"train.{kind}", rows)
+        write(tmp_path / kind / f"test.{kind}", rows[:3])
+        assert read(str(tmp_path / kind)) == rows
+        assert read(str(tmp_path / kind), split="test") == rows[:3]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub"])
+def test_rows_from_any_number_on(tmp_path, kind):
+    rows = make_rows(30)
+    write = write_jsonl if kind == "jsonl" else write_parquet
+    suffix = "jsonl" if kind == "jsonl" else "parquet"
+    for part, chosen in enumerate((rows[:17], rows[17:])):
+        write(tmp_path / f"train-{part}.{suffix}", chosen)
+    source = open_source(DataConfig(str(tmp_path) if kind == "hub" else str(tmp_path / f"*.{suffix}")))
+    placed = list(source.rows())
+    assert len({place for place, _ in placed}) == 30
+    for start in (0, 1, 6, 7, 8, 16, 17, 18, 29, 30):
+        assert list(source.rows(start)) == placed[start:]
+
+
+def test_a_hub_name_that_does_not_load_is_the_users(monkeypatch):
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach 'nobody/nothing' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(UserError, match=r"data\.path is nobody/nothing; .*no data set: Couldn't reach"):
+        open_source(DataConfig("nobody/nothing"))
+
+
+def test_jsonl_is_read_line_by_line(tmp_path):
+    """A broken line is told with its number, blank lines counted, and only when it is reached."""
+    good = json.dumps(make_rows(1)[0])
+    (tmp_path / "train.jsonl").write_text(f"{good}\n\n{good}\n{{'messages': []}}\n")
+    rows = open_source(DataConfig(str(tmp_path / "train.jsonl"))).rows()
+    assert [place.rpartition(":")[2] for place, _ in islice(rows, 2)] == ["1", "3"]
+    with pytest.raises(UserError, match=r"train\.jsonl:4: not JSON: Expecting property name"):
+        next(rows)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "has no rows"),
+        (b"\n \n", "has no rows"),
+        (b"[1]\n", r"jsonl:1: a row must be a JSON object, not list"),
+        (b'{"a": "\xff"}\n', r"jsonl:1: not JSON"),
+    ],
+)
+def test_files_that_hold_no_rows_are_refused(tmp_path, content, message):
+    (tmp_path / "train.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        open_source(DataConfig(str(tmp_path / "train.jsonl")))
+
+
+def test_files_of_no_known_kind_are_refused(tmp_path):
+    (tmp_path / "train.parquet").write_text("not parquet at all")
+    with pytest.raises(UserError, match=r"train\.parquet: not Parquet"):
+        open_source(DataConfig(str(tmp_path / "train.parquet")))
+    write_jsonl(tmp_path / "train.jsonl", make_rows(1))
+    with pytest.raises(UserError, match="must be all JSONL"):
+        open_source(DataConfig(str(tmp_path / "train.*")))
+    write_parquet(tmp_path / "empty.parquet", pa.table({"messages": []}).to_pylist())
+    with pytest.raises(UserError, match="has no rows"):
+        open_source(DataConfig(str(tmp_path / "empty.parquet")))
+
+
+@pytest.mark.parametrize("path", ["train.jsonl", "data/train.parquet", "/nowhere/data", "part-*.jsonl", "a/b/c"])
+def test_missing_files_are_named(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"data\.path is .*there is no such file"):
+        open_source(DataConfig(path))
+    with pytest.raises(UserError, match=r"data\.heldout is .*there is no such file"):
+        open_source(DataConfig("x", heldout=path), "heldout")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"format": "alpaca"}, r"data\.format is 'alpaca'; it must be one of messages, sharegpt"),
+        ({"supervise": "user"}, r"data\.supervise is 'user'"),
+        ({"long_documents": "truncate"}, r"data\.long_documents is 'truncate'"),
+        ({"columns": {"prompt": "q"}}, r"data\.columns\.prompt is unknown; data\.format=messages reads messages"),
+        ({"row_tokens": 2}, r"data\.row_tokens is 2"),
+        ({"shuffle_window": -1}, r"data\.shuffle_window is -1"),
+        ({"heldout": "a.jsonl"}, r"data\.heldout is data\.path"),
+        ({"row_tokens": "many"}, r"data\.row_tokens: "),
+        ({"unknown": 1}, r"data\.unknown: "),
+    ],
+)
+def test_impossible_configs_are_refused(values, message):
+    with pytest.raises(UserError, match=message):
+        build(DataConfig, {"path": "a.jsonl", **values}, "data")
+
+
+def composed(*overrides: str) -> DataConfig:
+    with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
+        return build(DataConfig, hydra.compose(overrides=[*overrides]).data, "data")
+
+
+def test_the_yaml_defaults_are_the_dataclass_defaults():
+    assert asdict(composed("+data=base", "data.path=a.jsonl")) == asdict(DataConfig("a.jsonl"))
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in (CONF_DIR / "data").glob("*.yaml")))
+def test_every_yaml_composes(name):
+    config = composed(f"+data={name}", "data.path=a.jsonl")
+    assert config.path == "a.jsonl"
+    assert config.format == {"stdlib": "messages", "gsm8k": "prompt_response", "base": "messages"}.get(name, name)
+
+
+def test_gsm8k_is_a_config_not_code(tmp_path):
+    path = write_jsonl(tmp_path / "train.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
+    config = composed("+data=gsm8k", f"data.path={path}")
+    _, row = next(open_source(config).rows())
+    assert to_messages(row, config.format, config.columns) == [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "#### 2"},
+    ]
+    assert composed("+data=gsm8k").path == "openai/gsm8k"
