@@ -76,6 +76,13 @@ def test_mask_is_exactly_what_the_assistant_wrote(template):
     assert produced_text(ChatRenderer(make_tokenizer(template, merges=0)), CHAT) == answers
 
 
+def test_mask_keeps_the_space_that_ends_a_span():
+    template = MARKED.replace("{{ message['content'] + '<|im_end|>' }}{% endgen", "{{ message['content'] }}{% endgen")
+    answers = "".join(turn["content"] for turn in CHAT if turn["role"] == "assistant")
+    assert template != MARKED
+    assert produced_text(ChatRenderer(make_tokenizer(template, merges=0)), CHAT) == answers
+
+
 def test_tokens_are_those_of_apply_chat_template():
     tokenizer = make_tokenizer(MARKED)
     assert ChatRenderer(tokenizer)(CHAT).tokens.tolist() == tokenizer.apply_chat_template(CHAT)["input_ids"]

@@ -193,7 +193,7 @@ def test_wandb_without_a_key_records_offline_and_asks_nothing(tmp_path):
     arguments = [sys.executable, "-c", RUN, str(CONF_DIR.resolve() / "tracking"), directory, HF_KEY]
     # Standard input is closed, not empty: a prompt would fail at once or hang.
     command = ["sh", "-c", 'exec "$@" <&-', "sh", *arguments]
-    done = subprocess.run(command, env=without_wandb_settings(home), timeout=60, capture_output=True, text=True)
+    done = subprocess.run(command, env=without_wandb_settings(home), timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "no API key, so the run is recorded offline" in done.stderr
 

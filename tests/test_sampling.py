@@ -1,4 +1,4 @@
-"""Sampling: verification gives exactly the target's distribution, broken variants are caught, and the parts are right."""
+"""Sampling: verification gives exactly the target's distribution, broken variants are caught, the parts are right."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -267,6 +267,17 @@ def test_sample_follows_the_cumulative_distribution_and_never_picks_the_impossib
     for scale in (1.0, 1e-30):
         tokens = sample(rough * scale, torch.full((300,), REJECT, dtype=torch.float64))
         assert (rough.gather(1, tokens[:, None]) > 0).all()
+
+
+def test_rounding_ends_in_a_possible_token():
+    """What float sums can bring about in a rare round: a number not passed by any sum, and no rest after a rejection."""
+    one = torch.tensor(1.0, dtype=torch.float64)
+    assert sample(torch.tensor([0.2, 0.3, 0.0]), one) == 1
+    assert sample(torch.zeros(3), one) == 0
+    p, q = torch.tensor([[0.0, 0.5, 0.5]]), torch.tensor([[0.0, 0.5, 0.5000001]])
+    accept, p_next, _ = child_round(p, q, torch.tensor([2]), True)
+    assert accept < 1
+    assert torch.equal(p_next, p)
 
 
 def test_propose_takes_the_best_or_draws_in_order():

@@ -1,5 +1,6 @@
 """corpus/stream.py: every document is packed as one of its own, counted, and resumed bit for bit."""
 
+import copy
 import io
 import json
 import random
@@ -189,7 +190,9 @@ def saved_and_loaded(state: dict) -> dict:
 
 @pytest.mark.parametrize("window", [0, 16])
 def test_resume_is_exact_at_any_batch(tmp_path, window):
-    config = DataConfig(write_jsonl(tmp_path / "train.jsonl", make_rows(70)), row_tokens=40, shuffle_window=window)
+    # Documents of up to two rows' length, so that rows wait in the state for their batch.
+    path = write_jsonl(tmp_path / "train.jsonl", make_rows(40, longest=40))
+    config = DataConfig(path, row_tokens=40, shuffle_window=window)
     stream = Stream(config, make_renderer(), 2)
     states, batches = [], []
     for _ in range(60):
@@ -203,6 +206,21 @@ def test_resume_is_exact_at_any_batch(tmp_path, window):
         resumed.load_state_dict(states[at])
         assert all(same(one, other) for one, other in zip(islice(resumed, 60 - at), batches[at:], strict=True))
         assert resumed.counts == counts
+
+
+def test_a_state_in_memory_stays_what_it_was(tmp_path):
+    path = write_jsonl(tmp_path / "train.jsonl", make_rows(40, longest=40))
+    stream = Stream(DataConfig(path, row_tokens=40), make_renderer(), 1)
+    while not stream.ready:
+        next(stream)
+    state = stream.state_dict()
+    kept = copy.deepcopy(state)
+    for _ in range(20):
+        next(stream)
+    stream.load_state_dict(state)
+    for _ in range(20):
+        next(stream)
+    assert str(state) == str(kept)
 
 
 def test_resume_with_another_micro_batch_gives_the_same_rows(tmp_path):

@@ -129,7 +129,7 @@ class Packer:
 def supervised_slots(document: Document) -> torch.Tensor:
     """bool [n]: slots j >= 1 whose next token exists and was produced. DESIGN section 3.1."""
     supervised = torch.zeros_like(document.produced)
-    supervised[:-1] = document.produced[1:]
+    supervised[1:-1] = document.produced[2:]
     return supervised
 
 

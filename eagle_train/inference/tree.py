@@ -1,4 +1,4 @@
-"""Static draft trees: parents, and every table that drafting, attention and sampling read from them. DESIGN section 3.5.
+"""Static draft trees: parents, and all tables that drafting, attention and sampling read from them. DESIGN section 3.5.
 
 Node 0 is the root, the pending token whose successor is not known yet; the others are drafted. Built once per tree,
 never per step. Knows nothing of models, tokens, probabilities or requests.

@@ -178,7 +178,9 @@ def load_target(config: TargetConfig, device: torch.device | str = "cpu") -> Tar
     """The target and its tokenizer. Raises UserError where there is no checkpoint or weights are missing."""
     path = Path(config.path).expanduser()
     local = path.is_absolute() or config.path.startswith(".") or len(path.parts) != 2
-    check(path.is_dir() or not local, f"target.path={config.path}: no such directory; give one, or a hub id (USER/NAME)")
+    check(
+        path.is_dir() or not local, f"target.path={config.path}: no such directory; give one, or a hub id (USER/NAME)"
+    )
     options = {"trust_remote_code": config.trust_remote_code}
     dtype = DTYPES[config.dtype] or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     try:
@@ -233,6 +235,6 @@ def fingerprint(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
     for key, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 16)][:16].to("cpu", torch.bfloat16)
+        sample = flat[:: max(1, flat.numel() // 16)][:16].to("cpu", torch.bfloat16).contiguous()
         digest.update(key.encode() + sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

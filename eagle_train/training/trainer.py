@@ -20,7 +20,7 @@ from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training import checkpoint
-from eagle_train.training.losses import distillation_loss
+from eagle_train.training.losses import LossSums, distillation_loss
 from eagle_train.training.metrics import Meter, MetricsLog, Record, progress
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.unroll import chain_acceptance, unroll
@@ -82,8 +82,8 @@ class Trainer:
         self.optimizer = Optimizer(draft, optim)
         self.step = self.tokens = 0
 
-    def forward_backward_step(self, batch: Batch, scale: float) -> dict[str, torch.Tensor]:
-        """One micro-batch's sums; gradients are added to the draft's, multiplied by `scale`."""
+    def forward_backward_step(self, batch: Batch, scale: float) -> LossSums:
+        """One micro-batch's sums; its gradients, multiplied by `scale`, are added to the draft's."""
         hidden, previous, positions, attend = self.slots(batch)
         with self.autocast():
             predicted = self.draft(self.target.embed(batch.tokens), previous, positions, attend)
@@ -93,9 +93,10 @@ class Trainer:
             self.target.lm_head,
             l1_weight=self.config.l1_weight,
             ce_weight=self.config.ce_weight,
+            scale=scale,
         )
-        (sums.loss * scale).backward()
-        return {"l1": sums.l1, "ce": sums.ce, "top1_agreement": sums.agree}
+        sums.loss.backward()
+        return sums
 
     def train_step(self, batches: Iterator[Batch]) -> Record:
         """One optimiser step over its micro-batches; each supervised slot of the step weighs the same. DESIGN 3.2."""
@@ -104,7 +105,7 @@ class Trainer:
         meter = Meter()
         for batch in micro_batches:
             sums = self.forward_backward_step(batch, 1.0 / max(supervised, 1))
-            meter.add(int(batch.supervised.sum()), **sums)
+            meter.add(sums.rows, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
         norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.optim.max_grad_norm)
         self.step += 1
         lr = self.optim.lr_at(self.step, self.config.steps)
@@ -148,14 +149,9 @@ class Trainer:
             with self.autocast():
                 embeddings = self.target.embed(batch.tokens)
                 states = unroll(self.draft, embeddings, previous, positions, batch.lengths, self.config.eval_depth)
-            sums = distillation_loss(
-                states[0][batch.supervised],
-                hidden[batch.supervised],
-                self.target.lm_head,
-                l1_weight=self.config.l1_weight,
-                ce_weight=self.config.ce_weight,
-            )
-            meter.add(int(batch.supervised.sum()), l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
+            rows = batch.supervised
+            sums = distillation_loss(states[0][rows], hidden[rows], self.target.lm_head)
+            meter.add(sums.rows, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
             held, possible = chain_acceptance(states, self.choose(hidden), self.choose, batch.supervised, positions)
             accepted, chains = accepted + held.cpu(), chains + possible.cpu()
         if not self.heldout:
@@ -190,9 +186,7 @@ class Trainer:
             "target": dataclasses.asdict(self.target.identity),
         }
         config = dataclasses.asdict(self.draft.config)
-        return checkpoint.save(
-            self.directory, self.step, self.draft.state_dict(), config, state, keep=self.config.keep
-        )
+        return checkpoint.save(self.directory, self.step, self.draft.state_dict(), config, state, keep=self.config.keep)
 
     def resume(self) -> bool:
         """Go on from the newest whole checkpoint in the directory, if there is one."""

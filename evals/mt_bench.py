@@ -1,0 +1,277 @@
+"""What a draft is worth on a file of questions: tokens per call, latency, and the speed-up over plain decoding.
+
+Plain and speculative decoding share the target and the engine's code, and answer the same questions batch by batch in
+turn, so that whatever else the machine does hits both alike. Paper sections 2.2 and 2.4 (table 1); DESIGN sections 3.8
+and 3.10. Knows nothing of a question's row, of the figures' arithmetic or of a report's looks.
+
+    python -m evals.mt_bench draft=DIR questions=FILE.jsonl tree=chain3 temperature=0 top_p=0.9 out=DIR
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from eagle_train.config import (
+    UserError,
+    build,
+    check,
+    command,
+    one_line,
+    provenance,
+    resolve_device,
+    write_json,
+    write_text,
+)
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.dispatcher import Dispatcher
+from eagle_train.inference.tree import Tree
+from eagle_train.models.artifact import read_config
+from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.training.metrics import redact
+from evals import replay, report, results
+from evals.questions import Question, read_questions
+from evals.results import Answer, Together
+
+WARM_UP_TOKENS = 16
+TURN_SEEDS = 1 << 20  # far enough apart that no two requests of a run share a seed
+LINE_SECONDS = 5  # between two lines of progress where stderr is no terminal
+
+
+@dataclass
+class Config:
+    """conf/mt_bench.yaml, which says what each key is. Raises UserError for values that cannot be."""
+
+    target: TargetConfig
+    tree: Any
+    draft: str
+    questions: str
+    out: str
+    limit: int | None
+    batch_size: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    device: str
+
+    def __post_init__(self) -> None:
+        check(self.batch_size >= 1, f"batch_size={self.batch_size}: must be at least 1")
+        check(Dispatcher(self.tree).deepest > 0, "tree: it drafts nothing, so there is nothing to measure; try chain3")
+        self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
+
+
+@dataclass
+class Run:
+    """An engine and its answers so far, batch by batch: each batch was decoded together."""
+
+    engine: Engine
+    batches: list[Together] = field(default_factory=list)
+
+    @property
+    def answers(self) -> list[Answer]:
+        return list(chain.from_iterable(self.batches))
+
+
+@command("mt_bench")
+def main(values: DictConfig) -> None:
+    config = build(Config, values, "")
+    device = resolve_device(config.device)
+    artifact = read_config(Path(config.draft))
+    questions = read_questions(config.questions, config.limit)
+    out = prepared(Path(config.out))
+    target = load_target(config.target, device)
+    check_template(target)
+    plain = Run(Engine(target, max_batch_size=config.batch_size))
+    speculative = Run(Engine(target, config.draft, config.tree, max_batch_size=config.batch_size))
+    check_fit(plain.engine, questions, config.max_tokens)
+    measure(plain, speculative, questions, config.params, config.batch_size)
+    found = {
+        **figures(plain, speculative, config),
+        "draft_training": artifact["training"],
+        "config": redact(OmegaConf.to_container(values)),
+        "provenance": provenance(),
+    }
+    results.check_timing(found)
+    write(out, found, plain.answers, speculative.answers)
+    print(report.summary(found))
+    print(f"written to {out}: report.md, results.json, acceptance.png, answers.jsonl")
+
+
+def prepared(out: Path) -> Path:
+    """The directory for the results, made before time is spent on them."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be made: {one_line(error)}") from error
+    return out
+
+
+def check_template(target: Target) -> None:
+    """Raise UserError for a target that no chat turn can be put to."""
+    found = target.tokenizer is not None and target.tokenizer.chat_template is not None
+    check(found, f"target.path={target.name}: no chat template there, and a question is a user's turn in a chat")
+
+
+def prompt_of(engine: Engine, question: Question, turn: int, messages: list[dict], before: int = 0) -> list[int]:
+    """The token ids that put a turn to the target. Raises UserError, naming the question, where they do not fit.
+
+    `before`: how many tokens earlier answers, not known yet, may take up.
+    """
+    name, limit = f"question {question.id}, turn {turn}", engine.target.max_positions
+    try:
+        tokens = engine.tokens_of(messages)
+    except TemplateError as error:
+        raise UserError(f"{name}: the chat template refuses the conversation: {one_line(error)}") from error
+    answers = f", {before} of them for earlier answers (lower max_tokens)" if before else ""
+    check(
+        len(tokens) + before < limit,
+        f"{name}: the prompt takes {len(tokens) + before} tokens{answers}; the context of {engine.target.name} holds "
+        f"{limit}, one of them for the answer",
+    )
+    return tokens
+
+
+def check_fit(engine: Engine, questions: Iterable[Question], max_tokens: int) -> None:
+    """Raise UserError for a question whose prompts might not fit the context, before any is answered."""
+    for question in questions:
+        messages = list(question.history)
+        for turn, text in enumerate(question.turns, 1):
+            messages.append({"role": "user", "content": text})
+            prompt_of(engine, question, turn, messages, before=(turn - 1) * max_tokens)
+            messages.append({"role": "assistant", "content": ""})
+
+
+def ask(engine: Engine, questions: Sequence[Question], params: SamplingParams) -> list[Together]:
+    """All turns: the questions' first turns together, then their second ones with the engine's own first answers."""
+    histories = [list(question.history) for question in questions]
+    answered = []
+    for turn in range(1, max(len(question.turns) for question in questions) + 1):
+        asked = [pair for pair in zip(questions, histories, strict=True) if len(pair[0].turns) >= turn]
+        for question, messages in asked:
+            messages.append({"role": "user", "content": question.turns[turn - 1]})
+        prompts = [prompt_of(engine, question, turn, messages) for question, messages in asked]
+        seeds = [params.seed + question.line + turn * TURN_SEEDS for question, _ in asked]
+        outputs = engine.generate(prompts, [replace(params, seed=seed) for seed in seeds])
+        for (_, messages), output in zip(asked, outputs, strict=True):
+            messages.append({"role": "assistant", "content": output.text})
+        rows = zip(asked, prompts, outputs, strict=True)
+        answered.append([Answer(question, turn, prompt, output) for (question, _), prompt, output in rows])
+    return answered
+
+
+def measure(plain: Run, speculative: Run, questions: list[Question], params: SamplingParams, batch_size: int) -> None:
+    """Both runs answer all questions in turn, after a warm-up; who goes first changes with every batch."""
+    batches = [questions[i : i + batch_size] for i in range(0, len(questions), batch_size)]
+    for run in (plain, speculative):
+        ask(run.engine, batches[0], replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens)))
+        run.engine.stage_seconds.clear()
+    for number, batch in enumerate(shown(batches)):
+        for run in (speculative, plain) if number % 2 else (plain, speculative):
+            run.batches += ask(run.engine, batch, params)
+
+
+def shown(batches: list[list[Question]]) -> Iterator[list[Question]]:
+    """The batches, with progress on stderr: a bar on a terminal, a line every few seconds elsewhere."""
+    if sys.stderr.isatty():
+        yield from tqdm(batches, desc="batches", file=sys.stderr, dynamic_ncols=True)
+        return
+    started = printed = time.monotonic()
+    for done, batch in enumerate(batches):
+        now = time.monotonic()
+        if now - printed > LINE_SECONDS:
+            printed = now
+            layout = "batch {n_fmt}/{total_fmt}, {elapsed}, {remaining} left"
+            print(tqdm.format_meter(done, len(batches), now - started, bar_format=layout), file=sys.stderr, flush=True)
+        yield batch
+
+
+def figures(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
+    """What was measured, in seconds unless a name says otherwise. Raises UserError where nothing was decoded."""
+    answers, engine = speculative.answers, speculative.engine
+    compared = results.compare(plain.batches, speculative.batches)
+    if config.temperature > 0:
+        compared["differing_answers"] = None  # two samples may well differ
+    own, other = (results.latency(run.batches, run.engine.stage_seconds) for run in (speculative, plain))
+    return {
+        "tpc": results.tpc(answers),
+        **compared,
+        "acceptance_per_depth": results.acceptance(answers),
+        **own,
+        "draft_latency_ms": own["stage_ms_per_round"]["drafting"],
+        **{f"plain_{name}": value for name, value in other.items()},
+        "repeated_8grams": results.repeated_ngrams(answer.output.token_ids for answer in answers),
+        **results.counts(answers, config.max_tokens),
+        "per_category_and_turn": results.groups(answers),
+        "train_serve_check": train_serve_check(speculative),
+        "tree": label(tree_of(engine)),
+        "temperature": config.temperature,
+        "batch_size": config.batch_size,
+        "target": engine.target.name,
+        "dtype": str(engine.target.dtype).removeprefix("torch."),
+        "device": engine.target.device.type,
+    }
+
+
+def tree_of(engine: Engine) -> Tree:
+    """The tree of a full batch."""
+    return engine.dispatcher.dispatch(engine.max_batch_size).tree
+
+
+def label(tree: Tree) -> str:
+    """A tree in a few words."""
+    if tree.num_nodes == tree.max_depth + 1:
+        return f"chain{tree.max_depth}"
+    return f"tree of {tree.num_nodes - 1} nodes, depth {tree.max_depth}"
+
+
+def train_serve_check(run: Run) -> dict[str, float | None]:
+    """Acceptance at depth 1 as served and as training sees it, and the agreement on the target's text and on others'."""
+    target, draft = run.engine.target, run.engine.draft
+    served = [(answer.prompt, answer.output) for answer in run.answers]
+    depth_1, own = replay.served_as_trained(target, draft, served, tree_of(run.engine).fanout[0])
+    references = []
+    for answer in run.answers:
+        if answer.question.reference:
+            tokens = target.tokenizer(answer.question.reference, add_special_tokens=False)["input_ids"]
+            references.append((answer.prompt, tokens[: target.max_positions - len(answer.prompt)]))
+    return {
+        "depth_1_served": results.acceptance(run.answers)[0],
+        "depth_1_as_trained": depth_1,
+        "agreement_on_own_answers": own,
+        "agreement_on_reference_answers": replay.agreement(target, draft, references),
+    }
+
+
+def write(out: Path, found: dict[str, Any], plain: list[Answer], answers: list[Answer]) -> None:
+    """All files, each whole or not there; `results.json` last, so that it stands for all of them."""
+    rows = [
+        {
+            "question_id": answer.question.id,
+            "category": answer.question.category,
+            "turn": answer.turn,
+            "answer": answer.output.text,
+            "tokens": answer.output.stats.tokens,
+            "calls": answer.output.stats.calls,
+            "finish_reason": answer.output.finish_reason,
+            "same_as_plain": answer.output.token_ids == other.output.token_ids,
+        }
+        for answer, other in zip(answers, plain, strict=True)
+    ]
+    write_text(out / "answers.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    report.plot_acceptance(found["acceptance_per_depth"], out / "acceptance.png")
+    write_text(out / "report.md", report.markdown(found))
+    write_json(out / "results.json", found)
+
+
+if __name__ == "__main__":
+    main()

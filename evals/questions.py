@@ -1,0 +1,72 @@
+"""Questions to be answered: MT-Bench's own file, or any JSONL of prompts. Knows nothing of targets or tokens."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle_train.config import UserError, check
+from eagle_train.corpus.chat import Message, to_messages
+from eagle_train.corpus.source import JsonLines, Row
+
+
+@dataclass(frozen=True)
+class Question:
+    """`turns` are put to the target one after the other, each after its answer to the one before.
+
+    `history`: the messages before the first turn. `reference`: the file's own answer, where it has one; the target
+    never sees it. `line`: where the question is in the file, from 1.
+    """
+
+    line: int
+    id: str | int
+    category: str | None
+    history: list[Message]
+    turns: list[str]
+    reference: str | None = None
+
+
+def read_questions(path: str, limit: int | None = None) -> list[Question]:
+    """The questions of a JSONL file, or `limit` of them, taken evenly over the file.
+
+    A row has `turns` (MT-Bench), `messages` (the last user turn is the question, what the assistant says to it the
+    reference) or `prompt`; also `question_id` or `id`, and `category`, where it likes. Raises UserError for a file that
+    is missing or empty and, with its line, for a row that is malformed or has no turns.
+    """
+    check(Path(path).is_file(), f"questions={path}: no such file; give a JSONL file")
+    check(limit is None or limit >= 1, f"limit={limit}: must be at least 1, or null for all questions")
+    questions = [question_of(row, place) for place, row in JsonLines([path]).rows()]
+    check(len(questions) > 0, f"questions={path}: the file is empty; give a question a line")
+    count = min(limit or len(questions), len(questions))
+    return [questions[i * len(questions) // count] for i in range(count)]
+
+
+def question_of(row: Row, place: str) -> Question:
+    """The question of a row; `place` is FILE:LINE. Raises UserError that begins with the place."""
+    try:
+        history, turns, reference = parts_of(row)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
+    line = int(place.rpartition(":")[2])
+    return Question(line, row.get("question_id", row.get("id", line)), row.get("category"), history, turns, reference)
+
+
+def parts_of(row: Row) -> tuple[list[Message], list[str], str | None]:
+    """History, turns and reference of a row."""
+    if "turns" in row:
+        return [], texts(row["turns"], "turns"), None
+    if "messages" not in row:
+        check("prompt" in row, f"the row has no turns, messages or prompt; it has {', '.join(row) or 'nothing'}")
+        return [], texts([row["prompt"]], "prompt"), None
+    messages = to_messages(row, "messages", {})
+    asked = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    check(len(asked) > 0, "the row has no turns of a user: messages must hold a question")
+    answer = [m["content"] for m in messages[asked[-1] + 1 :] if m["role"] == "assistant"]
+    return messages[: asked[-1]], texts([messages[asked[-1]]["content"]], "messages"), answer[0] if answer else None
+
+
+def texts(values: Any, field: str) -> list[str]:
+    """A list of texts with something in each."""
+    check(isinstance(values, list) and len(values) > 0, f"{field}: the row has no turns; give a list of texts")
+    for value in values:
+        check(isinstance(value, str) and bool(value.strip()), f"{field}: a turn must be a text, not {value!r}")
+    return values

@@ -1,0 +1,219 @@
+"""How figures are shown: the summary on the terminal, report.md and the plot. Knows nothing of engines or models.
+
+`found` is what an evaluation puts into results.json, see `mt_bench.figures`.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+Found = Mapping[str, Any]
+
+# Below or above these a figure is worth a sentence in the diagnosis. They are rules of thumb, not measurements.
+LOW_DEPTH_1 = 0.7
+SERVING_GAP = 0.02
+POLICY_GAP = 0.05
+FEATURE_DROP = 0.05
+DRAFTING_SHARE = 0.5
+REPEATED = 0.1
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others numbers."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def summary(found: Found) -> str:
+    """A few lines for the terminal."""
+    setting = f"{found['tree']}, temperature {found['temperature']:g}, {found['prompts']} prompts"
+    lines = [
+        f"TPC {found['tpc']:.2f} ({setting}; repeated 8-grams {percent(found['repeated_8grams'])})",
+        f"acceptance by depth {' '.join(number(share) for share in found['acceptance_per_depth'])}",
+        f"speed-up over plain decoding {found['speedup']:.2f} (median of batches {found['speedup_batch_median']:.2f})",
+        f"TTFT {ms(found['ttft_s'])} (plain {ms(found['plain_ttft_s'])})",
+        f"TTIT {ms(found['ttit_s'])}, p50 {ms(found['ttit_p50_s'])}, p99 {ms(found['ttit_p99_s'])} "
+        f"(plain {ms(found['plain_ttit_s'])})",
+    ]
+    if found["differing_answers"] is not None:
+        lines.append(f"answers that differ from plain decoding's: {found['differing_answers']} of {found['prompts']}")
+    return "\n".join(lines)
+
+
+def markdown(found: Found) -> str:
+    """report.md: what was measured, in tables, and what it says about the draft."""
+    setting = (
+        f"Target `{found['target']}`, {found['dtype']} on {found['device']}; draft `{found['config']['draft']}`; "
+        f"{found['tree']}; temperature {found['temperature']:g}; batches of {found['batch_size']}; "
+        f"{found['questions']} questions of `{found['config']['questions']}`, {found['prompts']} prompts."
+    )
+    sections = {
+        f"TPC {found['tpc']:.2f}, {found['speedup']:.2f} times as fast as plain decoding": setting,
+        "Headline": headline(found),
+        "By category and turn": by_category_and_turn(found["per_category_and_turn"]),
+        "Acceptance by depth": by_depth(found["acceptance_per_depth"]),
+        "Time by stage": by_stage(found),
+        "What it says about the draft": "\n".join(f"- {finding}" for finding in diagnosis(found)),
+        "Made on": made_on(found),
+    }
+    parts = [f"{'##' if place else '#'} {title}\n\n{text}" for place, (title, text) in enumerate(sections.items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def headline(found: Found) -> str:
+    rows = [["tokens per call (TPC)", number(found["tpc"]), "1.00"]]
+    for name, key in (("TTIT", "ttit"), ("TTFT", "ttft")):
+        for kind, suffix in (("mean", "s"), ("p50", "p50_s"), ("p99", "p99_s")):
+            column = f"{key}_{suffix}"
+            rows.append([f"{name}, {kind}", ms(found[column]), ms(found[f"plain_{column}"])])
+    rows += [
+        ["speed-up, of the mean TTIT", number(found["speedup"]), "1.00"],
+        ["speed-up, median of the batches'", number(found["speedup_batch_median"]), "1.00"],
+    ]
+    differing, repeated = found["differing_answers"], percent(found["repeated_8grams"])
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(found["finish_reasons"].items()))
+    notes = [
+        f"{found['tokens']:,} tokens decoded in {found['calls']:,} target calls, the prefill's token and call not "
+        f"counted; {found['mean_answer_tokens']:.1f} tokens an answer; ended by {reasons}.",
+        f"Repeated 8-grams in the answers: {repeated}. A target that repeats itself makes TPC cheap.",
+    ]
+    if differing is not None:
+        notes.append(f"Answers whose tokens differ from plain decoding's: {differing} of {found['prompts']}.")
+    return "\n\n".join([table(["", "speculative", "plain"], rows), *notes])
+
+
+def by_category_and_turn(groups: Sequence[Found]) -> str:
+    """A row a category and one for all; a column a turn and one for all."""
+    turns = list(dict.fromkeys(group["turn"] for group in groups))
+    turns = turns if len(turns) > 2 else [None]  # with one turn, all turns are that one
+    rows = []
+    for category in dict.fromkeys(group["category"] for group in groups):
+        of_turn = {group["turn"]: group for group in groups if group["category"] == category}
+        every = of_turn[None]
+        shares = " ".join(number(share) for share in every["acceptance_per_depth"])
+        values = [number(of_turn[turn]["tpc"]) for turn in turns]
+        rows.append([category or "all", str(every["prompts"]), *values, shares])
+    names = ["TPC" if turn is None else f"TPC, turn {turn}" for turn in turns]
+    return table(["category", "prompts", *names, "acceptance by depth"], rows)
+
+
+def conditional(shares: Sequence[float]) -> list[float | None]:
+    """Acceptance at each depth among the rounds that accepted the depth before; None where there were none."""
+    return [share / before if before else None for before, share in zip([1.0, *shares], shares, strict=False)]
+
+
+def by_depth(shares: Sequence[float]) -> str:
+    given = conditional(shares)
+    rows = [[str(depth), percent(a), percent(b)] for depth, (a, b) in enumerate(zip(shares, given, strict=True), 1)]
+    header = ["depth", "accepted, of all rounds", "accepted, where the depth before was"]
+    return f"{table(header, rows)}\n\n![Acceptance by depth](acceptance.png)"
+
+
+def by_stage(found: Found) -> str:
+    stages, plain = found["stage_ms_per_round"], found["plain_stage_ms_per_round"]
+    rows = [[stage, number(value, 3), number(plain.get(stage), 3)] for stage, value in stages.items()]
+    rows.append(["all of a round", number(sum(stages.values()), 3), number(sum(plain.values()), 3)])
+    prefill = [number(found[key], 3) for key in ("prefill_ms_per_batch", "plain_prefill_ms_per_batch")]
+    text = table(["stage, ms a round", "speculative", "plain"], [*rows, ["prefill, ms a batch", *prefill]])
+    launches = "\n\nOn a GPU these are the times to launch a stage; TTIT is the time that passed."
+    return text + (launches if found["device"] != "cpu" else "")
+
+
+def diagnosis(found: Found) -> list[str]:
+    """What the figures say about the draft, in sentences; where nothing stands out, just that."""
+    check, shares, findings = found["train_serve_check"], found["acceptance_per_depth"], []
+    served, trained = check["depth_1_served"], check["depth_1_as_trained"]
+    own, reference = check["agreement_on_own_answers"], check["agreement_on_reference_answers"]
+    agree = abs(served - trained) <= SERVING_GAP
+    findings.append(
+        f"Train/serve check: the target took the first drafted token in {percent(served)} of the rounds; run over the "
+        f"same tokens as in training, the draft proposes it in {percent(trained)}. "
+        + ("Both ways agree." if agree else "They disagree: look for positions, norms or hidden states that differ.")
+    )
+    policy = f"Draft and target would go on alike at {percent(own)} of the tokens of the target's own answers"
+    if reference is None:
+        findings.append(f"{policy}.")
+    else:
+        findings.append(f"{policy}, and at {percent(reference)} of those of the file's answers.")
+    if reference is not None and reference - own > POLICY_GAP:
+        findings.append("The draft knows the file's text better than the target's: train it on the target's answers.")
+    if shares[0] < LOW_DEPTH_1:
+        tokens = found["draft_training"].get("tokens")
+        seen = f"; its artifact says it was trained on {tokens:,} tokens" if tokens else ""
+        findings.append(
+            f"Depth 1 is drafted from the target's own hidden states, so {percent(shares[0])} is what the draft itself "
+            f"has learnt{seen}. Train it longer, on conversations like these under the same chat template."
+        )
+    given = conditional(shares)[1:2]
+    if given and given[0] is not None and shares[0] - given[0] > FEATURE_DROP:
+        findings.append(
+            f"From depth 2 on the draft reads its own hidden states, and acceptance falls from {percent(shares[0])} to "
+            f"{percent(given[0])}: its features drift. Train it on its own features too."
+        )
+    return findings + cost_findings(found) + answer_findings(found)
+
+
+def cost_findings(found: Found) -> list[str]:
+    """Why time falls behind tokens per call."""
+    stages = found["stage_ms_per_round"]
+    share = stages["drafting"] / sum(stages.values())
+    findings = []
+    if found["speedup"] < 1:
+        findings.append("Speculation makes this target slower here: a round costs more than the tokens it saves.")
+    if share > DRAFTING_SHARE:
+        findings.append(f"Drafting is {percent(share)} of a round: a shorter chain or fewer layers may be faster.")
+    return findings
+
+
+def answer_findings(found: Found) -> list[str]:
+    """What makes the figures themselves doubtful."""
+    findings = []
+    if found["repeated_8grams"] > REPEATED:
+        findings.append("The target repeats itself, so this TPC says little about text that does not.")
+    if found["differing_answers"]:
+        cause = "which fp32 should not bring about" if found["dtype"] == "float32" else f"rounding in {found['dtype']}"
+        findings.append(f"{found['differing_answers']} answers differ from plain decoding's: {cause}.")
+    if found["finish_reasons"].get("context"):
+        findings.append(f"{found['finish_reasons']['context']} answers were cut short by the target's context.")
+    return findings
+
+
+def made_on(found: Found) -> str:
+    provenance = {**found["provenance"], "seed": found["config"]["seed"]}
+    return table(["", "value"], [[name.replace("_", " "), str(value)] for name, value in provenance.items()])
+
+
+def plot_acceptance(shares: Sequence[float], path: Path) -> None:
+    """Acceptance by depth as a PNG, whole or not there."""
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    depths = range(1, len(shares) + 1)
+    for values, style, name in (
+        (conditional(shares), "o--", "where the depth before was"),
+        (shares, "o-", "of all rounds"),
+    ):
+        axes.plot(depths, [float("nan") if value is None else value for value in values], style, label=name)
+    axes.set(xlabel="depth in the tree", ylabel="accepted", ylim=(0, 1), xlim=(0.7, len(shares) + 0.3))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower left")
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, dpi=150, format="png")
+    os.replace(partial, path)

@@ -1,0 +1,143 @@
+"""From answers to figures: tokens per call, acceptance, latency. Sums are always taken before they are divided.
+
+Knows nothing of how answers come about, nor of how figures are shown. DESIGN section 3.8; paper section 2.2.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+
+from eagle_train.config import check
+from eagle_train.inference import Output
+from evals.questions import Question
+
+NGRAM = 8  # tokens of the stretches whose repetition is counted
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine said to one turn (from 1) of a question. `prompt`: the token ids it was given."""
+
+    question: Question
+    turn: int
+    prompt: list[int]
+    output: Output
+
+
+Together = list[Answer]
+"""Answers that were decoded together."""
+
+
+def tpc(answers: Iterable[Answer]) -> float | None:
+    """Tokens committed in decoding ÷ target calls in decoding; None without a call."""
+    stats = [answer.output.stats for answer in answers]
+    calls = sum(s.calls for s in stats)
+    return sum(s.tokens for s in stats) / calls if calls else None
+
+
+def acceptance(answers: Iterable[Answer]) -> list[float]:
+    """Share of the rounds with a node at depth 1, 2, ... in which the target accepted down to that depth."""
+    stats = [answer.output.stats for answer in answers]
+    accepted = map(sum, zip_longest(*(s.accepted_per_depth for s in stats), fillvalue=0))
+    drafted = map(sum, zip_longest(*(s.drafted_per_depth for s in stats), fillvalue=0))
+    return [hits / rounds for hits, rounds in zip(accepted, drafted, strict=True)]
+
+
+def intervals(answers: Iterable[Answer]) -> list[float]:
+    """Seconds between one token and the next, for every token of decoding."""
+    return [seconds for answer in answers for seconds in answer.output.stats.intervals_s]
+
+
+def repeated_ngrams(texts: Iterable[Sequence[int]], n: int = NGRAM) -> float:
+    """Share of the texts' n-grams that occurred earlier in the same text; 0 where all texts are shorter than n."""
+    repeated = total = 0
+    for tokens in texts:
+        ngrams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+        total += len(ngrams)
+        repeated += len(ngrams) - len(set(ngrams))
+    return repeated / total if total else 0.0
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of the values lie, interpolated."""
+    return torch.tensor(values, dtype=torch.float64).quantile(share).item()
+
+
+def latency(batches: list[Together], stage_seconds: Mapping[str, float]) -> dict[str, Any]:
+    """TTFT, TTIT and the engine's stages, the latter in milliseconds per round of a batch (prefill: per batch)."""
+    answers = list(chain.from_iterable(batches))
+    first, times = [answer.output.stats.ttft_s for answer in answers], intervals(answers)
+    rounds = sum(max(answer.output.stats.calls for answer in batch) for batch in batches)
+    decoding = {name: seconds for name, seconds in stage_seconds.items() if name != "prefill"}
+    return {
+        "ttft_s": statistics.fmean(first),
+        "ttft_p50_s": percentile(first, 0.5),
+        "ttft_p99_s": percentile(first, 0.99),
+        "ttit_s": statistics.fmean(times),
+        "ttit_p50_s": percentile(times, 0.5),
+        "ttit_p99_s": percentile(times, 0.99),
+        "rounds": rounds,
+        "stage_ms_per_round": {name: seconds * 1e3 / rounds for name, seconds in decoding.items()},
+        "prefill_ms_per_batch": stage_seconds["prefill"] * 1e3 / len(batches),
+    }
+
+
+def counts(answers: list[Answer], max_tokens: int) -> dict[str, Any]:
+    """How much was asked and answered. An answer that the context cut short ended for the reason `context`."""
+    lengths = [len(answer.output.token_ids) for answer in answers]
+    reasons = [answer.output.finish_reason for answer in answers]
+    reasons = ["context" if r == "length" and n < max_tokens else r for r, n in zip(reasons, lengths, strict=True)]
+    return {
+        "questions": len({answer.question.line for answer in answers}),
+        "prompts": len(answers),
+        "tokens": sum(answer.output.stats.tokens for answer in answers),
+        "calls": sum(answer.output.stats.calls for answer in answers),
+        "mean_answer_tokens": statistics.fmean(lengths),
+        "finish_reasons": dict(Counter(reasons)),
+    }
+
+
+def groups(answers: list[Answer]) -> list[dict[str, Any]]:
+    """TPC and acceptance for each category, each turn, and each turn of a category; None stands for all of them."""
+    categories = sorted({answer.question.category for answer in answers} - {None})
+    turns = sorted({answer.turn for answer in answers})
+    figures = []
+    for category in [*categories, None]:
+        for turn in [*turns, None]:
+            among = [a for a in answers if category in (None, a.question.category) and turn in (None, a.turn)]
+            measured = {"prompts": len(among), "tpc": tpc(among), "acceptance_per_depth": acceptance(among)}
+            figures.append({"category": category, "turn": turn, **measured})
+    return figures
+
+
+def compare(plain: list[Together], speculative: list[Together]) -> dict[str, Any]:
+    """Speculative against plain decoding of the same prompts in the same batches.
+
+    `speedup` is the ratio of the mean times between tokens over everything; `speedup_batch_median` the median of that
+    ratio over the batches, which a disturbance of a few batches leaves alone. Raises UserError without decoding.
+    """
+    times = [[intervals(batch) for batch in pair] for pair in zip(plain, speculative, strict=True)]
+    ratios = [statistics.fmean(before) / statistics.fmean(after) for before, after in times if before and after]
+    check(len(ratios) > 0, "no answer has a second token, so no decoding was measured; raise max_tokens")
+    before, after = (statistics.fmean(chain.from_iterable(side)) for side in zip(*times, strict=True))
+    pairs = [pair for batches in zip(plain, speculative, strict=True) for pair in zip(*batches, strict=True)]
+    return {
+        "speedup": before / after,
+        "speedup_batch_median": statistics.median(ratios),
+        "differing_answers": sum(a.output.token_ids != b.output.token_ids for a, b in pairs),
+    }
+
+
+def check_timing(results: Mapping[str, Any]) -> None:
+    """Raise UserError where speed-up exceeds tokens per call: no target call is faster for having a draft. DESIGN 3.8."""
+    fastest = max(results["speedup"], results["speedup_batch_median"])
+    check(
+        fastest <= results["tpc"],
+        f"speed-up {fastest:.3f} exceeds {results['tpc']:.3f} tokens per call, so the timing cannot be right and no "
+        "result was written; run again with more questions on a quieter machine",
+    )

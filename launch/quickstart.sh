@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Set-up and the main job on the bundled target: make chat data, train a draft, export it, measure what it is worth.
+# Usage: bash launch/quickstart.sh [overrides for eagle-train, e.g. train.steps=100]
+. "$(dirname "$0")/setup.sh"
+out=outputs/quickstart
+rm -rf "$out"
+
+echo "1/4  chat data from Python's standard library"
+[ -s outputs/stdlib_chat/heldout.jsonl ] || python data/stdlib_chat.py outputs/stdlib_chat
+echo "2/4  training a draft"
+eagle-train experiment=quickstart out="$out/train" "$@"
+echo "3/4  export"
+eagle-export checkpoint="$out/train" engine=native out="$out/draft"
+echo "4/4  tokens per call and latency on held-out prompts"
+python -m evals.mt_bench draft="$out/draft" out="$out"
+echo "report: $out/report.md    results: $out/results.json"

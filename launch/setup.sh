@@ -1,0 +1,35 @@
+# Sourced by the other scripts: a virtual environment in .venv with the tested versions; installs nothing twice.
+# Usage: . launch/setup.sh [EXTRA]     EXTRA: a group of optional dependencies in pyproject.toml, e.g. test
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# Threads that wait by spinning slow everybody on a machine whose cores are shared, by about 8 times here.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
+export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+
+find_python() {
+  local candidate
+  for candidate in "${PYTHON:-}" python3.11 python3.12 python3.13 python3 python; do
+    [ -n "$candidate" ] && command -v "$candidate" >/dev/null || continue
+    "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || continue
+    echo "$candidate"
+    return
+  done
+  echo "error: no Python from 3.11 to 3.13 with the venv module found; install one, or set PYTHON to it" >&2
+  return 1
+}
+
+extra="${1:-}"
+stamp=".venv/.installed${extra:+-$extra}"
+wanted=$(cat pyproject.toml launch/constraints.txt | cksum)
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+  if [ ! -x .venv/bin/python ]; then
+    python=$(find_python)
+    echo "creating .venv with $("$python" --version)"
+    "$python" -m venv .venv
+  fi
+  echo "installing eagle_train${extra:+ with its $extra dependencies} into .venv (some minutes the first time)"
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -c launch/constraints.txt -e ".${extra:+[$extra]}"
+  echo "$wanted" >"$stamp"
+fi
+export PATH="$PWD/.venv/bin:$PATH"

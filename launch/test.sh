@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Set-up and tests, on a machine with Python and nothing else: lint, format, then the test suite.
+# Usage: bash launch/test.sh [pytest's arguments]
+. "$(dirname "$0")/setup.sh" test
+ruff check .
+ruff format --check .
+pytest "$@"

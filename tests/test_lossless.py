@@ -1,0 +1,139 @@
+"""Speculation changes no distribution: the whole engine's tokens, sampled, against the target's exact probabilities.
+
+A toy target with 16 tokens allows to enumerate all sequences of four. The model's own forward in float64 gives their
+exact probabilities; Pearson's chi-square tells whether the engine's samples are from them. DESIGN section 3.7.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import pytest
+import torch
+from scipy import stats
+from tiny import tiny_model, trained_draft
+
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference import engine as engine_module
+from eagle_train.inference import sampling
+from eagle_train.models.draft import Draft
+from eagle_train.models.target import Target
+
+VOCABULARY = 16
+PROMPT = [7, 1]
+ROWS = 1024  # requests in a batch
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A target, and a draft that agrees with it about every other time."""
+
+    target: Target
+    draft: Draft
+
+    @cached_property
+    def conditionals(self) -> list[torch.Tensor]:
+        """For n = 0..3 float64 [V, ..., V] (n + 1 axes): p(token n | tokens before), by transformers in float64."""
+        model = tiny_model(std=0.6, **SIZES).double()
+        axes = torch.meshgrid(*[torch.arange(VOCABULARY)] * 3, indexing="ij")
+        histories = torch.stack(axes, -1).flatten(0, 2)
+        tokens = torch.cat((torch.tensor(PROMPT).expand(len(histories), -1), histories), 1)
+        with torch.no_grad():
+            logits = model(tokens).logits.view(VOCABULARY, VOCABULARY, VOCABULARY, -1, VOCABULARY)
+        first = len(PROMPT) - 1
+        by_length = [logits[0, 0, 0], logits[:, 0, 0], logits[:, :, 0], logits]
+        return [table[..., first + n, :].softmax(-1) for n, table in enumerate(by_length)]
+
+    def joint(self, top_p: float) -> torch.Tensor:
+        """float64 [V, V, V, V]: the probability of each four tokens."""
+        mass = torch.ones((), dtype=torch.float64)
+        for table in self.conditionals:
+            mass = mass.unsqueeze(-1) * nucleus(table, top_p)
+        return mass
+
+
+def nucleus(p: torch.Tensor, top_p: float) -> torch.Tensor:
+    """p restricted to the fewest tokens that hold `top_p` of its mass."""
+    ordered, index = p.sort(descending=True)
+    kept = ordered * (ordered.cumsum(-1) - ordered < top_p)
+    return torch.zeros_like(p).scatter(-1, index, kept / kept.sum(-1, keepdim=True))
+
+
+@pytest.fixture(scope="module")
+def toy() -> Toy:
+    target = Target(tiny_model(std=0.6, **SIZES))
+    return Toy(target, trained_draft(target))
+
+
+def sampled(toy: Toy, count: int, tree: str, top_p: float = 1.0, drafting: str = "greedy") -> torch.Tensor:
+    """How often each four tokens came [V, V, V, V], of `count` requests."""
+    engine = Engine(toy.target, toy.draft, tree, max_batch_size=ROWS, drafting=drafting)
+    counts = torch.zeros(VOCABULARY**4, dtype=torch.int64)
+    accepted = drafted = 0
+    for start in range(0, count, ROWS):
+        params = SamplingParams(temperature=1.0, top_p=top_p, max_tokens=4, seed=start, ignore_eos=True)
+        outputs = engine.generate([PROMPT] * min(ROWS, count - start), params)
+        tokens = torch.tensor([output.token_ids for output in outputs])
+        powers = torch.tensor([VOCABULARY**3, VOCABULARY**2, VOCABULARY, 1])
+        counts += (tokens * powers).sum(-1).bincount(minlength=len(counts))
+        accepted += sum(output.stats.accepted_per_depth[0] for output in outputs)
+        drafted += sum(output.stats.drafted_per_depth[0] for output in outputs)
+    assert counts.sum() == count
+    assert 0.2 < accepted / drafted < 0.9, "both acceptance and rejection must be common"
+    return counts.view([VOCABULARY] * 4)
+
+
+def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Of the chi-square test; cells where fewer than 5 are expected count as one."""
+    assert not counts[probabilities == 0].any(), "a token was sampled that top-p excludes"
+    expected = probabilities * counts.sum()
+    rare = (expected < 5) & (probabilities > 0)
+    observed, expected = (torch.cat((x[expected >= 5], x[rare].sum()[None])).double() for x in (counts, expected))
+    assert len(expected) > 100, "too few cells to tell anything"
+    return stats.chisquare(observed.numpy(), expected.numpy()).pvalue
+
+
+def p_values(toy: Toy, counts: torch.Tensor, top_p: float = 1.0) -> tuple[float, float]:
+    """For the first three tokens, of which the first is the prefill's, and for the last three, all of decoding."""
+    joint = toy.joint(top_p)
+    return p_value(counts.sum(-1), joint.sum(-1)), p_value(counts.sum(0), joint.sum(0))
+
+
+@pytest.mark.parametrize("tree", ["chain3", "d3_bf2"])
+def test_three_tokens_have_the_targets_joint_distribution(toy, tree):
+    assert min(p_values(toy, sampled(toy, 100_000, tree))) > 1e-3
+
+
+@pytest.mark.parametrize("tree", ["chain3", "d3_bf2"])
+def test_with_top_p(toy, tree):
+    assert min(p_values(toy, sampled(toy, 25_000, tree, top_p=0.8), top_p=0.8)) > 1e-3
+
+
+@pytest.mark.parametrize("drafting", ["multinomial", "multinomial_without_replacement"])
+def test_with_children_drawn_at_random(toy, drafting):
+    assert min(p_values(toy, sampled(toy, 15_000, "d3_bf2", drafting=drafting))) > 1e-3
+
+
+def one_coin(tree, tokens, p, coins, final, q=None, replacement=True):
+    return sampling.verify(tree, tokens, p, coins[:, :1].expand_as(coins), final, q, replacement)
+
+
+def no_residual_update(tree, tokens, p, coins, final, q=None, replacement=True):
+    """What is drawn after a rejection comes from the target's distribution, not from what the rejected left of it."""
+    found = sampling.verify(tree, tokens, p, coins, final, q, replacement)
+    last = found.path[:, -1]
+    return found._replace(next_token=sampling.sample(p[torch.arange(len(last)), last], final))
+
+
+@pytest.mark.parametrize(("mutant", "tree"), [(one_coin, "chain3"), (no_residual_update, "d3_bf2")])
+def test_the_test_can_tell(toy, mutant, tree, monkeypatch):
+    """Broken verification is seen with a tenth of the samples."""
+    monkeypatch.setattr(engine_module, "verify", mutant)
+    assert min(p_values(toy, sampled(toy, 10_000, tree))) < 1e-9

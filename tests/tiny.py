@@ -1,0 +1,145 @@
+"""Tiny random targets of several families, and drafts for them, on which tests run in milliseconds."""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
+from eagle_train.models.target import Target
+from eagle_train.ops.attention import packed_attention
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Windows and chunks are shorter than the tests' sequences, and where layer types take turns each is there.
+FAMILIES = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "gemma2": ("Gemma2Config", {"sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "num_local_experts": 4,
+            "sliding_window": 8,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "num_local_experts": 2,
+            "attention_chunk_size": 8,
+            "intermediate_size_mlp": 48,
+            "floor_scale": 4,
+        },
+    ),
+    "cohere2": ("Cohere2Config", {"num_hidden_layers": 4, "sliding_window": 8}),
+}
+CHARACTERS = "".join(map(chr, range(33, 126)))  # one token each, behind the three special ones
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + ';' }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def tiny_model(family: str = "llama", seed: int = 0, std: float = 0.2, **changes) -> PreTrainedModel:
+    """A random model whose matrices, norms, biases and sinks all matter. `changes`: of the config."""
+    config_class, own = FAMILIES[family]
+    config = getattr(transformers, config_class)(**SIZES | own | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(std * noise)
+            else:
+                parameter.add_(std * noise)
+    return model.eval()
+
+
+def tiny_target(family: str = "llama", tokenizer=None, **changes) -> Target:
+    return Target(tiny_model(family, **changes), tokenizer, name=f"tiny-{family}")
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each printable character, and a chat template."""
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def tiny_draft(target: Target, seed: int = 0, num_layers: int = 2, **overrides) -> Draft:
+    """A random draft in which every layer matters, unlike in a fresh one."""
+    draft = Draft(DraftConfig.from_target(target.config, num_layers=num_layers, **overrides))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.2 * noise if parameter.ndim > 1 else 1 + 0.2 * noise)
+    return draft.requires_grad_(False)
+
+
+def trained_draft(target: Target, steps: int = 150, **overrides) -> Draft:
+    """A draft that agrees with the target now and then: a moment's training on random tokens, mended by DESIGN 3.2."""
+    draft = Draft(DraftConfig.from_target(target.config, **{"num_layers": 1} | overrides)).init_weights(0)
+    optimizer = torch.optim.Adam(draft.parameters(), lr=5e-3)
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.arange(16).expand(32, -1)
+    attend = packed_attention([[16]] * 32)
+    for _ in range(steps):
+        tokens = torch.randint(target.identity.vocab_size, (32, 16), generator=generator)
+        hidden = target.hidden_states(tokens, positions, attend)
+        previous = shift_hidden(hidden, positions, draft.config.first_token)
+        predicted = draft(target.embed(tokens), previous, positions, attend)
+        logits, wanted = target.lm_head(predicted), target.lm_head(hidden).softmax(-1)
+        loss = F.smooth_l1_loss(predicted, hidden) + F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return draft.requires_grad_(False)
+
+
+@cache
+def shared_target(family: str = "llama") -> Target:
+    """A family's target, made once; nobody may change it."""
+    return tiny_target(family)
+
+
+def random_tokens(*lengths: int, vocabulary: int = SIZES["vocab_size"], seed: int = 0) -> list[list[int]]:
+    """Prompts of these lengths, without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+def continued(target: Target, prompt: list[int], length: int) -> list[int]:
+    """What `transformers.generate` goes on with at temperature 0, with its own attention and cache."""
+    target.model.set_attn_implementation("eager")
+    tokens = torch.tensor([prompt])
+    out = target.model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=length, do_sample=False, eos_token_id=None
+    )
+    target.model.set_attn_implementation("eagle_train")
+    return out[0, len(prompt) :].tolist()
