@@ -1,13 +1,14 @@
 """Trains the bundled target: a small Llama that writes functions of Python's standard library. DESIGN section 4.
 
 Reads what `stdlib_chat.py` wrote; trains the tokenizer, then the model (Muon for matrices, AdamW for the rest, bf16
-autocast) for a given time, and writes a Hugging Face directory with a card. Run once; its output is committed.
-Knows nothing of drafts.
+autocast) for a given time; then lets it answer and unlearns what it repeats; and writes a Hugging Face directory with a
+card. Run once; its output is committed. Knows nothing of drafts.
 
-    python data/train_target.py outputs/stdlib_chat outputs/tiny_target --minutes 80
+    python data/train_target.py outputs/stdlib_chat outputs/tiny_target --minutes 80 --refine-minutes 15
 """
 
 import argparse
+import copy
 import json
 import platform
 import random
@@ -20,10 +21,15 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.models.target import Target
+
 VOCAB_SIZE = 4096
 MAX_TOKENS = 1024  # of a document; longer ones are left out and counted
 BATCH_TOKENS = 8192
 TESTS_UNTIL = 0.4  # up to this share of the run, functions of the test suite are mixed in
+ANSWERS, ANSWER_TOKENS = 32, 96  # the model's own answers in a step of the second part
+REPEAT = 6  # tokens; whoever completes a run of so many that the answer already holds is unlearned
 SPECIAL = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>"]
 # Words, digits in threes, punctuation; an indentation is one token and its last space belongs to the next word.
 PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -186,6 +192,70 @@ def train(model: LlamaForCausalLM, pools: dict[str, list[torch.Tensor]], minutes
     return {"minutes": minutes, "steps": steps, "tokens": tokens}
 
 
+def own_answers(model: LlamaForCausalLM, prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's greedy answers after their prompts [batch, length], -100 after the end, and where it repeats itself.
+
+    The second is bool [batch, length], True for a token that completes REPEAT tokens the answer already held.
+    """
+    engine = Engine(Target(copy.deepcopy(model)), max_batch_size=len(prompts))
+    outputs = engine.generate([prompt.tolist() for prompt in prompts], SamplingParams(max_tokens=ANSWER_TOKENS))
+    texts, repeats = [], []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer, seen, flags = output.token_ids, set(), [False] * len(prompt)
+        for end in range(1, len(answer) + 1):
+            run = tuple(answer[max(0, end - REPEAT) : end])
+            flags.append(len(run) == REPEAT and run in seen)
+            seen.add(run)
+        texts.append(torch.cat((prompt, torch.tensor(answer))))
+        repeats.append(torch.tensor(flags))
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(texts, batch_first=True, padding_value=-100), pad(repeats, batch_first=True, padding_value=False)
+
+
+def unlikelihood(model: LlamaForCausalLM, batch: torch.Tensor, repeats: torch.Tensor) -> torch.Tensor:
+    """Mean of -log(1 - p) over the repeated tokens (sequence-level unlikelihood, Welleck et al., arXiv 1908.04319)."""
+    hidden = model.model(input_ids=batch.clamp(min=0), use_cache=False).last_hidden_state
+    rows = repeats[:, 1:]
+    logits = F.linear(hidden[:, :-1][rows], model.lm_head.weight).float()
+    p = logits.softmax(-1).gather(-1, batch[:, 1:][rows].unsqueeze(-1))
+    return -torch.log1p(-p.clamp(max=1 - 1e-6)).sum() / max(1, int(rows.sum()))
+
+
+def refine(
+    model: LlamaForCausalLM, documents: list[torch.Tensor], heldout: list[torch.Tensor], assistant: int, minutes: float
+) -> dict:
+    """Goes on for `minutes` at a tenth of the learning rate, unlearning repetition in the model's own answers."""
+    groups = optimizers(model)
+    peaks = [optimizer.param_groups[0]["lr"] / 10 for optimizer in groups]
+    rng = random.Random(1)
+    start = time.monotonic()
+    steps = tokens = 0
+    epoch: Iterator[torch.Tensor] = iter(())
+    while (progress := (time.monotonic() - start) / 60 / minutes) < 1:
+        batch = next(epoch, None)
+        if batch is None:
+            epoch = batches(documents, rng)
+            continue
+        asked = [document[: document.tolist().index(assistant) + 1] for document in rng.sample(documents, ANSWERS)]
+        answers, repeats = own_answers(model, asked)
+        for optimizer, peak in zip(groups, peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * min(1.0, 2 * (1 - progress))
+            optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, batch)
+            loss.backward()
+            unlikelihood(model, answers, repeats).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in groups:
+            optimizer.step()
+        steps += 1
+        tokens += int((batch >= 0).sum())
+        share = repeats.sum().item() / max(1, ANSWERS * ANSWER_TOKENS)
+        print(f"{progress:6.1%}  step {steps}  loss {loss.item():.3f}  repeated {share:.1%}", flush=True)
+    print(f"held-out loss {heldout_loss(model, heldout):.3f}", flush=True)
+    return {"refine_minutes": minutes, "refine_steps": steps, "refine_tokens": tokens}
+
+
 def write_card(out: Path, facts: dict) -> None:
     text = f"""# The bundled target
 
@@ -195,15 +265,19 @@ nothing else.
 
 | | |
 |---|---|
-| trained on | functions of Python {facts["python"]}'s standard library as chat ({facts["train"]} documents); in the first \
-{TESTS_UNTIL:.0%} of the run also its test suite's ({facts["tests"]} documents) |
+| trained on | functions of Python {facts["python"]}'s standard library as chat ({facts["train"]} documents); \
+in the first {TESTS_UNTIL:.0%} of the run also its test suite's ({facts["tests"]} documents) |
 | held out | {facts["heldout"]} functions, chosen by a hash of their names |
 | for | {facts["minutes"]:.0f} minutes on two CPU cores: {facts["steps"]} steps, {facts["tokens"] / 1e6:.1f} M tokens |
+| then | {facts["refine_minutes"]:.0f} minutes, {facts["refine_steps"]} steps, {facts["refine_tokens"] / 1e6:.1f} M \
+tokens, in which it also unlearned repetition: in its own greedy answers, tokens that complete {REPEAT} tokens for a \
+second time (unlikelihood, arXiv 1908.04319) |
 | held-out loss | {facts["heldout_loss"]:.3f} nats per token, questions included |
 | tokenizer | byte-level BPE of {VOCAB_SIZE} tokens, trained on the same text |
 | optimiser | Muon (lr 0.02) for matrices, AdamW (lr 4e-3) for the rest, bf16 autocast, linear decay |
 | made by | `python data/stdlib_chat.py outputs/stdlib_chat` and `python data/train_target.py outputs/stdlib_chat \
-data/tiny_target --minutes {facts["minutes"]:.0f}`, torch {torch.__version__} |
+data/tiny_target --minutes {facts["minutes"]:.0f} --refine-minutes {facts["refine_minutes"]:.0f}` |
+| with | Python {facts["python"]}, torch {torch.__version__} |
 | licence of the text | Python's (PSF-2.0) |
 """
     (out / "README.md").write_text(text, "utf-8")
@@ -214,6 +288,7 @@ def main() -> None:
     parser.add_argument("chat", type=Path, help="the directory stdlib_chat.py wrote")
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=80.0)
+    parser.add_argument("--refine-minutes", type=float, default=15.0)
     args = parser.parse_args()
     torch.manual_seed(0)
     conversations = {split: read_messages(args.chat / f"{split}.jsonl") for split in ("train", "tests", "heldout")}
@@ -223,6 +298,8 @@ def main() -> None:
     pools = {split: render(tokenizer, rows) for split, rows in conversations.items()}
     model = build_model(tokenizer)
     facts = train(model, pools, args.minutes, args.out)
+    assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
+    facts |= refine(model, pools["train"], pools["heldout"], assistant, args.refine_minutes)
     facts |= {split: len(documents) for split, documents in pools.items()}
     facts |= {"parameters": model.num_parameters(), "layers": model.config.num_hidden_layers}
     facts |= {"heldout_loss": heldout_loss(model, pools["heldout"]), "python": platform.python_version()}

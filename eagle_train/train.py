@@ -47,7 +47,7 @@ def main(config: DictConfig) -> None:
 
     composed = redact(OmegaConf.to_container(config, resolve=True))
     write_text(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(composed)))
-    tracker = hydra.utils.instantiate(config.tracking, _partial_=True)(out, composed)
+    tracker = hydra.utils.instantiate(config.tracking)(directory=out, config=composed)
     log = MetricsLog(out, tracker, resumed_step=trainer.step if resumed else None)
     print(
         f"{draft.num_parameters() / 1e6:.1f} M draft parameters for {target.name}, steps {trainer.step}-{train.steps}"

@@ -4,7 +4,7 @@ Plain and speculative decoding share the target and the engine's code, and answe
 turn, so that whatever else the machine does hits both alike. Paper sections 2.2 and 2.4 (table 1); DESIGN sections 3.8
 and 3.10. Knows nothing of a question's row, of the figures' arithmetic or of a report's looks.
 
-    python -m evals.mt_bench draft=DIR questions=FILE.jsonl tree=chain3 temperature=0 top_p=0.9 out=DIR
+    python -m evals.mt_bench draft.path=DIR questions=FILE.jsonl tree=chain3 temperature=0 top_p=0.9 out=DIR
 """
 
 import json
@@ -47,12 +47,19 @@ LINE_SECONDS = 5  # between two lines of progress where stderr is no terminal
 
 
 @dataclass
+class Artifact:
+    """`path`: a directory that eagle-export wrote."""
+
+    path: str
+
+
+@dataclass
 class Config:
     """conf/mt_bench.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     target: TargetConfig
     tree: Any
-    draft: str
+    draft: Artifact
     questions: str
     out: str
     limit: int | None
@@ -86,13 +93,13 @@ class Run:
 def main(values: DictConfig) -> None:
     config = build(Config, values, "")
     device = resolve_device(config.device)
-    artifact = read_config(Path(config.draft))
+    artifact = read_config(Path(config.draft.path))
     questions = read_questions(config.questions, config.limit)
     out = prepared(Path(config.out))
     target = load_target(config.target, device)
     check_template(target)
     plain = Run(Engine(target, max_batch_size=config.batch_size))
-    speculative = Run(Engine(target, config.draft, config.tree, max_batch_size=config.batch_size))
+    speculative = Run(Engine(target, config.draft.path, config.tree, max_batch_size=config.batch_size))
     check_fit(plain.engine, questions, config.max_tokens)
     measure(plain, speculative, questions, config.params, config.batch_size)
     found = {
@@ -235,7 +242,7 @@ def label(tree: Tree) -> str:
 
 
 def train_serve_check(run: Run) -> dict[str, float | None]:
-    """Acceptance at depth 1 as served and as training sees it, and the agreement on the target's text and on others'."""
+    """Acceptance at depth 1 as served and as training sees it; agreement on the target's text and on the file's."""
     target, draft = run.engine.target, run.engine.draft
     served = [(answer.prompt, answer.output) for answer in run.answers]
     depth_1, own = replay.served_as_trained(target, draft, served, tree_of(run.engine).fanout[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 Found = Mapping[str, Any]
 
@@ -58,10 +58,11 @@ def summary(found: Found) -> str:
 
 def markdown(found: Found) -> str:
     """report.md: what was measured, in tables, and what it says about the draft."""
+    config = found["config"]
     setting = (
-        f"Target `{found['target']}`, {found['dtype']} on {found['device']}; draft `{found['config']['draft']}`; "
+        f"Target `{found['target']}`, {found['dtype']} on {found['device']}; draft `{config['draft']['path']}`; "
         f"{found['tree']}; temperature {found['temperature']:g}; batches of {found['batch_size']}; "
-        f"{found['questions']} questions of `{found['config']['questions']}`, {found['prompts']} prompts."
+        f"{found['questions']} questions of `{config['questions']}`, {found['prompts']} prompts."
     )
     sections = {
         f"TPC {found['tpc']:.2f}, {found['speedup']:.2f} times as fast as plain decoding": setting,
@@ -121,7 +122,7 @@ def conditional(shares: Sequence[float]) -> list[float | None]:
 def by_depth(shares: Sequence[float]) -> str:
     given = conditional(shares)
     rows = [[str(depth), percent(a), percent(b)] for depth, (a, b) in enumerate(zip(shares, given, strict=True), 1)]
-    header = ["depth", "accepted, of all rounds", "accepted, where the depth before was"]
+    header = ["depth", "accepted, of all rounds", "of rounds that accepted the depth before"]
     return f"{table(header, rows)}\n\n![Acceptance by depth](acceptance.png)"
 
 
@@ -195,8 +196,9 @@ def answer_findings(found: Found) -> list[str]:
 
 
 def made_on(found: Found) -> str:
-    provenance = {**found["provenance"], "seed": found["config"]["seed"]}
-    return table(["", "value"], [[name.replace("_", " "), str(value)] for name, value in provenance.items()])
+    rows = {**found["provenance"], "seed": found["config"]["seed"]}
+    rows["load_average"] = " ".join(map(str, rows["load_average"]))
+    return table(["", ""], [[name.replace("_", " "), str(value)] for name, value in rows.items() if value is not None])
 
 
 def plot_acceptance(shares: Sequence[float], path: Path) -> None:
@@ -205,15 +207,15 @@ def plot_acceptance(shares: Sequence[float], path: Path) -> None:
     axes = figure.subplots()
     depths = range(1, len(shares) + 1)
     for values, style, name in (
-        (conditional(shares), "o--", "where the depth before was"),
         (shares, "o-", "of all rounds"),
+        (conditional(shares), "o--", "of rounds that accepted the depth before"),
     ):
-        axes.plot(depths, [float("nan") if value is None else value for value in values], style, label=name)
-    axes.set(xlabel="depth in the tree", ylabel="accepted", ylim=(0, 1), xlim=(0.7, len(shares) + 0.3))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        heights = [float("nan") if value is None else value for value in values]
+        axes.plot(depths, heights, style, label=name, clip_on=False)
+    axes.set(xlabel="depth in the tree", ylabel="accepted", ylim=(0, 1), xlim=(0.7, len(shares) + 0.3), xticks=depths)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower left")
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), fontsize="small", ncols=2, borderaxespad=0)
     partial = path.with_name(f".{path.name}.partial")
     figure.savefig(partial, dpi=150, format="png")
     os.replace(partial, path)

@@ -134,7 +134,7 @@ def compare(plain: list[Together], speculative: list[Together]) -> dict[str, Any
 
 
 def check_timing(results: Mapping[str, Any]) -> None:
-    """Raise UserError where speed-up exceeds tokens per call: no target call is faster for having a draft. DESIGN 3.8."""
+    """Raise UserError where speed-up exceeds tokens per call: a draft makes no target call faster. DESIGN 3.8."""
     fastest = max(results["speedup"], results["speedup_batch_median"])
     check(
         fastest <= results["tpc"],

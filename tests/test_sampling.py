@@ -270,7 +270,7 @@ def test_sample_follows_the_cumulative_distribution_and_never_picks_the_impossib
 
 
 def test_rounding_ends_in_a_possible_token():
-    """What float sums can bring about in a rare round: a number not passed by any sum, and no rest after a rejection."""
+    """What float sums can bring about in a rare round: a number no sum passes, and no rest after a rejection."""
     one = torch.tensor(1.0, dtype=torch.float64)
     assert sample(torch.tensor([0.2, 0.3, 0.0]), one) == 1
     assert sample(torch.zeros(3), one) == 0

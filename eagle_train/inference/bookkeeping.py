@@ -15,7 +15,7 @@ def commit(
     hidden [A, N, H] and tokens [A, N] are the tree's. The draft's next slots pair each accepted token, and the target's
     own after them, with the hidden state of the token before it.
     """
-    path = verified.path.clamp(min=0)
+    path = verified.path  # its end repeats the last accepted node: safe to gather, and overwritten by the next round
     cache.commit(suffix, prefix, path)
     accepted = tokens.gather(1, path)
     follow = torch.cat((accepted[:, 1:], accepted[:, :1]), dim=1)

@@ -183,9 +183,7 @@ def propose(
 class Verified(NamedTuple):
     """What a round gave each row: num_accepted drafted tokens, and next_token behind them, the next tree's root."""
 
-    path: (
-        torch.Tensor
-    )  # int64 [B, D + 1]: accepted nodes, root first, then the last one repeated: always safe to gather
+    path: torch.Tensor  # int64 [B, D + 1]: the root, accepted nodes, then the last again: every entry can be gathered
     num_accepted: torch.Tensor  # int64 [B]: 0 to D, the root not counted
     next_token: torch.Tensor  # int64 [B]
 

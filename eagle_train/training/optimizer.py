@@ -1,4 +1,4 @@
-"""Optimisers and the learning rate. The paper's recipe (section 2.2) is the default. Knows nothing of losses or data."""
+"""Optimisers and the learning rate; the paper's recipe (section 2.2) is the default. Knows nothing of losses."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -56,8 +56,8 @@ def accumulation(optim: OptimConfig, train: TrainConfig, row_tokens: int) -> int
     count, rest = divmod(optim.tokens_per_step, micro)
     check(
         rest == 0 and count > 0,
-        f"optim.tokens_per_step={optim.tokens_per_step}: must be a multiple of train.micro_batch_rows * data.row_tokens "
-        f"= {micro}; {max(count, 1) * micro} would do",
+        f"optim.tokens_per_step={optim.tokens_per_step}: must be a multiple of train.micro_batch_rows * "
+        f"data.row_tokens = {micro}; {max(count, 1) * micro} would do",
     )
     return count
 
