@@ -51,18 +51,29 @@ def build(cls: type[T], values: Any, field: str) -> T:
         raise UserError(f"{key}: {one_line(error)}") from error
 
 
+def is_value(override: str, parser: OverridesParser) -> bool:
+    """Whether Hydra reads `key=value` as one value; free text it would refuse, or split at its commas."""
+    try:
+        return not parser.parse_override(override).is_sweep_override()
+    except HydraException:
+        return False
+
+
 def as_typed(override: str, parser: OverridesParser) -> str:
     """An override as Hydra should read it: a value that is no Hydra expression (free text, say) is quoted."""
     key, equals, value = override.partition("=")
-    if not equals or override.startswith("-"):
+    if not equals or override.startswith("-") or is_value(override, parser):
         return override
-    try:
-        if not parser.parse_override(override).is_sweep_override():
-            return override
-    except HydraException:
-        pass
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"{key}='{escaped}'"
+
+
+def named_target(override: str) -> list[str]:
+    """`target=X` where X is no YAML in conf/target: a directory or a hub id, read as target=hf target.path=X."""
+    key, _, value = override.partition("=")
+    if key != "target" or not value or (CONF_DIR / "target" / f"{value}.yaml").exists():
+        return [override]
+    return ["target=hf", f"target.path={value}"]
 
 
 def check_overrides(config_name: str, arguments: list[str]) -> None:
@@ -96,7 +107,8 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
         def main() -> None:
             parser = OverridesParser.create()
             multirun = bool({"-m", "--multirun"} & set(sys.argv))
-            sys.argv[1:] = [a if multirun else as_typed(a, parser) for a in sys.argv[1:]]
+            arguments = [override for argument in sys.argv[1:] for override in named_target(argument)]
+            sys.argv[1:] = arguments if multirun else [as_typed(argument, parser) for argument in arguments]
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # what is no user's mistake keeps its traceback
             try:
                 check_overrides(config_name, sys.argv[1:])

@@ -33,7 +33,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+    return "" if value is None else f"{100 * value:.1f} %"
 
 
 def ms(seconds: float) -> str:

@@ -12,9 +12,8 @@ import torch
 from scipy import stats
 from tiny import tiny_model, trained_draft
 
-from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference import Engine, SamplingParams, sampling
 from eagle_train.inference import engine as engine_module
-from eagle_train.inference import sampling
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 
@@ -33,7 +32,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Toy:
-    """A target, and a draft that agrees with it about every other time."""
+    """A target, and a draft that agrees with it now and then."""
 
     target: Target
     draft: Draft
@@ -41,7 +40,7 @@ class Toy:
     @cached_property
     def conditionals(self) -> list[torch.Tensor]:
         """For n = 0..3 float64 [V, ..., V] (n + 1 axes): p(token n | tokens before), by transformers in float64."""
-        model = tiny_model(std=0.6, **SIZES).double()
+        model = tiny_model(std=0.4, **SIZES).double()
         axes = torch.meshgrid(*[torch.arange(VOCABULARY)] * 3, indexing="ij")
         histories = torch.stack(axes, -1).flatten(0, 2)
         tokens = torch.cat((torch.tensor(PROMPT).expand(len(histories), -1), histories), 1)
@@ -68,7 +67,7 @@ def nucleus(p: torch.Tensor, top_p: float) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def toy() -> Toy:
-    target = Target(tiny_model(std=0.6, **SIZES))
+    target = Target(tiny_model(std=0.4, **SIZES))
     return Toy(target, trained_draft(target))
 
 
@@ -96,7 +95,7 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     expected = probabilities * counts.sum()
     rare = (expected < 5) & (probabilities > 0)
     observed, expected = (torch.cat((x[expected >= 5], x[rare].sum()[None])).double() for x in (counts, expected))
-    assert len(expected) > 100, "too few cells to tell anything"
+    assert len(expected) > 50, "too few cells to tell anything"
     return stats.chisquare(observed.numpy(), expected.numpy()).pvalue
 
 
@@ -113,12 +112,12 @@ def test_three_tokens_have_the_targets_joint_distribution(toy, tree):
 
 @pytest.mark.parametrize("tree", ["chain3", "d3_bf2"])
 def test_with_top_p(toy, tree):
-    assert min(p_values(toy, sampled(toy, 25_000, tree, top_p=0.8), top_p=0.8)) > 1e-3
+    assert min(p_values(toy, sampled(toy, 20_000, tree, top_p=0.8), top_p=0.8)) > 1e-3
 
 
 @pytest.mark.parametrize("drafting", ["multinomial", "multinomial_without_replacement"])
 def test_with_children_drawn_at_random(toy, drafting):
-    assert min(p_values(toy, sampled(toy, 15_000, "d3_bf2", drafting=drafting))) > 1e-3
+    assert min(p_values(toy, sampled(toy, 10_000, "d3_bf2", drafting=drafting))) > 1e-3
 
 
 def one_coin(tree, tokens, p, coins, final, q=None, replacement=True):

@@ -4,18 +4,14 @@ Tensor names are those of Llama checkpoints, because serving engines load them. 
 are kept: `attend` comes from outside. Shapes: B batch, T tokens, H hidden, Q query heads, K key/value heads, D width.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from eagle_train.models.draft_config import DraftConfig
 from eagle_train.ops.attention import Attend, Rule
-
-if TYPE_CHECKING:
-    from eagle_train.models.draft import DraftConfig
 
 
 class RMSNorm(nn.Module):
@@ -33,7 +29,7 @@ class RMSNorm(nn.Module):
 class Rotary(nn.Module):
     """Rotary position embeddings with the target's settings (base and scaling), computed by transformers' own rules."""
 
-    def __init__(self, config: "DraftConfig"):
+    def __init__(self, config: DraftConfig):
         super().__init__()
         frequencies, self.scale = rope_frequencies(config)
         self.register_buffer("frequencies", frequencies, persistent=False)
@@ -45,7 +41,7 @@ class Rotary(nn.Module):
         return angles.cos() * self.scale, angles.sin() * self.scale
 
 
-def rope_frequencies(config: "DraftConfig") -> tuple[torch.Tensor, float]:
+def rope_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:
     """Inverse frequencies [D/2] in fp32 and the factor on cos and sin, from the target's `rope_parameters`."""
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
@@ -71,7 +67,7 @@ def rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.
 class Attention(nn.Module):
     """Grouped-query self-attention; which keys are seen is decided by `attend`."""
 
-    def __init__(self, config: "DraftConfig", layer: int):
+    def __init__(self, config: DraftConfig, layer: int):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         self.uses_rope, chunk = config.rope_of_layer(layer)
@@ -127,7 +123,7 @@ class MoEFFN(nn.Module):
 class Layer(nn.Module):
     """A pre-norm transformer layer. Without `input_layernorm` it reads its input as it is (EAGLE-1's first layer)."""
 
-    def __init__(self, config: "DraftConfig", layer: int):
+    def __init__(self, config: DraftConfig, layer: int):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         has_norm = layer > 0 or config.norms == "full"

@@ -18,7 +18,7 @@ from eagle_train.corpus.stream import Batch, Stream
 from eagle_train.models.artifact import load_tensors
 from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.target import Target
-from eagle_train.ops.attention import packed_attention
+from eagle_train.ops.attention import Attend, packed_attention
 from eagle_train.training import checkpoint
 from eagle_train.training.losses import LossSums, distillation_loss
 from eagle_train.training.metrics import Meter, MetricsLog, Record, progress
@@ -159,7 +159,7 @@ class Trainer:
         by_depth = (accepted / chains).tolist()
         return {**meter.means(), "acceptance_per_depth": by_depth, "simulated_tpc": 1 + sum(by_depth)}
 
-    def slots(self, batch: Batch):
+    def slots(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Attend]:
         """The target's hidden states, those the slots are paired with, positions, and the packed attention."""
         attend = packed_attention(batch.lengths)
         hidden = self.target.hidden_states(batch.tokens, batch.positions, attend)

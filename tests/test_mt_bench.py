@@ -1,0 +1,476 @@
+"""MT-Bench: figures against numbers worked out by hand, question files as they come, both turns, and the whole command.
+
+The target is a tiny random Llama with a byte tokenizer; it writes nonsense, which is all the measuring needs.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from eagle_train.config import UserError
+from eagle_train.inference import Engine, Output, SamplingParams, Stats
+from eagle_train.inference.tree import chain, full
+from eagle_train.models.artifact import save_draft
+from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.models.target import TargetConfig, load_target
+from evals import mt_bench, replay, report, results
+from evals.mt_bench import Run, ask, check_fit, measure
+from evals.questions import Question, read_questions
+from evals.results import Answer
+
+CONTEXT = 256
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ '<' + m['role'][0] + '>' + m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+ROWS = [
+    {"question_id": 81, "category": "writing", "turns": ["Write a line.", "And one more."]},
+    {"question_id": 82, "category": "writing", "turns": ["Name a colour.", "Why that one?"]},
+    {"question_id": 101, "category": "maths", "turns": ["1 + 1?", "And twice that?"]},
+]
+
+
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, and an end token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: place for place, token in enumerate(["<end>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A directory with a target, a draft for it and a question file."""
+    directory = tmp_path_factory.mktemp("mt_bench")
+    torch.manual_seed(0)
+    tokenizer = bytes_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.2,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory / "target")
+    tokenizer.save_pretrained(directory / "target")
+    target = load_target(TargetConfig(str(directory / "target")))
+    draft = Draft(DraftConfig.from_target(target.config)).init_weights(0)
+    save_draft(draft, directory / "draft", target.identity, {"tokens": 12345}, torch.float32)
+    write_rows(directory / "questions.jsonl", ROWS)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def target(home):
+    return load_target(TargetConfig(str(home / "target")))
+
+
+def write_rows(path: Path, rows: list) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def command(home: Path, *overrides: str) -> list[str]:
+    paths = [f"target.path={home}/target", f"draft.path={home}/draft", f"questions={home}/questions.jsonl"]
+    return [*paths, "max_tokens=12", *overrides]
+
+
+def run_main(monkeypatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["mt_bench", *arguments])
+    mt_bench.main()
+
+
+def answer(tokens=(), category=None, turn=1, line=1, reason="stop", **stats) -> Answer:
+    question = Question(line, line, category, [], ["?"])
+    return Answer(question, turn, [7], Output(list(tokens), "", reason, Stats(**stats), []))
+
+
+# Figures
+
+
+def test_tpc_is_summed_before_it_is_divided():
+    assert results.tpc([answer(calls=1, tokens=4), answer(calls=9, tokens=9)]) == 13 / 10
+    assert results.tpc([answer()]) is None
+
+
+def test_acceptance_is_summed_depth_by_depth():
+    deep = answer(accepted_per_depth=[3, 1], drafted_per_depth=[4, 4])
+    flat = answer(accepted_per_depth=[1], drafted_per_depth=[2])
+    assert results.acceptance([deep, flat]) == [4 / 6, 1 / 4]
+    assert report.conditional([0.8, 0.4, 0.0, 0.0]) == [0.8, 0.5, 0.0, None]
+
+
+def test_repeated_ngrams():
+    assert results.repeated_ngrams([[1, 2, 1, 2, 1]], n=2) == 2 / 4
+    assert results.repeated_ngrams([list(range(8)) * 2, range(10), range(7)]) == 1 / (9 + 3)
+    assert results.repeated_ngrams([range(7)]) == 0
+
+
+def test_latency():
+    batches = [
+        [
+            answer(ttft_s=0.5, intervals_s=[1.0, 2.0], calls=2),
+            answer(ttft_s=1.5, intervals_s=[3.0] * 7, calls=7),
+        ],
+        [answer(ttft_s=1.0, intervals_s=[104.0], calls=1)],
+    ]
+    found = results.latency(batches, {"prefill": 3.0, "drafting": 0.4, "validation": 1.6})
+    assert (found["ttft_s"], found["ttft_p50_s"]) == (1.0, 1.0)
+    assert (found["ttit_s"], found["ttit_p50_s"]) == (12.8, 3.0)
+    assert found["ttit_p99_s"] == pytest.approx(3.0 + 0.91 * 101)  # between the 9th and the 10th of ten
+    assert found["rounds"] == 8  # a batch's rounds are its longest answer's
+    assert found["stage_ms_per_round"] == pytest.approx({"drafting": 50.0, "validation": 200.0})
+    assert found["prefill_ms_per_batch"] == 1500
+
+
+def test_speed_up_over_everything_and_the_median_batch():
+    plain = [[answer([1, 2], intervals_s=[2.0] * 4)], [answer([3], intervals_s=[2.0])], [answer([3], intervals_s=[9])]]
+    fast = [[answer([1, 2], intervals_s=[1.0] * 4)], [answer([4], intervals_s=[0.5])], [answer([3], intervals_s=[3])]]
+    found = results.compare(plain, fast)
+    assert found["speedup"] == pytest.approx((19 / 6) / (7.5 / 6))
+    assert found["speedup_batch_median"] == 3.0
+    assert found["differing_answers"] == 1
+    with pytest.raises(UserError, match="no decoding was measured"):
+        results.compare([[answer([1])]], [[answer([1])]])
+
+
+def test_counts_and_groups():
+    answers = [
+        answer([1] * 5, "maths", 1, 1, "stop", calls=1, tokens=4),
+        answer([1] * 6, "maths", 2, 1, "length", calls=4, tokens=5),
+        answer([1] * 10, "art", 1, 2, "length", calls=3, tokens=9),
+    ]
+    found = results.counts(answers, max_tokens=10)
+    assert found == {
+        "questions": 2,
+        "prompts": 3,
+        "tokens": 18,
+        "calls": 8,
+        "mean_answer_tokens": 7,
+        "finish_reasons": {"stop": 1, "context": 1, "length": 1},
+    }
+    tpc = {(group["category"], group["turn"]): group["tpc"] for group in results.groups(answers)}
+    assert tpc == {
+        ("art", 1): 3,
+        ("art", 2): None,
+        ("art", None): 3,
+        ("maths", 1): 4,
+        ("maths", 2): 5 / 4,
+        ("maths", None): 9 / 5,
+        (None, 1): 13 / 4,
+        (None, 2): 5 / 4,
+        (None, None): 18 / 8,
+    }
+
+
+@pytest.mark.parametrize("speedups", [(2.3, 1.0), (1.0, 2.3)])
+def test_a_speed_up_beyond_tpc_is_an_error(speedups):
+    found = {"tpc": 2.2, "speedup": speedups[0], "speedup_batch_median": speedups[1]}
+    with pytest.raises(UserError, match=r"2\.300 exceeds 2\.200 .* timing cannot be right"):
+        results.check_timing(found)
+    results.check_timing({"tpc": 2.2, "speedup": 2.2, "speedup_batch_median": 2.1})
+
+
+def test_a_report_that_cannot_be_right_is_not_written(home, tmp_path, monkeypatch, capsys):
+    faster = {"speedup": 9.0, "speedup_batch_median": 9.0, "differing_answers": 0}
+    monkeypatch.setattr(results, "compare", lambda plain, speculative: faster)
+    with pytest.raises(SystemExit) as status:
+        run_main(monkeypatch, *command(home, f"out={tmp_path}/out", "limit=1"))
+    assert status.value.code == 2
+    assert list((tmp_path / "out").iterdir()) == []
+    captured = capsys.readouterr()
+    assert "the timing cannot be right" in captured.err
+    assert "TPC" not in captured.out
+
+
+# Questions
+
+
+def test_the_shapes_of_rows(tmp_path):
+    system, user, model = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
+    rows = [
+        {"question_id": 5, "category": "maths", "turns": ["a", "b"], "reference": ["x", "y"]},
+        {"id": "os:walk", "messages": [system, user, model, {"role": "user", "content": "c"}, model]},
+        "",
+        {"prompt": "d"},
+    ]
+    assert read_questions(str(write_rows(tmp_path / "q.jsonl", rows))) == [
+        Question(1, 5, "maths", [], ["a", "b"], None),
+        Question(2, "os:walk", None, [system, user, model], ["c"], "a"),
+        Question(4, 4, None, [], ["d"], None),
+    ]
+
+
+def test_a_limit_is_spread_over_the_file(tmp_path):
+    path = str(write_rows(tmp_path / "q.jsonl", [{"prompt": str(i)} for i in range(10)]))
+    assert [question.turns for question in read_questions(path, 4)] == [["0"], ["2"], ["5"], ["7"]]
+    assert len(read_questions(path, 99)) == 10
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"questions=\S+: the file is empty"),
+        (['{"prompt": "a"}', '{"prompt": '], r"q\.jsonl:2: not JSON"),
+        ([{"prompt": "a"}, ["b"]], r"q\.jsonl:2: a row must be a JSON object"),
+        ([{"question": "a"}], r"q\.jsonl:1: the row has no turns, messages or prompt; it has question"),
+        ([{"turns": []}], r"q\.jsonl:1: turns: the row has no turns"),
+        ([{"turns": ["a", " "]}], r"q\.jsonl:1: turns: a turn must be a text, not ' '"),
+        ([{"turns": "a"}], r"q\.jsonl:1: turns: the row has no turns"),
+        ([{"prompt": 3}], r"q\.jsonl:1: prompt: a turn must be a text, not 3"),
+        ([{"messages": []}], r"q\.jsonl:1: the row has no turns"),
+        ([{"messages": [{"role": "system", "content": "a"}]}], r"q\.jsonl:1: the row has no turns of a user"),
+        ([{"messages": [{"role": "user"}]}], r"q\.jsonl:1: the content of a turn of user must be text"),
+    ],
+)
+def test_rows_that_ask_nothing_are_refused(tmp_path, rows, message):
+    with pytest.raises(UserError, match=message):
+        read_questions(str(write_rows(tmp_path / "q.jsonl", rows)))
+
+
+# Asking
+
+
+def test_the_second_turn_holds_the_engines_own_first_answer(home, target):
+    engine = Engine(target, max_batch_size=2)
+    questions = read_questions(str(home / "questions.jsonl"))
+    questions[1] = replace(questions[1], turns=questions[1].turns[:1])
+    first, second = ask(engine, questions, SamplingParams(max_tokens=6, ignore_eos=True))
+    assert [(a.question.id, a.turn) for a in first + second] == [(81, 1), (82, 1), (101, 1), (81, 2), (101, 2)]
+    for before, after in zip((first[0], first[2]), second, strict=True):
+        roles = ("user", "assistant", "user")
+        contents = (before.question.turns[0], before.output.text, before.question.turns[1])
+        history = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+        assert after.prompt == engine.tokens_of(history)
+        assert before.output.text in target.tokenizer.decode(after.prompt)
+    assert questions[0].history == []  # a second engine starts afresh
+
+
+def test_sampled_answers_do_not_depend_on_the_batch_size(home, target):
+    questions = read_questions(str(home / "questions.jsonl"))
+    params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+    engine = Engine(target)
+    together = [answer for batch in ask(engine, questions, params) for answer in batch]
+    alone = [answer for question in questions for batch in ask(engine, [question], params) for answer in batch]
+    answers = {(a.question.id, a.turn): a.output.token_ids for a in together}
+    assert answers == {(a.question.id, a.turn): a.output.token_ids for a in alone}
+    assert len(set(map(tuple, answers.values()))) == 6
+
+
+def test_a_prompt_beyond_the_context_names_its_question(home, target, tmp_path):
+    engine = Engine(target)
+    long, tool = "x" * CONTEXT, {"role": "tool", "content": "x"}
+    rows = [
+        {"question_id": "first", "turns": [long]},
+        {"question_id": "second", "turns": ["a", "b"]},
+        {"id": "tool", "messages": [tool, {"role": "user", "content": "x"}]},
+    ]
+    first, second, with_tool = read_questions(str(write_rows(tmp_path / "q.jsonl", rows)))
+    with pytest.raises(UserError, match=r"question first, turn 1: the prompt takes 262 tokens; .* holds 256"):
+        check_fit(engine, [first], 8)
+    check_fit(engine, [second], CONTEXT - 15)
+    with pytest.raises(UserError, match=r"question second, turn 2: .* 245 of them for earlier answers \(lower max_tok"):
+        check_fit(engine, [second], CONTEXT - 11)
+    with pytest.raises(UserError, match="question tool, turn 1: the chat template refuses .* no tools here"):
+        check_fit(engine, [with_tool], 8)
+
+
+def test_both_engines_are_warmed_up_and_take_turns(home, target, monkeypatch):
+    asked = []
+
+    def recorded(engine, batch, params):
+        asked.append((engine, [question.id for question in batch], params.max_tokens))
+        engine.stage_seconds["prefill"] += 1
+        return [[answer()]]
+
+    monkeypatch.setattr(mt_bench, "ask", recorded)
+    plain, fast = Run(Engine(target)), Run(Engine(target, str(home / "draft")))
+    questions = read_questions(str(home / "questions.jsonl"))
+    measure(plain, fast, questions, SamplingParams(max_tokens=99), batch_size=2)
+    p, f = plain.engine, fast.engine
+    warm_up = [(p, [81, 82], 16), (f, [81, 82], 16)]
+    assert asked == [*warm_up, (p, [81, 82], 99), (f, [81, 82], 99), (f, [101], 99), (p, [101], 99)]
+    assert len(plain.answers) == len(fast.answers) == 2
+    assert p.stage_seconds == f.stage_seconds == {"prefill": 2}
+
+
+@pytest.mark.parametrize(("tree", "children"), [(chain(3), 1), (full(2, 3), 3)])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_is_served_is_what_was_trained(home, target, tree, children, temperature):
+    """The replayed share of accepted first tokens is the engine's own; another draft's is not."""
+    run = Run(Engine(target, str(home / "draft"), tree))
+    questions = read_questions(str(home / "questions.jsonl"))
+    params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=3)
+    run.batches = ask(run.engine, questions, params)
+    found = mt_bench.train_serve_check(run)
+    assert 0 < found["depth_1_served"] < 1
+    assert found["depth_1_as_trained"] == pytest.approx(found["depth_1_served"], abs=1e-12)
+    assert found["agreement_on_reference_answers"] is None
+    torch.manual_seed(0)
+    other = Draft(run.engine.draft.config).init_weights(1)
+    torch.nn.init.normal_(other.fc.weight)
+    served = [(a.prompt, a.output) for a in run.answers]
+    assert replay.served_as_trained(target, other, served, children)[0] < found["depth_1_served"] - 0.02
+
+
+# The report
+
+
+def found_figures(**changes) -> dict:
+    """Figures of a good draft."""
+    stages = {"drafting": 2.0, "validation": 5.0}
+    latency = {f"{key}_{suffix}": 0.004 for key in ("ttft", "ttit") for suffix in ("s", "p50_s", "p99_s")}
+    group = {"category": None, "turn": None, "prompts": 64, "tpc": 2.98, "acceptance_per_depth": [0.8, 0.64]}
+    return {
+        "tpc": 2.98,
+        "speedup": 1.7,
+        "speedup_batch_median": 1.72,
+        "differing_answers": 0,
+        "acceptance_per_depth": [0.8, 0.64],
+        **latency,
+        **{f"plain_{name}": value for name, value in latency.items()},
+        "stage_ms_per_round": stages,
+        "plain_stage_ms_per_round": {"validation": 4.0},
+        "prefill_ms_per_batch": 9.0,
+        "plain_prefill_ms_per_batch": 8.0,
+        "repeated_8grams": 0.042,
+        **{"questions": 64, "prompts": 64, "tokens": 298, "calls": 100, "mean_answer_tokens": 40},
+        "finish_reasons": {"stop": 60, "length": 4},
+        "per_category_and_turn": [{**group, "turn": 1}, group],
+        "train_serve_check": {
+            "depth_1_served": 0.8,
+            "depth_1_as_trained": 0.8,
+            "agreement_on_own_answers": 0.8,
+            "agreement_on_reference_answers": 0.7,
+        },
+        **{"tree": "chain2", "temperature": 0.0, "batch_size": 1, "target": "t", "dtype": "bfloat16", "device": "cpu"},
+        "draft_training": {"tokens": 12345},
+        "config": {"draft": {"path": "d"}, "questions": "q.jsonl", "seed": 0},
+        "provenance": {"torch": "2", "gpu": None, "load_average": [1.0, 2.0]},
+    } | changes
+
+
+def test_summary():
+    lines = report.summary(found_figures()).splitlines()
+    assert lines[0] == "TPC 2.98 (chain2, temperature 0, 64 prompts; repeated 8-grams 4.2 %)"
+    assert lines[1] == "acceptance by depth 0.80 0.64"
+    assert lines[-1] == "answers that differ from plain decoding's: 0 of 64"
+    assert "differ" not in report.summary(found_figures(differing_answers=None))
+
+
+CHECK = found_figures()["train_serve_check"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "finding"),
+    [
+        ({}, "Both ways agree."),
+        ({"train_serve_check": {**CHECK, "depth_1_as_trained": 0.9}}, "They disagree"),
+        ({"train_serve_check": {**CHECK, "agreement_on_reference_answers": 0.9}}, "train it on the target's answers"),
+        ({"acceptance_per_depth": [0.5, 0.4]}, "trained on 12,345 tokens. Train it longer"),
+        ({"acceptance_per_depth": [0.8, 0.4]}, "falls from 80.0 % to 50.0 %: its features drift"),
+        ({"speedup": 0.9}, "slower here"),
+        ({"stage_ms_per_round": {"drafting": 6.0, "validation": 4.0}}, "Drafting is 60.0 % of a round"),
+        ({"repeated_8grams": 0.2}, "The target repeats itself"),
+        ({"differing_answers": 3}, "3 answers differ from plain decoding's: rounding in bfloat16"),
+        ({"differing_answers": 3, "dtype": "float32"}, "fp32 should not"),
+        ({"finish_reasons": {"context": 2}}, "2 answers were cut short"),
+    ],
+)
+def test_the_diagnosis_says_why(changes, finding):
+    good, found = report.diagnosis(found_figures()), report.diagnosis(found_figures(**changes))
+    assert finding in "\n".join(found)
+    if changes:
+        assert len(good) == 2
+        assert found != good
+        assert f"- {found[-1]}" in report.markdown(found_figures(**changes))
+
+
+def test_the_table_of_categories_and_turns():
+    shares = {"acceptance_per_depth": [0.5]}
+    groups = [
+        {"category": category, "turn": turn, "prompts": 4, "tpc": tpc, **shares}
+        for category, values in {"maths": (3.0, None, 2.5), None: (2.0, 1.5, 1.75)}.items()
+        for turn, tpc in zip((1, 2, None), values, strict=True)
+    ]
+    assert report.by_category_and_turn(groups).splitlines() == [
+        "| category | prompts | TPC, turn 1 | TPC, turn 2 | TPC | acceptance by depth |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| maths | 4 | 3.00 |  | 2.50 | 0.50 |",
+        "| all | 4 | 2.00 | 1.50 | 1.75 | 0.50 |",
+    ]
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["questions=nowhere.jsonl"], "error: questions=nowhere.jsonl: no such file"),
+        (["draft.path=nowhere"], "error: draft=nowhere: no config.json"),
+        (["tree.length=0"], "error: tree: it drafts nothing"),
+        (["limit=few"], "error: limit: Value 'few'"),
+        (["batch_size=0"], "error: batch_size=0: must be at least 1"),
+        (["max_tokens=1"], "error: no answer has a second token"),
+        (["depth=3"], "error: Could not override 'depth'"),
+        (["out={home}/draft/config.json"], "error: out="),
+    ],
+)
+def test_mistakes_are_one_line(home, tmp_path, monkeypatch, capsys, overrides, message):
+    overrides = [override.format(home=home) for override in overrides]
+    with pytest.raises(SystemExit) as status:
+        run_main(monkeypatch, *command(home, f"out={tmp_path}/out", *overrides))
+    assert status.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Loading weights")]
+    assert len(lines) == 1
+    assert lines[0].startswith(message)
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_the_whole_command(home, tmp_path):
+    out = tmp_path / "out"
+    arguments = command(home, f"out={out}", "tree=chain5", "batch_size=2")
+    done = subprocess.run(
+        [sys.executable, "-m", "evals.mt_bench", *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"TPC \d\.\d\d \(chain5, temperature 0, 6 prompts; repeated 8-grams \d+\.\d %\)\n", done.stdout)
+    assert sorted(path.name for path in out.iterdir()) == [
+        "acceptance.png",
+        "answers.jsonl",
+        "report.md",
+        "results.json",
+    ]
+
+    found = json.loads((out / "results.json").read_text())
+    assert {"tpc", "speedup", "ttft_s", "ttit_s", "acceptance_per_depth", "plain_ttit_s"} <= found.keys()
+    assert found["speedup"] == pytest.approx(found["plain_ttit_s"] / found["ttit_s"])
+    assert found["differing_answers"] == 0
+    assert (found["questions"], found["prompts"], len(found["acceptance_per_depth"])) == (3, 6, 5)
+    assert found["config"]["seed"] == 0
+    assert "torch" in found["provenance"]
+
+    rows = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    assert Counter(row["turn"] for row in rows) == {1: 3, 2: 3}
+    assert sum(row["tokens"] for row in rows) / sum(row["calls"] for row in rows) == found["tpc"]
+    assert "| writing | 4 |" in (out / "report.md").read_text()
+    assert (out / "acceptance.png").read_bytes().startswith(b"\x89PNG")
