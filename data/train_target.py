@@ -213,20 +213,23 @@ def own_answers(model: LlamaForCausalLM, prompts: list[torch.Tensor]) -> tuple[t
 
 
 def unlikelihood(model: LlamaForCausalLM, batch: torch.Tensor, repeats: torch.Tensor) -> torch.Tensor:
-    """Mean of -log(1 - p) over the repeated tokens (sequence-level unlikelihood, Welleck et al., arXiv 1908.04319)."""
+    """-log(1 - p) summed over the repeated tokens and divided by their number, or by 64 where there are fewer.
+
+    Sequence-level unlikelihood: Welleck et al., arXiv 1908.04319.
+    """
     hidden = model.model(input_ids=batch.clamp(min=0), use_cache=False).last_hidden_state
     rows = repeats[:, 1:]
     logits = F.linear(hidden[:, :-1][rows], model.lm_head.weight).float()
     p = logits.softmax(-1).gather(-1, batch[:, 1:][rows].unsqueeze(-1))
-    return -torch.log1p(-p.clamp(max=1 - 1e-6)).sum() / max(1, int(rows.sum()))
+    return -torch.log1p(-p.clamp(max=1 - 1e-6)).sum() / max(64, int(rows.sum()))
 
 
 def refine(
     model: LlamaForCausalLM, documents: list[torch.Tensor], heldout: list[torch.Tensor], assistant: int, minutes: float
 ) -> dict:
-    """Goes on for `minutes` at a tenth of the learning rate, unlearning repetition in the model's own answers."""
+    """Goes on for `minutes` at a twentieth of the learning rate and below, unlearning repetition in the model's own answers."""
     groups = optimizers(model)
-    peaks = [optimizer.param_groups[0]["lr"] / 10 for optimizer in groups]
+    peaks = [optimizer.param_groups[0]["lr"] / 20 for optimizer in groups]
     rng = random.Random(1)
     start = time.monotonic()
     steps = tokens = 0
@@ -239,7 +242,7 @@ def refine(
         asked = [document[: document.tolist().index(assistant) + 1] for document in rng.sample(documents, ANSWERS)]
         answers, repeats = own_answers(model, asked)
         for optimizer, peak in zip(groups, peaks, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * min(1.0, 2 * (1 - progress))
+            optimizer.param_groups[0]["lr"] = peak * (1 - progress)
             optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(model, batch)
@@ -269,14 +272,14 @@ nothing else.
 in the first {TESTS_UNTIL:.0%} of the run also its test suite's ({facts["tests"]} documents) |
 | held out | {facts["heldout"]} functions, chosen by a hash of their names |
 | for | {facts["minutes"]:.0f} minutes on two CPU cores: {facts["steps"]} steps, {facts["tokens"] / 1e6:.1f} M tokens |
-| then | {facts["refine_minutes"]:.0f} minutes, {facts["refine_steps"]} steps, {facts["refine_tokens"] / 1e6:.1f} M \
+| then | {facts["refine_minutes"]:g} minutes, {facts["refine_steps"]} steps, {facts["refine_tokens"] / 1e6:.1f} M \
 tokens, in which it also unlearned repetition: in its own greedy answers, tokens that complete {REPEAT} tokens for a \
 second time (unlikelihood, arXiv 1908.04319) |
 | held-out loss | {facts["heldout_loss"]:.3f} nats per token, questions included |
 | tokenizer | byte-level BPE of {VOCAB_SIZE} tokens, trained on the same text |
 | optimiser | Muon (lr 0.02) for matrices, AdamW (lr 4e-3) for the rest, bf16 autocast, linear decay |
 | made by | `python data/stdlib_chat.py outputs/stdlib_chat` and `python data/train_target.py outputs/stdlib_chat \
-data/tiny_target --minutes {facts["minutes"]:.0f} --refine-minutes {facts["refine_minutes"]:.0f}` |
+data/tiny_target --minutes {facts["minutes"]:.0f} --refine-minutes {facts["refine_minutes"]:g}` |
 | with | Python {facts["python"]}, torch {torch.__version__} |
 | licence of the text | Python's (PSF-2.0) |
 """

@@ -220,18 +220,13 @@ def figures(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
         **results.counts(answers, config.max_tokens),
         "per_category_and_turn": results.groups(answers),
         "train_serve_check": train_serve_check(speculative),
-        "tree": label(tree_of(engine)),
+        "tree": label(engine.dispatcher.largest),
         "temperature": config.temperature,
         "batch_size": config.batch_size,
         "target": engine.target.name,
         "dtype": str(engine.target.dtype).removeprefix("torch."),
         "device": engine.target.device.type,
     }
-
-
-def tree_of(engine: Engine) -> Tree:
-    """The tree of a full batch."""
-    return engine.dispatcher.dispatch(engine.max_batch_size).tree
 
 
 def label(tree: Tree) -> str:
@@ -243,9 +238,9 @@ def label(tree: Tree) -> str:
 
 def train_serve_check(run: Run) -> dict[str, float | None]:
     """Acceptance at depth 1 as served and as training sees it; agreement on the target's text and on the file's."""
-    target, draft = run.engine.target, run.engine.draft
+    target, draft, children = run.engine.target, run.engine.draft, run.engine.dispatcher.largest.fanout[0]
     served = [(answer.prompt, answer.output) for answer in run.answers]
-    depth_1, own = replay.served_as_trained(target, draft, served, tree_of(run.engine).fanout[0])
+    depth_1, own = replay.served_as_trained(target, draft, served, children)
     references = []
     for answer in run.answers:
         if answer.question.reference:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import call
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -21,7 +22,7 @@ from eagle_train.inference import Engine, Output, SamplingParams, Stats
 from eagle_train.inference.tree import chain, full
 from eagle_train.models.artifact import save_draft
 from eagle_train.models.draft import Draft, DraftConfig
-from eagle_train.models.target import TargetConfig, load_target
+from eagle_train.models.target import Target, TargetConfig, load_target
 from evals import mt_bench, replay, report, results
 from evals.mt_bench import Run, ask, check_fit, measure
 from evals.questions import Question, read_questions
@@ -66,14 +67,16 @@ def home(tmp_path_factory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
-        initializer_range=0.2,
+        initializer_range=0.1,
         eos_token_id=0,
     )
-    LlamaForCausalLM(config).save_pretrained(directory / "target")
+    model = LlamaForCausalLM(config)
+    for matrix in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+        torch.nn.init.normal_(matrix, std=0.5)  # more than the layers add, so that a draft can guess
+    model.save_pretrained(directory / "target")
     tokenizer.save_pretrained(directory / "target")
     target = load_target(TargetConfig(str(directory / "target")))
-    draft = Draft(DraftConfig.from_target(target.config)).init_weights(0)
-    save_draft(draft, directory / "draft", target.identity, {"tokens": 12345}, torch.float32)
+    save_draft(guessing_draft(target), directory / "draft", target.identity, {"tokens": 12345}, torch.float32)
     write_rows(directory / "questions.jsonl", ROWS)
     return directory
 
@@ -83,24 +86,32 @@ def target(home):
     return load_target(TargetConfig(str(home / "target")))
 
 
+def guessing_draft(target: Target) -> Draft:
+    """A draft that passes on the token's embedding, right where the target's layers add little, with a bit of all else.
+
+    The bit of hidden state and attention changes some of its guesses, so that nothing in its input can be wrong unseen.
+    """
+    draft = Draft(DraftConfig.from_target(target.config)).init_weights(0)
+    with torch.no_grad():
+        draft.fc.weight.copy_(torch.cat((torch.eye(32), 0.15 * torch.eye(32)), dim=1))
+        for layer in draft.layers:
+            layer.self_attn.o_proj.weight.normal_(std=0.05)
+    return draft
+
+
 def write_rows(path: Path, rows: list) -> Path:
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
 
-def command(home: Path, *overrides: str) -> list[str]:
+def arguments(home: Path, *overrides: str) -> list[str]:
     paths = [f"target.path={home}/target", f"draft.path={home}/draft", f"questions={home}/questions.jsonl"]
     return [*paths, "max_tokens=12", *overrides]
 
 
-def run_main(monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["mt_bench", *arguments])
-    mt_bench.main()
-
-
-def answer(tokens=(), category=None, turn=1, line=1, reason="stop", **stats) -> Answer:
+def answer(token_ids=(), category=None, turn=1, line=1, reason="stop", **stats) -> Answer:
     question = Question(line, line, category, [], ["?"])
-    return Answer(question, turn, [7], Output(list(tokens), "", reason, Stats(**stats), []))
+    return Answer(question, turn, [7], Output(list(token_ids), "", reason, Stats(**stats), []))
 
 
 # Figures
@@ -192,9 +203,7 @@ def test_a_speed_up_beyond_tpc_is_an_error(speedups):
 def test_a_report_that_cannot_be_right_is_not_written(home, tmp_path, monkeypatch, capsys):
     faster = {"speedup": 9.0, "speedup_batch_median": 9.0, "differing_answers": 0}
     monkeypatch.setattr(results, "compare", lambda plain, speculative: faster)
-    with pytest.raises(SystemExit) as status:
-        run_main(monkeypatch, *command(home, f"out={tmp_path}/out", "limit=1"))
-    assert status.value.code == 2
+    assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", "limit=1")) == 2
     assert list((tmp_path / "out").iterdir()) == []
     captured = capsys.readouterr()
     assert "the timing cannot be right" in captured.err
@@ -272,7 +281,10 @@ def test_sampled_answers_do_not_depend_on_the_batch_size(home, target):
     alone = [answer for question in questions for batch in ask(engine, [question], params) for answer in batch]
     answers = {(a.question.id, a.turn): a.output.token_ids for a in together}
     assert answers == {(a.question.id, a.turn): a.output.token_ids for a in alone}
-    assert len(set(map(tuple, answers.values()))) == 6
+    twice = [replace(questions[0], line=line) for line in (1, 2)]
+    first, second = ask(engine, twice, params)[0]
+    assert first.prompt == second.prompt
+    assert first.output.token_ids != second.output.token_ids
 
 
 def test_a_prompt_beyond_the_context_names_its_question(home, target, tmp_path):
@@ -289,7 +301,7 @@ def test_a_prompt_beyond_the_context_names_its_question(home, target, tmp_path):
     check_fit(engine, [second], CONTEXT - 15)
     with pytest.raises(UserError, match=r"question second, turn 2: .* 245 of them for earlier answers \(lower max_tok"):
         check_fit(engine, [second], CONTEXT - 11)
-    with pytest.raises(UserError, match="question tool, turn 1: the chat template refuses .* no tools here"):
+    with pytest.raises(UserError, match=r"question tool, turn 1: the chat template refuses .* no tools here"):
         check_fit(engine, [with_tool], 8)
 
 
@@ -313,7 +325,7 @@ def test_both_engines_are_warmed_up_and_take_turns(home, target, monkeypatch):
 
 
 @pytest.mark.parametrize(("tree", "children"), [(chain(3), 1), (full(2, 3), 3)])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
 def test_what_is_served_is_what_was_trained(home, target, tree, children, temperature):
     """The replayed share of accepted first tokens is the engine's own; another draft's is not."""
     run = Run(Engine(target, str(home / "draft"), tree))
@@ -321,14 +333,12 @@ def test_what_is_served_is_what_was_trained(home, target, tree, children, temper
     params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=3)
     run.batches = ask(run.engine, questions, params)
     found = mt_bench.train_serve_check(run)
-    assert 0 < found["depth_1_served"] < 1
+    assert 0.2 < found["depth_1_served"] < 0.95
     assert found["depth_1_as_trained"] == pytest.approx(found["depth_1_served"], abs=1e-12)
     assert found["agreement_on_reference_answers"] is None
-    torch.manual_seed(0)
     other = Draft(run.engine.draft.config).init_weights(1)
-    torch.nn.init.normal_(other.fc.weight)
     served = [(a.prompt, a.output) for a in run.answers]
-    assert replay.served_as_trained(target, other, served, children)[0] < found["depth_1_served"] - 0.02
+    assert replay.served_as_trained(target, other, served, children)[0] < found["depth_1_served"] - 0.1
 
 
 # The report
@@ -435,12 +445,10 @@ def test_the_table_of_categories_and_turns():
         (["out={home}/draft/config.json"], "error: out="),
     ],
 )
-def test_mistakes_are_one_line(home, tmp_path, monkeypatch, capsys, overrides, message):
+def test_mistakes_are_one_line(home, tmp_path, capsys, overrides, message):
     overrides = [override.format(home=home) for override in overrides]
-    with pytest.raises(SystemExit) as status:
-        run_main(monkeypatch, *command(home, f"out={tmp_path}/out", *overrides))
-    assert status.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Loading weights")]
+    assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", *overrides)) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line and "Loading weights" not in line]
     assert len(lines) == 1
     assert lines[0].startswith(message)
     assert not (tmp_path / "out" / "results.json").exists()
@@ -448,10 +456,9 @@ def test_mistakes_are_one_line(home, tmp_path, monkeypatch, capsys, overrides, m
 
 def test_the_whole_command(home, tmp_path):
     out = tmp_path / "out"
-    arguments = command(home, f"out={out}", "tree=chain5", "batch_size=2")
-    done = subprocess.run(
-        [sys.executable, "-m", "evals.mt_bench", *arguments], capture_output=True, text=True, check=False
-    )
+    run = [sys.executable, "-m", "evals.mt_bench", *arguments(home, f"out={out}", "tree=chain5", "batch_size=2")]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(run, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert re.match(r"TPC \d\.\d\d \(chain5, temperature 0, 6 prompts; repeated 8-grams \d+\.\d %\)\n", done.stdout)
     assert sorted(path.name for path in out.iterdir()) == [

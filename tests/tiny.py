@@ -30,7 +30,8 @@ FAMILIES = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
-    "gemma2": ("Gemma2Config", {"sliding_window": 8, "query_pre_attn_scalar": 8}),
+    # tied, a random Gemma 2 repeats one token
+    "gemma2": ("Gemma2Config", {"sliding_window": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -47,7 +48,6 @@ FAMILIES = {
             "num_local_experts": 2,
             "attention_chunk_size": 8,
             "intermediate_size_mlp": 48,
-            "floor_scale": 4,
         },
     ),
     "cohere2": ("Cohere2Config", {"num_hidden_layers": 4, "sliding_window": 8}),

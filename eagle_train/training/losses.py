@@ -1,7 +1,7 @@
 """The distillation loss: smooth-L1 on hidden states, cross-entropy against the target's distribution. DESIGN 3.2.
 
 Sums over supervised rows, which the caller has selected and counted. Of models it knows the frozen LM head's four
-fields; of data and ranks nothing. Source: the paper, section 2.2.
+fields; of data and ranks nothing. Source: the paper, section 2.1.
 
 Shapes: R rows, C rows of a chunk, H hidden, V vocabulary.
 """
@@ -15,10 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from eagle_train.models.target import LMHead
 
-# Rows whose logits exist at once: as many as fill a matmul, as few as stay in a CPU's caches. Measured on one Zen 5 core
-# in bf16, forward and backward, for chunks of 32, 64, 128, 256, 512, 1024 rows:
-#   4,096 rows x   4,096 x 256: 136, 118, 115, 112, 121, 127 ms (1/3 of the naive time; half is matmul)
-#     512 rows x 128,256 x 512: 1155, 943, 882, 938, 1140 ms
+# Rows whose logits exist at once: enough to fill a matmul, few enough for a CPU's caches. CPU time on one Zen 5 core in
+# bf16, forward and backward, for chunks of 32, 64, 128, 256, 512, 1024 rows (the best of several, on a busy machine):
+#   4,096 rows x   4,096 x 256: 136, 118, 115, 112, 121, 127 ms (naive: 359; 60 of ours are matmul)
+#     512 rows x 128,256 x 512: 1155, 943, 882, 938, 1140 ms from 32 to 512 (naive: 2261)
 CHUNK_ROWS = 256
 CHUNK_LOGITS = 2**24  # 64 MiB in fp32
 BLOCK = 256  # columns, see row_max
@@ -138,9 +138,7 @@ def cross_entropy(
     return log_normaliser - expected, (choice == guess).sum()
 
 
-def hidden_gradient(
-    head: LMHead, raw: torch.Tensor, p: torch.Tensor, z: torch.Tensor, q: torch.Tensor
-) -> torch.Tensor:
+def hidden_gradient(head: LMHead, raw: torch.Tensor, p: torch.Tensor, z: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """The cross-entropy's gradient [C,H] for the draft's hidden states, from what `cross_entropy` left; uses it up."""
     q -= p
     if head.softcap is not None:  # softcap * tanh(x / softcap) has the slope 1 - tanh(x / softcap)^2

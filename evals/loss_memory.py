@@ -1,0 +1,79 @@
+"""Peak extra memory of the distillation loss, forward and backward, on the CPU, on Linux. DESIGN section 3.2.
+
+The inputs are made first; what the process's peak then grows by is the loss's own: its chunk buffers and both
+gradients. Beside it stands what the two models' whole logits in fp32 would take. Knows nothing of models or data.
+
+    python -m evals.loss_memory [rows=8192] [vocab=128256] [hidden=512] [dtype=bfloat16] [limit_gb=1.5] [seed=0]
+"""
+
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from eagle_train.config import UserError, build, check, provenance, report, write_json
+from eagle_train.models.target import LMHead
+from eagle_train.training.losses import default_chunk_rows, distillation_loss
+
+RESULT = Path(__file__).with_name("results") / "loss_memory.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Config:
+    """`limit_gb` is the bound in units of 10^9 bytes."""
+
+    rows: int = 8192
+    vocab: int = 128_256
+    hidden: int = 512
+    dtype: str = "bfloat16"
+    limit_gb: float = 1.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("rows", "vocab", "hidden"):
+            check(getattr(self, field) >= 1, f"{field}={getattr(self, field)}: must be at least 1")
+        check(self.dtype in DTYPES, f"dtype={self.dtype}: must be one of {', '.join(DTYPES)}")
+
+
+def measure(config: Config) -> tuple[int, float]:
+    """The loss's extra bytes, from what is held before it to the process's highest ever (so never too few); seconds."""
+    torch.manual_seed(config.seed)
+    make = {"dtype": DTYPES[config.dtype]}
+    head = LMHead(torch.empty(config.vocab, config.hidden, **make).normal_(std=0.1))
+    target = torch.empty(config.rows, config.hidden, **make).normal_()
+    draft = torch.empty(config.rows, config.hidden, **make).normal_().requires_grad_()
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    started = time.perf_counter()
+    distillation_loss(draft, target, head, scale=1 / config.rows).loss.backward()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak - before, time.perf_counter() - started
+
+
+def main() -> int:
+    config = build(Config, OmegaConf.from_dotlist(sys.argv[1:]), "")
+    print(f"measuring {config.rows:,} rows x {config.vocab:,} x {config.hidden} in {config.dtype}", flush=True)
+    extra, seconds = measure(config)
+    results = {
+        "extra_gb": round(extra / 1e9, 3),
+        "limit_gb": config.limit_gb,
+        "naive_logits_gb": round(2 * config.rows * config.vocab * 4 / 1e9, 3),
+        "seconds": round(seconds, 1),
+        "chunk_rows": default_chunk_rows(config.vocab),
+        "config": asdict(config),
+        "provenance": provenance(),
+    }
+    write_json(RESULT, results)
+    print(RESULT.read_text() + f"asked: under {config.limit_gb} GB; measured: {extra / 1e9:.3f} GB; {RESULT}")
+    return 0 if extra < config.limit_gb * 1e9 else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(report(error))

@@ -1,0 +1,56 @@
+"""What the engine's tests share: prompts, the answers transformers gives, and drafts that are right as far as told.
+
+`guide` proposes the target's true continuation down to a depth that may vary by row and round: so every length and
+path of acceptance is committed, rewound and followed.
+"""
+
+import random
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from tiny import SIZES, continued, random_tokens, shared_target
+
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference import engine as engine_module
+from eagle_train.inference.sequence import Output, Sequence
+
+TREES = ["chain3", "d3_bf2", "n8"]
+PROMPTS = random_tokens(5, 17, 9, 1, 12)
+LENGTH = 16
+GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+
+
+@cache
+def answers(family: str) -> list[list[int]]:
+    """What transformers goes on with after PROMPTS, and a little more than LENGTH of it."""
+    return [continued(shared_target(family), prompt, LENGTH + 10) for prompt in PROMPTS]
+
+
+def cut(truth: list[list[int]], length: int = LENGTH) -> list[list[int]]:
+    return [tokens[:length] for tokens in truth]
+
+
+def token_ids(outputs: list[Output]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def guide(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, truth: list[list[int]], depth_of: Callable[[Sequence], int]
+) -> None:
+    """Make drafts right for `depth_of(sequence)` nodes along a path chosen at random, and wrong elsewhere."""
+    rng = random.Random(0)
+
+    def guided(draft, target, cache, prefix, root_hidden, root_token, plan, *_):
+        tree = plan.tree
+        tokens = root_token.unsqueeze(1).repeat(1, tree.num_nodes)
+        for row, sequence in enumerate(engine.active):
+            right = truth[sequence.index][len(sequence.generated) :]
+            path = [node for node in rng.choice(tree.paths.tolist()) if node > 0]
+            good = path[: depth_of(sequence)]
+            for node in range(1, tree.num_nodes):
+                wrong = 0 if node in good else 1 + int(tree.child_rank[node])
+                tokens[row, node] = (right[int(tree.depth[node]) - 1] + wrong) % SIZES["vocab_size"]
+        return tokens, None
+
+    monkeypatch.setattr(engine_module, "draft_tree", guided)

@@ -1,0 +1,412 @@
+"""The commands end to end on a tiny target: train, export, generate; killed runs; and what a user gets wrong."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import TEMPLATE, call, chats, read_jsonl, save_target, write_jsonl
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+
+from eagle_train import export, generate, train
+
+STEPS = 6  # of the runs that are killed; a checkpoint every 2
+TIMES = ("tokens_per_s",)
+
+# Forks of one process, to which torch need be imported only once. Whole runs, then runs that are killed at their n-th
+# event (a micro-batch, a record of the metrics, a checkpoint) and resumed.
+RUNS = f"""
+import os, random, signal, sys
+from pathlib import Path
+from command_line import call
+from eagle_train import train
+from eagle_train.training.metrics import MetricsLog
+from eagle_train.training.trainer import Trainer
+
+def forked(arguments, point=None):
+    child = os.fork()
+    if child == 0:
+        if point is not None:
+            kill_at(point)
+        os._exit(call(train.main, *arguments))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def kill_at(point):
+    seen = 0
+    def killing(method):
+        def wrapped(*arguments, **options):
+            nonlocal seen
+            seen += 1
+            if seen == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(*arguments, **options)
+        return wrapped
+    for owner, name in ((Trainer, "forward_backward_step"), (MetricsLog, "log"), (Trainer, "save")):
+        setattr(owner, name, killing(getattr(owner, name)))
+
+root, *arguments = sys.argv[1:]
+arguments += ["train.steps={STEPS}", "train.save_every=2"]
+assert forked([*arguments, f"out={{root}}/whole"]) == 0
+assert forked([*arguments, f"out={{root}}/again"]) == 0
+assert forked([*arguments, f"out={{root}}/seed", "seed=1"]) == 0
+for point in random.sample(range(1, 22), 2):  # 12 micro-batches, 6 records and 3 checkpoints
+    out = f"out={{root}}/killed-{{point}}"
+    assert forked([*arguments, out], point) == -signal.SIGKILL
+    assert forked([*arguments, out]) == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A directory with `target`, `train.jsonl` and `heldout.jsonl`."""
+    root = tmp_path_factory.mktemp("commands")
+    save_target(root / "target")
+    write_jsonl(root / "train.jsonl", chats(40))
+    write_jsonl(root / "heldout.jsonl", chats(8, seed=1))
+    return root
+
+
+def training(root: Path, *overrides: str) -> list[str]:
+    """Arguments of eagle-train; what is overridden twice has the last value."""
+    return [
+        f"target={root}/target",
+        "data=messages",
+        f"data.path={root}/train.jsonl",
+        f"data.heldout={root}/heldout.jsonl",
+        "data.row_tokens=32",
+        "optim.tokens_per_step=128",
+        "optim.lr=1e-3",
+        "train.micro_batch_rows=2",
+        "train.steps=2",
+        "draft.num_layers=1",
+        "device=cpu",
+        "target.dtype=float32",
+        *overrides,
+    ]
+
+
+@pytest.fixture(scope="module")
+def made(root) -> Path:
+    """`root`, with the run of two steps in `run` and its artifact in `draft`."""
+    assert call(train.main, *training(root, f"out={root}/run")) == 0
+    assert call(export.main, f"checkpoint={root}/run", f"out={root}/draft") == 0
+    return root
+
+
+def metrics(run: Path) -> list[dict]:
+    """Its records, times left out."""
+    return [
+        {name: value for name, value in record.items() if name not in TIMES}
+        for record in read_jsonl(run / "metrics.jsonl")
+    ]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / f"step-{STEPS:08d}" / "draft.safetensors")
+
+
+def test_a_run_leaves_its_config_its_metrics_and_a_checkpoint(made):
+    run = made / "run"
+    assert sorted(os.listdir(run)) == ["config.yaml", "metrics.jsonl", "step-00000002"]
+    config = OmegaConf.load(run / "config.yaml")
+    assert (config.train.steps, config.data.row_tokens, config.target.path) == (2, 32, f"{made}/target")
+    assert (config.optim.weight_decay, config.draft.norms) == (0.1, "eagle1")
+    records = read_jsonl(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        for name in ("loss", "l1", "ce", "grad_norm", "tokens_per_s", "top1_agreement"):
+            assert isinstance(record[name], float), name
+    assert len(records[-1]["heldout_acceptance_per_depth"]) == 3
+    assert records[-1]["heldout_simulated_tpc"] >= 1
+
+
+def test_an_artifact_is_two_files_that_say_what_they_are(made):
+    assert sorted(os.listdir(made / "draft")) == ["config.json", "model.safetensors"]
+    config = json.loads((made / "draft" / "config.json").read_text())
+    assert config["target"]["name"] == f"{made}/target"
+    assert (config["draft"]["num_layers"], config["training"]["steps"], config["dtype"]) == (1, 2, "bfloat16")
+    trained = load_file(made / "run" / "step-00000002" / "draft.safetensors")
+    written = load_file(made / "draft" / "model.safetensors")
+    assert {name: tensor.bfloat16().tolist() for name, tensor in trained.items()} == {
+        name: tensor.tolist() for name, tensor in written.items()
+    }
+
+
+def test_one_checkpoint_of_a_run_can_be_exported(made, tmp_path):
+    assert call(export.main, f"checkpoint={made}/run/step-00000002", f"out={tmp_path}/d", "dtype=float32") == 0
+    trained = load_file(made / "run" / "step-00000002" / "draft.safetensors")
+    written = load_file(tmp_path / "d" / "model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in trained.items())
+    assert call(export.main, f"checkpoint={made}/run", f"out={tmp_path}/d") == 0  # an artifact may be replaced
+    assert sorted(os.listdir(tmp_path)) == ["d"]
+
+
+def in_a_process(*arguments: object) -> subprocess.CompletedProcess:
+    """Python with these arguments, and with the modules that this process sees."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_an_answer_with_a_draft_is_the_targets_own(made, capsys):
+    arguments = [f"target={made}/target", "max_tokens=24", "color=always", "prompt=abc, (def)\n= {g}"]
+    drafted = in_a_process("-m", "eagle_train.generate", *arguments, f"draft={made}/draft", "tree=chain2")
+    assert drafted.returncode == 0, drafted.stderr
+    told = r"\d+ tokens \((length|stop)\), TTFT [\d.]+ ms, TPC {tpc}, TTIT [\d.]+ ms\n"
+    assert re.fullmatch(told.format(tpc=r"[123]\.\d\d"), drafted.stderr.splitlines(keepends=True)[-1])
+    assert call(generate.main, *arguments) == 0
+    plain = capsys.readouterr()
+    assert re.fullmatch(told.format(tpc=r"1\.00"), plain.err.splitlines(keepends=True)[-1])
+    assert drafted.stdout.replace(generate.GREEN, "").replace(generate.RESET, "") == plain.out
+    assert len(plain.out.strip()) > 0
+
+
+@pytest.fixture(scope="module")
+def runs(root) -> Path:
+    """Runs of STEPS steps: `whole`, `again`, `seed` (another one), and `killed-N`, killed at event N and resumed."""
+    done = in_a_process("-c", RUNS, root, *training(root))
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+def test_two_runs_with_one_seed_are_the_same(runs):
+    assert metrics(runs / "whole") == metrics(runs / "again")
+    assert [record["step"] for record in metrics(runs / "whole")] == list(range(1, STEPS + 1))
+    assert metrics(runs / "whole") != metrics(runs / "seed")
+
+
+def test_a_run_that_was_killed_is_resumed_as_if_it_had_not_been(runs):
+    whole, killed = weights(runs / "whole"), sorted(runs.glob("killed-*"))
+    assert len(killed) == 2
+    for run in killed:
+        assert metrics(run) == metrics(runs / "whole"), run.name
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(run).items()), run.name
+        assert sorted(os.listdir(run)) == sorted(os.listdir(runs / "whole")), run.name
+
+
+def test_a_finished_run_stays_as_it_is(made, tmp_path, capsys):
+    run = shutil.copytree(made / "run", tmp_path / "run")
+    assert call(train.main, *training(made, f"out={run}")) == 0
+    assert (run / "metrics.jsonl").read_text() == (made / "run" / "metrics.jsonl").read_text()
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def mistake(capsys, out: Path, main, *arguments: str) -> str:
+    """Calls a command that must refuse; returns its one line of error. In `out` and beside it nothing is half done."""
+    there = {path: path.read_bytes() for path in out.parent.rglob("*") if path.is_file()}
+    assert call(main, *arguments) == 2
+    captured = capsys.readouterr()
+    errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, captured.err
+    assert captured.err.endswith(errors[0] + "\n")
+    assert "Traceback" not in captured.out + captured.err
+    for path in out.parent.rglob("*"):
+        if path.is_file() and there.get(path) != path.read_bytes():
+            assert path.parent == out
+            assert path.name in ("config.yaml", "metrics.jsonl"), path
+            assert path.read_text() == "" or path.read_text().endswith("\n")
+        assert not path.name.startswith("."), path
+    assert all(path.exists() for path in there)
+    return errors[0]
+
+
+def without_weights(root: Path, target: Path) -> list[str]:
+    (target / "model.safetensors").unlink()
+    return [f"target={target}"]
+
+
+def without_one_tensor(root: Path, target: Path) -> list[str]:
+    tensors = load_file(target / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return [f"target={target}"]
+
+
+def without_tokenizer(root: Path, target: Path) -> list[str]:
+    for path in (*target.glob("tokenizer*"), target / "chat_template.jinja"):
+        path.unlink()
+    return [f"target={target}"]
+
+
+def that_masks_everything(root: Path, target: Path) -> list[str]:
+    template = TEMPLATE.replace("{{ m['content'] + ';' }}{% endgeneration %}", "{% endgeneration %}{{ m['content'] }}")
+    assert template != TEMPLATE
+    (target / "chat_template.jinja").write_text(template)
+    return [f"target={target}", "data.heldout=null"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (without_weights, "/target: "),
+        (
+            without_one_tensor,
+            "1 weights are missing or of the wrong shape, ['model.layers.1.mlp.up_proj.weight'] first",
+        ),
+        (without_tokenizer, "/target: no tokenizer there"),
+        (that_masks_everything, "train.jsonl:1: the chat template masks everything"),
+    ],
+)
+def test_a_target_that_cannot_be_trained_for(root, tmp_path, capsys, broken, message):
+    target = shutil.copytree(root / "target", tmp_path / "target")
+    arguments = training(root, *broken(root, target), "data.shuffle_window=0", f"out={tmp_path}/out")
+    assert message in mistake(capsys, tmp_path / "out", train.main, *arguments)
+
+
+def as_jsonl(path: Path, *lines: str) -> Path:
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+GOOD = json.dumps(chats(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("key", "lines", "message"),
+    [
+        ("path", None, "/bad.jsonl; there is no such file"),
+        ("path", [], "/bad.jsonl; it has no rows"),
+        ("path", [GOOD, "", GOOD[:-3]], "/bad.jsonl:3: not JSON: "),
+        ("path", [GOOD, '{"messages": []}'], "/bad.jsonl:2: the row has no turns"),
+        ("path", ['{"turns": []}'], "/bad.jsonl:1: no column 'messages'; the row has turns"),
+        ("path", ['{"messages": [{"role": "user", "content": "a"}]}'], "it has no supervised token"),
+        ("heldout", None, "/bad.jsonl; there is no such file"),
+        ("heldout", [GOOD, GOOD[:-3]], "/bad.jsonl:2: not JSON: "),
+    ],
+)
+def test_bad_data(root, tmp_path, capsys, key, lines, message):
+    if lines is not None:
+        as_jsonl(tmp_path / "bad.jsonl", *lines)
+    arguments = training(root, f"data.{key}={tmp_path}/bad.jsonl", f"out={tmp_path}/out")
+    assert message in mistake(capsys, tmp_path / "out", train.main, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nosuch=1"], "Could not override 'nosuch'"),
+        (["draft.nosuch=1"], "Could not override 'draft.nosuch'"),
+        (["data=nosuch"], "Could not find 'data/nosuch'"),
+        (["data.path=???"], "data.path is needed: give data.path=VALUE"),
+        (["optim.lr=fast"], "optim.lr: Value 'fast'"),
+        (["optim.lr=-1"], "optim.lr=-1.0: must be above 0"),
+        (["optim.tokens_per_step=100"], "optim.tokens_per_step=100: must be a multiple of "),
+        (["draft.num_layers=0"], "draft.num_layers=0: must be at least 1"),
+        (["target=/nowhere"], "target.path=/nowhere: no such directory"),
+        (["seed=abc"], "seed"),
+        (["device=tpu"], "device=tpu: must be auto, cpu or cuda"),
+    ],
+)
+def test_bad_settings_of_a_run(root, tmp_path, capsys, arguments, message):
+    arguments = training(root, f"out={tmp_path}/out", *arguments)
+    assert message in mistake(capsys, tmp_path / "out", train.main, *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_needs_a_directory_it_can_write(root, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    line = mistake(capsys, tmp_path / "file", train.main, *training(root, f"out={tmp_path}/file/run"))
+    assert f"{tmp_path}/file/run" in line
+
+
+def test_a_run_is_not_mixed_with_another(made, tmp_path, capsys):
+    other = as_jsonl(tmp_path / "other.jsonl", GOOD)
+    save_target(tmp_path / "target", seed=1)
+    shutil.copytree(made / "run", tmp_path / "run")
+    for change, message in (
+        ("train.resume=false", "/run holds checkpoints"),
+        ("draft.num_layers=2", "draft.num_layers=2: "),
+        (f"data.path={other}", f"data.path is '{other}', but was "),
+        (f"target={tmp_path}/target", f"target.path={tmp_path}/target: "),
+    ):
+        arguments = training(made, f"out={tmp_path}/run", "train.steps=3", change)
+        assert message in mistake(capsys, tmp_path / "run", train.main, *arguments)
+        assert metrics(tmp_path / "run") == metrics(made / "run")
+
+
+@contextmanager
+def disk_for(num_bytes: int) -> Iterator[None]:
+    """A disk that refuses a file's bytes beyond `num_bytes`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_is_full_when_a_checkpoint_is_written(made, tmp_path, capsys):
+    run = shutil.copytree(made / "run", tmp_path / "run")
+    with disk_for(60_000):  # the draft fits, the optimiser's state does not
+        line = mistake(capsys, run, train.main, *training(made, f"out={run}", "train.steps=3"))
+    assert "step 3 could not be written" in line
+    assert sorted(os.listdir(run)) == ["config.yaml", "metrics.jsonl", "step-00000002"]
+    assert call(train.main, *training(made, f"out={run}", "train.steps=3")) == 0  # once there is room
+    assert [record["step"] for record in metrics(run)] == [1, 2, 3]
+
+
+def test_a_disk_that_is_full_from_the_start(made, tmp_path, capsys):
+    with disk_for(100):
+        line = mistake(capsys, tmp_path / "run", train.main, *training(made, f"out={tmp_path}/run"))
+        assert "config.yaml" in line
+        line = mistake(capsys, tmp_path / "draft", export.main, f"checkpoint={made}/run", f"out={tmp_path}/draft")
+        assert f"out={tmp_path}/draft: cannot be written: " in line
+    assert not (tmp_path / "draft").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["checkpoint={tmp}/nowhere", "out={tmp}/out"], "/nowhere: no checkpoint there"),
+        (["checkpoint={tmp}/damaged", "out={tmp}/out"], "trainer.pt is not what was written"),
+        (["checkpoint={made}/run", "out={made}/run"], "/run: exists and holds no draft"),
+        (["checkpoint={made}/run", "out={tmp}/out", "engine=nosuch"], "engine=nosuch: must be native"),
+        (["checkpoint={made}/run", "out={tmp}/out", "dtype=int3"], "dtype=int3: must be bfloat16 or float32"),
+        (["checkpoint={made}/run"], "out is needed: give out=VALUE"),
+    ],
+)
+def test_bad_exports(made, tmp_path, capsys, arguments, message):
+    damaged = shutil.copytree(made / "run" / "step-00000002", tmp_path / "damaged")
+    (damaged / "trainer.pt").write_bytes(b"half")
+    arguments = [argument.format(made=made, tmp=tmp_path) for argument in arguments]
+    assert message in mistake(capsys, tmp_path / "out", export.main, *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["prompt=" + 200 * "x"], "the context of "),
+        (["prompt="], "prompt is empty"),
+        (["draft={made}/nowhere"], "/nowhere: no config.json there"),
+        (["draft={made}/run"], "/run: no config.json there"),
+        (["tree=nosuch"], "Could not find 'tree/nosuch'"),
+        (["~tree", "+tree.parents=[-1,3]"], "node 1 has parent 3"),
+        (["~tree", "+tree={{parents:[0,0]}}"], "node 0 is the root"),
+        (["tree.length=-1"], "tree.length is -1"),
+        (["tree={{parents:[-1,3]}}"], "tree"),
+        (["temperature=-1"], "temperature=-1.0: must be 0 or more"),
+        (["target={made}/nowhere"], "/nowhere: no such directory"),
+    ],
+)
+def test_bad_requests(made, capsys, arguments, message):
+    arguments = [argument.format(made=made) for argument in arguments]
+    given = [f"target={made}/target", f"draft={made}/draft", "prompt=abc", *arguments]
+    assert message in mistake(capsys, made / "out", generate.main, *given)
+
+
+def test_a_draft_for_another_target(made, tmp_path, capsys):
+    for number, changes in enumerate(({"seed": 1}, {"num_hidden_layers": 2})):
+        target = save_target(tmp_path / str(number), **changes)
+        line = mistake(capsys, made / "out", generate.main, f"target={target}", f"draft={made}/draft", "prompt=abc")
+        assert f"made for target {made}/target" in line
+        assert f"not for {target}" in line

@@ -1,0 +1,279 @@
+"""config.py and conf/: what a user types arrives, a mistake is one line, and the YAMLs fit their dataclasses."""
+
+import dataclasses
+import os
+import resource
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import hydra
+import pytest
+import torch
+from command_line import call
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from eagle_train import generate
+from eagle_train.config import CONF_DIR, UserError, as_typed, build, check, command, resolve_device, write_text
+from eagle_train.corpus.source import DataConfig
+from eagle_train.models.draft import DraftConfig
+from eagle_train.models.target import TargetConfig
+from eagle_train.training.optimizer import OptimConfig
+from eagle_train.training.trainer import TrainConfig
+
+TEXTS = [
+    "Red, green, blue",
+    "f(x) and sort(3, 1, 2)",
+    'it\'s "so"',
+    "a {brace and [a bracket",
+    "line one\nline two, and three",
+    "x = 1; y == x",
+    'print("a\\n"), b',
+    "C:\\new, it's \\' and \\",
+    "costs $5 or ${HOME}",
+    "${seed}",
+    "{a: b}",
+    "[1, 2]",
+    "42",
+    "null",
+    "'quoted'",
+    "100% é 😀",
+]
+
+
+@pytest.fixture
+def given(monkeypatch) -> SimpleNamespace:
+    """What eagle-generate gives its engine, which is not run: `target`, `draft`, `tree`, `prompt`."""
+    seen = SimpleNamespace(prompt=None)
+
+    class StandIn:
+        def __init__(self, target, draft, tree, device):
+            vars(seen).update(target=target, draft=draft, tree=tree)
+            self.target = SimpleNamespace(tokenizer=True)
+
+        def generate(self, prompts, params):
+            (seen.prompt,) = prompts
+            raise UserError("enough")
+
+    monkeypatch.setattr(generate, "Engine", StandIn)
+    return seen
+
+
+def error_line(capsys) -> str:
+    """The line that is all a command wrote, without its `error: `."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_prompt_arrives_as_it_was_written(given, text):
+    assert call(generate.main, f"prompt={text}") == 2
+    assert given.prompt == [{"role": "user", "content": text}]
+
+
+def test_a_target_and_a_draft_are_named_by_their_directories(given):
+    assert (
+        call(generate.main, "target=/models/mine", "draft=/drafts/mine", "tree=chain2", "prompt=x", "chat=false") == 2
+    )
+    assert (given.target, given.draft, given.prompt) == (TargetConfig("/models/mine"), "/drafts/mine", "x")
+    assert given.tree["length"] == 2
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "temperature=0.5",
+        "optim.betas=[0.9,0.99]",
+        "data.columns={prompt:question,response:answer}",
+        "train.resume=false",
+        "draft.hidden_size=null",
+        "out=outputs/${seed}",
+        "target.path='a,b'",
+        "+tree.parents=[-1,0,0]",
+        "~tree",
+        "--cfg",
+        "job",
+    ],
+)
+def test_what_hydra_understands_is_left_to_it(override):
+    assert as_typed(override, OverridesParser.create()) == override
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "prompt is needed: give prompt=VALUE"),
+        (["prompt="], "prompt is empty: give prompt=TEXT"),
+        (["prompt=x", "nosuch=1"], "Could not override 'nosuch'"),
+        (["prompt=x", "target.nosuch=1"], "Could not override 'target.nosuch'"),
+        (["prompt=x", "tree=nosuch"], "Could not find 'tree/nosuch'"),
+        (["prompt=x", "nosuch"], "nosuch"),
+        (["prompt=x", "~nosuch"], "'nosuch' does not exist"),
+        (["prompt=x", "=1"], ""),
+        (["prompt=x", "target.dtype=${nosuch}"], "nosuch"),
+        (["prompt=x", "target.trust_remote_code=maybe"], "target.trust_remote_code: Value 'maybe'"),
+        (["prompt=x", "max_tokens=many"], "max_tokens"),
+        (["prompt=x", "top_p=2.5"], "top_p=2.5: must be above 0 and at most 1"),
+        (["prompt=x", "device=tpu"], "device=tpu: must be auto, cpu or cuda"),
+        (["prompt=x", "color=red"], "color=red: must be one of auto, always, never"),
+    ],
+)
+def test_a_mistake_is_one_line(given, capsys, arguments, message):
+    assert call(generate.main, *arguments) == 2
+    assert message in error_line(capsys)
+    assert given.prompt is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--help"], "Configuration groups"),
+        (["--cfg", "job"], "prompt: ???"),
+        (["--cfg", "job", "prompt=a, b"], "a, b"),
+    ],
+)
+def test_hydras_own_options_work(capsys, arguments, expected):
+    assert call(generate.main, *arguments) == 0
+    out, err = capsys.readouterr()
+    assert (expected in out, err) == (True, "")
+
+
+def test_a_mistake_found_later_is_one_line_too(capsys):
+    @command("export")
+    def task(config: DictConfig) -> None:
+        check(config.out != "there", f"out={config.out}:\n  is   taken")
+
+    assert call(task, "checkpoint=c", "out=there") == 2
+    assert error_line(capsys) == "out=there: is taken"
+    assert call(task, "checkpoint=c", "out=here") == 0
+
+
+def test_what_is_no_mistake_of_the_user_keeps_its_traceback():
+    @command("export")
+    def task(config: DictConfig) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        call(task, "checkpoint=c", "out=d")
+
+
+@dataclass
+class Inner:
+    size: int = 1
+
+
+@dataclass
+class Outer:
+    path: str
+    rate: float = 0.5
+    flag: bool = False
+    pair: tuple[float, float] = (0.0, 1.0)
+    names: dict[str, str] = field(default_factory=dict)
+    inner: Inner = field(default_factory=Inner)
+
+    def __post_init__(self) -> None:
+        check(self.rate < 1, f"rate={self.rate}: must be below 1")
+
+
+def test_build_fills_a_dataclass():
+    values = {"path": "p", "rate": 0, "flag": "true", "pair": [1, 2], "names": {"a": "b"}, "inner": {"size": 3}}
+    for given in (values, OmegaConf.create(values)):
+        built = build(Outer, given, "outer")
+        assert (built.path, built.rate, built.flag, built.names, built.inner) == ("p", 0.0, True, {"a": "b"}, Inner(3))
+        assert list(built.pair) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nosuch": 1}, r"^outer\.nosuch: .*not in 'Outer'"),
+        ({"inner": {"nosuch": 1}}, r"^outer\.inner\.nosuch: .*not in 'Inner'"),
+        ({"rate": "fast"}, r"^outer\.rate: .*'fast'"),
+        ({"rate": None}, r"^outer\.rate: .*None"),
+        ({"inner": {"size": 1.5}}, r"^outer\.inner\.size: .*'1\.5'"),
+        ({"pair": [1, "x"]}, r"^outer\.pair\[1\]: .*'x'"),
+        ({"names": "a"}, r"^outer\.names: "),
+        ({"path": "???"}, r"^outer\.path: .*missing"),
+        ({"rate": 2.0}, r"^rate=2\.0: must be below 1$"),
+    ],
+)
+def test_build_names_what_is_wrong(change, message):
+    with pytest.raises(UserError, match=message) as error:
+        build(Outer, {"path": "p"} | change, "outer")
+    assert "\n" not in str(error.value)
+
+
+def test_a_device_that_is_there():
+    assert resolve_device("cpu") == "cpu"
+    assert resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_a_file_is_written_whole(tmp_path):
+    path = tmp_path / "new" / "config.yaml"
+    write_text(path, "é\n")
+    with path.open(encoding="utf-8") as before:
+        write_text(path, "second\n" * 1000)
+        assert before.read() == "é\n"  # the old file was replaced and not written into
+    assert path.read_text() == "second\n" * 1000
+    assert os.listdir(path.parent) == ["config.yaml"]
+
+
+def test_a_file_that_could_not_be_written_is_as_it_was(tmp_path):
+    path = tmp_path / "config.yaml"
+    write_text(path, "first\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(UserError, match=r"config\.yaml: .*File too large"):
+            write_text(path, "second\n" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == "first\n"
+    assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+def compose(config_name: str, *overrides: str) -> DictConfig:
+    with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
+        return hydra.compose(config_name, list(overrides))
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+
+
+GROUPS = {"target": TargetConfig, "data": DataConfig, "optim": OptimConfig}
+
+
+@pytest.mark.parametrize("option", [f"{group}={name}" for group in GROUPS for name in options(group)])
+def test_every_option_fits_its_dataclass(option):
+    config, group = compose("train", option), option.partition("=")[0]
+    for key in OmegaConf.missing_keys(config):
+        OmegaConf.update(config, key, "given")
+    built = build(GROUPS[group], config[group], group)
+    assert set(config[group]) == set(vars(built))  # all fields are told, so that `--cfg job` shows what there is
+
+
+def test_the_defaults_are_the_papers():
+    config = compose("train")
+    train, optim = build(TrainConfig, config.train, "train"), build(OptimConfig, config.optim, "optim")
+    assert set(config.train) == set(vars(train))
+    assert (optim.name, optim.lr, optim.weight_decay, optim.tokens_per_step) == ("adamw", 2e-4, 0.1, 2_097_152)
+    assert (optim.warmup_steps, optim.decay_steps) == (0, 0)
+    assert (train.steps, train.l1_weight, train.ce_weight) == (48_000, 1.0, 0.1)
+    assert {
+        "num_layers": 3,
+        "ffn": "dense",
+        "first_token": "self_fusion",
+        "norms": "eagle1",
+    }.items() <= config.draft.items()
+    assert set(config.draft) <= {one.name for one in dataclasses.fields(DraftConfig)}
+
+
+@pytest.mark.parametrize("name", options("experiment"))
+def test_every_experiment_builds(name):
+    config = compose("train", f"experiment={name}")
+    for group, cls in (*GROUPS.items(), ("train", TrainConfig)):
+        build(cls, config[group], group)

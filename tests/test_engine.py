@@ -1,0 +1,182 @@
+"""The engine: the target's own tokens whatever is drafted, whoever shares the batch, however long drafts hold."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from guided import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
+from tiny import FAMILIES, continued, shared_target, tiny_draft, tiny_target, trained_draft
+
+from eagle_train.config import UserError
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.tree import chain, full
+from eagle_train.models.artifact import save_draft
+from eagle_train.models.draft import Draft
+from eagle_train.models.target import Target, TargetConfig, load_target
+
+BUNDLED = Path(__file__).parents[1] / "data" / "tiny_target"
+MODES = ["greedy", "multinomial", "multinomial_without_replacement"]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Draft:
+    return trained_draft(shared_target())
+
+
+# --- temperature 0 against transformers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_transformers_own(family):
+    """A ragged batch in two rows, so that rows are freed, filled and moved; batch 1; and without a draft."""
+    target, wanted = shared_target(family), cut(answers(family))
+    assert any(len(set(tokens)) > 5 for tokens in wanted), "the answers must not be all the same"
+    draft = tiny_draft(target)
+    for tree in TREES:
+        engine = Engine(target, draft, tree, max_batch_size=2)
+        assert token_ids(engine.generate(PROMPTS, GREEDY)) == wanted
+        assert token_ids(engine.generate(PROMPTS[2:3], GREEDY)) == wanted[2:3]
+    assert token_ids(Engine(target, max_batch_size=3).generate(PROMPTS, GREEDY)) == wanted
+
+
+@pytest.mark.skipif(not BUNDLED.is_dir(), reason="data/tiny_target is not there yet")
+def test_greedy_tokens_on_the_bundled_target():
+    target = load_target(TargetConfig(str(BUNDLED), "float32"))
+    questions = [
+        "Write json.dumps.",
+        "What does os.path.join do?",
+        "Sort a list.",
+        "Implement textwrap.dedent in Python.",
+    ]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    prompts = [Engine(target).tokens_of(chat) for chat in chats]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    wanted = [continued(target, prompt, 40) for prompt in prompts]
+    assert token_ids(Engine(target).generate(prompts[:1], params)) == wanted[:1]
+    for tree in TREES:
+        engine = Engine(target, tiny_draft(target, num_layers=1), tree, max_batch_size=3)
+        assert token_ids(engine.generate(chats, params)) == wanted
+        assert token_ids(engine.generate(chats[1:2], params)) == wanted[1:2]
+
+
+# --- every way of acceptance
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_any_mix_of_accepted_lengths_gives_the_targets_tokens(family, tree, rows, monkeypatch):
+    rng, target = random.Random(rows), shared_target(family)
+    engine = Engine(target, tiny_draft(target, num_layers=1), tree, max_batch_size=rows)
+    guide(monkeypatch, engine, answers(family), lambda _: rng.randint(0, 3))
+    outputs = engine.generate(PROMPTS, GREEDY)
+    assert token_ids(outputs) == cut(answers(family))
+    assert {n for output in outputs for n in output.rounds} >= {1, 2, 3, 4}
+
+
+def test_rows_that_leave_together(monkeypatch):
+    """Several rows are done in one round, at the front, and several others move into the gaps."""
+    target, wanted = shared_target(), answers("llama")
+    engine = Engine(target, tiny_draft(target, num_layers=1), max_batch_size=10)
+    guide(monkeypatch, engine, wanted * 2, lambda sequence: sequence.index % 4)
+    limits = [4, 4, 4, 20, 4, 17, 20, 4, 20, 20]
+    params = [SamplingParams(max_tokens=limit, ignore_eos=True) for limit in limits]
+    outputs = engine.generate(PROMPTS * 2, params)
+    assert token_ids(outputs) == [tokens[:limit] for tokens, limit in zip(wanted * 2, limits, strict=True)]
+
+
+def test_a_chain_of_three_has_at_most_four_tokens_per_call(monkeypatch):
+    target = shared_target()
+    engine = Engine(target, tiny_draft(target), "chain3")
+    guide(monkeypatch, engine, answers("llama"), lambda _: 3)
+    for output in engine.generate(PROMPTS, SamplingParams(max_tokens=21, ignore_eos=True)):
+        assert output.stats.tpc == 4.0
+        assert output.rounds == [4] * 5
+        assert output.stats.accepted_per_depth == output.stats.drafted_per_depth == [5, 5, 5]
+
+
+def test_dispatch_changes_the_tree_with_the_batch(monkeypatch):
+    """Five rows do not speculate, up to three have a chain, the last one alone a tree."""
+    target, wanted = shared_target(), answers("llama")
+    rng = random.Random(0)
+    table = {1: full(3, 2), 3: "chain3", 8: chain(0)}
+    engine = Engine(target, tiny_draft(target), table)
+    guide(monkeypatch, engine, wanted, lambda _: rng.randint(0, 3))
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 6, 11, 15, 20)]
+    outputs = engine.generate(PROMPTS, params)
+    assert token_ids(outputs) == [tokens[: p.max_tokens] for tokens, p in zip(wanted, params, strict=True)]
+    assert outputs[0].rounds == [1, 1, 1], "no speculation while all five are there"
+    assert max(outputs[-1].rounds) > 1
+
+
+# --- sampling
+
+
+@pytest.mark.parametrize("tree", ["chain3", "n8"])
+@pytest.mark.parametrize("mode", MODES)
+def test_sampled_tokens_do_not_depend_on_the_batch(mode, tree, trained):
+    """Alone, in a full batch, and in one where rows come and go beside greedy ones."""
+    target = shared_target()
+    params = [
+        SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=s, ignore_eos=True, max_tokens=16)
+        for s in (3, 4, 5, 6, 7)
+    ]
+    engine = Engine(target, trained, tree, drafting=mode)
+    together = engine.generate(PROMPTS, params)
+    alone = [engine.generate([prompt], p)[0] for prompt, p in zip(PROMPTS, params, strict=True)]
+    assert token_ids(alone) == token_ids(together)
+    others = [SamplingParams(max_tokens=3 + i) for i in range(5)]
+    mixed = Engine(target, trained, tree, drafting=mode, max_batch_size=3).generate(
+        [prompt for pair in zip(PROMPTS, PROMPTS, strict=True) for prompt in pair],
+        [p for pair in zip(others, params, strict=True) for p in pair],
+    )
+    assert token_ids(mixed[1::2]) == token_ids(together)
+    assert any(max(output.rounds) > 1 for output in together), "some drafts must be accepted"
+
+
+def test_seeds():
+    """One set of parameters for all gives request i the seed + i."""
+    target = shared_target()
+    engine = Engine(target)
+    params = SamplingParams(temperature=1.0, seed=10, max_tokens=12, ignore_eos=True)
+    together = token_ids(engine.generate([PROMPTS[0]] * 3, params))
+    assert len({tuple(tokens) for tokens in together}) == 3
+    assert token_ids(engine.generate([PROMPTS[0]] * 3, params)) == together
+    for i, tokens in enumerate(together):
+        own = SamplingParams(temperature=1.0, seed=10 + i, max_tokens=12, ignore_eos=True)
+        assert token_ids(engine.generate([PROMPTS[0]], [own])) == [tokens]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_top_k_of_one_is_greedy(mode, trained):
+    params = SamplingParams(temperature=1.0, top_k=1, max_tokens=LENGTH, ignore_eos=True)
+    assert token_ids(Engine(shared_target(), trained, "n8", drafting=mode).generate(PROMPTS, params)) == cut(
+        answers("llama")
+    )
+
+
+# --- objects and paths
+
+
+def test_takes_paths_as_well_as_objects(tmp_path):
+    target = shared_target()
+    target.model.save_pretrained(tmp_path / "target")
+    save_draft(tiny_draft(target), tmp_path / "draft", target.identity, dtype=torch.float32)
+    for kind in (str, Path):
+        engine = Engine(kind(tmp_path / "target"), kind(tmp_path / "draft"), max_batch_size=2)
+        assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+    other = tiny_target("llama", seed=1)
+    with pytest.raises(UserError, match="made for target tiny-llama"):
+        Engine(other, str(tmp_path / "draft"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gpu_gives_the_same_tokens(family):
+    model = shared_target(family).model
+    on_gpu = Target(type(model)(model.config).cuda())
+    on_gpu.model.load_state_dict(model.state_dict())
+    for tree in TREES:
+        engine = Engine(on_gpu, tiny_draft(shared_target(family)), tree, max_batch_size=2)
+        assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))

@@ -1,0 +1,125 @@
+"""The house's floors, checked from the code's own imports: they run downwards only. DESIGN section 2."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = {
+    "eagle_train": 0,  # the package's __init__, which is empty
+    "eagle_train.ops": 1,
+    "eagle_train.config": 1,
+    "eagle_train.distributed": 1,
+    "eagle_train.models": 2,
+    "eagle_train.corpus": 2,
+    "eagle_train.training": 3,
+    "eagle_train.inference": 3,
+    "eagle_train.train": 4,
+    "eagle_train.export": 4,
+    "eagle_train.generate": 4,
+    "evals": 5,
+    "data": 5,
+}
+STRANGERS = [("eagle_train.training", "eagle_train.inference"), ("eagle_train.models", "eagle_train.corpus")]
+ONLY_WHERE_USED = ("deepspeed",)  # not needed by who does not use it, so never at a module's top level
+
+
+def sources() -> dict[str, str]:
+    """The text of every module, by its dotted name; a package's `__init__` has the package's name."""
+    found = {}
+    for folder in ("eagle_train", "evals", "data"):
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text("utf-8")
+    return found
+
+
+def room(module: str) -> str | None:
+    """The part of the house that a module belongs to, None outside."""
+    parts = module.split(".")
+    if parts[0] != "eagle_train":
+        return parts[0] if parts[0] in FLOORS else None
+    return ".".join(parts[:2])
+
+
+def imports(module: str, text: str) -> Iterator[tuple[str, bool]]:
+    """What a module imports, wherever in its text, and whether that happens when it is imported."""
+    tree = ast.parse(text)
+    inner = {id(node) for function in ast.walk(tree) if is_function(function) for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) not in inner) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: imports are absolute here"
+            # `from eagle_train import config` names a module; `from eagle_train.config import check` does not
+            yield from ((f"{node.module}.{alias.name}", id(node) not in inner) for alias in node.names)
+
+
+def is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+
+
+def violations(texts: dict[str, str]) -> list[str]:
+    """One line for each import that the house does not allow, and for each module that is on no floor."""
+    found = [f"{module} is on no floor" for module in texts if room(module) not in FLOORS]
+    for module, text in texts.items():
+        here = room(module)
+        for name, at_top in imports(module, text):
+            there = room(name)
+            if name.split(".")[0] in ONLY_WHERE_USED and at_top:
+                found.append(f"{module} imports {name} at its top level")
+            if here not in FLOORS or there is None or there == here:
+                continue
+            upwards = FLOORS.get(there, 0) > FLOORS[here] or there in ("evals", "data")
+            strangers = (here, there) in STRANGERS or (there, here) in STRANGERS
+            if upwards or strangers or (FLOORS[here] == 4 and FLOORS.get(there) == 4):
+                found.append(f"{module} imports {name}")
+    return found
+
+
+def test_imports_run_downwards():
+    assert violations(sources()) == []
+
+
+def test_every_room_is_looked_into():
+    rooms = {room(module) for module in sources()}
+    assert rooms >= {"eagle_train.ops", "eagle_train.models", "eagle_train.corpus", "eagle_train.inference"}
+    assert rooms >= {"eagle_train.training", "eagle_train.config", "eagle_train.train", "data"}
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "said"),
+    [
+        ("eagle_train.ops.x", "from eagle_train.models.draft import Draft", "imports eagle_train.models.draft.Draft"),
+        ("eagle_train.models.x", "import eagle_train.inference.tree", "imports eagle_train.inference.tree"),
+        ("eagle_train.models.x", "from eagle_train import inference", "imports eagle_train.inference"),
+        ("eagle_train.models.x", "from eagle_train.corpus import chat", "imports eagle_train.corpus.chat"),
+        ("eagle_train.corpus.x", "import eagle_train.models", "imports eagle_train.models"),
+        ("eagle_train.training.x", "def f():\n    import eagle_train.inference", "imports eagle_train.inference"),
+        ("eagle_train.inference.x", "if True:\n    import eagle_train.training", "imports eagle_train.training"),
+        ("eagle_train.train", "import evals.mt_bench", "imports evals.mt_bench"),
+        ("eagle_train.generate", "from eagle_train.train import main", "imports eagle_train.train.main"),
+        ("evals.x", "import data.train_target", "imports data.train_target"),
+        ("eagle_train.training.x", "import deepspeed.ops", "imports deepspeed.ops at its top level"),
+        ("eagle_train.training.x", "class C:\n    from deepspeed import x", "imports deepspeed.x at its top level"),
+        ("eagle_train.extras", "", "is on no floor"),
+    ],
+)
+def test_the_test_can_tell(module, text, said):
+    assert violations({module: text}) == [f"{module} {said}"]
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("eagle_train.training.x", "def f():\n    import deepspeed"),
+        ("eagle_train.training.x", "from eagle_train.corpus import chat\nfrom eagle_train.models import draft"),
+        ("eagle_train.inference.x", "from eagle_train.inference.tree import chain\nimport torch"),
+        ("evals.x", "from eagle_train.train import main\nfrom evals.y import z"),
+        ("eagle_train.config", "import eagle_train.distributed"),
+    ],
+)
+def test_what_is_allowed(module, text):
+    assert violations({module: text}) == []

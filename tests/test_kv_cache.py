@@ -1,0 +1,154 @@
+"""What the engine's caches hold, round by round, and that nothing else is ever read from them. DESIGN 3.1, 3.6."""
+
+import random
+
+import pytest
+import torch
+from guided import GREEDY, PROMPTS, TREES, answers, cut, guide, token_ids
+from tiny import shared_target, tiny_draft
+
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference import engine as engine_module
+from eagle_train.inference.kv_cache import KVCache
+from eagle_train.models.draft import Draft, shift_hidden
+from eagle_train.models.target import Target
+from eagle_train.ops.attention import packed_attention
+
+
+class Recorder:
+    """`attend` for one document that keeps each layer's keys and values [K, T, D]."""
+
+    def __init__(self):
+        self.keys, self.values = [], []
+
+    def __call__(self, layer, q, k, v, rule):
+        self.keys.append(k[0])
+        self.values.append(v[0])
+        return packed_attention([[q.shape[2]]])(layer, q, k, v, rule)
+
+
+def check_cache(cache: KVCache, row: int, wanted: Recorder) -> None:
+    for stored, layers in ((cache.keys, wanted.keys), (cache.values, wanted.values)):
+        alone = torch.stack(layers).transpose(1, 2)
+        torch.testing.assert_close(stored[:, row, : alone.shape[1]], alone, rtol=1e-4, atol=1e-4)
+
+
+def fresh(target: Target, draft: Draft, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor, Recorder, Recorder]:
+    """Hidden states of target and draft for tokens read in one go, the contract of DESIGN 3.1; and their caches."""
+    ids, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]
+    of_target, of_draft = Recorder(), Recorder()
+    hidden = target.hidden_states(ids, positions, of_target)
+    previous = shift_hidden(hidden, positions, draft.config.first_token)
+    return hidden[0], draft(target.embed(ids), previous, positions, of_draft)[0], of_target, of_draft
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"irope": True, "attention_chunk": 6, "first_token": "skip"}], ids=["plain", "irope"]
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_caches_are_those_of_a_fresh_prefill(family, overrides, monkeypatch):
+    """In every round: the target's n - 1 slots, the draft's n, and the draft's hidden state at the pending token."""
+    target, rng = shared_target(family), random.Random(1)
+    draft, rounds = tiny_draft(target, **overrides), []
+    engine = Engine(target, draft, "d3_bf2", max_batch_size=3)
+    guide(monkeypatch, engine, answers(family), lambda _: rng.randint(0, 3))
+    guided = engine_module.draft_tree
+
+    def checked(draft, target, cache, prefix, root_hidden, *rest):
+        for row, sequence in enumerate(engine.active):
+            tokens = sequence.prompt + sequence.generated
+            assert prefix.lengths[row] == len(tokens)
+            _, predicted, _, of_draft = fresh(target, draft, tokens)
+            check_cache(engine.draft_cache, row, of_draft)
+            torch.testing.assert_close(root_hidden[row], predicted[-1], rtol=1e-4, atol=1e-4)
+            check_cache(engine.target_cache, row, fresh(target, draft, tokens[:-1])[2])
+            rounds.append(sequence.index)
+        return guided(draft, target, cache, prefix, root_hidden, *rest)
+
+    monkeypatch.setattr(engine_module, "draft_tree", checked)
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
+    assert set(rounds) == set(range(len(PROMPTS)))
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"norms": "full", "irope": True, "attention_chunk": 6}], ids=["plain", "irope"]
+)
+@pytest.mark.parametrize("tree", TREES)
+def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides, monkeypatch):
+    """Each node's children are the most likely after its path, on which the draft reads its own hidden states."""
+    target = shared_target("gemma2")
+    draft = tiny_draft(target, **overrides)
+    engine, seen = Engine(target, draft, tree, max_batch_size=2), []
+
+    def grow(tokens: list[int], hidden: torch.Tensor, tail: list[int], pairs: list[torch.Tensor]) -> torch.Tensor:
+        """The draft's hidden state after `tokens` and the drafted `tail`, whose slots are paired with `pairs`."""
+        ids, positions = torch.tensor([tokens + tail]), torch.arange(len(tokens + tail))[None]
+        given = shift_hidden(hidden[None], positions[:, : len(tokens)], draft.config.first_token)
+        given = torch.cat((given, *[pair[None, None] for pair in pairs]), 1)
+        return draft(target.embed(ids), given, positions, Recorder())[0, -1]
+
+    def check_tree(plan, tokens: torch.Tensor, logits: torch.Tensor) -> None:
+        for row, sequence in enumerate(engine.active):
+            committed = sequence.prompt + sequence.generated
+            hidden = fresh(target, draft, committed)[0]
+            outputs: dict[int, torch.Tensor] = {}
+            for node in range(plan.tree.num_nodes):
+                path = plan.tree.path_to[node][: int(plan.tree.depth[node]) + 1].tolist()
+                tail = tokens[row, path[1:]].tolist()
+                whole = target.lm_head(fresh(target, draft, committed + tail)[0][-1])
+                torch.testing.assert_close(logits[row, node], whole, rtol=1e-3, atol=1e-3)
+                kids = [kid for kid in plan.tree.children[node].tolist() if kid >= 0]
+                if kids:
+                    outputs[node] = grow(committed, hidden, tail, [outputs[above] for above in path[:-1]])
+                    best = target.lm_head(outputs[node]).topk(len(kids)).indices
+                    assert tokens[row, kids].tolist() == best.tolist()
+            seen.append(row)
+
+    sample = Engine.sample
+
+    def checked(self, plan, tokens, logits, q):
+        check_tree(plan, tokens, logits)
+        return sample(self, plan, tokens, logits, q)
+
+    monkeypatch.setattr(Engine, "sample", checked)
+    engine.generate(PROMPTS[:3], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert set(seen) == {0, 1}
+
+
+def spoil(engine: Engine, poison: float) -> None:
+    """Overwrite all slots beyond each row's length, and the rows nobody has."""
+    for cache, unread in ((engine.target_cache, 0), (engine.draft_cache, 1)):
+        lengths = [sequence.committed + unread * (1 - sequence.unread) for sequence in engine.active]
+        for row in range(engine.num_rows):
+            length = lengths[row] if row < len(lengths) else 0
+            cache.keys[:, row, length:] = cache.values[:, row, length:] = poison
+
+
+@pytest.mark.parametrize(("rows", "poison"), [(1, float("nan")), (3, 1e4)])
+@pytest.mark.parametrize("tree", TREES)
+def test_rejected_slots_are_never_read(tree, rows, poison, monkeypatch):
+    """Slots spoilt after every round change neither what is committed nor what the draft proposes.
+
+    In a ragged batch a shorter row's are read with weight 0, which a number survives and NaN does not.
+    """
+    target, draft_tree, commit = shared_target("gemma2"), engine_module.draft_tree, Engine.commit
+    proposed: list[list[list[int]]] = [[], []]
+    for spoilt, proposals in enumerate(proposed):
+        rng = random.Random(2)
+        engine = Engine(target, tiny_draft(target), tree, max_batch_size=rows)
+        guide(monkeypatch, engine, answers("gemma2"), lambda _, rng=rng: rng.randint(0, 3))
+        guided = engine_module.draft_tree
+
+        def both(*args, guided=guided, proposals=proposals):
+            proposals += draft_tree(*args)[0].tolist()
+            return guided(*args)
+
+        def committing(self, *args, spoilt=spoilt):
+            commit(self, *args)
+            if spoilt:
+                spoil(self, poison)
+
+        monkeypatch.setattr(engine_module, "draft_tree", both)
+        monkeypatch.setattr(Engine, "commit", committing)
+        assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("gemma2"))
+    assert proposed[0] == proposed[1]

@@ -1,0 +1,132 @@
+"""training/optimizer.py: the learning rate's course, what decays, and steps of both optimisers worked out by hand."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from eagle_train.config import UserError
+from eagle_train.training.optimizer import NAMES, OptimConfig, Optimizer
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    """Two matrices and two norms."""
+    torch.manual_seed(seed)
+    linear = [nn.Linear(12, 8, bias=False), nn.Linear(8, 8, bias=False)]
+    return nn.Sequential(linear[0], nn.RMSNorm(8), linear[1], nn.RMSNorm(8))
+
+
+def set_gradients(module: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def course(total_steps: int, **config) -> list[float]:
+    optim = OptimConfig(lr=1.0, **config)
+    return [optim.lr_at(step, total_steps) for step in range(1, total_steps + 1)]
+
+
+def test_the_learning_rate_is_constant_by_default():
+    assert course(5) == [1.0] * 5
+    assert OptimConfig().lr_at(17, 48_000) == 2e-4
+
+
+def test_the_learning_rate_climbs_and_falls():
+    assert course(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert course(6, decay_steps=4) == [1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert course(8, warmup_steps=2, decay_steps=4) == [0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert course(4, warmup_steps=4, decay_steps=4) == [0.25, 0.5, 0.5, 0.25]  # a short run gets the lesser of both
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_matrices_decay_and_norms_do_not(name):
+    trained = model()
+    before = [parameter.detach().clone() for parameter in trained.parameters()]
+    optimizer = Optimizer(trained, OptimConfig(name=name, weight_decay=0.5))
+    for parameter in trained.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(lr=0.1)
+    for parameter, old in zip(trained.parameters(), before, strict=True):
+        kept = 1 - 0.1 * 0.5 if parameter.ndim == 2 else 1.0
+        torch.testing.assert_close(parameter.detach(), kept * old)
+
+
+def adamw_by_hand(start: torch.Tensor, gradients: list[torch.Tensor], lr: float, decay: float) -> torch.Tensor:
+    weight, mean, square = start.double(), 0.0, 0.0
+    for step, gradient in enumerate(gradients, 1):
+        mean = 0.9 * mean + 0.1 * gradient.double()
+        square = 0.95 * square + 0.05 * gradient.double() ** 2
+        update = (mean / (1 - 0.9**step)) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
+        weight = weight * (1 - lr * decay) - lr * update
+    return weight.float()
+
+
+def run(trained: nn.Module, optimizer: Optimizer, seeds: range, lr: float) -> list[list[torch.Tensor]]:
+    """Steps with the gradients of these seeds; returns each parameter's gradients."""
+    gradients = []
+    for seed in seeds:
+        set_gradients(trained, seed)
+        gradients.append([parameter.grad for parameter in trained.parameters()])
+        optimizer.step(lr)
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in trained.parameters())
+    return [list(one) for one in zip(*gradients, strict=True)]
+
+
+def test_adamw_is_the_papers():
+    trained = model()
+    before = [parameter.detach().clone() for parameter in trained.parameters()]
+    gradients = run(trained, Optimizer(trained, OptimConfig()), range(5), lr=0.01)
+    for parameter, start, own in zip(trained.parameters(), before, gradients, strict=True):
+        expected = adamw_by_hand(start, own, lr=0.01, decay=0.1 if parameter.ndim == 2 else 0.0)
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_muon_turns_matrices_by_steps_of_adamws_size():
+    trained = model()
+    before = [parameter.detach().clone() for parameter in trained.parameters()]
+    run(trained, Optimizer(trained, OptimConfig(name="muon", weight_decay=0.0)), range(1), lr=0.01)
+    for parameter, start in zip(trained.parameters(), before, strict=True):
+        step = (parameter.detach() - start) / 0.01
+        if parameter.ndim == 1:
+            torch.testing.assert_close(step.abs(), torch.ones_like(step), rtol=1e-3, atol=1e-3)  # Adam's first
+        else:
+            assert 0.1 < step.square().mean().sqrt() < 0.3  # the root mean square of Adam's later steps
+            values = torch.linalg.svdvals(step)
+            assert values.max() < 2 * values.min()  # every direction by about as much
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_goes_on_exactly(name):
+    config = OptimConfig(name=name)
+    trained = model()
+    optimizer = Optimizer(trained, config)
+    run(trained, optimizer, range(3), lr=0.01)
+    other = model(seed=1)
+    other.load_state_dict(trained.state_dict())
+    resumed = Optimizer(other, config)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for both in ((trained, optimizer), (other, resumed)):
+        run(*both, range(3, 6), lr=0.02)
+    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", "sgd"),
+        ("lr", 0.0),
+        ("lr", float("nan")),
+        ("max_grad_norm", 0.0),
+        ("tokens_per_step", 0),
+        ("weight_decay", -0.1),
+        ("warmup_steps", -1),
+        ("decay_steps", -1),
+        ("betas", (0.9, 1.0)),
+    ],
+)
+def test_impossible_values_are_refused(field, value):
+    with pytest.raises(UserError, match=rf"^optim\.{field}=.* must be"):
+        OptimConfig(**{field: value})

@@ -1,0 +1,217 @@
+"""The target: what it hands out is the model's own, and a model that is not whole or not understood is refused."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import FAMILIES, random_tokens, shared_target, tiny_model, tiny_target
+
+from eagle_train.config import UserError
+from eagle_train.models import target as target_module
+from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.ops.attention import Rule, packed_attention
+
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("target")
+    tiny_model("llama").save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def copy(saved, tmp_path) -> Path:
+    """A copy of the saved target that a test may damage."""
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def edit(directory: Path, **changes) -> None:
+    """Replace tensors of a saved model; None takes one away."""
+    tensors = load_file(directory / "model.safetensors")
+    kept = {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def refused(config_or_path: TargetConfig | Path, *words: str) -> None:
+    config = config_or_path if isinstance(config_or_path, TargetConfig) else TargetConfig(str(config_or_path))
+    with pytest.raises(UserError) as error:
+        load_target(config)
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+# --- what it hands out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_give_the_models_own_logits(family):
+    """With and without padding behind, for a sequence longer than windows and chunks."""
+    target = shared_target(family)
+    tokens = torch.tensor(random_tokens(30, 30, seed=1))
+    positions = torch.arange(30).expand(2, -1)
+    ours = target.lm_head(target.hidden_states(tokens, positions, packed_attention([[30], [30]])))
+    target.model.set_attn_implementation("eager")
+    own = target.model(input_ids=tokens).logits
+    target.model.set_attn_implementation("eagle_train")
+    torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+
+
+def packed_and_alone(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """The hidden states of documents in packed rows, and of each on its own."""
+    lengths = [[11, 1, 8], [20]]
+    documents = random_tokens(*[length for row in lengths for length in row])
+    tokens = torch.tensor([token for document in documents for token in document]).view(2, 20)
+    positions = torch.tensor([[i for length in row for i in range(length)] for row in lengths])
+    alone = [
+        target.hidden_states(torch.tensor([d]), torch.arange(len(d))[None], packed_attention([[len(d)]]))
+        for d in documents
+    ]
+    return target.hidden_states(tokens, positions, packed_attention(lengths)), torch.cat(alone, 1).view(2, 20, -1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_are_as_each_document_alone(family):
+    torch.testing.assert_close(*packed_and_alone(shared_target(family)), rtol=1e-4, atol=1e-4)
+
+
+def test_queries_are_scaled_by_their_own_positions():
+    """Llama 4 scales them in layers without RoPE, from position 8,191 on; here from 3 on."""
+    torch.testing.assert_close(*packed_and_alone(tiny_target("llama4", floor_scale=4)), rtol=1e-4, atol=1e-4)
+
+
+def test_embedding_and_head_are_the_models_own_and_frozen():
+    target = shared_target()
+    tokens = torch.tensor(random_tokens(5))
+    assert torch.equal(target.embed(tokens), target.model.get_input_embeddings()(tokens))
+    assert target.lm_head.weight is target.model.get_output_embeddings().weight
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+    assert not target.model.training
+
+
+def test_head_knows_scaling_and_softcapping():
+    assert shared_target("cohere2").lm_head.scale == shared_target("cohere2").config.logit_scale != 1.0
+    assert shared_target("gemma2").lm_head.softcap == shared_target("gemma2").config.final_logit_softcapping
+    assert shared_target("llama").lm_head.scale == 1.0
+
+
+# --- the check at start-up
+
+
+@pytest.mark.parametrize(
+    ("family", "lost"), [("gemma2", "window"), ("gemma2", "softcap"), ("gpt_oss", "sinks"), ("llama4", "chunk")]
+)
+def test_lost_attention_rule_is_noticed(family, lost, monkeypatch):
+    def forgetful(**fields) -> Rule:
+        return Rule(**fields | {lost: None})
+
+    changes = {"attn_logit_softcapping": 0.5} if lost == "softcap" else {}
+    model = tiny_model(family, **changes)
+    Target(model)
+    monkeypatch.setattr(target_module, "Rule", forgetful)
+    with pytest.raises(UserError, match="misses the model's own logits"):
+        Target(model)
+
+
+def test_unknown_head_scaling_is_noticed():
+    model = tiny_model("llama")
+    model.config.logit_scale = 0.5  # read by us, not by Llama
+    with pytest.raises(UserError, match=r"llama\) is not supported"):
+        Target(model)
+
+
+def test_hidden_state_before_the_final_norm_is_noticed(monkeypatch):
+    model = tiny_model("llama")
+    states = []
+    model.model.norm.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
+    monkeypatch.setattr(Target, "hidden_states", lambda self, *args: partial(states.__getitem__, -1)())
+    with pytest.raises(UserError, match="misses the model's own logits"):
+        Target(model)
+
+
+# --- what is refused
+
+
+def test_whole_checkpoint_loads(saved):
+    target = load_target(TargetConfig(str(saved)))
+    assert target.tokenizer is None
+    assert target.name == str(saved)
+    assert (target.identity.hidden_size, target.identity.vocab_size, target.identity.num_layers) == (32, 96, 3)
+
+
+def test_missing_weight(copy):
+    edit(copy, **{WEIGHT: None})
+    refused(copy, WEIGHT, "missing")
+
+
+def test_weight_of_the_wrong_shape(copy):
+    edit(copy, **{WEIGHT: torch.zeros(3, 3)})
+    refused(copy, str(copy), "shape")
+
+
+def test_weight_that_is_not_finite(copy):
+    edit(copy, **{WEIGHT: torch.full((48, 32), float("nan"))})
+    refused(copy, WEIGHT, "not finite")
+
+
+@pytest.mark.parametrize("length", [0, 100, 5000])
+def test_truncated_weights(copy, length):
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    refused(copy, str(copy))
+
+
+def test_no_weights(copy):
+    (copy / "model.safetensors").unlink()
+    refused(copy, "model.safetensors")
+
+
+@pytest.mark.parametrize("text", ["{", '{"model_type": "nobody_knows"}', "{}"])
+def test_config_that_says_nothing(copy, text):
+    (copy / "config.json").write_text(text)
+    refused(copy, str(copy))
+
+
+def test_no_such_directory(tmp_path):
+    refused(tmp_path / "nowhere", "nowhere", "no such directory")
+    refused(TargetConfig("./nowhere"), "no such directory")
+    refused(TargetConfig("nobody/nowhere"), "nobody/nowhere")
+
+
+@pytest.mark.parametrize("name", [WEIGHT, "lm_head.weight", "model.norm.weight"])
+def test_meta_tensor(name):
+    model = tiny_model("llama")
+    owner, _, attribute = name.rpartition(".")
+    module = model.get_submodule(owner)
+    setattr(module, attribute, torch.nn.Parameter(torch.empty_like(getattr(module, attribute), device="meta")))
+    with pytest.raises(UserError, match=f"{name} is on the meta device"):
+        Target(model)
+
+
+def test_config_values():
+    for values in ({"path": ""}, {"path": "x", "dtype": "float16"}):
+        with pytest.raises(UserError, match=r"target\."):
+            TargetConfig(**values)
+
+
+# --- who it is
+
+
+def test_identity_is_the_same_in_every_precision(saved):
+    identities = [load_target(TargetConfig(str(saved), dtype)).identity for dtype in ("float32", "bfloat16")]
+    assert identities[0] == identities[1]
+
+
+def test_identity_tells_weights_apart(saved):
+    known = load_target(TargetConfig(str(saved))).identity.fingerprint
+    assert known == shared_target("llama").identity.fingerprint
+    assert known != tiny_target("llama", seed=1).identity.fingerprint
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[2].self_attn.q_proj.weight.mul_(1.05)
+    assert known != Target(model).identity.fingerprint

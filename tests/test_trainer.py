@@ -1,0 +1,326 @@
+"""training/trainer.py: what a step computes is the documents' loss however they are cut up; runs repeat and resume."""
+
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from command_line import chats, read_jsonl, write_jsonl
+from tiny import random_tokens, tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+
+from eagle_train.config import UserError
+from eagle_train.corpus.chat import ChatRenderer
+from eagle_train.corpus.source import DataConfig
+from eagle_train.corpus.stream import Batch, PackedRow, Stream, collate, heldout_batches
+from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
+from eagle_train.models.target import Target
+from eagle_train.ops.attention import packed_attention
+from eagle_train.training.checkpoint import checkpoints
+from eagle_train.training.metrics import MetricsLog, NoTracker
+from eagle_train.training.optimizer import OptimConfig
+from eagle_train.training.trainer import TrainConfig, Trainer, accumulation
+
+ROW = 32
+TIMES = ("tokens_per_s",)
+
+
+@cache
+def a_target(**changes) -> Target:
+    return tiny_target(tokenizer=tiny_tokenizer(), num_hidden_layers=2, **changes)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A directory with train.jsonl, heldout.jsonl and other.jsonl."""
+    directory = tmp_path_factory.mktemp("data")
+    for seed, (name, count) in enumerate({"train": 60, "heldout": 12, "other": 60}.items()):
+        write_jsonl(directory / f"{name}.jsonl", chats(count, seed))
+    return directory
+
+
+def make_trainer(
+    directory: Path,
+    data: Path,
+    *,
+    steps: int = 6,
+    rows: int = 2,
+    rows_per_step: int = 4,
+    target: Target | None = None,
+    file: str = "train",
+    optim: dict | None = None,
+    num_layers: int = 1,
+    **train,
+) -> Trainer:
+    """A run of a fresh draft, as eagle-train makes it: `rows` packed rows a micro-batch, `rows_per_step` a step."""
+    target = target or a_target()
+    config = DataConfig(str(data / f"{file}.jsonl"), heldout=str(data / "heldout.jsonl"), row_tokens=ROW)
+    renderer = ChatRenderer(target.tokenizer)
+    return Trainer(
+        TrainConfig(steps=steps, micro_batch_rows=rows, **train),
+        OptimConfig(**{"lr": 1e-3, "tokens_per_step": rows_per_step * ROW} | (optim or {})),
+        target,
+        Draft(DraftConfig.from_target(target.config, num_layers=num_layers)).init_weights(0),
+        Stream(config, renderer, rows),
+        heldout_batches(config, renderer, rows),
+        directory,
+    )
+
+
+def gradients_of_step(trainer: Trainer, batches: Iterator[Batch]) -> tuple[dict, dict[str, torch.Tensor]]:
+    """The record of a step, and the gradients that the optimiser would have been given."""
+    found = {}
+
+    def note(lr: float) -> None:
+        found.update({name: weight.grad.clone() for name, weight in trainer.draft.named_parameters()})
+
+    trainer.optimizer.step = note
+    return trainer.train_step(batches), found
+
+
+def assert_same(actual: dict, expected: dict, tolerance: float) -> None:
+    """Numbers and tensors, by the norm of what differs."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        one, other = torch.as_tensor(actual[name]).double(), torch.as_tensor(value).double()
+        assert (one - other).norm() <= tolerance * other.norm(), (name, one, other)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_step_is_the_same_whatever_its_micro_batches(tmp_path, data, rows):
+    record, gradients = {}, {}
+    for size in (4, rows):
+        trainer = make_trainer(tmp_path, data, rows=size, optim={"max_grad_norm": 1e9})
+        trainer.draft = tiny_draft(trainer.target).requires_grad_(True)
+        assert trainer.accumulation == 4 // size
+        record[size], gradients[size] = gradients_of_step(trainer, trainer.stream)
+    assert record[4]["supervised"] > 0
+    assert_same(record[rows], record[4], 1e-5)
+    assert_same(gradients[rows], gradients[4], 1e-5)
+
+
+def packed_row(*documents: tuple[list[int], list[int]]) -> PackedRow:
+    """A row of documents (tokens, supervised slots)."""
+    row = PackedRow.empty(ROW)
+    for tokens, slots in documents:
+        supervised = torch.zeros(len(tokens), dtype=torch.bool)
+        supervised[slots] = True
+        row.append(torch.tensor(tokens), supervised)
+    return row
+
+
+def naive_losses(target: Target, draft: Draft, rows: list[PackedRow]) -> tuple[torch.Tensor, ...]:
+    """Means over all supervised slots, document by document and without packing: smooth-L1 and cross-entropy."""
+    l1, ce, count = torch.zeros(()), torch.zeros(()), 0
+    for row in rows:
+        parts = zip(*(x[: sum(row.lengths)].split(row.lengths) for x in (row.tokens, row.supervised)), strict=True)
+        for tokens, supervised in parts:
+            positions, attend = torch.arange(len(tokens))[None], packed_attention([[len(tokens)]])
+            hidden = target.hidden_states(tokens[None], positions, attend)
+            previous = shift_hidden(hidden, positions, draft.config.first_token)
+            predicted = draft(target.embed(tokens[None]), previous, positions, attend)[0, supervised]
+            hidden = hidden[0, supervised]
+            l1 = l1 + F.smooth_l1_loss(predicted, hidden, reduction="sum") / hidden.shape[-1]
+            wanted = target.lm_head(hidden).softmax(-1)
+            ce = ce + F.cross_entropy(target.lm_head(predicted), wanted, reduction="sum")
+            count += int(supervised.sum())
+    return l1 / count, ce / count
+
+
+def test_every_supervised_slot_weighs_the_same(tmp_path):
+    long, one, two, three, four, none = random_tokens(30, 8, 11, 13, 32, 9)
+    rows = [
+        packed_row((long, [29])),  # a single slot, alone in its micro-batch
+        packed_row((one, list(range(1, 8))), (two, list(range(1, 11))), (three, [3, 4, 5, 12])),
+        packed_row((none, [])),
+        packed_row((four, list(range(1, 32)))),
+    ]
+    target, stream = a_target(), SimpleNamespace(config=DataConfig("unread", row_tokens=ROW))
+    config = TrainConfig(steps=1, l1_weight=0.7, ce_weight=0.3)
+    optim = OptimConfig(tokens_per_step=4 * ROW, max_grad_norm=1e9)
+    draft = tiny_draft(target).requires_grad_(True)
+    trainer = Trainer(config, optim, target, draft, stream, [], tmp_path)
+    record, gradients = gradients_of_step(trainer, iter([collate([row]) for row in rows]))
+
+    l1, ce = naive_losses(target, draft, rows)
+    expected = torch.autograd.grad(0.7 * l1 + 0.3 * ce, list(draft.parameters()))
+    assert_same(gradients, dict(zip(gradients, expected, strict=True)), 1e-5)
+    assert record["supervised"] == 1 + (7 + 10 + 4) + 31
+    assert_same({name: record[name] for name in ("l1", "ce")}, {"l1": l1, "ce": ce}, 1e-5)
+    assert record["loss"] == pytest.approx(0.7 * record["l1"] + 0.3 * record["ce"])
+
+
+def test_gradients_are_clipped_and_their_norm_is_told_before(tmp_path, data):
+    free = gradients_of_step(trainer := make_trainer(tmp_path, data, optim={"max_grad_norm": 1e9}), trainer.stream)
+    held = gradients_of_step(trainer := make_trainer(tmp_path, data, optim={"max_grad_norm": 1e-3}), trainer.stream)
+    norms = [torch.stack([gradient.norm() for gradient in found.values()]).norm().item() for _, found in (free, held)]
+    assert norms == pytest.approx([free[0]["grad_norm"], 1e-3], rel=1e-3)
+    assert held[0]["grad_norm"] == free[0]["grad_norm"] > 1e-3
+
+
+def test_loss_falls_on_a_handful_of_rows(tmp_path):
+    few = write_jsonl(tmp_path / "train.jsonl", chats(12, seed=5)).parent
+    write_jsonl(tmp_path / "heldout.jsonl", chats(3, seed=6))
+    trainer = make_trainer(tmp_path, few, steps=40, rows=4, optim={"lr": 1e-2})
+    records = [trainer.train_step(trainer.stream) for _ in range(40)]
+    first, last = records[0], records[-1]
+    assert last["loss"] < 0.6 * first["loss"]  # most of what is left is the target's own entropy
+    assert last["l1"] < 0.25 * first["l1"]
+    assert last["top1_agreement"] > first["top1_agreement"] + 0.3
+
+
+def run(trainer: Trainer, resumed: bool = False) -> list[dict]:
+    """All its steps; returns its metrics, times left out."""
+    log = MetricsLog(trainer.directory, NoTracker(trainer.directory, {}), trainer.step if resumed else None)
+    trainer.train(log)
+    log.close()
+    records = read_jsonl(trainer.directory / "metrics.jsonl")
+    return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
+
+
+def same_weights(one: Trainer, other: Trainer) -> bool:
+    pairs = zip(one.draft.parameters(), other.draft.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+SCHEDULE = {"warmup_steps": 2, "decay_steps": 3}
+
+
+def breaking(trainer: Trainer, done: int) -> Callable[[Iterator[Batch]], dict]:
+    """Its `train_step`, but nothing goes after so many steps."""
+
+    def train_step(batches: Iterator[Batch]) -> dict:
+        if trainer.step == done:
+            raise KeyboardInterrupt
+        return Trainer.train_step(trainer, batches)
+
+    return train_step
+
+
+@pytest.mark.parametrize(("name", "breaks"), [("adamw", (1, 3)), ("muon", (5,))])
+def test_a_run_that_was_interrupted_is_as_if_it_had_not_been(tmp_path, data, name, breaks):
+    options = {"optim": {"name": name, **SCHEDULE}, "save_every": 2, "eval_every": 3}
+    whole = make_trainer(tmp_path / "whole", data, **options)
+    metrics = run(whole)
+    assert [record["step"] for record in metrics] == list(range(1, 7))
+    for done in breaks:
+        first = make_trainer(tmp_path / str(done), data, **options)
+        first.train_step = breaking(first, done)
+        with pytest.raises(KeyboardInterrupt):
+            run(first)
+        second = make_trainer(tmp_path / str(done), data, **options)
+        assert second.resume() == (done >= 2)
+        assert second.step == done // 2 * 2
+        assert run(second, resumed=done >= 2) == metrics
+        assert same_weights(second, whole)
+
+
+def test_resuming_goes_on_with_the_random_numbers(tmp_path, data):
+    trainer = make_trainer(tmp_path, data)
+    trainer.train_step(trainer.stream)
+    trainer.save()
+    expected = random.random(), torch.rand(3).tolist()
+    assert make_trainer(tmp_path, data).resume()
+    assert (random.random(), torch.rand(3).tolist()) == expected
+
+
+def test_nothing_to_resume(tmp_path, data):
+    assert not make_trainer(tmp_path / "new", data).resume()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 2}, r"^draft\.num_layers=2: .*step-00000001 was trained with 1; resume with the same draft$"),
+        ({"file": "other"}, r"^data\.path is .*other\.jsonl.* but was .*train\.jsonl.* resume with the same data$"),
+        ({"target": "other"}, r"^target\.path=other: .*step-00000001 was trained for tiny-llama$"),
+    ],
+    ids=["draft", "data", "target"],
+)
+def test_a_run_is_resumed_only_as_what_it_was(tmp_path, data, change, message):
+    trainer = make_trainer(tmp_path, data)
+    trainer.train_step(trainer.stream)
+    trainer.save()
+    if "target" in change:
+        other = Target(tiny_model(seed=1, num_hidden_layers=2), tiny_tokenizer(), name="other")
+        change = {"target": other}
+    with pytest.raises(UserError, match=message) as error:
+        make_trainer(tmp_path, data, **change).resume()
+    assert "\n" not in str(error.value)
+
+
+def test_when_it_measures_and_saves(tmp_path, data):
+    metrics = run(trainer := make_trainer(tmp_path, data, steps=5, eval_every=2, save_every=2, keep=2))
+    assert [record["step"] for record in metrics if "heldout_simulated_tpc" in record] == [2, 4, 5]
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000004", "step-00000005"]
+    assert [record["tokens"] for record in metrics] == [step * trainer.optim.tokens_per_step for step in range(1, 6)]
+    names = {"step", "loss", "l1", "ce", "top1_agreement", "grad_norm", "lr", "supervised", "tokens"}
+    assert names <= metrics[0].keys()
+    assert read_jsonl(tmp_path / "metrics.jsonl")[0]["tokens_per_s"] > 0
+
+
+def test_steps_follow_the_learning_rate(tmp_path, data):
+    metrics = run(make_trainer(tmp_path, data, optim={"lr": 0.8, **SCHEDULE}))
+    assert [record["lr"] for record in metrics] == pytest.approx([0.4, 0.8, 0.8, 0.8, 0.8 * 2 / 3, 0.8 / 3])
+
+
+def test_held_out_measurements(tmp_path, data):
+    trainer = make_trainer(tmp_path, data, rows=3, rows_per_step=3, eval_batches=100, eval_depth=2)
+    trainer.draft = tiny_draft(trainer.target).requires_grad_(True)
+    before = [weight.clone() for weight in trainer.draft.parameters()]
+    record = trainer.evaluate()
+    rows = []
+    for batch in trainer.heldout:
+        for tokens, supervised, lengths in zip(batch.tokens, batch.supervised, batch.lengths, strict=True):
+            rows.append(PackedRow(tokens, supervised, lengths))
+    l1, ce = naive_losses(trainer.target, trainer.draft, rows)
+    assert_same({name: record[name] for name in ("l1", "ce")}, {"l1": l1, "ce": ce}, 1e-5)
+    by_depth = record["acceptance_per_depth"]
+    assert len(by_depth) == 2
+    assert by_depth[0] == pytest.approx(record["top1_agreement"])  # depth 1 is the draft on true hidden states
+    assert record["simulated_tpc"] == pytest.approx(1 + sum(by_depth))
+    assert all(torch.equal(*pair) for pair in zip(before, trainer.draft.parameters(), strict=True))
+    assert all(weight.grad is None for weight in trainer.draft.parameters())
+
+    alone = make_trainer(tmp_path, data, rows=1, rows_per_step=3, eval_batches=100, eval_depth=2)
+    alone.draft = trainer.draft
+    assert len(alone.heldout) > len(trainer.heldout)
+    assert_same(alone.evaluate(), record, 1e-5)
+    alone.heldout = []
+    assert alone.evaluate() == {}
+
+
+def test_a_bf16_target_trains_an_fp32_draft(tmp_path, data):
+    target = Target(tiny_model(num_hidden_layers=2).bfloat16(), tiny_tokenizer(), name="low")
+    record = {}
+    for name, one in {"bf16": target, "fp32": a_target()}.items():
+        trainer = make_trainer(tmp_path, data, target=one)
+        record[name] = trainer.train_step(trainer.stream)
+        assert {weight.dtype for weight in trainer.draft.parameters()} == {torch.float32}
+        assert trainer.evaluate()["l1"] > 0
+    for name in ("loss", "grad_norm"):
+        assert record["bf16"][name] == pytest.approx(record["fp32"][name], rel=0.05)
+        assert record["bf16"][name] != record["fp32"][name]
+
+
+def test_a_step_is_a_whole_number_of_micro_batches():
+    train = TrainConfig(steps=1, micro_batch_rows=4)
+    assert accumulation(OptimConfig(tokens_per_step=2_097_152), train, row_tokens=2048) == 256
+    for tokens, suggestion in ((1000, 896), (100, 128), (129, 128)):
+        with pytest.raises(UserError, match=rf"^optim\.tokens_per_step={tokens}: .* = 128; {suggestion} would do$"):
+            accumulation(OptimConfig(tokens_per_step=tokens), train, row_tokens=32)
+
+
+@pytest.mark.parametrize("field", ["steps", "micro_batch_rows", "eval_batches", "eval_depth"])
+def test_counts_are_at_least_one(field):
+    with pytest.raises(UserError, match=rf"^train\.{field}=0: must be at least 1$"):
+        TrainConfig(**{"steps": 1, field: 0})
+
+
+@pytest.mark.parametrize("field", ["l1_weight", "ce_weight", "save_every", "keep", "eval_every"])
+def test_weights_and_intervals_are_not_negative(field):
+    with pytest.raises(UserError, match=rf"^train\.{field}=-1: must be 0 or more$"):
+        TrainConfig(**{"steps": 1, field: -1})
