@@ -227,7 +227,7 @@ def unlikelihood(model: LlamaForCausalLM, batch: torch.Tensor, repeats: torch.Te
 def refine(
     model: LlamaForCausalLM, documents: list[torch.Tensor], heldout: list[torch.Tensor], assistant: int, minutes: float
 ) -> dict:
-    """Goes on for `minutes` at a twentieth of the learning rate and below, unlearning repetition in the model's own answers."""
+    """Goes on for `minutes` at a twentieth of the learning rate and below; unlearns what its own answers repeat."""
     groups = optimizers(model)
     peaks = [optimizer.param_groups[0]["lr"] / 20 for optimizer in groups]
     rng = random.Random(1)

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -15,12 +16,15 @@ from typing import Any, TypeVar
 
 import hydra
 import torch
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 T = TypeVar("T")
+
+PLACEHOLDER = re.compile(r"(\\*)\$\{")  # what OmegaConf would fill in
 
 PACKAGE = Path(__file__).parent
 # A wheel carries the YAMLs inside the package; in a clone they lie beside it.
@@ -62,27 +66,36 @@ def is_value(override: str, parser: OverridesParser) -> bool:
 def as_typed(override: str, parser: OverridesParser) -> str:
     """An override as Hydra should read it: a value that is no Hydra expression (free text, say) is quoted."""
     key, equals, value = override.partition("=")
-    if not equals or override.startswith("-") or is_value(override, parser):
+    if not equals or override.startswith("-"):
         return override
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"{key}='{escaped}'"
+    if key == "prompt" and value:  # text, whatever it looks like: 42, null, {a: b}, ${x}
+        value = PLACEHOLDER.sub(lambda m: m[1] * 2 + "\\${", value)
+        return f"{key}={quoted(value)}"
+    return override if is_value(override, parser) else f"{key}={quoted(value)}"
 
 
-def named_target(override: str) -> list[str]:
-    """`target=X` where X is no YAML in conf/target: a directory or a hub id, read as target=hf target.path=X."""
+def quoted(value: str) -> str:
+    """A text in Hydra's quotes, where a backslash escapes only quotes and, before them, itself."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + m[2].replace("'", "\\'"), value) + "'"
+
+
+def named_path(override: str) -> list[str]:
+    """`target=X` and `draft=X` where X is no YAML of that group: a directory or a hub id, read as its `path`."""
     key, _, value = override.partition("=")
-    if key != "target" or not value or (CONF_DIR / "target" / f"{value}.yaml").exists():
+    if key not in ("target", "draft") or not value or value.startswith("{"):
         return [override]
-    return ["target=hf", f"target.path={value}"]
+    if (CONF_DIR / key / f"{value}.yaml").exists():
+        return [override]
+    return [f"draft.path={value}"] if key == "draft" else ["target=hf", f"target.path={value}"]
 
 
 def check_overrides(config_name: str, arguments: list[str]) -> None:
     """Compose once before Hydra does, so that an unknown key is one line and not a traceback."""
-    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    overrides = get_args_parser().parse_args(arguments).overrides
     try:
         with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
             hydra.compose(config_name, overrides)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{one_line(error)} (the keys are listed by --cfg job)") from error
 
 
@@ -100,6 +113,8 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
                 for key in OmegaConf.missing_keys(config):
                     raise UserError(f"{key} is needed: give {key}=VALUE")
                 task(config)
+            except OmegaConfBaseException as error:
+                sys.exit(report(UserError(one_line(error))))
             except UserError as error:  # caught here, because Hydra would add its own lines to it
                 sys.exit(report(error))
 
@@ -107,7 +122,7 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
         def main() -> None:
             parser = OverridesParser.create()
             multirun = bool({"-m", "--multirun"} & set(sys.argv))
-            arguments = [override for argument in sys.argv[1:] for override in named_target(argument)]
+            arguments = [override for argument in sys.argv[1:] for override in named_path(argument)]
             sys.argv[1:] = arguments if multirun else [as_typed(argument, parser) for argument in arguments]
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # what is no user's mistake keeps its traceback
             try:
@@ -136,10 +151,15 @@ def report(error: UserError) -> int:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it is either whole or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, "utf-8")
-    os.replace(partial, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, "utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        if partial.is_file():
+            partial.unlink()
+        raise UserError(f"{path}: cannot be written: {one_line(error)}") from error
 
 
 def write_json(path: Path, values: Any) -> None:

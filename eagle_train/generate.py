@@ -1,6 +1,7 @@
 """eagle-generate: one prompt's answer, with the tokens that came from the draft marked, and its TPC."""
 
 import sys
+from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -12,22 +13,25 @@ GREEN, RESET = "\033[32m", "\033[0m"
 COLORS = ("auto", "always", "never")
 
 
+@dataclass
+class Numbers:
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    seed: int
+
+
 @command("generate")
 def main(config: DictConfig) -> None:
     check(config.color in COLORS, f"color={config.color}: must be one of {', '.join(COLORS)}")
     check(bool(config.prompt), "prompt is empty: give prompt=TEXT")
     stop = OmegaConf.to_container(config.stop) if OmegaConf.is_config(config.stop) else config.stop
-    params = SamplingParams(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        max_tokens=config.max_tokens,
-        seed=config.seed,
-        stop=tuple(stop) if isinstance(stop, list) else stop,
-    )
+    numbers = build(Numbers, {k: config[k] for k in ("temperature", "top_p", "top_k", "max_tokens", "seed")}, "")
+    params = SamplingParams(**vars(numbers), stop=tuple(stop) if isinstance(stop, list) else stop)
     target = build(TargetConfig, config.target, "target")
     tree = OmegaConf.to_container(config.tree)
-    engine = Engine(target, config.draft, tree, device=resolve_device(config.device))
+    engine = Engine(target, config.draft.path, tree, device=resolve_device(config.device))
     check(engine.target.tokenizer is not None, f"target.path={target.path}: no tokenizer there, and the prompt is text")
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
     output = engine.generate([prompt], params)[0]

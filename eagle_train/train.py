@@ -30,6 +30,7 @@ def main(config: DictConfig) -> None:
         train.resume or not checkpoints(out),
         f"out={out} holds checkpoints: name another directory, remove them, or give train.resume=true",
     )
+    check(isinstance(config.seed, int), f"seed={config.seed}: must be a whole number")
     random.seed(config.seed)
     torch.manual_seed(config.seed)
 

@@ -37,9 +37,9 @@ from eagle_train.inference.tree import Tree
 from eagle_train.models.artifact import read_config
 from eagle_train.models.target import Target, TargetConfig, load_target
 from eagle_train.training.metrics import redact
-from evals import replay, report, results
+from evals import figures, replay, report
+from evals.figures import Answer, Together
 from evals.questions import Question, read_questions
-from evals.results import Answer, Together
 
 WARM_UP_TOKENS = 16
 TURN_SEEDS = 1 << 20  # far enough apart that no two requests of a run share a seed
@@ -103,12 +103,12 @@ def main(values: DictConfig) -> None:
     check_fit(plain.engine, questions, config.max_tokens)
     measure(plain, speculative, questions, config.params, config.batch_size)
     found = {
-        **figures(plain, speculative, config),
+        **measured(plain, speculative, config),
         "draft_training": artifact["training"],
         "config": redact(OmegaConf.to_container(values)),
         "provenance": provenance(),
     }
-    results.check_timing(found)
+    figures.check_timing(found)
     write(out, found, plain.answers, speculative.answers)
     print(report.summary(found))
     print(f"written to {out}: report.md, results.json, acceptance.png, answers.jsonl")
@@ -202,23 +202,23 @@ def shown(batches: list[list[Question]]) -> Iterator[list[Question]]:
         yield batch
 
 
-def figures(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
+def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
     """What was measured, in seconds unless a name says otherwise. Raises UserError where nothing was decoded."""
     answers, engine = speculative.answers, speculative.engine
-    compared = results.compare(plain.batches, speculative.batches)
+    compared = figures.compare(plain.batches, speculative.batches)
     if config.temperature > 0:
         compared["differing_answers"] = None  # two samples may well differ
-    own, other = (results.latency(run.batches, run.engine.stage_seconds) for run in (speculative, plain))
+    own, other = (figures.latency(run.batches, run.engine.stage_seconds) for run in (speculative, plain))
     return {
-        "tpc": results.tpc(answers),
+        "tpc": figures.tpc(answers),
         **compared,
-        "acceptance_per_depth": results.acceptance(answers),
+        "acceptance_per_depth": figures.acceptance(answers),
         **own,
         "draft_latency_ms": own["stage_ms_per_round"]["drafting"],
         **{f"plain_{name}": value for name, value in other.items()},
-        "repeated_8grams": results.repeated_ngrams(answer.output.token_ids for answer in answers),
-        **results.counts(answers, config.max_tokens),
-        "per_category_and_turn": results.groups(answers),
+        "repeated_8grams": figures.repeated_ngrams(answer.output.token_ids for answer in answers),
+        **figures.counts(answers, config.max_tokens),
+        "per_category_and_turn": figures.groups(answers),
         "train_serve_check": train_serve_check(speculative),
         "tree": label(engine.dispatcher.largest),
         "temperature": config.temperature,
@@ -247,7 +247,7 @@ def train_serve_check(run: Run) -> dict[str, float | None]:
             tokens = target.tokenizer(answer.question.reference, add_special_tokens=False)["input_ids"]
             references.append((answer.prompt, tokens[: target.max_positions - len(answer.prompt)]))
     return {
-        "depth_1_served": results.acceptance(run.answers)[0],
+        "depth_1_served": figures.acceptance(run.answers)[0],
         "depth_1_as_trained": depth_1,
         "agreement_on_own_answers": own,
         "agreement_on_reference_answers": replay.agreement(target, draft, references),

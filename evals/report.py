@@ -1,6 +1,6 @@
 """How figures are shown: the summary on the terminal, report.md and the plot. Knows nothing of engines or models.
 
-`found` is what an evaluation puts into results.json, see `mt_bench.figures`.
+`found` is what an evaluation puts into results.json, see `mt_bench.measured`.
 """
 
 import os

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from tiny import SIZES, continued, random_tokens, shared_target
+from tiny import continued, random_tokens, shared_target
 
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference import engine as engine_module
@@ -50,7 +50,7 @@ def guide(
             good = path[: depth_of(sequence)]
             for node in range(1, tree.num_nodes):
                 wrong = 0 if node in good else 1 + int(tree.child_rank[node])
-                tokens[row, node] = (right[int(tree.depth[node]) - 1] + wrong) % SIZES["vocab_size"]
+                tokens[row, node] = (right[int(tree.depth[node]) - 1] + wrong) % engine.target.identity.vocab_size
         return tokens, None
 
     monkeypatch.setattr(engine_module, "draft_tree", guided)

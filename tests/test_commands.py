@@ -20,48 +20,47 @@ from safetensors.torch import load_file, save_file
 from eagle_train import export, generate, train
 
 STEPS = 6  # of the runs that are killed; a checkpoint every 2
+EVENTS = 21  # of such a run: two micro-batches and a record a step, and the checkpoints
 TIMES = ("tokens_per_s",)
 
-# Forks of one process, to which torch need be imported only once. Whole runs, then runs that are killed at their n-th
-# event (a micro-batch, a record of the metrics, a checkpoint) and resumed.
+# Forks of one process, to which torch need be imported only once: whole runs, then runs that are killed at their n-th
+# event (a micro-batch, a record of the metrics, a checkpoint: 7 in two steps) and resumed. Told is how many events a
+# run had to its end.
 RUNS = f"""
 import os, random, signal, sys
-from pathlib import Path
 from command_line import call
 from eagle_train import train
 from eagle_train.training.metrics import MetricsLog
 from eagle_train.training.trainer import Trainer
 
-def forked(arguments, point=None):
-    child = os.fork()
-    if child == 0:
-        if point is not None:
-            kill_at(point)
-        os._exit(call(train.main, *arguments))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-def kill_at(point):
-    seen = 0
-    def killing(method):
-        def wrapped(*arguments, **options):
-            nonlocal seen
-            seen += 1
-            if seen == point:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return method(*arguments, **options)
-        return wrapped
-    for owner, name in ((Trainer, "forward_backward_step"), (MetricsLog, "log"), (Trainer, "save")):
-        setattr(owner, name, killing(getattr(owner, name)))
-
 root, *arguments = sys.argv[1:]
 arguments += ["train.steps={STEPS}", "train.save_every=2"]
-assert forked([*arguments, f"out={{root}}/whole"]) == 0
-assert forked([*arguments, f"out={{root}}/again"]) == 0
-assert forked([*arguments, f"out={{root}}/seed", "seed=1"]) == 0
-for point in random.sample(range(1, 22), 2):  # 12 micro-batches, 6 records and 3 checkpoints
-    out = f"out={{root}}/killed-{{point}}"
-    assert forked([*arguments, out], point) == -signal.SIGKILL
-    assert forked([*arguments, out]) == 0
+
+def run(name, *more, last=None):
+    child = os.fork()
+    if child == 0:
+        events = []
+        def noted(method):
+            def wrapped(*arguments, **options):
+                events.append(method)
+                if len(events) == last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return method(*arguments, **options)
+            return wrapped
+        for owner, method in ((Trainer, "forward_backward_step"), (MetricsLog, "log"), (Trainer, "save")):
+            setattr(owner, method, noted(getattr(owner, method)))
+        status = call(train.main, *arguments, f"out={{root}}/{{name}}", *more)
+        print("EVENTS", name, len(events), flush=True)
+        os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+assert run("whole") == 0
+assert run("again") == 0
+assert run("seed", "seed=1") == 0
+for event in (random.randint(1, 14), random.randint(15, {EVENTS})):  # the second has a checkpoint behind it
+    name = f"killed-{{event}}"
+    assert run(name, last=event) == -signal.SIGKILL
+    assert run(name) == 0
 """
 
 
@@ -171,26 +170,31 @@ def test_an_answer_with_a_draft_is_the_targets_own(made, capsys):
 
 
 @pytest.fixture(scope="module")
-def runs(root) -> Path:
-    """Runs of STEPS steps: `whole`, `again`, `seed` (another one), and `killed-N`, killed at event N and resumed."""
+def runs(root) -> dict[str, int]:
+    """Runs of STEPS steps and how many events they had: `whole`, `again`, `seed` (another one), and two `killed-N`,
+    killed at event N and resumed."""
     done = in_a_process("-c", RUNS, root, *training(root))
     assert done.returncode == 0, done.stderr
-    return root
+    return {name: int(events) for name, events in re.findall(r"^EVENTS (\S+) (\d+)$", done.stdout, re.MULTILINE)}
 
 
-def test_two_runs_with_one_seed_are_the_same(runs):
-    assert metrics(runs / "whole") == metrics(runs / "again")
-    assert [record["step"] for record in metrics(runs / "whole")] == list(range(1, STEPS + 1))
-    assert metrics(runs / "whole") != metrics(runs / "seed")
+def test_two_runs_with_one_seed_are_the_same(root, runs):
+    assert runs["whole"] == EVENTS
+    assert metrics(root / "whole") == metrics(root / "again")
+    assert [record["step"] for record in metrics(root / "whole")] == list(range(1, STEPS + 1))
+    assert metrics(root / "whole") != metrics(root / "seed")
 
 
-def test_a_run_that_was_killed_is_resumed_as_if_it_had_not_been(runs):
-    whole, killed = weights(runs / "whole"), sorted(runs.glob("killed-*"))
+def test_a_run_that_was_killed_is_resumed_as_if_it_had_not_been(root, runs):
+    whole, killed = weights(root / "whole"), sorted(root.glob("killed-*"))
     assert len(killed) == 2
     for run in killed:
-        assert metrics(run) == metrics(runs / "whole"), run.name
+        two_steps = EVENTS * 2 // STEPS
+        saved = (int(run.name.removeprefix("killed-")) - 1) // two_steps
+        assert runs[run.name] == EVENTS - saved * two_steps, run.name  # nothing was done twice but since the checkpoint
+        assert metrics(run) == metrics(root / "whole"), run.name
         assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(run).items()), run.name
-        assert sorted(os.listdir(run)) == sorted(os.listdir(runs / "whole")), run.name
+        assert sorted(os.listdir(run)) == sorted(os.listdir(root / "whole")), run.name
 
 
 def test_a_finished_run_stays_as_it_is(made, tmp_path, capsys):

@@ -23,10 +23,10 @@ from eagle_train.inference.tree import chain, full
 from eagle_train.models.artifact import save_draft
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.target import Target, TargetConfig, load_target
-from evals import mt_bench, replay, report, results
+from evals import figures, mt_bench, replay, report
+from evals.figures import Answer
 from evals.mt_bench import Run, ask, check_fit, measure
 from evals.questions import Question, read_questions
-from evals.results import Answer
 
 CONTEXT = 256
 TEMPLATE = (
@@ -118,21 +118,21 @@ def answer(token_ids=(), category=None, turn=1, line=1, reason="stop", **stats) 
 
 
 def test_tpc_is_summed_before_it_is_divided():
-    assert results.tpc([answer(calls=1, tokens=4), answer(calls=9, tokens=9)]) == 13 / 10
-    assert results.tpc([answer()]) is None
+    assert figures.tpc([answer(calls=1, tokens=4), answer(calls=9, tokens=9)]) == 13 / 10
+    assert figures.tpc([answer()]) is None
 
 
 def test_acceptance_is_summed_depth_by_depth():
     deep = answer(accepted_per_depth=[3, 1], drafted_per_depth=[4, 4])
     flat = answer(accepted_per_depth=[1], drafted_per_depth=[2])
-    assert results.acceptance([deep, flat]) == [4 / 6, 1 / 4]
+    assert figures.acceptance([deep, flat]) == [4 / 6, 1 / 4]
     assert report.conditional([0.8, 0.4, 0.0, 0.0]) == [0.8, 0.5, 0.0, None]
 
 
 def test_repeated_ngrams():
-    assert results.repeated_ngrams([[1, 2, 1, 2, 1]], n=2) == 2 / 4
-    assert results.repeated_ngrams([list(range(8)) * 2, range(10), range(7)]) == 1 / (9 + 3)
-    assert results.repeated_ngrams([range(7)]) == 0
+    assert figures.repeated_ngrams([[1, 2, 1, 2, 1]], n=2) == 2 / 4
+    assert figures.repeated_ngrams([list(range(8)) * 2, range(10), range(7)]) == 1 / (9 + 3)
+    assert figures.repeated_ngrams([range(7)]) == 0
 
 
 def test_latency():
@@ -143,7 +143,7 @@ def test_latency():
         ],
         [answer(ttft_s=1.0, intervals_s=[104.0], calls=1)],
     ]
-    found = results.latency(batches, {"prefill": 3.0, "drafting": 0.4, "validation": 1.6})
+    found = figures.latency(batches, {"prefill": 3.0, "drafting": 0.4, "validation": 1.6})
     assert (found["ttft_s"], found["ttft_p50_s"]) == (1.0, 1.0)
     assert (found["ttit_s"], found["ttit_p50_s"]) == (12.8, 3.0)
     assert found["ttit_p99_s"] == pytest.approx(3.0 + 0.91 * 101)  # between the 9th and the 10th of ten
@@ -155,12 +155,12 @@ def test_latency():
 def test_speed_up_over_everything_and_the_median_batch():
     plain = [[answer([1, 2], intervals_s=[2.0] * 4)], [answer([3], intervals_s=[2.0])], [answer([3], intervals_s=[9])]]
     fast = [[answer([1, 2], intervals_s=[1.0] * 4)], [answer([4], intervals_s=[0.5])], [answer([3], intervals_s=[3])]]
-    found = results.compare(plain, fast)
+    found = figures.compare(plain, fast)
     assert found["speedup"] == pytest.approx((19 / 6) / (7.5 / 6))
     assert found["speedup_batch_median"] == 3.0
     assert found["differing_answers"] == 1
     with pytest.raises(UserError, match="no decoding was measured"):
-        results.compare([[answer([1])]], [[answer([1])]])
+        figures.compare([[answer([1])]], [[answer([1])]])
 
 
 def test_counts_and_groups():
@@ -169,7 +169,7 @@ def test_counts_and_groups():
         answer([1] * 6, "maths", 2, 1, "length", calls=4, tokens=5),
         answer([1] * 10, "art", 1, 2, "length", calls=3, tokens=9),
     ]
-    found = results.counts(answers, max_tokens=10)
+    found = figures.counts(answers, max_tokens=10)
     assert found == {
         "questions": 2,
         "prompts": 3,
@@ -178,7 +178,7 @@ def test_counts_and_groups():
         "mean_answer_tokens": 7,
         "finish_reasons": {"stop": 1, "context": 1, "length": 1},
     }
-    tpc = {(group["category"], group["turn"]): group["tpc"] for group in results.groups(answers)}
+    tpc = {(group["category"], group["turn"]): group["tpc"] for group in figures.groups(answers)}
     assert tpc == {
         ("art", 1): 3,
         ("art", 2): None,
@@ -196,13 +196,13 @@ def test_counts_and_groups():
 def test_a_speed_up_beyond_tpc_is_an_error(speedups):
     found = {"tpc": 2.2, "speedup": speedups[0], "speedup_batch_median": speedups[1]}
     with pytest.raises(UserError, match=r"2\.300 exceeds 2\.200 .* timing cannot be right"):
-        results.check_timing(found)
-    results.check_timing({"tpc": 2.2, "speedup": 2.2, "speedup_batch_median": 2.1})
+        figures.check_timing(found)
+    figures.check_timing({"tpc": 2.2, "speedup": 2.2, "speedup_batch_median": 2.1})
 
 
 def test_a_report_that_cannot_be_right_is_not_written(home, tmp_path, monkeypatch, capsys):
     faster = {"speedup": 9.0, "speedup_batch_median": 9.0, "differing_answers": 0}
-    monkeypatch.setattr(results, "compare", lambda plain, speculative: faster)
+    monkeypatch.setattr(figures, "compare", lambda plain, speculative: faster)
     assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", "limit=1")) == 2
     assert list((tmp_path / "out").iterdir()) == []
     captured = capsys.readouterr()

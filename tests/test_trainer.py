@@ -1,10 +1,10 @@
 """training/trainer.py: what a step computes is the documents' loss however they are cut up; runs repeat and resume."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
+from itertools import chain, repeat
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,7 +70,21 @@ def make_trainer(
     )
 
 
-def gradients_of_step(trainer: Trainer, batches: Iterator[Batch]) -> tuple[dict, dict[str, torch.Tensor]]:
+class Given:
+    """A stream of these batches, the last of them for ever."""
+
+    def __init__(self, batches: list[Batch]):
+        self.config = DataConfig("unread", row_tokens=ROW)
+        self.batches = chain(batches, repeat(batches[-1]))
+
+    def __next__(self) -> Batch:
+        return next(self.batches)
+
+    def state_dict(self) -> dict:
+        return {}
+
+
+def gradients_of_step(trainer: Trainer) -> tuple[dict, dict[str, torch.Tensor]]:
     """The record of a step, and the gradients that the optimiser would have been given."""
     found = {}
 
@@ -78,7 +92,7 @@ def gradients_of_step(trainer: Trainer, batches: Iterator[Batch]) -> tuple[dict,
         found.update({name: weight.grad.clone() for name, weight in trainer.draft.named_parameters()})
 
     trainer.optimizer.step = note
-    return trainer.train_step(batches), found
+    return trainer.train_step(), found
 
 
 def assert_same(actual: dict, expected: dict, tolerance: float) -> None:
@@ -96,7 +110,7 @@ def test_a_step_is_the_same_whatever_its_micro_batches(tmp_path, data, rows):
         trainer = make_trainer(tmp_path, data, rows=size, optim={"max_grad_norm": 1e9})
         trainer.draft = tiny_draft(trainer.target).requires_grad_(True)
         assert trainer.accumulation == 4 // size
-        record[size], gradients[size] = gradients_of_step(trainer, trainer.stream)
+        record[size], gradients[size] = gradients_of_step(trainer)
     assert record[4]["supervised"] > 0
     assert_same(record[rows], record[4], 1e-5)
     assert_same(gradients[rows], gradients[4], 1e-5)
@@ -138,12 +152,12 @@ def test_every_supervised_slot_weighs_the_same(tmp_path):
         packed_row((none, [])),
         packed_row((four, list(range(1, 32)))),
     ]
-    target, stream = a_target(), SimpleNamespace(config=DataConfig("unread", row_tokens=ROW))
+    target, stream = a_target(), Given([collate([row]) for row in rows])
     config = TrainConfig(steps=1, l1_weight=0.7, ce_weight=0.3)
     optim = OptimConfig(tokens_per_step=4 * ROW, max_grad_norm=1e9)
     draft = tiny_draft(target).requires_grad_(True)
     trainer = Trainer(config, optim, target, draft, stream, [], tmp_path)
-    record, gradients = gradients_of_step(trainer, iter([collate([row]) for row in rows]))
+    record, gradients = gradients_of_step(trainer)
 
     l1, ce = naive_losses(target, draft, rows)
     expected = torch.autograd.grad(0.7 * l1 + 0.3 * ce, list(draft.parameters()))
@@ -154,8 +168,8 @@ def test_every_supervised_slot_weighs_the_same(tmp_path):
 
 
 def test_gradients_are_clipped_and_their_norm_is_told_before(tmp_path, data):
-    free = gradients_of_step(trainer := make_trainer(tmp_path, data, optim={"max_grad_norm": 1e9}), trainer.stream)
-    held = gradients_of_step(trainer := make_trainer(tmp_path, data, optim={"max_grad_norm": 1e-3}), trainer.stream)
+    free = gradients_of_step(make_trainer(tmp_path, data, optim={"max_grad_norm": 1e9}))
+    held = gradients_of_step(make_trainer(tmp_path, data, optim={"max_grad_norm": 1e-3}))
     norms = [torch.stack([gradient.norm() for gradient in found.values()]).norm().item() for _, found in (free, held)]
     assert norms == pytest.approx([free[0]["grad_norm"], 1e-3], rel=1e-3)
     assert held[0]["grad_norm"] == free[0]["grad_norm"] > 1e-3
@@ -165,7 +179,7 @@ def test_loss_falls_on_a_handful_of_rows(tmp_path):
     few = write_jsonl(tmp_path / "train.jsonl", chats(12, seed=5)).parent
     write_jsonl(tmp_path / "heldout.jsonl", chats(3, seed=6))
     trainer = make_trainer(tmp_path, few, steps=40, rows=4, optim={"lr": 1e-2})
-    records = [trainer.train_step(trainer.stream) for _ in range(40)]
+    records = [trainer.train_step() for _ in range(40)]
     first, last = records[0], records[-1]
     assert last["loss"] < 0.6 * first["loss"]  # most of what is left is the target's own entropy
     assert last["l1"] < 0.25 * first["l1"]
@@ -189,13 +203,13 @@ def same_weights(one: Trainer, other: Trainer) -> bool:
 SCHEDULE = {"warmup_steps": 2, "decay_steps": 3}
 
 
-def breaking(trainer: Trainer, done: int) -> Callable[[Iterator[Batch]], dict]:
+def breaking(trainer: Trainer, done: int) -> Callable[[], dict]:
     """Its `train_step`, but nothing goes after so many steps."""
 
-    def train_step(batches: Iterator[Batch]) -> dict:
+    def train_step() -> dict:
         if trainer.step == done:
             raise KeyboardInterrupt
-        return Trainer.train_step(trainer, batches)
+        return Trainer.train_step(trainer)
 
     return train_step
 
@@ -220,7 +234,7 @@ def test_a_run_that_was_interrupted_is_as_if_it_had_not_been(tmp_path, data, nam
 
 def test_resuming_goes_on_with_the_random_numbers(tmp_path, data):
     trainer = make_trainer(tmp_path, data)
-    trainer.train_step(trainer.stream)
+    trainer.train_step()
     trainer.save()
     expected = random.random(), torch.rand(3).tolist()
     assert make_trainer(tmp_path, data).resume()
@@ -242,7 +256,7 @@ def test_nothing_to_resume(tmp_path, data):
 )
 def test_a_run_is_resumed_only_as_what_it_was(tmp_path, data, change, message):
     trainer = make_trainer(tmp_path, data)
-    trainer.train_step(trainer.stream)
+    trainer.train_step()
     trainer.save()
     if "target" in change:
         other = Target(tiny_model(seed=1, num_hidden_layers=2), tiny_tokenizer(), name="other")
@@ -298,7 +312,7 @@ def test_a_bf16_target_trains_an_fp32_draft(tmp_path, data):
     record = {}
     for name, one in {"bf16": target, "fp32": a_target()}.items():
         trainer = make_trainer(tmp_path, data, target=one)
-        record[name] = trainer.train_step(trainer.stream)
+        record[name] = trainer.train_step()
         assert {weight.dtype for weight in trainer.draft.parameters()} == {torch.float32}
         assert trainer.evaluate()["l1"] > 0
     for name in ("loss", "grad_norm"):

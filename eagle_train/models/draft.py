@@ -14,6 +14,9 @@ from eagle_train.ops.attention import Attend
 __all__ = ["Draft", "DraftConfig", "shift_hidden"]
 
 
+INIT_STD = 0.02
+
+
 class Draft(nn.Module):
     """`fc` (embedding first, hidden state second) and M layers. Parameters are NaN until initialised or loaded."""
 
@@ -29,20 +32,13 @@ class Draft(nn.Module):
             nn.init.constant_(parameter, float("nan"))
 
     def init_weights(self, seed: int) -> "Draft":
-        """Fresh weights: normal with the width's standard deviation; what writes to the residual stream starts at 0.
-
-        So the fresh draft is its fusion alone, which passes on the hidden state it was given.
-        """
+        """Fresh weights as Llama's: norms 1, everything else normal with INIT_STD. Reproducible on any device."""
         generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
+        for parameter in self.parameters():
             if parameter.ndim == 1:
                 nn.init.ones_(parameter)
-            elif name.endswith(("o_proj.weight", "down_proj.weight")):
-                nn.init.zeros_(parameter)
             else:
-                nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5, generator=generator)
-        with torch.no_grad():
-            self.fc.weight[:, self.config.hidden_size :] = torch.eye(self.config.hidden_size)
+                nn.init.normal_(parameter, std=INIT_STD, generator=generator)
         return self
 
     def num_parameters(self) -> int:

@@ -80,7 +80,8 @@ def plain_partial(
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
     if mask is not None:
         scores = scores + mask.unsqueeze(1)
-    lse = scores.logsumexp(-1, keepdim=True)
+    blind = (scores == -math.inf).all(-1, keepdim=True)  # a query without keys, whose gradient would be NaN
+    lse = scores.masked_fill(blind, 0.0).logsumexp(-1, keepdim=True).masked_fill(blind, -math.inf)
     weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)).exp()
     out = weights.to(v.dtype) @ v.unsqueeze(2)
     return out.reshape(batch, heads, length, v.shape[-1]), lse.reshape(batch, heads, length)

@@ -6,8 +6,8 @@ stored. Knows nothing of files of data, of templates, or of how the draft is use
 
 import dataclasses
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from eagle_train.corpus.stream import Batch, Stream
 from eagle_train.models.artifact import load_tensors
 from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.target import Target
-from eagle_train.ops.attention import Attend, packed_attention
+from eagle_train.ops.attention import packed_attention
 from eagle_train.training import checkpoint
+from eagle_train.training.lookahead import Lookahead
 from eagle_train.training.losses import LossSums, distillation_loss
 from eagle_train.training.metrics import Meter, MetricsLog, Record, progress
 from eagle_train.training.optimizer import OptimConfig, Optimizer
@@ -82,11 +83,15 @@ class Trainer:
         self.optimizer = Optimizer(draft, optim)
         self.step = self.tokens = 0
 
-    def forward_backward_step(self, batch: Batch, scale: float) -> LossSums:
-        """One micro-batch's sums; its gradients, multiplied by `scale`, are added to the draft's."""
-        hidden, previous, positions, attend = self.slots(batch)
+    def forward_backward_step(self, batch: Batch, hidden: torch.Tensor, scale: float) -> LossSums:
+        """One micro-batch's sums; its gradients, multiplied by `scale`, are added to the draft's.
+
+        `hidden` [B, T, H] are the target's hidden states.
+        """
         with self.autocast():
-            predicted = self.draft(self.target.embed(batch.tokens), previous, positions, attend)
+            previous = shift_hidden(hidden, batch.positions, self.draft.config.first_token)
+            embeddings = self.target.embed(batch.tokens)
+            predicted = self.draft(embeddings, previous, batch.positions, packed_attention(batch.lengths))
         sums = distillation_loss(
             predicted[batch.supervised],
             hidden[batch.supervised],
@@ -98,13 +103,18 @@ class Trainer:
         sums.loss.backward()
         return sums
 
-    def train_step(self, batches: Iterator[Batch]) -> Record:
+    @cached_property
+    def ahead(self) -> Lookahead:
+        """The stream's batches with their hidden states, from where the stream stands when training begins."""
+        return Lookahead(self.stream, self.accumulation, self.placed, self.hidden_states, self.target.device)
+
+    def train_step(self) -> Record:
         """One optimiser step over its micro-batches; each supervised slot of the step weighs the same. DESIGN 3.2."""
-        micro_batches = [to_device(next(batches), self.target.device) for _ in range(self.accumulation)]
+        micro_batches = self.ahead.step()
         supervised = sum(int(batch.supervised.sum()) for batch in micro_batches)
         meter = Meter()
-        for batch in micro_batches:
-            sums = self.forward_backward_step(batch, 1.0 / max(supervised, 1))
+        for batch, hidden in self.ahead.with_hidden_states(micro_batches):
+            sums = self.forward_backward_step(batch, hidden, 1.0 / max(supervised, 1))
             meter.add(sums.rows, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
         norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.optim.max_grad_norm)
         self.step += 1
@@ -122,7 +132,7 @@ class Trainer:
         heldout: Record = {}
         while self.step < self.config.steps:
             started, tokens = time.perf_counter(), self.tokens
-            record = self.train_step(self.stream)
+            record = self.train_step()
             seconds = time.perf_counter() - started
             record |= {"tokens": self.tokens, "tokens_per_s": (self.tokens - tokens) / seconds}
             if self.is_due(self.config.eval_every):
@@ -132,6 +142,7 @@ class Trainer:
             bar.update(self.step, record["loss"], record["tokens_per_s"])
             if self.is_due(self.config.save_every):
                 self.save()
+        self.ahead.close()
         bar.close()
         return heldout
 
@@ -144,9 +155,10 @@ class Trainer:
         meter = Meter()
         accepted = chains = torch.zeros(self.config.eval_depth, dtype=torch.float64)
         for batch in self.heldout[: self.config.eval_batches]:
-            batch = to_device(batch, self.target.device)
-            hidden, previous, positions, _ = self.slots(batch)
+            batch = self.placed(batch)
+            hidden, positions = self.hidden_states(batch), batch.positions
             with self.autocast():
+                previous = shift_hidden(hidden, positions, self.draft.config.first_token)
                 embeddings = self.target.embed(batch.tokens)
                 states = unroll(self.draft, embeddings, previous, positions, batch.lengths, self.config.eval_depth)
             rows = batch.supervised
@@ -159,12 +171,14 @@ class Trainer:
         by_depth = (accepted / chains).tolist()
         return {**meter.means(), "acceptance_per_depth": by_depth, "simulated_tpc": 1 + sum(by_depth)}
 
-    def slots(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Attend]:
-        """The target's hidden states, those the slots are paired with, positions, and the packed attention."""
-        attend = packed_attention(batch.lengths)
-        hidden = self.target.hidden_states(batch.tokens, batch.positions, attend)
-        previous = shift_hidden(hidden, batch.positions, self.draft.config.first_token)
-        return hidden, previous, batch.positions, attend
+    def placed(self, batch: Batch) -> Batch:
+        """The batch on the target's device."""
+        tensors = {name: getattr(batch, name) for name in ("tokens", "positions", "supervised")}
+        return dataclasses.replace(batch, **{name: x.to(self.target.device) for name, x in tensors.items()})
+
+    def hidden_states(self, batch: Batch) -> torch.Tensor:
+        """The target's hidden states [B, T, H]."""
+        return self.target.hidden_states(batch.tokens, batch.positions, packed_attention(batch.lengths))
 
     def choose(self, hidden: torch.Tensor) -> torch.Tensor:
         """The most likely token [B, T] for hidden states [B, T, H]."""
@@ -180,7 +194,7 @@ class Trainer:
         """Write a checkpoint: draft, optimiser, data position, random state."""
         state = {
             "optimizer": self.optimizer.state_dict(),
-            "stream": self.stream.state_dict(),
+            "stream": self.ahead.state,
             "random": checkpoint.random_state(),
             "tokens": self.tokens,
             "target": dataclasses.asdict(self.target.identity),
@@ -207,8 +221,3 @@ class Trainer:
         checkpoint.set_random_state(found.state["random"])
         self.step, self.tokens = found.step, found.state["tokens"]
         return True
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    moved = {name: getattr(batch, name).to(device) for name in ("tokens", "positions", "supervised")}
-    return dataclasses.replace(batch, **moved)
