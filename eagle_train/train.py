@@ -37,6 +37,8 @@ def main(config: DictConfig) -> None:
     target_config = build(TargetConfig, config.target, "target")
     target = load_target(training_dtype(target_config, device), device)
     check(target.tokenizer is not None, f"target.path={target.name}: no tokenizer there, and training reads text")
+    longest = target.max_positions
+    check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {longest}")
     draft_config = DraftConfig.from_target(target.config, **OmegaConf.to_container(config.draft))
     draft = Draft(draft_config).init_weights(config.seed).to(device)
 

@@ -4,7 +4,7 @@ Plain and speculative decoding share the target and the engine's code, and answe
 turn, so that whatever else the machine does hits both alike. Paper sections 2.2 and 2.4 (table 1); DESIGN sections 3.8
 and 3.10. Knows nothing of a question's row, of the figures' arithmetic or of a report's looks.
 
-    python -m evals.mt_bench draft.path=DIR questions=FILE.jsonl tree=chain3 temperature=0 top_p=0.9 out=DIR
+    python -m evals.mt_bench draft=DIR questions=FILE.jsonl tree=chain3 temperature=0 top_p=0.9 out=DIR
 """
 
 import json
@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
@@ -70,8 +71,10 @@ class Config:
     top_k: int
     seed: int
     device: str
+    threads: int | None
 
     def __post_init__(self) -> None:
+        check(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1, or null")
         check(self.batch_size >= 1, f"batch_size={self.batch_size}: must be at least 1")
         check(Dispatcher(self.tree).deepest > 0, "tree: it drafts nothing, so there is nothing to measure; try chain3")
         self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
@@ -93,6 +96,8 @@ class Run:
 def main(values: DictConfig) -> None:
     config = build(Config, values, "")
     device = resolve_device(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     artifact = read_config(Path(config.draft.path))
     questions = read_questions(config.questions, config.limit)
     out = prepared(Path(config.out))

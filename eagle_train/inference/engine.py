@@ -12,6 +12,7 @@ from collections.abc import Sequence as Listing
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ class Engine:
 
     def __init__(
         self,
-        target: str | TargetConfig | Target,
-        draft: str | Draft | None = None,
+        target: str | Path | TargetConfig | Target,
+        draft: str | Path | Draft | None = None,
         tree: Any = "chain3",
         device: str = "cpu",
         max_batch_size: int = 16,
@@ -60,8 +61,8 @@ class Engine:
         """
         check(max_batch_size >= 1, f"max_batch_size={max_batch_size}: must be at least 1")
         if not isinstance(target, Target):
-            target = load_target(target if isinstance(target, TargetConfig) else TargetConfig(target), device)
-        if isinstance(draft, str):
+            target = load_target(target if isinstance(target, TargetConfig) else TargetConfig(str(target)), device)
+        if isinstance(draft, str | Path):
             draft = load_draft(draft, target.identity)
         check(drafting in DRAFT_MODES, f"drafting={drafting}: must be one of {', '.join(DRAFT_MODES)}")
         self.target, self.max_batch_size, self.drafting = target, max_batch_size, drafting
@@ -203,13 +204,13 @@ class Engine:
 
     def leave(self) -> None:
         """Finished sequences give up their rows; the last active rows move into the gaps."""
-        keep = [row for row, sequence in enumerate(self.active) if not sequence.finish_reason]
-        for row in range(len(keep)):
-            if self.active[row].finish_reason:
-                keep.remove(last := max(keep))
-                keep.insert(row, last)
-                for cache in filter(None, (self.target_cache, self.draft_cache)):
-                    cache.move_row(last, row)
+        stay = [row for row, sequence in enumerate(self.active) if not sequence.finish_reason]
+        keep = list(range(len(stay)))
+        gaps = sorted(set(keep) - set(stay))
+        for gap, row in zip(gaps, stay[len(stay) - len(gaps) :], strict=True):
+            keep[gap] = row
+            for cache in filter(None, (self.target_cache, self.draft_cache)):
+                cache.move_row(row, gap)
         if len(keep) < len(self.active):
             self.pending = self.pending.rows(torch.tensor(keep, dtype=torch.long, device=self.target.device))
             self.active = [self.active[row] for row in keep]

@@ -128,6 +128,8 @@ class Sequence:
         del self.generated[length:]
         self.finish_reason = "stop"
         if self.rounds:
+            seconds = sum(self.stats.intervals_s[len(self.stats.intervals_s) - self.rounds[-1] :])
+            del self.stats.intervals_s[len(self.stats.intervals_s) - self.rounds[-1] :]
             self.rounds[-1] -= dropped
             self.stats.tokens -= dropped
-            del self.stats.intervals_s[len(self.stats.intervals_s) - dropped :]
+            self.stats.intervals_s += [seconds / self.rounds[-1]] * self.rounds[-1]

@@ -54,8 +54,7 @@ def save_draft(
     directory cannot be written, or if it holds something that is no draft.
     """
     directory = Path(directory)
-    known = not directory.exists() or (directory / "config.json").exists() or not any(directory.iterdir())
-    check(known, f"out={directory}: exists and holds no draft; name another directory")
+    check(is_replaceable(directory), f"out={directory}: exists and holds no draft; name another directory")
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in draft.state_dict().items()}
     check_finite(tensors, directory)
     values = {
@@ -84,6 +83,14 @@ def save_draft(
     return directory
 
 
+def is_replaceable(directory: Path) -> bool:
+    """Whether a draft may be written there: nothing is, or an empty directory, or another draft."""
+    if not directory.is_dir():
+        return not directory.exists() and all(p.is_dir() for p in directory.parents if p.exists())
+    config = directory / "config.json"
+    return not any(directory.iterdir()) or (config.is_file() and f'"{FORMAT}"' in config.read_text(errors="replace"))
+
+
 def load_draft(directory: str | Path, target: Identity | None = None) -> Draft:
     """The draft in fp32 on the CPU, every tensor checked. Raises UserError.
 
@@ -91,9 +98,10 @@ def load_draft(directory: str | Path, target: Identity | None = None) -> Draft:
     """
     directory = Path(directory)
     values = read_config(directory)
+    made_for = build(Identity, values.get("target") or {}, f"{directory}/config.json: target")
     if target is not None:
-        check_target(Identity(**values["target"]), target, directory)
-    draft = Draft(build(DraftConfig, values["draft"], f"{directory}/config.json: draft"))
+        check_target(made_for, target, directory)
+    draft = Draft(build(DraftConfig, values.get("draft") or {}, f"{directory}/config.json: draft"))
     try:
         tensors = load_file(directory / "model.safetensors")
     except (OSError, SafetensorError) as error:
@@ -125,7 +133,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     check(path.is_file(), f"draft={directory}: no config.json there; give a directory that eagle-export wrote")
     try:
         values = json.loads(path.read_text("utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UserError(f"draft={directory}: config.json is not JSON: {error}") from error
     found = f"{values.get('format')} {values.get('version')}" if isinstance(values, dict) else "no mapping"
     check(found == f"{FORMAT} {VERSION}", f"draft={directory}: config.json says {found}, must be {FORMAT} {VERSION}")

@@ -41,6 +41,8 @@ class DraftConfig:
         choices = {"norms": ("eagle1", "full"), "ffn": ("dense", "moe"), "first_token": ("self_fusion", "skip")}
         for name, allowed in choices.items():
             check(getattr(self, name) in allowed, f"draft.{name}={getattr(self, name)}: must be {' or '.join(allowed)}")
+        even = self.head_dim % 2 == 0
+        check(even, f"draft.head_dim={self.head_dim}: must be even, for rotary positions")
         heads = f"draft.num_heads={self.num_heads}, draft.num_kv_heads={self.num_kv_heads}"
         check(self.num_heads % self.num_kv_heads == 0, f"{heads}: the second must divide the first")
 
@@ -48,6 +50,11 @@ class DraftConfig:
     def from_target(cls, target_config: Any, **overrides: Any) -> "DraftConfig":
         """The draft for a target with this Hugging Face config; an override that is None is left to the target."""
         text = target_config.get_text_config()
+        for name in ("intermediate_size", "rope_parameters"):
+            has = getattr(text, name, None) is not None
+            check(has, f"target of type {text.model_type}: its config has no {name}; a draft needs a Llama-like target")
+        width = overrides.get("hidden_size") or text.hidden_size
+        check(width == text.hidden_size, f"draft.hidden_size={width}: must be the target's, {text.hidden_size}")
         heads = text.num_attention_heads
         sizes = {
             "hidden_size": text.hidden_size,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -138,6 +139,10 @@ class Target:
 
     @property
     def max_positions(self) -> int:
+        """How long a text may be."""
+        if getattr(self.config, "attn_temperature_tuning", False):
+            # Llama 4 scales queries from this position on, and transformers counts positions from 0 in every call.
+            return min(self.config.max_position_embeddings, int(self.config.floor_scale) - 1)
         return self.config.max_position_embeddings
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -188,7 +193,9 @@ def load_target(config: TargetConfig, device: torch.device | str = "cpu") -> Tar
         model, report = AutoModelForCausalLM.from_pretrained(
             config.path, config=hf_config, dtype=dtype, output_loading_info=True, **options
         )
-    except (OSError, ValueError) as error:
+    except RuntimeError as error:  # transformers' report of shapes
+        raise UserError(f"target.path={config.path}: a weight has the wrong shape: {one_line(error)}") from error
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"target.path={config.path}: {one_line(error)}") from error
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     check(
