@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +48,7 @@ def one_line(error: Exception) -> str:
 
 def build(cls: type[T], values: Any, field: str) -> T:
     """`values` as the dataclass `cls`; unknown keys and wrong types are refused with a UserError that names `field`."""
+    check(isinstance(values, Mapping), f"{field}={values!r}: must be a mapping")
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
     except OmegaConfBaseException as error:
@@ -91,10 +92,12 @@ def named_path(override: str) -> list[str]:
 
 def check_overrides(config_name: str, arguments: list[str]) -> None:
     """Compose once before Hydra does, so that an unknown key is one line and not a traceback."""
-    overrides = get_args_parser().parse_args(arguments).overrides
+    given = get_args_parser().parse_args(arguments)
+    if given.multirun or given.config_dir or given.config_path:  # many configs, or files beside ours
+        return
     try:
         with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
-            hydra.compose(config_name, overrides)
+            hydra.compose(given.config_name or config_name, given.overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{one_line(error)} (the keys are listed by --cfg job)") from error
 

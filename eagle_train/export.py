@@ -19,7 +19,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def main(config: DictConfig) -> None:
     check(config.engine in ENGINES, f"engine={config.engine}: must be {' or '.join(ENGINES)}")
     check(config.dtype in DTYPES, f"dtype={config.dtype}: must be {' or '.join(DTYPES)}")
-    path, out = Path(config.checkpoint), Path(config.out)
+    path, out = Path(str(config.checkpoint)), Path(str(config.out))
     if not (path / checkpoint.MANIFEST).exists():
         newest = checkpoint.latest(path)
         check(newest is not None, f"checkpoint={path}: no checkpoint there; give the directory of a training run")

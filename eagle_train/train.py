@@ -25,7 +25,7 @@ def main(config: DictConfig) -> None:
     optim = build(OptimConfig, config.optim, "optim")
     data = build(DataConfig, config.data, "data")
     accumulation(optim, train, data.row_tokens)  # refused before any weight is loaded
-    out, device = Path(config.out), resolve_device(config.device)
+    out, device = Path(str(config.out)), resolve_device(config.device)
     check(
         train.resume or not checkpoints(out),
         f"out={out} holds checkpoints: name another directory, remove them, or give train.resume=true",

@@ -98,9 +98,9 @@ def main(values: DictConfig) -> None:
     device = resolve_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    artifact = read_config(Path(config.draft.path))
+    artifact = read_config(Path(str(config.draft.path)))
     questions = read_questions(config.questions, config.limit)
-    out = prepared(Path(config.out))
+    out = prepared(Path(str(config.out)))
     target = load_target(config.target, device)
     check_template(target)
     plain = Run(Engine(target, max_batch_size=config.batch_size))

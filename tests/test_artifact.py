@@ -135,8 +135,10 @@ def test_config_that_is_no_mapping(saved, content):
         {"version": None},
         {"target": None},
         {"target": {}},
+        {"target": "x"},
         {"draft": None},
         {"draft": {}},
+        {"draft": 5},
     ],
     ids=str,
 )

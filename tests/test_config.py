@@ -119,6 +119,7 @@ def test_what_hydra_understands_is_left_to_it(override):
         (["prompt=x", "top_p=2.5"], "top_p=2.5: must be above 0 and at most 1"),
         (["prompt=x", "device=tpu"], "device=tpu: must be auto, cpu or cuda"),
         (["prompt=x", "color=red"], "color=red: must be one of auto, always, never"),
+        (["prompt=x", "--config-name", "nosuch"], "'nosuch'"),
     ],
 )
 def test_a_mistake_is_one_line(given, capsys, arguments, message):
@@ -133,6 +134,7 @@ def test_a_mistake_is_one_line(given, capsys, arguments, message):
         (["--help"], "Configuration groups"),
         (["--cfg", "job"], "prompt: ???"),
         (["--cfg", "job", "prompt=a, b"], "a, b"),
+        (["--cfg", "job", "--config-name", "export", "out=x"], "engine: native"),
     ],
 )
 def test_hydras_own_options_work(capsys, arguments, expected):

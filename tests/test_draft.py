@@ -10,6 +10,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from eagle_train.config import UserError
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
+from eagle_train.models.layers import rotate
 from eagle_train.ops.attention import packed_attention
 
 ROPES = {
@@ -25,6 +26,16 @@ ROPES = {
     },
     "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 2.0],
+    "long_factor": [3.0, 4.0],
+    "original_max_position_embeddings": 64,
+    "factor": 2.0,
+}
+PARTIAL = {"default": ROPES["default"] | {"partial_rotary_factor": 0.5}, "longrope": LONGROPE}
 
 
 def llama_config(**changes) -> LlamaConfig:
@@ -133,6 +144,24 @@ def test_rotary_settings_are_the_targets(rope):
     theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
     for found, wanted in zip(own, theirs, strict=True):
         torch.testing.assert_close(found.squeeze(1), wanted)
+
+
+@pytest.mark.parametrize("rope", PARTIAL)
+def test_part_of_a_head_may_turn(rope):
+    """The first half of a head is rotated as a head of half the width would be; the rest keeps its place."""
+    draft = Draft(DraftConfig.from_target(llama_config(rope_parameters=PARTIAL[rope])))
+    cos, sin = draft.rotary(torch.tensor([[3, 7]]))
+    x = torch.randn(1, 4, 2, 8)
+    turned = rotate(x, (cos, sin))
+    assert cos.shape[-1] == 4
+    torch.testing.assert_close(turned[..., 4:], x[..., 4:])
+    torch.testing.assert_close(turned[..., :4], rotate(x[..., :4], (cos, sin)))
+    assert not torch.allclose(turned[..., :4], x[..., :4])
+
+
+def test_unknown_rotary_positions():
+    with pytest.raises(UserError, match=r"draft.rope_parameters.rope_type=spiral: must be one of default, "):
+        Draft(DraftConfig(32, 48, 4, 2, 8, 128, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}))
 
 
 def test_mixture_is_llama_4s():

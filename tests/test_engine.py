@@ -171,6 +171,18 @@ def test_takes_paths_as_well_as_objects(tmp_path):
         Engine(other, str(tmp_path / "draft"))
 
 
+def test_a_draft_that_is_given_stays_as_it_is():
+    draft = tiny_draft(shared_target()).double().train().requires_grad_(True)
+    Engine(shared_target(), draft).generate(PROMPTS[:1], GREEDY)
+    assert draft.training
+    assert all(parameter.dtype == torch.float64 and parameter.requires_grad for parameter in draft.parameters())
+
+
+def test_one_text_is_no_list_of_prompts():
+    with pytest.raises(UserError, match="prompts is one text: give a list"):
+        Engine(shared_target()).generate("hello")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gpu_gives_the_same_tokens(family):

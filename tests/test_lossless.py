@@ -68,7 +68,7 @@ def nucleus(p: torch.Tensor, top_p: float) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def toy() -> Toy:
     target = Target(tiny_model(std=0.4, **SIZES))
-    return Toy(target, trained_draft(target))
+    return Toy(target, trained_draft(target, steps=100))
 
 
 def sampled(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float, drafting: str) -> torch.Tensor:
@@ -84,7 +84,7 @@ def sampled(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float, draf
         accepted += sum(output.stats.accepted_per_depth[0] for output in outputs)
         drafted += sum(output.stats.drafted_per_depth[0] for output in outputs)
     assert counts.sum() == count
-    assert 0.2 < accepted / drafted < 0.9, "both acceptance and rejection must be common"
+    assert 0.2 < accepted / drafted < 0.8, "both acceptance and rejection must be common"
     return counts.view([VOCABULARY] * 3)
 
 

@@ -40,7 +40,8 @@ def test_ends_at_a_stop_token(depth, monkeypatch):
     guide(monkeypatch, engine, wanted, lambda _: depth)
     for place in (0, 1, 2, 5):
         stop = wanted[0][place]
-        (output,) = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=LENGTH, stop_token_ids=(stop, 95)))
+        params = SamplingParams(max_tokens=LENGTH, stop_token_ids=(stop, 95), ignore_eos=place % 2 == 0)
+        (output,) = engine.generate(PROMPTS[:1], params)
         length = min(wanted[0].index(stop), wanted[0].index(95) if 95 in wanted[0] else LENGTH) + 1
         assert (output.token_ids, output.finish_reason) == (wanted[0][:length], "stop")
         assert output.stats.tokens == length - 1 == sum(output.rounds) == len(output.stats.intervals_s)

@@ -5,6 +5,7 @@ Sequences advance independently: each accepts as much as it can, leaves when it 
 Speculation off is the same code with a tree that is its root alone.
 """
 
+import copy
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -62,8 +63,7 @@ class Engine:
         check(max_batch_size >= 1, f"max_batch_size={max_batch_size}: must be at least 1")
         if not isinstance(target, Target):
             target = load_target(target if isinstance(target, TargetConfig) else TargetConfig(str(target)), device)
-        if isinstance(draft, str | Path):
-            draft = load_draft(draft, target.identity)
+        draft = load_draft(draft, target.identity) if isinstance(draft, str | Path) else copy.deepcopy(draft)
         check(drafting in DRAFT_MODES, f"drafting={drafting}: must be one of {', '.join(DRAFT_MODES)}")
         self.target, self.max_batch_size, self.drafting = target, max_batch_size, drafting
         self.draft = draft.to(target.device, target.dtype).eval().requires_grad_(False) if draft is not None else None
@@ -79,6 +79,7 @@ class Engine:
         `params`: one for all (request i then uses seed + i) or a list. Raises UserError for a prompt that is empty or
         does not fit the target's context.
         """
+        check(not isinstance(prompts, str), "prompts is one text: give a list of prompts")
         sequences = [self.sequence(i, prompt, params_of(params, i, len(prompts))) for i, prompt in enumerate(prompts)]
         if not sequences:
             return []
@@ -88,9 +89,9 @@ class Engine:
         return [self.output(sequence) for sequence in sequences]
 
     def start(self, sequences: list[Sequence]) -> None:
-        """Empty caches with room for these sequences and the largest tree beyond them."""
+        """Empty caches with room for these sequences and the deepest tree's path beyond them."""
         room = max(len(sequence.prompt) + sequence.params.max_tokens for sequence in sequences)
-        slots = room + self.dispatcher.largest.num_nodes + self.dispatcher.deepest + 1
+        slots = room + self.dispatcher.deepest + 1
         self.waiting, self.active = deque(sequences), []
         self.num_rows = min(self.max_batch_size, len(sequences))
         size = {"rows": self.num_rows, "slots": slots, "dtype": self.target.dtype, "device": self.target.device}
@@ -221,9 +222,10 @@ class Engine:
         strings = sequence.params.stop_strings
         if not strings or not any(string in self.decode(sequence.generated) for string in strings):
             return
+        first = len(sequence.generated) - (sequence.rounds[-1] if sequence.rounds else 1) + 1  # of the round
         length = next(
             n
-            for n in range(1, len(sequence.generated) + 1)
+            for n in range(first, len(sequence.generated) + 1)
             if any(string in self.decode(sequence.generated[:n]) for string in strings)
         )
         sequence.cut(length)
@@ -249,8 +251,9 @@ class Engine:
             f"stop={params.stop}: stop strings need a tokenizer, and {self.target.name} has none",
         )
         params = replace(params, max_tokens=min(params.max_tokens, limit - len(tokens)))
-        stop_ids = self.stop_ids if params.stop_token_ids is None else frozenset(params.stop_token_ids)
-        return Sequence(index, tokens, params, frozenset() if params.ignore_eos else stop_ids)
+        own = frozenset() if params.ignore_eos else self.stop_ids
+        stop_ids = own if params.stop_token_ids is None else frozenset(params.stop_token_ids)
+        return Sequence(index, tokens, params, stop_ids)
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
         """Token ids of a text, a list of ids, or a list of chat messages (through the chat template)."""

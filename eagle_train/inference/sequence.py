@@ -20,7 +20,7 @@ class SamplingParams:
     seed: int = 0
     stop: str | tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None  # None: the target's own
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # the target's own stop tokens end nothing; those given do
 
     def __post_init__(self) -> None:
         check(self.temperature >= 0, f"temperature={self.temperature}: must be 0 or more")

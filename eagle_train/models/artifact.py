@@ -35,7 +35,7 @@ def conventions(config: DraftConfig) -> dict[str, Any]:
         "first_slot": f"t_0 is paired with {first}",
         "hidden": "the target's, after its final norm; fed back as the draft puts it out",
         "norms": norms[config.norms],
-        "rope": "halves convention, as Hugging Face's Llama",
+        "rope": "halves convention, as Hugging Face's Llama, on the first partial_rotary_factor of each head",
         "position_of_slot": "the position of its token t_j, so the draft's cache is as long as the target's",
         "lm_head_and_embedding": "the target's",
     }
@@ -96,12 +96,12 @@ def load_draft(directory: str | Path, target: Identity | None = None) -> Draft:
 
     With `target`, a draft made for another target is refused.
     """
-    directory = Path(directory)
+    directory = Path(directory).expanduser()
     values = read_config(directory)
-    made_for = build(Identity, values.get("target") or {}, f"{directory}/config.json: target")
+    made_for = build(Identity, values.get("target", {}), f"{directory}/config.json: target")
     if target is not None:
         check_target(made_for, target, directory)
-    draft = Draft(build(DraftConfig, values.get("draft") or {}, f"{directory}/config.json: draft"))
+    draft = Draft(build(DraftConfig, values.get("draft", {}), f"{directory}/config.json: draft"))
     try:
         tensors = load_file(directory / "model.safetensors")
     except (OSError, SafetensorError) as error:

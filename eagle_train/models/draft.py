@@ -10,6 +10,7 @@ from torch import nn
 from eagle_train.models.draft_config import DraftConfig
 from eagle_train.models.layers import Layer, RMSNorm, Rotary
 from eagle_train.ops.attention import Attend
+from eagle_train.ops.linear import Linear
 
 __all__ = ["Draft", "DraftConfig", "shift_hidden"]
 
@@ -24,7 +25,7 @@ class Draft(nn.Module):
         super().__init__()
         self.config = config
         width = config.hidden_size
-        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.fc = Linear(2 * width, width, bias=False)
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(width, config.rms_norm_eps) if config.norms == "full" else nn.Identity()
         self.rotary = Rotary(config)

@@ -10,8 +10,10 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from eagle_train.config import check
 from eagle_train.models.draft_config import DraftConfig
 from eagle_train.ops.attention import Attend, Rule
+from eagle_train.ops.linear import Linear
 
 
 class RMSNorm(nn.Module):
@@ -35,18 +37,23 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [B, 1, T, D] in fp32 for int64 positions [B, T]."""
+        """cos and sin [B, 1, T, R] in fp32 for int64 positions [B, T]."""
         angles = positions[:, None, :, None].float() * self.frequencies
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos() * self.scale, angles.sin() * self.scale
 
 
 def rope_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies [D/2] in fp32 and the factor on cos and sin, from the target's `rope_parameters`."""
+    """Inverse frequencies [R/2] in fp32 and the factor on cos and sin, from the target's `rope_parameters`.
+
+    R, how much of a head turns, is `partial_rotary_factor` of its width. Raises UserError for an unknown `rope_type`.
+    """
     rope = config.rope_parameters
-    if rope["rope_type"] == "default":
-        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        return 1.0 / rope["rope_theta"] ** exponent, 1.0
+    rope_type, known = rope.get("rope_type", "default"), ("default", *ROPE_INIT_FUNCTIONS)
+    check(rope_type in known, f"draft.rope_parameters.rope_type={rope_type}: must be one of {', '.join(known)}")
+    if rope_type == "default":
+        width = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        return 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width), 1.0
     llama = LlamaConfig(
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_heads,
@@ -54,14 +61,16 @@ def rope_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=dict(rope),
     )
-    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama, torch.device("cpu"))
+    return ROPE_INIT_FUNCTIONS[rope_type](llama, torch.device("cpu"))
 
 
 def rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """x [B, heads, T, D] turned by its positions' angles (halves convention, as Hugging Face's Llama)."""
+    """x [B, heads, T, D]: its first R turned by its positions' angles (halves convention, as Hugging Face's Llama)."""
     cos, sin = rotary
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    turning = x[..., : cos.shape[-1]]
+    first, second = turning.chunk(2, dim=-1)
+    turned = (turning * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    return turned if turned.shape == x.shape else torch.cat((turned, x[..., cos.shape[-1] :]), dim=-1)
 
 
 class Attention(nn.Module):
@@ -72,10 +81,10 @@ class Attention(nn.Module):
         self.layer, self.head_dim = layer, config.head_dim
         self.uses_rope, chunk = config.rope_of_layer(layer)
         self.rule = Rule(scale=config.head_dim**-0.5, chunk=chunk)
-        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
         q, k, v = (
@@ -92,9 +101,9 @@ class DenseFFN(nn.Module):
 
     def __init__(self, width: int, inner: int):
         super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.gate_proj = Linear(width, inner, bias=False)
+        self.up_proj = Linear(width, inner, bias=False)
+        self.down_proj = Linear(inner, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -105,7 +114,7 @@ class MoEFFN(nn.Module):
 
     def __init__(self, width: int, inner: int, num_experts: int):
         super().__init__()
-        self.router = nn.Linear(width, num_experts, bias=False)
+        self.router = Linear(width, num_experts, bias=False)
         self.shared_expert = DenseFFN(width, inner)
         self.experts = nn.ModuleList(DenseFFN(width, inner) for _ in range(num_experts))
 

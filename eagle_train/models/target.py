@@ -6,7 +6,9 @@ to the attention function registered here.
 """
 
 import hashlib
+import os
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from eagle_train.config import UserError, check, one_line
 from eagle_train.ops.attention import Attend, Rule, packed_attention
+from eagle_train.ops.linear import linear, use_fast_linear
 
 PROBE_TOKENS = 24  # of the start-up check
 
@@ -66,6 +69,7 @@ class TargetConfig:
 
     def __post_init__(self) -> None:
         check(bool(self.path), "target.path is empty: give a directory or a hub id")
+        self.path = os.path.expanduser(self.path)
         check(self.dtype in DTYPES, f"target.dtype={self.dtype}: must be one of {', '.join(DTYPES)}")
 
 
@@ -83,7 +87,7 @@ class LMHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., H]."""
-        logits = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        logits = linear(hidden.to(self.weight.dtype), self.weight, self.bias)
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
@@ -113,6 +117,7 @@ class Target:
     def __post_init__(self) -> None:
         refuse_unloaded(self.model, self.name)
         self.model.eval().requires_grad_(False)
+        use_fast_linear(self.model)
         self.lm_head = lm_head_of(self.model)
         self.check_states()
         config = self.config
@@ -137,7 +142,7 @@ class Target:
     def dtype(self) -> torch.dtype:
         return self.lm_head.weight.dtype
 
-    @property
+    @cached_property
     def max_positions(self) -> int:
         """How long a text may be."""
         if getattr(self.config, "attn_temperature_tuning", False):
@@ -181,7 +186,7 @@ class Target:
 
 def load_target(config: TargetConfig, device: torch.device | str = "cpu") -> Target:
     """The target and its tokenizer. Raises UserError where there is no checkpoint or weights are missing."""
-    path = Path(config.path).expanduser()
+    path = Path(config.path)
     local = path.is_absolute() or config.path.startswith(".") or len(path.parts) != 2
     check(
         path.is_dir() or not local, f"target.path={config.path}: no such directory; give one, or a hub id (USER/NAME)"
