@@ -37,7 +37,7 @@ def main(config: DictConfig) -> None:
 def verify(draft: Draft, out: Path, identity: Identity, dtype: torch.dtype) -> None:
     """Read the artifact back: every tensor must be what was trained, rounded to `dtype`."""
     written = load_draft(out, identity).state_dict()
-    for name, tensor in draft.state_dict().items():
+    for name, tensor in draft.folded().state_dict().items():
         assert torch.equal(written[name], tensor.to(dtype).float()), f"{out}: {name} is not what was trained"
 
 

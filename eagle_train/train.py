@@ -39,7 +39,10 @@ def main(config: DictConfig) -> None:
     check(target.tokenizer is not None, f"target.path={target.name}: no tokenizer there, and training reads text")
     longest = target.max_positions
     check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {longest}")
-    draft_config = DraftConfig.from_target(target.config, **OmegaConf.to_container(config.draft))
+    shape = OmegaConf.to_container(config.draft)
+    if shape["embedding_scale"] is None:
+        shape["embedding_scale"] = target.embedding_scale()
+    draft_config = DraftConfig.from_target(target.config, **shape)
     draft = Draft(draft_config).init_weights(config.seed).to(device)
 
     renderer = ChatRenderer(target.tokenizer, data.supervise)

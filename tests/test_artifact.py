@@ -70,6 +70,15 @@ def test_every_kind_of_draft_is_rebuilt_from_its_config(tmp_path, overrides):
     assert load_draft(save_draft(draft, tmp_path / "draft", IDENTITY)).config == draft.config
 
 
+def test_the_embedding_scale_is_folded(tmp_path):
+    draft = tiny_draft(shared_target(), embedding_scale=4.0)
+    save_draft(draft, tmp_path / "draft", shared_target().identity, dtype=torch.float32)
+    loaded = load_draft(tmp_path / "draft")
+    assert loaded.config.embedding_scale == 1.0
+    assert torch.equal(loaded.fc.weight, draft.folded().fc.weight)
+    assert draft.config.embedding_scale == 4.0, "the draft that was given stays as it is"
+
+
 def test_config_tells_what_the_tensors_do_not(saved, draft):
     values = json.loads((saved / "config.json").read_text())
     assert (values["format"], values["version"], values["dtype"]) == ("eagle_train.draft", 1, "bfloat16")

@@ -54,6 +54,19 @@ def run(draft: Draft, embeddings, hidden, positions) -> torch.Tensor:
     return draft(embeddings, hidden, positions, packed_attention([[length]] * rows))
 
 
+def test_the_embedding_scale_is_folded_exactly():
+    draft = tiny_draft(shared_target(), embedding_scale=8.0)
+    plain = tiny_draft(shared_target())
+    embeddings, hidden, positions = inputs()
+    out = run(draft, embeddings, hidden, positions)
+    assert torch.equal(run(plain, 8 * embeddings, hidden, positions), out)
+    torch.testing.assert_close(run(draft.folded(), embeddings, hidden, positions), out)
+    assert (draft.config.embedding_scale, draft.folded().config.embedding_scale) == (8.0, 1.0)
+    assert torch.equal(draft.folded().fc.weight[:, :32], 8 * draft.fc.weight[:, :32])
+    with pytest.raises(UserError, match=r"embedding_scale=3.0: must be a power of two"):
+        tiny_draft(shared_target(), embedding_scale=3.0)
+
+
 # --- alignment, DESIGN 3.1
 
 

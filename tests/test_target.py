@@ -95,6 +95,19 @@ def test_embedding_and_head_are_the_models_own_and_frozen():
     assert not target.model.training
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_embedding_scale_makes_embeddings_as_large_as_hidden_states(family):
+    target = tiny_target(family)
+    with torch.no_grad():
+        target.model.get_input_embeddings().weight.mul_(0.01)
+    tokens = torch.arange(target.identity.vocab_size).view(4, -1)
+    positions = torch.arange(tokens.shape[1]).expand(4, -1)
+    hidden = target.hidden_states(tokens, positions, packed_attention([[tokens.shape[1]]] * 4))
+    scaled = target.embedding_scale() * target.embed(tokens)
+    assert 0.5 < scaled.square().mean().sqrt() / hidden.square().mean().sqrt() < 2
+    assert torch.tensor(target.embedding_scale()).log2().frac() == 0
+
+
 def test_head_knows_scaling_and_softcapping():
     assert shared_target("cohere2").lm_head.scale == shared_target("cohere2").config.logit_scale != 1.0
     assert shared_target("gemma2").lm_head.softcap == shared_target("gemma2").config.final_logit_softcapping

@@ -50,11 +50,12 @@ def save_draft(
 ) -> Path:
     """Write the draft so that the directory is whole or not there; what it held before is replaced.
 
-    `training` is what the artifact tells of how it was made (steps, tokens, losses, data). Raises UserError if the
-    directory cannot be written, or if it holds something that is no draft.
+    The embedding scale is folded. `training` is what the artifact tells of how it was made (steps, tokens, losses,
+    data). Raises UserError if the directory cannot be written, or if it holds something that is no draft.
     """
     directory = Path(directory)
     check(is_replaceable(directory), f"out={directory}: exists and holds no draft; name another directory")
+    draft = draft.folded()
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in draft.state_dict().items()}
     check_finite(tensors, directory)
     values = {

@@ -4,6 +4,9 @@ One definition for training and inference; it never knows which, because `attend
 embedding and no LM head: both are the target's.
 """
 
+import copy
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -42,6 +45,14 @@ class Draft(nn.Module):
                 nn.init.normal_(parameter, std=INIT_STD, generator=generator)
         return self
 
+    @torch.no_grad()
+    def folded(self) -> "Draft":
+        """The same draft with an embedding scale of 1, as serving engines load it; exact, for powers of two."""
+        draft = copy.deepcopy(self)
+        draft.config = replace(self.config, embedding_scale=1.0)
+        draft.fc.weight[:, : self.config.hidden_size] *= self.config.embedding_scale
+        return draft
+
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
@@ -52,7 +63,8 @@ class Draft(nn.Module):
 
         `positions` [B, T] int64 are the tokens' own (DESIGN section 3.1).
         """
-        rotary = self.rotary(positions)
+        rotary, scale = self.rotary(positions), self.config.embedding_scale
+        token_embeddings = token_embeddings if scale == 1.0 else token_embeddings * scale
         x = self.fc(torch.cat((token_embeddings, hidden), dim=-1))
         for layer in self.layers:
             x = layer(x, rotary, attend)

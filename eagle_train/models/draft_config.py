@@ -1,5 +1,6 @@
 """The draft's shape and conventions: what is saved with its weights. DESIGN section 3.3."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,9 @@ class DraftConfig:
 
     `norms`: eagle1 has no norm before layer 0 and none at the end, which is what vLLM and SGLang load; full has both.
     `first_token`: self_fusion pairs the first token with its own hidden state; skip gives it none (zeros) and leaves
-    nothing else changed. `irope`: layers attend within chunks of `attention_chunk` positions, every fourth (and the
-    last) sees everything and has no rotary positions.
+    nothing else changed. `embedding_scale` multiplies the token embeddings, which are often far smaller than the hidden
+    states beside them, before `fc`; in an artifact it is folded into `fc`. `irope`: layers attend within chunks of
+    `attention_chunk` positions, every fourth (and the last) sees everything and has no rotary positions.
     """
 
     hidden_size: int
@@ -31,6 +33,7 @@ class DraftConfig:
     ffn: str = "dense"
     num_experts: int = 16
     first_token: str = "self_fusion"
+    embedding_scale: float = 1.0
     irope: bool = False
     attention_chunk: int = 8192
 
@@ -38,6 +41,10 @@ class DraftConfig:
         sizes = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "num_layers")
         for name in (*sizes, "num_experts", "attention_chunk"):
             check(getattr(self, name) >= 1, f"draft.{name}={getattr(self, name)}: must be at least 1")
+        is_power = self.embedding_scale > 0 and math.frexp(self.embedding_scale)[0] == 0.5
+        check(
+            is_power, f"draft.embedding_scale={self.embedding_scale}: must be a power of two, so that folding is exact"
+        )
         choices = {"norms": ("eagle1", "full"), "ffn": ("dense", "moe"), "first_token": ("self_fusion", "skip")}
         for name, allowed in choices.items():
             check(getattr(self, name) in allowed, f"draft.{name}={getattr(self, name)}: must be {' or '.join(allowed)}")

@@ -6,6 +6,7 @@ to the attention function registered here.
 """
 
 import hashlib
+import math
 import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -161,6 +162,14 @@ class Target:
         if decoder is self.model:  # Llama 4's text model names no decoder
             decoder = self.model.model
         return decoder(input_ids=tokens, position_ids=positions, use_cache=False, attend=attend).last_hidden_state
+
+    def embedding_scale(self) -> float:
+        """The power of two that makes token embeddings about as large as hidden states (root mean squares)."""
+        tokens = torch.linspace(0, self.identity.vocab_size - 1, PROBE_TOKENS, device=self.device).long()[None]
+        positions = torch.arange(PROBE_TOKENS, device=self.device)[None]
+        hidden = self.hidden_states(tokens, positions, packed_attention([[PROBE_TOKENS]]))
+        ratio = hidden.float().square().mean() / self.embed(tokens).float().square().mean()
+        return 2.0 ** round(math.log2(ratio.item()) / 2)
 
     @torch.no_grad()
     def check_states(self) -> None:

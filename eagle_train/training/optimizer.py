@@ -51,7 +51,7 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: OptimConfig):
         matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
         vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-        adamw = {"lr": config.lr, "betas": config.betas}
+        adamw = {"lr": config.lr, "betas": config.betas, "fused": True}
         # Norm weights are scales around 1: decay would pull them to 0.
         groups = [{"params": vectors, "weight_decay": 0.0}]
         if config.name == "muon":
