@@ -80,12 +80,6 @@ def test_packed_rows_are_as_each_document_alone(family):
     torch.testing.assert_close(*packed_and_alone(shared_target(family)), rtol=1e-4, atol=1e-4)
 
 
-def test_llama4_ends_before_its_queries_are_scaled():
-    """It scales them by their place in the call, which in a packed row or a tree is not their position."""
-    assert tiny_target("llama4", floor_scale=4).max_positions == 3
-    assert shared_target("llama").max_positions == shared_target("llama").config.max_position_embeddings
-
-
 def test_embedding_and_head_are_the_models_own_and_frozen():
     target = shared_target()
     tokens = torch.tensor(random_tokens(5))

@@ -48,6 +48,8 @@ FAMILIES = {
             "num_local_experts": 2,
             "attention_chunk_size": 8,
             "intermediate_size_mlp": 48,
+            "floor_scale": 4,  # from this position on, queries of layers without rotary positions are scaled
+            "attn_scale": 0.5,
         },
     ),
     "cohere2": ("Cohere2Config", {"num_hidden_layers": 4, "sliding_window": 8}),

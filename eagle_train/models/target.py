@@ -9,7 +9,6 @@ import hashlib
 import math
 import os
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ def attention_of_target(
     attention_mask: None,
     *,
     attend: Attend,
+    token_positions: torch.Tensor,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -53,7 +53,22 @@ def attention_of_target(
         softcap=softcap,
         sinks=s_aux,
     )
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        query = query * temperature_correction(module, token_positions).to(query.dtype)
     return attend(module.layer_idx, query, key, value, rule).transpose(1, 2).contiguous(), None
+
+
+def temperature_correction(module: torch.nn.Module, positions: torch.Tensor) -> torch.Tensor:
+    """What turns Llama 4's scaling of queries by their place in the call into that by their positions [B, T].
+
+    Returns [B, 1, T, 1]. In a packed row or a tree the two differ; transformers knows the first only.
+    """
+
+    def scale(position: torch.Tensor) -> torch.Tensor:
+        return torch.log1p(torch.floor((position.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    places = torch.arange(positions.shape[1], device=positions.device)
+    return (scale(positions) / scale(places))[:, None, :, None]
 
 
 AttentionInterface.register("eagle_train", attention_of_target)
@@ -143,12 +158,9 @@ class Target:
     def dtype(self) -> torch.dtype:
         return self.lm_head.weight.dtype
 
-    @cached_property
+    @property
     def max_positions(self) -> int:
         """How long a text may be."""
-        if getattr(self.config, "attn_temperature_tuning", False):
-            # Llama 4 scales queries from this position on, and transformers counts positions from 0 in every call.
-            return min(self.config.max_position_embeddings, int(self.config.floor_scale) - 1)
         return self.config.max_position_embeddings
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -161,7 +173,8 @@ class Target:
         decoder = self.model.get_decoder()
         if decoder is self.model:  # Llama 4's text model names no decoder
             decoder = self.model.model
-        return decoder(input_ids=tokens, position_ids=positions, use_cache=False, attend=attend).last_hidden_state
+        own = {"attend": attend, "token_positions": positions}  # carried to `attention_of_target`
+        return decoder(input_ids=tokens, position_ids=positions, use_cache=False, **own).last_hidden_state
 
     def embedding_scale(self) -> float:
         """The power of two that makes token embeddings about as large as hidden states (root mean squares)."""
