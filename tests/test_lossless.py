@@ -68,7 +68,7 @@ def nucleus(p: torch.Tensor, top_p: float) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def toy() -> Toy:
     target = Target(tiny_model(std=0.4, **SIZES))
-    return Toy(target, trained_draft(target, steps=100))
+    return Toy(target, trained_draft(target, steps=60))
 
 
 def sampled(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float, drafting: str) -> torch.Tensor:

@@ -66,10 +66,11 @@ class KVCache:
         rows = torch.arange(active, device=positions.device)
         causal = torch.ones(length, length, dtype=torch.bool, device=positions.device).tril()
         masks = Masks(prefix, positions, positions, causal)
+        keys, values = self.committed(active, prefix)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
             self.write(layer, rows, positions, k, v)
-            return self.over_prefix_and(layer, q, k, v, rule, prefix, masks)
+            return over_both(q, keys[layer], values[layer], k, v, rule, masks)
 
         return attend
 
@@ -80,28 +81,20 @@ class KVCache:
         """
         suffix.positions = append(suffix.positions, positions, 1)
         masks = Masks(prefix, positions, suffix.positions, ancestors)
+        keys, values = self.committed(len(positions), prefix)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
             k, v = suffix.append(layer, k, v)
-            return self.over_prefix_and(layer, q, k, v, rule, prefix, masks)
+            return over_both(q, keys[layer], values[layer], k, v, rule, masks)
 
         return attend
 
-    def over_prefix_and(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rule: Rule,
-        prefix: Prefix,
-        masks: "Masks",
-    ) -> torch.Tensor:
-        """Attention over the committed slots and over k, v, merged by log-sum-exp."""
-        prefix_mask, suffix_mask = masks.of(rule)
-        keys, values = (cache[layer, : len(q), : prefix.longest].transpose(1, 2) for cache in (self.keys, self.values))
-        committed = partial_attention(q, keys, values, prefix_mask, rule)
-        return with_sinks(*merge(committed, partial_attention(q, k, v, suffix_mask, rule)), rule)
+    def committed(self, active: int, prefix: Prefix) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Views of each layer's keys and of its values in the prefix, [A, K, longest, D]."""
+        keys, values = (
+            cache[:, :active, : prefix.longest].transpose(2, 3).unbind() for cache in (self.keys, self.values)
+        )
+        return keys, values
 
     def commit(self, suffix: "Suffix", prefix: Prefix, path: torch.Tensor) -> None:
         """Write the nodes `path` [A, P] of the suffix to the slots that follow each row's prefix.
@@ -114,6 +107,21 @@ class KVCache:
         index = path.view(1, active, 1, length, 1)
         k, v = (torch.stack(tensors).take_along_dim(index, dim=3) for tensors in (suffix.keys, suffix.values))
         self.write(slice(None), rows, slots, k, v)
+
+
+def over_both(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rule: Rule,
+    masks: "Masks",
+) -> torch.Tensor:
+    """Attention over the committed keys and values and over k, v, merged by log-sum-exp."""
+    prefix_mask, suffix_mask = masks.of(rule)
+    committed = partial_attention(q, keys, values, prefix_mask, rule)
+    return with_sinks(*merge(committed, partial_attention(q, k, v, suffix_mask, rule)), rule)
 
 
 def append(tensor: torch.Tensor | None, more: torch.Tensor, dim: int) -> torch.Tensor:
