@@ -1,9 +1,11 @@
-"""Commands called in this process, and the tiny target and chat data on disk that they are given."""
+"""Commands called in this process, what they are given on disk (a tiny target, chat data), and a disk that is full."""
 
 import json
 import random
+import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,14 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 
 def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def disk_for(num_bytes: int) -> Iterator[None]:
+    """A disk that refuses a file's bytes beyond `num_bytes`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -3,14 +3,13 @@
 import errno
 import os
 import random
-import resource
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import disk_for
 from torch.nn.functional import mse_loss
 
 from eagle_train.config import UserError
@@ -85,17 +84,6 @@ def some_save(directory: Path, step: int, keep: int = 0, size: int = 64) -> Path
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
-
-
-@contextmanager
-def file_size_limit(num_bytes: int):
-    """A disk that refuses a file's bytes beyond `num_bytes`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(("scenario", "old_step", "new_step"), [("next", 1, 2), ("prune", 2, 3), ("replace", 1, 1)])
@@ -244,7 +232,7 @@ def test_no_checkpoint(tmp_path):
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path, size, state_size):
     some_save(tmp_path, 1)
     state = {"moments": torch.zeros(state_size)}
-    with file_size_limit(50_000), pytest.raises(UserError) as error:
+    with disk_for(50_000), pytest.raises(UserError) as error:
         save(tmp_path, 2, {"w": torch.zeros(size)}, {}, state, keep=1)
     assert str(tmp_path) in str(error.value)
     assert "step 2" in str(error.value)

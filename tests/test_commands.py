@@ -3,17 +3,14 @@
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from command_line import TEMPLATE, call, chats, read_jsonl, save_target, write_jsonl
+from command_line import TEMPLATE, call, chats, disk_for, read_jsonl, save_target, write_jsonl
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
@@ -343,17 +340,6 @@ def test_a_run_is_not_mixed_with_another(made, tmp_path, capsys):
         arguments = training(made, f"out={tmp_path}/run", "train.steps=3", change)
         assert message in mistake(capsys, tmp_path / "run", train.main, *arguments)
         assert metrics(tmp_path / "run") == metrics(made / "run")
-
-
-@contextmanager
-def disk_for(num_bytes: int) -> Iterator[None]:
-    """A disk that refuses a file's bytes beyond `num_bytes`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_is_full_when_a_checkpoint_is_written(made, tmp_path, capsys):
