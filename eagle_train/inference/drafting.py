@@ -75,6 +75,11 @@ class Plan:
     def levels(self) -> list[Level]:
         return levels_of(self.tree)
 
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether no two nodes that have children stand side by side."""
+        return all(len(level.parents) == 1 for level in self.levels)
+
     @property
     def num_draws(self) -> int:
         """Random numbers a round uses for each row: one at its end, a coin per node, the multinomial drafts' noise."""
@@ -144,7 +149,10 @@ def draft_tree(
         if depth > 0:
             inner = tokens[:, level.parents]
             positions = (prefix.lengths + (depth - 1)).unsqueeze(1).expand(active, inner.shape[1])
-            attend = cache.tree(prefix, suffix, positions, level.ancestors)
+            if plan.is_chain:  # what a chain leaves in the cache is what `align` writes anew
+                attend = cache.extend(prefix.grown(depth - 1), positions)
+            else:
+                attend = cache.tree(prefix, suffix, positions, level.ancestors)
             hidden = draft(target.embed(inner), hidden[:, level.above], positions, attend)
         draws = None if noise is None else noise[:, level.noise].unflatten(1, (-1, level.most))
         proposed, distribution = propose(target.lm_head(hidden), level.most, mode, temperature, draws)

@@ -61,16 +61,27 @@ class KVCache:
         return attend
 
     def extend(self, prefix: Prefix, positions: torch.Tensor) -> Attend:
-        """`attend` of T tokens that follow each row's prefix; their keys and values are kept. `positions` [A, T]."""
+        """`attend` of T tokens that follow each row's prefix; their keys and values are kept. `positions` [A, T].
+
+        A slot is its token's position, so `slot <= position` is all of causality, whatever lies in slots beyond.
+        """
         active, length = positions.shape
         rows = torch.arange(active, device=positions.device)
-        causal = torch.ones(length, length, dtype=torch.bool, device=positions.device).tril()
-        masks = Masks(prefix, positions, positions, causal)
-        keys, values = self.committed(active, prefix)
+        slots = torch.arange(prefix.longest + length, device=positions.device)
+        keys, values = self.committed(active, len(slots))
+        masks: dict[tuple, torch.Tensor | None] = {}
+
+        def mask(rule: Rule) -> torch.Tensor | None:
+            if length == 1 and not prefix.ragged and not rule.is_local:
+                return None
+            queries = positions.unsqueeze(2)
+            return additive(((slots <= queries) & rule.sees(queries, slots)).unsqueeze(1))
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
             self.write(layer, rows, positions, k, v)
-            return over_both(q, keys[layer], values[layer], k, v, rule, masks)
+            if rule.reach not in masks:
+                masks[rule.reach] = mask(rule)
+            return with_sinks(*partial_attention(q, keys[layer], values[layer], masks[rule.reach], rule), rule)
 
         return attend
 
@@ -81,7 +92,7 @@ class KVCache:
         """
         suffix.positions = append(suffix.positions, positions, 1)
         masks = Masks(prefix, positions, suffix.positions, ancestors)
-        keys, values = self.committed(len(positions), prefix)
+        keys, values = self.committed(len(positions), prefix.longest)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
             k, v = suffix.append(layer, k, v)
@@ -89,11 +100,9 @@ class KVCache:
 
         return attend
 
-    def committed(self, active: int, prefix: Prefix) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Views of each layer's keys and of its values in the prefix, [A, K, longest, D]."""
-        keys, values = (
-            cache[:, :active, : prefix.longest].transpose(2, 3).unbind() for cache in (self.keys, self.values)
-        )
+    def committed(self, active: int, slots: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Views of each layer's keys and of its values in the first slots, [A, K, slots, D]."""
+        keys, values = (cache[:, :active, :slots].transpose(2, 3).unbind() for cache in (self.keys, self.values))
         return keys, values
 
     def commit(self, suffix: "Suffix", prefix: Prefix, path: torch.Tensor) -> None:
@@ -151,10 +160,9 @@ class Masks:
 
     def of(self, rule: Rule) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """[A or 1, 1, T or 1, S] of the prefix, None where every slot is seen, and [A or 1, 1, T, nodes]."""
-        key = (rule.window, rule.chunk)
-        if key not in self.made:
-            self.made[key] = self.prefix_mask(rule), self.suffix_mask(rule)
-        return self.made[key]
+        if rule.reach not in self.made:
+            self.made[rule.reach] = self.prefix_mask(rule), self.suffix_mask(rule)
+        return self.made[rule.reach]
 
     def prefix_mask(self, rule: Rule) -> torch.Tensor | None:
         prefix = self.prefix

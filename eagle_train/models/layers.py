@@ -37,10 +37,13 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [B, 1, T, R] in fp32 for int64 positions [B, T]."""
+        """What `rotate` takes, in fp32, for int64 positions [B, T]: cos, and sin with its first half negated.
+
+        Both are [B, 1, T, R].
+        """
         angles = positions[:, None, :, None].float() * self.frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self.scale, angles.sin() * self.scale
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rope_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:
@@ -67,10 +70,10 @@ def rope_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:
 def rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """x [B, heads, T, D]: its first R turned by its positions' angles (halves convention, as Hugging Face's Llama)."""
     cos, sin = rotary
-    turning = x[..., : cos.shape[-1]]
-    first, second = turning.chunk(2, dim=-1)
-    turned = (turning * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
-    return turned if turned.shape == x.shape else torch.cat((turned, x[..., cos.shape[-1] :]), dim=-1)
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], rotary), x[..., width:]), dim=-1)
+    return (x * cos + x.roll(width // 2, dims=-1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):

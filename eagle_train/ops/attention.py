@@ -33,6 +33,11 @@ class Rule:
     sinks: torch.Tensor | None = None
 
     @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """What masks depend on: rules of the same reach share them."""
+        return self.window, self.chunk
+
+    @property
     def is_local(self) -> bool:
         return self.window is not None or self.chunk is not None
 
