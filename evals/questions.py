@@ -6,7 +6,7 @@ from typing import Any
 
 from eagle_train.config import UserError, check
 from eagle_train.corpus.chat import Message, to_messages
-from eagle_train.corpus.source import JsonLines, Row
+from eagle_train.corpus.source import JsonLines, Row, parse
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def read_questions(path: str, limit: int | None = None) -> list[Question]:
     """
     check(Path(path).is_file(), f"questions={path}: no such file; give a JSONL file")
     check(limit is None or limit >= 1, f"limit={limit}: must be at least 1, or null for all questions")
-    questions = [question_of(row, place) for place, row in JsonLines([path]).rows()]
+    questions = [question_of(parse(place, row), place) for place, row in JsonLines([path]).rows()]
     check(len(questions) > 0, f"questions={path}: the file is empty; give a question a line")
     count = min(limit or len(questions), len(questions))
     return [questions[i * len(questions) // count] for i in range(count)]

@@ -13,7 +13,7 @@ import pytest
 
 from eagle_train.config import CONF_DIR, UserError, build
 from eagle_train.corpus.chat import to_messages
-from eagle_train.corpus.source import DataConfig, open_source
+from eagle_train.corpus.source import DataConfig, open_source, parse
 
 
 def make_rows(num_rows: int) -> list[dict]:
@@ -31,7 +31,7 @@ def write_parquet(path: Path, rows: list[dict]) -> str:
 
 
 def read(path: str, **options: str) -> list[dict]:
-    return [row for _, row in open_source(DataConfig(path, **options)).rows()]
+    return [parse(*placed) for placed in open_source(DataConfig(path, **options)).rows()]
 
 
 def test_jsonl_parquet_globs_and_hub_directories_give_the_same_rows(tmp_path):
@@ -82,7 +82,7 @@ def test_jsonl_is_read_line_by_line(tmp_path):
     rows = open_source(DataConfig(str(tmp_path / "train.jsonl"))).rows()
     assert [place.rpartition(":")[2] for place, _ in islice(rows, 2)] == ["1", "3"]
     with pytest.raises(UserError, match=r"train\.jsonl:4: not JSON: Expecting property name"):
-        next(rows)
+        parse(*next(rows))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_every_yaml_composes(name):
 def test_gsm8k_is_a_config_not_code(tmp_path):
     path = write_jsonl(tmp_path / "train.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
     config = composed("+data=gsm8k", f"data.path={path}")
-    _, row = next(open_source(config).rows())
+    row = parse(*next(open_source(config).rows()))
     assert to_messages(row, config.format, config.columns) == [
         {"role": "user", "content": "1 + 1?"},
         {"role": "assistant", "content": "#### 2"},

@@ -1,13 +1,19 @@
 """corpus/stream.py: every document is packed as one of its own, counted, and resumed bit for bit."""
 
 import copy
+import functools
 import io
+import itertools
 import json
 import random
+import threading
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +21,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from eagle_train.config import UserError
+from eagle_train.corpus import feed
 from eagle_train.corpus.chat import ChatRenderer
-from eagle_train.corpus.source import DataConfig, open_source
-from eagle_train.corpus.stream import Batch, Stream, heldout_batches, shuffled
+from eagle_train.corpus.feed import shuffled
+from eagle_train.corpus.source import DataConfig, SourceConfig, open_source, parse
+from eagle_train.corpus.stream import Batch, Stream, heldout_batches
+from eagle_train.distributed import World
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<a> {% generation %}{{ m['content'] + ' <e>' }}"
@@ -132,11 +141,11 @@ def test_counts(tmp_path, long_documents):
     path = write_jsonl(tmp_path / "train.jsonl", [short, long, long_prompt, mute, short, short])
     config = DataConfig(path=path, row_tokens=12, long_documents=long_documents, shuffle_window=0)
     stream = Stream(config, make_renderer(), 1)
-    while stream.epoch == 0:
+    while stream.position.sources[""][0] == 0:
         batch = next(stream)
         assert batch.tokens.shape == (1, 12)
     # One epoch, and the one document of the next that it took to learn that the first was over.
-    assert (stream.epoch, stream.counts["documents"]) == (1, 6 + stream.drawn)
+    assert stream.counts["documents"] == stream.position.drawn > 6
     if long_documents == "split":
         # The first piece of the long prompt, the mute document, and the long answer's tail of two tokens.
         assert (stream.counts["split"], stream.counts["dropped"], stream.counts["skipped"]) == (2, 0, 3)
@@ -161,7 +170,7 @@ def test_shuffling_permutes_within_windows(tmp_path, window):
     rows = make_rows(45)
     config = DataConfig(path=write_jsonl(tmp_path / "train.jsonl", rows), shuffle_window=window, seed=3)
     source = open_source(config)
-    epochs = [[row for _, row in shuffled(source, config, epoch, 0)] for epoch in (0, 1)]
+    epochs = [[parse(*placed) for placed in shuffled(source, config, "", epoch, 0)] for epoch in (0, 1)]
     size = max(window, 1)
     for order in epochs:
         for begin in range(0, len(rows), size):
@@ -170,7 +179,7 @@ def test_shuffling_permutes_within_windows(tmp_path, window):
     assert (epochs[0] == rows) == (size == 1)
     assert (epochs[0] == epochs[1]) == (size == 1)
     for start in (0, 1, 6, 7, 44, 45):
-        assert [row for _, row in shuffled(source, config, 0, start)] == epochs[0][start:]
+        assert [parse(*placed) for placed in shuffled(source, config, "", 0, start)] == epochs[0][start:]
 
 
 def test_another_seed_is_another_order(tmp_path):
@@ -199,7 +208,7 @@ def test_resume_is_exact_at_any_batch(tmp_path, window):
         states.append(saved_and_loaded(stream.state_dict()))
         batches.append(next(stream))
     counts = dict(stream.counts)
-    assert stream.epoch >= 2
+    assert stream.position.sources[""][0] >= 2
     for at in (0, *random.Random(0).sample(range(60), 8)):
         resumed = Stream(config, make_renderer(), 2)
         next(resumed)
@@ -234,19 +243,129 @@ def test_resume_with_another_micro_batch_gives_the_same_rows(tmp_path):
     assert [batch.tokens[0].tolist() for batch in islice(resumed, 12)] == expected
 
 
-def test_resume_renders_nothing_that_was_drawn_before(tmp_path):
-    rows = make_rows(90)
+def test_resume_renders_nothing_that_was_drawn_before(tmp_path, monkeypatch):
+    rows = make_rows(300)
     config = DataConfig(write_jsonl(tmp_path / "train.jsonl", rows), row_tokens=40, shuffle_window=8)
     stream = Stream(config, make_renderer(), 1)
-    while stream.drawn < 70:
+    while stream.position.drawn < 200:
         next(stream)
-    renderer = make_renderer()
-    resumed = Stream(config, renderer, 1)
-    resumed.load_state_dict(stream.state_dict())
-    resumed.packer.renderer = lambda messages: rendered.append(messages) or renderer(messages)
     rendered: list = []
+    render = feed.render
+    monkeypatch.setattr(feed, "render", lambda placed, *rest: rendered.append(placed) or render(placed, *rest))
+    resumed = Stream(config, make_renderer(), 1)
+    resumed.load_state_dict(stream.state_dict())
     next(resumed)
-    assert len(rendered) == resumed.drawn - stream.drawn
+    order = [place for epoch in range(2) for place, _ in shuffled(open_source(config), config, "", epoch, 0)]
+    start = stream.position.drawn
+    assert [place for place, _ in rendered] == order[start : start + feed.CHUNK]
+
+
+class Together:
+    """Ranks as threads: each `World`'s exchange waits for the others'."""
+
+    def __init__(self, size: int):
+        self.size, self.barrier, self.given = size, threading.Barrier(size, timeout=300), [None] * size
+
+    def run(self, task: Callable[[World], Any]) -> list[Any]:
+        """What `task` returns on each rank."""
+        worlds = [World(rank, self.size) for rank in range(self.size)]
+        for world in worlds:
+            object.__setattr__(world, "exchange", functools.partial(self.exchange, world.rank))
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(task, worlds))
+
+    def exchange(self, rank: int, own: Any) -> list[Any]:
+        self.given[rank] = own
+        self.barrier.wait()
+        everyone = list(self.given)
+        self.barrier.wait()
+        return everyone
+
+
+def drawn_by(size: int, config: DataConfig, rows: int, batches: int, state: dict | None = None) -> tuple[list, dict]:
+    """The rows that `size` ranks draw in `batches` micro-batches of `rows` rows together, and the state after them."""
+
+    def task(world: World) -> tuple[list[Batch], dict]:
+        stream = Stream(config, make_renderer(), rows // size, world)
+        if state is not None:
+            stream.load_state_dict(saved_and_loaded(state))
+        return list(islice(stream, batches)), stream.state_dict()
+
+    everyone = Together(size).run(task)
+    assert all(str(other) == str(everyone[0][1]) for _, other in everyone)
+    drawn = [row for at in range(batches) for own, _ in everyone for row in own[at].tokens.tolist()]
+    return drawn, everyone[0][1]
+
+
+def test_any_number_of_ranks_draws_the_same_rows(tmp_path):
+    """Also where the number changes on the way, with a mixture, and with documents that wait for their batch."""
+    paths = [write_jsonl(tmp_path / f"{name}.jsonl", make_rows(90, 40, seed)) for seed, name in enumerate("ab")]
+    mix = {name: SourceConfig(path, weight=weight) for name, path, weight in zip("ab", paths, (1, 3), strict=True)}
+    config = DataConfig(mix=mix, row_tokens=40, shuffle_window=16)
+    whole, last = drawn_by(1, config, 6, 40)
+    for sizes in ((2, 3), (3, 1), (1, 2), (6, 2)):
+        first, state = drawn_by(sizes[0], config, 6, 15)
+        second, end = drawn_by(sizes[1], config, 6, 25, state)
+        assert first + second == whole
+        assert str(end) == str(last)
+
+
+def test_every_document_once_an_epoch_whatever_the_ranks(tmp_path):
+    rows = make_rows(130)
+    config = DataConfig(write_jsonl(tmp_path / "train.jsonl", rows), row_tokens=40, shuffle_window=32)
+    state, seen, sizes = None, [], (1, 3, 2, 3, 1)
+    for size in sizes:
+        drawn, state = drawn_by(size, config, 6, 4, state)
+        seen += [token - 4 for row in drawn for at, token in enumerate(row[1:], 1) if row[at - 1] == START]
+    waiting = [row for kind in ("open", "ready") for row in state[kind]]
+    seen += [t - 4 for row in waiting for before, t in itertools.pairwise(row["tokens"].tolist()) if before == START]
+    epoch, number = state["position"]["sources"][""]
+    assert epoch >= 1
+    counted = Counter(seen)
+    assert sum(counted.values()) == epoch * len(rows) + number
+    assert set(counted.values()) <= {epoch, epoch + 1}
+    assert len(counted) == len(rows)
+
+
+def test_worker_processes_draw_the_same_rows(tmp_path):
+    config = DataConfig(write_jsonl(tmp_path / "train.jsonl", make_rows(200)), row_tokens=40)
+    expected = list(islice(Stream(config, make_renderer(), 2), 30))
+    stream = Stream(replace(config, workers=1), make_renderer(), 2)
+    assert all(same(one, other) for one, other in zip(islice(stream, 30), expected, strict=True))
+    stream.close()
+
+
+def test_a_mixture_follows_its_weights_and_each_part_its_epochs(tmp_path):
+    paths = [write_jsonl(tmp_path / f"{name}.jsonl", make_rows(50, 3, seed)) for seed, name in enumerate("ab")]
+    mix = {"a": SourceConfig(paths[0], weight=0.2), "b": SourceConfig(paths[1], weight=0.6)}
+    stream = Stream(DataConfig(mix=mix, row_tokens=40), make_renderer(), 1)
+    while stream.position.drawn < 2000:
+        next(stream)
+    drawn = {name: 50 * epoch + number for name, (epoch, number) in stream.position.sources.items()}
+    assert sum(drawn.values()) == stream.position.drawn
+    assert drawn["a"] / stream.position.drawn == pytest.approx(0.25, abs=0.04)  # 4 standard deviations
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"path": "x.jsonl", "mix": {"a": SourceConfig("a.jsonl")}},
+            r"data\.path is x\.jsonl; with data\.mix it must be null",
+        ),
+        ({"mix": {"a": SourceConfig()}}, r"data\.mix\.a\.path is missing"),
+        ({"mix": {"a": SourceConfig("a.jsonl", weight=0)}}, r"data\.mix\.a\.weight is 0; it must be above 0"),
+        (
+            {"mix": {"a": SourceConfig("a.jsonl", format="x")}},
+            r"data\.mix\.a\.format is 'x'; it must be one of messages",
+        ),
+        ({}, r"data\.path is missing"),
+        ({"path": "x.jsonl", "workers": -1}, r"data\.workers is -1; it must be 0 or more"),
+    ],
+)
+def test_impossible_data(values, message):
+    with pytest.raises(UserError, match=message):
+        DataConfig(**values)
 
 
 @pytest.mark.parametrize(

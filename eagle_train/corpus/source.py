@@ -1,6 +1,6 @@
 """Rows of the user's data, streamed from JSONL, Parquet or a hub data set, and the config that says which.
 
-Knows nothing of tokens: a row is a dict, handed on with its place (file and line, or row number) for error messages.
+Knows nothing of tokens: a row is handed on with its place (file and line, or row number) for error messages.
 """
 
 import glob
@@ -23,42 +23,74 @@ LONG_DOCUMENTS = ("split", "drop")
 MIN_TOKENS = 3  # a shorter document has no supervised slot (DESIGN section 3.1)
 
 Row = dict[str, Any]
-PlacedRow = tuple[str, Row]
+PlacedRow = tuple[str, Row | bytes]  # a line of JSONL comes as it is: whoever needs the row parses it, see `parse`
 
 
 @dataclass
-class DataConfig:
-    """The group `data`. Raises UserError for values that cannot be.
+class SourceConfig:
+    """One data set of `data.mix`, and what `data` itself says of its only one.
 
     `path`: a JSONL or Parquet file, a glob of either, or a hub data set (or its local directory), of which `name` is
-    the config and `split` the split; `heldout`: such a path or None. Relative paths are relative to the working
-    directory. `columns`: the format's keys (`chat.FORMATS`) to the row's columns. `row_tokens`: length of a packed
-    row; a longer document is, by `long_documents`, split or dropped. `shuffle_window`: documents shuffled among
-    themselves; 0 keeps the data's order. `supervise`: what counts as produced in a conversation; all of a text does.
+    the config and `split` the split. Relative paths are relative to the working directory. `columns`: the format's
+    keys (`chat.FORMATS`) to the row's columns. `weight`: how often its documents are drawn beside the others'.
     """
 
-    path: str
+    path: str | None = None
     format: str = "messages"
     columns: dict[str, str] = field(default_factory=dict)
     name: str | None = None
     split: str = "train"
+    weight: float = 1.0
+
+    def check(self, key: str) -> None:
+        """Raise UserError, naming the field below `key`, for values that cannot be."""
+        known = FORMATS.get(self.format)
+        check(known is not None, f"{key}.format is {self.format!r}; it must be one of {', '.join(FORMATS)}")
+        for column in self.columns:
+            wanted = f"{key}.format={self.format} reads {', '.join(known)}"
+            check(column in known, f"{key}.columns.{column} is unknown; {wanted}")
+        check(bool(self.path), f"{key}.path is missing; give a file, a glob or a hub data set")
+        check(self.weight > 0, f"{key}.weight is {self.weight}; it must be above 0")
+
+
+@dataclass
+class DataConfig(SourceConfig):
+    """The group `data`. Raises UserError for values that cannot be.
+
+    `mix`: data sets by name, drawn by weight, instead of the one at `path`; each starts anew when it is through.
+    `heldout`: a path as `path`, of the same format, or None. `row_tokens`: length of a packed row; a longer document
+    is, by `long_documents`, split or dropped. `shuffle_window`: documents shuffled among themselves; 0 keeps the data's
+    order. `supervise`: what counts as produced in a conversation; all of a text does. `workers`: processes of each rank
+    that tokenise, 0 for none but its own. `prefetch`: optimiser steps drawn ahead.
+    """
+
+    mix: dict[str, SourceConfig] = field(default_factory=dict)
     heldout: str | None = None
     supervise: str = "assistant"
     row_tokens: int = 2048
     long_documents: str = "split"
     shuffle_window: int = 4096
     seed: int = 0
+    workers: int = 0
+    prefetch: int = 2
 
     def __post_init__(self) -> None:
-        for key, allowed in (("format", FORMATS), ("supervise", SUPERVISE), ("long_documents", LONG_DOCUMENTS)):
+        for key, allowed in (("supervise", SUPERVISE), ("long_documents", LONG_DOCUMENTS)):
             value = getattr(self, key)
             check(value in allowed, f"data.{key} is {value!r}; it must be one of {', '.join(allowed)}")
-        known = FORMATS[self.format]
-        for key in self.columns:
-            check(key in known, f"data.columns.{key} is unknown; data.format={self.format} reads {', '.join(known)}")
+        check(not (self.mix and self.path), f"data.path is {self.path}; with data.mix it must be null")
+        for name, source in self.sources.items():
+            source.check(f"data.mix.{name}" if self.mix else "data")
         check(self.row_tokens >= MIN_TOKENS, f"data.row_tokens is {self.row_tokens}; it must be at least {MIN_TOKENS}")
-        check(self.shuffle_window >= 0, f"data.shuffle_window is {self.shuffle_window}; it must be 0 or more")
-        check(self.heldout != self.path, f"data.heldout is data.path ({self.path}); it must be other data, or null")
+        for key, least in (("shuffle_window", 0), ("workers", 0), ("prefetch", 1)):
+            check(getattr(self, key) >= least, f"data.{key} is {getattr(self, key)}; it must be {least} or more")
+        paths = [source.path for source in self.sources.values()]
+        check(self.heldout not in paths, f"data.heldout is data.path ({self.heldout}); it must be other data, or null")
+
+    @property
+    def sources(self) -> dict[str, SourceConfig]:
+        """The data sets to draw from, by name; the only one's name is empty."""
+        return self.mix or {"": self}
 
 
 class Source(Protocol):
@@ -71,7 +103,7 @@ class Source(Protocol):
         """Changes when the data do, as far as that shows without reading them."""
 
 
-def open_source(config: DataConfig, key: str = "path") -> Source:
+def open_source(config: SourceConfig, key: str = "path") -> Source:
     """The data at config.path, or at another path of the config (`key`: heldout).
 
     Raises UserError if they are missing, of no known kind, empty, or if their first row cannot be read.
@@ -88,7 +120,9 @@ def open_source(config: DataConfig, key: str = "path") -> Source:
         check(not files, f"data.{key} is {path}; files must be all JSONL ({', '.join(JSONL_SUFFIXES)}) or all .parquet")
         check(is_hub_name(path) or Path(path).is_dir(), f"data.{key} is {path}; there is no such file")
         source = Hub(path, config.name, config.split, key)
-    check(next(source.rows(), None) is not None, f"data.{key} is {path}; it has no rows")
+    first = next(source.rows(), None)
+    check(first is not None, f"data.{key} is {path}; it has no rows")
+    parse(*first)
     return source
 
 
@@ -113,8 +147,7 @@ class JsonLines:
         return files_identity(self.files)
 
     def rows(self, start: int = 0) -> Iterator[PlacedRow]:
-        for place, line in islice(self.lines(), start, None):
-            yield place, parse(line, place)
+        return islice(self.lines(), start, None)
 
     def lines(self) -> Iterator[tuple[str, bytes]]:
         for file in self.files:
@@ -124,14 +157,16 @@ class JsonLines:
                         yield f"{file}:{number}", line
 
 
-def parse(line: bytes, place: str) -> Row:
-    """A line of JSONL. Raises UserError if it is not one JSON object."""
+def parse(place: str, row: Row | bytes) -> Row:
+    """A row as a dict, where it is still a line of JSONL. Raises UserError if that is not one JSON object."""
+    if isinstance(row, dict):
+        return row
     try:
-        row = json.loads(line)
+        value = json.loads(row)
     except ValueError as error:
         raise UserError(f"{place}: not JSON: {one_line(error)}") from error
-    check(isinstance(row, dict), f"{place}: a row must be a JSON object, not {type(row).__name__}")
-    return row
+    check(isinstance(value, dict), f"{place}: a row must be a JSON object, not {type(value).__name__}")
+    return value
 
 
 class Parquet:

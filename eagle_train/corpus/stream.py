@@ -1,4 +1,4 @@
-"""An endless, resumable stream of packed batches: rows are drawn in a shuffled order, rendered, and packed.
+"""An endless, resumable stream of packed batches: documents in, rows of them out, the same for any number of ranks.
 
 Knows nothing of file formats, templates or models. DESIGN section 3.1: every document starts anew in its packed row.
 
@@ -6,17 +6,16 @@ Shapes: B rows of a batch, N tokens of a row (`data.row_tokens`).
 """
 
 import copy
-import random
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import count, islice
 from typing import Any
 
 import torch
 
-from eagle_train.config import UserError, check
-from eagle_train.corpus.chat import ChatRenderer, Document, render_row
-from eagle_train.corpus.source import MIN_TOKENS, DataConfig, PlacedRow, Source, open_source
+from eagle_train.config import check
+from eagle_train.corpus.chat import ChatRenderer, Document
+from eagle_train.corpus.feed import Drawn, Feed, Position, received, render
+from eagle_train.corpus.source import MIN_TOKENS, DataConfig, open_source
+from eagle_train.distributed import ALONE, World
 
 OPEN_ROWS = 16  # rows that wait for a document that fits; more waste less padding and hold more in the state
 COUNTS = ("documents", "tokens", "padding", "split", "dropped", "skipped")
@@ -63,24 +62,19 @@ class PackedRow:
 
 
 class Packer:
-    """Rows of the data in, full packed rows out; counts what it does.
+    """Documents in, full packed rows out; counts what it does.
 
     counts: documents that came; tokens and padding of the rows that went out; documents split and dropped for their
     length; documents, and pieces of split ones, skipped because they have no supervised slot.
     """
 
-    def __init__(self, config: DataConfig, renderer: ChatRenderer):
+    def __init__(self, config: DataConfig):
         self.config = config
-        self.renderer = renderer
         self.open: list[PackedRow] = []
         self.counts = dict.fromkeys(COUNTS, 0)
 
-    def add(self, place: str, row: dict[str, Any]) -> list[PackedRow]:
-        """Pack a row of the data; returns the packed rows that this fills. Raises UserError that names the place."""
-        try:
-            document = render_row(row, self.config.format, self.config.columns, self.renderer)
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from error
+    def add(self, document: Document) -> list[PackedRow]:
+        """Pack a document; returns the packed rows that this fills."""
         self.counts["documents"] += 1
         return [full for piece in self.pieces(document) for full in self.pack(piece)]
 
@@ -145,70 +139,63 @@ def collate(rows: list[PackedRow]) -> Batch:
     )
 
 
-def shuffled(source: Source, config: DataConfig, epoch: int, start: int) -> Iterator[PlacedRow]:
-    """Rows of an epoch from number `start` of its order on: the data's order, shuffled window by window.
-
-    A window's order follows from the seed, the epoch and its number alone, so that resuming reads no earlier window.
-    """
-    size = max(1, config.shuffle_window)
-    first, skip = divmod(start, size)
-    rows = source.rows(first * size)
-    for number in count(first):
-        window = list(islice(rows, size))
-        if not window:
-            return
-        random.Random(f"{config.seed} {epoch} {number}").shuffle(window)
-        yield from window[skip:]
-        skip = 0
-
-
 class Stream:
-    """Batches of `micro_batch_rows` packed rows, epoch after epoch without end.
+    """Batches of `micro_batch_rows` packed rows for each rank, epoch after epoch without end.
 
-    Raises UserError for data that cannot be read (`open_source`, `render_row`, with the row's place) and for data in
-    which nothing is supervised.
+    All ranks draw the same rows and each takes its own, so that a step's rows are the same for any number of ranks.
+    Raises UserError for data that cannot be read (`open_source`, `render`, with the row's place) and for data in which
+    nothing is supervised.
     """
 
-    def __init__(self, config: DataConfig, renderer: ChatRenderer, micro_batch_rows: int):
+    def __init__(self, config: DataConfig, renderer: ChatRenderer, micro_batch_rows: int, world: World = ALONE):
         assert micro_batch_rows > 0
-        self.config = config
-        self.source = open_source(config)
-        self.packer = Packer(config, renderer)
+        self.config, self.world = config, world
+        self.feed = Feed(config, renderer, world)
+        self.packer = Packer(config)
         self.micro_batch_rows = micro_batch_rows
         self.ready: list[PackedRow] = []
-        self.epoch, self.drawn = 0, 0
-        self.rows = self.draw()
+        self.position = self.feed.start()
+        self.documents = self.feed.documents(copy.deepcopy(self.position))
 
     @property
     def counts(self) -> dict[str, int]:
-        """What came in and what became of it since the stream's first batch (`Packer`)."""
+        """What came in and what became of it since the stream's first batch (`Packer`), on all ranks together."""
         return self.packer.counts
 
     def __iter__(self) -> "Stream":
         return self
 
     def __next__(self) -> Batch:
-        while len(self.ready) < self.micro_batch_rows:
-            self.ready += self.packer.add(*next(self.rows))
-        rows, self.ready = self.ready[: self.micro_batch_rows], self.ready[self.micro_batch_rows :]
-        return collate(rows)
+        """This rank's next batch."""
+        share, rank = self.micro_batch_rows, self.world.rank
+        rows = self.draw(share * self.world.size)
+        return collate(rows[rank * share : (rank + 1) * share])
 
-    def draw(self) -> Iterator[PlacedRow]:
-        """Rows of the data from (epoch, drawn) on, for ever."""
-        while True:
-            for row in shuffled(self.source, self.config, self.epoch, self.drawn):
-                self.drawn += 1
-                yield row
-            packed = self.ready or self.packer.open or self.counts["tokens"]
-            check(bool(packed), f"data.path is {self.config.path}; it has no supervised token: {self.counts}")
-            self.epoch, self.drawn = self.epoch + 1, 0
+    def draw(self, number: int) -> list[PackedRow]:
+        """The job's next packed rows."""
+        while len(self.ready) < number:
+            drawn, document = next(self.documents)
+            self.pass_by(drawn)
+            self.ready += self.packer.add(document)
+        rows, self.ready = self.ready[:number], self.ready[number:]
+        return rows
+
+    def pass_by(self, drawn: Drawn) -> None:
+        """Note where the stream stands. Raises UserError where a whole epoch had nothing to learn from."""
+        packed = self.ready or self.packer.open or self.counts["tokens"] or drawn.epoch == 0
+        check(bool(packed), f"data.path is {self.config.path}; it has no supervised token: {self.counts}")
+        self.position.drawn += 1
+        self.position.sources[drawn.source] = [drawn.epoch, drawn.number]
+
+    def close(self) -> None:
+        """End the processes that tokenise."""
+        self.feed.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What the stream needs to go on after its last batch: plain values and tensors, safe for weights_only."""
         return {
             "made_of": self.made_of(),
-            "epoch": self.epoch,
-            "drawn": self.drawn,
+            "position": asdict(self.position),
             "counts": dict(self.counts),
             "open": [asdict(row) for row in self.packer.open],
             "ready": [asdict(row) for row in self.ready],
@@ -217,7 +204,8 @@ class Stream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken; batches to come are those that would have come there, bit for bit.
 
-        The size of the micro-batch may differ. Raises UserError for the state of other data or another data config.
+        The size of the micro-batch and the number of ranks may differ. Raises UserError for the state of other data or
+        another data config.
         """
         for key, value in self.made_of().items():
             then = state["made_of"].get(key)
@@ -226,17 +214,18 @@ class Stream:
                 f"data.{key} is {value!r}, but was {then!r} when the checkpoint was written: resume with the same data",
             )
         state = copy.deepcopy(state)
-        self.epoch, self.drawn = state["epoch"], state["drawn"]
+        self.position = Position(**state["position"])
         self.packer.counts = state["counts"]
         self.packer.open = [PackedRow(**row) for row in state["open"]]
         self.ready = [PackedRow(**row) for row in state["ready"]]
-        self.rows = self.draw()
+        self.documents = self.feed.documents(copy.deepcopy(self.position))
 
     def made_of(self) -> dict[str, Any]:
         """What the order and the content of the batches follow from."""
         values = asdict(self.config)
-        del values["heldout"]
-        return {**values, "path (names and sizes of the files)": self.source.identity()}
+        for key in ("heldout", "workers", "prefetch"):
+            del values[key]
+        return {**values, "path (names and sizes of the files)": self.feed.identity()}
 
 
 def heldout_batches(config: DataConfig, renderer: ChatRenderer, rows: int) -> list[Batch]:
@@ -244,7 +233,8 @@ def heldout_batches(config: DataConfig, renderer: ChatRenderer, rows: int) -> li
     no batches. Raises UserError as Stream does."""
     if config.heldout is None:
         return []
-    packer = Packer(config, renderer)
-    packed = [row for placed in open_source(config, "heldout").rows() for row in packer.add(*placed)] + packer.flush()
+    packer = Packer(config)
+    documents = (received(render(placed, config, renderer)) for placed in open_source(config, "heldout").rows())
+    packed = [row for document in documents for row in packer.add(document)] + packer.flush()
     check(bool(packed), f"data.heldout is {config.heldout}; it has no supervised token: {packer.counts}")
     return [collate(packed[i : i + rows]) for i in range(0, len(packed), rows)]

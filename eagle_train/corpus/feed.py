@@ -1,0 +1,166 @@
+"""Documents in their drawn order: data sets mixed by weight, shuffled by window, tokenised, shared among the ranks.
+
+The order is one for the whole job, whatever its ranks: each tokenises every n-th row and gets the others from those who
+did. So a position in it is the same for 1, 2 or 100 ranks, and nothing is read twice or lost when their number changes.
+Knows nothing of packing.
+"""
+
+import multiprocessing
+import random
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from eagle_train.config import UserError
+from eagle_train.corpus.chat import ChatRenderer, Document, render_row
+from eagle_train.corpus.source import DataConfig, PlacedRow, Source, SourceConfig, open_source, parse
+from eagle_train.distributed import World
+
+BLOCK = 1024  # draws whose data sets are chosen together
+CHUNK = 32  # rows that a rank tokenises before it shares them
+
+Rendered = tuple[np.ndarray, np.ndarray] | UserError  # a document as it travels: tokens int32 [n], produced bool [n]
+
+
+@dataclass
+class Position:
+    """How many rows were drawn, and where each data set stands: [epoch, rows drawn of it]."""
+
+    drawn: int = 0
+    sources: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A row on its way: the data set it is from, which epoch of it, how many rows of that epoch are then drawn."""
+
+    source: str
+    epoch: int
+    number: int
+    placed: PlacedRow
+
+
+def shuffled(source: Source, config: DataConfig, name: str, epoch: int, start: int) -> Iterator[PlacedRow]:
+    """Rows of an epoch from number `start` of its order on: the data's order, shuffled window by window.
+
+    A window's order follows from the seed, the data set's name, the epoch and its number alone, so that resuming reads
+    no earlier window.
+    """
+    size = max(1, config.shuffle_window)
+    first, skip = divmod(start, size)
+    rows = source.rows(first * size)
+    for number in count(first):
+        window = list(islice(rows, size))
+        if not window:
+            return
+        random.Random(f"{config.seed} {name} {epoch} {number}").shuffle(window)
+        yield from window[skip:]
+        skip = 0
+
+
+def epochs(source: Source, config: DataConfig, name: str, epoch: int, start: int) -> Iterator[Drawn]:
+    """Rows of a data set from (epoch, start) on, epoch after epoch without end."""
+    while True:
+        for number, placed in enumerate(shuffled(source, config, name, epoch, start), start + 1):
+            yield Drawn(name, epoch, number, placed)
+        epoch, start = epoch + 1, 0
+
+
+def choices(config: DataConfig, drawn: int) -> Iterator[str]:
+    """Which data set each draw is from, from draw number `drawn` on: by weight, the same for every job of a seed."""
+    names = list(config.sources)
+    weights = [source.weight for source in config.sources.values()]
+    for block in count(drawn // BLOCK):
+        chosen = random.Random(f"{config.seed} mix {block}").choices(names, weights, k=BLOCK)
+        yield from chosen[drawn % BLOCK :]
+        drawn = 0
+
+
+def render(placed: PlacedRow, config: SourceConfig, renderer: ChatRenderer) -> Rendered:
+    """A row's document, or what is wrong with the row, to be raised when its turn comes."""
+    place = placed[0]
+    try:
+        document = render_row(parse(*placed), config.format, config.columns, renderer)
+    except UserError as error:
+        return error if str(error).startswith(place) else UserError(f"{place}: {error}")
+    return document.tokens.numpy().astype(np.int32), document.produced.numpy()
+
+
+def received(rendered: Rendered) -> Document:
+    """The document that travelled. Raises its UserError."""
+    if isinstance(rendered, UserError):
+        raise rendered
+    tokens, produced = map(torch.from_numpy, rendered)
+    return Document(tokens.long(), produced)
+
+
+class Feed:
+    """Every document of the data in its drawn order, without end, from any position."""
+
+    def __init__(self, config: DataConfig, renderer: ChatRenderer, world: World):
+        self.config, self.renderer, self.world = config, renderer, world
+        self.sources = {name: open_source(source) for name, source in config.sources.items()}
+        self.pool: ProcessPoolExecutor | None = None
+
+    def identity(self) -> list[str]:
+        return [source.identity() for source in self.sources.values()]
+
+    def start(self) -> Position:
+        return Position(0, {name: [0, 0] for name in self.sources})
+
+    def draws(self, position: Position) -> Iterator[Drawn]:
+        """Rows from `position` on, for ever; not tokenised, and of JSONL not even parsed."""
+        rows = {name: epochs(self.sources[name], self.config, name, *at) for name, at in position.sources.items()}
+        return (next(rows[name]) for name in choices(self.config, position.drawn))
+
+    def documents(self, position: Position) -> Iterator[tuple[Drawn, Document]]:
+        """Rows with their documents from `position` on, for ever; the same on every rank.
+
+        Raises UserError for a row that is none, when its turn comes.
+        """
+        draws, size = self.draws(position), self.world.size
+        ahead: deque[tuple[list[Drawn], list[Rendered] | Future]] = deque()
+        while True:
+            while len(ahead) <= 2 * self.config.workers:
+                chunk = list(islice(draws, CHUNK * size))
+                ahead.append((chunk, self.submit(chunk[self.world.rank :: size])))
+            chunk, own = ahead.popleft()
+            everyone = self.world.exchange(own.result() if isinstance(own, Future) else own)
+            for place, drawn in enumerate(chunk):
+                yield drawn, received(everyone[place % size][place // size])
+
+    def submit(self, rows: list[Drawn]) -> list[Rendered] | Future:
+        """The rows' documents, or their future where a worker makes them."""
+        if not self.config.workers:
+            return [render(row.placed, self.config.sources[row.source], self.renderer) for row in rows]
+        if self.pool is None:
+            self.pool = ProcessPoolExecutor(
+                self.config.workers,
+                multiprocessing.get_context("spawn"),  # a fork would copy the GPU's and the tokenizer's threads
+                initializer=set_up_worker,
+                initargs=(self.config, self.renderer),
+            )
+        return self.pool.submit(work, [(row.source, row.placed) for row in rows])
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+            self.pool = None
+
+
+worker: dict[str, Any] = {}  # what a worker process was set up with
+
+
+def set_up_worker(config: DataConfig, renderer: ChatRenderer) -> None:
+    torch.set_num_threads(1)
+    worker.update(config=config, renderer=renderer)
+
+
+def work(rows: list[tuple[str, PlacedRow]]) -> list[Rendered]:
+    return [render(placed, worker["config"].sources[name], worker["renderer"]) for name, placed in rows]

@@ -1,0 +1,99 @@
+"""The processes of a job: who they are, and what they tell each other. Knows nothing of models, data or training.
+
+torchrun, `accelerate launch` and launch/slurm set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without
+them a job is one process, and everything here costs nothing.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from eagle_train.config import check
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The job's ranks. Every rank trains the draft on rows of its own; `share` neighbours hold one target together.
+
+    `mesh` has the dimensions (replica, share). `side` is a gloo group of all ranks for what one background thread says;
+    two threads must not talk in one group. Both are None where the job is one process.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    share: int = 1
+    mesh: DeviceMesh | None = None
+    side: Any = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, on every rank, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        if self.size == 1:
+            return flag
+        device = self.mesh.device_type
+        return bool(self.sum(torch.tensor(float(flag), device=device)).item())
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def exchange(self, own: T) -> list[T]:
+        """What every rank gave, by rank; picklable values, through `side`, from one thread."""
+        if self.size == 1:
+            return [own]
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, own, group=self.side)
+        return everyone
+
+
+ALONE = World()
+
+
+def start(device: str, share: int = 1, timeout_minutes: float = 30.0, group: bool = False) -> World:
+    """Join the job that the environment names. `device`: cpu or cuda; `share`: ranks that hold one target together.
+
+    `group`: make a process group even for a process alone, as FSDP2 and DeepSpeed need. Raises UserError where `share`
+    does not divide the ranks, or where there are more ranks than GPUs.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    check(share >= 1 and size % share == 0, f"parallel.share={share}: must divide the number of processes, {size}")
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        check(
+            local_rank < gpus, f"{local_rank + 1} or more processes on a node with {gpus} GPUs: start one for each GPU"
+        )
+        torch.cuda.set_device(local_rank)
+    if size == 1 and not group:
+        return World(local_rank=local_rank)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    timeout = timedelta(minutes=timeout_minutes)
+    if size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+    mesh = init_device_mesh(device, (size // share, share), mesh_dim_names=("replica", "share"))
+    return World(rank, size, local_rank, share, mesh, dist.new_group(backend="gloo", timeout=timeout))
+
+
+def stop() -> None:
+    """Leave the job."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
