@@ -5,7 +5,7 @@ them a job is one process, and everything here costs nothing.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,14 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from eagle_train.config import check
 
 T = TypeVar("T")
+SIDES = ("data", "files")
 
 
 @dataclass(frozen=True)
 class World:
     """The job's ranks. Every rank trains the draft on rows of its own; `share` neighbours hold one target together.
 
-    `mesh` has the dimensions (replica, share). `side` is a gloo group of all ranks for what one background thread says;
-    two threads must not talk in one group. Both are None where the job is one process.
+    `mesh` has the one dimension of all ranks; `shares` divides it into (copy, share). Both are None for a job of one
+    process. `sides` are gloo groups of all ranks for the threads in the background, one for each of SIDES, because two
+    threads must not talk in one group.
     """
 
     rank: int = 0
@@ -31,7 +33,8 @@ class World:
     local_rank: int = 0
     share: int = 1
     mesh: DeviceMesh | None = None
-    side: Any = None
+    shares: DeviceMesh | None = None
+    sides: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_main(self) -> bool:
@@ -43,37 +46,27 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-        if self.size == 1:
-            return flag
-        device = self.mesh.device_type
-        return bool(self.sum(torch.tensor(float(flag), device=device)).item())
-
-    def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier()
-
-    def exchange(self, own: T) -> list[T]:
-        """What every rank gave, by rank; picklable values, through `side`, from one thread."""
+    def exchange(self, own: T, side: str = "data") -> list[T]:
+        """What every rank gave, by rank; picklable values, through the group of a side."""
         if self.size == 1:
             return [own]
         everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, own, group=self.side)
+        dist.all_gather_object(everyone, own, group=self.sides[side])
         return everyone
 
 
 ALONE = World()
 
 
-def start(device: str, share: int = 1, timeout_minutes: float = 30.0, group: bool = False) -> World:
-    """Join the job that the environment names. `device`: cpu or cuda; `share`: ranks that hold one target together.
+def start(device: str, share: int | None = 1, timeout_minutes: float = 30.0, group: bool = False) -> World:
+    """Join the job that the environment names. `device`: cpu or cuda; `share`: ranks that hold one target together,
+    None for all.
 
     `group`: make a process group even for a process alone, as FSDP2 and DeepSpeed need. Raises UserError where `share`
     does not divide the ranks, or where there are more ranks than GPUs.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank, share = int(os.environ.get("LOCAL_RANK", 0)), size if share is None else share
     check(share >= 1 and size % share == 0, f"parallel.share={share}: must divide the number of processes, {size}")
     if device == "cuda":
         gpus = torch.cuda.device_count()
@@ -89,8 +82,10 @@ def start(device: str, share: int = 1, timeout_minutes: float = 30.0, group: boo
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
-    mesh = init_device_mesh(device, (size // share, share), mesh_dim_names=("replica", "share"))
-    return World(rank, size, local_rank, share, mesh, dist.new_group(backend="gloo", timeout=timeout))
+    mesh = init_device_mesh(device, (size,), mesh_dim_names=("rank",))
+    shares = init_device_mesh(device, (size // share, share), mesh_dim_names=("copy", "share"))
+    sides = {side: dist.new_group(backend="gloo", timeout=timeout) for side in SIDES}
+    return World(rank, size, local_rank, share, mesh, shares, sides)
 
 
 def stop() -> None:

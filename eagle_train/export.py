@@ -26,7 +26,7 @@ def main(config: DictConfig) -> None:
         path = newest
     found = checkpoint.load(path)
     draft = Draft(build(DraftConfig, found.config, f"{path}: draft"))
-    load_tensors(draft, found.tensors, path)
+    load_tensors(draft, found.draft(), path)
     identity = Identity(**found.state["target"])
     training = {"steps": found.step, "tokens": found.state["tokens"], "checkpoint": path.name}
     save_draft(draft, out, identity, training, DTYPES[config.dtype])

@@ -13,8 +13,9 @@ from command_line import disk_for
 from torch.nn.functional import mse_loss
 
 from eagle_train.config import UserError
+from eagle_train.distributed import ALONE
 from eagle_train.training import checkpoint
-from eagle_train.training.checkpoint import latest, load, random_state, save, set_random_state
+from eagle_train.training.checkpoint import Parts, Saver, latest, load, random_state, save, set_random_state
 
 # For each scenario and each k: a fork saves and is killed at the k-th thing it does to the file system, until a fork
 # reaches the end. Two more are killed in the middle of a file.
@@ -25,7 +26,9 @@ import torch
 from eagle_train.training import checkpoint
 
 def save(directory, step, value, keep):
-    checkpoint.save(directory, step, {"w": torch.full((64,), float(value))}, {"value": value}, {"value": value}, keep)
+    tensors = {"w": torch.full((64,), float(value))}
+    parts = checkpoint.Parts.of(tensors, {"state.w": tensors["w"]})
+    checkpoint.save(directory, step, parts, {"value": value}, {"value": value}, keep)
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -79,7 +82,10 @@ def killed_saves(tmp_path_factory) -> Path:
 
 
 def some_save(directory: Path, step: int, keep: int = 0, size: int = 64) -> Path:
-    return save(directory, step, {"w": torch.full((size,), float(step))}, {"layers": step}, {"position": step}, keep)
+    weights = {"w": torch.full((size,), float(step))}
+    return save(
+        directory, step, Parts.of(weights, {"state.w": weights["w"]}), {"layers": step}, {"position": step}, keep
+    )
 
 
 def names(directory: Path) -> list[str]:
@@ -94,11 +100,11 @@ def test_a_kill_at_any_point_leaves_a_whole_checkpoint(killed_saves, capsys, sce
         value = found.config["value"]
         assert found.step == (old_step if value == 1 else new_step)
         assert found.state == {"value": value}
-        assert torch.equal(found.tensors["w"], torch.full((64,), float(value)))
+        assert torch.equal(found.draft()["w"], torch.full((64,), float(value)))
         outcomes.append(value)
         for path in directory.glob("step-*"):
             load(path)
-        save(directory, 9, {}, {}, {}, keep=1)
+        save(directory, 9, Parts.of({}, {}), {}, {}, keep=1)
         assert names(directory) == ["step-00000009"]
     assert set(outcomes) == {1, 2}
     *_, in_draft, in_trainer = outcomes
@@ -108,15 +114,21 @@ def test_a_kill_at_any_point_leaves_a_whole_checkpoint(killed_saves, capsys, sce
 
 def test_round_trip_is_exact(tmp_path):
     tensors = {"a": torch.randn(3, 5), "b.t": torch.randn(4, 6).t(), "half": torch.randn(7).bfloat16()}
+    moments = {"state.a": torch.randn(3, 5), "state.steps": torch.tensor(7.0)}
     state = {"step": 7, "betas": (0.9, 0.95), "ids": torch.arange(5), "name": "x", "nothing": None, "rows": [[1, 2.5]]}
-    path = save(tmp_path / "new" / "run", 1234, tensors, {"num_layers": 3, "norms": "eagle1"}, state, keep=0)
+    path = save(
+        tmp_path / "new" / "run", 1234, Parts.of(tensors, moments), {"num_layers": 3, "norms": "eagle1"}, state, keep=0
+    )
     assert path == tmp_path / "new" / "run" / "step-00001234"
     found = load(path)
     assert (found.step, found.config) == (1234, {"num_layers": 3, "norms": "eagle1"})
-    assert list(found.tensors) == sorted(tensors)
+    assert list(found.draft()) == sorted(tensors)
     for name, tensor in tensors.items():
-        assert found.tensors[name].dtype == tensor.dtype
-        assert torch.equal(found.tensors[name], tensor)
+        assert found.draft()[name].dtype == tensor.dtype
+        assert torch.equal(found.draft()[name], tensor)
+    read = {name: torch.zeros_like(tensor) for name, tensor in (tensors | moments).items()}
+    found.read_into(read)
+    assert all(torch.equal(read[name], tensor) for name, tensor in (tensors | moments).items())
     assert torch.equal(found.state.pop("ids"), state.pop("ids"))
     assert found.state == state
 
@@ -145,12 +157,12 @@ def test_adamw_scheduler_and_random_numbers_continue_exactly(tmp_path):
     train(model, optimizer, scheduler, 3)
     random.gauss(0, 1)  # leaves the second number of a pair in the generator's state
     state = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(), "random": random_state()}
-    path = save(tmp_path, 3, model.state_dict(), {}, state, keep=0)
+    path = save(tmp_path, 3, Parts.of(model.state_dict(), {}), {}, state, keep=0)
     expected = train(model, optimizer, scheduler, 3), random.gauss(0, 1), random.random()
 
     other_model, other_optimizer, other_scheduler = training(seed=1)
     found = load(path)
-    other_model.load_state_dict(found.tensors)
+    other_model.load_state_dict(found.draft())
     other_optimizer.load_state_dict(found.state["optimizer"])
     other_scheduler.load_state_dict(found.state["scheduler"])
     set_random_state(found.state["random"])
@@ -163,13 +175,13 @@ def test_adamw_scheduler_and_random_numbers_continue_exactly(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_random_numbers_and_tensors_of_a_cuda_device(tmp_path):
     weights = torch.randn(5, device="cuda")
-    path = save(tmp_path, 1, {"w": weights}, {}, {"moment": weights, "random": random_state()}, keep=0)
+    path = save(tmp_path, 1, Parts.of({"w": weights}, {}), {}, {"moment": weights, "random": random_state()}, keep=0)
     expected = torch.rand(4, device="cuda")
     found = load(path)
     set_random_state(found.state["random"])
     assert torch.equal(torch.rand(4, device="cuda"), expected)
     assert found.state["moment"].device.type == "cpu"
-    assert torch.equal(found.tensors["w"], weights.cpu())
+    assert torch.equal(found.draft()["w"], weights.cpu())
 
 
 def test_the_last_ones_are_kept(tmp_path):
@@ -183,9 +195,30 @@ def test_the_last_ones_are_kept(tmp_path):
     assert len(names(tmp_path)) == 4
 
 
+def test_the_best_is_kept_beside_the_last(tmp_path):
+    for step, score in enumerate((None, 2.5, 2.0, None, 2.25), 1):
+        save(tmp_path, step, Parts.of({}, {}), {}, {}, keep=1, score=score)
+        assert names(tmp_path) == [f"step-{kept:08d}" for kept in sorted({step, 2} if step >= 2 else {1})]
+
+
+def test_saving_in_the_background(tmp_path):
+    saver = Saver(ALONE)
+    weights = torch.zeros(5)
+    for step in (1, 2):
+        weights += 1
+        saver.save(tmp_path, step, Parts.of({"w": weights}, {}), {}, {}, keep=0)
+        weights += 10  # the copy was made before
+    assert saver.wait() == tmp_path / "step-00000002"
+    assert [load(path).draft()["w"][0].item() for path in sorted(tmp_path.iterdir())] == [1, 12]
+    with disk_for(100):
+        saver.save(tmp_path, 3, Parts.of({"w": weights}, {}), {}, {}, keep=0)
+        with pytest.raises(UserError, match="step 3 could not be written"):
+            saver.wait()
+
+
 def test_the_same_step_is_replaced(tmp_path):
     some_save(tmp_path, 3)
-    save(tmp_path, 3, {"w": torch.ones(2)}, {"layers": 9}, {}, keep=1)
+    save(tmp_path, 3, Parts.of({"w": torch.ones(2)}, {}), {"layers": 9}, {}, keep=1)
     assert names(tmp_path) == ["step-00000003"]
     assert load(latest(tmp_path)).config == {"layers": 9}
 
@@ -201,7 +234,9 @@ def truncate(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
-@pytest.mark.parametrize("file", ["draft.safetensors", "draft.json", "trainer.pt", "manifest.json"])
+@pytest.mark.parametrize(
+    "file", ["draft.safetensors", "draft.json", "optimizer-00001.safetensors", "trainer.pt", "manifest.json"]
+)
 def test_damage_is_noticed(tmp_path, capsys, file, damage):
     good, bad = some_save(tmp_path, 1), some_save(tmp_path, 2)
     damage(bad / file)
@@ -215,8 +250,8 @@ def test_damage_is_noticed(tmp_path, capsys, file, damage):
 def test_another_format_is_not_read(tmp_path):
     path = some_save(tmp_path, 1)
     manifest = path / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(UserError, match="format 2"):
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(UserError, match="format 3"):
         load(path)
 
 
@@ -233,7 +268,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path, size,
     some_save(tmp_path, 1)
     state = {"moments": torch.zeros(state_size)}
     with disk_for(50_000), pytest.raises(UserError) as error:
-        save(tmp_path, 2, {"w": torch.zeros(size)}, {}, state, keep=1)
+        save(tmp_path, 2, Parts.of({"w": torch.zeros(size)}, {}), {}, state, keep=1)
     assert str(tmp_path) in str(error.value)
     assert "step 2" in str(error.value)
     assert "File too large" in str(error.value)
@@ -262,7 +297,7 @@ def test_a_directory_that_cannot_be_made(tmp_path):
 
 def test_a_state_that_could_not_be_read_back_is_refused_when_saved(tmp_path):
     with pytest.raises(Exception, match="Weights only"):
-        save(tmp_path, 1, {}, {}, {"path": checkpoint.Checkpoint(1, {}, {}, {})}, keep=0)
+        save(tmp_path, 1, Parts.of({}, {}), {}, {"path": checkpoint.Checkpoint(tmp_path, 1, {}, {})}, keep=0)
     assert names(tmp_path) == []
 
 

@@ -1,5 +1,6 @@
 """training/trainer.py: what a step computes is the documents' loss however they are cut up; runs repeat and resume."""
 
+import math
 import random
 from collections.abc import Callable
 from functools import cache
@@ -16,16 +17,19 @@ from eagle_train.config import UserError
 from eagle_train.corpus.chat import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Batch, PackedRow, Stream, collate, heldout_batches
+from eagle_train.distributed import ALONE, World
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
+from eagle_train.training import trainer as trainer_module
+from eagle_train.training.backend import ParallelConfig, prepare
 from eagle_train.training.checkpoint import checkpoints
 from eagle_train.training.metrics import MetricsLog, NoTracker
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.trainer import TrainConfig, Trainer, accumulation
 
 ROW = 32
-TIMES = ("tokens_per_s",)
+TIMES = ("tokens_per_s", "data_wait")
 
 
 @cache
@@ -53,20 +57,27 @@ def make_trainer(
     file: str = "train",
     optim: dict | None = None,
     num_layers: int = 1,
+    draft: Draft | None = None,
+    parallel: ParallelConfig | None = None,
+    world: World = ALONE,
     **train,
 ) -> Trainer:
     """A run of a fresh draft, as eagle-train makes it: `rows` packed rows a micro-batch, `rows_per_step` a step."""
     target = target or a_target()
     config = DataConfig(str(data / f"{file}.jsonl"), heldout=str(data / "heldout.jsonl"), row_tokens=ROW)
     renderer = ChatRenderer(target.tokenizer)
+    optim = OptimConfig(**{"lr": 1e-3, "tokens_per_step": rows_per_step * ROW} | (optim or {}))
+    draft = draft or Draft(DraftConfig.from_target(target.config, num_layers=num_layers)).init_weights(0)
     return Trainer(
         TrainConfig(steps=steps, micro_batch_rows=rows, **train),
-        OptimConfig(**{"lr": 1e-3, "tokens_per_step": rows_per_step * ROW} | (optim or {})),
+        optim,
         target,
-        Draft(DraftConfig.from_target(target.config, num_layers=num_layers)).init_weights(0),
-        Stream(config, renderer, rows),
+        draft,
+        prepare(draft, optim, parallel or ParallelConfig(), world, target.dtype),
+        Stream(config, renderer, rows, world),
         heldout_batches(config, renderer, rows),
         directory,
+        world,
     )
 
 
@@ -83,6 +94,9 @@ class Given:
     def state_dict(self) -> dict:
         return {}
 
+    def close(self) -> None:
+        pass
+
 
 def gradients_of_step(trainer: Trainer) -> tuple[dict, dict[str, torch.Tensor]]:
     """The record of a step, and the gradients that the optimiser would have been given."""
@@ -91,7 +105,7 @@ def gradients_of_step(trainer: Trainer) -> tuple[dict, dict[str, torch.Tensor]]:
     def note(lr: float) -> None:
         found.update({name: weight.grad.clone() for name, weight in trainer.draft.named_parameters()})
 
-    trainer.optimizer.step = note
+    trainer.backend.step = note
     return trainer.train_step(), found
 
 
@@ -107,8 +121,8 @@ def assert_same(actual: dict, expected: dict, tolerance: float) -> None:
 def test_a_step_is_the_same_whatever_its_micro_batches(tmp_path, data, rows):
     record, gradients = {}, {}
     for size in (4, rows):
-        trainer = make_trainer(tmp_path, data, rows=size, optim={"max_grad_norm": 1e9})
-        trainer.draft = tiny_draft(trainer.target).requires_grad_(True)
+        draft = tiny_draft(a_target()).requires_grad_(True)
+        trainer = make_trainer(tmp_path, data, rows=size, optim={"max_grad_norm": 1e9}, draft=draft)
         assert trainer.accumulation == 4 // size
         record[size], gradients[size] = gradients_of_step(trainer)
     assert record[4]["supervised"] > 0
@@ -156,7 +170,8 @@ def test_every_supervised_slot_weighs_the_same(tmp_path):
     config = TrainConfig(steps=1, l1_weight=0.7, ce_weight=0.3)
     optim = OptimConfig(tokens_per_step=4 * ROW, max_grad_norm=1e9)
     draft = tiny_draft(target).requires_grad_(True)
-    trainer = Trainer(config, optim, target, draft, stream, [], tmp_path)
+    backend = prepare(draft, optim, ParallelConfig(), ALONE, target.dtype)
+    trainer = Trainer(config, optim, target, draft, backend, stream, [], tmp_path)
     record, gradients = gradients_of_step(trainer)
 
     l1, ce = naive_losses(target, draft, rows)
@@ -236,6 +251,7 @@ def test_resuming_goes_on_with_the_random_numbers(tmp_path, data):
     trainer = make_trainer(tmp_path, data)
     trainer.train_step()
     trainer.save()
+    trainer.saver.wait()
     expected = random.random(), torch.rand(3).tolist()
     assert make_trainer(tmp_path, data).resume()
     assert (random.random(), torch.rand(3).tolist()) == expected
@@ -258,6 +274,7 @@ def test_a_run_is_resumed_only_as_what_it_was(tmp_path, data, change, message):
     trainer = make_trainer(tmp_path, data)
     trainer.train_step()
     trainer.save()
+    trainer.saver.wait()
     if "target" in change:
         other = Target(tiny_model(seed=1, num_hidden_layers=2), tiny_tokenizer(), name="other")
         change = {"target": other}
@@ -282,8 +299,8 @@ def test_steps_follow_the_learning_rate(tmp_path, data):
 
 
 def test_held_out_measurements(tmp_path, data):
-    trainer = make_trainer(tmp_path, data, rows=3, rows_per_step=3, eval_batches=100, eval_depth=2)
-    trainer.draft = tiny_draft(trainer.target).requires_grad_(True)
+    draft = tiny_draft(a_target()).requires_grad_(True)
+    trainer = make_trainer(tmp_path, data, rows=3, rows_per_step=3, eval_batches=100, eval_depth=2, draft=draft)
     before = [weight.clone() for weight in trainer.draft.parameters()]
     record = trainer.evaluate()
     rows = []
@@ -299,8 +316,7 @@ def test_held_out_measurements(tmp_path, data):
     assert all(torch.equal(*pair) for pair in zip(before, trainer.draft.parameters(), strict=True))
     assert all(weight.grad is None for weight in trainer.draft.parameters())
 
-    alone = make_trainer(tmp_path, data, rows=1, rows_per_step=3, eval_batches=100, eval_depth=2)
-    alone.draft = trainer.draft
+    alone = make_trainer(tmp_path, data, rows=1, rows_per_step=3, eval_batches=100, eval_depth=2, draft=draft)
     assert len(alone.heldout) > len(trainer.heldout)
     assert_same(alone.evaluate(), record, 1e-5)
     alone.heldout = []
@@ -320,12 +336,60 @@ def test_a_bf16_target_trains_an_fp32_draft(tmp_path, data):
         assert record["bf16"][name] != record["fp32"][name]
 
 
+@pytest.mark.parametrize("field", ["activation_checkpointing", "compile"])
+def test_recomputed_and_compiled_layers_train_the_same(tmp_path, data, field):
+    plain, changed = (
+        gradients_of_step(make_trainer(tmp_path, data, parallel=ParallelConfig(**{field: on})))
+        for on in (False, True)
+    )
+    assert_same(changed[0], plain[0], 1e-5)
+    assert_same(changed[1], plain[1], 1e-5)
+
+
 def test_a_step_is_a_whole_number_of_micro_batches():
     train = TrainConfig(steps=1, micro_batch_rows=4)
     assert accumulation(OptimConfig(tokens_per_step=2_097_152), train, row_tokens=2048) == 256
+    assert accumulation(OptimConfig(tokens_per_step=2_097_152), train, row_tokens=2048, ranks=8) == 32
+    with pytest.raises(UserError, match=r"\* data\.row_tokens \* 3 processes = 384; 768 would do$"):
+        accumulation(OptimConfig(tokens_per_step=1000), train, row_tokens=32, ranks=3)
     for tokens, suggestion in ((1000, 896), (100, 128), (129, 128)):
         with pytest.raises(UserError, match=rf"^optim\.tokens_per_step={tokens}: .* = 128; {suggestion} would do$"):
             accumulation(OptimConfig(tokens_per_step=tokens), train, row_tokens=32)
+
+
+def with_gradient(trainer: Trainer, values: dict[int, float]) -> None:
+    """Let steps by number have a gradient of this value throughout."""
+    clip = trainer.backend.clip
+
+    def spoilt() -> torch.Tensor:
+        value = values.get(trainer.step + 1)
+        if value is not None:
+            for weight in trainer.draft.parameters():
+                weight.grad.fill_(value)
+        return clip()
+
+    trainer.backend.clip = spoilt
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e6])
+def test_a_step_with_an_unsound_gradient_is_skipped_and_counted(tmp_path, data, value, monkeypatch):
+    monkeypatch.setattr(trainer_module, "NORMS", 2)
+    trainer = make_trainer(tmp_path, data)
+    with_gradient(trainer, {3: value})
+    for step in range(1, 5):
+        before = [weight.detach().clone() for weight in trainer.draft.parameters()]
+        record = trainer.train_step()
+        assert all(torch.equal(*pair) for pair in zip(before, trainer.draft.parameters(), strict=True)) == (step == 3)
+        assert record["skipped"] == (step >= 3)
+    assert all(weight.isfinite().all() for weight in trainer.draft.parameters())
+
+
+def test_too_many_unsound_gradients_end_the_run(tmp_path, data):
+    trainer = make_trainer(tmp_path, data, max_skipped=1)
+    with_gradient(trainer, {1: math.nan, 2: math.nan})
+    trainer.train_step()
+    with pytest.raises(UserError, match=r"^train\.max_skipped=1: step 2 is one more with an unsound gradient"):
+        trainer.train_step()
 
 
 @pytest.mark.parametrize("field", ["steps", "micro_batch_rows", "eval_batches", "eval_depth"])
@@ -334,7 +398,7 @@ def test_counts_are_at_least_one(field):
         TrainConfig(**{"steps": 1, field: 0})
 
 
-@pytest.mark.parametrize("field", ["l1_weight", "ce_weight", "save_every", "keep", "eval_every"])
+@pytest.mark.parametrize("field", ["l1_weight", "ce_weight", "save_every", "keep", "eval_every", "max_skipped"])
 def test_weights_and_intervals_are_not_negative(field):
     with pytest.raises(UserError, match=rf"^train\.{field}=-1: must be 0 or more$"):
         TrainConfig(**{"steps": 1, field: -1})

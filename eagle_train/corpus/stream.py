@@ -229,12 +229,13 @@ class Stream:
 
 
 def heldout_batches(config: DataConfig, renderer: ChatRenderer, rows: int) -> list[Batch]:
-    """One pass over config.heldout in its own order, `rows` packed rows a batch; the last may have fewer. No heldout,
-    no batches. Raises UserError as Stream does."""
+    """One pass over config.heldout in its own order, `rows` packed rows a batch; the last may have empty ones. No
+    heldout, no batches. Raises UserError as Stream does."""
     if config.heldout is None:
         return []
     packer = Packer(config)
     documents = (received(render(placed, config, renderer)) for placed in open_source(config, "heldout").rows())
     packed = [row for document in documents for row in packer.add(document)] + packer.flush()
     check(bool(packed), f"data.heldout is {config.heldout}; it has no supervised token: {packer.counts}")
+    packed += [PackedRow.empty(config.row_tokens) for _ in range(-len(packed) % rows)]
     return [collate(packed[i : i + rows]) for i in range(0, len(packed), rows)]

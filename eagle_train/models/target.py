@@ -1,4 +1,4 @@
-"""The frozen target: any Hugging Face causal LM, loaded by its own class. DESIGN section 3.4.
+"""The frozen target: any Hugging Face causal LM, loaded by its own class, whole or divided over ranks. DESIGN 3.4.
 
 It hands out hidden states (the output of the final norm), the embedding and the LM head, and knows nothing of drafts,
 losses or caches. Attention comes from outside: whoever calls passes `attend`, which transformers carries as a keyword
@@ -8,18 +8,23 @@ to the attention function registered here.
 import hashlib
 import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.distributed import DistributedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from eagle_train.config import UserError, check, one_line
-from eagle_train.ops.attention import Attend, Rule, packed_attention
+from eagle_train.distributed import ALONE, World
+from eagle_train.ops.attention import Attend, Rule, lengths_of, packed_attention
 from eagle_train.ops.linear import linear, use_fast_linear
 
 PROBE_TOKENS = 24  # of the start-up check
@@ -90,6 +95,7 @@ class TargetConfig:
 
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+PLACEMENTS = ("replicated", "fsdp2", "tensor")
 
 
 @dataclass(frozen=True)
@@ -122,19 +128,26 @@ class Identity:
 
 @dataclass
 class Target:
-    """A frozen causal LM. `tokenizer` is None where the directory has none."""
+    """A frozen causal LM. `tokenizer` is None where the directory has none.
+
+    `together`: the process group of ranks that compute every forward together (tensor parallel), each with rows of its
+    own. LM head and embedding are whole on every rank, however the rest is divided.
+    """
 
     model: PreTrainedModel
     tokenizer: Any = None
     name: str = "target"
+    together: Any = None
     identity: Identity = field(init=False)
     lm_head: LMHead = field(init=False)
+    embedding: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         refuse_unloaded(self.model, self.name)
         self.model.eval().requires_grad_(False)
         use_fast_linear(self.model)
         self.lm_head = lm_head_of(self.model)
+        self.embedding = whole(self.model.get_input_embeddings().weight)
         self.check_states()
         config = self.config
         self.identity = Identity(
@@ -165,16 +178,24 @@ class Target:
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token embeddings [B, T, H] of int64 tokens [B, T]."""
-        return F.embedding(tokens, self.model.get_input_embeddings().weight)
+        return F.embedding(tokens, self.embedding)
 
     @torch.no_grad()
     def hidden_states(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """What the LM head reads: the final norm's output [B, T, H] for int64 tokens and positions [B, T]."""
+        """What the LM head reads: the final norm's output [B, T, H] for int64 tokens and positions [B, T].
+
+        Ranks that compute together must all call it, with as many rows; it then attends within packed documents.
+        """
         decoder = self.model.get_decoder()
         if decoder is self.model:  # Llama 4's text model names no decoder
             decoder = self.model.model
-        own = {"attend": attend, "token_positions": positions}  # carried to `attention_of_target`
-        return decoder(input_ids=tokens, position_ids=positions, use_cache=False, **own).last_hidden_state
+        if self.together is None:
+            own = {"attend": attend, "token_positions": positions}  # carried to `attention_of_target`
+            return decoder(input_ids=tokens, position_ids=positions, use_cache=False, **own).last_hidden_state
+        tokens, positions = (gathered(x, self.together) for x in (tokens, positions))
+        own = {"attend": packed_attention(lengths_of(positions)), "token_positions": positions}
+        hidden = decoder(input_ids=tokens, position_ids=positions, use_cache=False, **own).last_hidden_state
+        return hidden.chunk(dist.get_world_size(self.together))[dist.get_rank(self.together)]
 
     def embedding_scale(self) -> float:
         """The power of two that makes token embeddings about as large as hidden states (root mean squares)."""
@@ -194,7 +215,7 @@ class Target:
         tokens = torch.arange(PROBE_TOKENS, device=self.device).remainder(self.config.vocab_size)[None]
         positions = torch.arange(PROBE_TOKENS, device=self.device)[None]
         self.model.set_attn_implementation("eager")
-        own = self.model(input_ids=tokens, use_cache=False).logits.float()
+        own = whole(self.model(input_ids=tokens, use_cache=False).logits).float()
         self.model.set_attn_implementation("eagle_train")
         ours = self.lm_head(self.hidden_states(tokens, positions, packed_attention([[PROBE_TOKENS]]))).float()
         error = ((ours - own).norm() / own.norm()).item()
@@ -206,8 +227,38 @@ class Target:
         )
 
 
-def load_target(config: TargetConfig, device: torch.device | str = "cpu") -> Target:
-    """The target and its tokenizer. Raises UserError where there is no checkpoint or weights are missing."""
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that may be divided over ranks, on every rank."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(own: torch.Tensor, group: Any) -> torch.Tensor:
+    """The ranks' tensors of one shape, one after the other."""
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, own.contiguous(), group=group)
+    return torch.cat(everyone)
+
+
+def division(placement: str, world: World) -> dict[str, Any]:
+    """What tells transformers to load each rank's part of the weights and nothing else, if they are divided."""
+    if placement == "replicated":
+        return {}
+    sizes = {"tp_size" if placement == "tensor" else "fsdp_size": world.share}
+    if world.share < world.size:
+        sizes["dp_replicate_size"] = world.size // world.share
+    known = {field.name for field in fields(DistributedConfig)}
+    check(
+        sizes.keys() <= known,
+        f"parallel.share={world.share}: transformers {transformers.__version__} divides a target over all "
+        f"{world.size} processes only; leave parallel.share out, or install 5.23 or newer",
+    )
+    return {"distributed_config": DistributedConfig(**sizes)}
+
+
+def load_target(
+    config: TargetConfig, device: torch.device | str = "cpu", placement: str = "replicated", world: World = ALONE
+) -> Target:
+    """The target and its tokenizer, whole or this rank's part. Raises UserError for a checkpoint that is not whole."""
     path = Path(config.path)
     local = path.is_absolute() or config.path.startswith(".") or len(path.parts) != 2
     check(
@@ -218,7 +269,12 @@ def load_target(config: TargetConfig, device: torch.device | str = "cpu") -> Tar
     try:
         hf_config = AutoConfig.from_pretrained(config.path, **options)
         model, report = AutoModelForCausalLM.from_pretrained(
-            config.path, config=hf_config, dtype=dtype, output_loading_info=True, **options
+            config.path,
+            config=hf_config,
+            dtype=dtype,
+            output_loading_info=True,
+            **options,
+            **division(placement, world),
         )
     except RuntimeError as error:  # transformers' report of shapes
         raise UserError(f"target.path={config.path}: a weight has the wrong shape: {one_line(error)}") from error
@@ -230,7 +286,23 @@ def load_target(config: TargetConfig, device: torch.device | str = "cpu") -> Tar
         f"target.path={config.path}: {len(missing)} weights are missing or of the wrong shape, {missing[:1]} first; "
         "give a complete checkpoint",
     )
-    return Target(model.to(device), load_tokenizer(config), name=config.path)
+    if placement == "tensor":
+        check_divided(model, world.share)
+    together = world.shares["share"].get_group() if placement == "tensor" and world.share > 1 else None
+    model = model.to(device) if placement == "replicated" else model
+    return Target(model, load_tokenizer(config), config.path, together)
+
+
+def check_divided(model: PreTrainedModel, share: int) -> None:
+    """Raise UserError unless the family's tensor-parallel plan divides at least half of the weights."""
+    parameters = list(model.parameters())
+    size = sum(parameter.numel() for parameter in parameters)
+    own = sum(x.to_local().numel() if isinstance(x, DTensor) else x.numel() for x in parameters)
+    check(
+        own <= size * (1 + 1 / share) / 2,
+        f"parallel.target=tensor: the plan of {model.config.model_type} leaves {own / size:.0%} of the weights on each "
+        f"of {share} ranks; use parallel.target=fsdp2",
+    )
 
 
 def training_dtype(config: TargetConfig, device: torch.device | str) -> TargetConfig:
@@ -251,7 +323,8 @@ def refuse_unloaded(model: PreTrainedModel, name: str) -> None:
     """Raise UserError if a weight is still on the meta device or is not finite."""
     for key, parameter in model.named_parameters():
         check(not parameter.is_meta, f"target {name}: {key} is on the meta device; load its weights first")
-        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 1024)]
+        own = parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+        sample = own.flatten()[:: max(1, own.numel() // 1024)]
         check(bool(sample.isfinite().all()), f"target {name}: {key} is not finite; the checkpoint is damaged")
 
 
@@ -261,14 +334,15 @@ def lm_head_of(model: PreTrainedModel) -> LMHead:
     scale = getattr(config, "logit_scale", None)  # Cohere multiplies
     if scale is None:
         scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)  # Granite divides
-    return LMHead(head.weight, getattr(head, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
+    bias, softcap = getattr(head, "bias", None), getattr(config, "final_logit_softcapping", None)
+    return LMHead(whole(head.weight), None if bias is None else whole(bias), scale, softcap)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
     """A short hash of 16 values of every weight, rounded to bf16, so that it is the same in every precision."""
     digest = hashlib.sha256()
     for key, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().flatten()
+        flat = whole(parameter.detach()).flatten()
         sample = flat[:: max(1, flat.numel() // 16)][:16].to("cpu", torch.bfloat16).contiguous()
         digest.update(key.encode() + sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

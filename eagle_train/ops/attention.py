@@ -148,6 +148,15 @@ def causal_mask(length: int, groups: int) -> torch.Tensor:
         return additive(seen).to(torch.bfloat16).repeat(groups, 1).unsqueeze(0)
 
 
+def lengths_of(positions: torch.Tensor) -> list[list[int]]:
+    """The lengths of each row's documents from their positions [B, T], which begin anew with each."""
+    return [
+        torch.diff(starts, append=starts.new_tensor([len(row)])).tolist()
+        for row in positions.cpu()
+        for starts in [(row == 0).nonzero().squeeze(1)]
+    ]
+
+
 def packed_attention(lengths: list[list[int]]) -> Attend:
     """`attend` for packed rows: causal within each document, nothing between documents. DESIGN section 3.1.
 
@@ -156,6 +165,7 @@ def packed_attention(lengths: list[list[int]]) -> Attend:
     """
     flat = [length for row in lengths for length in row]
 
+    @torch.compiler.disable  # compiled, it would be so anew for every batch's lengths
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
         batch, _, length, _ = q.shape
         if len(flat) == batch:

@@ -1,13 +1,15 @@
 """Checkpoints: written whole or not at all, verified before they are used. DESIGN sections 3.10 and 3.11.
 
 A checkpoint is the directory `DIR/step-00001234/` with
-    draft.safetensors   the draft's tensors, in the precision the caller gives (fp32 master weights)
-    draft.json          the draft's config
-    trainer.pt          the step and everything else that a resumed run needs
-    manifest.json       size and sha256 of the three files above
-Knows nothing of models, optimisers or data: it keeps tensors and state dicts. One process writes.
+    draft.safetensors               the draft's tensors, whole (fp32 master weights)
+    draft.json                      the draft's config
+    optimizer-00001.safetensors     the optimiser's tensors; a file from each rank with its parts and where they belong
+    trainer.pt                      the step and everything else that a resumed run needs
+    manifest.json                   size and sha256 of the files above
+Knows nothing of models, optimisers or data: it keeps tensors and state dicts.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -15,93 +17,214 @@ import random
 import re
 import shutil
 import sys
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from eagle_train.config import UserError, check, one_line
+from eagle_train.distributed import ALONE, World
 
-FORMAT = 1
+FORMAT = 2
 DRAFT, CONFIG, TRAINER, MANIFEST = "draft.safetensors", "draft.json", "trainer.pt", "manifest.json"
 NAME = re.compile(r"step-(\d{8,})")
+PLACES = "DCP_SHARDING_INFO"  # where torch's reader of sharded safetensors looks for a part's place in its whole
+
+T = TypeVar("T")
+Exchange = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `save` was given: draft tensors (on the CPU, dtypes as saved), draft config, and the trainer's state."""
+    """The draft's config and the trainer's state; the tensors are read when they are asked for."""
 
+    path: Path
     step: int
-    tensors: dict[str, Tensor]
     config: dict[str, Any]
     state: dict[str, Any]
+
+    def draft(self) -> dict[str, Tensor]:
+        """The draft's tensors, whole, on the CPU, dtypes as saved."""
+        return load_file(self.path / DRAFT)
+
+    def read_into(self, tensors: dict[str, Tensor]) -> None:
+        """Fill tensors, of the draft and of the optimiser by name; of a DTensor only this rank's part is read."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that a process alone reads alone
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(self.path)))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one rank writes, copied to the CPU, so that training can go on: tensors, and each one's place in its whole.
+
+    `draft` is whole, and empty on other ranks than the first.
+    """
+
+    draft: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    offsets: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, draft: dict[str, Tensor], optimizer: dict[str, Tensor], world: World = ALONE) -> "Parts":
+        """This rank's parts. DTensors are divided as they are; of what every rank has whole, each takes every n-th."""
+        whole = {
+            name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in draft.items()
+        }
+        parts, offsets = {}, {}
+        for number, (name, tensor) in enumerate(optimizer.items()):
+            if isinstance(tensor, DTensor):
+                _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+                if tensor.to_local().numel():
+                    parts[name], offsets[name] = copied(tensor.to_local()), list(offset)
+            elif number % world.size == world.rank:
+                parts[name], offsets[name] = copied(tensor), [0] * tensor.ndim
+        return cls({name: copied(tensor) for name, tensor in whole.items()} if world.is_main else {}, parts, offsets)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A contiguous copy on the CPU that shares no memory."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+class Saver:
+    """Saves in a thread, one checkpoint after the other, while training goes on."""
+
+    def __init__(self, world: World):
+        self.exchange, self.rank = functools.partial(world.exchange, side="files"), world.rank
+        self.pool = ThreadPoolExecutor(max_workers=1)
+        self.running: Future[Path] | None = None
+
+    def save(self, *arguments: Any, **options: Any) -> None:
+        """`save`, when the one before is done. Raises what that one raised."""
+        self.wait()
+        self.running = self.pool.submit(save, *arguments, **options, exchange=self.exchange, rank=self.rank)
+
+    def wait(self) -> Path | None:
+        """The last checkpoint's directory, when it is whole. Raises what its saving raised."""
+        running, self.running = self.running, None
+        return running.result() if running else None
+
+
+class DiskError(Exception):
+    """The disk refused what a rank wanted to write."""
+
+
+def together(exchange: Exchange, task: Callable[[], T]) -> list[T]:
+    """What `task` returns on each rank. Raises DiskError on all of them where the disk refuses one of them."""
+    own: tuple[T | None, str | None]
+    try:
+        own = task(), None
+    except BaseException as error:
+        reason = disk_error(error)
+        if reason is None:
+            raise
+        own = None, one_line(reason)
+    everyone = exchange(own)
+    for _, reason in everyone:
+        if reason is not None:
+            raise DiskError(reason)
+    return [value for value, _ in everyone]
 
 
 def save(
     directory: Path | str,
     step: int,
-    tensors: dict[str, Tensor],
+    parts: Parts,
     config: dict[str, Any],
     state: dict[str, Any],
     keep: int,
+    score: float | None = None,
+    exchange: Exchange = ALONE.exchange,
+    rank: int = 0,
 ) -> Path:
-    """Write the checkpoint of `step` and remove old ones; returns its directory.
+    """Write the checkpoint of `step` and remove old ones; returns its directory. Every rank calls it.
 
-    tensors: name -> tensor, any device, none sharing memory. config: JSON values. state: nested dicts, lists, tuples,
-    numbers, strings and tensors, because it is read back with `weights_only=True`. `keep` counts the checkpoints kept
-    up to and including this step (0 keeps all); those of later steps, which another run left, are not touched. A
-    checkpoint of the same step is replaced. Raises UserError when the disk refuses; earlier checkpoints are then as
-    they were.
+    config: JSON values. state: nested dicts, lists, tuples, numbers, strings and tensors, because it is read back with
+    `weights_only=True`. Both are taken from the first rank. `keep` counts the checkpoints kept up to and including this
+    step, the one of the highest `score` besides (0 keeps all); those of later steps, which another run left, are not
+    touched. A checkpoint of the same step is replaced. `exchange` hands every rank what each gave. Raises UserError on
+    every rank when the disk refuses one of them; earlier checkpoints are then as they were.
     """
     directory = Path(directory)
     final = directory / f"step-{step:08d}"
-    partial = directory / f".{final.name}.partial-{os.getpid()}"
+    partial = directory / f".{final.name}.partial"
+
+    def begin() -> None:
+        if rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            clean_up(directory)
+            partial.mkdir()
+
+    def finish() -> None:
+        if rank == 0:
+            write_manifest(partial, {"step": step, "score": score, "files": files})
+            publish(partial, final)
+
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        clean_up(directory)
-        partial.mkdir()
-        write_files(partial, step, tensors, config, state)
-        publish(partial, final)
+        together(exchange, begin)
+        written = together(exchange, lambda: write_files(partial, step, parts, config, state, rank))
+        files = {name: seal for own in written for name, seal in own.items()}
+        together(exchange, finish)
     except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        reason = disk_error(error)
-        if reason is None:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        if not isinstance(error, DiskError):
             raise
-        message = f"checkpoint directory {directory}: step {step} could not be written: {one_line(reason)}"
+        message = f"checkpoint directory {directory}: step {step} could not be written: {error}"
         raise UserError(f"{message}; earlier checkpoints are untouched") from error
-    if keep:
-        for old in [path for path in checkpoints(directory) if step_of(path) <= step][:-keep]:
-            discard(old)
+    if keep and rank == 0:
+        prune(directory, step, keep)
     return final
 
 
-def latest(directory: Path | str) -> Path | None:
-    """The newest checkpoint that is whole; None if there is none.
+def prune(directory: Path, step: int, keep: int) -> None:
+    """Remove the checkpoints up to `step` but the last `keep` and the best."""
+    paths = [path for path in checkpoints(directory) if step_of(path) <= step]
+    scores = {path: score for path in paths if (score := score_of(path)) is not None}
+    best = max(scores, key=lambda path: (scores[path], step_of(path)), default=None)
+    for path in paths[:-keep]:
+        if path != best:
+            discard(path)
+
+
+def latest(directory: Path | str, exchange: Exchange = ALONE.exchange, rank: int = 0) -> Path | None:
+    """The newest checkpoint that is whole; None if there is none. Every rank calls it and verifies some of the files.
 
     A damaged one is passed over with a line on stderr that says which and why. The files are read whole to verify them.
     """
     directory = Path(directory)
-    restore_replaced(directory)
-    for path in reversed(checkpoints(directory)):
-        flaw = find_flaw(path)
+    if rank == 0:
+        restore_replaced(directory)
+    paths = exchange(checkpoints(directory) if rank == 0 else [])[0]
+    for path in reversed(paths):
+        flaw = first_flaw(path, exchange, rank)
         if flaw is None:
             return path
-        print(f"warning: checkpoint {path} is passed over: {flaw}", file=sys.stderr)
+        if rank == 0:
+            print(f"warning: checkpoint {path} is passed over: {flaw}", file=sys.stderr)
     return None
 
 
-def load(path: Path | str) -> Checkpoint:
-    """Read one checkpoint after verifying it, all tensors on the CPU. Raises UserError if it is missing or damaged."""
+def load(path: Path | str, exchange: Exchange = ALONE.exchange, rank: int = 0) -> Checkpoint:
+    """Open one checkpoint after verifying it. Raises UserError if it is missing or damaged."""
     path = Path(path)
-    flaw = find_flaw(path)
+    flaw = first_flaw(path, exchange, rank)
     check(flaw is None, f"checkpoint {path}: {flaw}; give a directory step-XXXXXXXX that `save` has finished")
     trainer = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
     config = json.loads((path / CONFIG).read_text("utf-8"))
-    return Checkpoint(trainer["step"], load_file(path / DRAFT), config, trainer["state"])
+    return Checkpoint(path, trainer["step"], config, trainer["state"])
 
 
 def random_state() -> dict[str, Any]:
@@ -124,21 +247,31 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def write_files(
-    partial: Path, step: int, tensors: dict[str, Tensor], config: dict[str, Any], state: dict[str, Any]
-) -> None:
-    """Write the four files into `partial` and wait until they are on the disk; the manifest comes last."""
-    whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, partial / DRAFT, metadata={"format": "pt"})
-    (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-    # Through a Python file, because torch's own writer does not say why a write failed.
-    with (partial / TRAINER).open("wb") as file:
-        torch.save({"step": step, "state": state}, file)
-    # A state that cannot be read back must show now and not when a run is resumed; mmap leaves the tensors unread.
-    torch.load(partial / TRAINER, map_location="cpu", weights_only=True, mmap=True)
-    files = {name: fingerprint(partial / name) for name in (DRAFT, CONFIG, TRAINER)}
-    manifest = {"format": FORMAT, "step": step, "files": files}
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
-    for path in (*partial.iterdir(), partial):
+    partial: Path, step: int, parts: Parts, config: dict[str, Any], state: dict[str, Any], rank: int
+) -> dict[str, Any]:
+    """Write this rank's files into `partial` and wait until they are on the disk; returns their fingerprints."""
+    shard = partial / f"optimizer-{rank + 1:05d}.safetensors"
+    places = {name: {"saved_offsets": offset} for name, offset in parts.offsets.items()}
+    save_file(parts.optimizer, shard, metadata={"format": "pt", PLACES: json.dumps(places)})
+    written = [shard]
+    if rank == 0:
+        save_file(parts.draft, partial / DRAFT, metadata={"format": "pt"})
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        # Through a Python file, because torch's own writer does not say why a write failed.
+        with (partial / TRAINER).open("wb") as file:
+            torch.save({"step": step, "state": state}, file)
+        # A state that cannot be read back must show now and not when a run is resumed; mmap leaves the tensors unread.
+        torch.load(partial / TRAINER, map_location="cpu", weights_only=True, mmap=True)
+        written += [partial / DRAFT, partial / CONFIG, partial / TRAINER]
+    for path in written:
+        sync(path)
+    return {path.name: fingerprint(path) for path in written}
+
+
+def write_manifest(partial: Path, values: dict[str, Any]) -> None:
+    """The last file: with it the checkpoint is whole."""
+    (partial / MANIFEST).write_text(json.dumps({"format": FORMAT, **values}, indent=2) + "\n", "utf-8")
+    for path in (partial / MANIFEST, partial):
         sync(path)
 
 
@@ -167,14 +300,14 @@ def restore_replaced(directory: Path) -> None:
 def clean_up(directory: Path) -> None:
     """Remove what killed writes have left."""
     restore_replaced(directory)
-    for pattern in (".step-*.partial-*", ".step-*.replaced"):
+    for pattern in (".step-*.partial", ".step-*.replaced"):
         for leftover in directory.glob(pattern):
             shutil.rmtree(leftover)
 
 
 def discard(path: Path) -> None:
     """Remove a checkpoint; renamed first, so that a kill cannot leave half of it under its name."""
-    doomed = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    doomed = path.with_name(f".{path.name}.partial")
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
@@ -188,20 +321,34 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted((path for path in directory.glob("step-*") if NAME.fullmatch(path.name)), key=step_of)
 
 
-def find_flaw(path: Path) -> str | None:
-    """What is wrong with the checkpoint at `path`, or None."""
+def first_flaw(path: Path, exchange: Exchange, rank: int) -> str | None:
+    """What is wrong with the checkpoint at `path`, or None; each rank looks at every n-th file."""
+    size = len(exchange(None))
+    return next((flaw for flaw in exchange(find_flaw(path, rank, size)) if flaw is not None), None)
+
+
+def find_flaw(path: Path, rank: int = 0, size: int = 1) -> str | None:
+    """What is wrong with every `size`-th file of the checkpoint at `path`, or None."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
             return f"{MANIFEST} has format {manifest['format']}, this version reads {FORMAT}"
-        for name in (DRAFT, CONFIG, TRAINER):
-            if fingerprint(path / name) != manifest["files"][name]:
+        for name, seal in sorted(manifest["files"].items())[rank::size]:
+            if fingerprint(path / name) != seal:
                 return f"{name} is not what was written (its size or sha256 differs)"
     except OSError as error:
         return one_line(error)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, AttributeError):
         return f"{MANIFEST} is damaged"
     return None
+
+
+def score_of(path: Path) -> float | None:
+    """The score that the checkpoint was saved with; None without one, or where the manifest cannot be read."""
+    try:
+        return json.loads((path / MANIFEST).read_bytes())["score"]
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""Batches drawn a step early, and the frozen target run a micro-batch ahead of the draft.
+"""Batches drawn by a thread of their own, and the frozen target run a micro-batch ahead of the draft.
 
 On a CPU the target gets a thread and half of the cores: two streams of small operations fill the cores better than one
 stream split over all of them (measured on two: the target's forward takes as long on two threads as on one). On a GPU
 the one queue is kept full as it is. Knows nothing of losses, drafts or optimisers.
 """
 
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -14,41 +17,94 @@ import torch
 from eagle_train.corpus.stream import Batch, Stream
 
 
+class Drawer:
+    """A thread that draws `steps` steps, `ahead` of them at most, each with the state of the stream after it.
+
+    All ranks draw the same number, so that none waits for another in a last exchange.
+    """
+
+    def __init__(self, draw: Callable[[], list[Batch]], state: Callable[[], dict[str, Any]], steps: int, ahead: int):
+        self.draw, self.state, self.steps = draw, state, steps
+        self.ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
+        self.closed = threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        for _ in range(self.steps):
+            try:
+                step: Any = self.draw(), self.state()
+            except Exception as error:  # told to who waits for the step
+                step = error
+            while not self.closed.is_set():
+                try:
+                    self.ready.put(step, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+            if isinstance(step, Exception):
+                return
+
+    def take(self) -> tuple[list[Batch], dict[str, Any]]:
+        """The next step and the state after it. Raises what the drawing raised."""
+        step = self.ready.get()
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+    def close(self) -> None:
+        self.closed.set()
+        self.thread.join()
+
+
 class Lookahead:
     """Hands out each optimiser step's micro-batches with the target's hidden states.
 
-    `state` is the stream's after the last step that was handed out: where a checkpoint goes on.
+    `state` is the stream's after the last step that was handed out: where a checkpoint goes on. `waited`: seconds in
+    which nothing was done because no batch was ready.
     """
 
     def __init__(
         self,
         stream: Stream,
         accumulation: int,
+        steps: int,
         place: Callable[[Batch], Batch],
         hidden_states: Callable[[Batch], torch.Tensor],
         device: torch.device,
     ):
-        self.stream, self.accumulation, self.place, self.hidden_states = stream, accumulation, place, hidden_states
+        self.place, self.hidden_states = place, hidden_states
         self.pool, self.threads = None, torch.get_num_threads()
         if device.type == "cpu" and self.threads > 1:
             torch.set_num_threads(self.threads // 2)
             self.pool = ThreadPoolExecutor(max_workers=1)
         self.state: dict[str, Any] = stream.state_dict()
-        self.upcoming = self.draw()
+        self.waited = 0.0
+        self.stream = stream
+        self.drawer = Drawer(
+            lambda: [next(stream) for _ in range(accumulation)],
+            stream.state_dict,
+            steps + 1,  # the last step looks ahead too
+            stream.config.prefetch,
+        )
+        self.upcoming = self.take()
         self.running: Future[torch.Tensor] | None = None
 
-    def draw(self) -> list[Batch]:
-        return [self.place(next(self.stream)) for _ in range(self.accumulation)]
+    def take(self) -> tuple[list[Batch], dict[str, Any]]:
+        started = time.perf_counter()
+        batches, state = self.drawer.take()
+        self.waited += time.perf_counter() - started
+        return [self.place(batch) for batch in batches], state
 
     def step(self) -> list[Batch]:
         """The next optimiser step's micro-batches."""
-        batches, self.state = self.upcoming, self.stream.state_dict()
-        self.upcoming = self.draw()
+        batches, self.state = self.upcoming
+        self.upcoming = self.take()
         return batches
 
     def with_hidden_states(self, batches: list[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Each of the step's micro-batches with its [B, T, H]; the one after it is being computed meanwhile."""
-        for batch, following in zip(batches, [*batches[1:], self.upcoming[0]], strict=True):
+        for batch, following in zip(batches, [*batches[1:], self.upcoming[0][0]], strict=True):
             if self.pool is None:
                 yield batch, self.hidden_states(batch)
                 continue
@@ -58,6 +114,8 @@ class Lookahead:
 
     def close(self) -> None:
         """Give the cores back. What was drawn ahead is lost; `state` is not."""
+        self.drawer.close()
+        self.stream.close()
         if self.pool is not None:
             self.pool.shutdown(cancel_futures=True)
             torch.set_num_threads(self.threads)

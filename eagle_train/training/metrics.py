@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_train.config import UserError, check, one_line, write_text
+from eagle_train.distributed import ALONE, World
 
 Record = dict[str, Any]
 
@@ -47,10 +48,7 @@ COMMIT_NAME = re.compile("revision|commit|sha", re.IGNORECASE)
 
 
 class Meter:
-    """Sums over a step's micro-batches, divided once when they are read.
-
-    `sums` is open to the caller, who may add other ranks' sums before `means`. Tensors stay on their device until then.
-    """
+    """Sums over a step's micro-batches, divided once when they are read. Tensors stay on their device until then."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor | float] = {}
@@ -60,9 +58,16 @@ class Meter:
         for name, value in {"count": count, **sums}.items():
             self.sums[name] = self.sums.get(name, 0) + value
 
-    def means(self) -> Record:
-        """Each sum divided by the count: floats, or lists of floats for tensors with a shape; NaN where none count."""
-        sums = {name: torch.as_tensor(value).detach().cpu().double() for name, value in self.sums.items()}
+    def means(self, world: World = ALONE) -> Record:
+        """Each sum over all ranks, divided by the count's: floats, or lists of them for tensors with a shape.
+
+        NaN where none count.
+        """
+        values = [torch.as_tensor(value).detach().double() for value in self.sums.values()]
+        device = next((value.device for value in values if value.device.type != "cpu"), torch.device("cpu"))
+        flat = world.sum(torch.cat([value.to(device).flatten() for value in values])).cpu()
+        parts = flat.split([value.numel() for value in values])
+        sums = {name: part.view(value.shape) for name, part, value in zip(self.sums, parts, values, strict=True)}
         count = sums.pop("count")
         return {name: (value / count).tolist() for name, value in sums.items()}
 
@@ -247,9 +252,21 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def progress(total_steps: int, initial: int = 0) -> "Bar | Lines":
+def progress(total_steps: int, initial: int = 0, shown: bool = True) -> "Bar | Lines | Silence":
     """Progress on stderr from step `initial`: a bar on a terminal, a line every few seconds in a file or pipe."""
+    if not shown:
+        return Silence()
     return (Bar if sys.stderr.isatty() else Lines)(total_steps, initial)
+
+
+class Silence:
+    """What ranks show that are not the first."""
+
+    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class Bar:

@@ -5,6 +5,8 @@ stored. Knows nothing of files of data, of templates, or of how the draft is use
 """
 
 import dataclasses
+import math
+import statistics
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,23 +17,29 @@ import torch
 
 from eagle_train.config import UserError, check
 from eagle_train.corpus.stream import Batch, Stream
-from eagle_train.models.artifact import load_tensors
+from eagle_train.distributed import ALONE, World
 from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training import checkpoint
+from eagle_train.training.backend import Backend
 from eagle_train.training.lookahead import Lookahead
 from eagle_train.training.losses import LossSums, distillation_loss
-from eagle_train.training.metrics import Meter, MetricsLog, Record, progress
-from eagle_train.training.optimizer import OptimConfig, Optimizer
+from eagle_train.training.metrics import Meter, MetricsLog, NoTracker, Record, progress
+from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.unroll import chain_acceptance, unroll
 
 CHOICE_ROWS = 1024  # rows whose logits exist at once when a token is chosen for each
+NORMS = 64  # of the last steps, to which a runaway gradient is compared
 
 
 @dataclass
 class TrainConfig:
-    """The group `train`. `save_every` and `eval_every` are in steps; 0 is at the end only. `keep` 0 keeps all."""
+    """The group `train`. `save_every` and `eval_every` are in steps; 0 is at the end only. `keep` 0 keeps all.
+
+    A step whose gradient is not finite, or longer than `runaway` times the median of the last NORMS, is skipped;
+    `max_skipped` such steps end the run.
+    """
 
     steps: int
     micro_batch_rows: int = 1
@@ -43,22 +51,30 @@ class TrainConfig:
     eval_every: int = 0
     eval_batches: int = 8
     eval_depth: int = 3
+    runaway: float = 100.0
+    max_skipped: int = 20
 
     def __post_init__(self) -> None:
         for field in ("steps", "micro_batch_rows", "eval_batches", "eval_depth"):
             check(getattr(self, field) >= 1, f"train.{field}={getattr(self, field)}: must be at least 1")
-        for field in ("l1_weight", "ce_weight", "save_every", "keep", "eval_every"):
+        for field in ("l1_weight", "ce_weight", "save_every", "keep", "eval_every", "max_skipped"):
             check(getattr(self, field) >= 0, f"train.{field}={getattr(self, field)}: must be 0 or more")
+        check(self.runaway > 1, f"train.runaway={self.runaway}: must be above 1")
 
 
-def accumulation(optim: OptimConfig, train: TrainConfig, row_tokens: int) -> int:
-    """Micro-batches in an optimiser step. Raises UserError where the token budget is no whole number of them."""
-    micro = train.micro_batch_rows * row_tokens
+class Interrupted(Exception):
+    """The run was told to stop, and has written a checkpoint."""
+
+
+def accumulation(optim: OptimConfig, train: TrainConfig, row_tokens: int, ranks: int = 1) -> int:
+    """Micro-batches of a rank in an optimiser step. Raises UserError where they do not make up the token budget."""
+    micro = train.micro_batch_rows * row_tokens * ranks
     count, rest = divmod(optim.tokens_per_step, micro)
+    on_ranks = f" * {ranks} processes" if ranks > 1 else ""
     check(
         rest == 0 and count > 0,
         f"optim.tokens_per_step={optim.tokens_per_step}: must be a multiple of train.micro_batch_rows * "
-        f"data.row_tokens = {micro}; {max(count, 1) * micro} would do",
+        f"data.row_tokens{on_ranks} = {micro}; {max(count, 1) * micro} would do",
     )
     return count
 
@@ -72,16 +88,21 @@ class Trainer:
         optim: OptimConfig,
         target: Target,
         draft: Draft,
+        backend: Backend,
         stream: Stream,
         heldout: list[Batch],
         directory: Path,
+        world: World = ALONE,
     ):
         self.config, self.optim = train, optim
         self.target, self.draft, self.stream, self.heldout = target, draft, stream, heldout
-        self.directory = directory
-        self.accumulation = accumulation(optim, train, stream.config.row_tokens)
-        self.optimizer = Optimizer(draft, optim)
-        self.step = self.tokens = 0
+        self.backend, self.world, self.directory = backend, world, directory
+        self.accumulation = accumulation(optim, train, stream.config.row_tokens, world.size)
+        self.saver = checkpoint.Saver(world)
+        self.step = self.tokens = self.skipped = 0
+        self.norms: list[float] = []
+        self.stop_asked = False  # set it, on any rank, and the run ends after the next step with a checkpoint
+        self.stopping = 0  # how many ranks were asked
 
     def forward_backward_step(self, batch: Batch, hidden: torch.Tensor, scale: float) -> LossSums:
         """One micro-batch's sums; its gradients, multiplied by `scale`, are added to the draft's.
@@ -91,7 +112,7 @@ class Trainer:
         with self.autocast():
             previous = shift_hidden(hidden, batch.positions, self.draft.config.first_token)
             embeddings = self.target.embed(batch.tokens)
-            predicted = self.draft(embeddings, previous, batch.positions, packed_attention(batch.lengths))
+            predicted = self.backend.draft(embeddings, previous, batch.positions, packed_attention(batch.lengths))
         sums = distillation_loss(
             predicted[batch.supervised],
             hidden[batch.supervised],
@@ -100,48 +121,83 @@ class Trainer:
             ce_weight=self.config.ce_weight,
             scale=scale,
         )
-        sums.loss.backward()
+        self.backend.backward(sums.loss)
         return sums
 
     @cached_property
     def ahead(self) -> Lookahead:
         """The stream's batches with their hidden states, from where the stream stands when training begins."""
-        return Lookahead(self.stream, self.accumulation, self.placed, self.hidden_states, self.target.device)
+        steps = self.config.steps - self.step
+        return Lookahead(self.stream, self.accumulation, steps, self.placed, self.hidden_states, self.target.device)
 
     def train_step(self) -> Record:
         """One optimiser step over its micro-batches; each supervised slot of the step weighs the same. DESIGN 3.2."""
         micro_batches = self.ahead.step()
-        supervised = sum(int(batch.supervised.sum()) for batch in micro_batches)
+        own = sum(int(batch.supervised.sum()) for batch in micro_batches)
+        counts = torch.tensor([own, self.stop_asked], device=self.target.device)
+        supervised, self.stopping = self.world.sum(counts).tolist()
         meter = Meter()
-        for batch, hidden in self.ahead.with_hidden_states(micro_batches):
-            sums = self.forward_backward_step(batch, hidden, 1.0 / max(supervised, 1))
+        for number, (batch, hidden) in enumerate(self.ahead.with_hidden_states(micro_batches), 1):
+            self.backend.begin(last=number == self.accumulation)
+            sums = self.forward_backward_step(batch, hidden, self.backend.divisor / max(supervised, 1))
             meter.add(sums.rows, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
-        norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.optim.max_grad_norm)
+        norm = self.backend.clip().item()
         self.step += 1
         lr = self.optim.lr_at(self.step, self.config.steps)
-        self.optimizer.step(lr)
-        self.optimizer.zero_grad()
-        self.tokens += sum(batch.tokens.numel() for batch in micro_batches)
-        means = meter.means()
+        if self.is_sound(norm):
+            self.backend.step(lr)
+        else:
+            self.backend.skip()
+        self.tokens += sum(batch.tokens.numel() for batch in micro_batches) * self.world.size
+        means = meter.means(self.world)
         loss = self.config.l1_weight * means["l1"] + self.config.ce_weight * means["ce"]
-        return {"loss": loss, **means, "grad_norm": norm.item(), "lr": lr, "supervised": supervised}
+        return {
+            "loss": loss,
+            **means,
+            "grad_norm": norm,
+            "lr": lr,
+            "supervised": supervised,
+            "skipped": self.skipped,
+        }
 
-    def train(self, log: MetricsLog) -> Record:
-        """All steps from where the run stands. Returns the last held-out measurements."""
-        bar = progress(self.config.steps, self.step)
+    def is_sound(self, norm: float) -> bool:
+        """Whether a step with a gradient of this norm is to be made. Raises UserError where too many were not."""
+        usual = statistics.median(self.norms) if len(self.norms) == NORMS else math.inf
+        sound = math.isfinite(norm) and norm <= self.config.runaway * usual
+        if sound:
+            self.norms = [*self.norms[1 - NORMS :], norm]
+            return True
+        self.skipped += 1
+        check(
+            self.skipped <= self.config.max_skipped,
+            f"train.max_skipped={self.config.max_skipped}: step {self.step} is one more with an unsound gradient (its "
+            f"norm is {norm:.3g}); lower optim.lr or look at the data",
+        )
+        return False
+
+    def train(self, log: MetricsLog | NoTracker) -> Record:
+        """All steps from where the run stands. Returns the last held-out measurements.
+
+        Raises Interrupted where `stop_asked` was set on the way.
+        """
+        bar = progress(self.config.steps, self.step, shown=self.world.is_main)
         heldout: Record = {}
         while self.step < self.config.steps:
-            started, tokens = time.perf_counter(), self.tokens
+            started, tokens, waited = time.perf_counter(), self.tokens, self.ahead.waited
             record = self.train_step()
             seconds = time.perf_counter() - started
             record |= {"tokens": self.tokens, "tokens_per_s": (self.tokens - tokens) / seconds}
+            record["data_wait"] = (self.ahead.waited - waited) / seconds
             if self.is_due(self.config.eval_every):
                 heldout = self.evaluate()
                 record |= {f"heldout_{name}": value for name, value in heldout.items()}
             log.log(self.step, record)
             bar.update(self.step, record["loss"], record["tokens_per_s"])
-            if self.is_due(self.config.save_every):
-                self.save()
+            if self.is_due(self.config.save_every) or self.stopping:
+                self.save(heldout.get("simulated_tpc"))
+            if self.stopping and self.step < self.config.steps:
+                raise Interrupted(f"checkpoint {self.saver.wait()}: the same command goes on from there")
+        self.saver.wait()
         self.ahead.close()
         bar.close()
         return heldout
@@ -153,23 +209,28 @@ class Trainer:
     def evaluate(self) -> Record:
         """Losses, acceptance by depth and simulated TPC on held-out rows, the draft unrolled on its own features."""
         meter = Meter()
-        accepted = chains = torch.zeros(self.config.eval_depth, dtype=torch.float64)
-        for batch in self.heldout[: self.config.eval_batches]:
-            batch = self.placed(batch)
+        batches = self.heldout[: self.config.eval_batches]
+        accepted = chains = torch.zeros(self.config.eval_depth, dtype=torch.float64, device=self.target.device)
+        for start in range(0, len(batches), self.world.size):  # a rank without a batch runs the first, uncounted
+            number = start + self.world.rank
+            counts = number < len(batches)
+            batch = self.placed(batches[number] if counts else batches[0])
             hidden, positions = self.hidden_states(batch), batch.positions
             with self.autocast():
                 previous = shift_hidden(hidden, positions, self.draft.config.first_token)
                 embeddings = self.target.embed(batch.tokens)
-                states = unroll(self.draft, embeddings, previous, positions, batch.lengths, self.config.eval_depth)
-            rows = batch.supervised
+                states = unroll(
+                    self.backend.draft, embeddings, previous, positions, batch.lengths, self.config.eval_depth
+                )
+            rows = batch.supervised & counts
             sums = distillation_loss(states[0][rows], hidden[rows], self.target.lm_head)
             meter.add(sums.rows, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
-            held, possible = chain_acceptance(states, self.choose(hidden), self.choose, batch.supervised, positions)
-            accepted, chains = accepted + held.cpu(), chains + possible.cpu()
-        if not self.heldout:
+            held, possible = chain_acceptance(states, self.choose(hidden), self.choose, rows, positions)
+            accepted, chains = accepted + held, chains + possible
+        if not batches:
             return {}
-        by_depth = (accepted / chains).tolist()
-        return {**meter.means(), "acceptance_per_depth": by_depth, "simulated_tpc": 1 + sum(by_depth)}
+        by_depth = (self.world.sum(accepted) / self.world.sum(chains)).tolist()
+        return {**meter.means(self.world), "acceptance_per_depth": by_depth, "simulated_tpc": 1 + sum(by_depth)}
 
     def placed(self, batch: Batch) -> Batch:
         """The batch on the target's device."""
@@ -190,21 +251,24 @@ class Trainer:
         low = self.target.dtype != torch.float32
         return torch.autocast(self.target.device.type, dtype=self.target.dtype if low else None, enabled=low)
 
-    def save(self) -> Path:
-        """Write a checkpoint: draft, optimiser, data position, random state."""
+    def save(self, score: float | None = None) -> None:
+        """Write a checkpoint in the background: draft, optimiser, data position, random state."""
+        tensors = self.backend.state_dict()
         state = {
-            "optimizer": self.optimizer.state_dict(),
             "stream": self.ahead.state,
             "random": checkpoint.random_state(),
             "tokens": self.tokens,
+            "skipped": self.skipped,
+            "norms": self.norms,
             "target": dataclasses.asdict(self.target.identity),
         }
+        parts = checkpoint.Parts.of(tensors["draft"], tensors["optimizer"], self.world)
         config = dataclasses.asdict(self.draft.config)
-        return checkpoint.save(self.directory, self.step, self.draft.state_dict(), config, state, keep=self.config.keep)
+        self.saver.save(self.directory, self.step, parts, config, state, keep=self.config.keep, score=score)
 
     def resume(self) -> bool:
         """Go on from the newest whole checkpoint in the directory, if there is one."""
-        path = checkpoint.latest(self.directory)
+        path = checkpoint.latest(self.directory, self.world.exchange, self.world.rank)
         if path is None:
             return False
         found = checkpoint.load(path)
@@ -215,9 +279,11 @@ class Trainer:
         made_for = found.state["target"]["fingerprint"]
         if made_for != self.target.identity.fingerprint:
             raise UserError(f"target.path={self.target.name}: {path} was trained for {found.state['target']['name']}")
-        load_tensors(self.draft, found.tensors, path)
-        self.optimizer.load_state_dict(found.state["optimizer"])
+        tensors = self.backend.state_dict()
+        found.read_into(tensors["draft"] | tensors["optimizer"])
+        self.backend.load_state_dict(tensors)
         self.stream.load_state_dict(found.state["stream"])
         checkpoint.set_random_state(found.state["random"])
         self.step, self.tokens = found.step, found.state["tokens"]
+        self.skipped, self.norms = found.state["skipped"], found.state["norms"]
         return True

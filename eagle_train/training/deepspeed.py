@@ -1,0 +1,127 @@
+"""DeepSpeed's ZeRO behind the seam of backend.py. Loaded only where parallel.backend=deepspeed.
+
+Its JSON is composed here from our own config. Knows nothing of losses, data or files.
+"""
+
+import os
+from typing import Any
+
+import torch
+
+from eagle_train.config import UserError, check
+from eagle_train.distributed import World
+from eagle_train.models.draft import Draft
+from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.optimizer import OptimConfig, Optimizer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def composed(optim: OptimConfig, parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """DeepSpeed's JSON. Accumulation is the trainer's, so every micro-batch is one of one here."""
+    zero = {"stage": 2, **parallel.zero}
+    if parallel.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": optim.max_grad_norm,
+        "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+    }
+
+
+class DeepSpeed:
+    """ZeRO-1, 2 or 3 around torch's AdamW."""
+
+    def __init__(self, draft: Draft, optim: OptimConfig, parallel: ParallelConfig, world: World, dtype: torch.dtype):
+        check(optim.name == "adamw", f"optim.name={optim.name}: DeepSpeed trains with adamw here; use parallel=fsdp2")
+        if world.mesh.device_type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        try:
+            import deepspeed
+            from deepspeed.runtime.utils import combine_grad_norm_groups
+        except ImportError as error:
+            raise UserError(
+                f"parallel.backend=deepspeed: {error}; install it with `pip install eagle-train[deepspeed]`"
+            ) from error
+        self.tools, self.combine = deepspeed.utils, combine_grad_norm_groups
+        self.names = {parameter: name for name, parameter in draft.named_parameters()}
+        optimizer = Optimizer(draft, optim).parts[0]
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=draft, optimizer=optimizer, config=composed(optim, parallel, dtype), dist_init_required=False
+        )
+        self.draft, self.divisor = self.engine, world.size
+        self.make_moments()
+
+    def make_moments(self) -> None:
+        """AdamW's state before its first step, so that a checkpoint can be read into it.
+
+        ZeRO-1 and 2 link each weight with its moments once, after the first group's step, when the others have none.
+        """
+        inner = self.optimizer.optimizer
+        groups = [parameter for group in inner.param_groups for parameter in group["params"]]
+        for parameter in getattr(self.optimizer, "fp32_partitioned_groups_flat", groups):  # ZeRO-3 keeps its own list
+            if not inner.state[parameter]:
+                zeros = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+                inner.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
+        if hasattr(self.optimizer, "_lazy_init_hp_params_optimizer_state"):
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def begin(self, last: bool) -> None:
+        self.last = last
+        self.engine.set_gradient_accumulation_boundary(last)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss, scale_wrt_gas=False)
+        if not self.last:
+            self.engine.step()  # only counts
+
+    def clip(self) -> torch.Tensor:
+        """The norm only: the cutting is a part of `step`. DeepSpeed says infinity where a gradient is not finite."""
+        if hasattr(self.optimizer, "scaled_global_norm"):  # ZeRO-1 and 2
+            return torch.as_tensor(self.optimizer.scaled_global_norm())
+        return torch.as_tensor(self.combine(self.optimizer._get_norm_groups()))
+
+    def step(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+
+    def skip(self) -> None:
+        """DeepSpeed itself leaves out a step with a gradient that is not finite, and cleans up after it."""
+        parameter = next(iter(self.names))
+        gradient = self.tools.safe_get_full_grad(parameter)
+        self.tools.safe_set_full_grad(parameter, torch.full_like(gradient, torch.inf))
+        self.engine.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        draft, optimizer = {}, {}
+        for parameter, name in self.names.items():
+            draft[name] = self.tools.safe_get_full_fp32_param(parameter)
+            for moment in MOMENTS:
+                optimizer[f"state.{name}.{moment}"] = self.tools.safe_get_full_optimizer_state(parameter, moment)
+            optimizer[f"state.{name}.step"] = self.counter().detach().float().cpu().clone()
+        return {"draft": draft, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for parameter, name in self.names.items():
+            self.tools.safe_set_full_fp32_param(parameter, state["draft"][name])
+            for moment in MOMENTS:
+                value = state["optimizer"][f"state.{name}.{moment}"]
+                self.tools.safe_set_full_optimizer_state(parameter, value, moment)
+        if hasattr(self.optimizer, "update_lp_params"):  # what is computed with are copies
+            self.optimizer.update_lp_params()
+        else:
+            for part in range(len(self.optimizer.fp32_partitioned_groups_flat)):
+                self.optimizer._reassign_or_swap_out_partitioned_parameters(part)
+        for moments in self.optimizer.optimizer.state.values():
+            moments["step"].copy_(state["optimizer"][f"state.{name}.step"])
+
+    def counter(self) -> torch.Tensor:
+        """How many steps AdamW has made."""
+        return next(iter(self.optimizer.optimizer.state.values()))["step"]

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Training on the GPUs of one node, or on one of several nodes. All arguments are eagle-train's overrides.
+# Usage: bash launch/torchrun.sh experiment=... parallel=fsdp2 ...
+#   PROCESSES   on this node; by default one for each GPU, or one
+#   NODES       in the job (1); with more, start the same line on each node with
+#   MASTER      HOST:PORT of one of them that all reach, and
+#   JOB         a name that is theirs alone (eagle)
+. "$(dirname "$0")/setup.sh"
+processes="${PROCESSES:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
+if [ "${NODES:-1}" -gt 1 ]; then
+  : "${MASTER:?error: NODES=$NODES needs MASTER=HOST:PORT}"
+  rendezvous=(--nnodes "$NODES" --rdzv-backend c10d --rdzv-endpoint "$MASTER" --rdzv-id "${JOB:-eagle}")
+else
+  rendezvous=(--standalone)
+fi
+# A log for each rank, if LOGS names a directory; errors are shown here in any case, the first rank's output too.
+[ -z "${LOGS:-}" ] || rendezvous+=(--log-dir "$LOGS" --redirects 3 --tee 3)
+exec torchrun "${rendezvous[@]}" --nproc-per-node "$processes" -m eagle_train.train "$@"

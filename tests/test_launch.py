@@ -1,0 +1,88 @@
+"""The launch scripts, as far as they can be checked without a cluster: a stub of Slurm starts two local ranks."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_line import chats, read_jsonl, save_target, write_jsonl
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/slurm/*")])
+
+# srun starts the ranks and sends them what scancel tells it to; scontrol knows one host and notes what is requeued.
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys
+options = [argument for argument in sys.argv[1:] if argument.startswith("--")]
+command = sys.argv[1 + len(options):]
+log = next(option for option in options if option.startswith("--output=")).removeprefix("--output=")
+ranks = []
+for rank in range(int(os.environ["SLURM_NTASKS"])):
+    variables = os.environ | {{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}}
+    file = open(log.replace("%t", str(rank)), "ab")
+    ranks.append(subprocess.Popen(command, env=variables, stdout=file, stderr=file))
+signal.signal(signal.SIGUSR2, lambda *_: [rank.send_signal(signal.SIGUSR1) for rank in ranks])
+open(os.environ["STUB"] + "/srun.pid", "w").write(str(os.getpid()))
+sys.exit(max(abs(rank.wait()) for rank in ranks))
+"""
+SCANCEL = '#!/bin/bash\n[ "$1" = --signal=USR1 ] && [ "$2" = 7.0 ] && kill -USR2 "$(cat "$STUB/srun.pid")"\n'
+SCONTROL = '#!/bin/bash\n[ "$1" = show ] && echo localhost || echo "$@" >>"$STUB/requeued"\n'
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse(script):
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+@pytest.fixture
+def cluster(tmp_path) -> dict[str, str]:
+    """The environment of a Slurm job of two ranks in a copy of the repository; `STUB` is where the stubs keep notes."""
+    repository, stub = tmp_path / "repository", tmp_path / "stub"
+    stub.mkdir()
+    for name, text in (("srun", SRUN), ("scancel", SCANCEL), ("scontrol", SCONTROL)):
+        (stub / name).write_text(text)
+        (stub / name).chmod(0o755)
+    shutil.copytree(ROOT / "launch", repository / "launch")
+    (repository / ".venv/bin").mkdir(parents=True)
+    program = repository / ".venv/bin/eagle-train"
+    program.write_text(f'#!/bin/bash\nexec {sys.executable} -m eagle_train.train "$@"\n')
+    program.chmod(0o755)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost", "STUB": str(stub)}
+    paths = {"PATH": f"{stub}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_SUBMIT_DIR": str(repository)}
+    return os.environ | variables | paths | {"OMP_NUM_THREADS": "1"}
+
+
+def submit(environment: dict[str, str], *overrides: str) -> subprocess.Popen:
+    return subprocess.Popen(["bash", ROOT / "launch/slurm/train.sbatch", *overrides], env=environment)
+
+
+def test_a_preempted_job_is_queued_again_and_goes_on(cluster, tmp_path):
+    save_target(tmp_path / "target")
+    write_jsonl(tmp_path / "train.jsonl", chats(40))
+    out = tmp_path / "run"
+    overrides = [
+        *(f"target={tmp_path}/target", "data=messages", f"data.path={tmp_path}/train.jsonl", "data.row_tokens=32"),
+        *("optim.tokens_per_step=128", "train.micro_batch_rows=1", "train.steps=600", "train.save_every=0"),
+        *("draft.num_layers=1", "parallel=ddp", "device=cpu", f"out={out}"),
+    ]
+    job = submit(cluster, *overrides)
+    while not (out / "metrics.jsonl").exists() or len(read_jsonl(out / "metrics.jsonl")) < 5:
+        assert job.poll() is None
+        time.sleep(0.2)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=120) == 75
+    assert (Path(cluster["STUB"]) / "requeued").read_text() == "requeue 7\n"
+    (checkpoint,) = out.glob("step-*")
+    done = int(checkpoint.name.removeprefix("step-"))
+    assert len(read_jsonl(out / "metrics.jsonl")) == done < 600
+    assert submit(cluster, *overrides, f"train.steps={done + 3}").wait(timeout=120) == 0
+    assert [record["step"] for record in read_jsonl(out / "metrics.jsonl")] == list(range(1, done + 4))
+
+
+def test_a_rank_that_fails_ends_the_job_with_its_reason(cluster, capfd):
+    assert submit(cluster, "data.path=nowhere.jsonl", "device=cpu", "parallel=ddp").wait(timeout=120) == 2
+    assert "error: " in capfd.readouterr().err

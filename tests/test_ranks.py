@@ -1,0 +1,154 @@
+"""Several ranks: each backend computes what one process computes, and goes on from any other's checkpoint."""
+
+import importlib.util
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import chats, write_jsonl
+from ranks_job import a_row
+from test_trainer import assert_same, make_trainer, run
+from tiny import tiny_model
+
+from eagle_train.models.target import TargetConfig, load_target
+from eagle_train.ops.attention import packed_attention
+
+STEPS, SAVED = 20, 10
+TRAIN = {"steps": STEPS, "rows": 1, "rows_per_step": 6, "save_every": SAVED, "eval_every": SAVED, "keep": 0}
+CASES = {
+    "ddp": {"backend": "ddp"},
+    "fsdp2": {"backend": "fsdp2"},
+    "fsdp2-recomputed": {"backend": "fsdp2", "activation_checkpointing": True},
+    "fsdp2-offloaded": {"backend": "fsdp2", "offload_optimizer": True},
+}
+DEEPSPEED = {f"zero{stage}": {"backend": "deepspeed", "zero": {"stage": stage}} for stage in (1, 2, 3)}
+if importlib.util.find_spec("deepspeed"):
+    CASES |= DEEPSPEED
+
+
+def start_ranks(number: int, data: Path, cases: list[dict]) -> None:
+    """Run ranks_job.py; its output is shown where it fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+    job = Path(__file__).with_name("ranks_job.py")
+    done = subprocess.run(
+        [*command, job, data, json.dumps(cases)], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    for seed, (name, count) in enumerate({"train": 60, "heldout": 12}.items()):
+        write_jsonl(directory / f"{name}.jsonl", chats(count, seed))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory) -> tuple[Path, list[dict]]:
+    """One process's run, and its metrics."""
+    directory = tmp_path_factory.mktemp("alone")
+    return directory, run(make_trainer(directory, data, **TRAIN))
+
+
+def first_half(source: Path, directory: Path) -> Path:
+    """A copy of a run as it was at its first checkpoint."""
+    shutil.copytree(source, directory)
+    shutil.rmtree(directory / f"step-{STEPS:08d}")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def together(data, alone, tmp_path_factory) -> Path:
+    """Two ranks' runs from the start (CASE), and from one process's checkpoint (resumed-CASE)."""
+    root = tmp_path_factory.mktemp("together")
+    cases = [{"out": str(root / name), "parallel": values, "train": TRAIN} for name, values in CASES.items()]
+    for name, values in CASES.items():
+        out = first_half(alone[0], root / f"resumed-{name}")
+        cases.append({"out": str(out), "parallel": values, "train": TRAIN})
+    start_ranks(2, data, cases)
+    return root
+
+
+def metrics_of(directory: Path) -> list[dict]:
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in ("tokens_per_s", "data_wait")} for line in lines]
+
+
+def assert_same_run(found: list[dict], expected: list[dict]) -> None:
+    assert len(found) == len(expected) == STEPS
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other, 1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one_process_does(alone, together, name):
+    assert_same_run(metrics_of(together / name), alone[1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_go_on_from_one_processs_checkpoint(alone, together, name):
+    assert_same_run(metrics_of(together / f"resumed-{name}"), alone[1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_process_goes_on_from_two_ranks_checkpoint(alone, together, data, tmp_path, name):
+    directory = first_half(together / name, tmp_path / "run")
+    trainer = make_trainer(directory, data, **TRAIN)
+    assert trainer.resume()
+    assert trainer.step == SAVED
+    assert_same_run(run(trainer, resumed=True), alone[1])
+
+
+def test_three_ranks_go_on_from_two_ranks_checkpoint(alone, together, data, tmp_path):
+    directory = first_half(together / "fsdp2", tmp_path / "run")
+    start_ranks(3, data, [{"out": str(directory), "parallel": CASES["fsdp2"], "train": TRAIN}])
+    assert_same_run(metrics_of(directory), alone[1])
+
+
+FAMILIES = ("llama", "qwen3", "mixtral", "gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def divided(data, tmp_path_factory) -> Path:
+    """What two ranks make of targets that they divide: FAMILY-PLACEMENT-RANK."""
+    root, cases = tmp_path_factory.mktemp("divided"), []
+    for family in FAMILIES:
+        tiny_model(family).save_pretrained(root / family)
+        for placement in ("fsdp2", "tensor"):
+            cases.append(
+                {"out": str(root / f"{family}-{placement}"), "target": str(root / family), "placement": placement}
+            )
+    start_ranks(2, data, cases)
+    return root
+
+
+WHOLE = ("gpt_oss", "tensor")  # whose plan divides next to nothing
+
+
+@pytest.mark.parametrize(
+    ("family", "placement"),
+    [case for case in itertools.product(FAMILIES, ("fsdp2", "tensor")) if case != WHOLE],
+)
+def test_a_divided_target_gives_the_whole_ones_hidden_states(divided, family, placement):
+    target = load_target(TargetConfig(str(divided / family)), "cpu")
+    size = sum(parameter.numel() for parameter in target.model.parameters())
+    for rank in (0, 1):
+        found = torch.load(divided / f"{family}-{placement}-{rank}", weights_only=True)
+        expected = target.hidden_states(*a_row(rank), packed_attention([[9, 11]]))
+        torch.testing.assert_close(found["hidden"], expected, rtol=1e-5, atol=1e-5)
+        assert found["fingerprint"] == target.identity.fingerprint
+        assert found["own"] < 0.75 * size
+
+
+def test_a_plan_that_divides_next_to_nothing_is_refused(divided):
+    found = torch.load(divided / "-".join((*WHOLE, "0")), weights_only=True)
+    assert re.match(r"parallel\.target=tensor: the plan of gpt_oss leaves 98% of the weights on each", found["refused"])
