@@ -339,8 +339,7 @@ def test_a_bf16_target_trains_an_fp32_draft(tmp_path, data):
 @pytest.mark.parametrize("field", ["activation_checkpointing", "compile"])
 def test_recomputed_and_compiled_layers_train_the_same(tmp_path, data, field):
     plain, changed = (
-        gradients_of_step(make_trainer(tmp_path, data, parallel=ParallelConfig(**{field: on})))
-        for on in (False, True)
+        gradients_of_step(make_trainer(tmp_path, data, parallel=ParallelConfig(**{field: on}))) for on in (False, True)
     )
     assert_same(changed[0], plain[0], 1e-5)
     assert_same(changed[1], plain[1], 1e-5)
