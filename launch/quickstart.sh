@@ -2,6 +2,7 @@
 # Set-up and the main job on the bundled target: make chat data, train a draft, export it, measure what it is worth.
 # Usage: bash launch/quickstart.sh [overrides for eagle-train, e.g. train.steps=100]
 . "$(dirname "$0")/setup.sh"
+set_up
 out=outputs/quickstart
 rm -rf "$out"
 

@@ -1,5 +1,6 @@
-# Sourced by the other scripts: a virtual environment in .venv with the tested versions; installs nothing twice.
-# Usage: . launch/setup.sh [EXTRA]     EXTRA: a group of optional dependencies in pyproject.toml, e.g. test
+# A virtual environment in .venv with the tested versions; installs nothing twice.
+# Usage: bash launch/setup.sh [EXTRA]     EXTRA: a group of optional dependencies in pyproject.toml, e.g. test
+# The other scripts source it, which puts them into the repository's root, and call set_up.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,17 +20,23 @@ find_python() {
   return 1
 }
 
-extra="${1:-}"
-stamp=".venv/.installed${extra:+-$extra}"
-wanted=$(cat pyproject.toml launch/constraints.txt | cksum)
-if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-  if [ ! -x .venv/bin/python ]; then
-    python=$(find_python)
-    echo "creating .venv with $("$python" --version)"
-    "$python" -m venv .venv
+set_up() {
+  local extra="${1:-}" stamp wanted python
+  stamp=".venv/.installed${extra:+-$extra}"
+  wanted=$(cat pyproject.toml launch/constraints.txt | cksum)
+  if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    if [ ! -x .venv/bin/python ]; then
+      python=$(find_python)
+      echo "creating .venv with $("$python" --version)"
+      "$python" -m venv .venv
+    fi
+    echo "installing eagle_train${extra:+ with its $extra dependencies} into .venv (some minutes the first time)"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c launch/constraints.txt -e ".${extra:+[$extra]}"
+    echo "$wanted" >"$stamp"
   fi
-  echo "installing eagle_train${extra:+ with its $extra dependencies} into .venv (some minutes the first time)"
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -c launch/constraints.txt -e ".${extra:+[$extra]}"
-  echo "$wanted" >"$stamp"
+  export PATH="$PWD/.venv/bin:$PATH"
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+  set_up "$@"
 fi
-export PATH="$PWD/.venv/bin:$PATH"

@@ -6,6 +6,7 @@
 #   MASTER      HOST:PORT of one of them that all reach, and
 #   JOB         a name that is theirs alone (eagle)
 . "$(dirname "$0")/setup.sh"
+set_up
 processes="${PROCESSES:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
 if [ "${NODES:-1}" -gt 1 ]; then
   : "${MASTER:?error: NODES=$NODES needs MASTER=HOST:PORT}"

@@ -38,6 +38,23 @@ def test_scripts_parse(script):
     subprocess.run(["bash", "-n", script], check=True)
 
 
+def test_overrides_are_the_commands_and_not_the_set_ups(tmp_path):
+    """Quickstart with stubs for the programs: a set-up that is done installs nothing, and training gets the rest."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    programs = tmp_path / ".venv/bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "eagle-train", "eagle-export"):
+        (programs / name).write_text(f'#!/bin/bash\necho {name} "$@" >>calls\n')
+        (programs / name).chmod(0o755)
+    sums = subprocess.run("cat pyproject.toml launch/constraints.txt | cksum", shell=True, cwd=tmp_path, stdout=-1)
+    (tmp_path / ".venv/.installed").write_bytes(sums.stdout)
+    subprocess.run(["bash", "launch/quickstart.sh", "train.steps=7", "seed=1"], cwd=tmp_path, check=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert "eagle-train experiment=quickstart out=outputs/quickstart/train train.steps=7 seed=1" in calls
+    assert not any("pip" in call for call in calls)
+
+
 @pytest.fixture
 def cluster(tmp_path) -> dict[str, str]:
     """The environment of a Slurm job of two ranks in a copy of the repository; `STUB` is where the stubs keep notes."""
