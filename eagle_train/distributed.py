@@ -30,7 +30,6 @@ class World:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
     share: int = 1
     mesh: DeviceMesh | None = None
     shares: DeviceMesh | None = None
@@ -75,7 +74,7 @@ def start(device: str, share: int | None = 1, timeout_minutes: float = 30.0, gro
         )
         torch.cuda.set_device(local_rank)
     if size == 1 and not group:
-        return World(local_rank=local_rank)
+        return ALONE
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     if size == 1:
@@ -85,7 +84,7 @@ def start(device: str, share: int | None = 1, timeout_minutes: float = 30.0, gro
     mesh = init_device_mesh(device, (size,), mesh_dim_names=("rank",))
     shares = init_device_mesh(device, (size // share, share), mesh_dim_names=("copy", "share"))
     sides = {side: dist.new_group(backend="gloo", timeout=timeout) for side in SIDES}
-    return World(rank, size, local_rank, share, mesh, shares, sides)
+    return World(rank, size, share, mesh, shares, sides)
 
 
 def stop() -> None:

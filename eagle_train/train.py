@@ -17,10 +17,11 @@ from eagle_train.corpus.stream import Stream, heldout_batches
 from eagle_train.distributed import World
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.target import TargetConfig, load_target, training_dtype
-from eagle_train.training.backend import ParallelConfig, prepare
+from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint import checkpoints
 from eagle_train.training.metrics import MetricsLog, NoTracker, Record, redact
 from eagle_train.training.optimizer import OptimConfig
+from eagle_train.training.parallelize import prepare
 from eagle_train.training.trainer import Interrupted, TrainConfig, Trainer, accumulation
 
 INTERRUPTED = 75  # exit status: stopped by a signal after a checkpoint, run the same command again
@@ -47,6 +48,7 @@ def run(config: DictConfig, parallel: ParallelConfig, world: World) -> None:
     train = build(TrainConfig, config.train, "train")
     optim = build(OptimConfig, config.optim, "optim")
     data = build(DataConfig, config.data, "data")
+    parallel.check_job(optim, world.size)
     accumulation(optim, train, data.row_tokens, world.size)  # refused before any weight is loaded
     out, device = Path(str(config.out)), resolve_device(config.device)
     check(

@@ -127,6 +127,13 @@ def test_a_run_leaves_its_config_its_metrics_and_a_checkpoint(made):
     assert records[-1]["heldout_simulated_tpc"] >= 1
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_process_alone_may_have_any_backend(made, tmp_path, parallel):
+    assert call(train.main, *training(made, f"out={tmp_path}/run", f"parallel={parallel}")) == 0
+    for one, other in zip(metrics(tmp_path / "run"), metrics(made / "run"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
 def trained_weights(made: Path) -> dict[str, torch.Tensor]:
     """What the run of two steps learned, the embedding scale folded."""
     found = checkpoint.load(made / "run" / "step-00000002")

@@ -22,10 +22,11 @@ from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training import trainer as trainer_module
-from eagle_train.training.backend import ParallelConfig, prepare
+from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint import checkpoints
 from eagle_train.training.metrics import MetricsLog, NoTracker
 from eagle_train.training.optimizer import OptimConfig
+from eagle_train.training.parallelize import prepare
 from eagle_train.training.trainer import TrainConfig, Trainer, accumulation
 
 ROW = 32
@@ -343,6 +344,18 @@ def test_recomputed_and_compiled_layers_train_the_same(tmp_path, data, field):
     )
     assert_same(changed[0], plain[0], 1e-5)
     assert_same(changed[1], plain[1], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "optim", "ranks", "message"),
+    [
+        ("single", "adamw", 2, r"^parallel=single: 2 processes were started; use parallel=ddp, "),
+        ("deepspeed", "muon", 2, r"^optim\.name=muon: DeepSpeed trains with adamw here"),
+    ],
+)
+def test_jobs_that_a_backend_cannot_run(backend, optim, ranks, message):
+    with pytest.raises(UserError, match=message):
+        ParallelConfig(backend).check_job(OptimConfig(optim), ranks)
 
 
 def test_a_step_is_a_whole_number_of_micro_batches():

@@ -5,6 +5,7 @@ optimiser state are fp32, whatever the computation is in. States are kept by the
 checkpoint of one backend is read by another, on any number of ranks. Knows nothing of losses, data or files.
 """
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,13 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from eagle_train.config import check
-from eagle_train.distributed import World
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import PLACEMENTS
 from eagle_train.training.optimizer import OptimConfig, Optimizer
@@ -69,7 +68,20 @@ class ParallelConfig:
     @property
     def needs_group(self) -> bool:
         """Whether even a process alone needs a process group."""
-        return self.backend in ("fsdp2", "deepspeed") or self.target != "replicated"
+        return self.backend != "single" or self.target != "replicated"
+
+    def check_job(self, optim: OptimConfig, ranks: int) -> None:
+        """Raise UserError, before any weight is loaded, for a job that the backend cannot run."""
+        check(
+            self.backend != "single" or ranks == 1,
+            f"parallel=single: {ranks} processes were started; use parallel=ddp, fsdp2 or deepspeed_zero2",
+        )
+        if self.backend == "deepspeed":
+            check(optim.name == "adamw", f"optim.name={optim.name}: DeepSpeed trains with adamw here; use parallel=ddp")
+            check(
+                importlib.util.find_spec("deepspeed") is not None,
+                "parallel.backend=deepspeed: it is not installed; run `pip install 'eagle-train[deepspeed]'`",
+            )
 
 
 class Backend(Protocol):
@@ -101,48 +113,6 @@ class Backend(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from tensors that were read into `state_dict`'s."""
-
-
-def prepare(draft: Draft, optim: OptimConfig, parallel: ParallelConfig, world: World, dtype: torch.dtype) -> Backend:
-    """The draft, fp32 and on its device, made ready to be trained in `dtype`; its layers are changed in place.
-
-    Raises UserError for a job that the backend cannot run.
-    """
-    check(
-        parallel.backend != "single" or world.size == 1,
-        f"parallel=single: {world.size} processes were started; use parallel=ddp, fsdp2 or deepspeed_zero2",
-    )
-    for layer in draft.layers:
-        if parallel.activation_checkpointing:
-            layer.forward = recomputed(layer.forward)
-        if parallel.compile:
-            layer.compile()
-    if parallel.backend == "deepspeed":
-        # Loaded where needed: nothing else needs it to be installed.
-        from eagle_train.training.deepspeed import DeepSpeed
-
-        return DeepSpeed(draft, optim, parallel, world, dtype)
-    if parallel.backend == "fsdp2":
-        shard(draft, parallel, world, dtype)
-    whole = draft
-    if parallel.backend == "ddp":
-        whole = DistributedDataParallel(draft, process_group=world.mesh.get_group(), broadcast_buffers=False)
-    return Torch(draft, whole, optim, world.size)
-
-
-def shard(draft: Draft, parallel: ParallelConfig, world: World, dtype: torch.dtype) -> None:
-    """Divide the draft's weights over all ranks, layer by layer (FSDP2); gradients are added up in fp32."""
-    low = dtype if dtype != torch.float32 else None
-    host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    options: dict[str, Any] = {
-        "mesh": world.mesh,
-        # Inputs stay as they are: among them are the angles of the positions, which bf16 would spoil.
-        "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False),
-        "offload_policy": host if parallel.offload_optimizer else OffloadPolicy(),
-    }
-    for layer in draft.layers:
-        fully_shard(layer, **options)
-    fully_shard(draft, **options)
 
 
 class Torch:
@@ -194,8 +164,3 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # `state.NAME.exp_av
 def tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of an optimiser's flat state; the rest of it, the groups' settings, follows from the config."""
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def recomputed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A layer's forward that keeps its input only, and runs again in the backward pass."""
-    return lambda *args: checkpoint(forward, *args, use_reentrant=False)

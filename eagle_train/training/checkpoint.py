@@ -79,9 +79,11 @@ class Parts:
     @classmethod
     def of(cls, draft: dict[str, Tensor], optimizer: dict[str, Tensor], world: World = ALONE) -> "Parts":
         """This rank's parts. DTensors are divided as they are; of what every rank has whole, each takes every n-th."""
-        whole = {
-            name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in draft.items()
-        }
+        kept = {}
+        for name, tensor in draft.items():  # one by one: the whole draft need not fit beside its parts on a GPU
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if world.is_main:
+                kept[name] = copied(whole)
         parts, offsets = {}, {}
         for number, (name, tensor) in enumerate(optimizer.items()):
             if isinstance(tensor, DTensor):
@@ -90,7 +92,7 @@ class Parts:
                     parts[name], offsets[name] = copied(tensor.to_local()), list(offset)
             elif number % world.size == world.rank:
                 parts[name], offsets[name] = copied(tensor), [0] * tensor.ndim
-        return cls({name: copied(tensor) for name, tensor in whole.items()} if world.is_main else {}, parts, offsets)
+        return cls(kept, parts, offsets)
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from eagle_train.config import UserError, check
 from eagle_train.distributed import World
 from eagle_train.models.draft import Draft
 from eagle_train.training.backend import ParallelConfig
@@ -39,16 +38,11 @@ class DeepSpeed:
     """ZeRO-1, 2 or 3 around torch's AdamW."""
 
     def __init__(self, draft: Draft, optim: OptimConfig, parallel: ParallelConfig, world: World, dtype: torch.dtype):
-        check(optim.name == "adamw", f"optim.name={optim.name}: DeepSpeed trains with adamw here; use parallel=fsdp2")
         if world.mesh.device_type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        try:
-            import deepspeed
-            from deepspeed.runtime.utils import combine_grad_norm_groups
-        except ImportError as error:
-            raise UserError(
-                f"parallel.backend=deepspeed: {error}; install it with `pip install eagle-train[deepspeed]`"
-            ) from error
+        import deepspeed
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
         self.tools, self.combine = deepspeed.utils, combine_grad_norm_groups
         self.names = {parameter: name for name, parameter in draft.named_parameters()}
         optimizer = Optimizer(draft, optim).parts[0]

@@ -26,9 +26,7 @@ class Drawer:
     def __init__(self, draw: Callable[[], list[Batch]], state: Callable[[], dict[str, Any]], steps: int, ahead: int):
         self.draw, self.state, self.steps = draw, state, steps
         self.ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
-        self.closed = threading.Event()
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
+        threading.Thread(target=self.run, daemon=True).start()
 
     def run(self) -> None:
         for _ in range(self.steps):
@@ -36,12 +34,7 @@ class Drawer:
                 step: Any = self.draw(), self.state()
             except Exception as error:  # told to who waits for the step
                 step = error
-            while not self.closed.is_set():
-                try:
-                    self.ready.put(step, timeout=0.1)
-                    break
-                except queue.Full:
-                    continue
+            self.ready.put(step)
             if isinstance(step, Exception):
                 return
 
@@ -51,10 +44,6 @@ class Drawer:
         if isinstance(step, Exception):
             raise step
         return step
-
-    def close(self) -> None:
-        self.closed.set()
-        self.thread.join()
 
 
 class Lookahead:
@@ -113,8 +102,7 @@ class Lookahead:
             yield batch, hidden
 
     def close(self) -> None:
-        """Give the cores back. What was drawn ahead is lost; `state` is not."""
-        self.drawer.close()
+        """Give the cores back, when all steps were handed out."""
         self.stream.close()
         if self.pool is not None:
             self.pool.shutdown(cancel_futures=True)

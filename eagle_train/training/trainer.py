@@ -271,7 +271,7 @@ class Trainer:
         path = checkpoint.latest(self.directory, self.world.exchange, self.world.rank)
         if path is None:
             return False
-        found = checkpoint.load(path)
+        found = checkpoint.load(path, self.world.exchange, self.world.rank)
         ours: dict[str, Any] = dataclasses.asdict(self.draft.config)
         for name, value in ours.items():
             then = found.config.get(name)
