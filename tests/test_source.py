@@ -1,5 +1,6 @@
 """corpus/source.py: the config is checked, and rows are read from every kind of data, from any number on."""
 
+import gzip
 import json
 from dataclasses import asdict
 from itertools import islice
@@ -37,6 +38,9 @@ def read(path: str, **options: str) -> list[dict]:
 def test_jsonl_parquet_globs_and_hub_directories_give_the_same_rows(tmp_path):
     rows = make_rows(40)
     assert read(write_jsonl(tmp_path / "all.jsonl", rows)) == rows
+    packed = tmp_path / "all.jsonl.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "all.jsonl").read_bytes()))
+    assert read(str(packed)) == rows
     assert read(write_parquet(tmp_path / "all.parquet", rows)) == rows
     write_jsonl(tmp_path / "part-0.jsonl", rows[:15])
     write_jsonl(tmp_path / "part-1.jsonl", rows[15:])
@@ -154,6 +158,25 @@ def test_every_yaml_composes(name):
     config = composed(f"+data={name}", "data.path=a.jsonl")
     assert config.path == "a.jsonl"
     assert config.format == {"stdlib": "messages", "gsm8k": "prompt_response", "base": "messages"}.get(name, name)
+
+
+def test_a_mixture_is_one_override():
+    """README's."""
+    config = composed(
+        "+data=messages", "data.path=null", "data.mix={a: {path: a.jsonl, weight: 3}, b: {path: b.jsonl}}"
+    )
+    assert {name: (source.path, source.weight) for name, source in config.mix.items()} == {
+        "a": ("a.jsonl", 3.0),
+        "b": ("b.jsonl", 1.0),
+    }
+
+
+@pytest.mark.parametrize("text", [b"no gzip", gzip.compress(b'{"messages": []}\n' * 99)[:-9]], ids=["plain", "cut"])
+def test_a_broken_gzip_is_one_line(tmp_path, text):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(text)
+    with pytest.raises(UserError, match="not gzip, or not all of it"):
+        list(open_source(DataConfig(str(path))).rows())
 
 
 def test_gsm8k_is_a_config_not_code(tmp_path):

@@ -4,9 +4,11 @@ Knows nothing of tokens: a row is handed on with its place (file and line, or ro
 """
 
 import glob
+import gzip
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,7 +18,7 @@ from typing import Any, Protocol
 from eagle_train.config import UserError, check, one_line
 from eagle_train.corpus.chat import FORMATS, SUPERVISE
 
-JSONL_SUFFIXES = (".jsonl", ".json", ".ndjson")
+JSONL_SUFFIXES = tuple(suffix + packed for suffix in (".jsonl", ".json", ".ndjson") for packed in ("", ".gz"))
 FILE_SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
 BATCH_ROWS = 256  # rows of Parquet in memory at a time
 LONG_DOCUMENTS = ("split", "drop")
@@ -64,7 +66,7 @@ class DataConfig(SourceConfig):
     that tokenise, 0 for none but its own. `prefetch`: optimiser steps drawn ahead.
     """
 
-    mix: dict[str, SourceConfig] = field(default_factory=dict)
+    mix: dict[str, SourceConfig] | None = None
     heldout: str | None = None
     supervise: str = "assistant"
     row_tokens: int = 2048
@@ -111,10 +113,9 @@ def open_source(config: SourceConfig, key: str = "path") -> Source:
     path = getattr(config, key)
     files = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
     files = [file for file in files if Path(file).is_file()]
-    suffixes = {Path(file).suffix for file in files}
-    if files and suffixes <= set(JSONL_SUFFIXES):
+    if files and all(file.endswith(JSONL_SUFFIXES) for file in files):
         source: Source = JsonLines(files)
-    elif suffixes == {".parquet"}:
+    elif files and all(file.endswith(".parquet") for file in files):
         source = Parquet(files)
     else:
         check(not files, f"data.{key} is {path}; files must be all JSONL ({', '.join(JSONL_SUFFIXES)}) or all .parquet")
@@ -138,7 +139,7 @@ def files_identity(files: list[str]) -> str:
 
 
 class JsonLines:
-    """JSON objects, one a line; blank lines are no rows."""
+    """JSON objects, one a line, of plain or gzip files; blank lines are no rows."""
 
     def __init__(self, files: list[str]):
         self.files = files
@@ -151,10 +152,22 @@ class JsonLines:
 
     def lines(self) -> Iterator[tuple[str, bytes]]:
         for file in self.files:
-            with open(file, "rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield f"{file}:{number}", line
+            for number, line in enumerate(lines_of(file), 1):
+                if line.strip():
+                    yield f"{file}:{number}", line
+
+
+def lines_of(file: str) -> Iterator[bytes]:
+    """A file's lines. Raises UserError for a .gz that is none, or is cut short."""
+    if not file.endswith(".gz"):
+        with open(file, "rb") as lines:
+            yield from lines
+        return
+    try:
+        with gzip.open(file, "rb") as lines:
+            yield from lines
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{file}: not gzip, or not all of it: {one_line(error)}") from error
 
 
 def parse(place: str, row: Row | bytes) -> Row:
