@@ -8,9 +8,7 @@ and 3.10. Knows nothing of a question's row, of the figures' arithmetic or of a 
 """
 
 import json
-import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -19,7 +17,6 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
 from eagle_train.config import (
     UserError,
@@ -37,6 +34,7 @@ from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.tree import Tree
 from eagle_train.models.artifact import read_config
 from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.progress import progress
 from eagle_train.training.metrics import redact
 from evals import figures, replay, report
 from evals.figures import Answer, Together
@@ -44,7 +42,6 @@ from evals.questions import Question, read_questions
 
 WARM_UP_TOKENS = 16
 TURN_SEEDS = 1 << 20  # far enough apart that no two requests of a run share a seed
-LINE_SECONDS = 5  # between two lines of progress where stderr is no terminal
 
 
 @dataclass
@@ -187,24 +184,12 @@ def measure(plain: Run, speculative: Run, questions: list[Question], params: Sam
     for run in (plain, speculative):
         ask(run.engine, batches[0], replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens)))
         run.engine.stage_seconds.clear()
-    for number, batch in enumerate(shown(batches)):
+    bar = progress(len(batches), "batch")
+    for number, batch in enumerate(batches):
         for run in (speculative, plain) if number % 2 else (plain, speculative):
             run.batches += ask(run.engine, batch, params)
-
-
-def shown(batches: list[list[Question]]) -> Iterator[list[Question]]:
-    """The batches, with progress on stderr: a bar on a terminal, a line every few seconds elsewhere."""
-    if sys.stderr.isatty():
-        yield from tqdm(batches, desc="batches", file=sys.stderr, dynamic_ncols=True)
-        return
-    started = printed = time.monotonic()
-    for done, batch in enumerate(batches):
-        now = time.monotonic()
-        if now - printed > LINE_SECONDS:
-            printed = now
-            layout = "batch {n_fmt}/{total_fmt}, {elapsed}, {remaining} left"
-            print(tqdm.format_meter(done, len(batches), now - started, bar_format=layout), file=sys.stderr, flush=True)
-        yield batch
+        bar.update(number + 1)
+    bar.close()
 
 
 def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Records reach metrics.jsonl and the trackers, a resumed run's file is the uninterrupted one's, no secret leaves."""
 
-import io
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from omegaconf import OmegaConf
 
 from eagle_train.config import CONF_DIR, UserError
 from eagle_train.training import metrics
-from eagle_train.training.metrics import Meter, MetricsLog, NoTracker, WandbTracker, progress, redact
+from eagle_train.training.metrics import Meter, MetricsLog, NoTracker, WandbTracker, redact
 
 HF_KEY = "hf_" + "aB3" * 10
 WANDB_KEY = "0123456789abcdef" * 2 + "01234567"
@@ -255,36 +254,3 @@ def test_steps_that_wandb_has_are_not_sent_again(tmp_path, no_key):
     for step in (4, 5, 6):
         tracker.log(step, {"loss": step})
     assert tracker.run.sent == [(5, {"loss": 5}), (6, {"loss": 6})]
-
-
-class Screen(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_pipe_gets_a_plain_line_every_few_seconds(monkeypatch, capsys):
-    clock = iter([100.0] + [100.0 + 2 * step for step in range(1, 11)])
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
-    bar = progress(20, initial=10)
-    for step in range(11, 21):
-        bar.update(step, loss=2.34567, tokens_per_s=6100.4)
-    bar.close()
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "\r" not in printed.err
-    assert [line.split(",")[0] for line in printed.err.splitlines()] == [f"step {n}/20" for n in (11, 14, 17, 20)]
-    assert printed.err.splitlines()[1] == "step 14/20, 00:08, 00:12 left, loss 2.3457, 6,100 tokens/s"
-
-
-def test_a_terminal_gets_a_bar(monkeypatch):
-    screen = Screen()
-    monkeypatch.setattr(sys, "stderr", screen)
-    bar = progress(20, initial=10)
-    bar.bar.mininterval = 0
-    bar.update(11, loss=math.nan, tokens_per_s=6100)
-    bar.update(15, loss=2.3, tokens_per_s=6100)
-    bar.close()
-    assert screen.getvalue().count("\r") > 2
-    assert " 75%|" in screen.getvalue()
-    assert "15/20" in screen.getvalue()
-    assert "left, loss 2.3000, 6,100 tokens/s]" in screen.getvalue()

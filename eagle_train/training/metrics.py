@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +19,6 @@ from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from eagle_train.config import UserError, check, one_line, write_text
 from eagle_train.distributed import ALONE, World
@@ -30,7 +28,6 @@ Record = dict[str, Any]
 WANDB_MODES = ("online", "offline", "disabled", "shared")
 WANDB_HOST = "api.wandb.ai"  # netrc entries name it even where wandb's default address has another name
 INIT_TIMEOUT = 60  # seconds
-LINE_SECONDS = 5  # between two lines of progress where stderr is no terminal
 
 SECRET_NAME = re.compile("token|key|secret|passw|credential", re.IGNORECASE)
 SECRET_EVEN_AS_NUMBER = re.compile("secret|passw", re.IGNORECASE)
@@ -250,66 +247,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def progress(total_steps: int, initial: int = 0, shown: bool = True) -> "Bar | Lines | Silence":
-    """Progress on stderr from step `initial`: a bar on a terminal, a line every few seconds in a file or pipe."""
-    if not shown:
-        return Silence()
-    return (Bar if sys.stderr.isatty() else Lines)(total_steps, initial)
-
-
-class Silence:
-    """What ranks show that are not the first."""
-
-    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Bar:
-    """A bar that is redrawn in place."""
-
-    def __init__(self, total_steps: int, initial: int) -> None:
-        layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left{postfix}]"
-        self.bar = tqdm(total=total_steps, initial=initial, bar_format=layout, dynamic_ncols=True, file=sys.stderr)
-
-    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """Show that `step` steps are done."""
-        self.bar.set_postfix_str(summary(loss, tokens_per_s), refresh=False)
-        self.bar.update(step - self.bar.n)
-
-    def close(self) -> None:
-        self.bar.close()
-
-
-class Lines:
-    """Plain lines: the first step, then one every LINE_SECONDS, then the last step."""
-
-    def __init__(self, total_steps: int, initial: int) -> None:
-        self.total_steps = total_steps
-        self.initial = initial
-        self.started = time.monotonic()
-        self.printed = -math.inf
-
-    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """Show that `step` steps are done."""
-        now = time.monotonic()
-        if step < self.total_steps and now - self.printed < LINE_SECONDS:
-            return
-        self.printed = now
-        layout = "step {n_fmt}/{total_fmt}, {elapsed}, {remaining} left{postfix}"
-        postfix = summary(loss, tokens_per_s)
-        elapsed = now - self.started
-        line = tqdm.format_meter(
-            step, self.total_steps, elapsed, initial=self.initial, bar_format=layout, postfix=postfix
-        )
-        print(line, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Nothing is left open."""
 
 
 def summary(loss: float, tokens_per_s: float) -> str:

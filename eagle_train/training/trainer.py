@@ -21,11 +21,12 @@ from eagle_train.distributed import ALONE, World
 from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
+from eagle_train.progress import progress
 from eagle_train.training import checkpoint
 from eagle_train.training.backend import Backend
 from eagle_train.training.lookahead import Lookahead
 from eagle_train.training.losses import LossSums, distillation_loss
-from eagle_train.training.metrics import Meter, MetricsLog, NoTracker, Record, progress
+from eagle_train.training.metrics import Meter, MetricsLog, NoTracker, Record, summary
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.unroll import chain_acceptance, unroll
 
@@ -180,7 +181,7 @@ class Trainer:
 
         Raises Interrupted where `stop_asked` was set on the way.
         """
-        bar = progress(self.config.steps, self.step, shown=self.world.is_main)
+        bar = progress(self.config.steps, "step", self.step, shown=self.world.is_main)
         heldout: Record = {}
         while self.step < self.config.steps:
             started, tokens, waited = time.perf_counter(), self.tokens, self.ahead.waited
@@ -192,7 +193,7 @@ class Trainer:
                 heldout = self.evaluate()
                 record |= {f"heldout_{name}": value for name, value in heldout.items()}
             log.log(self.step, record)
-            bar.update(self.step, record["loss"], record["tokens_per_s"])
+            bar.update(self.step, summary(record["loss"], record["tokens_per_s"]))
             if self.is_due(self.config.save_every) or self.stopping:
                 self.save(heldout.get("simulated_tpc"))
             if self.stopping and self.step < self.config.steps:
