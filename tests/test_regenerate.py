@@ -1,0 +1,239 @@
+"""data/regenerate.py: answers by the engine and by a server, runs that are stopped, and users' mistakes."""
+
+import importlib.util
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from command_line import call, chats, disk_for, read_jsonl, save_target, write_jsonl
+
+from eagle_train.inference import Engine, SamplingParams
+
+spec = importlib.util.spec_from_file_location("regenerate", Path(__file__).parents[1] / "data" / "regenerate.py")
+regenerate = importlib.util.module_from_spec(spec)
+sys.modules["regenerate"] = regenerate  # where dataclasses look for it
+spec.loader.exec_module(regenerate)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A directory with a target and 40 conversations."""
+    root = tmp_path_factory.mktemp("regenerate")
+    save_target(root / "target")
+    write_jsonl(root / "chats.jsonl", [*chats(39), {"messages": [{"role": "user", "content": "last"}]}])
+    return root
+
+
+def run(made: Path, out: Path, *overrides: str) -> int:
+    given = (f"target={made / 'target'}", "data=messages", f"data.path={made / 'chats.jsonl'}", f"out={out}")
+    return call(regenerate.main, *given, "max_tokens=6", "batch_size=2", *overrides)
+
+
+@pytest.fixture(scope="module")
+def answers(made) -> Path:
+    """All rows, answered by the engine in one go."""
+    assert run(made, made / "answers.jsonl") == 0
+    return made / "answers.jsonl"
+
+
+def test_each_turn_is_answered_after_the_targets_own_answers(made, answers):
+    engine = Engine(str(made / "target"))
+    rows = read_jsonl(answers)
+    asked = read_jsonl(made / "chats.jsonl")
+    assert [row["row"] for row in rows] == list(range(1, 41))
+    assert any(len(row["messages"]) == 4 for row in rows)
+    for row, given in zip(rows, asked, strict=True):
+        users = [message for message in given["messages"] if message["role"] == "user"]
+        assert row["messages"][::2] == users
+        for place in range(1, len(row["messages"]), 2):
+            output = engine.generate([row["messages"][:place]], SamplingParams(max_tokens=6))[0]
+            assert row["messages"][place] == {"role": "assistant", "content": output.text}
+            assert row["finish_reasons"][place // 2] == output.finish_reason
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_stopped_run_goes_on_with_the_row_it_was_at(made, tmp_path, capsys, temperature):
+    sampling = f"temperature={temperature}"
+    assert run(made, tmp_path / "whole.jsonl", sampling) == 0
+    whole = (tmp_path / "whole.jsonl").read_text()
+    assert run(made, tmp_path / "part.jsonl", sampling, "limit=7") == 0
+    with (tmp_path / "part.jsonl").open("a") as file:
+        file.write(whole.splitlines()[7][:20])  # torn by a kill
+    capsys.readouterr()
+    assert run(made, tmp_path / "part.jsonl", sampling) == 0
+    assert "goes on after row 7" in capsys.readouterr().err
+    assert (tmp_path / "part.jsonl").read_text() == whole
+    assert run(made, tmp_path / "part.jsonl", sampling) == 0  # nothing is left to do
+    assert (tmp_path / "part.jsonl").read_text() == whole
+
+
+def test_prompt_and_response_become_messages_that_a_training_reads(made, tmp_path, answers):
+    rows = [{"question": row["messages"][0]["content"], "answer": "x"} for row in read_jsonl(answers)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    shape = ("data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}")
+    assert run(made, tmp_path / "out.jsonl", *shape) == 0
+    first = [row["messages"][:2] for row in read_jsonl(answers)]
+    assert [row["messages"] for row in read_jsonl(tmp_path / "out.jsonl")] == first
+
+
+def test_what_the_target_cannot_be_asked_is_left_out_and_counted(made, tmp_path, capsys):
+    rows = [
+        {"messages": [{"role": "user", "content": "x" * 200}]},  # the context holds 128
+        {"messages": [{"role": "assistant", "content": "hello"}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]},
+        {"messages": [{"role": "user", "content": "abc"}]},
+    ]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    assert run(made, tmp_path / "out.jsonl", f"data.path={tmp_path / 'rows.jsonl'}") == 0
+    assert [row["row"] for row in read_jsonl(tmp_path / "out.jsonl")] == [4]
+    printed = capsys.readouterr()
+    assert "1 rows written" in printed.out
+    assert "3 left out" in printed.out
+    assert "row 1: its prompt has 205 tokens" in printed.err
+
+
+@contextmanager
+def server(answer: Callable[[dict, int], tuple[int, dict | str]]) -> Iterator[str]:
+    """A server whose `answer` makes (status, body) of a request's body and number; gives its URL."""
+    lock, count = threading.Lock(), [0]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                count[0] += 1
+                number = count[0]
+            status, told = answer({"path": self.path, "key": self.headers.get("Authorization"), **body}, number)
+            text = (told if isinstance(told, str) else json.dumps(told)).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_address[1]}/v1"
+        running.shutdown()
+        thread.join()
+
+
+def completion(text: str) -> dict:
+    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]}
+
+
+def test_a_server_gives_the_engines_answers_though_it_is_busy_now_and_then(made, tmp_path, answers, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
+    known = {}
+    for row in read_jsonl(answers):
+        for place in range(1, len(row["messages"]), 2):
+            known[json.dumps(row["messages"][:place])] = row["messages"][place]["content"]
+    asked = []
+
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        asked.append(body)
+        return (503, "busy") if number % 3 == 0 else (200, completion(known[json.dumps(body["messages"])]))
+
+    with server(answer) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", "server.model=a", "temperature=0.5") == 0
+    told = [row["messages"] for row in read_jsonl(tmp_path / "out.jsonl")]
+    assert told == [row["messages"] for row in read_jsonl(answers)]
+    assert {body["path"] for body in asked} == {"/v1/chat/completions"}
+    assert {body["key"] for body in asked} == {"Bearer secret"}
+    assert {(body["model"], body["max_tokens"], body["temperature"]) for body in asked} == {("a", 6, 0.5)}
+    assert len({body["seed"] for body in asked}) == sum(len(messages) for messages in told) // 2
+    assert not any("top_k" in body for body in asked)
+
+
+def test_a_server_that_refuses_one_row_goes_on_and_one_that_is_gone_ends_the_run(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
+
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        if body["messages"][-1]["content"] == "last":
+            return 400, "too\nlong"
+        return 200, completion("x")
+
+    with server(answer) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", "server.retries=1") == 0
+    assert len(read_jsonl(tmp_path / "out.jsonl")) == 39
+    assert "row 40: the server says 400: too long" in capsys.readouterr().err
+
+    def dying(body: dict, number: int) -> tuple[int, dict | str]:
+        return (200, completion("x")) if number < 9 else (500, "gone")
+
+    with server(dying) as url:
+        assert run(made, tmp_path / "dying.jsonl", f"server.url={url}", "server.retries=1") == 2
+    assert "the same command goes on from here" in capsys.readouterr().err
+    half = len(read_jsonl(tmp_path / "dying.jsonl"))
+    assert 0 < half < 40
+    with server(answer) as url:
+        assert run(made, tmp_path / "dying.jsonl", f"server.url={url}", "server.retries=1") == 0
+    assert [row["row"] for row in read_jsonl(tmp_path / "dying.jsonl")] == list(range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("status", "body"), [(404, "no such model"), (200, {"object": "list"}), (200, "<html>"), (200, {"choices": [{}]})]
+)
+def test_what_is_no_chat_completion_is_said_in_a_line(made, tmp_path, capsys, status, body):
+    with server(lambda *_: (status, body)) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}") == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[-1].startswith(f"error: server.url={url}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["limit=0"], "limit=0: must be at least 1"),
+        (["batch_size=0"], "batch_size=0"),
+        (["data=text", "data.path=x.jsonl"], "data.format=text: it has no prompts"),
+        (["data.path=null", "data.mix={a: {path: b.jsonl}}"], "data.mix: the answers of one data set"),
+        (["server.url=localhost:8000"], "must begin with http"),
+        (["server.url=http://x", "draft=x"], "draft.path=x: a server has its own"),
+        (["server.timeout_s=0"], "server.timeout_s=0"),
+        (["out=x.json"], "out=x.json: must end in .jsonl"),
+        (["data.path=nowhere.jsonl"], "there is no such file"),
+    ],
+)
+def test_mistakes_are_one_line(made, tmp_path, capsys, overrides, message):
+    assert run(made, tmp_path / "out.jsonl", *overrides) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bad_row_is_named_and_the_rows_before_it_are_kept(made, tmp_path, capsys):
+    rows = read_jsonl(made / "chats.jsonl")[:20]
+    path = write_jsonl(tmp_path / "rows.jsonl", [*rows, {"messages": []}])
+    assert run(made, tmp_path / "out.jsonl", f"data.path={path}") == 2
+    assert f"{path}:21: the row has no turns" in capsys.readouterr().err
+    assert len(read_jsonl(tmp_path / "out.jsonl")) == 16
+
+
+def test_another_runs_file_is_not_gone_on_with(made, tmp_path, answers, capsys):
+    before = answers.read_bytes()
+    assert run(made, answers, "temperature=0.5") == 2
+    assert "was made with temperature=0.0, not 0.5" in capsys.readouterr().err
+    assert answers.read_bytes() == before
+    (tmp_path / "other.jsonl").write_text("mine\n")
+    assert run(made, tmp_path / "other.jsonl") == 2
+    assert "is there, but not other.json" in capsys.readouterr().err
+    assert (tmp_path / "other.jsonl").read_text() == "mine\n"
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(made, tmp_path, answers, capsys):
+    with disk_for(3000):
+        assert run(made, tmp_path / "answers.jsonl") == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert run(made, tmp_path / "answers.jsonl") == 0
+    assert (tmp_path / "answers.jsonl").read_text() == answers.read_text()
