@@ -11,10 +11,11 @@ export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 find_python() {
   local candidate
   for candidate in "${PYTHON:-}" python3.11 python3.12 python3.13 python3 python; do
-    [ -n "$candidate" ] && command -v "$candidate" >/dev/null || continue
-    "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || continue
-    echo "$candidate"
-    return
+    # An empty candidate is no command.
+    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
   done
   echo "error: no Python from 3.11 to 3.13 with the venv module found; install one, or set PYTHON to it" >&2
   return 1

@@ -5,4 +5,5 @@
 set_up test
 ruff check .
 ruff format --check .
+shellcheck .ci/run launch/*.sh launch/slurm/*
 pytest "$@"
