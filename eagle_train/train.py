@@ -22,6 +22,7 @@ from eagle_train.training.checkpoint import checkpoints
 from eagle_train.training.metrics import MetricsLog, NoTracker, Record, redact
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
+from eagle_train.training.plan import planned
 from eagle_train.training.trainer import Interrupted, TrainConfig, Trainer, accumulation
 
 INTERRUPTED = 75  # exit status: stopped by a signal after a checkpoint, run the same command again
@@ -29,6 +30,9 @@ INTERRUPTED = 75  # exit status: stopped by a signal after a checkpoint, run the
 
 @command("train")
 def main(config: DictConfig) -> None:
+    if config.plan:
+        print(planned(config, distributed.processes()))
+        return
     parallel = build(ParallelConfig, config.parallel, "parallel")
     share = 1 if parallel.target == "replicated" else parallel.share
     world = distributed.start(

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, random_tokens, shared_target, tiny_model, tiny_target
 
 from eagle_train.config import UserError
 from eagle_train.models import target as target_module
-from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.models.target import Target, TargetConfig, load_config, load_target
 from eagle_train.ops.attention import Rule, packed_attention
+from eagle_train.training.plan import TargetShape
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
@@ -223,3 +225,26 @@ def test_identity_tells_weights_apart(saved):
     with torch.no_grad():
         model.model.layers[2].self_attn.q_proj.weight.mul_(1.05)
     assert known != Target(model).identity.fingerprint
+
+
+def test_a_multimodal_checkpoint_loads_as_its_text_model(tmp_path):
+    """Llama 4's: vision tower and projector beside the language model."""
+    text = tiny_model("llama4")
+    vision = transformers.Llama4VisionConfig(
+        **{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+        **{"vision_output_dim": 32, "image_size": 28, "patch_size": 14},
+        **{"projector_input_dim": 16, "projector_output_dim": 16},
+    )
+    config = transformers.Llama4Config(text_config=text.config.to_dict(), vision_config=vision.to_dict())
+    whole = transformers.Llama4ForConditionalGeneration(config)
+    whole.language_model.load_state_dict(text.state_dict())
+    whole.save_pretrained(tmp_path)
+    target, known = load_target(TargetConfig(str(tmp_path))), Target(text)
+    assert target.identity.fingerprint == known.identity.fingerprint
+    tokens, positions = torch.arange(20)[None] % 96, torch.arange(20)[None]
+    attend = packed_attention([[20]])
+    torch.testing.assert_close(
+        target.hidden_states(tokens, positions, attend), known.hidden_states(tokens, positions, attend)
+    )
+    shape = TargetShape.of(load_config(TargetConfig(str(tmp_path))))
+    assert shape.parameters == text.num_parameters()

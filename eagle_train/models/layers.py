@@ -64,7 +64,8 @@ def rope_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=dict(rope),
     )
-    return ROPE_INIT_FUNCTIONS[rope_type](llama, torch.device("cpu"))
+    with torch.device("cpu"):  # also where a draft is built without memory for its weights
+        return ROPE_INIT_FUNCTIONS[rope_type](llama, torch.device("cpu"))
 
 
 def rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

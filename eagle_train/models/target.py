@@ -255,19 +255,27 @@ def division(placement: str, world: World) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(**sizes)}
 
 
-def load_target(
-    config: TargetConfig, device: torch.device | str = "cpu", placement: str = "replicated", world: World = ALONE
-) -> Target:
-    """The target and its tokenizer, whole or this rank's part. Raises UserError for a checkpoint that is not whole."""
+def load_config(config: TargetConfig) -> Any:
+    """The target's Hugging Face config. Raises UserError where there is none."""
     path = Path(config.path)
     local = path.is_absolute() or config.path.startswith(".") or len(path.parts) != 2
     check(
         path.is_dir() or not local, f"target.path={config.path}: no such directory; give one, or a hub id (USER/NAME)"
     )
+    try:
+        return AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"target.path={config.path}: {one_line(error)}") from error
+
+
+def load_target(
+    config: TargetConfig, device: torch.device | str = "cpu", placement: str = "replicated", world: World = ALONE
+) -> Target:
+    """The target and its tokenizer, whole or this rank's part. Raises UserError for a checkpoint that is not whole."""
+    hf_config = load_config(config)
     options = {"trust_remote_code": config.trust_remote_code}
     dtype = DTYPES[config.dtype] or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     try:
-        hf_config = AutoConfig.from_pretrained(config.path, **options)
         model, report = AutoModelForCausalLM.from_pretrained(
             config.path,
             config=hf_config,

@@ -1,0 +1,313 @@
+"""What a run will cost, said before any weight is loaded: FLOPs, memory of each GPU, hours. `plan=true`.
+
+Knows shapes and settings, no weights and no data: it takes every token for supervised and rows for one document each,
+so it says the most that a step can take. Kernels' workspaces and an allocator's gaps are not in it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoModelForCausalLM
+
+from eagle_train.config import build, check
+from eagle_train.corpus.source import DataConfig
+from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.models.target import DTYPES, TargetConfig, load_config, training_dtype
+from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.losses import default_chunk_rows
+from eagle_train.training.optimizer import OptimConfig
+from eagle_train.training.trainer import TrainConfig, accumulation
+
+GIB = 2**30
+CONTEXT_GIB = 1.0  # what CUDA and its libraries take before anything is done
+ROOM = 0.92  # of a GPU's memory: the rest is lost between blocks
+
+
+@dataclass
+class ClusterConfig:
+    """The GPUs to plan for; the defaults are H100s (80 GB, 989 dense bf16 TFLOP/s, NVIDIA's data sheet).
+
+    `gpus`: how many, None for as many as there are processes. `mfu`: the share of their FLOP/s that the job will reach.
+    """
+
+    gpus: int | None = None
+    memory_gib: float = 80.0
+    tflops: float = 989.0
+    mfu: float = 0.4
+
+    def __post_init__(self) -> None:
+        check(self.gpus is None or self.gpus >= 1, f"cluster.gpus={self.gpus}: must be at least 1, or null")
+        for key in ("memory_gib", "tflops"):
+            check(getattr(self, key) > 0, f"cluster.{key}={getattr(self, key)}: must be above 0")
+        check(0 < self.mfu <= 1, f"cluster.mfu={self.mfu}: must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """What a target's config says of its cost. `active`: its decoder's weights that a token is multiplied with."""
+
+    parameters: int
+    active: int
+    largest_layer: int
+    layers: int
+    hidden: int
+    vocabulary: int
+    attention: int  # query heads * head_dim
+    intermediate: int  # of the experts that a token goes through together
+    tied: bool
+
+    @classmethod
+    def of(cls, config: Any, trust_remote_code: bool = False) -> "TargetShape":
+        """Counted on the model built without memory for its weights."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        text = config.get_text_config()
+        experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
+        chosen = getattr(text, "num_experts_per_tok", None) or 1
+        ends = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+        active, layers = 0.0, {}
+        for name, parameter in model.named_parameters():
+            if id(parameter) in ends:
+                continue
+            number = next((part for part in name.split(".") if part.isdigit()), None)
+            layers[number] = layers.get(number, 0) + parameter.numel()
+            if parameter.ndim >= 2:
+                active += parameter.numel() * (chosen / experts if ".experts." in name else 1)
+        heads = text.num_attention_heads
+        return cls(
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            active=round(active),
+            largest_layer=max(layers.values()),
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            vocabulary=text.vocab_size,
+            attention=heads * (getattr(text, "head_dim", None) or text.hidden_size // heads),
+            intermediate=text.intermediate_size * (chosen if experts > 1 else 1),
+            tied=len(ends) == 1,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`flops`: of a token, by part. `memory`: bytes on a GPU, by part. `host`: bytes in its host's memory."""
+
+    target: TargetShape
+    draft_parameters: int
+    flops: Mapping[str, float]
+    memory: Mapping[str, float]
+    host: float
+    gpus: int
+    tokens_per_s: float
+    seconds: float
+
+
+def planned(config: DictConfig, ranks: int) -> str:
+    """The plan for a composed config and a job of `ranks` processes, or of `cluster.gpus`, as lines to read.
+
+    Raises UserError for a job that could not start.
+    """
+    cluster = build(ClusterConfig, config.cluster, "cluster")
+    train, optim = build(TrainConfig, config.train, "train"), build(OptimConfig, config.optim, "optim")
+    parallel, data = build(ParallelConfig, config.parallel, "parallel"), build(DataConfig, config.data, "data")
+    target = build(TargetConfig, config.target, "target")
+    ranks = cluster.gpus or ranks
+    parallel.check_job(optim, ranks)
+    share = parallel.share or ranks
+    check(ranks % share == 0, f"parallel.share={share}: must divide the number of processes, {ranks}")
+    accumulation(optim, train, data.row_tokens, ranks)
+    hf_config = load_config(target)
+    shape = {key: value for key, value in OmegaConf.to_container(config.draft).items() if value is not None}
+    draft = DraftConfig.from_target(hf_config, **shape)
+    dtype = DTYPES[training_dtype(target, "cuda").dtype]
+    cost = plan(
+        TargetShape.of(hf_config, target.trust_remote_code),
+        draft,
+        train,
+        optim,
+        parallel,
+        cluster,
+        data.row_tokens,
+        ranks,
+        dtype,
+    )
+    return text(cost, train, optim, cluster, advice(cost, parallel, train, cluster))
+
+
+def plan(
+    target: TargetShape,
+    draft: DraftConfig,
+    train: TrainConfig,
+    optim: OptimConfig,
+    parallel: ParallelConfig,
+    cluster: ClusterConfig,
+    row_tokens: int,
+    ranks: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Plan:
+    """The cost of a job of `ranks` processes, a GPU each."""
+    with torch.device("meta"):
+        module = Draft(draft)
+    flops = flops_of(target, draft, module, row_tokens, parallel.activation_checkpointing)
+    tokens_per_s = ranks * cluster.tflops * 1e12 * cluster.mfu / sum(flops.values())
+    tokens = train.micro_batch_rows * row_tokens
+    weights, host = draft_state(module, optim, parallel, ranks, dtype)
+    memory = {
+        "target's weights": target_weights(target, parallel, ranks, dtype),
+        "target's activations": tokens * dtype.itemsize * target_activations(target, parallel, ranks),
+        "draft's weights, gradients and optimiser": weights,
+        "draft's activations": tokens * dtype.itemsize * activations(draft, parallel.activation_checkpointing),
+        "hidden states and the loss": loss_memory(target, tokens, dtype),
+        "CUDA": CONTEXT_GIB * GIB,
+    }
+    return Plan(
+        target,
+        module.num_parameters(),
+        flops,
+        memory,
+        host,
+        ranks,
+        tokens_per_s,
+        train.steps * optim.tokens_per_step / tokens_per_s,
+    )
+
+
+def flops_of(
+    target: TargetShape, draft: DraftConfig, module: Draft, context: int, recomputed: bool
+) -> dict[str, float]:
+    """Multiplications and additions in the products of one token, by part; attention to half of a row on average.
+
+    The LM head is multiplied with the target's states, with the draft's, and with the gradient for these. The draft's
+    backward pass costs its forward twice; `fc` needs no gradient for its inputs.
+    """
+    seen = context / 2
+    fc = module.fc.weight.numel()
+    layers = sum(parameter.numel() for parameter in module.layers.parameters() if parameter.ndim >= 2)
+    if draft.ffn == "moe":
+        layers = sum(p.numel() for n, p in module.layers.named_parameters() if p.ndim >= 2 and ".experts" not in n)
+        layers += draft.num_layers * 3 * draft.hidden_size * draft.intermediate_size
+    attention = 4 * seen * draft.num_heads * draft.head_dim * draft.num_layers
+    passes = 4 if recomputed else 3
+    return {
+        "target": 2 * target.active + 4 * seen * target.attention * target.layers,
+        "LM head, for target and draft": 3 * 2 * target.vocabulary * target.hidden,
+        "draft": 2 * 2 * fc + passes * (2 * layers + attention),
+    }
+
+
+def target_weights(target: TargetShape, parallel: ParallelConfig, ranks: int, dtype: torch.dtype) -> float:
+    """A rank's part of the target; embedding and LM head are whole beside it, and FSDP2 gathers two layers at once."""
+    if parallel.target == "replicated":
+        return dtype.itemsize * target.parameters
+    own = target.parameters / min(parallel.share or ranks, ranks)
+    ends = target.vocabulary * target.hidden * (1 if target.tied else 2)
+    gathered = 2 * target.largest_layer if parallel.target == "fsdp2" else 0
+    return dtype.itemsize * (own + ends + gathered)
+
+
+def target_activations(target: TargetShape, parallel: ParallelConfig, ranks: int) -> float:
+    """Numbers of a rank's token that exist at once in the target's forward, which keeps none.
+
+    Ranks of a tensor-parallel target run all their tokens together, each with its part of the heads and the middle.
+    """
+    share = min(parallel.share or ranks, ranks) if parallel.target == "tensor" else 1
+    return 4 * target.hidden * share + 2 * target.attention + 3 * target.intermediate
+
+
+def draft_state(
+    module: Draft, optim: OptimConfig, parallel: ParallelConfig, ranks: int, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Bytes of the draft's fp32 weights and gradients, its optimiser's state, and its copy in `dtype`: on a GPU, on a
+    host.
+
+    AdamW keeps two numbers of a weight, Muon one of a matrix's.
+    """
+    size = module.num_parameters()
+    matrices = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim >= 2)
+    state = 8 * size - (4 * matrices if optim.name == "muon" else 0)
+    copy = dtype.itemsize * size if dtype != torch.float32 else 0
+    stage = parallel.zero.get("stage", 0) if parallel.backend == "deepspeed" else 0
+    whole = parallel.backend in ("single", "ddp")
+    parts = {  # bytes, and whether the ranks divide them
+        "weights": (4 * size, not whole and (parallel.backend == "fsdp2" or stage >= 1)),
+        "gradients": (4 * size, not whole and (parallel.backend == "fsdp2" or stage >= 2)),
+        "state": (state, not whole and (parallel.backend == "fsdp2" or stage >= 1)),
+        "copy": (copy, stage == 3 or parallel.backend == "fsdp2"),
+    }
+    bytes_of = {name: amount / (ranks if divided else 1) for name, (amount, divided) in parts.items()}
+    if parallel.backend == "ddp":
+        bytes_of["buckets"] = 4 * size
+    host = 0.0
+    if parallel.offload_optimizer:
+        host = bytes_of.pop("weights") + bytes_of.pop("state")
+    return sum(bytes_of.values()), host
+
+
+def activations(draft: DraftConfig, recomputed: bool) -> int:
+    """Numbers a token leaves for the draft's backward pass, as many of the model's dtype.
+
+    A layer's: what its two norms read, in fp32, and what they write; queries, keys, values, attention's output and the
+    same in rows; the gate before and behind its activation, the other half, their product.
+    """
+    heads, kv = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
+    layer = 6 * draft.hidden_size + 3 * heads + 2 * kv + 4 * draft.intermediate_size
+    kept = draft.hidden_size * draft.num_layers + layer if recomputed else layer * draft.num_layers
+    return kept + 2 * draft.hidden_size
+
+
+def loss_memory(target: TargetShape, tokens: int, dtype: torch.dtype) -> float:
+    """Two micro-batches' hidden states, smooth-L1's copies in fp32, a gradient, and one chunk's logits."""
+    states = tokens * target.hidden * (3 * dtype.itemsize + 4 * 4)
+    chunk = default_chunk_rows(target.vocabulary) * target.vocabulary * (dtype.itemsize + 3 * 4)
+    return states + chunk
+
+
+def advice(plan: Plan, parallel: ParallelConfig, train: TrainConfig, cluster: ClusterConfig) -> list[str]:
+    """What would make a run fit that does not, the cheapest first."""
+    over = sum(plan.memory.values()) - ROOM * cluster.memory_gib * GIB
+    if over <= 0:
+        return []
+    found = []
+    weights, states = plan.memory["target's weights"], plan.memory["draft's weights, gradients and optimiser"]
+    passing = sum(plan.memory.values()) - weights - states
+    if train.micro_batch_rows > 1 and passing > over / 2:
+        found.append(f"train.micro_batch_rows={max(1, train.micro_batch_rows // 2)} (accumulation makes up for it)")
+    if not parallel.activation_checkpointing and plan.memory["draft's activations"] > over / 2:
+        found.append("parallel.activation_checkpointing=true (the draft's layers cost a third more)")
+    if parallel.target == "replicated" and weights > over / 2:
+        found.append("parallel.target=fsdp2, or tensor within a node" + ("" if plan.gpus > 1 else ", on more GPUs"))
+    elif parallel.target != "replicated" and weights > over / 2:
+        found.append("more GPUs, or a larger parallel.share")
+    if states > over / 2 and parallel.backend in ("single", "ddp"):
+        found.append("parallel=fsdp2" + ("" if plan.gpus > 1 else ", on more GPUs"))
+    if states > over / 2 and not parallel.offload_optimizer and parallel.backend in ("fsdp2", "deepspeed"):
+        found.append("parallel.offload_optimizer=true")
+    return found or ["more GPUs, or GPUs with more memory"]
+
+
+def text(plan: Plan, train: TrainConfig, optim: OptimConfig, cluster: ClusterConfig, changes: list[str]) -> str:
+    """The plan as lines to read."""
+    total = sum(plan.memory.values())
+    all_flops, hours = sum(plan.flops.values()), plan.seconds / 3600
+    target, run = plan.target, f"{train.steps:,} steps of {optim.tokens_per_step:,} tokens"
+    width = max(map(len, [*plan.flops, *plan.memory])) + 2
+    lines = [
+        f"target: {target.parameters / 1e9:.4g} B parameters, of its layers {target.active / 1e9:.4g} B for a token",
+        f"draft: {plan.draft_parameters / 1e9:.4g} B parameters",
+        "",
+        "GFLOP a token",
+        *(f"  {part:<{width}}{value / 1e9:10.3f}  {value / all_flops:4.0%}" for part, value in plan.flops.items()),
+        f"  {'all':<{width}}{all_flops / 1e9:10.3f}",
+        "",
+        f"GiB on each of {plan.gpus} GPUs" + (f", and {plan.host / GIB:.1f} of its host" if plan.host else ""),
+        *(f"  {part:<{width}}{value / GIB:10.2f}" for part, value in plan.memory.items()),
+        f"  {'all, at most':<{width}}{total / GIB:10.2f}  of {cluster.memory_gib:g}"
+        + ("" if not changes else f": does not fit below {ROOM:.0%}"),
+        *(f"  try {change}" for change in changes),
+        "",
+        f"at {cluster.mfu:.0%} of {cluster.tflops:g} TFLOP/s: {plan.tokens_per_s:,.0f} tokens/s",
+        f"{run}: {hours:,.1f} hours, {hours * plan.gpus:,.1f} GPU-hours",
+    ]
+    return "\n".join(lines)

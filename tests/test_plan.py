@@ -1,0 +1,226 @@
+"""training/plan.py against what real models and steps take: parameters, FLOPs, memory; and what the command says."""
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from command_line import call, save_target
+from tiny import tiny_model, tiny_target
+from torch.utils.flop_counter import FlopCounterMode
+
+from eagle_train import train
+from eagle_train.config import CONF_DIR
+from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
+from eagle_train.ops.attention import packed_attention
+from eagle_train.training import plan
+from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.losses import distillation_loss
+from eagle_train.training.optimizer import OptimConfig, Optimizer
+from eagle_train.training.plan import ClusterConfig, TargetShape
+from eagle_train.training.trainer import TrainConfig
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "num_attention_heads": 4, "head_dim": 64}
+TOKENS = 32
+
+
+def step(target, draft) -> torch.Tensor:
+    """One micro-batch's loss, every token supervised."""
+    tokens = torch.arange(TOKENS)[None] % target.identity.vocab_size
+    positions, attend = torch.arange(TOKENS)[None], packed_attention([[TOKENS]])
+    hidden = target.hidden_states(tokens, positions, attend)
+    predicted = draft(target.embed(tokens), shift_hidden(hidden, positions, "self_fusion"), positions, attend)
+    return distillation_loss(predicted.flatten(0, 1), hidden.flatten(0, 1), target.lm_head).loss
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_a_steps_flops_are_those_that_torch_counts(family):
+    """Attention that a CPU's flash kernel does torch does not count; Gemma 2's, with its caps, is in plain products."""
+    target = tiny_target(family, **WIDE)
+    config = DraftConfig.from_target(target.config)
+    draft = Draft(config).init_weights(0)
+    with FlopCounterMode(display=False) as counter:
+        step(target, draft).backward()
+    shape = TargetShape.of(target.config)
+    said = plan.flops_of(shape, config, draft, 0, recomputed=False)
+    if family == "gemma2":  # it attends in squares, of which the plan says half
+        said["target"] = plan.flops_of(shape, config, draft, 2 * TOKENS, recomputed=False)["target"]
+    assert TOKENS * sum(said.values()) == pytest.approx(counter.get_total_flops(), rel=2e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss", "llama4"])
+def test_a_targets_parameters_are_counted_and_of_its_experts_those_at_work(family):
+    model = tiny_model(family)
+    shape = TargetShape.of(model.config)
+    assert shape.parameters == model.num_parameters()
+    idle = 0
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and parameter.ndim >= 2:
+            experts, chosen = model.config.num_local_experts, model.config.num_experts_per_tok
+            idle += parameter.numel() * (experts - chosen) / experts
+    ends = 2 * model.config.vocab_size * model.config.hidden_size
+    vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim < 2)
+    assert shape.active == pytest.approx(model.num_parameters() - ends - vectors - idle, abs=1)
+    assert (idle > 0) == (family != "llama")
+
+
+def test_activations_are_what_the_backward_pass_keeps():
+    target = tiny_target(**WIDE)
+    config = DraftConfig.from_target(target.config)
+    draft = Draft(config).init_weights(0)
+    weights = {shape for parameter in draft.parameters() for shape in (parameter.shape, parameter.shape[::-1])}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape not in weights:  # nor autocast's copies of them
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address is used twice
+        return tensor
+
+    tokens, positions = torch.arange(TOKENS)[None], torch.arange(TOKENS)[None]
+    embeddings, hidden = target.embed(tokens).bfloat16(), torch.randn(1, TOKENS, WIDE["hidden_size"]).bfloat16()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", dtype=torch.bfloat16):
+        draft(embeddings, hidden, positions, packed_attention([[TOKENS]]))
+    measured = sum(size for size, _ in kept.values())
+    assert 2 * TOKENS * plan.activations(config, recomputed=False) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_drafts_state_is_what_its_optimiser_holds(name):
+    draft = Draft(DraftConfig.from_target(tiny_target(**WIDE).config)).init_weights(0)
+    config = OptimConfig(name=name)
+    optimizer = Optimizer(draft, config)
+    for parameter in draft.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(1e-3)
+    held = [state for part in optimizer.parts for state in part.state.values()]
+    states = sum(value.nbytes for state in held for value in state.values() if value.numel() > 1)
+    measured = states + sum(parameter.nbytes + parameter.grad.nbytes for parameter in draft.parameters())
+    said, host = plan.draft_state(draft, config, ParallelConfig(), 1, torch.float32)
+    assert (said, host) == (measured, 0)
+
+
+def test_what_is_divided_shrinks_and_what_is_offloaded_moves():
+    draft = Draft(DraftConfig.from_target(tiny_target().config))
+    optim, size = OptimConfig(), draft.num_parameters()
+
+    def state(**settings) -> tuple[float, float]:
+        return plan.draft_state(draft, optim, ParallelConfig(**settings), 4, torch.bfloat16)
+
+    assert state(backend="ddp") == (22 * size, 0)
+    assert state(backend="fsdp2") == (18 * size / 4, 0)
+    assert state(backend="fsdp2", offload_optimizer=True) == (6 * size / 4, 12 * size / 4)
+    assert state(backend="deepspeed", zero={"stage": 1}) == (12 * size / 4 + 6 * size, 0)
+    assert state(backend="deepspeed", zero={"stage": 2}) == (16 * size / 4 + 2 * size, 0)
+    assert state(backend="deepspeed", zero={"stage": 3}) == (18 * size / 4, 0)
+    shape = TargetShape.of(tiny_target().config)
+    whole = plan.target_weights(shape, ParallelConfig(), 4, torch.bfloat16)
+    assert whole == 2 * shape.parameters
+    ends = 2 * shape.vocabulary * shape.hidden
+    tensor = plan.target_weights(shape, ParallelConfig(target="tensor", share=2), 4, torch.bfloat16)
+    assert tensor == 2 * (shape.parameters / 2 + ends)
+
+
+def test_the_command_says_what_a_run_costs_without_reading_a_weight(tmp_path, capsys):
+    target = save_target(tmp_path / "target")
+    (target / "model.safetensors").unlink()
+    given = ("plan=true", f"target={target}", "data=messages", "data.path=none.jsonl", "data.row_tokens=64")
+    assert call(train.main, *given, f"out={tmp_path / 'out'}", "optim.tokens_per_step=1024", "train.steps=10") == 0
+    said = capsys.readouterr().out
+    config = json.loads((target / "config.json").read_text())
+    assert config["num_hidden_layers"] == 3
+    for part in ("GFLOP a token", "target", "draft", "GiB on each of 1 GPUs", "10 steps of 1,024 tokens", "GPU-hours"):
+        assert part in said
+    assert "does not fit" not in said
+    assert not (tmp_path / "out").exists()
+
+
+def llama4(experts: int, every: int) -> transformers.PreTrainedConfig:
+    return transformers.Llama4TextConfig(
+        **{"vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384},
+        **{"num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128},
+        **{"num_local_experts": experts, "num_experts_per_tok": 1, "interleave_moe_layer_step": every},
+    )
+
+
+def llama3(hidden: int, intermediate: int, layers: int, heads: int) -> transformers.PreTrainedConfig:
+    return transformers.LlamaConfig(
+        **{"vocab_size": 128256, "hidden_size": hidden, "intermediate_size": intermediate},
+        **{"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8},
+    )
+
+
+PRESETS = {  # the targets' shapes as published, their parameters in billions, and on how many GPUs they are to fit
+    "paper_llama3_1_8b": (llama3(4096, 14336, 32, 32), 8.03, 8),
+    "paper_llama3_3_70b": (llama3(8192, 28672, 80, 64), 70.6, 8),
+    "paper_llama4_scout": (llama4(16, 1), 108, 8),
+    "paper_llama4_maverick": (llama4(128, 2), 401, 8),
+    "qwen3_8b": (
+        transformers.Qwen3Config(
+            **{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+        ),
+        8.19,
+        8,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_fits_its_target_on_the_gpus_it_names(tmp_path, capsys, name):
+    config, billions, gpus = PRESETS[name]
+    config.tie_word_embeddings = False
+    config.save_pretrained(tmp_path)
+    given = (f"experiment={name}", f"target.path={tmp_path}", "data.path=none.jsonl", f"cluster.gpus={gpus}")
+    assert call(train.main, "plan=true", *given) == 0
+    said = capsys.readouterr().out
+    assert float(re.search(r"target: ([\d.]+) B", said)[1]) == pytest.approx(billions, rel=5e-3)
+    assert "48,000 steps of 2,097,152 tokens" in said
+    assert "does not fit" not in said
+
+
+def test_every_experiment_is_tested_or_the_quickstart():
+    assert {path.stem for path in (CONF_DIR / "experiment").glob("*.yaml")} == {*PRESETS, "quickstart"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tried"),
+    [
+        ({}, "parallel.target=fsdp2"),
+        ({"target": "fsdp2", "backend": "fsdp2"}, "more GPUs"),
+    ],
+)
+def test_a_target_that_is_too_large_is_told_with_the_way_out(settings, tried):
+    target = tiny_target()
+    train_config, cluster = TrainConfig(steps=1, micro_batch_rows=1), ClusterConfig(memory_gib=1.001)
+    shape = TargetShape(8 * 10**9, 7 * 10**9, 10**6, 3, 32, 96, 32, 48, False)
+    parallel = ParallelConfig(**settings)
+    draft = DraftConfig.from_target(target.config)
+    cost = plan.plan(shape, draft, train_config, OptimConfig(), parallel, cluster, 64, 2)
+    changes = plan.advice(cost, parallel, train_config, cluster)
+    assert any(tried in change for change in changes)
+    said = plan.text(cost, train_config, OptimConfig(), cluster, changes)
+    assert "does not fit" in said
+    roomy = ClusterConfig(memory_gib=80)
+    assert plan.advice(cost, parallel, train_config, roomy) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster.gpus=4"], "parallel=single: 4 processes"),
+        (["cluster.gpus=4", "parallel=fsdp2", "parallel.target=fsdp2", "parallel.share=3"], "parallel.share=3"),
+        (["cluster.mfu=0"], "cluster.mfu=0"),
+        (["cluster.memory_gib=-1"], "cluster.memory_gib=-1"),
+        (["optim.tokens_per_step=1000"], "optim.tokens_per_step=1000"),
+        (["target=nowhere/at/all"], "no such directory"),
+    ],
+)
+def test_a_plan_for_a_job_that_could_not_start_is_refused(tmp_path, capsys, overrides, message):
+    target = save_target(tmp_path / "target")
+    given = (f"target={target}", "data=messages", "data.path=none.jsonl", "data.row_tokens=64")
+    assert call(train.main, "plan=true", *given, *overrides) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
