@@ -1,0 +1,411 @@
+"""What a training step costs: its parts, its tokens per second, its memory; against its floor and against a naive step.
+
+The floor is the step's own matrix products, replayed with nothing between them. The naive step trains the same draft on
+the same documents as one would write it down first: documents padded to the longest, all logits at once. Each of the
+two lives in a process of its own; they take turns, so that whatever else the machine does hits both alike. The target's
+weights are random: time and memory do not depend on them. Knows nothing of inference.
+
+    python -m evals.train_throughput vocab=32000 hidden=512 rounds=5
+"""
+
+import json
+import multiprocessing
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from eagle_train.config import build, check, command, provenance, resolve_device, write_json
+from eagle_train.corpus.chat import ChatRenderer
+from eagle_train.corpus.source import DataConfig, open_source, parse
+from eagle_train.corpus.stream import Stream
+from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
+from eagle_train.models.target import Target, TargetConfig, training_dtype
+from eagle_train.ops.attention import packed_attention
+from eagle_train.training import trainer as trainer_module
+from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.optimizer import OptimConfig, Optimizer
+from eagle_train.training.parallelize import prepare
+from eagle_train.training.plan import TargetShape, flops_of
+from eagle_train.training.trainer import TrainConfig, Trainer
+
+DOCUMENTS = 2000
+SHORTEST, LONGEST = 24, 512  # tokens of a document; the logarithm of its length is drawn evenly
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+KINDS = ("ours", "naive")
+
+
+@dataclass
+class Config:
+    """conf/train_throughput.yaml, which says what each key is. Raises UserError for values that cannot be."""
+
+    out: str
+    device: str
+    vocab: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    layers: int
+    draft_layers: int
+    row_tokens: int
+    micro_batch_rows: int
+    tokens_per_step: int
+    rounds: int
+    steps: int
+    seed: int
+    tflops: float | None
+
+    def __post_init__(self) -> None:
+        for key in ("vocab", "hidden", "layers", "draft_layers", "rounds", "steps"):
+            check(getattr(self, key) >= 1, f"{key}={getattr(self, key)}: must be at least 1")
+        check(self.row_tokens >= LONGEST, f"row_tokens={self.row_tokens}: the longest documents have {LONGEST}")
+
+
+@command("train_throughput")
+def main(values: DictConfig) -> None:
+    config = build(Config, values, "")
+    resolve_device(config.device)
+    with tempfile.TemporaryDirectory() as folder:
+        write_documents(Path(folder) / "documents.jsonl", config)
+        found = compared(config, folder)
+    found |= {"config": asdict(config), "provenance": provenance()}
+    write_json(Path(config.out), found)
+    print(text(found))
+    print(f"written to {config.out}")
+
+
+def write_documents(path: Path, config: Config) -> None:
+    """Documents of words that are each one token, of mixed length."""
+    rng = random.Random(config.seed)
+    with path.open("w") as file:
+        for _ in range(DOCUMENTS):
+            length = round(SHORTEST * (LONGEST / SHORTEST) ** rng.random())
+            words = " ".join(f"w{rng.randrange(config.vocab - 1)}" for _ in range(length))
+            file.write(json.dumps({"text": words}) + "\n")
+
+
+def word_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({"?": 0} | {f"w{i}": i + 1 for i in range(vocab - 1)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def llama(config: Config) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=config.vocab,
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        num_hidden_layers=config.layers,
+        tie_word_embeddings=False,
+    )
+
+
+def random_target(config: Config, device: str) -> Target:
+    """A Llama of this shape, as training loads one."""
+    dtype = getattr(torch, training_dtype(TargetConfig("random"), device).dtype)
+    with torch.device(device):
+        model = LlamaForCausalLM(llama(config)).to(dtype)
+    return Target(model, word_tokenizer(config.vocab), "random")
+
+
+class Ours:
+    """The trainer as users run it."""
+
+    def __init__(self, config: Config, folder: str, device: str):
+        self.config = config
+        self.target = random_target(config, device)
+        data = DataConfig(f"{folder}/documents.jsonl", format="text", row_tokens=config.row_tokens, seed=config.seed)
+        self.stream = Stream(data, ChatRenderer(self.target.tokenizer), config.micro_batch_rows)
+        draft = Draft(DraftConfig.from_target(self.target.config, num_layers=config.draft_layers)).init_weights(0)
+        self.draft = draft.to(device)
+        optim = OptimConfig(tokens_per_step=config.tokens_per_step)
+        backend = prepare(self.draft, optim, ParallelConfig(), trainer_module.ALONE, self.target.dtype)
+        train = TrainConfig(steps=10**6, micro_batch_rows=config.micro_batch_rows)
+        self.trainer = Trainer(train, optim, self.target, self.draft, backend, self.stream, [], Path(folder))
+        self.seconds: dict[str, float] = {}
+        self.watch()
+
+    def watch(self) -> None:
+        """Add up the time of a step's parts. The target's run beside the draft's, on a CPU."""
+
+        def timed(part: str, function: Callable) -> Callable:
+            def wrapped(*arguments: Any, **options: Any) -> Any:
+                started = time.perf_counter()
+                result = function(*arguments, **options)
+                self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
+                return result
+
+            return wrapped
+
+        trainer, backend = self.trainer, self.trainer.backend
+        trainer.hidden_states = timed("target", trainer.hidden_states)
+        backend.draft = timed("draft, forward", backend.draft)
+        trainer_module.distillation_loss = timed("loss", trainer_module.distillation_loss)
+        backend.backward = timed("draft, backward", backend.backward)
+        backend.clip = timed("clip", backend.clip)
+        backend.step = timed("optimiser", backend.step)
+
+    def run(self, steps: int) -> int:
+        """Train; returns how many tokens that were no padding."""
+        before = self.stream_tokens()
+        for _ in range(steps):
+            self.trainer.train_step()
+        return self.stream_tokens() - before
+
+    def stream_tokens(self) -> int:
+        """Tokens of the rows handed out; the share of padding is taken to be that of the rows drawn ahead."""
+        counts = self.stream.counts
+        filled = counts["tokens"] / max(1, counts["tokens"] + counts["padding"])
+        return round(self.trainer.tokens * filled)
+
+    def waited(self) -> float:
+        return self.trainer.ahead.waited
+
+    def floor(self) -> float:
+        """Seconds of a step's products alone: the best of the ways to run them, with the target's beside or before."""
+        batches = [self.trainer.placed(next(self.stream)) for _ in range(self.trainer.accumulation)]
+        with Products() as of_target:
+            hidden = [self.trainer.hidden_states(batch) for batch in batches]
+        with Products() as of_draft:
+            for batch, states in zip(batches, hidden, strict=True):
+                self.trainer.forward_backward_step(batch, states, 1.0)
+        self.trainer.backend.skip()
+        threads = torch.get_num_threads()
+        best = []
+        with ThreadPoolExecutor(1) as pool:
+            for _ in range(3):
+                started = time.perf_counter()
+                other = pool.submit(of_target.replay)
+                of_draft.replay()
+                other.result()
+                best.append(time.perf_counter() - started)
+            torch.set_num_threads(threads * 2)
+            for _ in range(3):
+                started = time.perf_counter()
+                of_target.replay()
+                of_draft.replay()
+                best.append(time.perf_counter() - started)
+            torch.set_num_threads(threads)
+        return min(best)
+
+
+class Products(TorchDispatchMode):
+    """Notes every matrix product, with its operands' shapes, strides and dtypes, so that it can be done again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Callable, list[Any]]] = []
+        self.known: dict[Any, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in PRODUCTS:
+            self.calls.append((func.overloadpacket, [self.like(x) for x in args]))
+        return result
+
+    def like(self, value: Any) -> Any:
+        """An operand of the same layout; products of one layout share it."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        key = (value.shape, value.stride(), value.dtype)
+        if key not in self.known:
+            size = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+            memory = torch.randn(size, device=value.device).to(value.dtype)
+            self.known[key] = memory.as_strided(value.shape, value.stride())
+        return self.known[key]
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for function, operands in self.calls:
+            function(*operands)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+class Naive:
+    """A step as one would write it down first."""
+
+    def __init__(self, config: Config, folder: str, device: str):
+        self.config, self.device = config, device
+        self.target = random_target(config, device)
+        data = DataConfig(f"{folder}/documents.jsonl", format="text")
+        self.rows = [parse(*placed) for placed in open_source(data).rows()]
+        self.draft = Draft(DraftConfig.from_target(self.target.config, num_layers=config.draft_layers))
+        self.draft.init_weights(0).to(device)
+        self.optimizer = Optimizer(self.draft, OptimConfig())
+        self.batches = self.padded()
+        self.seconds: dict[str, float] = {}
+
+    def padded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(tokens, mask) of as many documents as fill a step when each is as long as the longest of them."""
+        tokenizer, rng = self.target.tokenizer, random.Random(self.config.seed)
+        while True:
+            rng.shuffle(self.rows)
+            batch: list[torch.Tensor] = []
+            for row in self.rows:
+                document = torch.tensor(tokenizer(row["text"])["input_ids"])
+                if (len(batch) + 1) * max(len(document), *map(len, batch), 0) > self.config.tokens_per_step:
+                    yield self.collated(batch)
+                    batch = []
+                batch.append(document)
+
+    def collated(self, documents: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        pad = torch.nn.utils.rnn.pad_sequence
+        tokens = pad(documents, batch_first=True)
+        mask = pad([torch.ones(len(document), dtype=torch.bool) for document in documents], batch_first=True)
+        return tokens.to(self.device), mask.to(self.device)
+
+    def run(self, steps: int) -> int:
+        """Train; returns how many tokens that were no padding."""
+        return sum(self.step(*next(self.batches)) for _ in range(steps))
+
+    def step(self, tokens: torch.Tensor, mask: torch.Tensor) -> int:
+        rows, length = tokens.shape
+        positions = torch.arange(length, device=self.device).expand(rows, -1)
+        attend = packed_attention([[length]] * rows)
+        low = self.target.dtype != torch.float32
+        hidden = self.target.hidden_states(tokens, positions, attend)
+        with torch.autocast(self.device, dtype=self.target.dtype if low else None, enabled=low):
+            previous = shift_hidden(hidden, positions, "self_fusion")
+            predicted = self.draft(self.target.embed(tokens), previous, positions, attend)
+            logits, wanted = self.target.lm_head(predicted).float(), self.target.lm_head(hidden).float()
+        ce = -(wanted.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+        l1 = F.smooth_l1_loss(predicted.float(), hidden.float(), reduction="none").mean(-1)
+        loss = ((l1 + 0.1 * ce) * mask).sum() / mask.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
+        self.optimizer.step(2e-4)
+        self.optimizer.zero_grad()
+        return int(mask.sum())
+
+
+def work(kind: str, config: Config, folder: str, device: str, line: Connection) -> None:
+    """A process: builds its step, then runs as many as it is told and answers with what they took."""
+    torch.manual_seed(config.seed)
+    torch.empty(1, device=device)  # what the device's own libraries take is not the step's
+    before = peak_memory(device)
+    step = Ours(config, folder, device) if kind == "ours" else Naive(config, folder, device)
+    step.run(2)  # caches, compiled kernels, the optimiser's state
+    waited = 0.0
+    while (order := line.recv()) is not None:
+        if order == "floor":
+            line.send(step.floor())
+            continue
+        step.seconds.clear()
+        started, tokens = time.perf_counter(), step.run(config.steps)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        took = {"seconds": time.perf_counter() - started, "tokens": tokens, "parts": dict(step.seconds)}
+        if kind == "ours":
+            took["waited"], waited = step.waited() - waited, step.waited()
+        line.send({**took, "memory": peak_memory(device) - before})
+
+
+def peak_memory(device: str) -> int:
+    """Bytes: the most that was ever allocated on the GPU, or held by this process, on Linux.
+
+    Not `ru_maxrss`: a process inherits its parent's.
+    """
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def compared(config: Config, folder: str) -> dict[str, Any]:
+    """Both steps' figures, taken in turn; medians of the rounds."""
+    device, context = resolve_device(config.device), multiprocessing.get_context("spawn")
+    lines, processes = {}, []
+    for kind in KINDS:
+        lines[kind], theirs = context.Pipe()
+        processes.append(context.Process(target=work, args=(kind, config, folder, device, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+
+    def ask(kind: str, order: str) -> Any:
+        lines[kind].send(order)
+        return lines[kind].recv()
+
+    rounds: dict[str, list[dict]] = {kind: [] for kind in KINDS}
+    floors = []
+    for number in range(config.rounds):
+        for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
+            rounds[kind].append(ask(kind, "steps"))
+        floors.append(ask("ours", "floor"))
+    for line, process in zip(lines.values(), processes, strict=True):
+        line.send(None)
+        process.join()
+    return figures(config, rounds, floors)
+
+
+def figures(config: Config, rounds: dict[str, list[dict]], floors: list[float]) -> dict[str, Any]:
+    """Medians of the rounds, and the ratios that count. Seconds, bytes."""
+    median = statistics.median
+    found: dict[str, Any] = {}
+    for kind, told in rounds.items():
+        found[kind] = {
+            "step_s": median(one["seconds"] for one in told) / config.steps,
+            "tokens_per_s": median(one["tokens"] / one["seconds"] for one in told),
+            "peak_memory": told[-1]["memory"],
+        }
+    ours = rounds["ours"]
+    parts = {part: median(one["parts"][part] for one in ours) / config.steps for part in ours[0]["parts"]}
+    shape = llama(config)
+    draft = DraftConfig.from_target(shape, num_layers=config.draft_layers)
+    with torch.device("meta"):
+        flops = flops_of(TargetShape.of(shape), draft, Draft(draft), config.row_tokens, recomputed=False)
+    rate = found["ours"]["tokens_per_s"] * sum(flops.values()) / 1e12
+    return found | {
+        "parts_s": parts,
+        "data_wait": median(one["waited"] / one["seconds"] for one in ours),
+        "floor_s": median(floors),
+        "step_over_floor": median(
+            one["seconds"] / config.steps / floor for one, floor in zip(ours, floors, strict=True)
+        ),
+        "tflops_per_s": rate,
+        "mfu": rate / config.tflops if config.tflops else None,
+        "faster_than_naive": median(
+            one["tokens"] / one["seconds"] / (other["tokens"] / other["seconds"])
+            for one, other in zip(ours, rounds["naive"], strict=True)
+        ),
+        "memory_of_naive": found["ours"]["peak_memory"] / found["naive"]["peak_memory"],
+    }
+
+
+def text(found: dict[str, Any]) -> str:
+    """The figures as lines to read."""
+    lines = []
+    for kind in KINDS:
+        one = found[kind]
+        speed, memory = one["tokens_per_s"], one["peak_memory"] / 2**30
+        lines.append(f"{kind:<6}{one['step_s'] * 1e3:8.0f} ms a step {speed:9,.0f} tokens/s {memory:6.2f} GiB at most")
+    speed, memory = found["faster_than_naive"], found["memory_of_naive"]
+    lines.append(f"ours is {speed:.2f} times as fast, and takes {memory:.0%} of the memory")
+    lines += [f"  {part:<18}{seconds * 1e3:8.1f} ms" for part, seconds in found["parts_s"].items()]
+    lines.append(
+        f"the step takes {found['step_over_floor']:.2f} times its products alone ({found['floor_s'] * 1e3:.0f} ms); it "
+        f"waited for data {found['data_wait']:.1%} of the time"
+    )
+    if found["mfu"] is not None:
+        lines.append(f"{found['tflops_per_s']:.1f} TFLOP/s, {found['mfu']:.0%} of the device's")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
