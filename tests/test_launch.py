@@ -103,3 +103,15 @@ def test_a_preempted_job_is_queued_again_and_goes_on(cluster, tmp_path):
 def test_a_rank_that_fails_ends_the_job_with_its_reason(cluster, capfd):
     assert submit(cluster, "data.path=nowhere.jsonl", "device=cpu", "parallel=ddp").wait(timeout=120) == 2
     assert "error: " in capfd.readouterr().err
+
+
+def test_accelerate_launch_starts_a_run_as_well(tmp_path):
+    target = save_target(tmp_path / "target")
+    data = write_jsonl(tmp_path / "chats.jsonl", chats(20))
+    given = [f"target={target}", "data=messages", f"data.path={data}", "data.row_tokens=64", f"out={tmp_path / 'out'}"]
+    short = ["train.steps=2", "train.micro_batch_rows=2", "optim.tokens_per_step=128", "parallel=ddp"]
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1"}
+    command = [*accelerate, "-m", "eagle_train.train", *given, *short]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    assert [row["step"] for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [1, 2]
