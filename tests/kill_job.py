@@ -1,0 +1,80 @@
+"""What test_kills.py starts: a job of 1 to 3 ranks that is killed again and again at any moment, then left to end.
+
+The ranks are forks of this process, so that torch is imported once. Each time one rank is killed, or all, while they
+train, exchange, or write a checkpoint; each time another number of ranks goes on.
+
+    python tests/kill_job.py DATA OUT KILLS STEPS SEED
+"""
+
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from ranks_job import one_run
+
+from eagle_train import distributed
+from eagle_train.training.checkpoint import latest
+
+PATIENCE = 60  # seconds in which the others must notice that a rank is gone
+
+
+def fork_ranks(number: int, data: Path, out: Path, steps: int) -> list[int]:
+    """Start the ranks of a run with a checkpoint after every step; returns their process ids."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(number):
+        child = os.fork()
+        if child == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            status = 1
+            try:
+                world = distributed.start("cpu", share=None, group=True)
+                train = {"steps": steps, "rows": 1, "rows_per_step": 6, "save_every": 1}
+                one_run(data, {"out": str(out), "parallel": {"backend": "fsdp2"}, "train": train}, world)
+                status = 0
+            finally:
+                os._exit(status)
+        ranks.append(child)
+    return ranks
+
+
+def ended(ranks: list[int], seconds: float) -> list[int]:
+    """Wait so long at most for all of them; returns those that still run."""
+    until = time.monotonic() + seconds
+    while ranks and time.monotonic() < until:
+        ranks = [rank for rank in ranks if os.waitpid(rank, os.WNOHANG)[0] == 0]
+        time.sleep(0.01)
+    return ranks
+
+
+def main(data: Path, out: Path, kills: int, steps: int, seed: int) -> None:
+    rng = random.Random(seed)
+    done = 0
+    while done < kills:
+        ranks = fork_ranks(rng.choice((1, 2, 3)), data, out, steps)
+        left = ended(ranks, rng.uniform(0.5, 6.0))
+        if not left:  # it came to its end before it was its turn
+            break
+        victims = left if rng.random() < 0.5 else [rng.choice(left)]
+        for victim in victims:
+            os.kill(victim, signal.SIGKILL)
+        done += 1
+        hanging = ended(left, PATIENCE)
+        assert not hanging, f"{len(hanging)} of {len(ranks)} ranks hang after a kill"
+        path = latest(out)
+        print(f"kill {done}: {len(victims)} of {len(ranks)} ranks; goes on from {path and path.name}", flush=True)
+    ranks = fork_ranks(2, data, out, steps)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+    assert statuses == [0, 0], statuses
+    print(f"KILLS {done}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *(int(argument) for argument in sys.argv[3:6]))

@@ -1,0 +1,34 @@
+"""A job on several ranks that is killed at random moments gives the metrics of one that was not.
+
+KILLS=50 STEPS=400 pytest tests/test_kills.py    makes it a long one
+"""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from command_line import chats, write_jsonl
+from test_ranks import metrics_of
+from test_trainer import assert_same, make_trainer, run
+
+KILLS, STEPS = int(os.environ.get("KILLS", 4)), int(os.environ.get("STEPS", 40))
+
+
+def test_killed_ranks_lose_nothing(tmp_path):
+    for seed, (name, count) in enumerate({"train": 60, "heldout": 12}.items()):
+        write_jsonl(tmp_path / f"{name}.jsonl", chats(count, seed))
+    seed = os.environ.get("SEED") or str(random.randrange(10**6))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    job = [sys.executable, Path(__file__).with_name("kill_job.py"), tmp_path, tmp_path / "killed"]
+    done = subprocess.run([*job, str(KILLS), str(STEPS), seed], env=environment, capture_output=True, text=True)
+    told = f"SEED={seed}\n{done.stdout[-3000:]}{done.stderr[-6000:]}"
+    assert done.returncode == 0, told
+    assert "kill 1: " in done.stdout, told
+    print(told)
+    expected = run(make_trainer(tmp_path / "whole", tmp_path, steps=STEPS, rows=1, rows_per_step=6))
+    found = metrics_of(tmp_path / "killed")
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1)), told
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, {key: other[key] for key in one}, 1e-4)
