@@ -1,4 +1,4 @@
-"""Chat data from Python's own standard library: each function is an answer, its name and purpose the question.
+"""Chat data from Python's own standard library: each function answers a question for it.
 
 Writes `train.jsonl` and `heldout.jsonl` (OpenAI-style messages; no function, and no function body, is in both) and
 `tests.jsonl` (functions of the standard library's test suite, which only the bundled target's training reads).
@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import sysconfig
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,19 +46,37 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.Asy
     return visit(tree, "")
 
 
-def source_of(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
-    """The function's text, decorators included, moved to the left margin."""
-    first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
-    return textwrap.dedent("\n".join(lines[first - 1 : function.end_lineno])).expandtabs(4)
+class WithoutProse(ast.NodeTransformer):
+    """Strings of several words become '...', and annotations go."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        is_prose = isinstance(node.value, str | bytes) and len(node.value.split()) > 1
+        return ast.Constant("...") if is_prose else node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        words = " ".join(part.value for part in node.values if isinstance(part, ast.Constant)).split()
+        return ast.Constant("...") if len(words) > 1 else node
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        return ast.arg(node.arg)
 
 
-def question(module: str, name: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """What a user would ask to get this function: its place, its name and the first line of its docstring."""
+def conversation(module: str, name: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, str]:
+    """What a user would ask to get this function (its place, parameters and purpose), and its code in one style.
+
+    The code is without docstring, comments, annotations and prose in its strings: a model of this size cannot write
+    prose, it turns in circles, and a draft for it would be measured on that. It is empty if nothing else is there.
+    """
     kind = "method" if "." in name else "function"
-    phrasing = PHRASINGS[int(fraction(module + name + "phrasing") * len(PHRASINGS))]
-    text = phrasing.format(kind=kind, name=name, module=module)
     purpose = (ast.get_docstring(function) or "").strip().partition("\n")[0].strip()
-    return f"{text} {purpose}" if purpose else text
+    if ast.get_docstring(function, clean=False) is not None:
+        function.body = function.body[1:]
+    function.returns = None
+    plain = WithoutProse().visit(function)
+    signature = f"{name}({ast.unparse(plain.args)})"
+    phrasing = PHRASINGS[int(fraction(module + name + "phrasing") * len(PHRASINGS))]
+    text = phrasing.format(kind=kind, name=signature, module=module)
+    return f"{text} {purpose}".strip(), ast.unparse(plain) if plain.body else ""
 
 
 def repeats_itself(code: str) -> bool:
@@ -77,21 +94,19 @@ def rows(library: Path) -> Iterator[tuple[str, dict]]:
             continue
         is_test = any("test" in part.split("_") or part in {"tests", "idle_test"} for part in parts)
         module = ".".join(parts).removesuffix(".__init__")
-        text = path.read_text("utf-8", errors="ignore")
         try:
-            tree = ast.parse(text)
+            tree = ast.parse(path.read_text("utf-8", errors="ignore"))
         except (SyntaxError, ValueError):  # the test suite holds files that are wrong on purpose
             continue
-        lines = text.splitlines()
         for name, function in functions(tree):
-            code = source_of(function, lines)
+            asked, code = conversation(module, name, function)
             if not MIN_CHARS <= len(code) <= MAX_CHARS or repeats_itself(code) or code in seen:
                 continue
             seen.add(code)
             heldout = fraction(f"{module}:{name}") < HELDOUT_SHARE
             split = "tests" if is_test else "heldout" if heldout else "train"
             messages = [
-                {"role": "user", "content": question(module, name, function)},
+                {"role": "user", "content": asked},
                 {"role": "assistant", "content": code},
             ]
             yield split, {"id": f"{module}:{name}", "messages": messages}

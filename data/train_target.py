@@ -4,7 +4,7 @@ Reads what `stdlib_chat.py` wrote; trains the tokenizer, then the model (Muon fo
 autocast) for a given time; then lets it answer and unlearns what it repeats; and writes a Hugging Face directory with a
 card. Run once; its output is committed. Knows nothing of drafts.
 
-    python data/train_target.py outputs/stdlib_chat outputs/tiny_target --minutes 80 --refine-minutes 15
+    python data/train_target.py outputs/stdlib_chat outputs/tiny_target --minutes 28 --refine 5:14 3:20 3.5:16
 """
 
 import argparse
@@ -19,16 +19,23 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AttentionInterface,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.target import Target
+from eagle_train.ops.attention import causal_matmul
 
 VOCAB_SIZE = 4096
 MAX_TOKENS = 1024  # of a document; longer ones are left out and counted
 BATCH_TOKENS = 8192
 TESTS_UNTIL = 0.4  # up to this share of the run, functions of the test suite are mixed in
-ANSWERS, ANSWER_TOKENS = 32, 96  # the model's own answers in a step of the second part
+ANSWERS, ANSWER_TOKENS = 32, 96  # the model's own answers, of which a refining step unlearns
 REPEAT = 6  # tokens; whoever completes a run of so many that the answer already holds is unlearned
 SPECIAL = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>"]
 # Words, digits in threes, punctuation; an indentation is one token and its last space belongs to the next word.
@@ -76,12 +83,21 @@ def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
     return fast
 
 
+def attention(
+    module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, scaling: float, **_: object
+) -> tuple[torch.Tensor, None]:
+    """The model's attention: batches are padded on the right, so causality is all the mask there is."""
+    return causal_matmul(q, k, v, scaling).transpose(1, 2), None
+
+
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    AttentionInterface.register("causal", attention)
     config = LlamaConfig(
+        attn_implementation="causal",
         vocab_size=len(tokenizer),
         hidden_size=256,
         intermediate_size=768,
-        num_hidden_layers=16,
+        num_hidden_layers=12,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
@@ -225,11 +241,15 @@ def unlikelihood(model: LlamaForCausalLM, batch: torch.Tensor, repeats: torch.Te
 
 
 def refine(
-    model: LlamaForCausalLM, documents: list[torch.Tensor], heldout: list[torch.Tensor], assistant: int, minutes: float
-) -> dict:
-    """Goes on for `minutes` at a twentieth of the learning rate and below; unlearns what its own answers repeat."""
+    model: LlamaForCausalLM, documents: list[torch.Tensor], assistant: int, minutes: float, divisor: float
+) -> tuple[int, int]:
+    """Goes on for `minutes` at the learning rates divided by `divisor` and below, down to nothing; each step also
+    unlearns what the model's own answers repeat.
+
+    Returns the number of steps and of tokens.
+    """
     groups = optimizers(model)
-    peaks = [optimizer.param_groups[0]["lr"] / 20 for optimizer in groups]
+    peaks = [optimizer.param_groups[0]["lr"] / divisor for optimizer in groups]
     rng = random.Random(1)
     start = time.monotonic()
     steps = tokens = 0
@@ -239,24 +259,24 @@ def refine(
         if batch is None:
             epoch = batches(documents, rng)
             continue
-        asked = [document[: document.tolist().index(assistant) + 1] for document in rng.sample(documents, ANSWERS)]
-        answers, repeats = own_answers(model, asked)
         for optimizer, peak in zip(groups, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * (1 - progress)
             optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(model, batch)
             loss.backward()
+        asked = [text[: text.tolist().index(assistant) + 1] for text in rng.sample(documents, ANSWERS)]
+        answers, repeats = own_answers(model, asked)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             unlikelihood(model, answers, repeats).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in groups:
             optimizer.step()
         steps += 1
         tokens += int((batch >= 0).sum())
-        share = repeats.sum().item() / max(1, ANSWERS * ANSWER_TOKENS)
-        print(f"{progress:6.1%}  step {steps}  loss {loss.item():.3f}  repeated {share:.1%}", flush=True)
-    print(f"held-out loss {heldout_loss(model, heldout):.3f}", flush=True)
-    return {"refine_minutes": minutes, "refine_steps": steps, "refine_tokens": tokens}
+        repeated = repeats.sum() / (ANSWERS * ANSWER_TOKENS)
+        print(f"{progress:6.1%}  step {steps}  loss {loss.item():.3f}  repeated {repeated:.1%}", flush=True)
+    return steps, tokens
 
 
 def write_card(out: Path, facts: dict) -> None:
@@ -268,18 +288,21 @@ nothing else.
 
 | | |
 |---|---|
-| trained on | functions of Python {facts["python"]}'s standard library as chat ({facts["train"]} documents); \
+| trained on | functions of Python {facts["python"]}'s standard library as chat, without docstrings, comments, \
+annotations, and prose in strings ({facts["train"]} documents); \
 in the first {TESTS_UNTIL:.0%} of the run also its test suite's ({facts["tests"]} documents) |
 | held out | {facts["heldout"]} functions, chosen by a hash of their names |
 | for | {facts["minutes"]:.0f} minutes on two CPU cores: {facts["steps"]} steps, {facts["tokens"] / 1e6:.1f} M tokens |
-| then | {facts["refine_minutes"]:g} minutes, {facts["refine_steps"]} steps, {facts["refine_tokens"] / 1e6:.1f} M \
-tokens, in which it also unlearned repetition: in its own greedy answers, tokens that complete {REPEAT} tokens for a \
-second time (unlikelihood, arXiv 1908.04319) |
+| then | {facts["refine"]} (minutes:divisor of the learning rates), {facts["refine_steps"]} steps, \
+{facts["refine_tokens"] / 1e6:.1f} M tokens, in which it also unlearned repetition: in its own greedy answers, tokens \
+that complete {REPEAT} tokens for a second time (unlikelihood, arXiv 1908.04319) |
+| weights | {facts["blend"]:.0%} those of the last of these goes, the rest those of the one before |
 | held-out loss | {facts["heldout_loss"]:.3f} nats per token, questions included |
 | tokenizer | byte-level BPE of {VOCAB_SIZE} tokens, trained on the same text |
 | optimiser | Muon (lr 0.02) for matrices, AdamW (lr 4e-3) for the rest, bf16 autocast, linear decay |
 | made by | `python data/stdlib_chat.py outputs/stdlib_chat` and `python data/train_target.py outputs/stdlib_chat \
-data/tiny_target --minutes {facts["minutes"]:.0f} --refine-minutes {facts["refine_minutes"]:g}` |
+data/tiny_target --minutes {facts["minutes"]:.0f} --refine {facts["refine"]} --blend {facts["blend"]:g}`; its answers, \
+`answers.jsonl.gz`, by `python data/regenerate.py`, of up to {ANSWER_TOKENS} tokens |
 | with | Python {facts["python"]}, torch {torch.__version__} |
 | licence of the text | Python's (PSF-2.0) |
 """
@@ -290,9 +313,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the bundled target.")
     parser.add_argument("chat", type=Path, help="the directory stdlib_chat.py wrote")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--minutes", type=float, default=80.0)
-    parser.add_argument("--refine-minutes", type=float, default=15.0)
+    parser.add_argument("--minutes", type=float, default=28.0)
+    parser.add_argument("--refine", nargs="+", default=["5:14", "3:20", "3.5:16"], metavar="MINUTES:DIVISOR")
+    parser.add_argument("--blend", type=float, default=0.7, help="how much of the last go's weights is taken")
     args = parser.parse_args()
+    goes = [tuple(map(float, go.split(":"))) for go in args.refine]
     torch.manual_seed(0)
     conversations = {split: read_messages(args.chat / f"{split}.jsonl") for split in ("train", "tests", "heldout")}
     sample = conversations["train"] + conversations["tests"][::4]
@@ -302,7 +327,15 @@ def main() -> None:
     model = build_model(tokenizer)
     facts = train(model, pools, args.minutes, args.out)
     assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
-    facts |= refine(model, pools["train"], pools["heldout"], assistant, args.refine_minutes)
+    facts |= {"refine": " ".join(args.refine), "refine_steps": 0, "refine_tokens": 0, "blend": args.blend}
+    for minutes, divisor in goes:
+        before = copy.deepcopy(model)
+        steps, tokens = refine(model, pools["train"], assistant, minutes, divisor)
+        facts["refine_steps"] += steps
+        facts["refine_tokens"] += tokens
+    with torch.no_grad():
+        for last, earlier in zip(model.parameters(), before.parameters(), strict=True):
+            last.lerp_(earlier, 1 - args.blend)
     facts |= {split: len(documents) for split, documents in pools.items()}
     facts |= {"parameters": model.num_parameters(), "layers": model.config.num_hidden_layers}
     facts |= {"heldout_loss": heldout_loss(model, pools["heldout"]), "python": platform.python_version()}

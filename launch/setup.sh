@@ -32,7 +32,8 @@ set_up() {
       "$python" -m venv .venv
     fi
     echo "installing eagle_train${extra:+ with its $extra dependencies} into .venv (some minutes the first time)"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c launch/constraints.txt -e ".${extra:+[$extra]}"
+    # Python compiles a module when it is first imported; of those installed, most never are.
+    .venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c launch/constraints.txt -e ".${extra:+[$extra]}"
     echo "$wanted" >"$stamp"
   fi
   export PATH="$PWD/.venv/bin:$PATH"
