@@ -277,5 +277,7 @@ def test_the_defaults_are_the_papers():
 @pytest.mark.parametrize("name", options("experiment"))
 def test_every_experiment_builds(name):
     config = compose("train", f"experiment={name}")
+    for key in OmegaConf.missing_keys(config):
+        OmegaConf.update(config, key, "given")
     for group, cls in (*GROUPS.items(), ("train", TrainConfig)):
         build(cls, config[group], group)
