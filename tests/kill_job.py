@@ -19,7 +19,8 @@ from ranks_job import one_run
 from eagle_train import distributed
 from eagle_train.training.checkpoint import latest
 
-PATIENCE = 60  # seconds in which the others must notice that a rank is gone
+PATIENCE = 60  # seconds in which a run must get on, and the others must notice that a rank is gone
+FURTHER = 4  # steps at most that a run gets on before it is killed
 
 
 def fork_ranks(number: int, data: Path, out: Path, steps: int) -> list[int]:
@@ -54,26 +55,32 @@ def ended(ranks: list[int], seconds: float) -> list[int]:
     return ranks
 
 
+def newest(out: Path) -> int:
+    """The step of the newest checkpoint, 0 if there is none."""
+    return max((int(path.name.partition("-")[2]) for path in out.glob("step-*")), default=0)
+
+
 def main(data: Path, out: Path, kills: int, steps: int, seed: int) -> None:
+    assert steps > 2 * FURTHER * kills, f"{steps} steps may be done before {kills} kills"
     rng = random.Random(seed)
-    done = 0
-    while done < kills:
+    for done in range(1, kills + 1):
         ranks = fork_ranks(rng.choice((1, 2, 3)), data, out, steps)
-        left = ended(ranks, rng.uniform(0.5, 6.0))
-        if not left:  # it came to its end before it was its turn
-            break
-        victims = left if rng.random() < 0.5 else [rng.choice(left)]
+        wanted, until = newest(out) + rng.randint(0, FURTHER), time.monotonic() + PATIENCE
+        while newest(out) < wanted and time.monotonic() < until:
+            time.sleep(0.005)
+        assert newest(out) >= wanted, f"{len(ranks)} ranks do not get beyond step {newest(out)}"
+        time.sleep(rng.uniform(0, 0.1))  # on the way to the next checkpoint, or in the midst of it
+        victims = ranks if rng.random() < 0.5 else [rng.choice(ranks)]
         for victim in victims:
             os.kill(victim, signal.SIGKILL)
-        done += 1
-        hanging = ended(left, PATIENCE)
+        hanging = ended(ranks, PATIENCE)
         assert not hanging, f"{len(hanging)} of {len(ranks)} ranks hang after a kill"
         path = latest(out)
         print(f"kill {done}: {len(victims)} of {len(ranks)} ranks; goes on from {path and path.name}", flush=True)
     ranks = fork_ranks(2, data, out, steps)
     statuses = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
     assert statuses == [0, 0], statuses
-    print(f"KILLS {done}")
+    print(f"KILLS {kills}")
 
 
 if __name__ == "__main__":
