@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -127,7 +127,8 @@ def main(values: DictConfig) -> None:
     source = open_source(config.data)
     out = Path(config.out)
     check(out.suffix == ".jsonl", f"out={out}: must end in .jsonl")
-    done = started(out, settings(config, source.identity()))
+    asked = settings(config, source.identity())
+    done = rows_done(out, asked)
     last = None if config.limit is None else max(done, config.limit)
     rows = enumerate(islice(source.rows(), done, last), done + 1)
     conversations = (conversation(number, placed, config.data) for number, placed in rows)
@@ -136,6 +137,8 @@ def main(values: DictConfig) -> None:
     written, cut, left_out = 0, 0, []
     for told in answered:
         if told.failed is None:
+            if not out.exists():
+                write_json(notes_of(out), {"settings": asked, "provenance": provenance()})
             append(out, told.line)
             written += 1
             cut += "length" in told.finish_reasons
@@ -168,7 +171,7 @@ def conversation(number: int, placed: PlacedRow, data: DataConfig) -> Conversati
     return Conversation(number, turns, failed)
 
 
-def from_engine(config: Config, conversations: Iterable[Conversation]) -> Iterator[Conversation]:
+def from_engine(config: Config, conversations: Iterator[Conversation]) -> Iterator[Conversation]:
     """The conversations, answered by the bundled engine: the first turns together, then the second ones."""
     engine = Engine(
         config.target, config.draft.path, device=resolve_device(config.device), max_batch_size=config.batch_size
@@ -198,7 +201,7 @@ def refusal(engine: Engine, messages: list[Message]) -> str | None:
     return None
 
 
-def from_server(config: Config, conversations: Iterable[Conversation]) -> Iterator[Conversation]:
+def from_server(config: Config, conversations: Iterator[Conversation]) -> Iterator[Conversation]:
     """The conversations, answered by a server that is sent `batch_size` requests at a time."""
     session = connection(config.server, config.batch_size)
     pool = ThreadPoolExecutor(config.batch_size)
@@ -263,7 +266,7 @@ def request(session: requests.Session, config: Config, told: Conversation) -> No
         answer = {key: choice["message"][key] for key in ("content", "reasoning_content") if choice["message"].get(key)}
     except requests.RequestException as error:
         raise UserError(f"server.url={server.url}: {one_line(error)}; the same command goes on from here") from error
-    except (KeyError, IndexError, TypeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise UserError(f"server.url={server.url}: {url} gave no chat completion") from error
     told.take({"role": "assistant", "content": "", **answer}, str(choice.get("finish_reason")))
 
@@ -278,15 +281,16 @@ def settings(config: Config, identity: str) -> dict[str, Any]:
     }
 
 
-def started(out: Path, asked: dict[str, Any]) -> int:
-    """Make the answers' file and what it was made with, or find an earlier run's; returns the rows that are done.
+def notes_of(out: Path) -> Path:
+    """Where it is told what the answers in `out` were made with."""
+    return out.with_suffix(".json")
 
-    Raises UserError if the file is there and its answers were asked for in another way.
-    """
-    notes = out.with_suffix(".json")
+
+def rows_done(out: Path, asked: dict[str, Any]) -> int:
+    """How many rows an earlier run has done. Raises UserError if it asked for them in another way."""
     if not out.exists():
-        write_json(notes, {"settings": asked, "provenance": provenance()})
         return 0
+    notes = notes_of(out)
     check(notes.exists(), f"out={out}: is there, but not {notes.name}, which a run writes; give another file")
     earlier = json.loads(notes.read_text("utf-8"))["settings"]
     for key, value in asked.items():

@@ -57,9 +57,9 @@ class World:
 ALONE = World()
 
 
-def processes() -> int:
-    """How many processes the job has, as the environment says."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+def place() -> tuple[int, int]:
+    """This process's rank and the number of them, as the environment says."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def start(device: str, share: int | None = 1, timeout_minutes: float = 30.0, group: bool = False) -> World:
@@ -69,7 +69,7 @@ def start(device: str, share: int | None = 1, timeout_minutes: float = 30.0, gro
     `group`: make a process group even for a process alone, as FSDP2 and DeepSpeed need. Raises UserError where `share`
     does not divide the ranks, or where there are more ranks than GPUs.
     """
-    rank, size = int(os.environ.get("RANK", 0)), processes()
+    rank, size = place()
     local_rank, share = int(os.environ.get("LOCAL_RANK", 0)), size if share is None else share
     check(share >= 1 and size % share == 0, f"parallel.share={share}: must divide the number of processes, {size}")
     if device == "cuda":

@@ -31,7 +31,9 @@ INTERRUPTED = 75  # exit status: stopped by a signal after a checkpoint, run the
 @command("train")
 def main(config: DictConfig) -> None:
     if config.plan:
-        print(planned(config, distributed.processes()))
+        rank, size = distributed.place()
+        if rank == 0:
+            print(planned(config, size))
         return
     parallel = build(ParallelConfig, config.parallel, "parallel")
     share = 1 if parallel.target == "replicated" else parallel.share

@@ -32,10 +32,10 @@ from eagle_train.config import build, check, command, provenance, resolve_device
 from eagle_train.corpus.chat import ChatRenderer
 from eagle_train.corpus.source import DataConfig, open_source, parse
 from eagle_train.corpus.stream import Stream
+from eagle_train.distributed import ALONE
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.target import Target, TargetConfig, training_dtype
 from eagle_train.ops.attention import packed_attention
-from eagle_train.training import trainer as trainer_module
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.parallelize import prepare
@@ -128,14 +128,13 @@ class Ours:
     """The trainer as users run it."""
 
     def __init__(self, config: Config, folder: str, device: str):
-        self.config = config
         self.target = random_target(config, device)
         data = DataConfig(f"{folder}/documents.jsonl", format="text", row_tokens=config.row_tokens, seed=config.seed)
         self.stream = Stream(data, ChatRenderer(self.target.tokenizer), config.micro_batch_rows)
         draft = Draft(DraftConfig.from_target(self.target.config, num_layers=config.draft_layers)).init_weights(0)
         self.draft = draft.to(device)
         optim = OptimConfig(tokens_per_step=config.tokens_per_step)
-        backend = prepare(self.draft, optim, ParallelConfig(), trainer_module.ALONE, self.target.dtype)
+        backend = prepare(self.draft, optim, ParallelConfig(), ALONE, self.target.dtype)
         train = TrainConfig(steps=10**6, micro_batch_rows=config.micro_batch_rows)
         self.trainer = Trainer(train, optim, self.target, self.draft, backend, self.stream, [], Path(folder))
         self.seconds: dict[str, float] = {}
@@ -155,17 +154,18 @@ class Ours:
 
         trainer, backend = self.trainer, self.trainer.backend
         trainer.hidden_states = timed("target", trainer.hidden_states)
-        backend.draft = timed("draft, forward", backend.draft)
-        trainer_module.distillation_loss = timed("loss", trainer_module.distillation_loss)
-        backend.backward = timed("draft, backward", backend.backward)
+        trainer.forward_backward_step = timed("draft and loss", trainer.forward_backward_step)
+        backend.draft = timed("  draft, forward", backend.draft)
+        backend.backward = timed("  draft, backward", backend.backward)
         backend.clip = timed("clip", backend.clip)
         backend.step = timed("optimiser", backend.step)
 
     def run(self, steps: int) -> int:
         """Train; returns how many tokens that were no padding."""
-        before = self.stream_tokens()
+        before, waited = self.stream_tokens(), self.trainer.ahead.waited
         for _ in range(steps):
             self.trainer.train_step()
+        self.seconds["waiting for data"] = self.trainer.ahead.waited - waited
         return self.stream_tokens() - before
 
     def stream_tokens(self) -> int:
@@ -173,9 +173,6 @@ class Ours:
         counts = self.stream.counts
         filled = counts["tokens"] / max(1, counts["tokens"] + counts["padding"])
         return round(self.trainer.tokens * filled)
-
-    def waited(self) -> float:
-        return self.trainer.ahead.waited
 
     def floor(self) -> float:
         """Seconds of a step's products alone: the best of the ways to run them, with the target's beside or before."""
@@ -302,7 +299,6 @@ def work(kind: str, config: Config, folder: str, device: str, line: Connection) 
     before = peak_memory(device)
     step = Ours(config, folder, device) if kind == "ours" else Naive(config, folder, device)
     step.run(2)  # caches, compiled kernels, the optimiser's state
-    waited = 0.0
     while (order := line.recv()) is not None:
         if order == "floor":
             line.send(step.floor())
@@ -312,8 +308,6 @@ def work(kind: str, config: Config, folder: str, device: str, line: Connection) 
         if device == "cuda":
             torch.cuda.synchronize()
         took = {"seconds": time.perf_counter() - started, "tokens": tokens, "parts": dict(step.seconds)}
-        if kind == "ours":
-            took["waited"], waited = step.waited() - waited, step.waited()
         line.send({**took, "memory": peak_memory(device) - before})
 
 
@@ -355,25 +349,29 @@ def compared(config: Config, folder: str) -> dict[str, Any]:
 
 
 def figures(config: Config, rounds: dict[str, list[dict]], floors: list[float]) -> dict[str, Any]:
-    """Medians of the rounds, and the ratios that count. Seconds, bytes."""
+    """Medians of the rounds, and the ratios that count. Seconds, bytes.
+
+    Memory is that of the first round: later on the floor's own operands are held beside the step. The share of the
+    device's FLOP/s leaves out attention, whose cost depends on the documents.
+    """
     median = statistics.median
     found: dict[str, Any] = {}
     for kind, told in rounds.items():
         found[kind] = {
             "step_s": median(one["seconds"] for one in told) / config.steps,
             "tokens_per_s": median(one["tokens"] / one["seconds"] for one in told),
-            "peak_memory": told[-1]["memory"],
+            "peak_memory": told[0]["memory"],
         }
     ours = rounds["ours"]
     parts = {part: median(one["parts"][part] for one in ours) / config.steps for part in ours[0]["parts"]}
     shape = llama(config)
     draft = DraftConfig.from_target(shape, num_layers=config.draft_layers)
     with torch.device("meta"):
-        flops = flops_of(TargetShape.of(shape), draft, Draft(draft), config.row_tokens, recomputed=False)
+        flops = flops_of(TargetShape.of(shape), draft, Draft(draft), 0, recomputed=False)
     rate = found["ours"]["tokens_per_s"] * sum(flops.values()) / 1e12
     return found | {
         "parts_s": parts,
-        "data_wait": median(one["waited"] / one["seconds"] for one in ours),
+        "data_wait": median(one["parts"]["waiting for data"] / one["seconds"] for one in ours),
         "floor_s": median(floors),
         "step_over_floor": median(
             one["seconds"] / config.steps / floor for one, floor in zip(ours, floors, strict=True)

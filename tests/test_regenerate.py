@@ -181,7 +181,14 @@ def test_a_server_that_refuses_one_row_goes_on_and_one_that_is_gone_ends_the_run
 
 
 @pytest.mark.parametrize(
-    ("status", "body"), [(404, "no such model"), (200, {"object": "list"}), (200, "<html>"), (200, {"choices": [{}]})]
+    ("status", "body"),
+    [
+        (404, "no such model"),
+        (200, {"object": "list"}),
+        (200, "<html>"),
+        (200, {"choices": [{}]}),
+        (200, {"choices": [{"message": None}]}),
+    ],
 )
 def test_what_is_no_chat_completion_is_said_in_a_line(made, tmp_path, capsys, status, body):
     with server(lambda *_: (status, body)) as url:
@@ -202,6 +209,7 @@ def test_what_is_no_chat_completion_is_said_in_a_line(made, tmp_path, capsys, st
         (["server.timeout_s=0"], "server.timeout_s=0"),
         (["out=x.json"], "out=x.json: must end in .jsonl"),
         (["data.path=nowhere.jsonl"], "there is no such file"),
+        (["target=nowhere/at/all"], "no such directory"),
     ],
 )
 def test_mistakes_are_one_line(made, tmp_path, capsys, overrides, message):

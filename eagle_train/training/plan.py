@@ -65,8 +65,9 @@ class TargetShape:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
-        experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
-        chosen = getattr(text, "num_experts_per_tok", None) or 1
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        experts = next((count for name in names if (count := getattr(text, name, None))), 1)
+        chosen = min(experts, getattr(text, "num_experts_per_tok", None) or 1)
         ends = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
         active, layers = 0.0, {}
         for name, parameter in model.named_parameters():
@@ -85,7 +86,7 @@ class TargetShape:
             hidden=text.hidden_size,
             vocabulary=text.vocab_size,
             attention=heads * (getattr(text, "head_dim", None) or text.hidden_size // heads),
-            intermediate=text.intermediate_size * (chosen if experts > 1 else 1),
+            intermediate=text.intermediate_size * chosen,
             tied=len(ends) == 1,
         )
 
@@ -229,12 +230,12 @@ def draft_state(
     state = 8 * size - (4 * matrices if optim.name == "muon" else 0)
     copy = dtype.itemsize * size if dtype != torch.float32 else 0
     stage = parallel.zero.get("stage", 0) if parallel.backend == "deepspeed" else 0
-    whole = parallel.backend in ("single", "ddp")
+    sharded = parallel.backend == "fsdp2"
     parts = {  # bytes, and whether the ranks divide them
-        "weights": (4 * size, not whole and (parallel.backend == "fsdp2" or stage >= 1)),
-        "gradients": (4 * size, not whole and (parallel.backend == "fsdp2" or stage >= 2)),
-        "state": (state, not whole and (parallel.backend == "fsdp2" or stage >= 1)),
-        "copy": (copy, stage == 3 or parallel.backend == "fsdp2"),
+        "weights": (4 * size, sharded or stage >= 1),
+        "gradients": (4 * size, sharded or stage >= 2),
+        "state": (state, sharded or stage >= 1),
+        "copy": (copy, sharded or stage == 3),
     }
     bytes_of = {name: amount / (ranks if divided else 1) for name, (amount, divided) in parts.items()}
     if parallel.backend == "ddp":
