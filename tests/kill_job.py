@@ -6,6 +6,7 @@ train, exchange, or write a checkpoint; each time another number of ranks goes o
     python tests/kill_job.py DATA OUT KILLS STEPS SEED
 """
 
+import ctypes
 import os
 import random
 import signal
@@ -32,6 +33,7 @@ def fork_ranks(number: int, data: Path, out: Path, steps: int) -> list[int]:
     for rank in range(number):
         child = os.fork()
         if child == 0:
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives a test that failed
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number)}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             status = 1
@@ -44,6 +46,11 @@ def fork_ranks(number: int, data: Path, out: Path, steps: int) -> list[int]:
                 os._exit(status)
         ranks.append(child)
     return ranks
+
+
+def kill(ranks: list[int]) -> None:
+    for rank in ranks:
+        os.kill(rank, signal.SIGKILL)
 
 
 def ended(ranks: list[int], seconds: float) -> list[int]:
@@ -65,16 +72,19 @@ def main(data: Path, out: Path, kills: int, steps: int, seed: int) -> None:
     rng = random.Random(seed)
     for done in range(1, kills + 1):
         ranks = fork_ranks(rng.choice((1, 2, 3)), data, out, steps)
-        wanted, until = newest(out) + rng.randint(0, FURTHER), time.monotonic() + PATIENCE
+        before = newest(out)
+        wanted, until = before + rng.randint(0, FURTHER), time.monotonic() + PATIENCE
         while newest(out) < wanted and time.monotonic() < until:
             time.sleep(0.005)
         assert newest(out) >= wanted, f"{len(ranks)} ranks do not get beyond step {newest(out)}"
         time.sleep(rng.uniform(0, 0.1))  # on the way to the next checkpoint, or in the midst of it
         victims = ranks if rng.random() < 0.5 else [rng.choice(ranks)]
-        for victim in victims:
-            os.kill(victim, signal.SIGKILL)
-        hanging = ended(ranks, PATIENCE)
-        assert not hanging, f"{len(hanging)} of {len(ranks)} ranks hang after a kill"
+        together = newest(out) > before  # else they may still wait for each other to start, as long as it takes
+        kill(victims)
+        left = ended(ranks, PATIENCE if together else 1)
+        kill(left)  # which is the launcher's part
+        ended(left, PATIENCE)
+        assert not (left and together), f"{len(left)} of {len(ranks)} ranks hang after a kill"
         path = latest(out)
         print(f"kill {done}: {len(victims)} of {len(ranks)} ranks; goes on from {path and path.name}", flush=True)
     ranks = fork_ranks(2, data, out, steps)

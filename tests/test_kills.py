@@ -22,7 +22,8 @@ def test_killed_ranks_lose_nothing(tmp_path):
     seed = os.environ.get("SEED") or str(random.randrange(10**6))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     job = [sys.executable, Path(__file__).with_name("kill_job.py"), tmp_path, tmp_path / "killed"]
-    done = subprocess.run([*job, str(KILLS), str(STEPS), seed], env=environment, capture_output=True, text=True)
+    command, limit = [*job, str(KILLS), str(STEPS), seed], 120 * (KILLS + 2)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
     told = f"SEED={seed}\n{done.stdout[-3000:]}{done.stderr[-6000:]}"
     assert done.returncode == 0, told
     assert f"KILLS {KILLS}\n" in done.stdout, told
