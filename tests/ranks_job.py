@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from test_trainer import make_trainer, run
+from test_trainer import a_target, make_trainer, run
 from tiny import random_tokens
 from torch.distributed.tensor import DTensor
 
@@ -19,17 +19,23 @@ from eagle_train.models.target import TargetConfig, load_target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.metrics import NoTracker
+from eagle_train.training.trainer import Trainer
 
 
 def one_run(data: Path, case: dict, world: World) -> None:
-    trainer = make_trainer(
-        Path(case["out"]), data, parallel=ParallelConfig(**case["parallel"]), world=world, **case["train"]
-    )
+    parallel, target = ParallelConfig(**case["parallel"]), a_target(dtype=getattr(torch, case.get("dtype", "float32")))
+    trainer = make_trainer(Path(case["out"]), data, parallel=parallel, target=target, world=world, **case["train"])
+    leave_out(trainer, case.get("left_out", []))
     resumed = trainer.resume()
     if world.is_main:
         run(trainer, resumed)
     else:
         trainer.train(NoTracker(trainer.directory, {}))
+
+
+def leave_out(trainer: Trainer, steps: list[int]) -> None:
+    """Let the trainer skip these steps, as if their gradients were unsound."""
+    trainer.is_sound = lambda norm: trainer.step not in steps
 
 
 def hidden_states(case: dict, world: World) -> None:

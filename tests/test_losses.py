@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_train.models.target import LMHead
-from eagle_train.training.losses import BLOCK, LossSums, default_chunk_rows, distillation_loss, row_max
+from eagle_train.training.losses import BLOCK, LOGITS_LOSSES, LossSums, default_chunk_rows, distillation_loss, row_max
 
 R, H, V = 37, 24, 700  # V fills two blocks of row_max and leaves a rest
 HEADS = {
@@ -33,7 +33,9 @@ def make_hidden(rows: int = R, dtype: torch.dtype = torch.float32) -> tuple[torc
     return draft.to(dtype).requires_grad_(), target.to(dtype)
 
 
-def naive(draft, target, head, l1_weight=1.0, ce_weight=0.1, scale=1.0) -> tuple[LossSums, torch.Tensor]:
+def naive(
+    draft, target, head, l1_weight=1.0, ce_weight=0.1, logits_loss="ce", scale=1.0
+) -> tuple[LossSums, torch.Tensor]:
     """DESIGN 3.2 to the letter, in float64, with all logits; and the gradient."""
     draft = draft.detach().double().requires_grad_()
     target = target.double()
@@ -46,8 +48,13 @@ def naive(draft, target, head, l1_weight=1.0, ce_weight=0.1, scale=1.0) -> tuple
     distance = (draft - target).abs()
     l1 = torch.where(distance < 1, distance.square() / 2, distance - 0.5).mean(-1).sum()
     z_t, z_d = logits(target), logits(draft)
-    ce = -(z_t.softmax(-1) * z_d.log_softmax(-1)).sum()
-    loss = scale * (l1_weight * l1 + ce_weight * ce)
+    by_row = -(z_t.softmax(-1) * z_d.log_softmax(-1)).sum(-1)
+    ce = by_row.sum()
+    if logits_loss == "lk":
+        accepted = torch.minimum(z_t.softmax(-1), z_d.softmax(-1)).sum(-1)
+        weight = torch.exp(-3 * accepted).detach()
+        by_row = weight * by_row + (1 - weight) * (1 - accepted)
+    loss = scale * (l1_weight * l1 + ce_weight * by_row.sum())
     (gradient,) = torch.autograd.grad(loss, draft)
     return LossSums(loss, l1, ce, (z_t.argmax(-1) == z_d.argmax(-1)).sum(), len(draft)), gradient
 
@@ -60,12 +67,13 @@ def assert_same(sums: LossSums, gradient: torch.Tensor, wanted: LossSums, wanted
     assert error <= bound * wanted_gradient.abs().max()
 
 
+@pytest.mark.parametrize("kind", LOGITS_LOSSES)
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("weights", [(1.0, 0.1), (0.0, 1.0)])
-def test_equals_naive_float64(head, weights):
+def test_equals_naive_float64(head, weights, kind):
     head = make_head(**HEADS[head])
     draft, target = make_hidden()
-    options = {"l1_weight": weights[0], "ce_weight": weights[1], "scale": 1 / 91}
+    options = {"l1_weight": weights[0], "ce_weight": weights[1], "logits_loss": kind, "scale": 1 / 91}
     sums = distillation_loss(draft, target, head, **options)
     sums.loss.backward()
     wanted, gradient = naive(draft, target, head, **options)
@@ -75,13 +83,14 @@ def test_equals_naive_float64(head, weights):
     assert 0 < wanted.agree < R
 
 
+@pytest.mark.parametrize("kind", LOGITS_LOSSES)
 @pytest.mark.parametrize("chunk_rows", [1, 7, 36, R, 2 * R])
-def test_chunks_do_not_matter(chunk_rows):
+def test_chunks_do_not_matter(chunk_rows, kind):
     head = make_head(**HEADS["all"])
     draft, target = make_hidden()
-    sums = distillation_loss(draft, target, head, chunk_rows=chunk_rows)
+    sums = distillation_loss(draft, target, head, logits_loss=kind, chunk_rows=chunk_rows)
     sums.loss.backward()
-    assert_same(sums, draft.grad, *naive(draft, target, head))
+    assert_same(sums, draft.grad, *naive(draft, target, head, logits_loss=kind))
 
 
 @pytest.mark.parametrize("vocabulary", [2, BLOCK - 1, BLOCK, BLOCK + 1, 8 * BLOCK])

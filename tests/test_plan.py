@@ -20,6 +20,7 @@ from eagle_train.training.losses import distillation_loss
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.plan import ClusterConfig, TargetShape
 from eagle_train.training.trainer import TrainConfig
+from eagle_train.training.unroll import unroll
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "num_attention_heads": 4, "head_dim": 64}
 TOKENS = 32
@@ -49,6 +50,23 @@ def test_a_steps_flops_are_those_that_torch_counts(family):
     assert TOKENS * sum(said.values()) == pytest.approx(counter.get_total_flops(), rel=2e-3)
 
 
+def test_an_unrolled_steps_flops_are_those_that_torch_counts():
+    """In documents of two tokens, where attention is next to nothing."""
+    target, lengths = tiny_target(**WIDE), [[2] * (TOKENS // 2)]
+    config = DraftConfig.from_target(target.config)
+    draft = Draft(config).init_weights(0)
+    tokens = torch.arange(TOKENS)[None]
+    positions = tokens % 2
+    with FlopCounterMode(display=False) as counter:
+        hidden = target.hidden_states(tokens, positions, packed_attention(lengths))
+        previous = shift_hidden(hidden, positions, "self_fusion")
+        passes = unroll(draft, target.embed(tokens), previous, positions, lengths, 3)
+        losses = [distillation_loss(x.flatten(0, 1), hidden.flatten(0, 1), target.lm_head).loss for x in passes]
+        torch.stack(losses).sum().backward()
+    said = plan.flops_of(TargetShape.of(target.config), config, draft, 0, recomputed=False, unroll=3)
+    assert TOKENS * sum(said.values()) == pytest.approx(counter.get_total_flops(), rel=5e-3)
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss", "llama4"])
 def test_a_targets_parameters_are_counted_and_of_its_experts_those_at_work(family):
     model = tiny_model(family)
@@ -65,7 +83,8 @@ def test_a_targets_parameters_are_counted_and_of_its_experts_those_at_work(famil
     assert (idle > 0) == (family != "llama")
 
 
-def test_activations_are_what_the_backward_pass_keeps():
+@pytest.mark.parametrize("passes", [1, 3])
+def test_activations_are_what_the_backward_pass_keeps(passes):
     target = tiny_target(**WIDE)
     config = DraftConfig.from_target(target.config)
     draft = Draft(config).init_weights(0)
@@ -81,9 +100,10 @@ def test_activations_are_what_the_backward_pass_keeps():
     tokens, positions = torch.arange(TOKENS)[None], torch.arange(TOKENS)[None]
     embeddings, hidden = target.embed(tokens).bfloat16(), torch.randn(1, TOKENS, WIDE["hidden_size"]).bfloat16()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", dtype=torch.bfloat16):
-        draft(embeddings, hidden, positions, packed_attention([[TOKENS]]))
+        unroll(draft, embeddings, hidden, positions, [[TOKENS]], passes)
     measured = sum(size for size, _ in kept.values())
-    assert 2 * TOKENS * plan.activations(config, recomputed=False) == pytest.approx(measured, rel=0.15)
+    said = 2 * TOKENS * plan.activations(config, recomputed=False, unroll=passes, document=TOKENS)
+    assert said == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from command_line import chats, read_jsonl, write_jsonl
+from test_unroll import PASSES, chains
 from tiny import random_tokens, tiny_draft, tiny_model, tiny_target, tiny_tokenizer
 
 from eagle_train.config import UserError
@@ -64,6 +65,7 @@ def make_trainer(
     **train,
 ) -> Trainer:
     """A run of a fresh draft, as eagle-train makes it: `rows` packed rows a micro-batch, `rows_per_step` a step."""
+    torch.manual_seed(0)  # for noise; weights and the order of data have their own
     target = target or a_target()
     config = DataConfig(str(data / f"{file}.jsonl"), heldout=str(data / "heldout.jsonl"), row_tokens=ROW)
     renderer = ChatRenderer(target.tokenizer)
@@ -183,6 +185,58 @@ def test_every_supervised_slot_weighs_the_same(tmp_path):
     assert record["loss"] == pytest.approx(0.7 * record["l1"] + 0.3 * record["ce"])
 
 
+def test_an_unrolled_step_learns_from_every_pass(tmp_path):
+    rows = [packed_row((tokens, list(range(1, len(tokens))))) for tokens in random_tokens(9, 2, 14)]
+    target, stream = a_target(), Given([collate(rows)])
+    draft = tiny_draft(target).requires_grad_(True)
+    optim = OptimConfig(tokens_per_step=len(rows) * ROW, max_grad_norm=1e9)
+    backend = prepare(draft, optim, ParallelConfig(), ALONE, target.dtype)
+    config = TrainConfig(steps=1, micro_batch_rows=len(rows), unroll=PASSES)
+    record, gradients = gradients_of_step(Trainer(config, optim, target, draft, backend, stream, [], tmp_path))
+
+    losses = []
+    for row in rows:
+        tokens = row.tokens[: row.lengths[0]][None]
+        positions, attend = torch.arange(tokens.shape[1])[None], packed_attention([row.lengths])
+        hidden = target.hidden_states(tokens, positions, attend)
+        previous = shift_hidden(hidden, positions, draft.config.first_token)
+        by_chain = chains(draft, target.embed(tokens)[0], previous[0])
+        supervised = {(depth, slot): state for (depth, slot), state in by_chain.items() if slot >= 1}
+        for (_, slot), state in supervised.items():
+            l1 = F.smooth_l1_loss(state, hidden[0, slot])
+            losses.append(
+                l1 + 0.1 * F.cross_entropy(target.lm_head(state), target.lm_head(hidden[0, slot]).softmax(-1))
+            )
+    loss = torch.stack(losses).sum() / PASSES / (8 + 1 + 13)
+    expected = torch.autograd.grad(loss, list(draft.parameters()))
+    assert record["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert record["l1"] + 0.1 * record["ce"] != pytest.approx(loss.item(), rel=1e-3)  # they are of the first pass
+    assert_same(gradients, dict(zip(gradients, expected, strict=True)), 1e-4)
+
+
+def test_feature_noise_is_fed_to_the_draft_and_is_no_larger_than_asked(tmp_path, data):
+    fed = []
+    for noise in (0.0, 0.25):
+        trainer = make_trainer(tmp_path, data, rows=4, feature_noise=noise)
+        trainer.draft.register_forward_pre_hook(lambda _, inputs: fed.append(inputs[1]))
+        trainer.train_step()
+    without, with_noise = fed
+    moved = (with_noise - without).abs()
+    assert 0.2 < moved.max() <= 0.25 * (1 + 1e-5)
+    assert moved.mean().item() == pytest.approx(0.125, rel=0.05)
+
+
+def test_the_weight_of_smooth_l1_goes_evenly_to_its_end(tmp_path, data):
+    assert [TrainConfig(steps=5, l1_weight_end=0.2).l1_weight_at(step) for step in range(1, 6)] == pytest.approx(
+        [1.0, 0.8, 0.6, 0.4, 0.2]
+    )
+    assert TrainConfig(steps=5, l1_weight=0.7).l1_weight_at(4) == 0.7
+    trainer = make_trainer(tmp_path, data, steps=3, l1_weight_end=0.0)
+    records = [trainer.train_step() for _ in range(3)]
+    for weight, record in zip((1.0, 0.5, 0.0), records, strict=True):
+        assert record["loss"] == pytest.approx(weight * record["l1"] + 0.1 * record["ce"])
+
+
 def test_gradients_are_clipped_and_their_norm_is_told_before(tmp_path, data):
     free = gradients_of_step(make_trainer(tmp_path, data, optim={"max_grad_norm": 1e9}))
     held = gradients_of_step(make_trainer(tmp_path, data, optim={"max_grad_norm": 1e-3}))
@@ -230,9 +284,12 @@ def breaking(trainer: Trainer, done: int) -> Callable[[], dict]:
     return train_step
 
 
-@pytest.mark.parametrize(("name", "breaks"), [("adamw", (1, 3)), ("muon", (5,))])
-def test_a_run_that_was_interrupted_is_as_if_it_had_not_been(tmp_path, data, name, breaks):
-    options = {"optim": {"name": name, **SCHEDULE}, "save_every": 2, "eval_every": 3}
+BEYOND = {"feature_noise": 0.1, "l1_weight_end": 0.1, "logits_loss": "lk", "unroll": 2}
+
+
+@pytest.mark.parametrize(("name", "breaks", "train"), [("adamw", (1, 3), {}), ("muon", (5,), BEYOND)])
+def test_a_run_that_was_interrupted_is_as_if_it_had_not_been(tmp_path, data, name, breaks, train):
+    options = {"optim": {"name": name, **SCHEDULE}, "save_every": 2, "eval_every": 3, **train}
     whole = make_trainer(tmp_path / "whole", data, **options)
     metrics = run(whole)
     assert [record["step"] for record in metrics] == list(range(1, 7))
@@ -337,10 +394,12 @@ def test_a_bf16_target_trains_an_fp32_draft(tmp_path, data):
         assert record["bf16"][name] != record["fp32"][name]
 
 
+@pytest.mark.parametrize("unroll", [1, 2])
 @pytest.mark.parametrize("field", ["activation_checkpointing", "compile"])
-def test_recomputed_and_compiled_layers_train_the_same(tmp_path, data, field):
+def test_recomputed_and_compiled_layers_train_the_same(tmp_path, data, field, unroll):
     plain, changed = (
-        gradients_of_step(make_trainer(tmp_path, data, parallel=ParallelConfig(**{field: on}))) for on in (False, True)
+        gradients_of_step(make_trainer(tmp_path, data, parallel=ParallelConfig(**{field: on}), unroll=unroll))
+        for on in (False, True)
     )
     assert_same(changed[0], plain[0], 1e-5)
     assert_same(changed[1], plain[1], 1e-5)
@@ -410,7 +469,19 @@ def test_counts_are_at_least_one(field):
         TrainConfig(**{"steps": 1, field: 0})
 
 
-@pytest.mark.parametrize("field", ["l1_weight", "ce_weight", "save_every", "keep", "eval_every", "max_skipped"])
+NOT_NEGATIVE = ("l1_weight", "ce_weight", "save_every", "keep", "eval_every", "max_skipped", "feature_noise")
+
+
+@pytest.mark.parametrize("field", NOT_NEGATIVE)
 def test_weights_and_intervals_are_not_negative(field):
     with pytest.raises(UserError, match=rf"^train\.{field}=-1: must be 0 or more$"):
         TrainConfig(**{"steps": 1, field: -1})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "right"),
+    [("logits_loss", "kl", "ce or lk"), ("l1_weight_end", -1, "null, 0 or more"), ("unroll", 0, "at least 1")],
+)
+def test_options_beyond_the_paper_are_checked(field, value, right):
+    with pytest.raises(UserError, match=rf"^train\.{field}={value}: must be {right}$"):
+        TrainConfig(**{"steps": 1, field: value})

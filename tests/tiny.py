@@ -77,8 +77,8 @@ def tiny_model(family: str = "llama", seed: int = 0, std: float = 0.2, **changes
     return model.eval()
 
 
-def tiny_target(family: str = "llama", tokenizer=None, **changes) -> Target:
-    return Target(tiny_model(family, **changes), tokenizer, name=f"tiny-{family}")
+def tiny_target(family: str = "llama", tokenizer=None, dtype: torch.dtype = torch.float32, **changes) -> Target:
+    return Target(tiny_model(family, **changes).to(dtype), tokenizer, name=f"tiny-{family}")
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

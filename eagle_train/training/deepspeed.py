@@ -41,9 +41,9 @@ class DeepSpeed:
         if world.mesh.device_type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
-        from deepspeed.runtime.utils import combine_grad_norm_groups
+        from deepspeed.runtime import utils
 
-        self.tools, self.combine = deepspeed.utils, combine_grad_norm_groups
+        self.tools, self.norms = deepspeed.utils, utils
         self.names = {parameter: name for name, parameter in draft.named_parameters()}
         optimizer = Optimizer(draft, optim).parts[0]
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
@@ -79,7 +79,10 @@ class DeepSpeed:
         """The norm only: the cutting is a part of `step`. DeepSpeed says infinity where a gradient is not finite."""
         if hasattr(self.optimizer, "scaled_global_norm"):  # ZeRO-1 and 2
             return torch.as_tensor(self.optimizer.scaled_global_norm())
-        return torch.as_tensor(self.combine(self.optimizer._get_norm_groups()))
+        if hasattr(self.optimizer, "_get_norm_groups"):  # ZeRO-3
+            return torch.as_tensor(self.norms.combine_grad_norm_groups(self.optimizer._get_norm_groups()))
+        dense, _ = self.optimizer.get_grads_for_norm()  # ZeRO-1 in bf16
+        return torch.as_tensor(self.norms.get_global_norm_of_tensors(dense, mpu=self.optimizer.mpu))
 
     def step(self, lr: float) -> None:
         for group in self.optimizer.param_groups:

@@ -151,7 +151,8 @@ def plan(
     """The cost of a job of `ranks` processes, a GPU each."""
     with torch.device("meta"):
         module = Draft(draft)
-    flops = flops_of(target, draft, module, row_tokens, parallel.activation_checkpointing)
+    recomputed = parallel.activation_checkpointing
+    flops = flops_of(target, draft, module, row_tokens, recomputed, train.unroll)
     tokens_per_s = ranks * cluster.tflops * 1e12 * cluster.mfu / sum(flops.values())
     tokens = train.micro_batch_rows * row_tokens
     weights, host = draft_state(module, optim, parallel, ranks, dtype)
@@ -159,8 +160,8 @@ def plan(
         "target's weights": target_weights(target, parallel, ranks, dtype),
         "target's activations": tokens * dtype.itemsize * target_activations(target, parallel, ranks),
         "draft's weights, gradients and optimiser": weights,
-        "draft's activations": tokens * dtype.itemsize * activations(draft, parallel.activation_checkpointing),
-        "hidden states and the loss": loss_memory(target, tokens, dtype),
+        "draft's activations": tokens * dtype.itemsize * activations(draft, recomputed, train.unroll, row_tokens),
+        "hidden states and the loss": loss_memory(target, tokens, dtype, train.unroll),
         "CUDA": CONTEXT_GIB * GIB,
     }
     return Plan(
@@ -176,12 +177,13 @@ def plan(
 
 
 def flops_of(
-    target: TargetShape, draft: DraftConfig, module: Draft, context: int, recomputed: bool
+    target: TargetShape, draft: DraftConfig, module: Draft, context: int, recomputed: bool, unroll: int = 1
 ) -> dict[str, float]:
     """Multiplications and additions in the products of one token, by part; attention to half of a row on average.
 
-    The LM head is multiplied with the target's states, with the draft's, and with the gradient for these. The draft's
-    backward pass costs its forward twice; `fc` needs no gradient for its inputs.
+    The LM head is multiplied with the target's states, with the draft's, and with the gradient for these, in each of
+    `unroll` passes. The draft's backward pass costs its forward twice; `fc` needs a gradient for its inputs only where
+    these are the draft's own.
     """
     seen = context / 2
     fc = module.fc.weight.numel()
@@ -193,8 +195,8 @@ def flops_of(
     passes = 4 if recomputed else 3
     return {
         "target": 2 * target.active + 4 * seen * target.attention * target.layers,
-        "LM head, for target and draft": 3 * 2 * target.vocabulary * target.hidden,
-        "draft": 2 * 2 * fc + passes * (2 * layers + attention),
+        "LM head, for target and draft": unroll * 3 * 2 * target.vocabulary * target.hidden,
+        "draft": (3 * unroll - 1) * 2 * fc + unroll * passes * (2 * layers + attention),
     }
 
 
@@ -246,21 +248,27 @@ def draft_state(
     return sum(bytes_of.values()), host
 
 
-def activations(draft: DraftConfig, recomputed: bool) -> int:
+def activations(draft: DraftConfig, recomputed: bool, unroll: int = 1, document: int = 0) -> int:
     """Numbers a token leaves for the draft's backward pass, as many of the model's dtype.
 
     A layer's: what its two norms read, in fp32, and what they write; queries, keys, values, attention's output and the
-    same in rows; the gate before and behind its activation, the other half, their product.
+    same in rows; the gate before and behind its activation, the other half, their product. A pass behind the first
+    keeps its scores in fp32 besides, for a `document` of so many tokens, before and behind exp and as weights, and what
+    merges them with one key of each pass.
     """
     heads, kv = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
     layer = 6 * draft.hidden_size + 3 * heads + 2 * kv + 4 * draft.intermediate_size
-    kept = draft.hidden_size * draft.num_layers + layer if recomputed else layer * draft.num_layers
-    return kept + 2 * draft.hidden_size
+    scores = draft.num_heads * document * 5
+    passes = [layer, *(layer + scores + 6 * heads * merged for merged in range(1, unroll))]
+    ends = 2 * draft.hidden_size * unroll
+    if recomputed:
+        return draft.hidden_size * draft.num_layers * unroll + max(passes) + ends
+    return draft.num_layers * sum(passes) + ends
 
 
-def loss_memory(target: TargetShape, tokens: int, dtype: torch.dtype) -> float:
-    """Two micro-batches' hidden states, smooth-L1's copies in fp32, a gradient, and one chunk's logits."""
-    states = tokens * target.hidden * (3 * dtype.itemsize + 4 * 4)
+def loss_memory(target: TargetShape, tokens: int, dtype: torch.dtype, unroll: int = 1) -> float:
+    """Two micro-batches' hidden states, for each pass smooth-L1's copies in fp32 and a gradient, a chunk's logits."""
+    states = tokens * target.hidden * (2 * dtype.itemsize + unroll * (dtype.itemsize + 4 * 4))
     chunk = default_chunk_rows(target.vocabulary) * target.vocabulary * (dtype.itemsize + 3 * 4)
     return states + chunk
 

@@ -25,7 +25,7 @@ from eagle_train.progress import progress
 from eagle_train.training import checkpoint
 from eagle_train.training.backend import Backend
 from eagle_train.training.lookahead import Lookahead
-from eagle_train.training.losses import LossSums, distillation_loss
+from eagle_train.training.losses import LOGITS_LOSSES, LossSums, distillation_loss
 from eagle_train.training.metrics import Meter, MetricsLog, NoTracker, Record, summary
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.unroll import chain_acceptance, unroll
@@ -38,6 +38,11 @@ NORMS = 64  # of the last steps, to which a runaway gradient is compared
 class TrainConfig:
     """The group `train`. `save_every` and `eval_every` are in steps; 0 is at the end only. `keep` 0 keeps all.
 
+    Beyond the paper: `l1_weight_end` is what `l1_weight` has become by the last step, falling or rising evenly; null
+    leaves it. `logits_loss`: ce, or lk (losses.py). `unroll`: how many passes the draft learns from, each after the
+    first on its own features of the pass before (HASS, arXiv 2408.15766); the loss is their mean. `feature_noise`:
+    uniform noise, up to so much, on every number of the hidden states that the draft is fed (EAGLE, arXiv 2401.15077).
+
     A step whose gradient is not finite, or longer than `runaway` times the median of the last NORMS, is skipped;
     `max_skipped` such steps end the run.
     """
@@ -45,7 +50,11 @@ class TrainConfig:
     steps: int
     micro_batch_rows: int = 1
     l1_weight: float = 1.0
+    l1_weight_end: float | None = None
     ce_weight: float = 0.1
+    logits_loss: str = "ce"
+    unroll: int = 1
+    feature_noise: float = 0.0
     save_every: int = 0
     keep: int = 3
     resume: bool = True
@@ -56,11 +65,20 @@ class TrainConfig:
     max_skipped: int = 20
 
     def __post_init__(self) -> None:
-        for field in ("steps", "micro_batch_rows", "eval_batches", "eval_depth"):
+        for field in ("steps", "micro_batch_rows", "unroll", "eval_batches", "eval_depth"):
             check(getattr(self, field) >= 1, f"train.{field}={getattr(self, field)}: must be at least 1")
-        for field in ("l1_weight", "ce_weight", "save_every", "keep", "eval_every", "max_skipped"):
+        for field in ("l1_weight", "ce_weight", "save_every", "keep", "eval_every", "max_skipped", "feature_noise"):
             check(getattr(self, field) >= 0, f"train.{field}={getattr(self, field)}: must be 0 or more")
+        end = self.l1_weight_end
+        check(end is None or end >= 0, f"train.l1_weight_end={end}: must be null, 0 or more")
+        kinds = " or ".join(LOGITS_LOSSES)
+        check(self.logits_loss in LOGITS_LOSSES, f"train.logits_loss={self.logits_loss}: must be {kinds}")
         check(self.runaway > 1, f"train.runaway={self.runaway}: must be above 1")
+
+    def l1_weight_at(self, step: int) -> float:
+        """The weight of smooth-L1 in step 1, 2, ... steps."""
+        end = self.l1_weight if self.l1_weight_end is None else self.l1_weight_end
+        return self.l1_weight + (end - self.l1_weight) * (step - 1) / max(1, self.steps - 1)
 
 
 class Interrupted(Exception):
@@ -108,22 +126,33 @@ class Trainer:
     def forward_backward_step(self, batch: Batch, hidden: torch.Tensor, scale: float) -> LossSums:
         """One micro-batch's sums; its gradients, multiplied by `scale`, are added to the draft's.
 
-        `hidden` [B, T, H] are the target's hidden states.
+        `hidden` [B, T, H] are the target's hidden states. The loss is that of all passes, the rest the first one's.
         """
+        config, positions = self.config, batch.positions
         with self.autocast():
-            previous = shift_hidden(hidden, batch.positions, self.draft.config.first_token)
+            previous = shift_hidden(hidden, positions, self.draft.config.first_token)
+            if config.feature_noise:
+                noise = torch.empty_like(previous).uniform_(-config.feature_noise, config.feature_noise)
+                previous = previous + noise
             embeddings = self.target.embed(batch.tokens)
-            predicted = self.backend.draft(embeddings, previous, batch.positions, packed_attention(batch.lengths))
-        sums = distillation_loss(
-            predicted[batch.supervised],
-            hidden[batch.supervised],
-            self.target.lm_head,
-            l1_weight=self.config.l1_weight,
-            ce_weight=self.config.ce_weight,
-            scale=scale,
-        )
-        self.backend.backward(sums.loss)
-        return sums
+            passes = unroll(self.backend.draft, embeddings, previous, positions, batch.lengths, config.unroll)
+        sums = []
+        for depth, predicted in enumerate(passes):
+            rows = batch.supervised & (positions >= depth)  # a document's first slots have no chain so deep
+            sums.append(
+                distillation_loss(
+                    predicted[rows],
+                    hidden[rows],
+                    self.target.lm_head,
+                    l1_weight=config.l1_weight_at(self.step + 1),
+                    ce_weight=config.ce_weight,
+                    logits_loss=config.logits_loss,
+                    scale=scale / len(passes),
+                )
+            )
+        loss = torch.stack([each.loss for each in sums]).sum()
+        self.backend.backward(loss)
+        return dataclasses.replace(sums[0], loss=loss.detach())
 
     @cached_property
     def ahead(self) -> Lookahead:
@@ -137,11 +166,12 @@ class Trainer:
         own = sum(int(batch.supervised.sum()) for batch in micro_batches)
         counts = torch.tensor([own, self.stop_asked], device=self.target.device)
         supervised, self.stopping = self.world.sum(counts).tolist()
+        scale = self.backend.divisor / max(supervised, 1)
         meter = Meter()
         for number, (batch, hidden) in enumerate(self.ahead.with_hidden_states(micro_batches), 1):
             self.backend.begin(last=number == self.accumulation)
-            sums = self.forward_backward_step(batch, hidden, self.backend.divisor / max(supervised, 1))
-            meter.add(sums.rows, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
+            sums = self.forward_backward_step(batch, hidden, scale)
+            meter.add(sums.rows, loss=sums.loss / scale, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
         norm = self.backend.clip().item()
         self.step += 1
         lr = self.optim.lr_at(self.step, self.config.steps)
@@ -150,11 +180,8 @@ class Trainer:
         else:
             self.backend.skip()
         self.tokens += sum(batch.tokens.numel() for batch in micro_batches) * self.world.size
-        means = meter.means(self.world)
-        loss = self.config.l1_weight * means["l1"] + self.config.ce_weight * means["ce"]
         return {
-            "loss": loss,
-            **means,
+            **meter.means(self.world),
             "grad_norm": norm,
             "lr": lr,
             "supervised": supervised,

@@ -7,9 +7,11 @@ The tokens fed are the document's own (so did HASS, arXiv 2408.15766). Knows not
 Shapes: B rows, T tokens, H hidden; Q, K, D as in ops.attention.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from eagle_train.models.draft import Draft
 from eagle_train.ops.attention import Attend, Rule, additive, merge, packed_attention, plain_partial
@@ -31,11 +33,12 @@ def unroll(
     forward. In pass k the first k-1 slots of a document have no chain of that depth: what is there means nothing.
     """
     seen: list[dict[int, Keys]] = [{}]
-    states = [draft(embeddings, previous, positions, recording(packed_attention(lengths), seen[0]))]
+    first = packed_attention(lengths)
+    states = [draft(embeddings, previous, positions, recording(first, seen[0]) if passes > 1 else first)]
     for _ in range(1, passes):
-        seen.append({})
-        attend = chained(seen, positions, lengths)
+        attend = chained(list(seen), own := {}, positions, lengths)
         states.append(draft(embeddings, states[-1].roll(1, dims=1), positions, attend))
+        seen.append(own)
     return states
 
 
@@ -49,27 +52,47 @@ def recording(attend: Attend, kept: dict[int, Keys]) -> Attend:
     return wrapped
 
 
-def chained(seen: list[dict[int, Keys]], positions: torch.Tensor, lengths: list[list[int]]) -> Attend:
-    """`attend` of pass k = len(seen): the documents' pass 1 up to each chain's root, then one slot of each pass."""
-    behind = len(seen) - 1  # how far a chain's root lies behind its last slot
-    documents = torch.repeat_interleave(
-        torch.arange(sum(map(len, lengths)), device=positions.device),
-        torch.tensor([length for row in lengths for length in row], device=positions.device),
-    ).view(positions.shape)
-    same = documents.unsqueeze(2) == documents.unsqueeze(1)
-    distance = positions.unsqueeze(2) - positions.unsqueeze(1)
-    rooted = same & (distance >= behind)
+def chained(
+    seen: list[dict[int, Keys]], own: dict[int, Keys], positions: torch.Tensor, lengths: list[list[int]]
+) -> Attend:
+    """`attend` of the next pass: the documents' pass 1 up to each chain's root, then one slot of each pass.
 
+    Its keys and values stay in `own`. A layer may be recomputed when later passes are done.
+    """
+    behind = len(seen)  # how far a chain's root lies behind its last slot
+
+    @torch.compiler.disable  # as packed_attention's
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-        seen[-1][layer] = (k, v)
-        mask = rooted & rule.sees(positions.unsqueeze(2), positions.unsqueeze(1))
-        total = plain_partial(q, *seen[0][layer], additive(mask.unsqueeze(1)), rule)
-        for steps, kept in enumerate(reversed(seen[1:])):
+        own[layer] = (k, v)
+        total = rooted_attention(q, *seen[0][layer], behind, lengths, rule)
+        for steps, kept in enumerate([own, *reversed(seen[1:])]):
             near = rule.sees(positions, positions - steps).expand_as(positions)
             total = merge(total, single_key(q, *(x.roll(steps, dims=2) for x in kept[layer]), near, rule))
         return total[0].to(q.dtype)
 
     return attend
+
+
+def rooted_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, behind: int, lengths: list[list[int]], rule: Rule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention within each document to keys at least `behind` slots back, and its log-sum-exp: [B,Q,T,D], [B,Q,T]."""
+    batch, _, length, _ = q.shape
+    flat = [document for row in lengths for document in row]
+    pieces = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(flat, dim=2) for x in (q, k, v))
+    parts = []
+    for size, queries, keys, values in zip(flat, *pieces, strict=True):
+        blind = min(behind, size)  # the first slots, without a root
+        slots = torch.arange(blind, size, device=q.device).unsqueeze(1)
+        roots = torch.arange(size - blind, device=q.device)
+        mask = additive((slots - behind >= roots) & rule.sees(slots, roots))[None, None]
+        out, lse = plain_partial(
+            queries[:, :, blind:], keys[:, :, : size - blind], values[:, :, : size - blind], mask, rule
+        )
+        parts.append((F.pad(out, (0, 0, blind, 0)), F.pad(lse, (blind, 0), value=-math.inf)))
+    whole = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+    out, lse = (x.squeeze(0).unflatten(1, (batch, length)).transpose(0, 1) for x in whole)
+    return out, lse
 
 
 def single_key(
