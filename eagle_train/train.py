@@ -73,11 +73,14 @@ def run(config: DictConfig, parallel: ParallelConfig, world: World) -> None:
     shape = OmegaConf.to_container(config.draft)
     if shape["embedding_scale"] is None:
         shape["embedding_scale"] = target.embedding_scale()
-    draft = Draft(DraftConfig.from_target(target.config, **shape)).init_weights(config.seed).to(device)
-    size = draft.num_parameters()
+    draft_config = DraftConfig.from_target(target.config, **shape)  # refused before any data are read
 
     renderer = ChatRenderer(target.tokenizer, data.supervise)
     stream = Stream(data, renderer, train.micro_batch_rows, world)
+    if draft_config.vocab_size:
+        draft_config.vocabulary = stream.frequent_tokens(draft_config.vocab_size)
+    draft = Draft(draft_config).init_weights(config.seed).to(device)
+    size = draft.num_parameters()
     heldout = heldout_batches(data, renderer, train.micro_batch_rows)
     backend = prepare(draft, optim, parallel, world, target.dtype)
     trainer = Trainer(train, optim, target, draft, backend, stream, heldout, out, world)

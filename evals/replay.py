@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from eagle_train.inference import Output
-from eagle_train.models.draft import Draft, shift_hidden
+from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 
@@ -30,7 +30,9 @@ def proposals(
     previous = shift_hidden(hidden, positions, draft.config.first_token)
     drafted = draft(target.embed(tokens), previous, positions, attend)
     slots = slice(len(prompt), -1)
-    return target.lm_head(drafted[0, slots]).topk(k).indices, target.lm_head(hidden[0, slots]).argmax(-1)
+    head = Head(draft, target.lm_head)
+    drafts = head.tokens(head.lm_head(drafted[0, slots]).topk(k).indices)
+    return drafts, target.lm_head(hidden[0, slots]).argmax(-1)
 
 
 def served_as_trained(

@@ -41,7 +41,7 @@ def guide(
     """Make drafts right for `depth_of(sequence)` nodes along a path chosen at random, and wrong elsewhere."""
     rng = random.Random(0)
 
-    def guided(draft, target, cache, prefix, root_hidden, root_token, plan, *_):
+    def guided(draft, target, head, cache, prefix, root_hidden, root_token, plan, *_):
         tree = plan.tree
         tokens = root_token.unsqueeze(1).repeat(1, tree.num_nodes)
         for row, sequence in enumerate(engine.active):

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from command_line import TEMPLATE, call, chats, disk_for, read_jsonl, save_target, write_jsonl
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
+from tiny import CHARACTERS
 
 from eagle_train import export, generate, train
 from eagle_train.training import checkpoint
@@ -180,6 +182,28 @@ def test_an_answer_with_a_draft_is_the_targets_own(made, capsys):
     assert re.fullmatch(told.format(tpc=r"1\.00"), plain.err.splitlines(keepends=True)[-1])
     assert drafted.stdout.replace(generate.GREEN, "").replace(generate.RESET, "") == plain.out
     assert len(plain.out.strip()) > 0
+
+
+def test_a_draft_with_few_tokens_keeps_them_from_training_to_answers(made, tmp_path, capsys):
+    arguments = training(made, f"out={tmp_path}/run", "draft.vocab_size=9")
+    assert call(train.main, *arguments) == 0
+    assert call(train.main, *arguments, "train.steps=3") == 0  # resumed with the same tokens
+    assert call(export.main, f"checkpoint={tmp_path}/run", f"out={tmp_path}/draft") == 0
+    vocabulary = json.loads((tmp_path / "draft" / "config.json").read_text())["draft"]["vocabulary"]
+    turns = [turn for row in read_jsonl(made / "train.jsonl") for turn in row["messages"]]
+    answers = "".join(turn["content"] + ";" for turn in turns if turn["role"] == "assistant")
+    counts = Counter(3 + CHARACTERS.index(character) for character in answers)
+    assert len(vocabulary) == 9
+    assert min(counts[token] for token in vocabulary) >= max(
+        count for token, count in counts.items() if token not in vocabulary
+    )
+    capsys.readouterr()
+    request = [f"target={made}/target", "max_tokens=24", "prompt=abc, (def)\n= {g}", "color=always"]
+    told = []
+    for draft in ([], [f"draft={tmp_path}/draft"]):
+        assert call(generate.main, *request, *draft) == 0
+        told.append(capsys.readouterr().out.replace(generate.GREEN, "").replace(generate.RESET, ""))
+    assert told[0] == told[1]
 
 
 @pytest.fixture(scope="module")

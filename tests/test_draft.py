@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from eagle_train.config import UserError
-from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
+from eagle_train.models.draft import Draft, DraftConfig, Head, shift_hidden
 from eagle_train.models.layers import rotate
 from eagle_train.ops.attention import packed_attention
 
@@ -52,6 +52,37 @@ def inputs(length: int = 12, rows: int = 1, width: int = 32) -> tuple[torch.Tens
 def run(draft: Draft, embeddings, hidden, positions) -> torch.Tensor:
     rows, length = positions.shape
     return draft(embeddings, hidden, positions, packed_attention([[length]] * rows))
+
+
+@pytest.mark.parametrize("vocabulary", [None, [2, 3, 50, 95]])
+def test_the_head_knows_the_drafts_tokens(vocabulary):
+    target = shared_target("gemma2")  # whose head has a cap
+    size = None if vocabulary is None else len(vocabulary)
+    head = Head(tiny_draft(target, vocab_size=size, vocabulary=vocabulary), target.lm_head)
+    known = torch.tensor(vocabulary or range(96))
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    logits = head.lm_head(hidden)
+    torch.testing.assert_close(logits, target.lm_head(hidden)[:, known])
+    assert torch.equal(head.tokens(torch.arange(len(known))), known)
+    whole = head.spread(logits.softmax(-1))
+    torch.testing.assert_close(whole[:, known], logits.softmax(-1))
+    assert whole.shape == (5, 96)
+    assert whole.sum(-1).tolist() == pytest.approx([1.0] * 5)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"vocab_size": 0}, r"^draft\.vocab_size=0: must be null or at least 1$"),
+        ({"vocab_size": 97}, r"^draft\.vocab_size=97: must be at most the target's, 96$"),
+        ({"vocab_size": 3, "vocabulary": [1, 2]}, r"^draft\.vocabulary: must be 3 different token ids in ascending"),
+        ({"vocab_size": 2, "vocabulary": [2, 1]}, r"^draft\.vocabulary: must be 2 different token ids in ascending"),
+        ({"vocab_size": 2, "vocabulary": [5, 96]}, r"^draft\.vocabulary: must be token ids of the target, below 96$"),
+    ],
+)
+def test_vocabularies_that_are_none(values, message):
+    with pytest.raises(UserError, match=message):
+        tiny_draft(shared_target(), **values)
 
 
 def test_the_embedding_scale_is_folded_exactly():

@@ -54,7 +54,7 @@ def test_caches_are_those_of_a_fresh_prefill(family, overrides, monkeypatch):
     guide(monkeypatch, engine, answers(family), lambda _: rng.randint(0, 3))
     guided = engine_module.draft_tree
 
-    def checked(draft, target, cache, prefix, root_hidden, *rest):
+    def checked(draft, target, head, cache, prefix, root_hidden, *rest):
         for row, sequence in enumerate(engine.active):
             tokens = sequence.prompt + sequence.generated
             assert prefix.lengths[row] == len(tokens)
@@ -63,15 +63,20 @@ def test_caches_are_those_of_a_fresh_prefill(family, overrides, monkeypatch):
             torch.testing.assert_close(root_hidden[row], predicted[-1], rtol=1e-4, atol=1e-4)
             check_cache(engine.target_cache, row, fresh(target, draft, tokens[:-1])[2])
             rounds.append(sequence.index)
-        return guided(draft, target, cache, prefix, root_hidden, *rest)
+        return guided(draft, target, head, cache, prefix, root_hidden, *rest)
 
     monkeypatch.setattr(engine_module, "draft_tree", checked)
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
     assert set(rounds) == set(range(len(PROMPTS)))
 
 
+FEW = list(range(0, 96, 3))
+
+
 @pytest.mark.parametrize(
-    "overrides", [{}, {"norms": "full", "irope": True, "attention_chunk": 6}], ids=["plain", "irope"]
+    "overrides",
+    [{}, {"norms": "full", "irope": True, "attention_chunk": 6}, {"vocab_size": len(FEW), "vocabulary": FEW}],
+    ids=["plain", "irope", "few tokens"],
 )
 @pytest.mark.parametrize("tree", TREES)
 def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides, monkeypatch):
@@ -100,7 +105,8 @@ def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides, mon
                 kids = [kid for kid in plan.tree.children[node].tolist() if kid >= 0]
                 if kids:
                     outputs[node] = grow(committed, hidden, tail, [outputs[above] for above in path[:-1]])
-                    best = target.lm_head(outputs[node]).topk(len(kids)).indices
+                    known = torch.tensor(draft.config.vocabulary or range(96))
+                    best = known[target.lm_head(outputs[node])[known].topk(len(kids)).indices]
                     assert tokens[row, kids].tolist() == best.tolist()
             seen.append(row)
 

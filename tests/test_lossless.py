@@ -4,7 +4,7 @@ A toy target with 16 tokens allows to enumerate all sequences of four. The model
 exact probabilities; Pearson's chi-square tells whether the engine's samples are from them. DESIGN section 3.7.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import pytest
@@ -114,6 +114,14 @@ def test_with_top_p(toy, tree):
 @pytest.mark.parametrize("drafting", ["multinomial", "multinomial_without_replacement"])
 def test_with_children_drawn_at_random(toy, drafting):
     assert p_value(toy, 10_000, 4, "d3_bf2", drafting=drafting) > 1e-3
+
+
+@pytest.mark.parametrize("drafting", ["greedy", "multinomial", "multinomial_without_replacement"])
+def test_with_a_draft_of_few_tokens(toy, drafting):
+    few = sorted(toy.conditionals[0].topk(9).indices.tolist())
+    draft = Draft(replace(toy.draft.config, vocab_size=len(few), vocabulary=few))
+    draft.load_state_dict(toy.draft.state_dict())
+    assert p_value(replace(toy, draft=draft), 10_000, 4, "d3_bf2", drafting=drafting) > 1e-3
 
 
 def one_coin(tree, tokens, p, coins, final, q=None, replacement=True):

@@ -327,6 +327,23 @@ def test_every_document_once_an_epoch_whatever_the_ranks(tmp_path):
     assert len(counted) == len(rows)
 
 
+def test_frequent_tokens_are_those_of_answers_whatever_the_ranks(tmp_path):
+    rows = [chat([9, 9, 9, 9, 9, 9], answer) for answer in ([5, 5, 5], [6, 6], [5, 3], [7, 7], [8])]
+    config = DataConfig(write_jsonl(tmp_path / "train.jsonl", rows), row_tokens=40)
+    ranked = [END, 5 + 4, 6 + 4, 7 + 4, 3 + 4, 8 + 4]  # 5, 4, 2, 2, 1 and 1 times
+    for size, number in itertools.product((1, 3), range(1, 7)):
+        found = Together(size).run(lambda world, n=number: Stream(config, make_renderer(), 2, world).frequent_tokens(n))
+        assert found == [sorted(ranked[:number])] * size
+    assert Stream(config, make_renderer(), 2).frequent_tokens(8) == sorted([*ranked, 0, 1])  # more than there are
+
+
+def test_counting_tokens_leaves_the_stream_as_it_is(tmp_path):
+    config = DataConfig(write_jsonl(tmp_path / "train.jsonl", make_rows(40)), row_tokens=40)
+    stream = Stream(config, make_renderer(), 1)
+    stream.frequent_tokens(5)
+    assert same(next(stream), next(Stream(config, make_renderer(), 1)))
+
+
 def test_worker_processes_draw_the_same_rows(tmp_path):
     config = DataConfig(write_jsonl(tmp_path / "train.jsonl", make_rows(200)), row_tokens=40)
     expected = list(islice(Stream(config, make_renderer(), 2), 30))

@@ -214,6 +214,38 @@ def test_an_unrolled_step_learns_from_every_pass(tmp_path):
     assert_same(gradients, dict(zip(gradients, expected, strict=True)), 1e-4)
 
 
+def test_a_draft_of_few_tokens_learns_the_distribution_among_them(tmp_path, data):
+    target, few = a_target(), list(range(0, 96, 2))
+    draft = tiny_draft(target, vocab_size=len(few), vocabulary=few).requires_grad_(True)
+    trainer = make_trainer(tmp_path, data, rows=4, draft=draft)
+    batch = trainer.ahead.upcoming[0][0]
+    hidden = trainer.hidden_states(batch)
+    record = trainer.train_step()
+    previous = shift_hidden(hidden, batch.positions, "self_fusion")
+    twin = tiny_draft(target)  # with the weights before the step
+    predicted = twin(target.embed(batch.tokens), previous, batch.positions, packed_attention(batch.lengths))
+    rows = batch.supervised
+    wanted, found = (target.lm_head(states[rows])[:, few] for states in (hidden, predicted))
+    assert record["ce"] == pytest.approx(F.cross_entropy(found, wanted.softmax(-1)).item(), rel=1e-5)
+
+
+def test_what_a_draft_cannot_propose_is_never_accepted(tmp_path, data):
+    target = a_target()
+    trainer = make_trainer(tmp_path, data, steps=1)
+    best = {token for batch in trainer.heldout for token in chosen_at(trainer, batch)}
+    others = sorted(set(range(96)) - best)
+    draft = tiny_draft(target, vocab_size=len(others), vocabulary=others)
+    assert make_trainer(tmp_path, data, draft=draft.requires_grad_(True)).evaluate()["simulated_tpc"] == 1
+    known = sorted(best)
+    draft = tiny_draft(target, vocab_size=len(known), vocabulary=known)
+    assert make_trainer(tmp_path, data, draft=draft.requires_grad_(True)).evaluate()["simulated_tpc"] > 1
+
+
+def chosen_at(trainer: Trainer, batch: Batch) -> list[int]:
+    """What the target chooses at a batch's supervised slots."""
+    return trainer.choose(trainer.hidden_states(batch), trainer.target.lm_head)[batch.supervised].tolist()
+
+
 def test_feature_noise_is_fed_to_the_draft_and_is_no_larger_than_asked(tmp_path, data):
     fed = []
     for noise in (0.0, 0.25):

@@ -6,7 +6,9 @@ Shapes: B rows of a batch, N tokens of a row (`data.row_tokens`).
 """
 
 import copy
+from collections import Counter
 from dataclasses import asdict, dataclass, field
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from eagle_train.corpus.source import MIN_TOKENS, DataConfig, open_source
 from eagle_train.distributed import ALONE, World
 
 OPEN_ROWS = 16  # rows that wait for a document that fits; more waste less padding and hold more in the state
+COUNTED = 20_000  # documents in which a draft's vocabulary is counted
 COUNTS = ("documents", "tokens", "padding", "split", "dropped", "skipped")
 
 
@@ -186,6 +189,22 @@ class Stream:
         check(bool(packed), f"data.path is {self.config.path}; it has no supervised token: {self.counts}")
         self.position.drawn += 1
         self.position.sources[drawn.source] = [drawn.epoch, drawn.number]
+
+    def frequent_tokens(self, number: int) -> list[int]:
+        """The tokens that the data's first documents produce most often, ascending: the same on every rank.
+
+        Looks at COUNTED documents at most, in the order in which they will be drawn, and leaves the stream as it is.
+        Lower ids come first among equals.
+        """
+        counts: Counter[int] = Counter()
+        for drawn, document in islice(self.feed.documents(self.feed.start()), COUNTED):
+            if drawn.epoch > 0:
+                break
+            counts.update(document.tokens[document.produced].tolist())
+        # Tokens that were not seen fill the rest.
+        ranked = sorted(counts, key=lambda token: (-counts[token], token))[:number]
+        unseen = (token for token in count() if token not in counts)
+        return sorted([*ranked, *islice(unseen, number - len(ranked))])
 
     def close(self) -> None:
         """End the processes that tokenise."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from eagle_train.inference.kv_cache import KVCache, Prefix, Suffix
 from eagle_train.inference.sampling import propose
 from eagle_train.inference.tree import Tree
-from eagle_train.models.draft import Draft
+from eagle_train.models.draft import Draft, Head
 from eagle_train.models.target import Target
 
 
@@ -126,6 +126,7 @@ def align(draft: Draft, target: Target, cache: KVCache, prefix: Prefix, pending:
 def draft_tree(
     draft: Draft,
     target: Target,
+    head: Head,
     cache: KVCache,
     prefix: Prefix,
     root_hidden: torch.Tensor,
@@ -155,9 +156,10 @@ def draft_tree(
                 attend = cache.tree(prefix, suffix, positions, level.ancestors)
             hidden = draft(target.embed(inner), hidden[:, level.above], positions, attend)
         draws = None if noise is None else noise[:, level.noise].unflatten(1, (-1, level.most))
-        proposed, distribution = propose(target.lm_head(hidden), level.most, mode, temperature, draws)
-        tokens[:, level.children] = proposed[:, level.parent_of, level.rank_of]
+        proposed, distribution = propose(head.lm_head(hidden), level.most, mode, temperature, draws)
+        tokens[:, level.children] = head.tokens(proposed)[:, level.parent_of, level.rank_of]
         if distribution is not None:
+            distribution = head.spread(distribution)
             q = q if q is not None else distribution.new_zeros(active, plan.tree.num_nodes, distribution.shape[-1])
             q[:, level.parents] = distribution
     return tokens, q

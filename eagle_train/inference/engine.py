@@ -38,7 +38,7 @@ from eagle_train.inference.sequence import Output, SamplingParams, Sequence
 from eagle_train.inference.tree import chain
 from eagle_train.inference.validation import validate
 from eagle_train.models.artifact import load_draft
-from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.models.draft import Draft, DraftConfig, Head
 from eagle_train.models.target import Target, TargetConfig, load_target
 
 Prompt = str | Listing[int] | Listing[dict]
@@ -67,6 +67,7 @@ class Engine:
         check(drafting in DRAFT_MODES, f"drafting={drafting}: must be one of {', '.join(DRAFT_MODES)}")
         self.target, self.max_batch_size, self.drafting = target, max_batch_size, drafting
         self.draft = draft.to(target.device, target.dtype).eval().requires_grad_(False) if draft is not None else None
+        self.head = Head(self.draft, self.target.lm_head) if draft is not None else None
         self.dispatcher = Dispatcher(tree if draft is not None else chain(0), target.device)
         self.stage_seconds: dict[str, float] = defaultdict(float)
 
@@ -169,6 +170,7 @@ class Engine:
             return draft_tree(
                 self.draft,
                 self.target,
+                self.head,
                 self.draft_cache,
                 self.prefix.grown(1),
                 root_hidden,

@@ -12,10 +12,11 @@ from torch import nn
 
 from eagle_train.models.draft_config import DraftConfig
 from eagle_train.models.layers import Layer, RMSNorm, Rotary
+from eagle_train.models.target import LMHead
 from eagle_train.ops.attention import Attend
 from eagle_train.ops.linear import Linear
 
-__all__ = ["Draft", "DraftConfig", "shift_hidden"]
+__all__ = ["Draft", "DraftConfig", "Head", "shift_hidden"]
 
 
 INIT_STD = 0.02
@@ -32,6 +33,8 @@ class Draft(nn.Module):
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(width, config.rms_norm_eps) if config.norms == "full" else nn.Identity()
         self.rotary = Rotary(config)
+        vocabulary = None if config.vocabulary is None else torch.tensor(config.vocabulary)
+        self.register_buffer("vocabulary", vocabulary, persistent=False)  # it is in the config
         for parameter in self.parameters():
             nn.init.constant_(parameter, float("nan"))
 
@@ -69,6 +72,25 @@ class Draft(nn.Module):
         for layer in self.layers:
             x = layer(x, rotary, attend)
         return self.norm(x)
+
+
+class Head:
+    """What the draft proposes with: the target's LM head, or that of the draft's own vocabulary."""
+
+    def __init__(self, draft: Draft, lm_head: LMHead):
+        self.vocabulary, self.size = draft.vocabulary, len(lm_head.weight)
+        self.lm_head = lm_head if self.vocabulary is None else lm_head.of(self.vocabulary)
+
+    def tokens(self, indices: torch.Tensor) -> torch.Tensor:
+        """The target's ids of columns of `lm_head`."""
+        return indices if self.vocabulary is None else self.vocabulary[indices]
+
+    def spread(self, distribution: torch.Tensor) -> torch.Tensor:
+        """A distribution [..., V'] over the draft's tokens as one over the target's [..., V]."""
+        if self.vocabulary is None:
+            return distribution
+        whole = distribution.new_zeros(*distribution.shape[:-1], self.size)
+        return whole.index_copy_(-1, self.vocabulary, distribution)
 
 
 def shift_hidden(hidden: torch.Tensor, positions: torch.Tensor, first_token: str) -> torch.Tensor:

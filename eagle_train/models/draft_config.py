@@ -17,7 +17,9 @@ class DraftConfig:
     `first_token`: self_fusion pairs the first token with its own hidden state; skip gives it none (zeros) and leaves
     nothing else changed. `embedding_scale` multiplies the token embeddings, which are often far smaller than the hidden
     states beside them, before `fc`; in an artifact it is folded into `fc`. `irope`: layers attend within chunks of
-    `attention_chunk` positions, every fourth (and the last) sees everything and has no rotary positions.
+    `attention_chunk` positions, every fourth (and the last) sees everything and has no rotary positions. `vocab_size`:
+    how many of the target's tokens the draft can propose, `vocabulary` which, ascending; None is all. It learns the
+    distribution among them, and its LM head is so much smaller.
     """
 
     hidden_size: int
@@ -36,11 +38,17 @@ class DraftConfig:
     embedding_scale: float = 1.0
     irope: bool = False
     attention_chunk: int = 8192
+    vocab_size: int | None = None
+    vocabulary: list[int] | None = None
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "num_layers")
         for name in (*sizes, "num_experts", "attention_chunk"):
             check(getattr(self, name) >= 1, f"draft.{name}={getattr(self, name)}: must be at least 1")
+        size, tokens = self.vocab_size, self.vocabulary
+        check(size is None or size >= 1, f"draft.vocab_size={size}: must be null or at least 1")
+        whole = tokens is None or (len(tokens) == size and tokens == sorted(set(tokens)))
+        check(whole, f"draft.vocabulary: must be {size} different token ids in ascending order")
         is_power = self.embedding_scale > 0 and math.frexp(self.embedding_scale)[0] == 0.5
         check(
             is_power, f"draft.embedding_scale={self.embedding_scale}: must be a power of two, so that folding is exact"
@@ -62,6 +70,10 @@ class DraftConfig:
             check(has, f"target of type {text.model_type}: its config has no {name}; a draft needs a Llama-like target")
         width = overrides.get("hidden_size") or text.hidden_size
         check(width == text.hidden_size, f"draft.hidden_size={width}: must be the target's, {text.hidden_size}")
+        size = overrides.get("vocab_size") or 0
+        check(size <= text.vocab_size, f"draft.vocab_size={size}: must be at most the target's, {text.vocab_size}")
+        known = all(0 <= token < text.vocab_size for token in overrides.get("vocabulary") or [])
+        check(known, f"draft.vocabulary: must be token ids of the target, below {text.vocab_size}")
         heads = text.num_attention_heads
         sizes = {
             "hidden_size": text.hidden_size,

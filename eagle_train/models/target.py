@@ -107,6 +107,10 @@ class LMHead:
     scale: float = 1.0
     softcap: float | None = None
 
+    def of(self, tokens: torch.Tensor) -> "LMHead":
+        """The head of these tokens alone, ids [V']."""
+        return replace(self, weight=self.weight[tokens], bias=None if self.bias is None else self.bias[tokens])
+
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., H]."""
         logits = linear(hidden.to(self.weight.dtype), self.weight, self.bias)

@@ -161,7 +161,7 @@ def plan(
         "target's activations": tokens * dtype.itemsize * target_activations(target, parallel, ranks),
         "draft's weights, gradients and optimiser": weights,
         "draft's activations": tokens * dtype.itemsize * activations(draft, recomputed, train.unroll, row_tokens),
-        "hidden states and the loss": loss_memory(target, tokens, dtype, train.unroll),
+        "hidden states and the loss": loss_memory(target, draft, tokens, dtype, train.unroll),
         "CUDA": CONTEXT_GIB * GIB,
     }
     return Plan(
@@ -195,7 +195,7 @@ def flops_of(
     passes = 4 if recomputed else 3
     return {
         "target": 2 * target.active + 4 * seen * target.attention * target.layers,
-        "LM head, for target and draft": unroll * 3 * 2 * target.vocabulary * target.hidden,
+        "LM head, for target and draft": unroll * 3 * 2 * (draft.vocab_size or target.vocabulary) * target.hidden,
         "draft": (3 * unroll - 1) * 2 * fc + unroll * passes * (2 * layers + attention),
     }
 
@@ -266,10 +266,13 @@ def activations(draft: DraftConfig, recomputed: bool, unroll: int = 1, document:
     return draft.num_layers * sum(passes) + ends
 
 
-def loss_memory(target: TargetShape, tokens: int, dtype: torch.dtype, unroll: int = 1) -> float:
+def loss_memory(target: TargetShape, draft: DraftConfig, tokens: int, dtype: torch.dtype, unroll: int = 1) -> float:
     """Two micro-batches' hidden states, for each pass smooth-L1's copies in fp32 and a gradient, a chunk's logits."""
     states = tokens * target.hidden * (2 * dtype.itemsize + unroll * (dtype.itemsize + 4 * 4))
-    chunk = default_chunk_rows(target.vocabulary) * target.vocabulary * (dtype.itemsize + 3 * 4)
+    vocabulary = draft.vocab_size or target.vocabulary
+    chunk = default_chunk_rows(vocabulary) * vocabulary * (dtype.itemsize + 3 * 4)
+    if draft.vocab_size:  # its head is a copy
+        chunk += dtype.itemsize * vocabulary * target.hidden
     return states + chunk
 
 

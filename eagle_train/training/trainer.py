@@ -18,8 +18,8 @@ import torch
 from eagle_train.config import UserError, check
 from eagle_train.corpus.stream import Batch, Stream
 from eagle_train.distributed import ALONE, World
-from eagle_train.models.draft import Draft, shift_hidden
-from eagle_train.models.target import Target
+from eagle_train.models.draft import Draft, Head, shift_hidden
+from eagle_train.models.target import LMHead, Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.progress import progress
 from eagle_train.training import checkpoint
@@ -116,6 +116,7 @@ class Trainer:
         self.config, self.optim = train, optim
         self.target, self.draft, self.stream, self.heldout = target, draft, stream, heldout
         self.backend, self.world, self.directory = backend, world, directory
+        self.head = Head(draft, target.lm_head)
         self.accumulation = accumulation(optim, train, stream.config.row_tokens, world.size)
         self.saver = checkpoint.Saver(world)
         self.step = self.tokens = self.skipped = 0
@@ -143,7 +144,7 @@ class Trainer:
                 distillation_loss(
                     predicted[rows],
                     hidden[rows],
-                    self.target.lm_head,
+                    self.head.lm_head,
                     l1_weight=config.l1_weight_at(self.step + 1),
                     ce_weight=config.ce_weight,
                     logits_loss=config.logits_loss,
@@ -251,9 +252,10 @@ class Trainer:
                     self.backend.draft, embeddings, previous, positions, batch.lengths, self.config.eval_depth
                 )
             rows = batch.supervised & counts
-            sums = distillation_loss(states[0][rows], hidden[rows], self.target.lm_head)
+            sums = distillation_loss(states[0][rows], hidden[rows], self.head.lm_head)
             meter.add(sums.rows, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
-            held, possible = chain_acceptance(states, self.choose(hidden), self.choose, rows, positions)
+            best = self.choose(hidden, self.target.lm_head)
+            held, possible = chain_acceptance(states, best, self.drafted, rows, positions)
             accepted, chains = accepted + held, chains + possible
         if not batches:
             return {}
@@ -269,10 +271,14 @@ class Trainer:
         """The target's hidden states [B, T, H]."""
         return self.target.hidden_states(batch.tokens, batch.positions, packed_attention(batch.lengths))
 
-    def choose(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The most likely token [B, T] for hidden states [B, T, H]."""
+    def choose(self, hidden: torch.Tensor, lm_head: LMHead) -> torch.Tensor:
+        """The most likely of the head's tokens [B, T] for hidden states [B, T, H]."""
         rows = hidden.flatten(0, 1).split(CHOICE_ROWS)
-        return torch.cat([self.target.lm_head(chunk).argmax(-1) for chunk in rows]).view(hidden.shape[:2])
+        return torch.cat([lm_head(chunk).argmax(-1) for chunk in rows]).view(hidden.shape[:2])
+
+    def drafted(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The token [B, T] that the draft would propose for its hidden states [B, T, H]."""
+        return self.head.tokens(self.choose(hidden, self.head.lm_head))
 
     def autocast(self) -> torch.autocast:
         """The draft's weights stay fp32; it computes in the target's precision."""
@@ -303,7 +309,8 @@ class Trainer:
         ours: dict[str, Any] = dataclasses.asdict(self.draft.config)
         for name, value in ours.items():
             then = found.config.get(name)
-            check(then == value, f"draft.{name}={value}: {path} was trained with {then}; resume with the same draft")
+            mine, theirs = (f"={value}", then) if name != "vocabulary" else ("", "other tokens")
+            check(then == value, f"draft.{name}{mine}: {path} was trained with {theirs}; resume with the same draft")
         made_for = found.state["target"]["fingerprint"]
         if made_for != self.target.identity.fingerprint:
             raise UserError(f"target.path={self.target.name}: {path} was trained for {found.state['target']['name']}")
