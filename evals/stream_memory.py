@@ -1,0 +1,109 @@
+"""Whether the stream of training data holds more memory the more it reads: one epoch, the process's memory on the way.
+
+Without `data.path` it reads chats made up here, as many megabytes of JSONL as are asked for. Linux only. Knows nothing
+of models.
+
+    python -m evals.stream_memory megabytes=100
+    python -m evals.stream_memory data=gsm8k data.path=gsm8k_train.jsonl
+"""
+
+import json
+import random
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoTokenizer
+
+from eagle_train.config import build, check, command, provenance, write_json
+from eagle_train.corpus.chat import ChatRenderer
+from eagle_train.corpus.source import DataConfig
+from eagle_train.corpus.stream import Stream
+from eagle_train.progress import progress
+
+WORDS = ("first", "list", "number", "return", "where", "value", "every", "string", "often", "between", "answer", "a")
+LONGEST = 400  # words of a turn; the logarithm of their number is drawn evenly
+MARKS = 20  # how often the memory is noted
+MICRO_BATCH_ROWS = 8
+
+
+@dataclass
+class Config:
+    """conf/stream_memory.yaml, which says what each key is."""
+
+    out: str
+    tokenizer: str
+    megabytes: int
+    limit_mb: float
+    data: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        check(self.megabytes >= 1, f"megabytes={self.megabytes}: must be at least 1")
+
+
+@command("stream_memory")
+def main(values: DictConfig) -> None:
+    config = build(Config, OmegaConf.to_container(values), "")
+    with tempfile.TemporaryDirectory() as folder:
+        made_up = Path(folder) / "chats.jsonl"
+        if config.data["path"] is None:
+            write_chats(made_up, config.megabytes * 10**6, config.data["seed"])
+        data = build(DataConfig, config.data | {"path": config.data["path"] or str(made_up)}, "data")
+        size = sum(Path(source.path).stat().st_size for source in data.sources.values() if Path(source.path).is_file())
+        found = {"bytes": size, **streamed(data, config.tokenizer)}
+    found |= {"limit_mb": config.limit_mb, "config": asdict(config), "provenance": provenance()}
+    write_json(Path(config.out), found)
+    print(f"{size / 1e6:.1f} MB, {found['documents']:,} documents, {found['seconds']:.0f} s; written to {config.out}")
+    print("MB held on the way: " + " ".join(f"{held:.0f}" for held in found["held_mb"]))
+    grown = found["grown_mb"]
+    print(f"from a tenth of the way to the end it grew by {grown:.1f} MB at most; asked: below {config.limit_mb:g}")
+    sys.exit(grown >= config.limit_mb)
+
+
+def write_chats(path: Path, size: int, seed: int) -> None:
+    """Conversations of one or two questions and answers, `size` bytes of them."""
+    rng, written = random.Random(seed), 0
+    with path.open("w") as file:
+        while written < size:
+            roles = ("user", "assistant") * rng.randint(1, 2)
+            turns = [{"role": role, "content": " ".join(rng.choices(WORDS, k=turn_length(rng)))} for role in roles]
+            written += file.write(json.dumps({"messages": turns}) + "\n")
+
+
+def turn_length(rng: random.Random) -> int:
+    return round(LONGEST ** rng.random())
+
+
+def streamed(data: DataConfig, tokenizer: str) -> dict[str, Any]:
+    """An epoch: its documents, its seconds, and the megabytes the process held at MARKS places at most on the way."""
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(tokenizer), data.supervise)
+    count = sum(1 for source in Stream(data, renderer, 1).feed.sources.values() for _ in source.rows())
+    stream, held, started = Stream(data, renderer, MICRO_BATCH_ROWS), [], time.perf_counter()
+    bar = progress(count, "document", 0)
+    while stream.position.drawn < count:
+        next(stream)
+        if stream.position.drawn >= count * (len(held) + 1) / MARKS:
+            held.append(held_mb())
+            bar.update(min(count, stream.position.drawn), f"{held[-1]:.0f} MB")
+    bar.close()
+    stream.close()
+    return {
+        "documents": count,
+        "counts": stream.counts,
+        "seconds": time.perf_counter() - started,
+        "held_mb": held,
+        "grown_mb": max(held) - held[len(held) // 10],
+    }
+
+
+def held_mb() -> float:
+    """The process's resident memory."""
+    return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) * 1024 / 1e6
+
+
+if __name__ == "__main__":
+    main()
