@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_train.models.target import LMHead
-from eagle_train.training.losses import BLOCK, LOGITS_LOSSES, LossSums, default_chunk_rows, distillation_loss, row_max
+from eagle_train.training.losses import LOGITS_LOSSES, STRIPE, LossSums, default_chunk_rows, distillation_loss, row_max
 
 R, H, V = 37, 24, 700  # V fills two blocks of row_max and leaves a rest
 HEADS = {
@@ -93,7 +93,7 @@ def test_chunks_do_not_matter(chunk_rows, kind):
     assert_same(sums, draft.grad, *naive(draft, target, head, logits_loss=kind))
 
 
-@pytest.mark.parametrize("vocabulary", [2, BLOCK - 1, BLOCK, BLOCK + 1, 8 * BLOCK])
+@pytest.mark.parametrize("vocabulary", [2, STRIPE - 1, STRIPE, STRIPE + 1, 8 * STRIPE])
 def test_vocabulary_sizes(vocabulary):
     head = make_head(vocabulary)
     draft, target = make_hidden()
@@ -161,7 +161,7 @@ def test_agreement_takes_the_first_of_equals():
     assert distillation_loss(draft, target, head).agree == 3
 
 
-@pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3])
+@pytest.mark.parametrize("size", [1, STRIPE - 1, STRIPE, STRIPE + 1, 5 * STRIPE + 3])
 def test_row_max_is_the_first_argmax(size):
     x = torch.randint(4, (200, size), generator=torch.Generator().manual_seed(size)).float()
     value, index = row_max(x)
@@ -206,7 +206,7 @@ def test_matmuls_run_in_the_heads_dtype():
 def test_evaluation_forms_no_gradient(how, monkeypatch):
     head, (draft, target) = make_head(), make_hidden()
     wanted, _ = naive(draft, target, head)
-    monkeypatch.setattr("eagle_train.training.losses.hidden_gradient", None)
+    monkeypatch.setattr("eagle_train.training.losses.before_cap", None)
     with torch.set_grad_enabled(how != "no_grad"):
         sums = distillation_loss(draft.detach() if how == "detached" else draft, target, head)
     assert not sums.loss.requires_grad
@@ -247,6 +247,6 @@ def test_logits_never_exist_whole():
     assert seen.rows == 30
 
 
-@pytest.mark.parametrize(("vocabulary", "rows"), [(4096, 256), (128256, 128), (256000, 64), (2**20, 16), (2**25, 1)])
+@pytest.mark.parametrize(("vocabulary", "rows"), [(4096, 256), (128256, 256), (256000, 128), (2**20, 32), (2**25, 1)])
 def test_default_chunk_is_small(vocabulary, rows):
     assert default_chunk_rows(vocabulary) == rows

@@ -4,7 +4,7 @@ Or, instead of the cross-entropy, the LK loss (arXiv 2602.23881), which aims at 
 supervised rows, which the caller has selected and counted. Of models it knows the frozen LM head's four fields; of data
 and ranks nothing. Source: the paper, section 2.1.
 
-Shapes: R rows, C rows of a chunk, H hidden, V vocabulary.
+Shapes: R rows, C rows of a chunk or of a block of it, H hidden, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,16 @@ from torch.autograd.function import once_differentiable
 
 from eagle_train.models.target import LMHead
 
-# Rows whose logits exist at once: enough to fill a matmul, few enough for a CPU's caches. CPU time on one Zen 5 core in
-# bf16, forward and backward, for chunks of 32, 64, 128, 256, 512, 1024 rows (the best of several, on a busy machine):
-#   4,096 rows x   4,096 x 256: 136, 118, 115, 112, 121, 127 ms (naive: 359; 60 of ours are matmul)
-#     512 rows x 128,256 x 512: 1155, 943, 882, 938, 1140 ms from 32 to 512 (naive: 2261)
+# Rows whose products exist at once: enough to fill a matmul, few enough for memory. Median time on one core in bf16,
+# forward and backward, for chunks of 64, 128, 256, 512, 1024 rows:
+#   2,048 rows x  32,000 x 512: 1020, 858, 756, 747, 813 ms (581 of them products)
+#     512 rows x 128,256 x 512: 1016, 790, 757, 863 ms (577)
 CHUNK_ROWS = 256
-CHUNK_LOGITS = 2**24  # 64 MiB in fp32
-BLOCK = 256  # columns, see row_max
+CHUNK_LOGITS = 2**25  # 64 MiB in bf16, of each model
+# Logits that go through softmax and what follows together, in a CPU's caches: 2**17, 18, 19, 20 took 773, 719, 696 and
+# 715 ms of the first line's work, a whole chunk 772.
+BLOCK_LOGITS = 2**19  # 2 MiB in fp32
+STRIPE = 256  # columns, see row_max
 LOGITS_LOSSES = ("ce", "lk")
 LK_RATE = 3.0  # how fast the LK loss turns from cross-entropy to acceptance as the acceptance grows
 
@@ -82,8 +85,8 @@ def default_chunk_rows(vocab_size: int) -> int:
 class ChunkedLogitsLoss(torch.autograd.Function):
     """Sums over rows: the loss, CE(softmax(z_t), log_softmax(z_d)), and whether both logits have the same argmax.
 
-    The gradient for the draft's hidden states is formed in the forward, chunk by chunk, while the chunk's probabilities
-    exist; the backward only scales it.
+    The gradient for the draft's hidden states is formed in the forward, chunk by chunk, while the chunk's logits exist;
+    the backward only scales it. The products are a chunk's, the softmax and what follows a block's.
     """
 
     @staticmethod
@@ -97,18 +100,28 @@ class ChunkedLogitsLoss(torch.autograd.Function):
         with_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         gradient = torch.empty_like(draft) if with_gradient else None
-        buffers = chunk_buffers(head, min(chunk_rows, len(draft)))
-        loss, total_ce = buffers[-1].new_zeros(()), buffers[-1].new_zeros(())
+        chunk_rows = max(1, min(chunk_rows, len(draft)))
+        of_target, of_draft = (head.weight.new_empty(chunk_rows, len(head.weight)) for _ in range(2))
+        block_rows = default_block_rows(len(head.weight), chunk_rows, draft.device.type)
+        buffers = block_buffers(head, block_rows)
+        loss, total_ce = buffers[0].new_zeros(()), buffers[0].new_zeros(())
         agree = torch.zeros((), dtype=torch.int64, device=draft.device)
         for start in range(0, len(draft), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            used = raw, p, z, q = [buffer[: len(draft[rows])] for buffer in buffers]
-            ce, same = cross_entropy(draft[rows], target[rows], head, *used)
-            total_ce += ce.sum()
-            loss += lk_gradient(ce, p, q) if kind == "lk" else ce_gradient(ce, p, q)
-            agree += same.sum()
+            size = len(draft[rows])
+            products(target[rows], head, of_target[:size])
+            products(draft[rows], head, of_draft[:size])
+            for first in range(0, size, block_rows):
+                block = slice(first, min(first + block_rows, size))
+                p, z, q = (buffer[: block.stop - first] for buffer in buffers)
+                ce, same = cross_entropy(of_draft[block], of_target[block], head, p, z, q)
+                total_ce += ce.sum()
+                agree += same.sum()
+                loss += lk_gradient(ce, p, q) if kind == "lk" else ce_gradient(ce, p, q)
+                if gradient is not None:
+                    of_draft[block] = before_cap(q, z, head)
             if gradient is not None:
-                gradient[rows] = hidden_gradient(head, raw, z, q)
+                gradient[rows] = torch.mm(of_draft[:size], head.weight).mul_(head.scale)
         if gradient is not None:
             ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(total_ce, agree)
@@ -121,31 +134,34 @@ class ChunkedLogitsLoss(torch.autograd.Function):
         return gradient * grad_loss, None, None, None, None, None
 
 
-def chunk_buffers(head: LMHead, rows: int) -> list[torch.Tensor]:
-    """`raw` for what goes through matmuls, in their dtype; `p`, `z`, `q` for the softmax, in fp32 or more: [rows,V]."""
-    dtype = head.weight.dtype
-    exact = torch.promote_types(dtype, torch.float32)
-    return [head.weight.new_empty(rows, len(head.weight), dtype=kind) for kind in (dtype, exact, exact, exact)]
+def default_block_rows(vocab_size: int, chunk_rows: int, device: str) -> int:
+    """Rows that go through softmax and what follows together: a CPU's caches hold them, a GPU takes all at once."""
+    return max(1, min(chunk_rows, BLOCK_LOGITS // vocab_size)) if device == "cpu" else chunk_rows
+
+
+def block_buffers(head: LMHead, rows: int) -> list[torch.Tensor]:
+    """`p`, `z`, `q` for the softmax, in fp32 or more: [rows,V]."""
+    exact = torch.promote_types(head.weight.dtype, torch.float32)
+    return [head.weight.new_empty(rows, len(head.weight), dtype=exact) for _ in range(3)]
+
+
+def products(hidden: torch.Tensor, head: LMHead, out: torch.Tensor) -> None:
+    """The LM head's matrix product [C,V], in its dtype."""
+    torch.mm(hidden.to(out.dtype), head.weight.t(), out=out)
 
 
 def cross_entropy(
-    draft: torch.Tensor,
-    target: torch.Tensor,
-    head: LMHead,
-    raw: torch.Tensor,
-    p: torch.Tensor,
-    z: torch.Tensor,
-    q: torch.Tensor,
+    draft: torch.Tensor, target: torch.Tensor, head: LMHead, p: torch.Tensor, z: torch.Tensor, q: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A chunk's cross-entropies and agreements, [C,1] each.
+    """A block's cross-entropies and agreements, [C,1] each, from both models' `products`.
 
     Leaves the target's probabilities in `p`, the draft's in `q` and its logits in `z`. Each distribution costs one pass
     of exponentials: the draft's normaliser is read off its most likely token, whose probability is exp(0) / normaliser.
     """
-    logits(target, head, raw, z)
+    logits(target, head, z)
     _, choice = row_max(z)
     torch.softmax(z, -1, out=p)
-    logits(draft, head, raw, z)
+    logits(draft, head, z)
     peak, guess = row_max(z)
     expected = torch.sub(z, peak, out=q).mul_(p).sum(-1, keepdim=True)  # no term is positive, so nothing cancels
     torch.softmax(z, -1, out=q)
@@ -176,18 +192,16 @@ def lk_gradient(ce: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Ten
     return loss
 
 
-def hidden_gradient(head: LMHead, raw: torch.Tensor, z: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-    """The gradient [C,H] for the draft's hidden states, from that for its logits; uses up all three buffers."""
+def before_cap(slope: torch.Tensor, z: torch.Tensor, head: LMHead) -> torch.Tensor:
+    """The gradient [C,V] for logits before they are capped, from that for them; uses up both buffers."""
     if head.softcap is not None:  # softcap * tanh(x / softcap) has the slope 1 - tanh(x / softcap)^2
         slope.addcmul_(slope, z.div_(head.softcap).square_(), value=-1)
-    raw.copy_(slope)
-    return torch.mm(raw, head.weight).mul_(head.scale)
+    return slope
 
 
-def logits(hidden: torch.Tensor, head: LMHead, raw: torch.Tensor, out: torch.Tensor) -> None:
-    """`head(hidden)` in `out`: the matmul in the head's dtype, what follows it in `out`'s."""
-    torch.mm(hidden.to(raw.dtype), head.weight.t(), out=raw)
-    out.copy_(raw)
+def logits(product: torch.Tensor, head: LMHead, out: torch.Tensor) -> None:
+    """`head(hidden)` in `out` from its matrix product: what follows it happens in `out`'s dtype."""
+    out.copy_(product)
     if head.bias is not None:
         out += head.bias
     if head.scale != 1.0:
@@ -199,7 +213,7 @@ def logits(hidden: torch.Tensor, head: LMHead, raw: torch.Tensor, out: torch.Ten
 def row_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's maximum and where it first occurs, [C,1] each: `x.max(-1)`, which is 5 times slower on a CPU."""
     size = x.shape[-1]
-    width = min(BLOCK, size)
+    width = min(STRIPE, size)
     blocks = x.unfold(-1, width, width).amax(-1)
     last = x[:, -width:].amax(-1, keepdim=True)  # may overlap: the columns that fill no block are in no other
     first = torch.cat([blocks, last], -1).argmax(-1, keepdim=True)

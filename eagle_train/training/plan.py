@@ -270,7 +270,7 @@ def loss_memory(target: TargetShape, draft: DraftConfig, tokens: int, dtype: tor
     """Two micro-batches' hidden states, for each pass smooth-L1's copies in fp32 and a gradient, a chunk's logits."""
     states = tokens * target.hidden * (2 * dtype.itemsize + unroll * (dtype.itemsize + 4 * 4))
     vocabulary = draft.vocab_size or target.vocabulary
-    chunk = default_chunk_rows(vocabulary) * vocabulary * (dtype.itemsize + 3 * 4)
+    chunk = default_chunk_rows(vocabulary) * vocabulary * (2 * dtype.itemsize + 3 * 4)
     if draft.vocab_size:  # its head is a copy
         chunk += dtype.itemsize * vocabulary * target.hidden
     return states + chunk
