@@ -10,6 +10,7 @@ weights are random: time and memory do not depend on them. Knows nothing of infe
 
 import json
 import multiprocessing
+import os
 import random
 import statistics
 import tempfile
@@ -46,6 +47,8 @@ DOCUMENTS = 2000
 SHORTEST, LONGEST = 24, 512  # tokens of a document; the logarithm of its length is drawn evenly
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 KINDS = ("ours", "naive")
+# As launch/quickstart.sh: without, the naive step spends most of its time on getting memory from the kernel.
+ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296"
 
 
 @dataclass
@@ -325,6 +328,7 @@ def peak_memory(device: str) -> int:
 def compared(config: Config, folder: str) -> dict[str, Any]:
     """Both steps' figures, taken in turn; medians of the rounds."""
     device, context = resolve_device(config.device), multiprocessing.get_context("spawn")
+    os.environ.setdefault("GLIBC_TUNABLES", ALLOCATOR)  # read when a process starts
     lines, processes = {}, []
     for kind in KINDS:
         lines[kind], theirs = context.Pipe()
