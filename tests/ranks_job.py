@@ -58,8 +58,9 @@ def a_row(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    world = distributed.start("cpu", share=None, group=True)
-    for case in json.loads(sys.argv[2]):
+    cases = json.loads(sys.argv[2])
+    world = distributed.start("cpu", share=cases[0].get("share"), group=True)
+    for case in cases:
         if "target" in case:
             hidden_states(case, world)
         else:

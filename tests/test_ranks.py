@@ -174,6 +174,24 @@ def test_a_divided_target_gives_the_whole_ones_hidden_states(divided, family, pl
         assert found["own"] < 0.75 * size
 
 
+def test_a_target_may_be_held_by_a_part_of_the_ranks(data, tmp_path):
+    """Four ranks, two copies of the target, each divided between two neighbours."""
+    tiny_model("llama").save_pretrained(tmp_path / "llama")
+    cases = [
+        {"out": str(tmp_path / placement), "target": str(tmp_path / "llama"), "placement": placement, "share": 2}
+        for placement in ("fsdp2", "tensor")
+    ]
+    start_ranks(4, data, cases)
+    target = load_target(TargetConfig(str(tmp_path / "llama")), "cpu")
+    size = sum(parameter.numel() for parameter in target.model.parameters())
+    for placement, rank in itertools.product(("fsdp2", "tensor"), range(4)):
+        found = torch.load(tmp_path / f"{placement}-{rank}", weights_only=True)
+        expected = target.hidden_states(*a_row(rank), packed_attention([[9, 11]]))
+        torch.testing.assert_close(found["hidden"], expected, rtol=1e-5, atol=1e-5)
+        assert found["fingerprint"] == target.identity.fingerprint
+        assert 0.4 * size < found["own"] < 0.75 * size
+
+
 def test_a_plan_that_divides_next_to_nothing_is_refused(divided):
     found = torch.load(divided / "-".join((*WHOLE, "0")), weights_only=True)
     assert re.match(r"parallel\.target=tensor: the plan of gpt_oss leaves 98% of the weights on each", found["refused"])

@@ -1,5 +1,6 @@
 """The target: what it hands out is the model's own, and a model that is not whole or not understood is refused."""
 
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -248,3 +249,97 @@ def test_a_multimodal_checkpoint_loads_as_its_text_model(tmp_path):
     )
     shape = TargetShape.of(load_config(TargetConfig(str(tmp_path))))
     assert shape.parameters == text.num_parameters()
+
+
+@pytest.mark.parametrize("gib", [4e-5, 9e-5])  # of 0.00011: nothing fits, and some layers do
+def test_what_does_not_fit_waits_elsewhere_and_is_the_same_target(saved, gib):
+    tokens, positions = torch.tensor(random_tokens(20)), torch.arange(20)[None]
+    whole, offloaded = (
+        load_target(TargetConfig(str(saved))),
+        load_target(TargetConfig(str(saved), "auto", False, True, gib)),
+    )
+    elsewhere = [parameter.is_meta for parameter in offloaded.model.parameters()]
+    assert any(elsewhere)
+    assert all(elsewhere) == (gib < 5e-5)
+    attend = packed_attention([[20]])
+    assert torch.equal(
+        whole.hidden_states(tokens, positions, attend), offloaded.hidden_states(tokens, positions, attend)
+    )
+    assert torch.equal(whole.embed(tokens), offloaded.embed(tokens))
+    assert torch.equal(whole.lm_head.weight, offloaded.lm_head.weight)
+    assert whole.identity == offloaded.identity
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"device_gib": 1.0}, r"^target\.device_gib=1\.0: needs target\.offload=true$"),
+        ({"device_gib": 0.0, "offload": True}, r"^target\.device_gib=0\.0: must be null or above 0$"),
+    ],
+)
+def test_offload_config(values, message):
+    with pytest.raises(UserError, match=message):
+        TargetConfig("somewhere", **values)
+
+
+def test_offload_and_division_are_two_ways(saved):
+    with pytest.raises(UserError, match=r"^target\.offload=true: not with parallel\.target=fsdp2$"):
+        load_target(TargetConfig(str(saved), offload=True), placement="fsdp2")
+
+
+def quantise(directory: Path, size: int = 16) -> dict[str, torch.Tensor]:
+    """Make a saved target's projections FP8 in blocks, as checkpoints on the hub are; returns their values."""
+    changes, values = {}, {}
+    for name, weight in load_file(directory / "model.safetensors").items():
+        if name.endswith("proj.weight"):
+            blocks = weight.unflatten(1, (-1, size)).unflatten(0, (-1, size))
+            scale = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+            small = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+            changes[name], changes[f"{name}_scale_inv"] = small.flatten(2).flatten(0, 1), scale
+            values[name] = (small.float() * scale[:, None, :, None]).flatten(2).flatten(0, 1)
+    edit(directory, **changes)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [size, size],
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return values
+
+
+def test_a_quantised_checkpoint_loads_through_its_own_config(copy):
+    """Without a GPU transformers turns FP8 back into numbers."""
+    values = quantise(copy)
+    target, exact = load_target(TargetConfig(str(copy))), tiny_model("llama")
+    exact.load_state_dict(exact.state_dict() | values)
+    tokens, positions = torch.tensor(random_tokens(20)), torch.arange(20)[None]
+    hidden = target.hidden_states(tokens, positions, packed_attention([[20]]))
+    torch.testing.assert_close(target.lm_head(hidden), exact(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_of_quantised_types_are_looked_at():
+    model = tiny_model("llama")
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    target_module.refuse_unloaded(model, "x")
+    assert len(target_module.fingerprint(model)) == 16
+    layer.weight.data = torch.full(layer.weight.shape, torch.nan).to(torch.float8_e4m3fn)
+    with pytest.raises(UserError, match="is not finite; the checkpoint is damaged"):
+        target_module.refuse_unloaded(model, "x")
+
+
+@pytest.mark.gpu
+def test_a_quantised_target_stays_so_on_a_gpu(saved, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+    directory = tmp_path / "wide"
+    tiny_model("llama", std=0.05, **sizes).save_pretrained(directory)
+    values = quantise(directory, 128)
+    target = load_target(TargetConfig(str(directory)), "cuda")
+    assert target.model.model.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn
+    exact = tiny_model("llama", std=0.05, **sizes)
+    exact.load_state_dict(exact.state_dict() | values)
+    tokens, positions = torch.tensor(random_tokens(20)), torch.arange(20)[None]
+    hidden = target.hidden_states(tokens.cuda(), positions.cuda(), packed_attention([[20]]))
+    expected = exact(tokens).logits
+    assert (target.lm_head(hidden).float().cpu() - expected).norm() < 0.1 * expected.norm()

@@ -5,9 +5,13 @@ losses or caches. Attention comes from outside: whoever calls passes `attend`, w
 to the attention function registered here.
 """
 
+import atexit
 import hashlib
 import math
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from accelerate.utils import align_module_device, get_max_memory
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -82,16 +87,25 @@ AttentionMaskInterface.register("eagle_train", lambda *args, **kwargs: None)
 
 @dataclass
 class TargetConfig:
-    """Which target, and how it is loaded. `dtype`: auto (bf16 on a GPU, fp32 on a CPU), float32 or bfloat16."""
+    """Which target, and how it is loaded. `dtype`: auto (bf16 on a GPU, fp32 on a CPU), float32 or bfloat16.
+
+    `offload`: layers that do not fit on the device, or into `device_gib` of it, wait in the host's memory and, where
+    that is full, on the disk; Accelerate fetches each when its turn comes.
+    """
 
     path: str
     dtype: str = "auto"
     trust_remote_code: bool = False
+    offload: bool = False
+    device_gib: float | None = None
 
     def __post_init__(self) -> None:
         check(bool(self.path), "target.path is empty: give a directory or a hub id")
         self.path = os.path.expanduser(self.path)
         check(self.dtype in DTYPES, f"target.dtype={self.dtype}: must be one of {', '.join(DTYPES)}")
+        gib = self.device_gib
+        check(gib is None or gib > 0, f"target.device_gib={gib}: must be null or above 0")
+        check(gib is None or self.offload, f"target.device_gib={gib}: needs target.offload=true")
 
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -151,7 +165,8 @@ class Target:
         self.model.eval().requires_grad_(False)
         use_fast_linear(self.model)
         self.lm_head = lm_head_of(self.model)
-        self.embedding = whole(self.model.get_input_embeddings().weight)
+        with align_module_device(self.model.get_input_embeddings()):
+            self.embedding = whole(self.model.get_input_embeddings().weight)
         self.check_states()
         config = self.config
         self.identity = Identity(
@@ -278,6 +293,9 @@ def load_target(
     """The target and its tokenizer, whole or this rank's part. Raises UserError for a checkpoint that is not whole."""
     hf_config = load_config(config)
     options = {"trust_remote_code": config.trust_remote_code}
+    if placement == "replicated":
+        options |= placed(config, torch.device(device))
+    check(not config.offload or placement == "replicated", f"target.offload=true: not with parallel.target={placement}")
     dtype = DTYPES[config.dtype] or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -301,8 +319,22 @@ def load_target(
     if placement == "tensor":
         check_divided(model, world.share)
     together = world.shares["share"].get_group() if placement == "tensor" and world.share > 1 else None
-    model = model.to(device) if placement == "replicated" else model
     return Target(model, load_tokenizer(config), config.path, together)
+
+
+def placed(config: TargetConfig, device: torch.device) -> dict[str, Any]:
+    """What tells transformers to load each weight straight to where it belongs."""
+    own: str | int = "cpu"
+    if device.type != "cpu":
+        own = device.index if device.index is not None else torch.cuda.current_device()
+    if not config.offload:
+        return {"device_map": {"": own}}
+    room = {place: size for place, size in get_max_memory().items() if place in (own, "cpu")}
+    if config.device_gib is not None:
+        room[own] = round(config.device_gib * 2**30)
+    folder = tempfile.mkdtemp(prefix="eagle_train-offload-")  # for weights that are not in the checkpoint as they are
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return {"device_map": "auto", "max_memory": room, "offload_folder": folder}
 
 
 def check_divided(model: PreTrainedModel, share: int) -> None:
@@ -333,11 +365,21 @@ def load_tokenizer(config: TargetConfig) -> Any:
 
 def refuse_unloaded(model: PreTrainedModel, name: str) -> None:
     """Raise UserError if a weight is still on the meta device or is not finite."""
-    for key, parameter in model.named_parameters():
+    for key, parameter in weights_of(model):
         check(not parameter.is_meta, f"target {name}: {key} is on the meta device; load its weights first")
         own = parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
-        sample = own.flatten()[:: max(1, own.numel() // 1024)]
+        sample = own.flatten()[:: max(1, own.numel() // 1024)].float()  # quantised types know no isfinite
         check(bool(sample.isfinite().all()), f"target {name}: {key} is not finite; the checkpoint is damaged")
+
+
+def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight by its name; one that Accelerate keeps elsewhere is fetched while it is looked at."""
+    names = {name for name, _ in model.named_parameters()}  # tied ones have one
+    for prefix, module in model.named_modules():
+        with align_module_device(module):
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if name in names:
+                    yield name, parameter
 
 
 def lm_head_of(model: PreTrainedModel) -> LMHead:
@@ -346,15 +388,17 @@ def lm_head_of(model: PreTrainedModel) -> LMHead:
     scale = getattr(config, "logit_scale", None)  # Cohere multiplies
     if scale is None:
         scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)  # Granite divides
-    bias, softcap = getattr(head, "bias", None), getattr(config, "final_logit_softcapping", None)
-    return LMHead(whole(head.weight), None if bias is None else whole(bias), scale, softcap)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    with align_module_device(head):
+        bias = None if getattr(head, "bias", None) is None else whole(head.bias)
+        return LMHead(whole(head.weight), bias, scale, softcap)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
     """A short hash of 16 values of every weight, rounded to bf16, so that it is the same in every precision."""
-    digest = hashlib.sha256()
-    for key, parameter in sorted(model.named_parameters()):
+    samples = {}
+    for key, parameter in weights_of(model):
         flat = whole(parameter.detach()).flatten()
         sample = flat[:: max(1, flat.numel() // 16)][:16].to("cpu", torch.bfloat16).contiguous()
-        digest.update(key.encode() + sample.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+        samples[key] = key.encode() + sample.view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(b"".join(samples[key] for key in sorted(samples))).hexdigest()[:16]
