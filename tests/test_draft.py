@@ -85,6 +85,11 @@ def test_vocabularies_that_are_none(values, message):
         tiny_draft(shared_target(), **values)
 
 
+def test_a_head_of_unknown_tokens_is_refused():
+    with pytest.raises(UserError, match=r"^draft\.vocab_size=9: give draft\.vocabulary, the tokens$"):
+        Head(tiny_draft(shared_target(), vocab_size=9), shared_target().lm_head)
+
+
 def test_the_embedding_scale_is_folded_exactly():
     draft = tiny_draft(shared_target(), embedding_scale=8.0)
     plain = tiny_draft(shared_target())

@@ -37,7 +37,8 @@ def conventions(config: DraftConfig) -> dict[str, Any]:
         "norms": norms[config.norms],
         "rope": "halves convention, as Hugging Face's Llama, on the first partial_rotary_factor of each head",
         "position_of_slot": "the position of its token t_j, so the draft's cache is as long as the target's",
-        "lm_head_and_embedding": "the target's",
+        "lm_head_and_embedding": "the target's"
+        + ("" if config.vocabulary is None else "; the draft proposes the tokens of draft.vocabulary only"),
     }
 
 

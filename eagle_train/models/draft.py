@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from eagle_train.config import check
 from eagle_train.models.draft_config import DraftConfig
 from eagle_train.models.layers import Layer, RMSNorm, Rotary
 from eagle_train.models.target import LMHead
@@ -75,9 +76,16 @@ class Draft(nn.Module):
 
 
 class Head:
-    """What the draft proposes with: the target's LM head, or that of the draft's own vocabulary."""
+    """What the draft proposes with: the target's LM head, or that of the draft's own vocabulary.
+
+    Raises UserError for a draft that says how many tokens it knows, and not which.
+    """
 
     def __init__(self, draft: Draft, lm_head: LMHead):
+        size = draft.config.vocab_size
+        check(
+            size is None or draft.vocabulary is not None, f"draft.vocab_size={size}: give draft.vocabulary, the tokens"
+        )
         self.vocabulary, self.size = draft.vocabulary, len(lm_head.weight)
         self.lm_head = lm_head if self.vocabulary is None else lm_head.of(self.vocabulary)
 
