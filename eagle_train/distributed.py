@@ -4,7 +4,10 @@ torchrun, `accelerate launch` and launch/slurm set RANK, WORLD_SIZE, LOCAL_RANK,
 them a job is one process, and everything here costs nothing.
 """
 
+import atexit
 import os
+import sys
+import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -92,7 +95,20 @@ def start(device: str, share: int | None = 1, timeout_minutes: float = 30.0, gro
     return World(rank, size, share, mesh, shares, sides)
 
 
-def stop() -> None:
-    """Leave the job."""
+def leave(status: int = 0) -> None:
+    """Leave the job. A process alone goes on, unless `status` says that it failed; a rank of several ends here.
+
+    It ends as the interpreter would end it, but without tearing the interpreter down: Gloo's threads still let go of
+    the last tensors then, need the interpreter for it, and abort the process (pytorch issue 190489).
+    """
+    several = dist.is_initialized() and dist.get_world_size() > 1
     if dist.is_initialized():
         dist.destroy_process_group()
+    if several:
+        threading._shutdown()  # both as multiprocessing ends its children
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    if status:
+        sys.exit(status)

@@ -40,13 +40,14 @@ def main(config: DictConfig) -> None:
     world = distributed.start(
         resolve_device(config.device), share, parallel.timeout_minutes, group=parallel.needs_group
     )
+    status = 0
     try:
         run(config, parallel, world)
     except Interrupted as interrupted:
         if world.is_main:
             print(interrupted, file=sys.stderr)
-        sys.exit(INTERRUPTED)
-    distributed.stop()
+        status = INTERRUPTED
+    distributed.leave(status)
 
 
 def run(config: DictConfig, parallel: ParallelConfig, world: World) -> None:

@@ -65,4 +65,4 @@ if __name__ == "__main__":
             hidden_states(case, world)
         else:
             one_run(Path(sys.argv[1]), case, world)
-    distributed.stop()
+    distributed.leave()

@@ -113,3 +113,28 @@ def test_accelerate_launch_starts_a_run_as_well(tmp_path):
     accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
     subprocess.run([*accelerate, "-m", "eagle_train.train", *given, *short], cwd=ROOT, check=True, timeout=120)
     assert [row["step"] for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [1, 2]
+
+
+# A thread that never stops asking for the interpreter, as Gloo's do for a moment, aborts a rank that tears it down.
+LEAVE = """
+import atexit, threading, torch
+from eagle_train import distributed
+
+def ask():
+    while True:
+        torch.ones(1000) + 1
+
+world = distributed.start("cpu")
+threading.Thread(target=ask, daemon=True).start()
+atexit.register(print, "rank", world.rank, "was ended")
+distributed.leave()
+"""
+
+
+def test_a_rank_ends_well_whatever_its_threads_still_do(tmp_path):
+    (tmp_path / "job.py").write_text(LEAVE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "job.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 was ended", "rank 1 was ended"]
