@@ -156,7 +156,7 @@ class Ours:
             return wrapped
 
         trainer, backend = self.trainer, self.trainer.backend
-        trainer.hidden_states = timed("target", trainer.hidden_states)
+        trainer.teach = timed("target", trainer.teach)
         trainer.forward_backward_step = timed("draft and loss", trainer.forward_backward_step)
         backend.draft = timed("  draft, forward", backend.draft)
         backend.backward = timed("  draft, backward", backend.backward)
@@ -168,7 +168,8 @@ class Ours:
         before, waited = self.stream_tokens(), self.trainer.ahead.waited
         for _ in range(steps):
             self.trainer.train_step()
-        self.seconds["waiting for data"] = self.trainer.ahead.waited - waited
+        waited = self.trainer.ahead.waited - waited
+        self.seconds["waiting for data"] = self.seconds.get("waiting for data", 0.0) + waited
         return self.stream_tokens() - before
 
     def stream_tokens(self) -> int:
@@ -177,32 +178,29 @@ class Ours:
         filled = counts["tokens"] / max(1, counts["tokens"] + counts["padding"])
         return round(self.trainer.tokens * filled)
 
-    def floor(self) -> float:
-        """Seconds of a step's products alone: the best of the ways to run them, with the target's beside or before."""
+    def floor(self) -> list[float]:
+        """Seconds of a step's products alone, run in two ways: the target's beside the draft's, and before them."""
         batches = [self.trainer.placed(next(self.stream)) for _ in range(self.trainer.accumulation)]
         with Products() as of_target:
-            hidden = [self.trainer.hidden_states(batch) for batch in batches]
+            taught = [self.trainer.teach(batch) for batch in batches]
         with Products() as of_draft:
-            for batch, states in zip(batches, hidden, strict=True):
-                self.trainer.forward_backward_step(batch, states, 1.0)
+            for batch, lesson in zip(batches, taught, strict=True):
+                self.trainer.forward_backward_step(batch, lesson, 1.0)
         self.trainer.backend.skip()
-        threads = torch.get_num_threads()
-        best = []
         with ThreadPoolExecutor(1) as pool:
-            for _ in range(3):
-                started = time.perf_counter()
-                other = pool.submit(of_target.replay)
-                of_draft.replay()
-                other.result()
-                best.append(time.perf_counter() - started)
-            torch.set_num_threads(threads * 2)
-            for _ in range(3):
-                started = time.perf_counter()
-                of_target.replay()
-                of_draft.replay()
-                best.append(time.perf_counter() - started)
-            torch.set_num_threads(threads)
-        return min(best)
+            started = time.perf_counter()
+            other = pool.submit(of_target.replay)
+            of_draft.replay()
+            other.result()
+            beside = time.perf_counter() - started
+        threads = torch.get_num_threads()
+        torch.set_num_threads(threads * 2)
+        started = time.perf_counter()
+        of_target.replay()
+        of_draft.replay()
+        before = time.perf_counter() - started
+        torch.set_num_threads(threads)
+        return [beside, before]
 
 
 class Products(TorchDispatchMode):
@@ -307,10 +305,14 @@ def work(kind: str, config: Config, folder: str, device: str, line: Connection) 
             line.send(step.floor())
             continue
         step.seconds.clear()
-        started, tokens = time.perf_counter(), step.run(config.steps)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        took = {"seconds": time.perf_counter() - started, "tokens": tokens, "parts": dict(step.seconds)}
+        seconds, tokens = [], 0
+        for _ in range(config.steps):
+            started = time.perf_counter()
+            tokens += step.run(1)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        took = {"seconds": seconds, "tokens": tokens, "parts": dict(step.seconds)}
         line.send({**took, "memory": peak_memory(device) - before})
 
 
@@ -341,20 +343,21 @@ def compared(config: Config, folder: str) -> dict[str, Any]:
         return lines[kind].recv()
 
     rounds: dict[str, list[dict]] = {kind: [] for kind in KINDS}
-    floors = []
+    floors: list[list[float]] = []
     for number in range(config.rounds):
         for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
             rounds[kind].append(ask(kind, "steps"))
-        floors.append(ask("ours", "floor"))
+        floors += [ask("ours", "floor") for _ in range(config.steps)]
     for line, process in zip(lines.values(), processes, strict=True):
         line.send(None)
         process.join()
     return figures(config, rounds, floors)
 
 
-def figures(config: Config, rounds: dict[str, list[dict]], floors: list[float]) -> dict[str, Any]:
+def figures(config: Config, rounds: dict[str, list[dict]], floors: list[list[float]]) -> dict[str, Any]:
     """Medians of the rounds, and the ratios that count. Seconds, bytes.
 
+    The floor is the faster of its two ways; each has as many runs as there are steps.
     Memory is that of the first round: later on the floor's own operands are held beside the step. The share of the
     device's FLOP/s leaves out attention, whose cost depends on the documents.
     """
@@ -362,8 +365,8 @@ def figures(config: Config, rounds: dict[str, list[dict]], floors: list[float]) 
     found: dict[str, Any] = {}
     for kind, told in rounds.items():
         found[kind] = {
-            "step_s": median(one["seconds"] for one in told) / config.steps,
-            "tokens_per_s": median(one["tokens"] / one["seconds"] for one in told),
+            "step_s": median(second for one in told for second in one["seconds"]),
+            "tokens_per_s": median(one["tokens"] / sum(one["seconds"]) for one in told),
             "peak_memory": told[0]["memory"],
         }
     ours = rounds["ours"]
@@ -373,17 +376,16 @@ def figures(config: Config, rounds: dict[str, list[dict]], floors: list[float]) 
     with torch.device("meta"):
         flops = flops_of(TargetShape.of(shape), draft, Draft(draft), 0, recomputed=False)
     rate = found["ours"]["tokens_per_s"] * sum(flops.values()) / 1e12
+    floor = min(median(way) for way in zip(*floors, strict=True))
     return found | {
         "parts_s": parts,
-        "data_wait": median(one["parts"]["waiting for data"] / one["seconds"] for one in ours),
-        "floor_s": median(floors),
-        "step_over_floor": median(
-            one["seconds"] / config.steps / floor for one, floor in zip(ours, floors, strict=True)
-        ),
+        "data_wait": median(one["parts"]["waiting for data"] / sum(one["seconds"]) for one in ours),
+        "floor_s": floor,
+        "step_over_floor": found["ours"]["step_s"] / floor,
         "tflops_per_s": rate,
         "mfu": rate / config.tflops if config.tflops else None,
         "faster_than_naive": median(
-            one["tokens"] / one["seconds"] / (other["tokens"] / other["seconds"])
+            one["tokens"] / sum(one["seconds"]) / (other["tokens"] / sum(other["seconds"]))
             for one, other in zip(ours, rounds["naive"], strict=True)
         ),
         "memory_of_naive": found["ours"]["peak_memory"] / found["naive"]["peak_memory"],

@@ -1,12 +1,14 @@
 """training/optimizer.py: the learning rate's course, what decays, and steps of both optimisers worked out by hand."""
 
 import copy
+from itertools import cycle
 
 import pytest
 import torch
 from torch import nn
 
 from eagle_train.config import UserError
+from eagle_train.training.backend import Torch
 from eagle_train.training.optimizer import NAMES, OptimConfig, Optimizer
 
 
@@ -98,19 +100,28 @@ def test_muon_turns_matrices_by_steps_of_adamws_size():
             assert values.max() < 2 * values.min()  # every direction by about as much
 
 
+def threads(monkeypatch, number: int) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: number)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_state_goes_on_exactly(name):
-    config = OptimConfig(name=name)
-    trained = model()
-    optimizer = Optimizer(trained, config)
-    run(trained, optimizer, range(3), lr=0.01)
-    other = model(seed=1)
-    other.load_state_dict(trained.state_dict())
-    resumed = Optimizer(other, config)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for both in ((trained, optimizer), (other, resumed)):
-        run(*both, range(3, 6), lr=0.02)
-    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), other.parameters(), strict=True))
+def test_state_goes_on_exactly_on_as_many_cores_and_on_fewer(name, monkeypatch):
+    config, results = OptimConfig(name=name), []
+    for cores in (2, 2, 1):
+        threads(monkeypatch, 2)
+        trained = model()
+        whole = Torch(trained, trained, config, ranks=1)
+        run(trained, whole.optimizer, range(3), lr=0.01)
+        threads(monkeypatch, cores)
+        other = model(seed=1)
+        resumed = Torch(other, other, config, ranks=1)
+        assert len(resumed.optimizer.parts) == (1 if name == "adamw" else 1 + cores)
+        resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+        for both in ((trained, whole.optimizer), (other, resumed.optimizer)):
+            run(*both, range(3, 6), lr=0.02)
+        results += [*trained.parameters(), *other.parameters()]
+    for parameter, first in zip(results, cycle(results[:4])):
+        assert torch.equal(parameter, first)
 
 
 @pytest.mark.parametrize(

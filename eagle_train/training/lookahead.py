@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from eagle_train.corpus.stream import Batch, Stream
+
+T = TypeVar("T")  # what the target makes of a batch
 
 
 class Drawer:
@@ -46,8 +48,8 @@ class Drawer:
         return step
 
 
-class Lookahead:
-    """Hands out each optimiser step's micro-batches with the target's hidden states.
+class Lookahead(Generic[T]):
+    """Hands out each optimiser step's micro-batches with what the target makes of them.
 
     `state` is the stream's after the last step that was handed out: where a checkpoint goes on. `waited`: seconds in
     which nothing was done because no batch was ready.
@@ -59,10 +61,10 @@ class Lookahead:
         accumulation: int,
         steps: int,
         place: Callable[[Batch], Batch],
-        hidden_states: Callable[[Batch], torch.Tensor],
+        target: Callable[[Batch], T],
         device: torch.device,
     ):
-        self.place, self.hidden_states = place, hidden_states
+        self.place, self.target = place, target
         self.pool, self.threads = None, torch.get_num_threads()
         if device.type == "cpu" and self.threads > 1:
             torch.set_num_threads(self.threads // 2)
@@ -77,7 +79,7 @@ class Lookahead:
             stream.config.prefetch,
         )
         self.upcoming = self.take()
-        self.running: Future[torch.Tensor] | None = None
+        self.running: Future[T] | None = None
 
     def take(self) -> tuple[list[Batch], dict[str, Any]]:
         started = time.perf_counter()
@@ -91,15 +93,15 @@ class Lookahead:
         self.upcoming = self.take()
         return batches
 
-    def with_hidden_states(self, batches: list[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Each of the step's micro-batches with its [B, T, H]; the one after it is being computed meanwhile."""
+    def with_target(self, batches: list[Batch]) -> Iterator[tuple[Batch, T]]:
+        """Each of the step's micro-batches with the target's part; that of the one after it is made meanwhile."""
         for batch, following in zip(batches, [*batches[1:], self.upcoming[0][0]], strict=True):
             if self.pool is None:
-                yield batch, self.hidden_states(batch)
+                yield batch, self.target(batch)
                 continue
-            hidden = (self.running or self.pool.submit(self.hidden_states, batch)).result()
-            self.running = self.pool.submit(self.hidden_states, following)
-            yield batch, hidden
+            made = (self.running or self.pool.submit(self.target, batch)).result()
+            self.running = self.pool.submit(self.target, following)
+            yield batch, made
 
     def close(self) -> None:
         """Give the cores back, when all steps were handed out."""
