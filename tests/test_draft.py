@@ -279,7 +279,7 @@ def test_nothing_is_a_number_until_it_is_initialised():
     again, other = Draft(config).init_weights(0), Draft(config).init_weights(1)
     assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), again.parameters(), strict=True))
     assert not torch.equal(draft.fc.weight, other.fc.weight)
-    assert draft.num_parameters() == sum(tensor.numel() for tensor in draft.state_dict().values())
+    assert draft.num_parameters == sum(tensor.numel() for tensor in draft.state_dict().values())
 
 
 def test_fresh_weights_are_as_llamas():

@@ -123,7 +123,7 @@ def test_the_drafts_state_is_what_its_optimiser_holds(name):
 
 def test_what_is_divided_shrinks_and_what_is_offloaded_moves():
     draft = Draft(DraftConfig.from_target(tiny_target().config))
-    optim, size = OptimConfig(), draft.num_parameters()
+    optim, size = OptimConfig(), draft.num_parameters
 
     def state(**settings) -> tuple[float, float]:
         return plan.draft_state(draft, optim, ParallelConfig(**settings), 4, torch.bfloat16)

@@ -38,6 +38,7 @@ class Draft(nn.Module):
         self.register_buffer("vocabulary", vocabulary, persistent=False)  # it is in the config
         for parameter in self.parameters():
             nn.init.constant_(parameter, float("nan"))
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())  # before they are divided
 
     def init_weights(self, seed: int) -> "Draft":
         """Fresh weights as Llama's: norms 1, everything else normal with INIT_STD. Reproducible on any device."""
@@ -56,9 +57,6 @@ class Draft(nn.Module):
         draft.config = replace(self.config, embedding_scale=1.0)
         draft.fc.weight[:, : self.config.hidden_size] *= self.config.embedding_scale
         return draft
-
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(
         self, token_embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend

@@ -166,7 +166,7 @@ def plan(
     }
     return Plan(
         target,
-        module.num_parameters(),
+        module.num_parameters,
         flops,
         memory,
         host,
@@ -227,7 +227,7 @@ def draft_state(
 
     AdamW keeps two numbers of a weight, Muon one of a matrix's.
     """
-    size = module.num_parameters()
+    size = module.num_parameters
     matrices = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim >= 2)
     state = 8 * size - (4 * matrices if optim.name == "muon" else 0)
     copy = dtype.itemsize * size if dtype != torch.float32 else 0

@@ -134,6 +134,10 @@ class Trainer:
         self.stop_asked = False  # set it, on any rank, and the run ends after the next step with a checkpoint
         self.stopping = 0  # how many ranks were asked
 
+    def __str__(self) -> str:
+        size = self.draft.num_parameters / 1e6
+        return f"{size:.1f} M draft parameters for {self.target.name}, steps {self.step}-{self.config.steps}"
+
     def forward_backward_step(self, batch: Batch, taught: Taught, scale: float) -> LossSums:
         """One micro-batch's sums; its gradients, multiplied by `scale`, are added to the draft's.
 
@@ -288,7 +292,7 @@ class Trainer:
     @cached_property
     def target_has_less_to_do(self) -> bool:
         """Whether on a CPU the target's thread has less to multiply than the draft's, even with its LM head's part."""
-        head, draft = self.head.lm_head.weight.numel(), 3 * self.draft.num_parameters()  # forward, and twice backward
+        head, draft = self.head.lm_head.weight.numel(), 3 * self.draft.num_parameters  # forward, and twice backward
         target = self.target.decoder.num_parameters(exclude_embeddings=True)
         return self.target.device.type == "cpu" and target + head <= draft + 2 * head
 
