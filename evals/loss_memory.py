@@ -6,7 +6,6 @@ gradients. Beside it stands what the two models' whole logits in fp32 would take
     python -m evals.loss_memory [rows=8192] [vocab=128256] [hidden=512] [dtype=bfloat16] [limit_gb=1.5] [seed=0]
 """
 
-import resource
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from omegaconf import OmegaConf
 from eagle_train.config import UserError, build, check, provenance, report, write_json
 from eagle_train.models.target import LMHead
 from eagle_train.training.losses import default_chunk_rows, distillation_loss
+from evals.memory import peak_bytes, resident_bytes
 
 RESULT = Path(__file__).with_name("results") / "loss_memory.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -47,11 +47,10 @@ def measure(config: Config) -> tuple[int, float]:
     head = LMHead(torch.empty(config.vocab, config.hidden, **make).normal_(std=0.1))
     target = torch.empty(config.rows, config.hidden, **make).normal_()
     draft = torch.empty(config.rows, config.hidden, **make).normal_().requires_grad_()
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    before = resident_bytes()
     started = time.perf_counter()
     distillation_loss(draft, target, head, scale=1 / config.rows).loss.backward()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return peak - before, time.perf_counter() - started
+    return peak_bytes() - before, time.perf_counter() - started
 
 
 def main() -> int:

@@ -24,6 +24,7 @@ from eagle_train.corpus.chat import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Stream
 from eagle_train.progress import progress
+from evals.memory import resident_bytes
 
 WORDS = ("first", "list", "number", "return", "where", "value", "every", "string", "often", "between", "answer", "a")
 LONGEST = 400  # words of a turn; the logarithm of their number is drawn evenly
@@ -87,7 +88,7 @@ def streamed(data: DataConfig, tokenizer: str) -> dict[str, Any]:
     while stream.position.drawn < count:
         next(stream)
         if stream.position.drawn >= count * (len(held) + 1) / MARKS:
-            held.append(held_mb())
+            held.append(resident_bytes() / 1e6)
             bar.update(min(count, stream.position.drawn), f"{held[-1]:.0f} MB")
     bar.close()
     stream.close()
@@ -98,11 +99,6 @@ def streamed(data: DataConfig, tokenizer: str) -> dict[str, Any]:
         "held_mb": held,
         "grown_mb": max(held) - held[len(held) // 10],
     }
-
-
-def held_mb() -> float:
-    """The process's resident memory."""
-    return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) * 1024 / 1e6
 
 
 if __name__ == "__main__":

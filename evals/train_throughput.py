@@ -42,6 +42,7 @@ from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.parallelize import prepare
 from eagle_train.training.plan import TargetShape, flops_of
 from eagle_train.training.trainer import TrainConfig, Trainer
+from evals.memory import peak_bytes
 
 DOCUMENTS = 2000
 SHORTEST, LONGEST = 24, 512  # tokens of a document; the logarithm of its length is drawn evenly
@@ -317,14 +318,8 @@ def work(kind: str, config: Config, folder: str, device: str, line: Connection) 
 
 
 def peak_memory(device: str) -> int:
-    """Bytes: the most that was ever allocated on the GPU, or held by this process, on Linux.
-
-    Not `ru_maxrss`: a process inherits its parent's.
-    """
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    """Bytes: the most that was ever allocated on the GPU, or held by this process."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else peak_bytes()
 
 
 def compared(config: Config, folder: str) -> dict[str, Any]:
