@@ -157,7 +157,7 @@ class Ours:
             return wrapped
 
         trainer, backend = self.trainer, self.trainer.backend
-        trainer.teach = timed("target", trainer.teach)
+        trainer.hidden_states = timed("target", trainer.hidden_states)
         trainer.forward_backward_step = timed("draft and loss", trainer.forward_backward_step)
         backend.draft = timed("  draft, forward", backend.draft)
         backend.backward = timed("  draft, backward", backend.backward)
@@ -183,10 +183,10 @@ class Ours:
         """Seconds of a step's products alone, run in two ways: the target's beside the draft's, and before them."""
         batches = [self.trainer.placed(next(self.stream)) for _ in range(self.trainer.accumulation)]
         with Products() as of_target:
-            taught = [self.trainer.teach(batch) for batch in batches]
+            hidden = [self.trainer.hidden_states(batch) for batch in batches]
         with Products() as of_draft:
-            for batch, lesson in zip(batches, taught, strict=True):
-                self.trainer.forward_backward_step(batch, lesson, 1.0)
+            for batch, states in zip(batches, hidden, strict=True):
+                self.trainer.forward_backward_step(batch, states, 1.0)
         self.trainer.backend.skip()
         with ThreadPoolExecutor(1) as pool:
             started = time.perf_counter()

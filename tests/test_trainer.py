@@ -214,28 +214,6 @@ def test_an_unrolled_step_learns_from_every_pass(tmp_path):
     assert_same(gradients, dict(zip(gradients, expected, strict=True)), 1e-4)
 
 
-def test_the_targets_thread_may_make_the_lm_heads_products(tmp_path, data):
-    runs = []
-    for ahead in (True, False):
-        trainer = make_trainer(tmp_path / str(ahead), data, unroll=2)
-        trainer.target_has_less_to_do = ahead
-        batch = trainer.ahead.upcoming[0][0]
-        products = trainer.teach(batch).products
-        assert (products is not None) == ahead
-        if ahead:
-            torch.testing.assert_close(products, trainer.target.lm_head(trainer.hidden_states(batch)[batch.supervised]))
-        runs.append(run(trainer))
-    for one, other in zip(*runs, strict=True):
-        assert_same(one, other, 1e-6)
-
-
-def test_who_makes_the_lm_heads_products(tmp_path, data):
-    """The target's thread where it has less to multiply: that of a tiny target, but not one of 20 layers."""
-    for layers, ahead in ((2, True), (20, False)):
-        target = tiny_target(tokenizer=tiny_tokenizer(), num_hidden_layers=layers)
-        assert make_trainer(tmp_path, data, target=target).target_has_less_to_do == ahead
-
-
 def test_a_draft_of_few_tokens_learns_the_distribution_among_them(tmp_path, data):
     target, few = a_target(), list(range(0, 96, 2))
     draft = tiny_draft(target, vocab_size=len(few), vocabulary=few).requires_grad_(True)

@@ -195,12 +195,6 @@ class Target:
         """How long a text may be."""
         return self.config.max_position_embeddings
 
-    @property
-    def decoder(self) -> PreTrainedModel:
-        """The model without its LM head."""
-        decoder = self.model.get_decoder()
-        return decoder if decoder is not self.model else self.model.model  # Llama 4's text model names none
-
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token embeddings [B, T, H] of int64 tokens [B, T]."""
         return F.embedding(tokens, self.embedding)
@@ -211,12 +205,15 @@ class Target:
 
         Ranks that compute together must all call it, with as many rows; it then attends within packed documents.
         """
+        decoder = self.model.get_decoder()
+        if decoder is self.model:  # Llama 4's text model names no decoder
+            decoder = self.model.model
         if self.together is None:
             own = {"attend": attend, "token_positions": positions}  # carried to `attention_of_target`
-            return self.decoder(input_ids=tokens, position_ids=positions, use_cache=False, **own).last_hidden_state
+            return decoder(input_ids=tokens, position_ids=positions, use_cache=False, **own).last_hidden_state
         tokens, positions = (gathered(x, self.together) for x in (tokens, positions))
         own = {"attend": packed_attention(lengths_of(positions)), "token_positions": positions}
-        hidden = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False, **own).last_hidden_state
+        hidden = decoder(input_ids=tokens, position_ids=positions, use_cache=False, **own).last_hidden_state
         return hidden.chunk(dist.get_world_size(self.together))[dist.get_rank(self.together)]
 
     def embedding_scale(self) -> float:

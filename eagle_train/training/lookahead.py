@@ -10,13 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from eagle_train.corpus.stream import Batch, Stream
-
-T = TypeVar("T")  # what the target makes of a batch
 
 
 class Drawer:
@@ -48,8 +46,8 @@ class Drawer:
         return step
 
 
-class Lookahead(Generic[T]):
-    """Hands out each optimiser step's micro-batches with what the target makes of them.
+class Lookahead:
+    """Hands out each optimiser step's micro-batches with the target's hidden states.
 
     `state` is the stream's after the last step that was handed out: where a checkpoint goes on. `waited`: seconds in
     which nothing was done because no batch was ready.
@@ -61,10 +59,10 @@ class Lookahead(Generic[T]):
         accumulation: int,
         steps: int,
         place: Callable[[Batch], Batch],
-        target: Callable[[Batch], T],
+        hidden_states: Callable[[Batch], torch.Tensor],
         device: torch.device,
     ):
-        self.place, self.target = place, target
+        self.place, self.hidden_states = place, hidden_states
         self.pool, self.threads = None, torch.get_num_threads()
         if device.type == "cpu" and self.threads > 1:
             torch.set_num_threads(self.threads // 2)
@@ -79,7 +77,7 @@ class Lookahead(Generic[T]):
             stream.config.prefetch,
         )
         self.upcoming = self.take()
-        self.running: Future[T] | None = None
+        self.running: Future[torch.Tensor] | None = None
 
     def take(self) -> tuple[list[Batch], dict[str, Any]]:
         started = time.perf_counter()
@@ -93,15 +91,15 @@ class Lookahead(Generic[T]):
         self.upcoming = self.take()
         return batches
 
-    def with_target(self, batches: list[Batch]) -> Iterator[tuple[Batch, T]]:
-        """Each of the step's micro-batches with the target's part; that of the one after it is made meanwhile."""
+    def with_hidden_states(self, batches: list[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Each of the step's micro-batches with its [B, T, H]; the one after it is being computed meanwhile."""
         for batch, following in zip(batches, [*batches[1:], self.upcoming[0][0]], strict=True):
             if self.pool is None:
-                yield batch, self.target(batch)
+                yield batch, self.hidden_states(batch)
                 continue
-            made = (self.running or self.pool.submit(self.target, batch)).result()
-            self.running = self.pool.submit(self.target, following)
-            yield batch, made
+            hidden = (self.running or self.pool.submit(self.hidden_states, batch)).result()
+            self.running = self.pool.submit(self.hidden_states, following)
+            yield batch, hidden
 
     def close(self) -> None:
         """Give the cores back, when all steps were handed out."""

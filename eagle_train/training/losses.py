@@ -51,7 +51,6 @@ def distillation_loss(
     logits_loss: str = "ce",
     scale: float = 1.0,
     chunk_rows: int | None = None,
-    target_products: torch.Tensor | None = None,
 ) -> LossSums:
     """The loss of draft_hidden [R,H] against target_hidden [R,H], supervised rows only; R may be 0.
 
@@ -59,7 +58,7 @@ def distillation_loss(
     gradients of several calls add up to those of one. `logits_loss`: ce, or lk (see `lk_gradient`). Matmuls run in the
     LM head's dtype, softmax and smooth-L1 in fp32 (fp64 where their inputs are), under autocast too. Gradients flow to
     `draft_hidden` alone, and none is formed where none is wanted. `chunk_rows` trades memory for speed; None is what
-    was measured to be fast. `target_products`: `products` of target_hidden, [R,V], where they were made before.
+    was measured to be fast.
     """
     assert draft_hidden.shape == target_hidden.shape, (draft_hidden.shape, target_hidden.shape)
     assert not target_hidden.requires_grad, "the target is frozen"
@@ -71,7 +70,7 @@ def distillation_loss(
         exact = torch.promote_types(draft_hidden.dtype, torch.float32)
         l1 = F.smooth_l1_loss(draft_hidden.to(exact), target_hidden.to(exact), reduction="sum") / width
         on_logits, ce, agree = ChunkedLogitsLoss.apply(
-            draft_hidden, target_hidden, target_products, lm_head, logits_loss, chunk_rows, with_gradient
+            draft_hidden, target_hidden, lm_head, logits_loss, chunk_rows, with_gradient
         )
     loss = scale * (l1_weight * l1 + ce_weight * on_logits)
     return LossSums(loss, l1.detach(), ce.detach(), agree, rows)
@@ -95,7 +94,6 @@ class ChunkedLogitsLoss(torch.autograd.Function):
         ctx: Any,
         draft: torch.Tensor,
         target: torch.Tensor,
-        ready: torch.Tensor | None,
         head: LMHead,
         kind: str,
         chunk_rows: int,
@@ -103,8 +101,7 @@ class ChunkedLogitsLoss(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         gradient = torch.empty_like(draft) if with_gradient else None
         chunk_rows = max(1, min(chunk_rows, len(draft)))
-        of_draft = head.weight.new_empty(chunk_rows, len(head.weight))
-        room = torch.empty_like(of_draft) if ready is None else None
+        of_target, of_draft = (head.weight.new_empty(chunk_rows, len(head.weight)) for _ in range(2))
         block_rows = default_block_rows(len(head.weight), chunk_rows, draft.device.type)
         buffers = block_buffers(head, block_rows)
         loss, total_ce = buffers[0].new_zeros(()), buffers[0].new_zeros(())
@@ -112,7 +109,7 @@ class ChunkedLogitsLoss(torch.autograd.Function):
         for start in range(0, len(draft), chunk_rows):
             rows = slice(start, start + chunk_rows)
             size = len(draft[rows])
-            of_target = products(target[rows], head, room[:size]) if ready is None else ready[rows]
+            products(target[rows], head, of_target[:size])
             products(draft[rows], head, of_draft[:size])
             for first in range(0, size, block_rows):
                 block = slice(first, min(first + block_rows, size))
@@ -134,7 +131,7 @@ class ChunkedLogitsLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss, *[None] * 6
+        return gradient * grad_loss, None, None, None, None, None
 
 
 def default_block_rows(vocab_size: int, chunk_rows: int, device: str) -> int:
@@ -148,9 +145,9 @@ def block_buffers(head: LMHead, rows: int) -> list[torch.Tensor]:
     return [head.weight.new_empty(rows, len(head.weight), dtype=exact) for _ in range(3)]
 
 
-def products(hidden: torch.Tensor, head: LMHead, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The LM head's matrix product [C,V], in its dtype; in `out` if it is given."""
-    return torch.mm(hidden.to(head.weight.dtype), head.weight.t(), out=out)
+def products(hidden: torch.Tensor, head: LMHead, out: torch.Tensor) -> None:
+    """The LM head's matrix product [C,V], in its dtype."""
+    torch.mm(hidden.to(out.dtype), head.weight.t(), out=out)
 
 
 def cross_entropy(

@@ -25,13 +25,12 @@ from eagle_train.progress import progress
 from eagle_train.training import checkpoint
 from eagle_train.training.backend import Backend
 from eagle_train.training.lookahead import Lookahead
-from eagle_train.training.losses import LOGITS_LOSSES, LossSums, distillation_loss, products
+from eagle_train.training.losses import LOGITS_LOSSES, LossSums, distillation_loss
 from eagle_train.training.metrics import Meter, MetricsLog, NoTracker, Record, summary
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.unroll import chain_acceptance, unroll
 
 CHOICE_ROWS = 1024  # rows whose logits exist at once when a token is chosen for each
-AHEAD_LOGITS = 2**27  # of a micro-batch, 256 MiB in bf16, that the target's thread may make for the draft's
 NORMS = 64  # of the last steps, to which a runaway gradient is compared
 
 
@@ -82,15 +81,6 @@ class TrainConfig:
         return self.l1_weight + (end - self.l1_weight) * (step - 1) / max(1, self.steps - 1)
 
 
-@dataclass(frozen=True)
-class Taught:
-    """What the target makes of a batch: its hidden states [B, T, H], and of the supervised ones the LM head's products
-    [R, V], or None where the loss makes them."""
-
-    hidden: torch.Tensor
-    products: torch.Tensor | None = None
-
-
 class Interrupted(Exception):
     """The run was told to stop, and has written a checkpoint."""
 
@@ -138,12 +128,12 @@ class Trainer:
         size = self.draft.num_parameters / 1e6
         return f"{size:.1f} M draft parameters for {self.target.name}, steps {self.step}-{self.config.steps}"
 
-    def forward_backward_step(self, batch: Batch, taught: Taught, scale: float) -> LossSums:
+    def forward_backward_step(self, batch: Batch, hidden: torch.Tensor, scale: float) -> LossSums:
         """One micro-batch's sums; its gradients, multiplied by `scale`, are added to the draft's.
 
-        The loss is that of all passes, the rest the first one's.
+        `hidden` [B, T, H] are the target's hidden states. The loss is that of all passes, the rest the first one's.
         """
-        config, positions, hidden = self.config, batch.positions, taught.hidden
+        config, positions = self.config, batch.positions
         with self.autocast():
             previous = shift_hidden(hidden, positions, self.draft.config.first_token)
             if config.feature_noise:
@@ -163,7 +153,6 @@ class Trainer:
                     ce_weight=config.ce_weight,
                     logits_loss=config.logits_loss,
                     scale=scale / len(passes),
-                    target_products=taught.products if depth == 0 else None,  # later passes have fewer rows
                 )
             )
         loss = torch.stack([each.loss for each in sums]).sum()
@@ -171,10 +160,10 @@ class Trainer:
         return dataclasses.replace(sums[0], loss=loss.detach())
 
     @cached_property
-    def ahead(self) -> Lookahead[Taught]:
-        """The stream's batches and the target's part, from where the stream stands when training begins."""
+    def ahead(self) -> Lookahead:
+        """The stream's batches with their hidden states, from where the stream stands when training begins."""
         steps = self.config.steps - self.step
-        return Lookahead(self.stream, self.accumulation, steps, self.placed, self.teach, self.target.device)
+        return Lookahead(self.stream, self.accumulation, steps, self.placed, self.hidden_states, self.target.device)
 
     def train_step(self) -> Record:
         """One optimiser step over its micro-batches; each supervised slot of the step weighs the same. DESIGN 3.2."""
@@ -184,9 +173,9 @@ class Trainer:
         supervised, self.stopping = self.world.sum(counts).tolist()
         scale = self.backend.divisor / max(supervised, 1)
         meter = Meter()
-        for number, (batch, taught) in enumerate(self.ahead.with_target(micro_batches), 1):
+        for number, (batch, hidden) in enumerate(self.ahead.with_hidden_states(micro_batches), 1):
             self.backend.begin(last=number == self.accumulation)
-            sums = self.forward_backward_step(batch, taught, scale)
+            sums = self.forward_backward_step(batch, hidden, scale)
             meter.add(sums.rows, loss=sums.loss / scale, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
         norm = self.backend.clip().item()
         self.step += 1
@@ -281,20 +270,6 @@ class Trainer:
         """The batch on the target's device."""
         tensors = {name: getattr(batch, name) for name in ("tokens", "positions", "supervised")}
         return dataclasses.replace(batch, **{name: x.to(self.target.device) for name, x in tensors.items()})
-
-    def teach(self, batch: Batch) -> Taught:
-        """The target's part of a micro-batch: on a CPU, work for the thread beside the draft's."""
-        hidden, head = self.hidden_states(batch), self.head.lm_head
-        rows = hidden[batch.supervised]
-        ahead = self.target_has_less_to_do and len(rows) * len(head.weight) <= AHEAD_LOGITS
-        return Taught(hidden, products(rows, head) if ahead else None)
-
-    @cached_property
-    def target_has_less_to_do(self) -> bool:
-        """Whether on a CPU the target's thread has less to multiply than the draft's, even with its LM head's part."""
-        head, draft = self.head.lm_head.weight.numel(), 3 * self.draft.num_parameters  # forward, and twice backward
-        target = self.target.decoder.num_parameters(exclude_embeddings=True)
-        return self.target.device.type == "cpu" and target + head <= draft + 2 * head
 
     def hidden_states(self, batch: Batch) -> torch.Tensor:
         """The target's hidden states [B, T, H]."""
