@@ -117,7 +117,7 @@ def test_accelerate_launch_starts_a_run_as_well(tmp_path):
 
 # A thread that never stops asking for the interpreter, as Gloo's do for a moment, aborts a rank that tears it down.
 LEAVE = """
-import atexit, threading, torch
+import atexit, sys, threading, torch
 from eagle_train import distributed
 
 def ask():
@@ -126,7 +126,7 @@ def ask():
 
 world = distributed.start("cpu")
 threading.Thread(target=ask, daemon=True).start()
-atexit.register(print, "rank", world.rank, "was ended")
+atexit.register(sys.stdout.write, f"rank {world.rank} was ended\\n")
 distributed.leave()
 """
 
