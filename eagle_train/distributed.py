@@ -105,7 +105,7 @@ def leave(status: int = 0) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     if several:
-        threading._shutdown()  # both as multiprocessing ends its children
+        threading._shutdown()  # as multiprocessing ends its children
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

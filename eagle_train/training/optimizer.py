@@ -61,20 +61,21 @@ class Optimizer:
         groups = [{"params": vectors, "weight_decay": 0.0}]
         if config.name == "muon":
             muon = {"lr": config.lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-            self.parts = [torch.optim.Muon(share, **muon) for share in shares(matrices)]
-            self.parts.append(torch.optim.AdamW(groups, **adamw))
+            muons = [torch.optim.Muon(share, **muon) for share in shares(matrices)]
+            self.parts, self.beside = [*muons, torch.optim.AdamW(groups, **adamw)], muons[1:]
         else:
             groups.append({"params": matrices, "weight_decay": config.weight_decay})
-            self.parts = [torch.optim.AdamW(groups, **adamw)]
+            self.parts, self.beside = [torch.optim.AdamW(groups, **adamw)], []
         self.helper = ThreadPoolExecutor(max_workers=1)
 
     def step(self, lr: float) -> None:
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = lr
-        helped = [self.helper.submit(part.step) for part in self.parts[1:-1]]  # a second half of the matrices
-        for part in {self.parts[0], self.parts[-1]}:
-            part.step()
+        helped = [self.helper.submit(part.step) for part in self.beside]
+        for part in self.parts:
+            if part not in self.beside:
+                part.step()
         for step in helped:
             step.result()
 
