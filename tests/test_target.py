@@ -5,11 +5,13 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import bitsandbytes
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, random_tokens, shared_target, tiny_model, tiny_target
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from eagle_train.config import UserError
 from eagle_train.models import target as target_module
@@ -318,6 +320,39 @@ def test_a_quantised_checkpoint_loads_through_its_own_config(copy):
     torch.testing.assert_close(target.lm_head(hidden), exact(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+
+
+def test_a_checkpoint_in_4_bits_stays_so(tmp_path):
+    """Its twin computes with the numbers that the 4 bits stand for; the library's kernel for a CPU rounds to bf16."""
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")
+    exact = tiny_model("llama", std=0.05, **WIDE)
+    exact.save_pretrained(tmp_path / "whole")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", quantization_config=four_bits, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "small")
+    tokens, positions = torch.tensor(random_tokens(20)), torch.arange(20)[None]
+    unrounded = exact(tokens).logits
+    for name, module in model.named_modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            values = bitsandbytes.functional.dequantize_4bit(module.weight, module.weight.quant_state)
+            exact.get_submodule(name).weight.data = values.float()
+    target = load_target(TargetConfig(str(tmp_path / "small")))
+    assert target.model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+    logits = target.lm_head(target.hidden_states(tokens, positions, packed_attention([[20]])))
+    expected = exact(tokens).logits
+    assert (logits - expected).norm() < 0.03 * expected.norm()
+    assert (logits - unrounded).norm() > 0.05 * expected.norm()
+
+
+def test_a_quantisation_whose_library_is_missing_is_named(copy):
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"^target\.path=.*GPTQ.*optimum") as error:
+        load_target(TargetConfig(str(copy)))
+    assert "\n" not in str(error.value)
+
+
 def test_weights_of_quantised_types_are_looked_at():
     model = tiny_model("llama")
     layer = model.model.layers[0].mlp.up_proj
@@ -331,13 +366,12 @@ def test_weights_of_quantised_types_are_looked_at():
 
 @pytest.mark.gpu
 def test_a_quantised_target_stays_so_on_a_gpu(saved, tmp_path):
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
     directory = tmp_path / "wide"
-    tiny_model("llama", std=0.05, **sizes).save_pretrained(directory)
+    tiny_model("llama", std=0.05, **WIDE).save_pretrained(directory)
     values = quantise(directory, 128)
     target = load_target(TargetConfig(str(directory)), "cuda")
     assert target.model.model.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn
-    exact = tiny_model("llama", std=0.05, **sizes)
+    exact = tiny_model("llama", std=0.05, **WIDE)
     exact.load_state_dict(exact.state_dict() | values)
     tokens, positions = torch.tensor(random_tokens(20)), torch.arange(20)[None]
     hidden = target.hidden_states(tokens.cuda(), positions.cuda(), packed_attention([[20]]))

@@ -308,7 +308,7 @@ def load_target(
         )
     except RuntimeError as error:  # transformers' report of shapes
         raise UserError(f"target.path={config.path}: a weight has the wrong shape: {one_line(error)}") from error
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:  # ImportError: what its quantisation needs
         raise UserError(f"target.path={config.path}: {one_line(error)}") from error
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     check(

@@ -170,13 +170,13 @@ def cross_entropy(
 
 
 def ce_gradient(ce: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The chunk's cross-entropy; its gradient for the draft's logits replaces `q`."""
+    """A block's cross-entropy; its gradient for the draft's logits replaces `q`."""
     q -= p
     return ce.sum()
 
 
 def lk_gradient(ce: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The chunk's LK loss; its gradient for the draft's logits replaces `q`.
+    """A block's LK loss; its gradient for the draft's logits replaces `q`.
 
     A row's acceptance at temperature 1 is a = sum(min(p, q)); its loss is w * CE + (1 - w) * (1 - a). The weight
     w = exp(-LK_RATE * a) is held constant: where nothing is accepted, 1 - a has no slope to follow. The source takes
