@@ -31,8 +31,9 @@ from eagle_train.config import (
 )
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
+from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.tree import Tree
-from eagle_train.models.artifact import read_config
+from eagle_train.models.artifact import load_draft, read_config
 from eagle_train.models.target import Target, TargetConfig, load_target
 from eagle_train.progress import progress
 from eagle_train.training.metrics import redact
@@ -46,9 +47,13 @@ TURN_SEEDS = 1 << 20  # far enough apart that no two requests of a run share a s
 
 @dataclass
 class Artifact:
-    """`path`: a directory that eagle-export wrote."""
+    """`path`: a directory that eagle-export wrote. `alignment`: see inference/drafters/eagle.py."""
 
     path: str
+    alignment: str = "accepted"
+
+    def __post_init__(self) -> None:
+        check(self.alignment in ALIGNMENTS, f"draft.alignment={self.alignment}: must be {' or '.join(ALIGNMENTS)}")
 
 
 @dataclass
@@ -101,7 +106,8 @@ def main(values: DictConfig) -> None:
     target = load_target(config.target, device)
     check_template(target)
     plain = Run(Engine(target, max_batch_size=config.batch_size))
-    speculative = Run(Engine(target, config.draft.path, config.tree, max_batch_size=config.batch_size))
+    drafter = Eagle(load_draft(config.draft.path, target.identity), target, config.draft.alignment)
+    speculative = Run(Engine(target, drafter, config.tree, max_batch_size=config.batch_size))
     check_fit(plain.engine, questions, config.max_tokens)
     measure(plain, speculative, questions, config.params, config.batch_size)
     found = {
@@ -210,6 +216,7 @@ def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
         **figures.counts(answers, config.max_tokens),
         "per_category_and_turn": figures.groups(answers),
         "train_serve_check": train_serve_check(speculative),
+        "alignment": config.draft.alignment,
         "tree": label(engine.dispatcher.largest),
         "temperature": config.temperature,
         "batch_size": config.batch_size,
@@ -228,7 +235,7 @@ def label(tree: Tree) -> str:
 
 def train_serve_check(run: Run) -> dict[str, float | None]:
     """Acceptance at depth 1 as served and as training sees it; agreement on the target's text and on the file's."""
-    target, draft, children = run.engine.target, run.engine.draft, run.engine.dispatcher.largest.fanout[0]
+    target, draft, children = run.engine.target, run.engine.drafter.draft, run.engine.dispatcher.largest.fanout[0]
     served = [(answer.prompt, answer.output) for answer in run.answers]
     depth_1, own = replay.served_as_trained(target, draft, served, children)
     references = []

@@ -8,12 +8,12 @@ import random
 from collections.abc import Callable
 from functools import cache
 
-import pytest
+import torch
 from tiny import continued, random_tokens, shared_target
 
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference import engine as engine_module
 from eagle_train.inference.sequence import Output, Sequence
+from eagle_train.inference.tree import Tree
 
 TREES = ["chain3", "d3_bf2", "n8"]
 PROMPTS = random_tokens(5, 17, 9, 1, 12)
@@ -35,15 +35,12 @@ def token_ids(outputs: list[Output]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-def guide(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine, truth: list[list[int]], depth_of: Callable[[Sequence], int]
-) -> None:
+def guide(engine: Engine, truth: list[list[int]], depth_of: Callable[[Sequence], int]) -> None:
     """Make drafts right for `depth_of(sequence)` nodes along a path chosen at random, and wrong elsewhere."""
-    rng = random.Random(0)
+    rng, wanted = random.Random(0), {}
 
-    def guided(draft, target, head, cache, prefix, root_hidden, root_token, plan, *_):
-        tree = plan.tree
-        tokens = root_token.unsqueeze(1).repeat(1, tree.num_nodes)
+    def tokens_for(tree: Tree) -> torch.Tensor:
+        tokens = torch.zeros(len(engine.active), tree.num_nodes, dtype=torch.long)
         for row, sequence in enumerate(engine.active):
             right = truth[sequence.index][len(sequence.generated) :]
             path = [node for node in rng.choice(tree.paths.tolist()) if node > 0]
@@ -51,6 +48,13 @@ def guide(
             for node in range(1, tree.num_nodes):
                 wrong = 0 if node in good else 1 + int(tree.child_rank[node])
                 tokens[row, node] = (right[int(tree.depth[node]) - 1] + wrong) % engine.target.identity.vocab_size
-        return tokens, None
+        return tokens
 
-    monkeypatch.setattr(engine_module, "draft_tree", guided)
+    def children(hidden, level, choice):
+        if level.parents.tolist() == [0]:
+            wanted["tokens"] = tokens_for(engine.dispatcher.dispatch(len(engine.active)).tree)
+        proposed = torch.zeros(len(engine.active), len(level.parents), level.most, dtype=torch.long)
+        proposed[:, level.parent_of, level.rank_of] = wanted["tokens"][:, level.children]
+        return proposed, None
+
+    engine.drafter.children = children

@@ -41,7 +41,7 @@ def test_greedy_tokens_are_transformers_own(family):
 
 
 @pytest.mark.skipif(not BUNDLED.is_dir(), reason="data/tiny_target is not there yet")
-def test_greedy_tokens_on_the_bundled_target(monkeypatch):
+def test_greedy_tokens_on_the_bundled_target():
     target = load_target(TargetConfig(str(BUNDLED), "float32"))
     questions = [
         "Write json.dumps.",
@@ -56,7 +56,7 @@ def test_greedy_tokens_on_the_bundled_target(monkeypatch):
     for tree in ("chain3", "d3_bf2"):
         for count in (1, 4):
             engine = Engine(target, tiny_draft(target, num_layers=1), tree, max_batch_size=3)
-            guide(monkeypatch, engine, truth, lambda _: rng.randint(0, 3))
+            guide(engine, truth, lambda _: rng.randint(0, 3))
             assert token_ids(engine.generate(chats[:count], params)) == cut(truth[:count], 40)
 
 
@@ -66,43 +66,43 @@ def test_greedy_tokens_on_the_bundled_target(monkeypatch):
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4"])
 @pytest.mark.parametrize("rows", [1, 3, 5])
-def test_any_mix_of_accepted_lengths_gives_the_targets_tokens(family, tree, rows, monkeypatch):
+def test_any_mix_of_accepted_lengths_gives_the_targets_tokens(family, tree, rows):
     rng, target = random.Random(rows), shared_target(family)
     engine = Engine(target, tiny_draft(target, num_layers=1), tree, max_batch_size=rows)
-    guide(monkeypatch, engine, answers(family), lambda _: rng.randint(0, 3))
+    guide(engine, answers(family), lambda _: rng.randint(0, 3))
     outputs = engine.generate(PROMPTS, GREEDY)
     assert token_ids(outputs) == cut(answers(family))
     assert {n for output in outputs for n in output.rounds} >= {1, 2, 3, 4}
 
 
-def test_rows_that_leave_together(monkeypatch):
+def test_rows_that_leave_together():
     """Several rows are done in one round, at the front, and several others move into the gaps."""
     target, wanted = shared_target(), answers("llama")
     engine = Engine(target, tiny_draft(target, num_layers=1), max_batch_size=10)
-    guide(monkeypatch, engine, wanted * 2, lambda sequence: sequence.index % 4)
+    guide(engine, wanted * 2, lambda sequence: sequence.index % 4)
     limits = [4, 4, 4, 20, 4, 17, 20, 4, 20, 20]
     params = [SamplingParams(max_tokens=limit, ignore_eos=True) for limit in limits]
     outputs = engine.generate(PROMPTS * 2, params)
     assert token_ids(outputs) == [tokens[:limit] for tokens, limit in zip(wanted * 2, limits, strict=True)]
 
 
-def test_a_chain_of_three_has_at_most_four_tokens_per_call(monkeypatch):
+def test_a_chain_of_three_has_at_most_four_tokens_per_call():
     target = shared_target()
     engine = Engine(target, tiny_draft(target), "chain3")
-    guide(monkeypatch, engine, answers("llama"), lambda _: 3)
+    guide(engine, answers("llama"), lambda _: 3)
     for output in engine.generate(PROMPTS, SamplingParams(max_tokens=21, ignore_eos=True)):
         assert output.stats.tpc == 4.0
         assert output.rounds == [4] * 5
         assert output.stats.accepted_per_depth == output.stats.drafted_per_depth == [5, 5, 5]
 
 
-def test_dispatch_changes_the_tree_with_the_batch(monkeypatch):
+def test_dispatch_changes_the_tree_with_the_batch():
     """Five rows do not speculate, up to three have a chain, the last one alone a tree."""
     target, wanted = shared_target(), answers("llama")
     rng = random.Random(0)
     table = {1: full(3, 2), 3: "chain3", 8: chain(0)}
     engine = Engine(target, tiny_draft(target), table)
-    guide(monkeypatch, engine, wanted, lambda _: rng.randint(0, 3))
+    guide(engine, wanted, lambda _: rng.randint(0, 3))
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 6, 11, 15, 20)]
     outputs = engine.generate(PROMPTS, params)
     assert token_ids(outputs) == [tokens[: p.max_tokens] for tokens, p in zip(wanted, params, strict=True)]

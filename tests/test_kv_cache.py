@@ -7,8 +7,9 @@ import torch
 from guided import GREEDY, PROMPTS, TREES, answers, cut, guide, token_ids
 from tiny import shared_target, tiny_draft
 
+from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference import engine as engine_module
+from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.kv_cache import KVCache
 from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.target import Target
@@ -27,10 +28,10 @@ class Recorder:
         return packed_attention([[q.shape[2]]])(layer, q, k, v, rule)
 
 
-def check_cache(cache: KVCache, row: int, wanted: Recorder) -> None:
+def check_cache(cache: KVCache, row: int, wanted: Recorder, error: float = 1e-4) -> None:
     for stored, layers in ((cache.keys, wanted.keys), (cache.values, wanted.values)):
         alone = torch.stack(layers).transpose(1, 2)
-        torch.testing.assert_close(stored[:, row, : alone.shape[1]], alone, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(stored[:, row, : alone.shape[1]], alone, rtol=error, atol=error)
 
 
 def fresh(target: Target, draft: Draft, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor, Recorder, Recorder]:
@@ -46,28 +47,71 @@ def fresh(target: Target, draft: Draft, tokens: list[int]) -> tuple[torch.Tensor
     "overrides", [{}, {"irope": True, "attention_chunk": 6, "first_token": "skip"}], ids=["plain", "irope"]
 )
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_caches_are_those_of_a_fresh_prefill(family, overrides, monkeypatch):
+def test_caches_are_those_of_a_fresh_prefill(family, overrides):
     """In every round: the target's n - 1 slots, the draft's n, and the draft's hidden state at the pending token."""
     target, rng = shared_target(family), random.Random(1)
     draft, rounds = tiny_draft(target, **overrides), []
     engine = Engine(target, draft, "d3_bf2", max_batch_size=3)
-    guide(monkeypatch, engine, answers(family), lambda _: rng.randint(0, 3))
-    guided = engine_module.draft_tree
+    guide(engine, answers(family), lambda _: rng.randint(0, 3))
+    grow = engine.drafter.grow
 
-    def checked(draft, target, head, cache, prefix, root_hidden, *rest):
+    def checked(plan, root_hidden, *rest):
         for row, sequence in enumerate(engine.active):
             tokens = sequence.prompt + sequence.generated
-            assert prefix.lengths[row] == len(tokens)
+            assert engine.drafter.prefix.lengths[row] == len(tokens)
             _, predicted, _, of_draft = fresh(target, draft, tokens)
-            check_cache(engine.draft_cache, row, of_draft)
+            check_cache(engine.drafter.cache, row, of_draft)
             torch.testing.assert_close(root_hidden[row], predicted[-1], rtol=1e-4, atol=1e-4)
-            check_cache(engine.target_cache, row, fresh(target, draft, tokens[:-1])[2])
+            check_cache(engine.cache, row, fresh(target, draft, tokens[:-1])[2])
             rounds.append(sequence.index)
-        return guided(draft, target, head, cache, prefix, root_hidden, *rest)
+        return grow(plan, root_hidden, *rest)
 
-    monkeypatch.setattr(engine_module, "draft_tree", checked)
+    engine.drafter.grow = checked
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
     assert set(rounds) == set(range(len(PROMPTS)))
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_aligned_with_the_last_token_alone(tree):
+    """Of a round's tokens the draft reads its own hidden states, but for the pending one and a leaf before it."""
+    target, rng, leaves = shared_target("llama"), random.Random(3), set()
+    draft = tiny_draft(target)
+    engine = Engine(target, Eagle(draft, target, "last"), tree, max_batch_size=2)
+    guide(engine, answers("llama"), lambda _: rng.randint(0, 3))
+    grow, pairs_of = engine.drafter.grow, {}
+
+    def read(tokens: list[int], pairs: list[torch.Tensor]) -> tuple[torch.Tensor, Recorder]:
+        recorder, positions = Recorder(), torch.arange(len(tokens))[None]
+        return draft(target.embed(torch.tensor([tokens])), torch.stack(pairs)[None], positions, recorder)[0], recorder
+
+    def checked(plan, root_hidden, *rest):
+        for row, sequence in enumerate(engine.active):
+            tokens = sequence.prompt + sequence.generated
+            hidden = fresh(target, draft, tokens)[0]
+            wanted = [hidden[0], *hidden[:-1]]
+            pairs = pairs_of.get(sequence.index, wanted)
+            while len(pairs) < len(tokens):  # each accepted slot is paired with the draft's output at the one before
+                pairs = [*pairs, read(tokens[: len(pairs)], pairs)[0][-1]]
+            accepted = sequence.rounds[-1] - 1 if sequence.rounds else 0
+            if tree != "n8":
+                assert sequence.unread == 1 + (accepted == 3)
+            leaves.add(sequence.unread)
+            pairs = [*pairs[: -sequence.unread], *wanted[-sequence.unread :]]
+            outputs, recorder = read(tokens, pairs)
+            torch.testing.assert_close(root_hidden[row], outputs[-1], rtol=1e-3, atol=1e-3)
+            check_cache(engine.drafter.cache, row, recorder, 1e-3)
+            pairs_of[sequence.index] = pairs
+        return grow(plan, root_hidden, *rest)
+
+    engine.drafter.grow = checked
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+    assert leaves == {1, 2}
+
+
+def test_alignment_is_checked():
+    target = shared_target("llama")
+    with pytest.raises(UserError, match=r"^alignment=first: must be accepted or last$"):
+        Eagle(tiny_draft(target), target, "first")
 
 
 FEW = list(range(0, 96, 3))
@@ -123,7 +167,7 @@ def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides, mon
 
 def spoil(engine: Engine, poison: float) -> None:
     """Overwrite all slots beyond each row's length, and the rows nobody has."""
-    for cache, unread in ((engine.target_cache, 0), (engine.draft_cache, 1)):
+    for cache, unread in ((engine.cache, 0), (engine.drafter.cache, 1)):
         lengths = [sequence.committed + unread * (1 - sequence.unread) for sequence in engine.active]
         for row in range(engine.num_rows):
             length = lengths[row] if row < len(lengths) else 0
@@ -137,16 +181,17 @@ def test_rejected_slots_are_never_read(tree, rows, poison, monkeypatch):
 
     In a ragged batch a shorter row's are read with weight 0, which a number survives and NaN does not.
     """
-    target, draft_tree, commit = shared_target("gemma2"), engine_module.draft_tree, Engine.commit
+    target, commit = shared_target("gemma2"), Engine.commit
     proposed: list[list[list[int]]] = [[], []]
     for spoilt, proposals in enumerate(proposed):
         rng = random.Random(2)
         engine = Engine(target, tiny_draft(target), tree, max_batch_size=rows)
-        guide(monkeypatch, engine, answers("gemma2"), lambda _, rng=rng: rng.randint(0, 3))
-        guided = engine_module.draft_tree
+        own = engine.drafter.children
+        guide(engine, answers("gemma2"), lambda _, rng=rng: rng.randint(0, 3))
+        guided = engine.drafter.children
 
-        def both(*args, guided=guided, proposals=proposals):
-            proposals += draft_tree(*args)[0].tolist()
+        def both(*args, own=own, guided=guided, proposals=proposals):
+            proposals += own(*args)[0].tolist()
             return guided(*args)
 
         def committing(self, *args, spoilt=spoilt):
@@ -154,7 +199,7 @@ def test_rejected_slots_are_never_read(tree, rows, poison, monkeypatch):
             if spoilt:
                 spoil(self, poison)
 
-        monkeypatch.setattr(engine_module, "draft_tree", both)
+        engine.drafter.children = both
         monkeypatch.setattr(Engine, "commit", committing)
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("gemma2"))
     assert proposed[0] == proposed[1]

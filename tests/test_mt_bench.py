@@ -336,7 +336,7 @@ def test_what_is_served_is_what_was_trained(home, target, tree, children, temper
     assert 0.2 < found["depth_1_served"] < 0.95
     assert found["depth_1_as_trained"] == pytest.approx(found["depth_1_served"], abs=1e-12)
     assert found["agreement_on_reference_answers"] is None
-    other = Draft(run.engine.draft.config).init_weights(1)
+    other = Draft(run.engine.drafter.draft.config).init_weights(1)
     served = [(a.prompt, a.output) for a in run.answers]
     assert replay.served_as_trained(target, other, served, children)[0] < found["depth_1_served"] - 0.1
 
@@ -438,6 +438,7 @@ def test_the_table_of_categories_and_turns():
         (["questions=nowhere.jsonl"], "error: questions=nowhere.jsonl: no such file"),
         (["draft.path=nowhere"], "error: draft=nowhere: no config.json"),
         (["tree.length=0"], "error: tree: it drafts nothing"),
+        (["draft.alignment=first"], "error: draft.alignment=first: must be accepted or last"),
         (["limit=few"], "error: limit: Value 'few'"),
         (["batch_size=0"], "error: batch_size=0: must be at least 1"),
         (["max_tokens=1"], "error: no answer has a second token"),
@@ -453,6 +454,20 @@ def test_mistakes_are_one_line(home, tmp_path, capsys, overrides, message):
     assert len(lines) == 1
     assert lines[0].startswith(message)
     assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_the_alignment_is_the_drafters(home, tmp_path, monkeypatch):
+    seen, measure = [], mt_bench.measure
+
+    def watched(plain, speculative, *rest):
+        seen.append(speculative.engine.drafter.alignment)
+        measure(plain, speculative, *rest)
+
+    monkeypatch.setattr(mt_bench, "measure", watched)
+    for override in ([], ["draft.alignment=last"]):
+        assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", *override)) == 0
+        assert json.loads((tmp_path / "out" / "results.json").read_text())["alignment"] == seen[-1]
+    assert seen == ["accepted", "last"]
 
 
 def test_the_whole_command(home, tmp_path):

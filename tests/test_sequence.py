@@ -11,10 +11,10 @@ from eagle_train.models.target import Target
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
-def test_statistics(depth, monkeypatch):
+def test_statistics(depth):
     target = shared_target()
     engine = Engine(target, tiny_draft(target), "chain3", max_batch_size=2)
-    guide(monkeypatch, engine, answers("llama"), lambda _: depth)
+    guide(engine, answers("llama"), lambda _: depth)
     for output in engine.generate(PROMPTS, GREEDY):
         stats, (calls, rest) = output.stats, divmod(LENGTH - 1, depth + 1)
         assert output.rounds == [depth + 1] * calls + [rest] * (rest > 0)
@@ -33,11 +33,11 @@ def test_statistics(depth, monkeypatch):
 
 
 @pytest.mark.parametrize("depth", [0, 3])
-def test_ends_at_a_stop_token(depth, monkeypatch):
+def test_ends_at_a_stop_token(depth):
     """Also where it is accepted in the middle of a round; what was accepted behind it is dropped."""
     target, wanted = shared_target(), answers("llama")
     engine = Engine(target, tiny_draft(target))
-    guide(monkeypatch, engine, wanted, lambda _: depth)
+    guide(engine, wanted, lambda _: depth)
     for place in (0, 1, 2, 5):
         stop = wanted[0][place]
         params = SamplingParams(max_tokens=LENGTH, stop_token_ids=(stop, 95), ignore_eos=place % 2 == 0)
@@ -60,10 +60,10 @@ def test_the_targets_own_stop_tokens():
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
-def test_max_tokens(limit, monkeypatch):
+def test_max_tokens(limit):
     target = shared_target()
     engine = Engine(target, tiny_draft(target), max_batch_size=2)
-    guide(monkeypatch, engine, answers("llama"), lambda _: 3)
+    guide(engine, answers("llama"), lambda _: 3)
     outputs = engine.generate(PROMPTS, SamplingParams(max_tokens=limit, ignore_eos=True))
     assert token_ids(outputs) == cut(answers("llama"), limit)
     assert {output.finish_reason for output in outputs} == {"length"}
@@ -72,13 +72,13 @@ def test_max_tokens(limit, monkeypatch):
         assert outputs[0].stats.tpc is None
 
 
-def test_context_limit(monkeypatch):
+def test_context_limit():
     """Prompt and answer together fill the context and do not pass it, whatever the tree reaches beyond."""
     target = tiny_target("llama", max_position_embeddings=32)
     (prompt,) = random_tokens(25)
     truth = continued(target, prompt, 14)
     engine = Engine(target, tiny_draft(target), "d3_bf2")
-    guide(monkeypatch, engine, [truth], lambda _: 2)
+    guide(engine, [truth], lambda _: 2)
     (output,) = engine.generate([prompt], SamplingParams(max_tokens=100, ignore_eos=True))
     assert (output.token_ids, output.finish_reason) == (truth[:7], "length")
     assert len(engine.generate([(prompt * 2)[:31]], GREEDY)[0].token_ids) == 1
@@ -149,12 +149,12 @@ def test_text_and_chat_prompts(talking):
 
 
 @pytest.mark.parametrize("depth", [0, 3])
-def test_ends_at_a_stop_string(depth, talking, monkeypatch):
+def test_ends_at_a_stop_string(depth, talking):
     """The text ends before the string, the tokens with the one that completes it."""
     truth = [continued(talking, PROMPTS[0], LENGTH + 10)]
     whole = talking.tokenizer.decode(truth[0][:LENGTH], skip_special_tokens=True)
     engine = Engine(talking, tiny_draft(talking))
-    guide(monkeypatch, engine, truth, lambda _: depth)
+    guide(engine, truth, lambda _: depth)
     for start, end in ((0, 1), (2, 4), (3, 7)):
         stop = whole[start:end]
         (output,) = engine.generate(

@@ -1,29 +1,29 @@
-"""Drafting: the draft's cache is aligned with the target's, then a tree of tokens grows level by level.
+"""Drafting: what the engine asks of whoever proposes tokens, and what it hands over.
 
-Paper sections 3 (stage 3), 3.2 and 3.4; DESIGN sections 3.1, 3.5. Knows nothing of validation or requests.
+Paper section 3 (stage 3); DESIGN section 3.5. A drafter is one file in drafters/. Knows nothing of validation or
+requests.
 
-Shapes: A active rows, N tree nodes, P tokens of a path (depth + 1), H hidden, V vocabulary.
+Shapes: A active rows, N tree nodes, D tree depth, P tokens of a path (depth + 1), T tokens of a prompt, H hidden,
+V vocabulary.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from eagle_train.inference.kv_cache import KVCache, Prefix, Suffix
-from eagle_train.inference.sampling import propose
+from eagle_train.inference.kv_cache import Prefix
 from eagle_train.inference.tree import Tree
-from eagle_train.models.draft import Draft, Head
-from eagle_train.models.target import Target
 
 
 @dataclass
 class Pending:
-    """What the last round left for the draft: the tokens it committed, each with the hidden state before it.
+    """What the last round left for the drafter: the tokens it committed, each with the hidden state before it.
 
     tokens [A, P] int64, hidden [A, P, H], counts [A] int64: how many of a row's P are real. The last real one is the
-    pending token, which neither model has in its cache yet; the target has those before it, the draft has not.
+    pending token, which neither model has in its cache yet.
     """
 
     tokens: torch.Tensor
@@ -39,9 +39,12 @@ class Pending:
         """The rows `order`, in that order."""
         return Pending(self.tokens[order], self.hidden[order], self.counts[order])
 
-    def narrowed(self, width: int) -> "Pending":
-        """Without the padding beyond the first `width` tokens."""
-        return Pending(self.tokens[:, :width], self.hidden[:, :width], self.counts)
+    def newest(self, counts: list[int]) -> "Pending":
+        """The last so many real tokens of each row; each count is at least 1."""
+        kept = torch.tensor(counts, device=self.tokens.device)
+        place = (self.counts - kept).unsqueeze(1) + torch.arange(max(counts), device=self.tokens.device)
+        place = place.clamp(max=self.tokens.shape[1] - 1)
+        return Pending(self.tokens.gather(1, place), self.hidden.take_along_dim(place.unsqueeze(2), dim=1), kept)
 
     def followed_by(self, other: "Pending") -> "Pending":
         """These rows, then the other's."""
@@ -49,6 +52,47 @@ class Pending:
         tokens = [F.pad(x.tokens, (0, width - x.tokens.shape[1])) for x in (self, other)]
         hidden = [F.pad(x.hidden, (0, 0, 0, width - x.hidden.shape[1])) for x in (self, other)]
         return Pending(torch.cat(tokens), torch.cat(hidden), torch.cat((self.counts, other.counts)))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a node's children are chosen: `propose`'s mode; temperature [A] and noise [A, draws] unless it is greedy."""
+
+    mode: str = "greedy"
+    temperature: torch.Tensor | None = None
+    noise: torch.Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Whoever proposes tokens. What it keeps of a sequence is its own affair; the engine says who has which row.
+
+    Rows 0..A-1 are the active ones. Whatever is proposed, the outputs stay the target's own.
+    """
+
+    def start(self, rows: int, slots: int) -> None:
+        """Forget everything, and make room for so many sequences of at most `slots` tokens, drafted ones included."""
+
+    def prefill(self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> None:
+        """New sequences take `rows` [A]: prompts [A, T], padded on the right, and the target's hidden states
+        [A, T, H]."""
+
+    def propose(
+        self, plan: "Plan", prefix: Prefix, read: Prefix, pending: Pending, choice: Choice
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A tree for each row, the pending token at its root.
+
+        `prefix`: how many tokens precede the pending one; `read`: how many precede those of `pending`. Returns tokens
+        [A, N] and, where children are drawn at random, the distribution q [A, N, V] that each node's were drawn from.
+        """
+
+    def rewind(self, plan: "Plan", path: torch.Tensor, accepted: list[int]) -> list[int]:
+        """The nodes `path` [A, P] of the proposed tree were accepted, `accepted` of each row beside the root.
+
+        Returns how many of each row's newest tokens, the pending one included, `propose` is to be given next.
+        """
+
+    def move_row(self, source: int, destination: int) -> None:
+        """A sequence has left its row: the one at `source` takes it, whose own is free then."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +124,14 @@ class Plan:
         """Whether no two nodes that have children stand side by side."""
         return all(len(level.parents) == 1 for level in self.levels)
 
+    @cached_property
+    def place(self) -> torch.Tensor:
+        """int64 [N]: where a node stands among those with children, the root left out; 0 for all others."""
+        inner = [node for level in self.levels[1:] for node in level.parents.tolist()]
+        place = torch.zeros_like(self.tree.depth)
+        place[inner] = torch.arange(len(inner), device=place.device)
+        return place
+
     @property
     def num_draws(self) -> int:
         """Random numbers a round uses for each row: one at its end, a coin per node, the multinomial drafts' noise."""
@@ -109,57 +161,3 @@ def levels_of(tree: Tree) -> list[Level]:
         )
         before, drawn = parents, levels[-1].noise.stop
     return levels
-
-
-def align(draft: Draft, target: Target, cache: KVCache, prefix: Prefix, pending: Pending) -> torch.Tensor:
-    """Let the draft read what the last round committed, with the target's hidden states (EAGLE's alignment).
-
-    `prefix` is the draft's own. Returns the draft's hidden state at the pending token [A, H].
-    """
-    steps = torch.arange(pending.tokens.shape[1], device=pending.tokens.device)
-    positions = prefix.lengths.unsqueeze(1) + steps
-    embeddings = target.embed(pending.tokens)
-    hidden = draft(embeddings, pending.hidden, positions, cache.extend(prefix, positions))
-    return hidden[torch.arange(len(hidden), device=hidden.device), pending.counts - 1]
-
-
-def draft_tree(
-    draft: Draft,
-    target: Target,
-    head: Head,
-    cache: KVCache,
-    prefix: Prefix,
-    root_hidden: torch.Tensor,
-    root_token: torch.Tensor,
-    plan: Plan,
-    mode: str,
-    temperature: torch.Tensor | None = None,
-    noise: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Grow the tree below the pending token. `prefix` is the draft's after `align`, the root included.
-
-    `mode`, `temperature` [A] and `noise` [A, draws] are `propose`'s; greedy needs neither of the latter two. Returns
-    tokens [A, N] and, where children are drawn at random, the distribution q [A, N, V] of each node's children.
-    """
-    active = len(root_token)
-    tokens = root_token.unsqueeze(1).repeat(1, plan.tree.num_nodes)
-    hidden = root_hidden.unsqueeze(1)
-    suffix = Suffix(draft.config.num_layers)
-    q = None
-    for depth, level in enumerate(plan.levels):
-        if depth > 0:
-            inner = tokens[:, level.parents]
-            positions = (prefix.lengths + (depth - 1)).unsqueeze(1).expand(active, inner.shape[1])
-            if plan.is_chain:  # what a chain leaves in the cache is what `align` writes anew
-                attend = cache.extend(prefix.grown(depth - 1), positions)
-            else:
-                attend = cache.tree(prefix, suffix, positions, level.ancestors)
-            hidden = draft(target.embed(inner), hidden[:, level.above], positions, attend)
-        draws = None if noise is None else noise[:, level.noise].unflatten(1, (-1, level.most))
-        proposed, distribution = propose(head.lm_head(hidden), level.most, mode, temperature, draws)
-        tokens[:, level.children] = head.tokens(proposed)[:, level.parent_of, level.rank_of]
-        if distribution is not None:
-            distribution = head.spread(distribution)
-            q = q if q is not None else distribution.new_zeros(active, plan.tree.num_nodes, distribution.shape[-1])
-            q[:, level.parents] = distribution
-    return tokens, q

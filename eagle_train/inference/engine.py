@@ -21,7 +21,8 @@ import torch
 from eagle_train.config import check
 from eagle_train.inference.bookkeeping import commit
 from eagle_train.inference.dispatcher import Dispatcher, Plan
-from eagle_train.inference.drafting import Pending, align, draft_tree
+from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.drafting import Choice, Drafter, Pending
 from eagle_train.inference.kv_cache import KVCache, Prefix, Suffix
 from eagle_train.inference.prefill import prefill
 from eagle_train.inference.sampling import (
@@ -38,19 +39,19 @@ from eagle_train.inference.sequence import Output, SamplingParams, Sequence
 from eagle_train.inference.tree import chain
 from eagle_train.inference.validation import validate
 from eagle_train.models.artifact import load_draft
-from eagle_train.models.draft import Draft, DraftConfig, Head
+from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.target import Target, TargetConfig, load_target
 
 Prompt = str | Listing[int] | Listing[dict]
 
 
 class Engine:
-    """Generates with a target and, if there is one, a draft. The outputs are the target's own, whatever the draft."""
+    """Generates with a target and, if there is one, a drafter. The outputs are the target's own, whoever drafts."""
 
     def __init__(
         self,
         target: str | Path | TargetConfig | Target,
-        draft: str | Path | Draft | None = None,
+        draft: str | Path | Draft | Drafter | None = None,
         tree: Any = "chain3",
         device: str = "cpu",
         max_batch_size: int = 16,
@@ -63,11 +64,13 @@ class Engine:
         check(max_batch_size >= 1, f"max_batch_size={max_batch_size}: must be at least 1")
         if not isinstance(target, Target):
             target = load_target(target if isinstance(target, TargetConfig) else TargetConfig(str(target)), device)
-        draft = load_draft(draft, target.identity) if isinstance(draft, str | Path) else copy.deepcopy(draft)
+        if isinstance(draft, str | Path):
+            draft = Eagle(load_draft(draft, target.identity), target)
+        elif isinstance(draft, Draft):
+            draft = Eagle(copy.deepcopy(draft), target)
         check(drafting in DRAFT_MODES, f"drafting={drafting}: must be one of {', '.join(DRAFT_MODES)}")
         self.target, self.max_batch_size, self.drafting = target, max_batch_size, drafting
-        self.draft = draft.to(target.device, target.dtype).eval().requires_grad_(False) if draft is not None else None
-        self.head = Head(self.draft, self.target.lm_head) if draft is not None else None
+        self.drafter: Drafter | None = draft
         self.dispatcher = Dispatcher(tree if draft is not None else chain(0), target.device)
         self.stage_seconds: dict[str, float] = defaultdict(float)
 
@@ -95,13 +98,18 @@ class Engine:
         slots = room + self.dispatcher.deepest + 1
         self.waiting, self.active = deque(sequences), []
         self.num_rows = min(self.max_batch_size, len(sequences))
-        size = {"rows": self.num_rows, "slots": slots, "dtype": self.target.dtype, "device": self.target.device}
         shape = DraftConfig.from_target(self.target.config)  # how wide the target's own heads are
-        self.target_cache = KVCache(self.target.config.num_hidden_layers, shape.num_kv_heads, shape.head_dim, **size)
-        self.draft_cache = None
-        if self.draft is not None:
-            shape = self.draft.config
-            self.draft_cache = KVCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, **size)
+        self.cache = KVCache(
+            self.target.config.num_hidden_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            rows=self.num_rows,
+            slots=slots,
+            dtype=self.target.dtype,
+            device=self.target.device,
+        )
+        if self.drafter is not None:
+            self.drafter.start(self.num_rows, slots)
 
     def step(self) -> None:
         """One round of the decoding cycle. Paper section 3, figure 4."""
@@ -124,7 +132,7 @@ class Engine:
             device = self.target.device
             rows = torch.arange(len(self.active), len(self.active) + free, device=device)
             prompts = [sequence.prompt for sequence in new]
-            hidden, logits = prefill(self.target, self.draft, self.target_cache, self.draft_cache, rows, prompts)
+            hidden, logits = prefill(self.target, self.cache, self.drafter, rows, prompts)
             settings = Settings.of(new, device)
             last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
             probs = probabilities(logits.unsqueeze(1), settings.sampling).squeeze(1)
@@ -148,42 +156,21 @@ class Engine:
         return plan
 
     def draft_tree(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
-        root = self.pending.last
-        if self.draft is None:
-            return root.unsqueeze(1), None
+        if self.drafter is None:
+            return self.pending.last.unsqueeze(1), None
         with self.stage("drafting"):
-            unread = [sequence.unread for sequence in self.active]
-            before = [s.committed + 1 - s.unread for s in self.active]
-            root_hidden = align(
-                self.draft,
-                self.target,
-                self.draft_cache,
-                Prefix.of(before, root.device),
-                self.pending.narrowed(max(unread)),
-            )
-            mode, temperature, noise = self.drafting, None, None
-            if mode != "greedy" and self.draws is not None:
-                temperature = self.settings.sampling.temperature
-                noise = self.draws[:, 1 + plan.tree.num_nodes :]
-            elif self.draws is None:
-                mode = "greedy"  # at temperature 0 every mode proposes the most likely tokens
-            return draft_tree(
-                self.draft,
-                self.target,
-                self.head,
-                self.draft_cache,
-                self.prefix.grown(1),
-                root_hidden,
-                root,
-                plan,
-                mode,
-                temperature,
-                noise,
-            )
+            read = Prefix.of([s.committed + 1 - s.unread for s in self.active], self.target.device)
+            return self.drafter.propose(plan, self.prefix, read, self.pending, self.choice(plan))
+
+    def choice(self, plan: Plan) -> Choice:
+        """At temperature 0 every way of choosing proposes the most likely tokens."""
+        if self.drafting == "greedy" or self.draws is None:
+            return Choice()
+        return Choice(self.drafting, self.settings.sampling.temperature, self.draws[:, 1 + plan.tree.num_nodes :])
 
     def validate(self, plan: Plan, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Suffix]:
         with self.stage("validation"):
-            return validate(self.target, self.target_cache, self.prefix, plan.tree, tokens)
+            return validate(self.target, self.cache, self.prefix, plan.tree, tokens)
 
     def sample(self, plan: Plan, tokens: torch.Tensor, logits: torch.Tensor, q: torch.Tensor | None) -> Verified:
         with self.stage("sampling"):
@@ -197,12 +184,17 @@ class Engine:
         self, plan: Plan, tokens: torch.Tensor, hidden: torch.Tensor, suffix: Suffix, verified: Verified
     ) -> None:
         with self.stage("bookkeeping"):
-            self.pending = commit(self.target_cache, self.prefix, suffix, hidden, tokens, verified)
-            rounds = zip(self.pending.tokens.tolist(), verified.num_accepted.tolist(), strict=True)
+            pending = commit(self.cache, self.prefix, suffix, hidden, tokens, verified)
+            accepted = verified.num_accepted.tolist()
+            rounds = zip(self.active, pending.tokens.tolist(), accepted, strict=True)
             now = time.perf_counter()
-            for sequence, (committed, accepted) in zip(self.active, rounds, strict=True):
-                sequence.advance(committed[: accepted + 1], accepted, plan.tree.max_depth, now)
+            for sequence, committed, count in rounds:
+                sequence.advance(committed[: count + 1], count, plan.tree.max_depth, now)
                 self.check_stop_strings(sequence)
+            unread = [1] * len(accepted) if self.drafter is None else self.drafter.rewind(plan, verified.path, accepted)
+            for sequence, count in zip(self.active, unread, strict=True):
+                sequence.unread = count
+            self.pending = pending.newest(unread)
             self.leave()
 
     def leave(self) -> None:
@@ -212,8 +204,8 @@ class Engine:
         gaps = sorted(set(keep) - set(stay))
         for gap, row in zip(gaps, stay[len(stay) - len(gaps) :], strict=True):
             keep[gap] = row
-            for cache in filter(None, (self.target_cache, self.draft_cache)):
-                cache.move_row(row, gap)
+            for rows in filter(None, (self.cache, self.drafter)):
+                rows.move_row(row, gap)
         if len(keep) < len(self.active):
             self.pending = self.pending.rows(torch.tensor(keep, dtype=torch.long, device=self.target.device))
             self.active = [self.active[row] for row in keep]

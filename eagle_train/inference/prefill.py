@@ -2,20 +2,15 @@
 
 import torch
 
+from eagle_train.inference.drafting import Drafter
 from eagle_train.inference.kv_cache import KVCache
-from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.target import Target
 
 
 def prefill(
-    target: Target,
-    draft: Draft | None,
-    target_cache: KVCache,
-    draft_cache: KVCache | None,
-    rows: torch.Tensor,
-    prompts: list[list[int]],
+    target: Target, cache: KVCache, drafter: Drafter | None, rows: torch.Tensor, prompts: list[list[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run whole prompts through target and draft, into the caches' `rows` [A].
+    """Run whole prompts through the target, into its cache's `rows` [A], and let the drafter read them.
 
     Returns the last prompt token's hidden state [A, H], which the first draft slot needs, and its logits [A, V], from
     which the first token is sampled at once. Prompts are padded on the right: nothing real sees the padding.
@@ -25,9 +20,8 @@ def prefill(
     longest = max(len(prompt) for prompt in prompts)
     tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
     positions = torch.arange(longest, device=device).expand_as(tokens)
-    hidden = target.hidden_states(tokens, positions, target_cache.fresh(rows, longest))
-    if draft is not None:
-        previous = shift_hidden(hidden, positions, draft.config.first_token)
-        draft(target.embed(tokens), previous, positions, draft_cache.fresh(rows, longest))
+    hidden = target.hidden_states(tokens, positions, cache.fresh(rows, longest))
+    if drafter is not None:
+        drafter.prefill(rows, tokens, positions, hidden)
     last = hidden[torch.arange(len(prompts), device=device), lengths - 1]
     return last, target.lm_head(last)

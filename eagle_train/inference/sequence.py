@@ -81,7 +81,7 @@ class Sequence:
     stats: Stats = field(default_factory=Stats)
     finish_reason: str | None = None
     last_token_at: float = 0.0
-    unread: int = 1  # tokens of the last round, which the draft has not read
+    unread: int = 1  # of its newest tokens, the pending one included, that the drafter is to be given
 
     @property
     def committed(self) -> int:
@@ -97,7 +97,6 @@ class Sequence:
     def advance(self, tokens: list[int], num_accepted: int, max_depth: int, now: float) -> None:
         """One decoding call's tokens: the accepted draft and the target's own."""
         stats = self.stats
-        self.unread = len(tokens)
         stats.accepted_per_depth += [0] * (max_depth - len(stats.accepted_per_depth))
         stats.drafted_per_depth += [0] * (max_depth - len(stats.drafted_per_depth))
         for depth in range(max_depth):

@@ -1,0 +1,96 @@
+"""The EAGLE drafter: the draft's cache is aligned with the target's, then a tree grows level by level.
+
+Paper sections 2, 3.2 and 3.4; DESIGN sections 3.1, 3.5. Knows nothing of validation or requests.
+
+Shapes: A active rows, N tree nodes, H hidden, V vocabulary.
+"""
+
+import torch
+
+from eagle_train.config import check
+from eagle_train.inference.drafting import Choice, Level, Pending, Plan
+from eagle_train.inference.kv_cache import KVCache, Prefix, Suffix
+from eagle_train.inference.sampling import propose
+from eagle_train.models.draft import Draft, Head, shift_hidden
+from eagle_train.models.target import Target
+
+ALIGNMENTS = ("accepted", "last")
+
+
+class Eagle:
+    """Proposes with an EAGLE draft.
+
+    `alignment`: which tokens of a round the draft reads again, with the target's hidden states instead of its own
+    (paper section 3.4): all `accepted` ones, as EAGLE does; or the `last` alone, as the paper does, and the one before
+    it where that was a leaf, which the draft has not read at all.
+    """
+
+    def __init__(self, draft: Draft, target: Target, alignment: str = "accepted"):
+        check(alignment in ALIGNMENTS, f"alignment={alignment}: must be {' or '.join(ALIGNMENTS)}")
+        self.draft = draft.to(target.device, target.dtype).eval().requires_grad_(False)
+        self.target, self.alignment = target, alignment
+        self.head = Head(self.draft, target.lm_head)
+
+    def start(self, rows: int, slots: int) -> None:
+        shape, target = self.draft.config, self.target
+        sizes = {"rows": rows, "slots": slots, "dtype": target.dtype, "device": target.device}
+        self.cache = KVCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, **sizes)
+
+    def prefill(self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> None:
+        previous = shift_hidden(hidden, positions, self.draft.config.first_token)
+        self.draft(self.target.embed(tokens), previous, positions, self.cache.fresh(rows, tokens.shape[1]))
+
+    def propose(
+        self, plan: Plan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden = self.align(read, pending)
+        self.prefix, self.suffix = prefix.grown(1), Suffix(self.draft.config.num_layers)
+        return self.grow(plan, hidden, pending.last, choice)
+
+    def align(self, prefix: Prefix, pending: Pending) -> torch.Tensor:
+        """Read the pending tokens with the target's hidden states. Returns the draft's at the last of them [A, H]."""
+        steps = torch.arange(pending.tokens.shape[1], device=pending.tokens.device)
+        positions = prefix.lengths.unsqueeze(1) + steps
+        embeddings = self.target.embed(pending.tokens)
+        hidden = self.draft(embeddings, pending.hidden, positions, self.cache.extend(prefix, positions))
+        return hidden[torch.arange(len(hidden), device=hidden.device), pending.counts - 1]
+
+    def grow(
+        self, plan: Plan, root_hidden: torch.Tensor, root_token: torch.Tensor, choice: Choice
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The tree below the root [A], whose hidden state [A, H] is the draft's. Returns what `propose` does."""
+        active, prefix = len(root_token), self.prefix
+        tokens = root_token.unsqueeze(1).repeat(1, plan.tree.num_nodes)
+        hidden, q = root_hidden.unsqueeze(1), None
+        for depth, level in enumerate(plan.levels):
+            if depth > 0:
+                inner = tokens[:, level.parents]
+                positions = (prefix.lengths + (depth - 1)).unsqueeze(1).expand(active, inner.shape[1])
+                if plan.is_chain:  # nothing stands beside a node that the cache must not show it
+                    attend = self.cache.extend(prefix.grown(depth - 1), positions)
+                else:
+                    attend = self.cache.tree(prefix, self.suffix, positions, level.ancestors)
+                hidden = self.draft(self.target.embed(inner), hidden[:, level.above], positions, attend)
+            proposed, distribution = self.children(hidden, level, choice)
+            tokens[:, level.children] = proposed[:, level.parent_of, level.rank_of]
+            if distribution is not None:
+                q = q if q is not None else distribution.new_zeros(active, plan.tree.num_nodes, distribution.shape[-1])
+                q[:, level.parents] = distribution
+        return tokens, q
+
+    def children(self, hidden: torch.Tensor, level: Level, choice: Choice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The most tokens a parent of the level has, for each [A, parents, most], and what they were drawn from."""
+        noise = None if choice.noise is None else choice.noise[:, level.noise].unflatten(1, (-1, level.most))
+        proposed, q = propose(self.head.lm_head(hidden), level.most, choice.mode, choice.temperature, noise)
+        return self.head.tokens(proposed), None if q is None else self.head.spread(q)
+
+    def rewind(self, plan: Plan, path: torch.Tensor, accepted: list[int]) -> list[int]:
+        if self.alignment == "accepted":
+            return [count + 1 for count in accepted]
+        if not plan.is_chain:  # a leaf on the path has nothing to write; its slot is read again before it is seen
+            self.cache.commit(self.suffix, self.prefix, plan.place[path[:, 1:]])
+        is_leaf = (plan.tree.children[path[:, -1], 0] < 0).tolist()
+        return [1 + (leaf and count > 0) for leaf, count in zip(is_leaf, accepted, strict=True)]
+
+    def move_row(self, source: int, destination: int) -> None:
+        self.cache.move_row(source, destination)
