@@ -81,13 +81,14 @@ def quoted(value: str) -> str:
 
 
 def named_path(override: str) -> list[str]:
-    """`target=X` and `draft=X` where X is no YAML of that group: a directory or a hub id, read as its `path`."""
+    """`target=X`, `draft=X` and `tree=X.yaml`, where X is no YAML of that group: a directory, a hub id or a table."""
     key, _, value = override.partition("=")
-    if key not in ("target", "draft") or not value or value.startswith("{"):
+    if key not in ("target", "draft", "tree") or not value or value.startswith("{"):
         return [override]
-    if (CONF_DIR / key / f"{value}.yaml").exists():
+    if (CONF_DIR / key / f"{value}.yaml").exists() or (key == "tree" and not value.endswith(".yaml")):
         return [override]
-    return [f"draft.path={value}"] if key == "draft" else ["target=hf", f"target.path={value}"]
+    short = {"draft": ["draft.path="], "target": ["target=hf", "target.path="], "tree": ["tree=table", "tree.table="]}
+    return [*short[key][:-1], short[key][-1] + value]
 
 
 def check_overrides(config_name: str, arguments: list[str]) -> None:

@@ -106,7 +106,7 @@ def main(values: DictConfig) -> None:
     target = load_target(config.target, device)
     check_template(target)
     plain = Run(Engine(target, max_batch_size=config.batch_size))
-    drafter = Eagle(load_draft(config.draft.path, target.identity), target, config.draft.alignment)
+    drafter = drafter_of(target, config.draft)
     speculative = Run(Engine(target, drafter, config.tree, max_batch_size=config.batch_size))
     check_fit(plain.engine, questions, config.max_tokens)
     measure(plain, speculative, questions, config.params, config.batch_size)
@@ -120,6 +120,10 @@ def main(values: DictConfig) -> None:
     write(out, found, plain.answers, speculative.answers)
     print(report.summary(found))
     print(f"written to {out}: report.md, results.json, acceptance.png, answers.jsonl")
+
+
+def drafter_of(target: Target, artifact: Artifact) -> Eagle:
+    return Eagle(load_draft(artifact.path, target.identity), target, artifact.alignment)
 
 
 def prepared(out: Path) -> Path:

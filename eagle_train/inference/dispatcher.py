@@ -1,11 +1,14 @@
 """Dispatcher: which static tree the current batch gets. Paper section 3.4 (pre-computed static trees); DESIGN 3.5."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
+from yaml import YAMLError
 
-from eagle_train.config import check
+from eagle_train.config import UserError, check, one_line
 from eagle_train.inference.drafting import Plan
 from eagle_train.inference.tree import Tree, load_tree
 
@@ -14,7 +17,12 @@ class Dispatcher:
     """A table from batch size to tree. A tree whose only node is the root means: no speculation."""
 
     def __init__(self, spec: Any, device: torch.device | str = "cpu"):
-        """`spec`: one tree for every batch size, or a mapping {largest batch size: tree}. Raises UserError."""
+        """`spec`: one tree for every batch size, or a mapping {largest batch size: tree}, or {table: YAML file of one}.
+
+        Raises UserError.
+        """
+        if isinstance(spec, Mapping) and set(spec) == {"table"}:
+            spec = read_table(spec["table"])
         is_table = isinstance(spec, Mapping) and bool(spec) and all(str(size).isdigit() for size in spec)
         table = {int(size): tree for size, tree in spec.items()} if is_table else {1 << 62: spec}
         check(all(size > 0 for size in table), f"dispatch: batch sizes {sorted(table)} must be above 0")
@@ -32,3 +40,15 @@ class Dispatcher:
     @property
     def deepest(self) -> int:
         return max(plan.tree.max_depth for _, plan in self.table)
+
+
+def read_table(path: str) -> Any:
+    """The mapping in a YAML file, as evals/tune_trees.py writes it. Raises UserError."""
+    check(Path(path).is_file(), f"tree.table={path}: no such file")
+    try:
+        table = OmegaConf.to_container(OmegaConf.load(path))
+    except (YAMLError, OSError, ValueError) as error:
+        raise UserError(f"tree.table={path}: no YAML: {one_line(error)}") from error
+    sizes = isinstance(table, dict) and bool(table) and all(isinstance(size, int) for size in table)
+    check(sizes, f"tree.table={path}: must map batch sizes to trees")
+    return table

@@ -1,0 +1,257 @@
+"""Which tree pays at which batch size: measured, and written down as the dispatcher's table. Paper section 3.4.
+
+The target answers the questions once; the draft is unrolled over its answers, which ranks the answer's next token among
+the draft's proposals at every depth. From these ranks come the shares by (depth, child rank), the pruned trees N_i, and
+the exact TPC of any tree, without decoding again. Rounds of each tree are then timed at each batch size, in turn with
+plain ones. Knows nothing of training or reports.
+
+    python -m evals.tune_trees draft=DIR questions=FILE.jsonl batch_sizes=[1,4,16] out=DIR
+"""
+
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from eagle_train.config import build, check, command, provenance, resolve_device, write_json, write_text
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.dispatcher import Dispatcher
+from eagle_train.inference.tree import Tree, chain, full, pruned
+from eagle_train.models.draft import Draft, Head, shift_hidden
+from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.ops.attention import packed_attention
+from eagle_train.progress import progress
+from eagle_train.training.unroll import unroll
+from evals.mt_bench import Artifact, Run, ask, check_fit, check_template, drafter_of
+from evals.questions import read_questions
+
+Ranks = torch.Tensor
+"""int64 [roots, depth]: of the token that followed, `depth` after each root of an answer; `children` where it is not
+among so many proposals, or where the answer has ended."""
+
+
+@dataclass
+class Config:
+    """conf/tune_trees.yaml, which says what each key is. Raises UserError for values that cannot be."""
+
+    target: TargetConfig
+    draft: Artifact
+    questions: str
+    out: str
+    limit: int | None
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    batch_sizes: list[int]
+    depth: int
+    children: int
+    nodes: list[int]
+    full: list[list[int]]
+    rounds: int
+    device: str
+    threads: int | None
+
+    def __post_init__(self) -> None:
+        for key in ("depth", "children", "rounds"):
+            check(getattr(self, key) >= 1, f"{key}={getattr(self, key)}: must be at least 1")
+        for key in ("batch_sizes", "nodes"):
+            sizes = getattr(self, key)
+            check(bool(sizes) and min(sizes) >= 1, f"{key}={sizes}: must be numbers from 1 on")
+        for pair in self.full:
+            check(len(pair) == 2, f"full={self.full}: must be pairs of depth and branching")
+            known = pair[0] <= self.depth and pair[1] <= self.children
+            check(known, f"full={self.full}: {pair} goes beyond depth={self.depth} and children={self.children}")
+        check(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1, or null")
+        self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tree to be tried. `tpc`: what it makes of the answers."""
+
+    name: str
+    tree: Tree
+    tpc: float
+
+
+@command("tune_trees")
+def main(values: DictConfig) -> None:
+    config = build(Config, values, "")
+    device = resolve_device(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    questions = read_questions(config.questions, config.limit)
+    target = load_target(config.target, device)
+    check_template(target)
+    drafter = drafter_of(target, config.draft)
+    largest = max(config.batch_sizes)
+    plain = Run(Engine(target, max_batch_size=largest))
+    check_fit(plain.engine, questions, config.max_tokens)
+    bar = progress(-(-len(questions) // largest), "batch")
+    for number, start in enumerate(range(0, len(questions), largest), 1):
+        plain.batches += ask(plain.engine, questions[start : start + largest], config.params)
+        bar.update(number)
+    bar.close()
+    answers = [(answer.prompt, answer.output.token_ids) for answer in plain.answers]
+    ranks = [ranks_of(target, drafter.draft, *answer, config.depth, config.children) for answer in answers]
+    shares = acceptance(ranks, config.depth, config.children)
+    tried = candidates(config, shares, ranks)
+    seconds = round_seconds(Engine(target, drafter, chain(config.depth), device, largest), tried, answers, config)
+    found = {
+        "acceptance": shares,
+        "table": table(tried, seconds),
+        "trees": [{"name": each.name, "parents": list(each.tree.parents), "tpc": each.tpc} for each in tried],
+        "round_s": {size: dict(zip([each.name for each in tried], row, strict=True)) for size, row in seconds.items()},
+        "answers": len(answers),
+        "config": asdict(config),
+        "provenance": provenance(),
+    }
+    out = Path(config.out)
+    write_text(out / "table.yaml", table_yaml(tried, seconds))
+    write_json(out / "tune_trees.json", found)
+    print(text(tried, seconds))
+    print(f"written to {out}: table.yaml (tree={out / 'table.yaml'}), tune_trees.json")
+
+
+@torch.inference_mode()
+def ranks_of(target: Target, draft: Draft, prompt: list[int], answer: list[int], depth: int, children: int) -> Ranks:
+    """The ranks of an answer; its roots are all its tokens but the last."""
+    tokens = torch.tensor([prompt + answer], device=target.device)
+    length = tokens.shape[1]
+    positions = torch.arange(length, device=target.device)[None]
+    hidden = target.hidden_states(tokens, positions, packed_attention([[length]]))
+    previous = shift_hidden(hidden, positions, draft.config.first_token)
+    states = unroll(draft, target.embed(tokens), previous, positions, [[length]], depth)
+    head, roots = Head(draft, target.lm_head), len(answer) - 1
+    ranks = torch.full((roots, depth), children, dtype=torch.int64)
+    for below, state in enumerate(states[: max(roots, 0)]):
+        slots = slice(len(prompt) + below, -1)  # the slot `below` after each root reads the token there
+        proposed = head.tokens(head.lm_head(state[0, slots]).topk(children).indices)
+        hit = proposed == tokens[0, slots.start + 1 :].unsqueeze(1)
+        rank = torch.where(hit.any(1), hit.to(torch.uint8).argmax(1), children)
+        ranks[: roots - below, below] = rank.cpu()
+    return ranks
+
+
+def acceptance(ranks: Iterable[Ranks], depth: int, children: int) -> list[list[float]]:
+    """[d][r]: the share of nodes at depth d on the answers' own paths that go on to their child of rank r."""
+    everything = torch.cat(list(ranks))
+    held = torch.ones(len(everything), dtype=torch.bool)
+    shares = []
+    for d in range(depth):
+        here = everything[held, d]
+        shares.append([(here == rank).double().mean().item() if len(here) else 0.0 for rank in range(children)])
+        held &= everything[:, d] < children
+    return shares
+
+
+def tpc_of(tree: Tree, ranks: Iterable[Ranks]) -> float:
+    """Tokens per call over the answers: each round's tree follows the answer as deep as it holds it."""
+    children = tree.children.tolist()
+    tokens = calls = 0
+    for answer in ranks:
+        paths, root = answer.tolist(), 0
+        while root < len(paths):
+            node, deep = 0, 0
+            while deep < min(tree.max_depth, len(paths) - root):
+                rank = paths[root][deep]
+                node = children[node][rank] if rank < len(children[node]) else -1
+                if node < 0:
+                    break
+                deep += 1
+            root += min(deep + 1, len(paths) - root)
+            calls += 1
+        tokens += len(paths)
+    return tokens / calls if calls else 1.0
+
+
+def candidates(config: Config, shares: list[list[float]], ranks: list[Ranks]) -> list[Candidate]:
+    """No speculation, chains, full trees and pruned trees; a tree that came up before is left out."""
+    possible = sum(config.children**d for d in range(1, config.depth + 1))
+    named = [("plain", chain(0)), *((f"chain{length}", chain(length)) for length in range(1, config.depth + 1))]
+    named += [(f"d{depth}_bf{branching}", full(depth, branching)) for depth, branching in config.full]
+    named += [(f"n{nodes}", pruned(nodes, shares)) for nodes in config.nodes if nodes <= possible]
+    kept: dict[Tree, str] = {}
+    for name, tree in named:
+        kept.setdefault(tree, name)
+    return [Candidate(name, tree, tpc_of(tree, ranks)) for tree, name in kept.items()]
+
+
+def round_seconds(
+    engine: Engine, tried: list[Candidate], answers: list[tuple[list[int], list[int]]], config: Config
+) -> dict[int, list[float]]:
+    """Each candidate's median time of a round, for each batch size. The trees take turns, round by round."""
+    seconds: dict[int, list[float]] = {}
+    plans = [Dispatcher(each.tree, engine.target.device) for each in tried]
+    bar = progress(len(config.batch_sizes), "batch size")
+    for number, size in enumerate(sorted(config.batch_sizes), 1):
+        prompts = [answers[i % len(answers)][0] for i in range(size)]
+        left = engine.target.max_positions - max(map(len, prompts))
+        wanted = (config.rounds + 1) * sum(each.tree.max_depth + 1 for each in tried)
+        check(
+            wanted <= left,
+            f"rounds={config.rounds}: {len(tried)} trees may take {wanted} tokens, and the context has {left} left",
+        )
+        params = SamplingParams(max_tokens=wanted, ignore_eos=True)
+        with torch.inference_mode():
+            engine.start([engine.sequence(i, prompt, params) for i, prompt in enumerate(prompts)])
+            engine.prefill()
+            times: list[list[float]] = [[] for _ in tried]
+            for turn in range(config.rounds + 1):
+                for plan, taken in zip(plans, times, strict=True):
+                    engine.dispatcher = plan
+                    started = time.perf_counter()
+                    engine.step()
+                    if turn > 0:  # the first warms up
+                        taken.append(time.perf_counter() - started)
+        seconds[size] = [statistics.median(taken) for taken in times]
+        bar.update(number)
+    bar.close()
+    return seconds
+
+
+def best_of(tried: list[Candidate], seconds: list[float]) -> int:
+    """The candidate with the most tokens a second; among equals the earlier, which is the smaller."""
+    return max(range(len(tried)), key=lambda i: tried[i].tpc / seconds[i])
+
+
+def table(tried: list[Candidate], seconds: dict[int, list[float]]) -> list[dict[str, Any]]:
+    """A row for each batch size: its best tree, that tree's TPC, and how much faster than plain decoding it is."""
+    rows = []
+    for size, row in seconds.items():
+        best = best_of(tried, row)
+        speedup = tried[best].tpc * row[0] / row[best]
+        rows.append({"batch_size": size, "tree": tried[best].name, "tpc": tried[best].tpc, "speedup": speedup})
+    return rows
+
+
+def table_yaml(tried: list[Candidate], seconds: dict[int, list[float]]) -> str:
+    """What the dispatcher reads: the tree of each largest batch size."""
+    lines = ["# Largest batch size: its tree, by python -m evals.tune_trees. A root alone is no speculation."]
+    for size, row in seconds.items():
+        best = tried[best_of(tried, row)]
+        lines.append(f"{size}: {{parents: {list(best.tree.parents)}}} # {best.name}")
+    return "\n".join(lines) + "\n"
+
+
+def text(tried: list[Candidate], seconds: dict[int, list[float]]) -> str:
+    """A line for each tree: nodes, TPC, and its speed-up over plain decoding at each batch size, the best marked."""
+    lines = [f"{'tree':<10}{'nodes':>6}{'TPC':>7}" + "".join(f"{f'batch {size}':>12}" for size in seconds)]
+    for i, each in enumerate(tried):
+        line = f"{each.name:<10}{each.tree.num_nodes - 1:>6}{each.tpc:>7.2f}"
+        for row in seconds.values():
+            mark = "*" if best_of(tried, row) == i else " "
+            line += f"{each.tpc * row[0] / row[i]:>11.2f}{mark}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

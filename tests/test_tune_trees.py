@@ -1,0 +1,143 @@
+"""The dispatcher's table: what a tree makes of ranks is what the engine makes of it; the best tree is the fastest."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import call
+from talking import arguments, make_home
+
+from eagle_train.config import UserError
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.dispatcher import Dispatcher
+from eagle_train.inference.tree import chain, full, load_tree, pruned
+from eagle_train.models.artifact import load_draft
+from eagle_train.models.target import TargetConfig, load_target
+from evals import mt_bench, tune_trees
+from evals.tune_trees import Candidate, acceptance, ranks_of, table, table_yaml, text, tpc_of
+
+PROMPTS = [[5, 9, 60], [7], [100, 3, 200, 41, 8], [66, 120]]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    return make_home(tmp_path_factory.mktemp("tune_trees"))
+
+
+@pytest.mark.parametrize("tree", [chain(1), chain(3), full(2, 3), pruned(6, [[0.5, 0.3, 0.1]] * 3)])
+@pytest.mark.parametrize("temperature", [0.0, 0.4])
+def test_a_trees_calls_are_the_engines(home, tree, temperature):
+    """At temperature 0 to the last call; sampled, a token is committed from the draft exactly when it was drafted."""
+    target = load_target(TargetConfig(str(home / "target")))
+    draft = load_draft(home / "draft")
+    params = SamplingParams(temperature=temperature, max_tokens=40, seed=4)
+    outputs = Engine(target, draft, tree).generate(PROMPTS, params)
+    ranks = [
+        ranks_of(target, draft, prompt, output.token_ids, 3, 3) for prompt, output in zip(PROMPTS, outputs, strict=True)
+    ]
+    tokens, calls = (sum(getattr(o.stats, name) for o in outputs) for name in ("tokens", "calls"))
+    assert 1.2 < tokens / calls < tree.max_depth + 0.9
+    assert tpc_of(tree, ranks) == tokens / calls
+
+
+def test_shares_by_depth_and_rank():
+    ranks = [torch.tensor([[0, 1], [2, 0], [0, 0]]), torch.tensor([[1, 2]])]
+    # Depth 0: ranks 0, 2, 0, 1, of which 2 is a miss; depth 1, of the three that held: 1, 0, 2.
+    assert acceptance(ranks, 2, 2) == [[0.5, 0.25], [pytest.approx(1 / 3), pytest.approx(1 / 3)]]
+
+
+def test_a_trees_tpc_by_hand():
+    answer = torch.tensor([[0, 1], [1, 0], [0, 2], [2, 2]])
+    # chain2: root 0 takes one and stops (2 tokens), root 2 takes one and the answer ends after its own (2).
+    assert tpc_of(chain(2), [answer]) == 2.0
+    assert tpc_of(chain(0), [answer]) == 1.0
+    # Two children a node: root 0 takes ranks 0 and 1 (3 tokens), root 3 misses (1).
+    assert tpc_of(full(2, 2), [answer]) == 2.0
+    assert tpc_of(chain(2), [torch.zeros(0, 2, dtype=torch.int64)]) == 1.0
+
+
+TRIED = [Candidate("plain", chain(0), 1.0), Candidate("chain2", chain(2), 2.0), Candidate("n3", full(1, 3), 1.5)]
+SECONDS = {1: [0.010, 0.016, 0.010], 8: [0.010, 0.030, 0.020]}
+
+
+def test_the_fastest_tree_of_each_batch_size():
+    assert table(TRIED, SECONDS) == [
+        {"batch_size": 1, "tree": "n3", "tpc": 1.5, "speedup": pytest.approx(1.5)},
+        {"batch_size": 8, "tree": "plain", "tpc": 1.0, "speedup": 1.0},
+    ]
+    assert text(TRIED, SECONDS).splitlines() == [
+        "tree       nodes    TPC     batch 1     batch 8",
+        "plain          0   1.00       1.00        1.00*",
+        "chain2         2   2.00       1.25        0.67 ",
+        "n3             3   1.50       1.50*       0.75 ",
+    ]
+
+
+def test_the_dispatcher_reads_the_table(tmp_path):
+    path = tmp_path / "table.yaml"
+    path.write_text(table_yaml(TRIED, SECONDS))
+    dispatcher = Dispatcher({"table": str(path)})
+    assert [dispatcher.dispatch(size).tree for size in (1, 2, 99)] == [full(1, 3), chain(0), chain(0)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"no such file$"),
+        ("1: {parents: [-1", r"no YAML: "),
+        ("[1, 2]", r"must map batch sizes to trees$"),
+        ("few: {parents: [-1]}", r"must map batch sizes to trees$"),
+        ("4: {parents: [-1, 1]}", r"node 1 has parent 1"),
+    ],
+)
+def test_a_table_that_is_none(tmp_path, content, message):
+    path = tmp_path / "table.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        Dispatcher({"table": str(path)})
+
+
+def test_the_whole_command(home, tmp_path, capsys):
+    out = tmp_path / "out"
+    small = ["batch_sizes=[1,2]", "depth=3", "children=3", "nodes=[2,4,5]", "full=[[2,2]]", "rounds=2"]
+    assert call(tune_trees.main, *arguments(home, f"out={out}", *small)) == 0
+    found = json.loads((out / "tune_trees.json").read_text())
+    names = [tree["name"] for tree in found["trees"]]
+    assert names[:5] == ["plain", "chain1", "chain2", "chain3", "d2_bf2"]
+    assert found["trees"][0]["tpc"] == 1.0
+    assert all(set(row) == set(names) for row in found["round_s"].values())
+    assert [row["batch_size"] for row in found["table"]] == [1, 2]
+    for shares in found["acceptance"]:
+        assert len(shares) == 3
+        assert 0 < sum(shares) <= 1
+    for row, tree in zip(found["table"], found["trees"], strict=False):
+        assert load_tree({"parents": tree["parents"]}).num_nodes == len(tree["parents"])
+        assert row["tpc"] == next(each["tpc"] for each in found["trees"] if each["name"] == row["tree"])
+    printed = capsys.readouterr().out
+    assert f"(tree={out}/table.yaml)" in printed
+    again = arguments(home, f"out={tmp_path}/again", f"tree={out}/table.yaml", "batch_size=2")
+    status = call(mt_bench.main, *again)
+    largest = Dispatcher({"table": str(out / "table.yaml")}).deepest
+    assert status == (0 if largest else 2)  # nothing is measured where speculation never pays
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("depth=0", "error: depth=0: must be at least 1"),
+        ("batch_sizes=[]", "error: batch_sizes=[]: must be numbers from 1 on"),
+        ("nodes=[0]", "error: nodes=[0]: must be numbers from 1 on"),
+        ("full=[[9,2]]", "error: full=[[9, 2]]: [9, 2] goes beyond depth=5 and children=4"),
+        ("full=[[2]]", "error: full=[[2]]: must be pairs of depth and branching"),
+        ("rounds=500", "error: rounds=500: "),
+        ("draft.path=nowhere", "error: draft=nowhere: no config.json"),
+    ],
+)
+def test_mistakes_are_one_line(home, tmp_path, capsys, override, message):
+    assert call(tune_trees.main, *arguments(home, f"out={tmp_path}/out", override)) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(lines) == 1
+    assert lines[0].startswith(message)
+    assert not (tmp_path / "out").exists()
