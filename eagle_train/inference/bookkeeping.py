@@ -3,12 +3,12 @@
 import torch
 
 from eagle_train.inference.drafting import Pending
-from eagle_train.inference.kv_cache import KVCache, Prefix, Suffix
+from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.sampling import Verified
 
 
 def commit(
-    cache: KVCache, prefix: Prefix, suffix: Suffix, hidden: torch.Tensor, tokens: torch.Tensor, verified: Verified
+    cache: PagedKV, prefix: Prefix, suffix: Suffix, hidden: torch.Tensor, tokens: torch.Tensor, verified: Verified
 ) -> Pending:
     """Write the accepted nodes to the target's cache and keep what the draft needs to follow.
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from eagle_train.inference.kv_cache import Prefix
+from eagle_train.inference.paged_kv import Prefix
 from eagle_train.inference.tree import Tree
 
 
@@ -35,7 +35,7 @@ class Pending:
         """The pending token [A]."""
         return self.tokens.gather(1, self.counts.unsqueeze(1) - 1).squeeze(1)
 
-    def rows(self, order: torch.Tensor) -> "Pending":
+    def rows(self, order: torch.Tensor | slice) -> "Pending":
         """The rows `order`, in that order."""
         return Pending(self.tokens[order], self.hidden[order], self.counts[order])
 
@@ -64,16 +64,15 @@ class Choice:
 
 
 class Drafter(Protocol):
-    """Whoever proposes tokens. What it keeps of a sequence is its own affair; the engine says who has which row.
-
-    Rows 0..A-1 are the active ones. Whatever is proposed, the outputs stay the target's own.
+    """Whoever proposes tokens. What it keeps of a sequence lies in the blocks that the engine gives that sequence, so
+    that forgetting one is the engine's affair alone. Whatever is proposed, the outputs stay the target's own.
     """
 
-    def start(self, rows: int, slots: int) -> None:
-        """Forget everything, and make room for so many sequences of at most `slots` tokens, drafted ones included."""
+    def start(self, blocks: int) -> None:
+        """Forget everything, and make room for so many blocks of slots."""
 
-    def prefill(self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> None:
-        """New sequences take `rows` [A]: prompts [A, T], padded on the right, and the target's hidden states
+    def prefill(self, prefix: Prefix, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> None:
+        """New sequences, with an empty prefix: prompts [A, T], padded on the right, and the target's hidden states
         [A, T, H]."""
 
     def propose(
@@ -90,9 +89,6 @@ class Drafter(Protocol):
 
         Returns how many of each row's newest tokens, the pending one included, `propose` is to be given next.
         """
-
-    def move_row(self, source: int, destination: int) -> None:
-        """A sequence has left its row: the one at `source` takes it, whose own is free then."""
 
 
 @dataclass(frozen=True)

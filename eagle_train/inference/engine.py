@@ -7,7 +7,7 @@ Speculation off is the same code with a tree that is its root alone.
 
 import copy
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Listing
 from contextlib import contextmanager
@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from eagle_train.config import check
+from eagle_train.inference.block_pool import BlockPool, blocks_for
 from eagle_train.inference.bookkeeping import commit
 from eagle_train.inference.dispatcher import Dispatcher, Plan
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.drafting import Choice, Drafter, Pending
-from eagle_train.inference.kv_cache import KVCache, Prefix, Suffix
+from eagle_train.inference.paged_kv import BLOCK, PagedKV, Prefix, Suffix
 from eagle_train.inference.prefill import prefill
 from eagle_train.inference.sampling import (
     DRAFT_MODES,
@@ -35,6 +36,7 @@ from eagle_train.inference.sampling import (
     verify,
     verify_greedy,
 )
+from eagle_train.inference.scheduler import Scheduler
 from eagle_train.inference.sequence import Output, SamplingParams, Sequence
 from eagle_train.inference.tree import chain
 from eagle_train.inference.validation import validate
@@ -56,10 +58,13 @@ class Engine:
         device: str = "cpu",
         max_batch_size: int = 16,
         drafting: str = "greedy",
+        kv_tokens: int | None = None,
     ):
         """`tree`: a name in conf/tree, a Tree, or a mapping {largest batch size: tree}. Without a draft it is not used.
 
         `drafting`: how a node's children are chosen: greedy, multinomial or multinomial_without_replacement.
+        `kv_tokens`: of how many tokens keys and values are kept at most, drafted ones included; sequences wait for
+        room, or give theirs up and are recomputed. None: for `max_batch_size` of the sequences given.
         """
         check(max_batch_size >= 1, f"max_batch_size={max_batch_size}: must be at least 1")
         if not isinstance(target, Target):
@@ -71,6 +76,8 @@ class Engine:
         check(drafting in DRAFT_MODES, f"drafting={drafting}: must be one of {', '.join(DRAFT_MODES)}")
         self.target, self.max_batch_size, self.drafting = target, max_batch_size, drafting
         self.drafter: Drafter | None = draft
+        check(kv_tokens is None or kv_tokens >= 1, f"kv_tokens={kv_tokens}: must be at least 1, or None")
+        self.kv_tokens = kv_tokens
         self.dispatcher = Dispatcher(tree if draft is not None else chain(0), target.device)
         self.stage_seconds: dict[str, float] = defaultdict(float)
 
@@ -88,28 +95,33 @@ class Engine:
         if not sequences:
             return []
         self.start(sequences)
-        while self.active or self.waiting:
+        while self.active or self.scheduler.waiting:
             self.step()
         return [self.output(sequence) for sequence in sequences]
 
     def start(self, sequences: list[Sequence]) -> None:
-        """Empty caches with room for these sequences and the deepest tree's path beyond them."""
-        room = max(len(sequence.prompt) + sequence.params.max_tokens for sequence in sequences)
-        slots = room + self.dispatcher.deepest + 1
-        self.waiting, self.active = deque(sequences), []
-        self.num_rows = min(self.max_batch_size, len(sequences))
+        """An empty store, and these sequences waiting. Raises UserError where one alone would not fit into it."""
+        ahead = self.dispatcher.deepest + 1  # a round's longest path, the pending token at its root
+        needs = [blocks_for(len(each.prompt) + each.params.max_tokens + ahead) for each in sequences]
+        rows = min(self.max_batch_size, len(sequences))
+        pool = BlockPool((max(needs) + 1) * rows if self.kv_tokens is None else self.kv_tokens // BLOCK)
+        for sequence, need in zip(sequences, needs, strict=True):
+            check(
+                need <= pool.total,
+                f"kv_tokens={self.kv_tokens}: prompt {sequence.index} and its answer need {need * BLOCK}",
+            )
+        self.scheduler = Scheduler(pool, rows, ahead)
+        self.scheduler.waiting.extend(sequences)
         shape = DraftConfig.from_target(self.target.config)  # how wide the target's own heads are
-        self.cache = KVCache(
-            self.target.config.num_hidden_layers,
-            shape.num_kv_heads,
-            shape.head_dim,
-            rows=self.num_rows,
-            slots=slots,
-            dtype=self.target.dtype,
-            device=self.target.device,
-        )
+        sizes = {"blocks": pool.in_store, "dtype": self.target.dtype, "device": self.target.device}
+        self.cache = PagedKV(self.target.config.num_hidden_layers, shape.num_kv_heads, shape.head_dim, **sizes)
         if self.drafter is not None:
-            self.drafter.start(self.num_rows, slots)
+            self.drafter.start(pool.in_store)
+
+    @property
+    def active(self) -> list[Sequence]:
+        """The batch's sequences, row by row."""
+        return self.scheduler.active
 
     def step(self) -> None:
         """One round of the decoding cycle. Paper section 3, figure 4."""
@@ -123,33 +135,41 @@ class Engine:
         self.commit(plan, tokens, hidden, suffix, verified)
 
     def prefill(self) -> None:
-        """Waiting sequences take the free rows; their first tokens are sampled at once."""
-        free = min(self.num_rows - len(self.active), len(self.waiting))
-        if not free:
-            return
-        new = [self.waiting.popleft() for _ in range(free)]
-        with self.stage("prefill"):
-            device = self.target.device
-            rows = torch.arange(len(self.active), len(self.active) + free, device=device)
-            prompts = [sequence.prompt for sequence in new]
-            hidden, logits = prefill(self.target, self.cache, self.drafter, rows, prompts)
-            settings = Settings.of(new, device)
-            last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
-            probs = probabilities(logits.unsqueeze(1), settings.sampling).squeeze(1)
-            first = sample(probs, uniform(settings.seeds, last, 1).squeeze(1))
-            pending = Pending(first.unsqueeze(1), hidden.unsqueeze(1), torch.ones_like(first))
-            tokens, now = first.tolist(), time.perf_counter()
+        """Waiting sequences take the free rows and blocks; their first tokens are sampled at once."""
+        before = len(self.active)
+        self.scheduler.make_room()
+        staying = len(self.active)
+        new = self.scheduler.admit()
+        if staying < before:
+            self.pending = self.pending.rows(slice(staying))
+        if new:
+            with self.stage("prefill"):
+                fresh = self.read(new)
+            self.pending = self.pending.followed_by(fresh) if staying else fresh
+        if new or staying < before:
+            self.leave()
+
+    def read(self, new: list[Sequence]) -> Pending:
+        """Run sequences' texts through target and drafter. One that comes back has its pending token already."""
+        device, texts = self.target.device, [sequence.to_prefill for sequence in new]
+        prefix = Prefix.of([0] * len(new), [sequence.blocks for sequence in new], device)
+        hidden, logits = prefill(self.target, self.cache, self.drafter, prefix, texts)
+        settings = Settings.of(new, device)
+        last = torch.tensor([len(text) - 1 for text in texts], device=device)
+        probs = probabilities(logits.unsqueeze(1), settings.sampling).squeeze(1)
+        tokens, now = sample(probs, uniform(settings.seeds, last, 1).squeeze(1)).tolist(), time.perf_counter()
         for sequence, token in zip(new, tokens, strict=True):
-            sequence.start(token, now)
-            self.check_stop_strings(sequence)
-        self.pending = self.pending.followed_by(pending) if self.active else pending
-        self.active += new
-        self.leave()
+            if not sequence.generated:
+                sequence.start(token, now)
+                self.check_stop_strings(sequence)
+        first = torch.tensor([[sequence.generated[-1]] for sequence in new], device=device)
+        return Pending(first, hidden.unsqueeze(1), torch.ones_like(first[:, 0]))
 
     def dispatch(self) -> Plan:
         """The tree for the current batch; where each sequence stands; the round's random numbers."""
         plan = self.dispatcher.dispatch(len(self.active))
-        self.prefix = Prefix.of([sequence.committed for sequence in self.active], self.target.device)
+        lengths, blocks = [s.committed for s in self.active], [s.blocks for s in self.active]
+        self.prefix = Prefix.of(lengths, blocks, self.target.device)
         self.draws = None
         if not self.settings.sampling.all_greedy:
             self.draws = uniform(self.settings.seeds, self.prefix.lengths, plan.num_draws)
@@ -159,7 +179,7 @@ class Engine:
         if self.drafter is None:
             return self.pending.last.unsqueeze(1), None
         with self.stage("drafting"):
-            read = Prefix.of([s.committed + 1 - s.unread for s in self.active], self.target.device)
+            read = self.prefix.at([sequence.committed + 1 - sequence.unread for sequence in self.active])
             return self.drafter.propose(plan, self.prefix, read, self.pending, self.choice(plan))
 
     def choice(self, plan: Plan) -> Choice:
@@ -198,17 +218,11 @@ class Engine:
             self.leave()
 
     def leave(self) -> None:
-        """Finished sequences give up their rows; the last active rows move into the gaps."""
+        """Finished sequences give up their rows and blocks."""
         stay = [row for row, sequence in enumerate(self.active) if not sequence.finish_reason]
-        keep = list(range(len(stay)))
-        gaps = sorted(set(keep) - set(stay))
-        for gap, row in zip(gaps, stay[len(stay) - len(gaps) :], strict=True):
-            keep[gap] = row
-            for rows in filter(None, (self.cache, self.drafter)):
-                rows.move_row(row, gap)
-        if len(keep) < len(self.active):
-            self.pending = self.pending.rows(torch.tensor(keep, dtype=torch.long, device=self.target.device))
-            self.active = [self.active[row] for row in keep]
+        if len(stay) < len(self.active):
+            self.pending = self.pending.rows(torch.tensor(stay, dtype=torch.long, device=self.target.device))
+            self.scheduler.leave()
         self.settings = Settings.of(self.active, self.target.device)
 
     def check_stop_strings(self, sequence: Sequence) -> None:

@@ -81,12 +81,22 @@ class Sequence:
     stats: Stats = field(default_factory=Stats)
     finish_reason: str | None = None
     last_token_at: float = 0.0
+    blocks: list[int] = field(default_factory=list)  # of the store, in order
     unread: int = 1  # of its newest tokens, the pending one included, that the drafter is to be given
 
     @property
     def committed(self) -> int:
         """Tokens in the target's cache: all but the pending one."""
         return len(self.prompt) + len(self.generated) - 1
+
+    @property
+    def num_known(self) -> int:
+        return len(self.prompt) + len(self.generated)
+
+    @property
+    def to_prefill(self) -> list[int]:
+        """What the caches must hold before it decodes; more than the prompt where it had to give up its blocks."""
+        return self.prompt + self.generated[:-1]
 
     def start(self, token: int, now: float) -> None:
         """The prefill's token."""

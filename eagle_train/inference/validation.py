@@ -2,13 +2,13 @@
 
 import torch
 
-from eagle_train.inference.kv_cache import KVCache, Prefix, Suffix
+from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.tree import Tree
 from eagle_train.models.target import Target
 
 
 def validate(
-    target: Target, cache: KVCache, prefix: Prefix, tree: Tree, tokens: torch.Tensor
+    target: Target, cache: PagedKV, prefix: Prefix, tree: Tree, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Suffix]:
     """One target call over the tree's tokens [A, N], the pending token at its root.
 

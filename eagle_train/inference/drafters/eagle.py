@@ -9,7 +9,7 @@ import torch
 
 from eagle_train.config import check
 from eagle_train.inference.drafting import Choice, Level, Pending, Plan
-from eagle_train.inference.kv_cache import KVCache, Prefix, Suffix
+from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.sampling import propose
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.target import Target
@@ -31,14 +31,14 @@ class Eagle:
         self.target, self.alignment = target, alignment
         self.head = Head(self.draft, target.lm_head)
 
-    def start(self, rows: int, slots: int) -> None:
+    def start(self, blocks: int) -> None:
         shape, target = self.draft.config, self.target
-        sizes = {"rows": rows, "slots": slots, "dtype": target.dtype, "device": target.device}
-        self.cache = KVCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, **sizes)
+        sizes = {"blocks": blocks, "dtype": target.dtype, "device": target.device}
+        self.cache = PagedKV(shape.num_layers, shape.num_kv_heads, shape.head_dim, **sizes)
 
-    def prefill(self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> None:
+    def prefill(self, prefix: Prefix, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> None:
         previous = shift_hidden(hidden, positions, self.draft.config.first_token)
-        self.draft(self.target.embed(tokens), previous, positions, self.cache.fresh(rows, tokens.shape[1]))
+        self.draft(self.target.embed(tokens), previous, positions, self.cache.fresh(prefix, tokens.shape[1]))
 
     def propose(
         self, plan: Plan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice
@@ -91,6 +91,3 @@ class Eagle:
             self.cache.commit(self.suffix, self.prefix, plan.place[path[:, 1:]])
         is_leaf = (plan.tree.children[path[:, -1], 0] < 0).tolist()
         return [1 + (leaf and count > 0) for leaf, count in zip(is_leaf, accepted, strict=True)]
-
-    def move_row(self, source: int, destination: int) -> None:
-        self.cache.move_row(source, destination)

@@ -10,7 +10,8 @@ from tiny import shared_target, tiny_draft
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.drafters.eagle import Eagle
-from eagle_train.inference.kv_cache import KVCache
+from eagle_train.inference.paged_kv import BLOCK, ZEROS, PagedKV
+from eagle_train.inference.sequence import Sequence
 from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
@@ -28,10 +29,15 @@ class Recorder:
         return packed_attention([[q.shape[2]]])(layer, q, k, v, rule)
 
 
-def check_cache(cache: KVCache, row: int, wanted: Recorder, error: float = 1e-4) -> None:
+def slots_of(sequence: Sequence) -> list[int]:
+    return [block * BLOCK + i for block in sequence.blocks for i in range(BLOCK)]
+
+
+def check_cache(cache: PagedKV, sequence: Sequence, wanted: Recorder, error: float = 1e-4) -> None:
     for stored, layers in ((cache.keys, wanted.keys), (cache.values, wanted.values)):
         alone = torch.stack(layers).transpose(1, 2)
-        torch.testing.assert_close(stored[:, row, : alone.shape[1]], alone, rtol=error, atol=error)
+        slots = slots_of(sequence)[: alone.shape[1]]
+        torch.testing.assert_close(stored[:, slots], alone, rtol=error, atol=error)
 
 
 def fresh(target: Target, draft: Draft, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor, Recorder, Recorder]:
@@ -60,9 +66,9 @@ def test_caches_are_those_of_a_fresh_prefill(family, overrides):
             tokens = sequence.prompt + sequence.generated
             assert engine.drafter.prefix.lengths[row] == len(tokens)
             _, predicted, _, of_draft = fresh(target, draft, tokens)
-            check_cache(engine.drafter.cache, row, of_draft)
+            check_cache(engine.drafter.cache, sequence, of_draft)
             torch.testing.assert_close(root_hidden[row], predicted[-1], rtol=1e-4, atol=1e-4)
-            check_cache(engine.cache, row, fresh(target, draft, tokens[:-1])[2])
+            check_cache(engine.cache, sequence, fresh(target, draft, tokens[:-1])[2])
             rounds.append(sequence.index)
         return grow(plan, root_hidden, *rest)
 
@@ -99,7 +105,7 @@ def test_aligned_with_the_last_token_alone(tree):
             pairs = [*pairs[: -sequence.unread], *wanted[-sequence.unread :]]
             outputs, recorder = read(tokens, pairs)
             torch.testing.assert_close(root_hidden[row], outputs[-1], rtol=1e-3, atol=1e-3)
-            check_cache(engine.drafter.cache, row, recorder, 1e-3)
+            check_cache(engine.drafter.cache, sequence, recorder, 1e-3)
             pairs_of[sequence.index] = pairs
         return grow(plan, root_hidden, *rest)
 
@@ -165,22 +171,20 @@ def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides, mon
     assert set(seen) == {0, 1}
 
 
-def spoil(engine: Engine, poison: float) -> None:
-    """Overwrite all slots beyond each row's length, and the rows nobody has."""
+def spoil(engine: Engine) -> None:
+    """Make NaN of every slot that holds no committed token."""
     for cache, unread in ((engine.cache, 0), (engine.drafter.cache, 1)):
-        lengths = [sequence.committed + unread * (1 - sequence.unread) for sequence in engine.active]
-        for row in range(engine.num_rows):
-            length = lengths[row] if row < len(lengths) else 0
-            cache.keys[:, row, length:] = cache.values[:, row, length:] = poison
+        free = torch.ones(cache.keys.shape[1], dtype=torch.bool)
+        free[ZEROS * BLOCK : (ZEROS + 1) * BLOCK] = False
+        for sequence in engine.active:
+            free[slots_of(sequence)[: sequence.committed + unread * (1 - sequence.unread)]] = False
+        cache.keys[:, free] = cache.values[:, free] = torch.nan
 
 
-@pytest.mark.parametrize(("rows", "poison"), [(1, float("nan")), (3, 1e4)])
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("tree", TREES)
-def test_rejected_slots_are_never_read(tree, rows, poison, monkeypatch):
-    """Slots spoilt after every round change neither what is committed nor what the draft proposes.
-
-    In a ragged batch a shorter row's are read with weight 0, which a number survives and NaN does not.
-    """
+def test_rejected_slots_are_never_read(tree, rows, monkeypatch):
+    """Slots spoilt after every round change neither what is committed nor what the draft proposes."""
     target, commit = shared_target("gemma2"), Engine.commit
     proposed: list[list[list[int]]] = [[], []]
     for spoilt, proposals in enumerate(proposed):
@@ -197,7 +201,7 @@ def test_rejected_slots_are_never_read(tree, rows, poison, monkeypatch):
         def committing(self, *args, spoilt=spoilt):
             commit(self, *args)
             if spoilt:
-                spoil(self, poison)
+                spoil(self)
 
         engine.drafter.children = both
         monkeypatch.setattr(Engine, "commit", committing)

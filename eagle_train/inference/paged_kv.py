@@ -1,61 +1,84 @@
-"""Keys and values of one model for a batch of sequences, contiguous, and the `attend`s that read them.
+"""Keys and values of one model in blocks of slots, and the `attend`s that read them.
 
-The models reach it through `attend` alone, so another store can take its place without touching them. Knows nothing of
-tokens, sampling or requests. DESIGN section 3.6; paper section 3.1.
+The models reach it through `attend` alone. Which blocks a sequence has is decided elsewhere (block_pool.py), and is the
+same for target and draft. Knows nothing of tokens, sampling or requests. DESIGN section 3.6; paper sections 3.1, 3.4.
 
-Shapes: L layers, A active rows, S slots, K key/value heads, D head width, T new tokens.
+Shapes: L layers, A active rows, W blocks of a row, S slots, K key/value heads, D head width, T new tokens.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 from eagle_train.ops.attention import Attend, Rule, additive, causal_attention, merge, partial_attention, with_sinks
 
+BLOCK = 16  # slots
+ZEROS, WASTE = 0, 1  # a block that is never written, read beyond a row's slots; one that is written for padding
+
 
 @dataclass(frozen=True)
 class Prefix:
-    """How many slots of each active row are committed: on the device, and what the host knows of it."""
+    """How many slots of each active row are committed, and the blocks that hold them and those of the next round."""
 
     lengths: torch.Tensor  # [A] int64
+    blocks: torch.Tensor  # [A, W] int64
     longest: int
     ragged: bool
+    first_slot: int | None  # of a batch of one, if its blocks follow one another
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> "Prefix":
-        return cls(torch.tensor(lengths, device=device), max(lengths), len(set(lengths)) > 1)
+    def of(cls, lengths: list[int], blocks: list[list[int]], device: torch.device) -> "Prefix":
+        width = max(map(len, blocks))
+        table = [row + [WASTE] * (width - len(row)) for row in blocks]
+        alone = len(blocks) == 1 and blocks[0] == list(range(blocks[0][0], blocks[0][0] + width))
+        return cls(
+            torch.tensor(lengths, device=device),
+            torch.tensor(table, device=device),
+            max(lengths),
+            len(set(lengths)) > 1,
+            blocks[0][0] * BLOCK if alone else None,
+        )
+
+    def at(self, lengths: list[int]) -> "Prefix":
+        """The same rows with other lengths."""
+        tensor = torch.tensor(lengths, device=self.lengths.device)
+        return replace(self, lengths=tensor, longest=max(lengths), ragged=len(set(lengths)) > 1)
 
     def grown(self, tokens: int) -> "Prefix":
         """The prefix after every row got `tokens` more."""
-        return Prefix(self.lengths + tokens, self.longest + tokens, self.ragged)
+        return replace(self, lengths=self.lengths + tokens, longest=self.longest + tokens)
+
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where the store keeps what is at these positions [A, T]; padding beyond a row's blocks goes to waste."""
+        if self.first_slot is not None and positions.shape[1] <= self.blocks.shape[1] * BLOCK - self.longest:
+            return positions + self.first_slot
+        place = positions // BLOCK
+        block = self.blocks.gather(1, place.clamp(max=self.blocks.shape[1] - 1))
+        block = block.masked_fill(place >= self.blocks.shape[1], WASTE)
+        return block * BLOCK + positions % BLOCK
 
 
-class KVCache:
-    """Contiguous keys and values [L, rows, S, K, D]; rows 0..A-1 are the active ones."""
+class PagedKV:
+    """Keys and values [L, slots, K, D] of all blocks."""
 
     def __init__(
-        self, layers: int, heads: int, width: int, rows: int, slots: int, dtype: torch.dtype, device: torch.device
+        self, layers: int, heads: int, width: int, blocks: int, dtype: torch.dtype, device: torch.device | str
     ):
-        self.keys = torch.zeros(layers, rows, slots, heads, width, dtype=dtype, device=device)
+        self.keys = torch.zeros(layers, blocks * BLOCK, heads, width, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
 
-    def move_row(self, source: int, destination: int) -> None:
-        """Let a row take another's place, so that the active rows stay together."""
-        self.keys[:, destination] = self.keys[:, source]
-        self.values[:, destination] = self.values[:, source]
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store a layer's k, v [A, K, T, D] at slots [A, T]."""
+        self.keys[layer, slots] = k.transpose(1, 2)
+        self.values[layer, slots] = v.transpose(1, 2)
 
-    def write(self, layer: int | slice, rows: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
-        """Store k, v [(L,) A, K, T, D] at rows [A] and slots [A, T]."""
-        where = (layer, rows.unsqueeze(1), slots)
-        self.keys[where] = k.transpose(-3, -2)
-        self.values[where] = v.transpose(-3, -2)
-
-    def fresh(self, rows: torch.Tensor, length: int) -> Attend:
+    def fresh(self, prefix: Prefix, length: int) -> Attend:
         """`attend` of a prefill: the tokens are the first of their rows; their keys and values are kept."""
-        slots = torch.arange(length, device=rows.device).expand(len(rows), -1)
+        slots = prefix.slots(torch.arange(length, device=prefix.lengths.device).expand(len(prefix.lengths), -1))
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-            self.write(layer, rows, slots, k, v)
+            self.write(layer, slots, k, v)
             return causal_attention(q, k, v, rule)
 
         return attend
@@ -63,25 +86,24 @@ class KVCache:
     def extend(self, prefix: Prefix, positions: torch.Tensor) -> Attend:
         """`attend` of T tokens that follow each row's prefix; their keys and values are kept. `positions` [A, T].
 
-        A slot is its token's position, so `slot <= position` is all of causality, whatever lies in slots beyond.
+        The s-th slot of a row is that of position s, so `slot <= position` is all of causality, whatever lies beyond.
         """
-        active, length = positions.shape
-        rows = torch.arange(active, device=positions.device)
-        slots = torch.arange(prefix.longest + length, device=positions.device)
-        keys, values = self.committed(active, len(slots))
+        length = positions.shape[1]
+        slots, reach = prefix.slots(positions), torch.arange(prefix.longest + length, device=positions.device)
+        committed = self.committed(prefix, len(reach), prefix.lengths + length)
         masks: dict[tuple, torch.Tensor | None] = {}
 
         def mask(rule: Rule) -> torch.Tensor | None:
             if length == 1 and not prefix.ragged and not rule.is_local:
                 return None
             queries = positions.unsqueeze(2)
-            return additive(((slots <= queries) & rule.sees(queries, slots)).unsqueeze(1))
+            return additive(((reach <= queries) & rule.sees(queries, reach)).unsqueeze(1))
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-            self.write(layer, rows, positions, k, v)
+            self.write(layer, slots, k, v)
             if rule.reach not in masks:
                 masks[rule.reach] = mask(rule)
-            return with_sinks(*partial_attention(q, keys[layer], values[layer], masks[rule.reach], rule), rule)
+            return with_sinks(*partial_attention(q, *committed(layer), masks[rule.reach], rule), rule)
 
         return attend
 
@@ -92,18 +114,29 @@ class KVCache:
         """
         suffix.positions = append(suffix.positions, positions, 1)
         masks = Masks(prefix, positions, suffix.positions, ancestors)
-        keys, values = self.committed(len(positions), prefix.longest)
+        committed = self.committed(prefix, prefix.longest, prefix.lengths)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
             k, v = suffix.append(layer, k, v)
-            return over_both(q, keys[layer], values[layer], k, v, rule, masks)
+            return over_both(q, *committed(layer), k, v, rule, masks)
 
         return attend
 
-    def committed(self, active: int, slots: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Views of each layer's keys and of its values in the first slots, [A, K, slots, D]."""
-        keys, values = (cache[:, :active, :slots].transpose(2, 3).unbind() for cache in (self.keys, self.values))
-        return keys, values
+    def committed(
+        self, prefix: Prefix, slots: int, held: torch.Tensor
+    ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+        """A layer's keys and values in each row's first `slots` slots, [A, K, slots, D]; zeros beyond `held` [A].
+
+        Blocks that follow one another are read where they lie; others are gathered.
+        """
+        if prefix.first_slot is not None:
+            assert slots <= prefix.blocks.shape[1] * BLOCK, (slots, prefix)
+            run = slice(prefix.first_slot, prefix.first_slot + slots)
+            keys, values = (x[:, run].unsqueeze(1).transpose(2, 3).unbind() for x in (self.keys, self.values))
+            return lambda layer: (keys[layer], values[layer])
+        positions = torch.arange(slots, device=held.device).expand(len(held), -1)
+        index = prefix.slots(positions).masked_fill(positions >= held.unsqueeze(1), ZEROS * BLOCK)
+        return lambda layer: (self.keys[layer, index].transpose(1, 2), self.values[layer, index].transpose(1, 2))
 
     def commit(self, suffix: "Suffix", prefix: Prefix, path: torch.Tensor) -> None:
         """Write the nodes `path` [A, P] of the suffix to the slots that follow each row's prefix.
@@ -111,11 +144,10 @@ class KVCache:
         Nodes beyond the accepted ones may be among them: their slots lie beyond the new length and are written anew.
         """
         active, length = path.shape
-        slots = prefix.lengths.unsqueeze(1) + torch.arange(length, device=path.device)
-        rows = torch.arange(active, device=path.device)
+        slots = prefix.slots(prefix.lengths.unsqueeze(1) + torch.arange(length, device=path.device))
         index = path.view(1, active, 1, length, 1)
-        k, v = (torch.stack(tensors).take_along_dim(index, dim=3) for tensors in (suffix.keys, suffix.values))
-        self.write(slice(None), rows, slots, k, v)
+        for store, kept in ((self.keys, suffix.keys), (self.values, suffix.values)):
+            store[:, slots] = torch.stack(kept).take_along_dim(index, dim=3).transpose(2, 3)
 
 
 def over_both(

@@ -1,0 +1,120 @@
+"""Blocks and rows: whatever the store's size, and wherever a sequence's blocks lie, the tokens are the target's."""
+
+import random
+
+import pytest
+from guided import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
+from tiny import shared_target, tiny_draft
+
+from eagle_train.config import UserError
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.block_pool import BlockPool, blocks_for
+from eagle_train.inference.paged_kv import BLOCK, WASTE
+from eagle_train.inference.scheduler import Scheduler
+from eagle_train.inference.sequence import Sequence
+
+
+@pytest.fixture
+def preempted(monkeypatch) -> list[int]:
+    """The sequences that had to give up their blocks, as they did."""
+    seen, preempt = [], Scheduler.preempt
+
+    def counting(self, sequence):
+        seen.append(sequence.index)
+        preempt(self, sequence)
+
+    monkeypatch.setattr(Scheduler, "preempt", counting)
+    return seen
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_store_too_small_for_all(family, tree, preempted):
+    """Room for one whole sequence and a block beside: the others wait, and some are begun anew."""
+    target, rng = shared_target(family), random.Random(5)
+    engine = Engine(target, tiny_draft(target), tree, max_batch_size=4, kv_tokens=4 * BLOCK)
+    guide(engine, answers(family), lambda _: rng.randint(0, 3))
+    outputs = engine.generate(PROMPTS, GREEDY)
+    assert token_ids(outputs) == cut(answers(family))
+    assert preempted
+    pool = engine.scheduler.pool
+    assert sorted(pool.free) == list(range(WASTE + 1, WASTE + 1 + pool.total))
+    for output in outputs:
+        assert output.stats.tokens == LENGTH - 1 == sum(output.rounds)
+        assert output.stats.ttft_s > 0
+
+
+def test_sampled_tokens_do_not_depend_on_the_store(preempted):
+    target = shared_target("llama")
+    params = SamplingParams(temperature=1.0, max_tokens=LENGTH, seed=7, ignore_eos=True)
+    draft = tiny_draft(target)
+    roomy = Engine(target, draft, "d3_bf2", max_batch_size=4).generate(PROMPTS, params)
+    assert not preempted
+    tight = Engine(target, draft, "d3_bf2", max_batch_size=4, kv_tokens=4 * BLOCK).generate(PROMPTS, params)
+    assert preempted
+    assert token_ids(tight) == token_ids(roomy)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("tree", TREES)
+def test_blocks_anywhere(tree, rows, monkeypatch):
+    extend = BlockPool.extend
+
+    def scattered(self, *arguments):
+        random.Random(len(self.free)).shuffle(self.free)
+        return extend(self, *arguments)
+
+    monkeypatch.setattr(BlockPool, "extend", scattered)
+    target, rng = shared_target("gemma2"), random.Random(6)
+    engine = Engine(target, tiny_draft(target), tree, max_batch_size=rows)
+    guide(engine, answers("gemma2"), lambda _: rng.randint(0, 3))
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("gemma2"))
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "message"),
+    [
+        (0, r"^kv_tokens=0: must be at least 1, or None$"),
+        (2 * BLOCK, r"^kv_tokens=32: prompt 1 and its answer need 48$"),
+    ],
+)
+def test_a_store_too_small_for_one(kv_tokens, message):
+    with pytest.raises(UserError, match=message):
+        Engine(shared_target("llama"), kv_tokens=kv_tokens).generate(PROMPTS[:2], GREEDY)
+
+
+def test_the_pool_hands_out_the_lowest_blocks():
+    pool, first, second = BlockPool(5), [], []
+    assert pool.extend(first, BLOCK + 1)
+    assert pool.extend(second, BLOCK)
+    assert (first, second) == ([2, 3], [4])
+    assert pool.extend(first, 2 * BLOCK)
+    assert first == [2, 3]
+    assert not pool.extend(second, 5 * BLOCK)
+    assert second == [4]
+    pool.release(first)
+    assert first == []
+    assert pool.extend(second, 3 * BLOCK)
+    assert second == [4, 2, 3]
+    assert [blocks_for(slots) for slots in (0, 1, BLOCK, BLOCK + 1)] == [0, 1, 1, 2]
+
+
+def new(index: int, prompt: int) -> Sequence:
+    return Sequence(index, [1] * prompt, GREEDY, frozenset())
+
+
+def test_first_come_first_served():
+    """The last to come gives way, waits in front, and comes back when there is a block to spare for everyone."""
+    scheduler = Scheduler(BlockPool(6), rows=2, ahead=4)
+    first, second, third = new(0, 20), new(1, 20), new(2, 1)
+    scheduler.waiting.extend([first, second, third])
+    assert scheduler.admit() == [first, second]  # two blocks each, and one for the first beside
+    assert scheduler.admit() == []  # no row is free
+    first.generated = [1] * 57  # 76 committed ones, and 4: five blocks
+    scheduler.make_room()
+    assert (scheduler.active, list(scheduler.waiting)) == ([first], [second, third])
+    assert (len(first.blocks), second.blocks) == (5, [])
+    assert scheduler.admit() == []  # one block is free, and the second needs two
+    first.finish_reason = "stop"
+    scheduler.leave()
+    assert scheduler.admit() == [second, third]
