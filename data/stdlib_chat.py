@@ -61,11 +61,12 @@ class WithoutProse(ast.NodeTransformer):
         return ast.arg(node.arg)
 
 
-def conversation(module: str, name: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, str]:
-    """What a user would ask to get this function (its place, parameters and purpose), and its code in one style.
+def conversation(module: str, name: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, str, str]:
+    """What a user would ask to get this function (its place, parameters and purpose), its code in one style, and that
+    code without its docstring, which is empty if nothing else is there.
 
-    The code is without docstring, comments, annotations and prose in its strings: a model of this size cannot write
-    prose, it turns in circles, and a draft for it would be measured on that. It is empty if nothing else is there.
+    Of the docstring the first line is kept, which the question states. Comments, annotations and prose in strings are
+    not: a model of this size cannot write prose, it turns in circles, and a draft for it would be measured on that.
     """
     kind = "method" if "." in name else "function"
     purpose = (ast.get_docstring(function) or "").strip().partition("\n")[0].strip()
@@ -75,8 +76,13 @@ def conversation(module: str, name: str, function: ast.FunctionDef | ast.AsyncFu
     plain = WithoutProse().visit(function)
     signature = f"{name}({ast.unparse(plain.args)})"
     phrasing = PHRASINGS[int(fraction(module + name + "phrasing") * len(PHRASINGS))]
-    text = phrasing.format(kind=kind, name=signature, module=module)
-    return f"{text} {purpose}".strip(), ast.unparse(plain) if plain.body else ""
+    asked = f"{phrasing.format(kind=kind, name=signature, module=module)} {purpose}".strip()
+    if not plain.body:
+        return asked, "", ""
+    bare = ast.unparse(plain)
+    if purpose:
+        plain.body = [ast.Expr(ast.Constant(purpose)), *plain.body]
+    return asked, ast.unparse(plain), bare
 
 
 def repeats_itself(code: str) -> bool:
@@ -99,10 +105,10 @@ def rows(library: Path) -> Iterator[tuple[str, dict]]:
         except (SyntaxError, ValueError):  # the test suite holds files that are wrong on purpose
             continue
         for name, function in functions(tree):
-            asked, code = conversation(module, name, function)
-            if not MIN_CHARS <= len(code) <= MAX_CHARS or repeats_itself(code) or code in seen:
+            asked, code, bare = conversation(module, name, function)
+            if not MIN_CHARS <= len(bare) <= MAX_CHARS or repeats_itself(bare) or bare in seen:
                 continue
-            seen.add(code)
+            seen.add(bare)
             heldout = fraction(f"{module}:{name}") < HELDOUT_SHARE
             split = "tests" if is_test else "heldout" if heldout else "train"
             messages = [

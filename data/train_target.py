@@ -288,8 +288,8 @@ nothing else.
 
 | | |
 |---|---|
-| trained on | functions of Python {facts["python"]}'s standard library as chat, without docstrings, comments, \
-annotations, and prose in strings ({facts["train"]} documents); \
+| trained on | functions of Python {facts["python"]}'s standard library as chat, with the first line of their \
+docstrings, without comments, annotations, and prose in strings ({facts["train"]} documents); \
 in the first {TESTS_UNTIL:.0%} of the run also its test suite's ({facts["tests"]} documents) |
 | held out | {facts["heldout"]} functions, chosen by a hash of their names |
 | for | {facts["minutes"]:.0f} minutes on two CPU cores: {facts["steps"]} steps, {facts["tokens"] / 1e6:.1f} M tokens |
@@ -302,8 +302,7 @@ that complete {REPEAT} tokens for a second time (unlikelihood, arXiv 1908.04319)
 | optimiser | Muon (lr 0.02) for matrices, AdamW (lr 4e-3) for the rest, bf16 autocast, linear decay |
 | made by | `python data/stdlib_chat.py outputs/stdlib_chat` and `python data/train_target.py outputs/stdlib_chat \
 data/tiny_target --minutes {facts["minutes"]:.0f} --refine {facts["refine"]} --blend {facts["blend"]:g}`; its answers, \
-`answers.jsonl.gz`, by `python data/regenerate.py`, of up to {ANSWER_TOKENS} tokens; \
-`sampled.jsonl.gz` likewise, for the first 8,000 prompts at temperature 0.7 |
+`answers.jsonl.gz`, by `python data/regenerate.py`, of up to {ANSWER_TOKENS} tokens |
 | with | Python {facts["python"]}, torch {torch.__version__} |
 | licence of the text | Python's (PSF-2.0) |
 """
