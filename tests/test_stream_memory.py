@@ -1,6 +1,7 @@
 """evals/stream_memory.py: it reads every document, and tells when the memory grew."""
 
 import json
+import mmap
 import re
 
 from command_line import call, chats, write_jsonl
@@ -24,7 +25,8 @@ def test_a_stream_that_keeps_what_it_read_is_found_out(tmp_path, monkeypatch, ca
     path, kept, pack = write_jsonl(tmp_path / "chats.jsonl", chats(2000)), [], stream_module.Packer.pack
 
     def keeping(self, document):
-        kept.append(b"x" * 50_000)
+        kept.append(mmap.mmap(-1, 50_000))  # memory of its own: what earlier tests freed would not show
+        kept[-1].write(b"x" * 50_000)
         return pack(self, document)
 
     monkeypatch.setattr(stream_module.Packer, "pack", keeping)

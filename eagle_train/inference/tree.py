@@ -183,7 +183,7 @@ def load_tree(spec: "Tree | str | Mapping[str, Any]") -> Tree:
     if isinstance(spec, Tree):
         return spec
     if isinstance(spec, str):
-        known = sorted(path.stem for path in (CONF_DIR / "tree").glob("*.yaml"))
+        known = sorted({path.stem for path in (CONF_DIR / "tree").glob("*.yaml")} - {"table"})  # which is of many trees
         check(spec in known, f"tree is {spec!r}; known trees are {', '.join(known)}")
         return load_tree(OmegaConf.load(CONF_DIR / "tree" / f"{spec}.yaml"))
     check(isinstance(spec, Mapping), f"tree is {spec!r}; it must be a name in conf/tree or a mapping")
