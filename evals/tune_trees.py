@@ -103,7 +103,8 @@ def main(values: DictConfig) -> None:
     ranks = [ranks_of(target, drafter.draft, *answer, config.depth, config.children) for answer in answers]
     shares = acceptance(ranks, config.depth, config.children)
     tried = candidates(config, shares, ranks)
-    seconds = round_seconds(Engine(target, drafter, chain(config.depth), device, largest), tried, answers, config)
+    drafting = Engine(target, drafter, max_batch_size=largest)
+    seconds = round_seconds(plain.engine, drafting, tried, [prompt for prompt, _ in answers], config)
     found = {
         "acceptance": shares,
         "table": table(tried, seconds),
@@ -185,27 +186,34 @@ def candidates(config: Config, shares: list[list[float]], ranks: list[Ranks]) ->
 
 
 def round_seconds(
-    engine: Engine, tried: list[Candidate], answers: list[tuple[list[int], list[int]]], config: Config
+    plain: Engine, drafting: Engine, tried: list[Candidate], asked: list[list[int]], config: Config
 ) -> dict[int, list[float]]:
-    """Each candidate's median time of a round, for each batch size. The trees take turns, round by round."""
+    """Each candidate's median time of a round, for each batch size. The trees take turns, round by round.
+
+    Plain rounds are those of an engine without a draft, which has nothing to keep up to date; its sequences grow more
+    slowly, so the trees' rounds see somewhat longer contexts.
+    """
     seconds: dict[int, list[float]] = {}
-    plans = [Dispatcher(each.tree, engine.target.device) for each in tried]
+    plans = [Dispatcher(each.tree, plain.target.device) for each in tried]
     bar = progress(len(config.batch_sizes), "batch size")
     for number, size in enumerate(sorted(config.batch_sizes), 1):
-        prompts = [answers[i % len(answers)][0] for i in range(size)]
-        left = engine.target.max_positions - max(map(len, prompts))
+        prompts = [asked[i % len(asked)] for i in range(size)]
+        left = plain.target.max_positions - max(map(len, prompts))
         wanted = (config.rounds + 1) * sum(each.tree.max_depth + 1 for each in tried)
         check(
             wanted <= left,
             f"rounds={config.rounds}: {len(tried)} trees may take {wanted} tokens, and the context has {left} left",
         )
         params = SamplingParams(max_tokens=wanted, ignore_eos=True)
+        drafting.dispatcher = Dispatcher(chain(config.depth), plain.target.device)  # room for the deepest
+        times: list[list[float]] = [[] for _ in tried]
         with torch.inference_mode():
-            engine.start([engine.sequence(i, prompt, params) for i, prompt in enumerate(prompts)])
-            engine.prefill()
-            times: list[list[float]] = [[] for _ in tried]
+            for engine in (plain, drafting):
+                engine.start([engine.sequence(i, prompt, params) for i, prompt in enumerate(prompts)])
+                engine.prefill()
             for turn in range(config.rounds + 1):
                 for plan, taken in zip(plans, times, strict=True):
+                    engine = drafting if plan.deepest else plain
                     engine.dispatcher = plan
                     started = time.perf_counter()
                     engine.step()
