@@ -53,11 +53,12 @@ def fresh(target: Target, draft: Draft, tokens: list[int]) -> tuple[torch.Tensor
     "overrides", [{}, {"irope": True, "attention_chunk": 6, "first_token": "skip"}], ids=["plain", "irope"]
 )
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_caches_are_those_of_a_fresh_prefill(family, overrides):
+@pytest.mark.parametrize("kv_tokens", [None, 4 * BLOCK], ids=["roomy", "tight"])
+def test_caches_are_those_of_a_fresh_prefill(kv_tokens, family, overrides):
     """In every round: the target's n - 1 slots, the draft's n, and the draft's hidden state at the pending token."""
     target, rng = shared_target(family), random.Random(1)
     draft, rounds = tiny_draft(target, **overrides), []
-    engine = Engine(target, draft, "d3_bf2", max_batch_size=3)
+    engine = Engine(target, draft, "d3_bf2", max_batch_size=3, kv_tokens=kv_tokens)
     guide(engine, answers(family), lambda _: rng.randint(0, 3))
     grow = engine.drafter.grow
 

@@ -118,3 +118,9 @@ def test_first_come_first_served():
     first.finish_reason = "stop"
     scheduler.leave()
     assert scheduler.admit() == [second, third]
+
+
+def test_a_block_for_everyone_stays_free():
+    scheduler = Scheduler(BlockPool(4), rows=2, ahead=4)
+    scheduler.waiting.extend([new(0, 20), new(1, 20)])
+    assert len(scheduler.admit()) == 1  # the second would fit, but the first could not grow beside it
