@@ -184,9 +184,11 @@ class Ours:
         batches = [self.trainer.placed(next(self.stream)) for _ in range(self.trainer.accumulation)]
         with Products() as of_target:
             hidden = [self.trainer.hidden_states(batch) for batch in batches]
+        self.trainer.ahead.share = lambda work: work()  # in this thread, where it is seen
         with Products() as of_draft:
             for batch, states in zip(batches, hidden, strict=True):
                 self.trainer.forward_backward_step(batch, states, 1.0)
+        del self.trainer.ahead.share
         self.trainer.backend.skip()
 
         def both() -> None:

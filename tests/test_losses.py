@@ -1,5 +1,7 @@
 """The distillation loss against a naive float64 computation that holds all logits: values, gradients, memory."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_train.models.target import LMHead
+from eagle_train.training import losses
 from eagle_train.training.losses import LOGITS_LOSSES, STRIPE, LossSums, default_chunk_rows, distillation_loss, row_max
 
 R, H, V = 37, 24, 700  # V fills two blocks of row_max and leaves a rest
@@ -250,3 +253,32 @@ def test_logits_never_exist_whole():
 @pytest.mark.parametrize(("vocabulary", "rows"), [(4096, 256), (128256, 256), (256000, 128), (2**20, 32), (2**25, 1)])
 def test_default_chunk_is_small(vocabulary, rows):
     assert default_chunk_rows(vocabulary) == rows
+
+
+@pytest.mark.parametrize("kind", LOGITS_LOSSES)
+def test_two_threads_share_the_chunks(kind):
+    draft, target, head = *make_hidden(), make_head(softcap=4.0)
+    alone = distillation_loss(draft, target, head, logits_loss=kind, chunk_rows=5)
+    (wanted,) = torch.autograd.grad(alone.loss, draft)
+    begun, threads = threading.Barrier(2), set()
+    whole = losses.chunk_loss
+
+    def chunk_loss(*arguments):
+        if threading.current_thread() not in threads:  # nobody is done before both have begun
+            threads.add(threading.current_thread())
+            begun.wait(10)
+        return whole(*arguments)
+
+    def share(work):
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(work)
+            work()
+            other.result()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(losses, "chunk_loss", chunk_loss)
+        shared = distillation_loss(draft, target, head, logits_loss=kind, chunk_rows=5, share=share)
+    (gradient,) = torch.autograd.grad(shared.loss, draft)
+    assert len(threads) == 2
+    assert torch.equal(gradient, wanted)
+    assert (shared.loss, shared.l1, shared.ce, shared.agree) == (alone.loss, alone.l1, alone.ce, alone.agree)

@@ -218,7 +218,7 @@ def test_a_draft_of_few_tokens_learns_the_distribution_among_them(tmp_path, data
     target, few = a_target(), list(range(0, 96, 2))
     draft = tiny_draft(target, vocab_size=len(few), vocabulary=few).requires_grad_(True)
     trainer = make_trainer(tmp_path, data, rows=4, draft=draft)
-    batch = trainer.ahead.upcoming[0][0]
+    batch = trainer.ahead.upcoming[0][0][0]
     hidden = trainer.hidden_states(batch)
     record = trainer.train_step()
     previous = shift_hidden(hidden, batch.positions, "self_fusion")

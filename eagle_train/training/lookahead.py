@@ -1,15 +1,18 @@
 """Batches drawn by a thread of their own, and the frozen target run a micro-batch ahead of the draft.
 
 On a CPU the target gets a thread and half of the cores: two streams of small operations fill the cores better than one
-stream split over all of them (measured on two: the target's forward takes as long on two threads as on one). On a GPU
-the one queue is kept full as it is. Knows nothing of losses, drafts or optimisers.
+stream split over all of them (measured on two: the target's forward takes as long on two threads as on one). What the
+draft's side can split, the target's thread helps with, so that both have as much to do. On a GPU the one queue is kept
+full as it is. Knows nothing of losses, drafts or optimisers.
 """
 
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,6 +56,8 @@ class Lookahead:
     which nothing was done because no batch was ready.
     """
 
+    STEPS = 2  # drawn beyond the one at work, so that the target's next run but one has its batch
+
     def __init__(
         self,
         stream: Stream,
@@ -73,11 +78,15 @@ class Lookahead:
         self.drawer = Drawer(
             lambda: [next(stream) for _ in range(accumulation)],
             stream.state_dict,
-            steps + 1,  # the last step looks ahead too
+            steps + self.STEPS,  # the last step looks ahead too
             stream.config.prefetch,
         )
-        self.upcoming = self.take()
-        self.running: Future[torch.Tensor] | None = None
+        self.upcoming = deque(self.take() for _ in range(self.STEPS))
+        self.known: list[Batch] = []  # micro-batches whose hidden states are yet to be handed out
+        self.running: deque[Future[torch.Tensor]] = deque()  # the target's runs, for the first of them
+        self.shared: Callable[[], None] | None = None
+        self.helping = threading.Lock()
+        self.failure: Exception | None = None
 
     def take(self) -> tuple[list[Batch], dict[str, Any]]:
         started = time.perf_counter()
@@ -87,19 +96,51 @@ class Lookahead:
 
     def step(self) -> list[Batch]:
         """The next optimiser step's micro-batches."""
-        batches, self.state = self.upcoming
-        self.upcoming = self.take()
+        batches, self.state = self.upcoming.popleft()
+        self.upcoming.append(self.take())
         return batches
 
     def with_hidden_states(self, batches: list[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Each of the step's micro-batches with its [B, T, H]; the one after it is being computed meanwhile."""
-        for batch, following in zip(batches, [*batches[1:], self.upcoming[0][0]], strict=True):
-            if self.pool is None:
-                yield batch, self.hidden_states(batch)
-                continue
-            hidden = (self.running or self.pool.submit(self.hidden_states, batch)).result()
-            self.running = self.pool.submit(self.hidden_states, following)
-            yield batch, hidden
+        """Each of the step's micro-batches with its [B, T, H]; the two after it are computed meanwhile."""
+        if self.pool is None:
+            yield from ((batch, self.hidden_states(batch)) for batch in batches)
+            return
+        for number, batch in enumerate(batches):
+            self.known = [*batches[number:], *chain.from_iterable(step for step, _ in self.upcoming)]
+            self.run_ahead()
+            self.known = self.known[1:]
+            yield batch, self.running.popleft().result()
+
+    def run_ahead(self) -> None:
+        """Let the target's thread have two runs that are not used yet, done or to do."""
+        for batch in self.known[len(self.running) : 2]:
+            self.running.append(self.pool.submit(self.hidden_states, batch))
+
+    def share(self, work: Callable[[], None]) -> None:
+        """Run `work`, and let the target's thread run it too if it has time before this one is done.
+
+        Two threads at once must share what there is to do among them; when this returns, both have returned.
+        """
+        if self.pool is None:
+            work()
+            return
+        self.shared = work
+        self.pool.submit(self.help)
+        work()
+        self.shared = None
+        with self.helping:
+            if self.failure is not None:
+                raise self.failure
+        self.run_ahead()  # not earlier: it would not have had time to help
+
+    def help(self) -> None:
+        with self.helping:
+            work, self.shared = self.shared, None  # once: a task that was late may find the next work
+            if work is not None:
+                try:
+                    work()
+                except Exception as failure:  # told to who shares
+                    self.failure = failure
 
     def close(self) -> None:
         """Give the cores back, when all steps were handed out."""

@@ -7,6 +7,7 @@ and ranks nothing. Source: the paper, section 2.1.
 Shapes: R rows, C rows of a chunk or of a block of it, H hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ CHUNK_LOGITS = 2**25  # 64 MiB in bf16, of each model
 BLOCK_LOGITS = 2**19  # 2 MiB in fp32
 STRIPE = 256  # columns, see row_max
 LOGITS_LOSSES = ("ce", "lk")
+MAX_WORKERS = 2  # threads that may share the chunks
+Share = Callable[[Callable[[], None]], None]
 LK_RATE = 3.0  # how fast the LK loss turns from cross-entropy to acceptance as the acceptance grows
 
 
@@ -51,6 +54,7 @@ def distillation_loss(
     logits_loss: str = "ce",
     scale: float = 1.0,
     chunk_rows: int | None = None,
+    share: Share = lambda work: work(),
 ) -> LossSums:
     """The loss of draft_hidden [R,H] against target_hidden [R,H], supervised rows only; R may be 0.
 
@@ -58,7 +62,8 @@ def distillation_loss(
     gradients of several calls add up to those of one. `logits_loss`: ce, or lk (see `lk_gradient`). Matmuls run in the
     LM head's dtype, softmax and smooth-L1 in fp32 (fp64 where their inputs are), under autocast too. Gradients flow to
     `draft_hidden` alone, and none is formed where none is wanted. `chunk_rows` trades memory for speed; None is what
-    was measured to be fast.
+    was measured to be fast. `share(work)` runs `work`, which computes chunks until none is left, in one thread or in
+    several at once (`Lookahead.share`); the sums do not depend on it.
     """
     assert draft_hidden.shape == target_hidden.shape, (draft_hidden.shape, target_hidden.shape)
     assert not target_hidden.requires_grad, "the target is frozen"
@@ -70,7 +75,7 @@ def distillation_loss(
         exact = torch.promote_types(draft_hidden.dtype, torch.float32)
         l1 = F.smooth_l1_loss(draft_hidden.to(exact), target_hidden.to(exact), reduction="sum") / width
         on_logits, ce, agree = ChunkedLogitsLoss.apply(
-            draft_hidden, target_hidden, lm_head, logits_loss, chunk_rows, with_gradient
+            draft_hidden, target_hidden, lm_head, logits_loss, chunk_rows, with_gradient, share
         )
     loss = scale * (l1_weight * l1 + ce_weight * on_logits)
     return LossSums(loss, l1.detach(), ce.detach(), agree, rows)
@@ -98,51 +103,77 @@ class ChunkedLogitsLoss(torch.autograd.Function):
         kind: str,
         chunk_rows: int,
         with_gradient: bool,
+        share: Share,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         gradient = torch.empty_like(draft) if with_gradient else None
         chunk_rows = max(1, min(chunk_rows, len(draft)))
-        of_target, of_draft = (head.weight.new_empty(chunk_rows, len(head.weight)) for _ in range(2))
-        block_rows = default_block_rows(len(head.weight), chunk_rows, draft.device.type)
-        buffers = block_buffers(head, block_rows)
-        loss, total_ce = buffers[0].new_zeros(()), buffers[0].new_zeros(())
-        agree = torch.zeros((), dtype=torch.int64, device=draft.device)
-        for start in range(0, len(draft), chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            size = len(draft[rows])
-            products(target[rows], head, of_target[:size])
-            products(draft[rows], head, of_draft[:size])
-            for first in range(0, size, block_rows):
-                block = slice(first, min(first + block_rows, size))
-                p, z, q = (buffer[: block.stop - first] for buffer in buffers)
-                ce, same = cross_entropy(of_draft[block], of_target[block], head, p, z, q)
-                total_ce += ce.sum()
-                agree += same.sum()
-                loss += lk_gradient(ce, p, q) if kind == "lk" else ce_gradient(ce, p, q)
-                if gradient is not None:
-                    of_draft[block] = before_cap(q, z, head)
-            if gradient is not None:
-                gradient[rows] = torch.mm(of_draft[:size], head.weight).mul_(head.scale)
+        starts = range(0, len(draft), chunk_rows)
+        left = iter(starts)  # each start goes to one of the threads
+        sums: dict[int, torch.Tensor] = {}
+        # Made here: another thread's allocator gives memory back to the kernel, and takes it anew each time.
+        spare = [Buffers(head, chunk_rows) for _ in range(MAX_WORKERS if draft.device.type == "cpu" else 1)]
+
+        @torch.no_grad()  # each thread has its own setting
+        def work() -> None:
+            buffers = spare.pop()
+            for start in left:
+                rows = slice(start, start + chunk_rows)
+                slope = None if gradient is None else gradient[rows]
+                sums[start] = chunk_loss(draft[rows], target[rows], head, kind, slope, buffers)
+
+        share(work)
+        none = torch.zeros(3, dtype=torch.float64, device=draft.device)
+        loss, ce, agree = torch.stack([none, *(sums[start] for start in starts)]).sum(0).unbind()
+        exact = exact_dtype(head)
+        loss, ce, agree = loss.to(exact), ce.to(exact), agree.long()
         if gradient is not None:
             ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(total_ce, agree)
-        return loss, total_ce, agree
+        ctx.mark_non_differentiable(ce, agree)
+        return loss, ce, agree
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss, None, None, None, None, None
+        return gradient * grad_loss, None, None, None, None, None, None
 
 
-def default_block_rows(vocab_size: int, chunk_rows: int, device: str) -> int:
-    """Rows that go through softmax and what follows together: a CPU's caches hold them, a GPU takes all at once."""
-    return max(1, min(chunk_rows, BLOCK_LOGITS // vocab_size)) if device == "cpu" else chunk_rows
+class Buffers:
+    """What a thread works in: both models' products of a chunk, and `p`, `z`, `q` of a block for what follows."""
+
+    def __init__(self, head: LMHead, chunk_rows: int):
+        vocab_size = len(head.weight)
+        self.of_target, self.of_draft = (head.weight.new_empty(chunk_rows, vocab_size) for _ in range(2))
+        # A CPU's caches hold a block; a GPU takes the whole chunk at once.
+        block_rows = BLOCK_LOGITS // vocab_size if head.weight.device.type == "cpu" else chunk_rows
+        self.block_rows = max(1, min(chunk_rows, block_rows))
+        self.of_block = [head.weight.new_empty(self.block_rows, vocab_size, dtype=exact_dtype(head)) for _ in range(3)]
 
 
-def block_buffers(head: LMHead, rows: int) -> list[torch.Tensor]:
-    """`p`, `z`, `q` for the softmax, in fp32 or more: [rows,V]."""
-    exact = torch.promote_types(head.weight.dtype, torch.float32)
-    return [head.weight.new_empty(rows, len(head.weight), dtype=exact) for _ in range(3)]
+def exact_dtype(head: LMHead) -> torch.dtype:
+    """The dtype of softmax and sums: fp32, or fp64 where the head's is."""
+    return torch.promote_types(head.weight.dtype, torch.float32)
+
+
+def chunk_loss(
+    draft: torch.Tensor, target: torch.Tensor, head: LMHead, kind: str, gradient: torch.Tensor | None, buffers: Buffers
+) -> torch.Tensor:
+    """A chunk's sums, fp64 [3]: the loss, the cross-entropy, the agreements. `gradient` [C,H] is filled if given."""
+    of_target, of_draft = buffers.of_target[: len(draft)], buffers.of_draft[: len(draft)]
+    products(target, head, of_target)
+    products(draft, head, of_draft)
+    sums = torch.zeros(3, dtype=torch.float64, device=draft.device)
+    for first in range(0, len(draft), buffers.block_rows):
+        block = slice(first, min(first + buffers.block_rows, len(draft)))
+        p, z, q = (buffer[: block.stop - first] for buffer in buffers.of_block)
+        ce, same = cross_entropy(of_draft[block], of_target[block], head, p, z, q)
+        loss = lk_gradient(ce, p, q) if kind == "lk" else ce_gradient(ce, p, q)
+        sums += torch.stack([loss, ce.sum(), same.sum()])
+        if gradient is not None:
+            of_draft[block] = before_cap(q, z, head)
+    if gradient is not None:
+        gradient.copy_(torch.mm(of_draft, head.weight).mul_(head.scale))
+    return sums
 
 
 def products(hidden: torch.Tensor, head: LMHead, out: torch.Tensor) -> None:

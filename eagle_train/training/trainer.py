@@ -153,6 +153,7 @@ class Trainer:
                     ce_weight=config.ce_weight,
                     logits_loss=config.logits_loss,
                     scale=scale / len(passes),
+                    share=self.ahead.share,
                 )
             )
         loss = torch.stack([each.loss for each in sums]).sum()

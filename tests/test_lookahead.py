@@ -1,0 +1,109 @@
+"""The target's thread: hidden states in order, help with what the draft's side shares, failures told."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from eagle_train.training.lookahead import Lookahead
+
+ACCUMULATION = 2
+
+
+class Numbers:
+    """A stream of numbers for batches."""
+
+    config = SimpleNamespace(prefetch=4)
+
+    def __init__(self):
+        self.drawn = 0
+
+    def __next__(self) -> int:
+        self.drawn += 1
+        return self.drawn
+
+    def state_dict(self) -> dict:
+        return {"drawn": self.drawn}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def make():
+    made, threads = [], torch.get_num_threads()
+
+    def make(cores: int = 2, hidden_states=lambda batch: -batch, accumulation: int = ACCUMULATION) -> Lookahead:
+        torch.set_num_threads(cores)
+        place = lambda batch: batch  # noqa: E731
+        made.append(Lookahead(Numbers(), accumulation, 100, place, hidden_states, torch.device("cpu")))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 5])
+@pytest.mark.parametrize("cores", [1, 2])
+def test_each_micro_batch_comes_with_its_own_hidden_states(make, cores, accumulation):
+    ahead, found = make(cores, accumulation=accumulation), []
+    for step in range(1, 6):
+        for pair in ahead.with_hidden_states(ahead.step()):
+            ahead.share(lambda: None)
+            found.append(pair)
+        assert ahead.state == {"drawn": step * accumulation}
+    assert found == [(number, -number) for number in range(1, 5 * accumulation + 1)]
+
+
+def test_the_targets_thread_helps_before_its_next_run(make):
+    """Both threads are in the work at once; the run that is not needed yet begins when it is done."""
+    begun, workers, runs = threading.Barrier(2), set(), []
+
+    def work() -> None:
+        begun.wait(10)
+        workers.add(threading.current_thread())
+        runs_then.append(len(runs))
+
+    ahead = make(hidden_states=lambda batch: runs.append(batch) or -batch)
+    for _ in range(3):
+        for number, _ in ahead.with_hidden_states(ahead.step()):
+            while len(runs) < number + 1:
+                time.sleep(0.001)
+            workers.clear()
+            runs_then: list[int] = []
+            ahead.share(work)
+            assert len(workers) == 2
+            assert runs_then == [number + 1] * 2
+            assert len(ahead.running) == 2  # the next was told to begin
+
+
+def test_who_shares_waits_for_the_helper_and_hears_of_its_failure(make):
+    ahead, main = make(), threading.current_thread()
+    begun, finished = threading.Barrier(2), []
+
+    def slow_to_help() -> None:
+        begun.wait(10)
+        if threading.current_thread() is not main:
+            time.sleep(0.1)
+            finished.append(True)
+
+    def fails_to_help() -> None:
+        begun.wait(10)
+        if threading.current_thread() is not main:
+            raise MemoryError("no room")
+
+    for _ in ahead.with_hidden_states(ahead.step()[:1]):
+        ahead.share(slow_to_help)
+        assert finished
+        with pytest.raises(MemoryError, match="no room"):
+            ahead.share(fails_to_help)
+
+
+def test_one_core_does_the_work_once(make):
+    ahead, calls = make(cores=1), []
+    ahead.share(lambda: calls.append(threading.current_thread()))
+    assert calls == [threading.current_thread()]
