@@ -84,6 +84,7 @@ class Lookahead:
         self.upcoming = deque(self.take() for _ in range(self.STEPS))
         self.known: list[Batch] = []  # micro-batches whose hidden states are yet to be handed out
         self.running: deque[Future[torch.Tensor]] = deque()  # the target's runs, for the first of them
+        self.is_last = False  # the step's micro-batch that is being learnt from
         self.shared: Callable[[], None] | None = None
         self.helping = threading.Lock()
         self.failure: Exception | None = None
@@ -108,7 +109,7 @@ class Lookahead:
         for number, batch in enumerate(batches):
             self.known = [*batches[number:], *chain.from_iterable(step for step, _ in self.upcoming)]
             self.run_ahead()
-            self.known = self.known[1:]
+            self.known, self.is_last = self.known[1:], number + 1 == len(batches)
             yield batch, self.running.popleft().result()
 
     def run_ahead(self) -> None:
@@ -131,7 +132,8 @@ class Lookahead:
         with self.helping:
             if self.failure is not None:
                 raise self.failure
-        self.run_ahead()  # not earlier: it would not have had time to help
+        if not self.is_last:  # the optimiser is next, which wants all cores
+            self.run_ahead()  # not before: it would not have had time to help
 
     def help(self) -> None:
         with self.helping:
