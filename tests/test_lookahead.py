@@ -78,7 +78,7 @@ def test_the_targets_thread_helps_before_its_next_run(make):
             ahead.share(work)
             assert len(workers) == 2
             assert runs_then == [number + 1] * 2
-            assert len(ahead.running) == (2 if number % ACCUMULATION else 1)  # the next may begin, but in the optimiser
+            assert len(ahead.running) == 2  # the next may begin
 
 
 def test_who_shares_waits_for_the_helper_and_hears_of_its_failure(make):

@@ -67,7 +67,7 @@ class Lookahead:
         hidden_states: Callable[[Batch], torch.Tensor],
         device: torch.device,
     ):
-        self.place, self.hidden_states = place, hidden_states
+        self.accumulation, self.place, self.hidden_states = accumulation, place, hidden_states
         self.pool, self.threads = None, torch.get_num_threads()
         if device.type == "cpu" and self.threads > 1:
             torch.set_num_threads(self.threads // 2)
@@ -84,7 +84,6 @@ class Lookahead:
         self.upcoming = deque(self.take() for _ in range(self.STEPS))
         self.known: list[Batch] = []  # micro-batches whose hidden states are yet to be handed out
         self.running: deque[Future[torch.Tensor]] = deque()  # the target's runs, for the first of them
-        self.is_last = False  # the step's micro-batch that is being learnt from
         self.shared: Callable[[], None] | None = None
         self.helping = threading.Lock()
         self.failure: Exception | None = None
@@ -109,7 +108,7 @@ class Lookahead:
         for number, batch in enumerate(batches):
             self.known = [*batches[number:], *chain.from_iterable(step for step, _ in self.upcoming)]
             self.run_ahead()
-            self.known, self.is_last = self.known[1:], number + 1 == len(batches)
+            self.known = self.known[1:]
             yield batch, self.running.popleft().result()
 
     def run_ahead(self) -> None:
@@ -132,7 +131,7 @@ class Lookahead:
         with self.helping:
             if self.failure is not None:
                 raise self.failure
-        if not self.is_last:  # the optimiser is next, which wants all cores
+        if self.accumulation > 1:  # else it would run beside the optimiser each time, which wants all cores
             self.run_ahead()  # not before: it would not have had time to help
 
     def help(self) -> None:
