@@ -136,7 +136,13 @@ class PagedKV:
             return lambda layer: (keys[layer], values[layer])
         positions = torch.arange(slots, device=held.device).expand(len(held), -1)
         index = prefix.slots(positions).masked_fill(positions >= held.unsqueeze(1), ZEROS * BLOCK)
-        return lambda layer: (self.keys[layer, index].transpose(1, 2), self.values[layer, index].transpose(1, 2))
+        flat = index.flatten()  # index_select takes half the time of an index of two dimensions, on a CPU
+
+        def gathered(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+            keys, values = (x[layer].index_select(0, flat).unflatten(0, index.shape) for x in (self.keys, self.values))
+            return keys.transpose(1, 2), values.transpose(1, 2)
+
+        return gathered
 
     def commit(self, suffix: "Suffix", prefix: Prefix, path: torch.Tensor) -> None:
         """Write the nodes `path` [A, P] of the suffix to the slots that follow each row's prefix.
