@@ -11,6 +11,7 @@ from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.paged_kv import BLOCK, ZEROS, PagedKV
+from eagle_train.inference.scheduler import Scheduler
 from eagle_train.inference.sequence import Sequence
 from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.target import Target
@@ -54,9 +55,14 @@ def fresh(target: Target, draft: Draft, tokens: list[int]) -> tuple[torch.Tensor
 )
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("kv_tokens", [None, 4 * BLOCK], ids=["roomy", "tight"])
-def test_caches_are_those_of_a_fresh_prefill(kv_tokens, family, overrides):
-    """In every round: the target's n - 1 slots, the draft's n, and the draft's hidden state at the pending token."""
-    target, rng = shared_target(family), random.Random(1)
+def test_caches_are_those_of_a_fresh_prefill(kv_tokens, family, overrides, monkeypatch):
+    """In every round: the target's n - 1 slots, the draft's n, and the draft's hidden state at the pending token.
+
+    Also of a sequence that gave up its blocks with more than one token for the draft to read.
+    """
+    target, rng = shared_target(family), random.Random(3)
+    unread, preempt = [], Scheduler.preempt
+    monkeypatch.setattr(Scheduler, "preempt", lambda self, one: (unread.append(one.unread), preempt(self, one)))
     draft, rounds = tiny_draft(target, **overrides), []
     engine = Engine(target, draft, "d3_bf2", max_batch_size=3, kv_tokens=kv_tokens)
     guide(engine, answers(family), lambda _: rng.randint(0, 3))
@@ -76,6 +82,7 @@ def test_caches_are_those_of_a_fresh_prefill(kv_tokens, family, overrides):
     engine.drafter.grow = checked
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
     assert set(rounds) == set(range(len(PROMPTS)))
+    assert (max(unread, default=0) > 1) == (kv_tokens is not None)
 
 
 @pytest.mark.parametrize("tree", TREES)
