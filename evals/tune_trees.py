@@ -103,7 +103,7 @@ def main(values: DictConfig) -> None:
     ranks = [ranks_of(target, drafter.draft, *answer, config.depth, config.children) for answer in answers]
     shares = acceptance(ranks, config.depth, config.children)
     tried = candidates(config, shares, ranks)
-    drafting = Engine(target, drafter, max_batch_size=largest)
+    drafting = Engine(target, drafter, chain(config.depth), max_batch_size=largest)  # room for the deepest
     seconds = round_seconds(plain.engine, drafting, tried, [prompt for prompt, _ in answers], config)
     found = {
         "acceptance": shares,
@@ -190,8 +190,8 @@ def round_seconds(
 ) -> dict[int, list[float]]:
     """Each candidate's median time of a round, for each batch size. The trees take turns, round by round.
 
-    Plain rounds are those of an engine without a draft, which has nothing to keep up to date; its sequences grow more
-    slowly, so the trees' rounds see somewhat longer contexts.
+    Plain rounds are those of an engine without a draft, which has nothing to keep up to date. Its sequences grow more
+    slowly; in each turn the trees' are begun anew where the plain ones stand, so that all see contexts of like length.
     """
     seconds: dict[int, list[float]] = {}
     plans = [Dispatcher(each.tree, plain.target.device) for each in tried]
@@ -199,26 +199,31 @@ def round_seconds(
     for number, size in enumerate(sorted(config.batch_sizes), 1):
         prompts = [asked[i % len(asked)] for i in range(size)]
         left = plain.target.max_positions - max(map(len, prompts))
-        wanted = (config.rounds + 1) * sum(each.tree.max_depth + 1 for each in tried)
+        wanted = config.rounds + 1 + sum(each.tree.max_depth + 1 for each in tried)
         check(
             wanted <= left,
             f"rounds={config.rounds}: {len(tried)} trees may take {wanted} tokens, and the context has {left} left",
         )
         params = SamplingParams(max_tokens=wanted, ignore_eos=True)
-        drafting.dispatcher = Dispatcher(chain(config.depth), plain.target.device)  # room for the deepest
+        requests = {plain: [plain.add(prompt, params) for prompt in prompts], drafting: []}
         times: list[list[float]] = [[] for _ in tried]
-        with torch.inference_mode():
+        for turn in range(config.rounds + 1):
+            for request in requests[drafting]:
+                drafting.cancel(request)
+            texts = [each.prompt + each.generated for each in requests[plain]]
+            requests[drafting] = [drafting.add(text, params) for text in texts]
             for engine in (plain, drafting):
-                engine.start([engine.sequence(i, prompt, params) for i, prompt in enumerate(prompts)])
                 engine.prefill()
-            for turn in range(config.rounds + 1):
-                for plan, taken in zip(plans, times, strict=True):
-                    engine = drafting if plan.deepest else plain
-                    engine.dispatcher = plan
-                    started = time.perf_counter()
-                    engine.step()
-                    if turn > 0:  # the first warms up
-                        taken.append(time.perf_counter() - started)
+            for plan, taken in zip(plans, times, strict=True):
+                engine = drafting if plan.deepest else plain
+                engine.dispatcher = plan
+                started = time.perf_counter()
+                engine.step()
+                if turn > 0:  # the first warms up
+                    taken.append(time.perf_counter() - started)
+        for engine, theirs in requests.items():
+            for request in theirs:
+                engine.cancel(request)
         seconds[size] = [statistics.median(taken) for taken in times]
         bar.update(number)
     bar.close()

@@ -4,50 +4,16 @@ import random
 
 import pytest
 import torch
+from caches import Recorder, check_cache, fresh, spoil
 from guided import GREEDY, PROMPTS, TREES, answers, cut, guide, token_ids
 from tiny import shared_target, tiny_draft
 
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.drafters.eagle import Eagle
-from eagle_train.inference.paged_kv import BLOCK, ZEROS, PagedKV
+from eagle_train.inference.paged_kv import BLOCK
 from eagle_train.inference.scheduler import Scheduler
-from eagle_train.inference.sequence import Sequence
-from eagle_train.models.draft import Draft, shift_hidden
-from eagle_train.models.target import Target
-from eagle_train.ops.attention import packed_attention
-
-
-class Recorder:
-    """`attend` for one document that keeps each layer's keys and values [K, T, D]."""
-
-    def __init__(self):
-        self.keys, self.values = [], []
-
-    def __call__(self, layer, q, k, v, rule):
-        self.keys.append(k[0])
-        self.values.append(v[0])
-        return packed_attention([[q.shape[2]]])(layer, q, k, v, rule)
-
-
-def slots_of(sequence: Sequence) -> list[int]:
-    return [block * BLOCK + i for block in sequence.blocks for i in range(BLOCK)]
-
-
-def check_cache(cache: PagedKV, sequence: Sequence, wanted: Recorder, error: float = 1e-4) -> None:
-    for stored, layers in ((cache.keys, wanted.keys), (cache.values, wanted.values)):
-        alone = torch.stack(layers).transpose(1, 2)
-        slots = slots_of(sequence)[: alone.shape[1]]
-        torch.testing.assert_close(stored[:, slots], alone, rtol=error, atol=error)
-
-
-def fresh(target: Target, draft: Draft, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor, Recorder, Recorder]:
-    """Hidden states of target and draft for tokens read in one go, the contract of DESIGN 3.1; and their caches."""
-    ids, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]
-    of_target, of_draft = Recorder(), Recorder()
-    hidden = target.hidden_states(ids, positions, of_target)
-    previous = shift_hidden(hidden, positions, draft.config.first_token)
-    return hidden[0], draft(target.embed(ids), previous, positions, of_draft)[0], of_target, of_draft
+from eagle_train.models.draft import shift_hidden
 
 
 @pytest.mark.parametrize(
@@ -177,16 +143,6 @@ def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides, mon
     monkeypatch.setattr(Engine, "sample", checked)
     engine.generate(PROMPTS[:3], SamplingParams(max_tokens=6, ignore_eos=True))
     assert set(seen) == {0, 1}
-
-
-def spoil(engine: Engine) -> None:
-    """Make NaN of every slot that holds no committed token."""
-    for cache, unread in ((engine.cache, 0), (engine.drafter.cache, 1)):
-        free = torch.ones(cache.keys.shape[1], dtype=torch.bool)
-        free[ZEROS * BLOCK : (ZEROS + 1) * BLOCK] = False
-        for sequence in engine.active:
-            free[slots_of(sequence)[: sequence.committed + unread * (1 - sequence.unread)]] = False
-        cache.keys[:, free] = cache.values[:, free] = torch.nan
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -103,24 +103,66 @@ def new(index: int, prompt: int) -> Sequence:
     return Sequence(index, [1] * prompt, GREEDY, frozenset())
 
 
+def admitted(scheduler: Scheduler) -> list[Sequence]:
+    """Who comes in now and reads; the texts are read at once."""
+    scheduler.admit()
+    new = [sequence for sequence, _ in scheduler.chunks(None)]
+    scheduler.activate(new)
+    return new
+
+
 def test_first_come_first_served():
     """The last to come gives way, waits in front, and comes back when there is a block to spare for everyone."""
     scheduler = Scheduler(BlockPool(6), rows=2, ahead=4)
     first, second, third = new(0, 20), new(1, 20), new(2, 1)
     scheduler.waiting.extend([first, second, third])
-    assert scheduler.admit() == [first, second]  # two blocks each, and one for the first beside
-    assert scheduler.admit() == []  # no row is free
+    assert admitted(scheduler) == [first, second]  # two blocks each, and one for the first beside
+    assert admitted(scheduler) == []  # no row is free
     first.generated = [1] * 57  # 76 committed ones, and 4: five blocks
     scheduler.make_room()
     assert (scheduler.active, list(scheduler.waiting)) == ([first], [second, third])
     assert (len(first.blocks), second.blocks) == (5, [])
-    assert scheduler.admit() == []  # one block is free, and the second needs two
+    assert admitted(scheduler) == []  # one block is free, and the second needs two
     first.finish_reason = "stop"
     scheduler.leave()
-    assert scheduler.admit() == [second, third]
+    assert admitted(scheduler) == [second, third]
 
 
 def test_a_block_for_everyone_stays_free():
     scheduler = Scheduler(BlockPool(4), rows=2, ahead=4)
     scheduler.waiting.extend([new(0, 20), new(1, 20)])
-    assert len(scheduler.admit()) == 1  # the second would fit, but the first could not grow beside it
+    assert len(admitted(scheduler)) == 1  # the second would fit, but the first could not grow beside it
+
+
+def test_who_reads_gives_way_first():
+    scheduler = Scheduler(BlockPool(5), rows=2, ahead=4)
+    first, second = new(0, 20), new(1, 20)
+    scheduler.waiting.extend([first, second])
+    scheduler.admit()
+    scheduler.activate([first])
+    second.read = 16
+    first.generated = [1] * 30  # four blocks
+    scheduler.make_room()
+    assert (scheduler.active, scheduler.reading, list(scheduler.waiting)) == ([first], [], [second])
+    assert second.read == 0
+
+
+def test_texts_are_read_in_chunks():
+    scheduler = Scheduler(BlockPool(20), rows=3, ahead=4)
+    first, second, third = new(0, 20), new(1, 7), new(2, 9)
+    scheduler.waiting.extend([first, second, third])
+    scheduler.admit()
+    assert scheduler.chunks(None) == [(first, 20), (second, 7), (third, 9)]
+    assert scheduler.chunks(16) == [(first, 16)]
+    first.read = 16
+    assert scheduler.chunks(16) == [(first, 4), (second, 7), (third, 5)]
+
+
+def test_a_pool_that_grows_keeps_what_was_handed_out():
+    pool, blocks = BlockPool(2), []
+    assert pool.extend(blocks, 2 * BLOCK)
+    assert not pool.extend(blocks, 3 * BLOCK)
+    pool.grow(4)
+    assert pool.extend(blocks, 4 * BLOCK)
+    assert sorted(blocks) == list(range(WASTE + 1, WASTE + 5))
+    assert pool.in_store == WASTE + 5

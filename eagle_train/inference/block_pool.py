@@ -24,6 +24,11 @@ class BlockPool:
         """How many blocks the store must have."""
         return WASTE + 1 + self.total
 
+    def grow(self, blocks: int) -> None:
+        """Have so many in all."""
+        self.release(list(range(WASTE + 1 + self.total, WASTE + 1 + blocks)))
+        self.total = max(self.total, blocks)
+
     def has(self, blocks: int) -> bool:
         """Whether so many are free."""
         return blocks <= len(self.free)

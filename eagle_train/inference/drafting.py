@@ -68,12 +68,19 @@ class Drafter(Protocol):
     that forgetting one is the engine's affair alone. Whatever is proposed, the outputs stay the target's own.
     """
 
-    def start(self, blocks: int) -> None:
-        """Forget everything, and make room for so many blocks of slots."""
+    def reserve(self, blocks: int) -> None:
+        """Have room for so many blocks of slots; what is kept in those there are stays."""
 
-    def prefill(self, prefix: Prefix, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> None:
-        """New sequences, with an empty prefix: prompts [A, T], padded on the right, and the target's hidden states
-        [A, T, H]."""
+    def prefill(
+        self,
+        prefix: Prefix,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        before: torch.Tensor | None,
+    ) -> None:
+        """Texts, or what follows a prefix of them: tokens [A, T], padded on the right, the target's hidden states
+        [A, T, H], and `before` [A, H], that of the token before the first; None where every prefix is empty."""
 
     def propose(
         self, plan: "Plan", prefix: Prefix, read: Prefix, pending: Pending, choice: Choice

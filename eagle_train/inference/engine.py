@@ -37,7 +37,7 @@ from eagle_train.inference.sampling import (
     verify_greedy,
 )
 from eagle_train.inference.scheduler import Scheduler
-from eagle_train.inference.sequence import Output, SamplingParams, Sequence
+from eagle_train.inference.sequence import Output, SamplingParams, Sequence, Update
 from eagle_train.inference.tree import chain
 from eagle_train.inference.validation import validate
 from eagle_train.models.artifact import load_draft
@@ -59,12 +59,15 @@ class Engine:
         max_batch_size: int = 16,
         drafting: str = "greedy",
         kv_tokens: int | None = None,
+        prefill_tokens: int | None = 8192,
     ):
         """`tree`: a name in conf/tree, a Tree, or a mapping {largest batch size: tree}. Without a draft it is not used.
 
         `drafting`: how a node's children are chosen: greedy, multinomial or multinomial_without_replacement.
         `kv_tokens`: of how many tokens keys and values are kept at most, drafted ones included; sequences wait for
-        room, or give theirs up and are recomputed. None: for `max_batch_size` of the sequences given.
+        room, or give theirs up and are recomputed. None: as many as `max_batch_size` of the requests may need.
+        `prefill_tokens`: how many tokens of prompts are read between two rounds, so that who decodes does not wait for
+        long for who comes. None: all there are.
         """
         check(max_batch_size >= 1, f"max_batch_size={max_batch_size}: must be at least 1")
         if not isinstance(target, Target):
@@ -77,91 +80,143 @@ class Engine:
         self.target, self.max_batch_size, self.drafting = target, max_batch_size, drafting
         self.drafter: Drafter | None = draft
         check(kv_tokens is None or kv_tokens >= 1, f"kv_tokens={kv_tokens}: must be at least 1, or None")
-        self.kv_tokens = kv_tokens
+        least = prefill_tokens is None or prefill_tokens >= 1
+        check(least, f"prefill_tokens={prefill_tokens}: must be at least 1, or None")
+        self.kv_tokens, self.prefill_tokens = kv_tokens, prefill_tokens
         self.dispatcher = Dispatcher(tree if draft is not None else chain(0), target.device)
         self.stage_seconds: dict[str, float] = defaultdict(float)
+        self.num_added = 0
+        self.advanced: dict[Sequence, None] = {}  # who got tokens in this step, in order
+        self.scheduler = Scheduler(BlockPool(0), max_batch_size, ahead=self.dispatcher.deepest + 1)
+        shape = DraftConfig.from_target(target.config)  # how wide the target's own heads are
+        layers = target.config.num_hidden_layers
+        self.cache = PagedKV(layers, shape.num_kv_heads, shape.head_dim, 0, target.dtype, target.device)
+        if kv_tokens is not None:
+            self.reserve(kv_tokens // BLOCK)
 
-    @torch.inference_mode()
     def generate(
         self, prompts: Listing[Prompt], params: SamplingParams | Listing[SamplingParams] | None = None
     ) -> list[Output]:
         """One output per prompt: text, token ids or chat messages each.
 
         `params`: one for all (request i then uses seed + i) or a list. Raises UserError for a prompt that is empty or
-        does not fit the target's context.
+        does not fit the target's context, before anything is run, and where other requests are under way.
         """
         check(not isinstance(prompts, str), "prompts is one text: give a list of prompts")
+        check(not self.scheduler.unfinished, "requests were added before: step until they are done")
         sequences = [self.sequence(i, prompt, params_of(params, i, len(prompts))) for i, prompt in enumerate(prompts)]
-        if not sequences:
-            return []
-        self.start(sequences)
-        while self.active or self.scheduler.waiting:
+        self.enqueue(sequences)
+        while self.scheduler.unfinished:
             self.step()
         return [self.output(sequence) for sequence in sequences]
 
-    def start(self, sequences: list[Sequence]) -> None:
-        """An empty store, and these sequences waiting. Raises UserError where one alone would not fit into it."""
-        ahead = self.dispatcher.deepest + 1  # a round's longest path, the pending token at its root
-        needs = [blocks_for(len(each.prompt) + each.params.max_tokens + ahead) for each in sequences]
-        rows = min(self.max_batch_size, len(sequences))
-        pool = BlockPool((max(needs) + 1) * rows if self.kv_tokens is None else self.kv_tokens // BLOCK)
-        for sequence, need in zip(sequences, needs, strict=True):
+    def add(self, prompt: Prompt, params: SamplingParams | None = None) -> Sequence:
+        """A request that waits for its turn in `step`. Raises UserError as `generate` does."""
+        sequence = self.sequence(self.num_added, prompt, params or SamplingParams())
+        self.enqueue([sequence])
+        self.num_added += 1
+        return sequence
+
+    def cancel(self, request: Sequence) -> None:
+        """End a request, between two steps; what it has is in its output. One that is finished stays as it is."""
+        if request in self.scheduler.unfinished:
+            request.finish_reason = "cancelled"
+            self.leave()
+            self.scheduler.leave()  # should it have waited still, or read
+
+    def enqueue(self, sequences: list[Sequence]) -> None:
+        """Let sequences wait, and have room for them. Raises UserError where one alone would not fit."""
+        unfinished = [*self.scheduler.unfinished, *sequences]
+        needs = [blocks_for(self.longest(each)) for each in unfinished]
+        total = self.scheduler.pool.total
+        for sequence, need in zip(unfinished, needs, strict=True):
             check(
-                need <= pool.total,
+                self.kv_tokens is None or need <= total,
                 f"kv_tokens={self.kv_tokens}: prompt {sequence.index} and its answer need {need * BLOCK}",
             )
-        self.scheduler = Scheduler(pool, rows, ahead)
+        blocks = (max(needs, default=0) + 1) * min(self.max_batch_size, len(needs))
+        if self.kv_tokens is None and blocks > total:
+            self.reserve(blocks)
         self.scheduler.waiting.extend(sequences)
-        shape = DraftConfig.from_target(self.target.config)  # how wide the target's own heads are
-        sizes = {"blocks": pool.in_store, "dtype": self.target.dtype, "device": self.target.device}
-        self.cache = PagedKV(self.target.config.num_hidden_layers, shape.num_kv_heads, shape.head_dim, **sizes)
+
+    def longest(self, sequence: Sequence) -> int:
+        """Slots that a sequence may need."""
+        return len(sequence.prompt) + sequence.params.max_tokens + self.scheduler.ahead
+
+    @torch.inference_mode()
+    def reserve(self, blocks: int) -> None:
+        """Have room for so many blocks of keys and values."""
+        pool = self.scheduler.pool
+        pool.grow(blocks)
+        self.cache.grow(pool.in_store)
         if self.drafter is not None:
-            self.drafter.start(pool.in_store)
+            self.drafter.reserve(pool.in_store)
 
     @property
     def active(self) -> list[Sequence]:
         """The batch's sequences, row by row."""
         return self.scheduler.active
 
-    def step(self) -> None:
-        """One round of the decoding cycle. Paper section 3, figure 4."""
+    @torch.inference_mode()
+    def step(self) -> list[Update]:
+        """One round of the decoding cycle. Paper section 3, figure 4. Returns what it brought, and to whom."""
         self.prefill()
-        if not self.active:
-            return
-        plan = self.dispatch()
-        tokens, q = self.draft_tree(plan)
-        hidden, logits, suffix = self.validate(plan, tokens)
-        verified = self.sample(plan, tokens, logits, q)
-        self.commit(plan, tokens, hidden, suffix, verified)
+        if self.active:
+            plan = self.dispatch()
+            tokens, q = self.draft_tree(plan)
+            hidden, logits, suffix = self.validate(plan, tokens)
+            verified = self.sample(plan, tokens, logits, q)
+            self.commit(plan, tokens, hidden, suffix, verified)
+        told, self.advanced = self.advanced, {}
+        return [Update(one, one.news(), self.output(one) if one.finish_reason else None) for one in told]
 
+    @torch.inference_mode()
     def prefill(self) -> None:
-        """Waiting sequences take the free rows and blocks; their first tokens are sampled at once."""
+        """Waiting sequences take the free rows and blocks, and texts are read; first tokens are sampled at once."""
         before = len(self.active)
         self.scheduler.make_room()
         staying = len(self.active)
-        new = self.scheduler.admit()
         if staying < before:
             self.pending = self.pending.rows(slice(staying))
-        if new:
+        self.scheduler.admit()
+        fresh = None
+        if chunks := self.scheduler.chunks(self.prefill_tokens):
             with self.stage("prefill"):
-                fresh = self.read(new)
+                fresh = self.read(chunks)
+        if fresh is not None:
             self.pending = self.pending.followed_by(fresh) if staying else fresh
-        if new or staying < before:
+        if fresh is not None or staying < before:
             self.leave()
 
-    def read(self, new: list[Sequence]) -> Pending:
-        """Run sequences' texts through target and drafter. One that comes back has its pending token already."""
-        device, texts = self.target.device, [sequence.to_prefill for sequence in new]
-        prefix = Prefix.of([0] * len(new), [sequence.blocks for sequence in new], device)
-        hidden, logits = prefill(self.target, self.cache, self.drafter, prefix, texts)
+    def read(self, chunks: list[tuple[Sequence, int]]) -> Pending | None:
+        """Run chunks of texts through target and drafter. Who has read all of its text becomes active, with its first
+        token; one that comes back has its pending token already."""
+        device = self.target.device
+        new = [sequence for sequence, _ in chunks]
+        texts = [sequence.to_prefill[sequence.read : sequence.read + count] for sequence, count in chunks]
+        prefix = Prefix.of([sequence.read for sequence in new], [sequence.blocks for sequence in new], device)
+        before = None
+        if prefix.longest > 0:
+            none = torch.zeros(self.target.lm_head.weight.shape[1], dtype=self.target.dtype, device=device)
+            before = torch.stack([none if each.last_hidden is None else each.last_hidden for each in new])
+        hidden = prefill(self.target, self.cache, self.drafter, prefix, texts, before)
+        for sequence, text, state in zip(new, texts, hidden, strict=True):
+            sequence.read, sequence.last_hidden = sequence.read + len(text), state
+        done = [row for row, sequence in enumerate(new) if sequence.read == len(sequence.to_prefill)]
+        if not done:
+            return None
+        new, hidden = [new[row] for row in done], hidden[done]
         settings = Settings.of(new, device)
-        last = torch.tensor([len(text) - 1 for text in texts], device=device)
-        probs = probabilities(logits.unsqueeze(1), settings.sampling).squeeze(1)
+        last = torch.tensor([sequence.read - 1 for sequence in new], device=device)
+        probs = probabilities(self.target.lm_head(hidden).unsqueeze(1), settings.sampling).squeeze(1)
         tokens, now = sample(probs, uniform(settings.seeds, last, 1).squeeze(1)).tolist(), time.perf_counter()
         for sequence, token in zip(new, tokens, strict=True):
+            sequence.last_hidden = None
             if not sequence.generated:
                 sequence.start(token, now)
                 self.check_stop_strings(sequence)
+                self.advanced[sequence] = None
+        self.scheduler.activate(new)
         first = torch.tensor([[sequence.generated[-1]] for sequence in new], device=device)
         return Pending(first, hidden.unsqueeze(1), torch.ones_like(first[:, 0]))
 
@@ -211,6 +266,7 @@ class Engine:
             for sequence, committed, count in rounds:
                 sequence.advance(committed[: count + 1], count, plan.tree.max_depth, now)
                 self.check_stop_strings(sequence)
+                self.advanced[sequence] = None
             unread = [1] * len(accepted) if self.drafter is None else self.drafter.rewind(plan, verified.path, accepted)
             for sequence, count in zip(self.active, unread, strict=True):
                 sequence.unread = count

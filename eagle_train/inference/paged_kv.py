@@ -68,28 +68,33 @@ class PagedKV:
         self.keys = torch.zeros(layers, blocks * BLOCK, heads, width, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
 
+    def grow(self, blocks: int) -> None:
+        """Have so many blocks in all, and keep what is in those there are."""
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros(old.shape[0], blocks * BLOCK, *old.shape[2:])
+            new[:, : old.shape[1]] = old
+            setattr(self, name, new)
+
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store a layer's k, v [A, K, T, D] at slots [A, T]."""
         self.keys[layer, slots] = k.transpose(1, 2)
         self.values[layer, slots] = v.transpose(1, 2)
-
-    def fresh(self, prefix: Prefix, length: int) -> Attend:
-        """`attend` of a prefill: the tokens are the first of their rows; their keys and values are kept."""
-        slots = prefix.slots(torch.arange(length, device=prefix.lengths.device).expand(len(prefix.lengths), -1))
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-            self.write(layer, slots, k, v)
-            return causal_attention(q, k, v, rule)
-
-        return attend
 
     def extend(self, prefix: Prefix, positions: torch.Tensor) -> Attend:
         """`attend` of T tokens that follow each row's prefix; their keys and values are kept. `positions` [A, T].
 
         The s-th slot of a row is that of position s, so `slot <= position` is all of causality, whatever lies beyond.
         """
-        length = positions.shape[1]
-        slots, reach = prefix.slots(positions), torch.arange(prefix.longest + length, device=positions.device)
+        length, slots = positions.shape[1], prefix.slots(positions)
+
+        def fresh(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+            self.write(layer, slots, k, v)
+            return causal_attention(q, k, v, rule)
+
+        if prefix.longest == 0:
+            return fresh
+        reach = torch.arange(prefix.longest + length, device=positions.device)
         committed = self.committed(prefix, len(reach), prefix.lengths + length)
         masks: dict[tuple, torch.Tensor | None] = {}
 

@@ -1,4 +1,7 @@
-"""Prefill: the prompts' keys, values and first tokens. Paper sections 3 (stage 1) and 3.3; DESIGN sections 3.1, 3.6."""
+"""Prefill: the prompts' keys, values and hidden states, at once or in chunks.
+
+Paper sections 3 (stage 1) and 3.3; DESIGN sections 3.1, 3.6. Knows nothing of requests or sampling.
+"""
 
 import torch
 
@@ -8,20 +11,25 @@ from eagle_train.models.target import Target
 
 
 def prefill(
-    target: Target, cache: PagedKV, drafter: Drafter | None, prefix: Prefix, prompts: list[list[int]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run whole prompts through the target, into the blocks of an empty `prefix`, and let the drafter read them.
+    target: Target,
+    cache: PagedKV,
+    drafter: Drafter | None,
+    prefix: Prefix,
+    texts: list[list[int]],
+    before: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run texts through the target, each after its `prefix`, and let the drafter read them.
 
-    Returns the last prompt token's hidden state [A, H], which the first draft slot needs, and its logits [A, V], from
-    which the first token is sampled at once. Prompts are padded on the right: nothing real sees the padding.
+    `before` [A, H] are the target's hidden states at the prefixes' last tokens, None where every prefix is empty.
+    Returns those at the texts' last tokens [A, H], which the next text or the first draft slot needs. Texts are padded
+    on the right: nothing real sees the padding.
     """
     device = prefix.lengths.device
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    longest = max(len(prompt) for prompt in prompts)
-    tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
-    positions = torch.arange(longest, device=device).expand_as(tokens)
-    hidden = target.hidden_states(tokens, positions, cache.fresh(prefix, longest))
+    lengths = torch.tensor([len(text) for text in texts], device=device)
+    longest = max(len(text) for text in texts)
+    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
+    positions = prefix.lengths.unsqueeze(1) + torch.arange(longest, device=device)
+    hidden = target.hidden_states(tokens, positions, cache.extend(prefix, positions))
     if drafter is not None:
-        drafter.prefill(prefix, tokens, positions, hidden)
-    last = hidden[torch.arange(len(prompts), device=device), lengths - 1]
-    return last, target.lm_head(last)
+        drafter.prefill(prefix, tokens, positions, hidden, before)
+    return hidden[torch.arange(len(texts), device=device), lengths - 1]

@@ -5,6 +5,7 @@ DESIGN sections 3.8, 3.9.
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from eagle_train.config import check
 
@@ -58,7 +59,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Output:
-    """A finished request. `finish_reason`: stop (a stop token or string) or length."""
+    """A finished request. `finish_reason`: stop (a stop token or string), length or cancelled."""
 
     token_ids: list[int]
     text: str | None
@@ -67,9 +68,18 @@ class Output:
     rounds: list[int]  # tokens that each target call of the decoding committed
 
 
+@dataclass(frozen=True)
+class Update:
+    """What a round brought a request: its new tokens, and the whole of it when it is finished."""
+
+    request: "Sequence"
+    token_ids: list[int]
+    output: Output | None
+
+
 @dataclass(eq=False)
 class Sequence:
-    """A request in the engine."""
+    """A request in the engine: what `Engine.add` returns, to be looked at, and `Engine.cancel` takes."""
 
     index: int
     prompt: list[int]
@@ -82,6 +92,9 @@ class Sequence:
     finish_reason: str | None = None
     last_token_at: float = 0.0
     blocks: list[int] = field(default_factory=list)  # of the store, in order
+    read: int = 0  # how many tokens of `to_prefill` the caches hold, while there are some to come
+    last_hidden: Any = None  # the target's hidden state at the last of them [H]
+    reported: int = 0  # how many of the generated tokens were told
     unread: int = 1  # of its newest tokens, the pending one included, that the drafter is to be given
 
     @property
@@ -97,6 +110,15 @@ class Sequence:
     def to_prefill(self) -> list[int]:
         """What the caches must hold before it decodes; more than the prompt where it had to give up its blocks."""
         return self.prompt + self.generated[:-1]
+
+    def news(self) -> list[int]:
+        """The tokens since it was last asked."""
+        new, self.reported = self.generated[self.reported :], len(self.generated)
+        return new
+
+    def forget(self) -> None:
+        """Its blocks are gone: all of it is to be read anew."""
+        self.read, self.last_hidden, self.unread = 0, None, 1
 
     def start(self, token: int, now: float) -> None:
         """The prefill's token."""

@@ -30,15 +30,25 @@ class Eagle:
         self.draft = draft.to(target.device, target.dtype).eval().requires_grad_(False)
         self.target, self.alignment = target, alignment
         self.head = Head(self.draft, target.lm_head)
+        shape = self.draft.config
+        self.cache = PagedKV(shape.num_layers, shape.num_kv_heads, shape.head_dim, 0, target.dtype, target.device)
 
-    def start(self, blocks: int) -> None:
-        shape, target = self.draft.config, self.target
-        sizes = {"blocks": blocks, "dtype": target.dtype, "device": target.device}
-        self.cache = PagedKV(shape.num_layers, shape.num_kv_heads, shape.head_dim, **sizes)
+    def reserve(self, blocks: int) -> None:
+        self.cache.grow(blocks)
 
-    def prefill(self, prefix: Prefix, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> None:
+    def prefill(
+        self,
+        prefix: Prefix,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        before: torch.Tensor | None,
+    ) -> None:
         previous = shift_hidden(hidden, positions, self.draft.config.first_token)
-        self.draft(self.target.embed(tokens), previous, positions, self.cache.fresh(prefix, tokens.shape[1]))
+        if before is not None:  # the rows that have a prefix
+            follows = (positions[:, 0] > 0).unsqueeze(1)
+            previous[:, 0] = torch.where(follows, before, previous[:, 0])
+        self.draft(self.target.embed(tokens), previous, positions, self.cache.extend(prefix, positions))
 
     def propose(
         self, plan: Plan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice
