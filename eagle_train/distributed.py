@@ -95,17 +95,20 @@ def start(device: str, share: int | None = 1, timeout_minutes: float = 30.0, gro
     return World(rank, size, share, mesh, shares, sides)
 
 
-def leave(status: int = 0) -> None:
-    """Leave the job. A process alone goes on, unless `status` says that it failed; a rank of several ends here.
+def leave(status: int = 0, failed: bool = False) -> None:
+    """Leave the job. A process alone goes on, unless it has a `status` to end with; a rank of several ends here.
+
+    One that `failed` does not wait for the others, who may be waiting for it.
 
     It ends as the interpreter would end it, but without tearing the interpreter down: Gloo's threads still let go of
     the last tensors then, need the interpreter for it, and abort the process (pytorch issue 190489).
     """
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    if dist.is_initialized():
+    several = place()[1] > 1
+    if dist.is_initialized() and not failed:
         dist.destroy_process_group()
     if several:
-        threading._shutdown()  # as multiprocessing ends its children
+        if not failed:
+            threading._shutdown()  # as multiprocessing ends its children
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -2,12 +2,14 @@
 
 import signal
 import sys
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from eagle_train import distributed
-from eagle_train.config import build, command, resolve_device, write_text
+from eagle_train.config import UserError, build, command, report, resolve_device, write_text
 from eagle_train.training.assemble import assemble
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.metrics import MetricsLog, NoTracker, Record, redact
@@ -17,6 +19,18 @@ from eagle_train.training.trainer import Interrupted, Trainer
 INTERRUPTED = 75  # exit status: stopped by a signal after a checkpoint, run the same command again
 
 
+class Stop:
+    """Whether this process was told to stop, by what clusters send before they take the nodes away."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self)
+
+    def __call__(self, *_: Any) -> None:
+        self.asked = True
+
+
 @command("train")
 def main(config: DictConfig) -> None:
     if config.plan:
@@ -24,34 +38,49 @@ def main(config: DictConfig) -> None:
         if rank == 0:
             print(planned(config, size))
         return
+    try:
+        status = record(job)(config)  # a launcher tells the first error of all ranks by what this notes
+    except UserError as error:
+        if distributed.place()[1] == 1:
+            raise
+        distributed.leave(report(error), failed=True)
+    distributed.leave(status)
+
+
+def job(config: DictConfig) -> int:
+    """One rank's part; returns its exit status."""
+    stop = Stop()  # loading takes minutes too
     parallel = build(ParallelConfig, config.parallel, "parallel")
     share = 1 if parallel.target == "replicated" else parallel.share
     world = distributed.start(
         resolve_device(config.device), share, parallel.timeout_minutes, group=parallel.needs_group
     )
-    status = 0
     try:
-        run(config, assemble(config, parallel, world))
+        run(config, assemble(config, parallel, world), stop)
     except Interrupted as interrupted:
         if world.is_main:
             print(interrupted, file=sys.stderr)
-        status = INTERRUPTED
-    distributed.leave(status)
+        world.exchange(None)  # ranks end together: a launcher may kill those left when one ended with a status
+        return INTERRUPTED
+    return 0
 
 
-def run(config: DictConfig, trainer: Trainer) -> None:
+def run(config: DictConfig, trainer: Trainer, stop: Stop) -> None:
     """The whole job on one of its ranks."""
     resumed = trainer.config.resume and trainer.resume()
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # what clusters send before they take the nodes away
-        signal.signal(number, lambda *_: setattr(trainer, "stop_asked", True))
+    trainer.stop_asked = lambda: stop.asked
     if not trainer.world.is_main:
         trainer.train(NoTracker(trainer.directory, {}))
         return
     print(trainer, flush=True)
     log = open_log(config, trainer, trainer.step if resumed else None)
-    record = trainer.train(log)
+    try:
+        heldout = trainer.train(log)
+    except Interrupted:
+        log.close()
+        raise
     log.close()
-    report(trainer, record)
+    summarise(trainer, heldout)
 
 
 def open_log(config: DictConfig, trainer: Trainer, resumed_step: int | None) -> MetricsLog:
@@ -62,7 +91,7 @@ def open_log(config: DictConfig, trainer: Trainer, resumed_step: int | None) -> 
     return MetricsLog(trainer.directory, tracker, resumed_step)
 
 
-def report(trainer: Trainer, heldout: Record) -> None:
+def summarise(trainer: Trainer, heldout: Record) -> None:
     """What the run came to, in a few lines."""
     print(f"data: {', '.join(f'{count:,} {name}' for name, count in trainer.stream.counts.items())}")
     if heldout:

@@ -14,9 +14,10 @@ from command_line import chats, read_jsonl, save_target, write_jsonl
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/slurm/*")])
 
-# srun starts the ranks and sends them what scancel tells it to; scontrol knows one host and notes what is requeued.
+# srun starts the ranks, sends them what scancel tells it to, and kills the others a second after one ended badly;
+# scontrol knows one host and notes what is requeued.
 SRUN = f"""#!{sys.executable}
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 options = [argument for argument in sys.argv[1:] if argument.startswith("--")]
 command = sys.argv[1 + len(options):]
 log = next(option for option in options if option.startswith("--output=")).removeprefix("--output=")
@@ -27,7 +28,15 @@ for rank in range(int(os.environ["SLURM_NTASKS"])):
     ranks.append(subprocess.Popen(command, env=variables, stdout=file, stderr=file))
 signal.signal(signal.SIGUSR2, lambda *_: [rank.send_signal(signal.SIGUSR1) for rank in ranks])
 open(os.environ["STUB"] + "/srun.pid", "w").write(str(os.getpid()))
-sys.exit(max(abs(rank.wait()) for rank in ranks))
+while not all(rank.poll() is not None for rank in ranks) and not any(rank.poll() for rank in ranks):
+    time.sleep(0.01)
+until = time.monotonic() + 1
+while any(rank.poll() is None for rank in ranks):
+    time.sleep(0.01)
+    if time.monotonic() > until:
+        for rank in ranks:
+            rank.kill()
+sys.exit(max(128 - rank.wait() if rank.wait() < 0 else rank.wait() for rank in ranks))
 """
 SCANCEL = '#!/bin/bash\n[ "$1" = --signal=USR1 ] && [ "$2" = 7.0 ] && kill -USR2 "$(cat "$STUB/srun.pid")"\n'
 SCONTROL = '#!/bin/bash\n[ "$1" = show ] && echo localhost || echo "$@" >>"$STUB/requeued"\n'
@@ -100,9 +109,54 @@ def test_a_preempted_job_is_queued_again_and_goes_on(cluster, tmp_path):
     assert [record["step"] for record in read_jsonl(out / "metrics.jsonl")] == list(range(1, done + 4))
 
 
-def test_a_rank_that_fails_ends_the_job_with_its_reason(cluster, capfd):
-    assert submit(cluster, "data.path=nowhere.jsonl", "device=cpu", "parallel=ddp").wait(timeout=120) == 2
-    assert "error: " in capfd.readouterr().err
+def test_the_first_rank_to_fail_ends_the_job_with_its_reason(cluster, tmp_path, capfd):
+    """The other waits for it in vain and is killed; a mistake that all make is told as well."""
+    save_target(tmp_path / "target")
+    write_jsonl(tmp_path / "0.jsonl", chats(40))
+    given = [f"target={tmp_path}/target", "data=messages", "data.row_tokens=32", "parallel=ddp"]
+    given += ["device=cpu", "optim.tokens_per_step=512", "train.steps=4", f"out={tmp_path}/run"]
+    path = str(tmp_path) + "/${oc.env:RANK}.jsonl"
+    assert submit(cluster, *given, f"data.path={path}").wait(timeout=120) == 128 + signal.SIGKILL
+    told = capfd.readouterr().err
+    assert "the first to fail, rank 1:" in told
+    assert f"error: data.path is {tmp_path}/1.jsonl; there is no such file" in told
+    assert submit(cluster, *given, "data.path=nowhere.jsonl").wait(timeout=120) == 2
+    assert "error: data.path is nowhere.jsonl; there is no such file" in capfd.readouterr().err
+
+
+def test_torchrun_passes_a_signal_on_and_the_run_goes_on(tmp_path):
+    save_target(tmp_path / "target")
+    write_jsonl(tmp_path / "train.jsonl", chats(40))
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    programs, out = tmp_path / ".venv/bin", tmp_path / "run"
+    programs.mkdir(parents=True)
+    for name, program in (("python", ""), ("torchrun", "-m torch.distributed.run")):
+        (programs / name).write_text(f'#!/bin/bash\nexec {sys.executable} {program} "$@"\n')
+        (programs / name).chmod(0o755)
+    sums = subprocess.run("cat pyproject.toml launch/constraints.txt | cksum", shell=True, cwd=tmp_path, stdout=-1)
+    (tmp_path / ".venv/.installed").write_bytes(sums.stdout)
+    variables = os.environ | {"PROCESSES": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+    def start(steps: int) -> subprocess.Popen:
+        overrides = [
+            *("target=target", "data=messages", "data.path=train.jsonl", "data.row_tokens=32", "draft.num_layers=1"),
+            *("optim.tokens_per_step=128", "train.micro_batch_rows=1", "train.save_every=0", f"train.steps={steps}"),
+            *("parallel=ddp", "device=cpu", f"out={out}"),
+        ]
+        return subprocess.Popen(["bash", "launch/torchrun.sh", *overrides], env=variables, cwd=tmp_path)
+
+    job = start(600)
+    while not (out / "metrics.jsonl").exists() or len(read_jsonl(out / "metrics.jsonl")) < 5:
+        assert job.poll() is None
+        time.sleep(0.2)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=120) != 0
+    (checkpoint,) = out.glob("step-*")
+    done = int(checkpoint.name.removeprefix("step-"))
+    assert len(read_jsonl(out / "metrics.jsonl")) == done < 600
+    assert start(done + 3).wait(timeout=120) == 0
+    assert [record["step"] for record in read_jsonl(out / "metrics.jsonl")] == list(range(1, done + 4))
 
 
 def test_accelerate_launch_starts_a_run_as_well(tmp_path):

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -121,8 +122,8 @@ class Trainer:
         self.saver = checkpoint.Saver(world)
         self.step = self.tokens = self.skipped = 0
         self.norms: list[float] = []
-        self.stop_asked = False  # set it, on any rank, and the run ends after the next step with a checkpoint
-        self.stopping = 0  # how many ranks were asked
+        self.stop_asked: Callable[[], bool] = lambda: False  # if it says so on any rank, this step is the last
+        self.stopping = False  # whether one was asked
 
     def __str__(self) -> str:
         size = self.draft.num_parameters / 1e6
@@ -170,8 +171,7 @@ class Trainer:
         """One optimiser step over its micro-batches; each supervised slot of the step weighs the same. DESIGN 3.2."""
         micro_batches = self.ahead.step()
         own = sum(int(batch.supervised.sum()) for batch in micro_batches)
-        counts = torch.tensor([own, self.stop_asked], device=self.target.device)
-        supervised, self.stopping = self.world.sum(counts).tolist()
+        supervised = self.sum_of(own)
         scale = self.backend.divisor / max(supervised, 1)
         meter = Meter()
         for number, (batch, hidden) in enumerate(self.ahead.with_hidden_states(micro_batches), 1):
@@ -186,6 +186,7 @@ class Trainer:
         else:
             self.backend.skip()
         self.tokens += sum(batch.tokens.numel() for batch in micro_batches) * self.world.size
+        self.stopping = self.sum_of(self.stop_asked()) > 0
         return {
             **meter.means(self.world),
             "grad_norm": norm,
@@ -193,6 +194,10 @@ class Trainer:
             "supervised": supervised,
             "skipped": self.skipped,
         }
+
+    def sum_of(self, number: int) -> int:
+        """Over all ranks."""
+        return int(self.world.sum(torch.tensor(number, dtype=torch.int64, device=self.target.device)))
 
     def is_sound(self, norm: float) -> bool:
         """Whether a step with a gradient of this norm is to be made. Raises UserError where too many were not."""
@@ -212,7 +217,7 @@ class Trainer:
     def train(self, log: MetricsLog | NoTracker) -> Record:
         """All steps from where the run stands. Returns the last held-out measurements.
 
-        Raises Interrupted where `stop_asked` was set on the way.
+        Raises Interrupted, when a checkpoint is written, where `stop_asked` on the way.
         """
         bar = progress(self.config.steps, "step", self.step, shown=self.world.is_main)
         heldout: Record = {}
