@@ -11,6 +11,7 @@ import torch
 from test_trainer import a_target, make_trainer, run
 from tiny import random_tokens
 from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from eagle_train import distributed
 from eagle_train.config import UserError
@@ -45,9 +46,11 @@ def hidden_states(case: dict, world: World) -> None:
     except UserError as error:
         return torch.save({"refused": str(error)}, f"{case['out']}-{world.rank}")
     tokens, positions = a_row(world.rank)
-    hidden = target.hidden_states(tokens, positions, packed_attention([[9, 11]]))
+    with FlopCounterMode(display=False) as counter:
+        hidden = target.hidden_states(tokens, positions, packed_attention([[9, 11]]))
     parts = [x.to_local() if isinstance(x, DTensor) else x for x in target.model.parameters()]
     found = {"hidden": hidden, "fingerprint": target.identity.fingerprint, "own": sum(part.numel() for part in parts)}
+    found["flops"] = counter.get_total_flops()
     torch.save(found, f"{case['out']}-{world.rank}")
 
 

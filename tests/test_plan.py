@@ -35,10 +35,11 @@ def step(target, draft) -> torch.Tensor:
     return distillation_loss(predicted.flatten(0, 1), hidden.flatten(0, 1), target.lm_head).loss
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "llama4"])
 def test_a_steps_flops_are_those_that_torch_counts(family):
     """Attention that a CPU's flash kernel does torch does not count; Gemma 2's, with its caps, is in plain products."""
-    target = tiny_target(family, **WIDE)
+    whole = {"attention_chunk_size": TOKENS} if family == "llama4" else {}  # chunks are attended in squares too
+    target = tiny_target(family, **WIDE, **whole)
     config = DraftConfig.from_target(target.config)
     draft = Draft(config).init_weights(0)
     with FlopCounterMode(display=False) as counter:

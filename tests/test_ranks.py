@@ -16,6 +16,7 @@ from command_line import chats, write_jsonl
 from ranks_job import a_row, leave_out
 from test_trainer import a_target, assert_same, make_trainer, run
 from tiny import tiny_model
+from torch.utils.flop_counter import FlopCounterMode
 
 from eagle_train.models.target import TargetConfig, load_target
 from eagle_train.ops.attention import packed_attention
@@ -140,7 +141,7 @@ def test_three_ranks_go_on_from_two_ranks_checkpoint(alone, together, data, tmp_
     assert_same_run(metrics_of(directory), alone[1])
 
 
-FAMILIES = ("llama", "qwen3", "mixtral", "gpt_oss")
+FAMILIES = ("llama", "qwen3", "mixtral", "gpt_oss", "llama4")
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +170,12 @@ def test_a_divided_target_gives_the_whole_ones_hidden_states(divided, family, pl
     size = sum(parameter.numel() for parameter in target.model.parameters())
     for rank in (0, 1):
         found = torch.load(divided / f"{family}-{placement}-{rank}", weights_only=True)
-        expected = target.hidden_states(*a_row(rank), packed_attention([[9, 11]]))
+        with FlopCounterMode(display=False) as counter:
+            expected = target.hidden_states(*a_row(rank), packed_attention([[9, 11]]))
         torch.testing.assert_close(found["hidden"], expected, rtol=1e-5, atol=1e-5)
         assert found["fingerprint"] == target.identity.fingerprint
         assert found["own"] < 0.75 * size
+        assert found["flops"] <= 1.1 * counter.get_total_flops()  # experts that no token chose are left, here as there
 
 
 def test_a_target_may_be_held_by_a_part_of_the_ranks(data, tmp_path):

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, random_tokens, shared_target, tiny_model, tiny_target
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from eagle_train.config import UserError
@@ -111,6 +112,24 @@ def test_head_knows_scaling_and_softcapping():
     assert shared_target("cohere2").lm_head.scale == shared_target("cohere2").config.logit_scale != 1.0
     assert shared_target("gemma2").lm_head.softcap == shared_target("gemma2").config.final_logit_softcapping
     assert shared_target("llama").lm_head.scale == 1.0
+
+
+@pytest.mark.parametrize("chosen", [1, 2, 4])
+def test_llama_4s_experts_run_on_the_tokens_that_chose_them(chosen):
+    model = tiny_model("llama4", num_experts_per_tok=chosen)
+    tokens = torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(0))
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), FlopCounterMode(display=False) as every:
+        expected = model(input_ids=tokens).logits
+    Target(model)
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), FlopCounterMode(display=False) as routed:
+        found = model(input_ids=tokens).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    layers, size = model.config.num_hidden_layers, 3 * 2 * model.config.hidden_size * model.config.intermediate_size
+    sparse = sum(getattr(module, "routed", False) for module in model.modules())
+    assert sparse == layers  # of these, each token leaves all but the chosen experts
+    assert every.get_total_flops() - routed.get_total_flops() == tokens.numel() * sparse * (4 - chosen) * size
 
 
 # --- the check at start-up

@@ -45,7 +45,8 @@ FAMILIES = {
         "Llama4TextConfig",
         {
             "num_hidden_layers": 4,
-            "num_local_experts": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
             "attention_chunk_size": 8,
             "intermediate_size_mlp": 48,
             "floor_scale": 4,  # from this position on, queries of layers without rotary positions are scaled

@@ -29,6 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from eagle_train.config import UserError, check, one_line
 from eagle_train.distributed import ALONE, World
+from eagle_train.models.experts import route_experts
 from eagle_train.ops.attention import Attend, Rule, lengths_of, packed_attention
 from eagle_train.ops.linear import linear, use_fast_linear
 
@@ -235,6 +236,7 @@ class Target:
         positions = torch.arange(PROBE_TOKENS, device=self.device)[None]
         self.model.set_attn_implementation("eager")
         own = whole(self.model(input_ids=tokens, use_cache=False).logits).float()
+        route_experts(self.model)  # what is ours from here on must give the same
         self.model.set_attn_implementation("eagle_train")
         ours = self.lm_head(self.hidden_states(tokens, positions, packed_attention([[PROBE_TOKENS]]))).float()
         error = ((ours - own).norm() / own.norm()).item()

@@ -1,0 +1,54 @@
+"""Llama 4's experts, each on the tokens that chose it. Knows nothing of training or inference.
+
+transformers runs every expert on every token, most of them on zeros: with 16 experts that multiplies seven times as
+much for the whole model, with 128 more than twenty times. Models that are built while this is imported have the classes
+here, whatever is put around their `forward` afterwards (tensor parallelism, offload); `route_experts` turns it on.
+"""
+
+import torch
+from torch import nn
+from transformers.models.llama4 import modeling_llama4
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
+
+
+class RoutedMoe(Llama4TextMoe):
+    """`Llama4TextMoe` with the same parameters and the same results."""
+
+    routed = False
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, T, H] to [B * T, H], and the router's logits [B * T, E]."""
+        if not self.routed:
+            return super().forward(hidden_states)
+        rows = hidden_states.reshape(-1, self.hidden_dim)
+        scores, logits = self.router(rows)
+        return self.shared_expert(rows) + self.experts(rows, scores), logits
+
+
+class RoutedExperts(Llama4TextExperts):
+    """`Llama4TextExperts` that may be told the scores."""
+
+    def forward(self, hidden: torch.Tensor, scores: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [N, H]; scores [N, E], 0 where a token did not choose an expert. Returns [N, H]."""
+        if scores is None:
+            return super().forward(hidden)
+        experts, rows = scores.t().nonzero(as_tuple=True)  # ordered by expert
+        counts = torch.bincount(experts, minlength=scores.shape[1]).tolist()
+        chosen = (hidden[rows] * scores[rows, experts].unsqueeze(1)).split(counts)
+        out = [self.run(expert, x) for expert, x in enumerate(chosen)]
+        return torch.zeros_like(hidden).index_add_(0, rows, torch.cat(out))
+
+    def run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        gate, up = (x @ self.gate_up_proj[expert]).chunk(2, -1)
+        return (up * self.act_fn(gate)) @ self.down_proj[expert]
+
+
+modeling_llama4.Llama4TextMoe = RoutedMoe
+modeling_llama4.Llama4TextExperts = RoutedExperts
+
+
+def route_experts(model: nn.Module) -> None:
+    """Let a Llama 4's experts be routed; those of a quantisation's own classes are left as they are."""
+    for module in model.modules():
+        if isinstance(module, RoutedMoe):
+            module.routed = isinstance(module.experts, RoutedExperts)
