@@ -61,8 +61,13 @@ ALONE = World()
 
 
 def place() -> tuple[int, int]:
-    """This process's rank and the number of them, as the environment says."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    """This process's rank and the number of them, as the environment says. Raises UserError where that cannot be."""
+    rank, size = (os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    sound = rank.isdigit() and size.isdigit() and int(rank) < int(size)
+    check(sound, f"RANK={rank}, WORLD_SIZE={size}: must be whole numbers, RANK below WORLD_SIZE; a launcher sets them")
+    for name in ("MASTER_ADDR", "MASTER_PORT") if int(size) > 1 else ():
+        check(name in os.environ, f"{name} is not set, and WORLD_SIZE={size}: start the job with a launcher")
+    return int(rank), int(size)
 
 
 def start(device: str, share: int | None = 1, timeout_minutes: float = 30.0, group: bool = False) -> World:

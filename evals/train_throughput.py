@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from eagle_train.config import build, check, command, provenance, resolve_device, write_json
 from eagle_train.corpus.chat import ChatRenderer
@@ -124,7 +124,7 @@ def random_target(config: Config, device: str) -> Target:
     """A Llama of this shape, as training loads one."""
     dtype = getattr(torch, training_dtype(TargetConfig("random"), device).dtype)
     with torch.device(device):
-        model = LlamaForCausalLM(llama(config)).to(dtype)
+        model = AutoModelForCausalLM.from_config(llama(config), dtype=dtype)
     return Target(model, word_tokenizer(config.vocab), "random")
 
 
@@ -314,6 +314,8 @@ def work(kind: str, config: Config, folder: str, device: str, line: Connection) 
     before = peak_memory(device)
     step = Ours(config, folder, device) if kind == "ours" else Naive(config, folder, device)
     step.run(2)  # caches, compiled kernels, the optimiser's state
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     while (order := line.recv()) is not None:
         if order == "floor":
             line.send(step.floor())

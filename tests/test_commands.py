@@ -346,6 +346,7 @@ def test_bad_data(root, tmp_path, capsys, key, lines, message):
         (["draft.num_layers=0"], "draft.num_layers=0: must be at least 1"),
         (["target=/nowhere"], "target.path=/nowhere: no such directory"),
         (["seed=abc"], "seed"),
+        (["seed=123456789012345678901234"], "seed=123456789012345678901234: must be a whole number, 0 or more"),
         (["device=tpu"], "device=tpu: must be auto, cpu or cuda"),
     ],
 )

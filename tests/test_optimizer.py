@@ -136,6 +136,7 @@ def test_state_goes_on_exactly_on_as_many_cores_and_on_fewer(name, monkeypatch):
         ("warmup_steps", -1),
         ("decay_steps", -1),
         ("betas", (0.9, 1.0)),
+        ("betas", (0.9,)),
     ],
 )
 def test_impossible_values_are_refused(field, value):

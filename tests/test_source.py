@@ -14,7 +14,7 @@ import pytest
 
 from eagle_train.config import CONF_DIR, UserError, build
 from eagle_train.corpus.chat import to_messages
-from eagle_train.corpus.source import DataConfig, open_source, parse
+from eagle_train.corpus.source import DataConfig, SourceConfig, open_source, parse
 
 
 def make_rows(num_rows: int) -> list[dict]:
@@ -188,3 +188,15 @@ def test_gsm8k_is_a_config_not_code(tmp_path):
         {"role": "assistant", "content": "#### 2"},
     ]
     assert composed("+data=gsm8k").path == "openai/gsm8k"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("format", "sharegpt"), ("columns", {"messages": "turns"}), ("name", "main"), ("split", "test")]
+)
+def test_what_one_data_set_is_like_is_not_said_of_a_mixture(key, value):
+    """Unless the held-out data are like it."""
+    mix = {"a": SourceConfig("a.jsonl")}
+    with pytest.raises(UserError, match=rf"^data\.{key} is .*; with data.mix each data set has its own, data.mix.NAME"):
+        DataConfig(mix=mix, **{key: value})
+    if key != "columns":
+        DataConfig(mix=mix, heldout="b.jsonl", **{key: value})

@@ -339,6 +339,21 @@ def test_a_quantised_checkpoint_loads_through_its_own_config(copy):
     torch.testing.assert_close(target.lm_head(hidden), exact(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_an_unknown_quantisation_is_refused(copy):
+    """transformers would load its numbers as if they were weights."""
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "squeezed"}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"transformers knows no quant_method=squeezed$"):
+        load_target(TargetConfig(str(copy)))
+
+
+def test_a_tokenizer_that_cannot_be_read(copy):
+    (copy / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"^target\.path=.*: its tokenizer cannot be read: "):
+        load_target(TargetConfig(str(copy)))
+
+
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 
 

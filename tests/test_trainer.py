@@ -1,5 +1,6 @@
 """training/trainer.py: what a step computes is the documents' loss however they are cut up; runs repeat and resume."""
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -258,6 +259,19 @@ def test_feature_noise_is_fed_to_the_draft_and_is_no_larger_than_asked(tmp_path,
     assert moved.mean().item() == pytest.approx(0.125, rel=0.05)
 
 
+def test_feature_noise_is_another_for_each_micro_batch_step_and_rank(tmp_path, data):
+    trainer, states = make_trainer(tmp_path, data, feature_noise=0.5), torch.zeros(50)
+    noises = [trainer.noise_like(states)]
+    assert torch.equal(trainer.noise_like(states), noises[0])
+    trainer.micro_batch += 1
+    noises.append(trainer.noise_like(states))
+    trainer.step += 1
+    noises.append(trainer.noise_like(states))
+    trainer.world = dataclasses.replace(trainer.world, rank=1)
+    noises.append(trainer.noise_like(states))
+    assert len({tuple(noise.tolist()) for noise in noises}) == 4
+
+
 def test_the_weight_of_smooth_l1_goes_evenly_to_its_end(tmp_path, data):
     assert [TrainConfig(steps=5, l1_weight_end=0.2).l1_weight_at(step) for step in range(1, 6)] == pytest.approx(
         [1.0, 0.8, 0.6, 0.4, 0.2]
@@ -371,6 +385,16 @@ def test_a_run_is_resumed_only_as_what_it_was(tmp_path, data, change, message):
     with pytest.raises(UserError, match=message) as error:
         make_trainer(tmp_path, data, **change).resume()
     assert "\n" not in str(error.value)
+
+
+def test_every_checkpoint_has_the_score_of_its_own_step(tmp_path, data):
+    trainer = make_trainer(tmp_path, data, steps=4, eval_every=3, save_every=2, keep=0)
+    saved, save = {}, trainer.save
+    trainer.save = lambda score: (saved.update({trainer.step: score}), save(score))
+    metrics = {record["step"]: record.get("heldout_simulated_tpc") for record in run(trainer)}
+    assert saved == {2: metrics[2], 4: metrics[4]}
+    assert None not in saved.values()
+    assert metrics[1] is None
 
 
 def test_when_it_measures_and_saves(tmp_path, data):

@@ -81,6 +81,13 @@ class DataConfig(SourceConfig):
             value = getattr(self, key)
             check(value in allowed, f"data.{key} is {value!r}; it must be one of {', '.join(allowed)}")
         check(not (self.mix and self.path), f"data.path is {self.path}; with data.mix it must be null")
+        usual = SourceConfig()
+        for key in ("format", "columns", "name", "split"):
+            value = getattr(self, key)
+            if key == "columns":  # presets name them as the format does
+                value = {name: column for name, column in value.items() if name != column}
+            used = not self.mix or self.heldout or value == getattr(usual, key)
+            check(used, f"data.{key} is {value!r}; with data.mix each data set has its own, data.mix.NAME.{key}")
         for name, source in self.sources.items():
             source.check(f"data.mix.{name}" if self.mix else "data")
         check(self.row_tokens >= MIN_TOKENS, f"data.row_tokens is {self.row_tokens}; it must be at least {MIN_TOKENS}")
@@ -227,14 +234,15 @@ class Hub:
         # Loaded where needed: it takes a second.
         import datasets
 
-        self.place = f"{path} ({split})"
+        self.place = f"{path} ({f'{name}, ' if name else ''}{split})"
         try:
             self.dataset = datasets.load_dataset(path, name, split=split, streaming=True)
         except (OSError, ValueError) as error:
             raise UserError(f"data.{key} is {path}; it is no file, and no data set: {one_line(error)}") from error
 
     def identity(self) -> str:
-        return self.place
+        info = self.dataset.info  # told by the hub, as far as it knows
+        return f"{self.place} {info.version} {info.dataset_size}"
 
     def rows(self, start: int = 0) -> Iterator[PlacedRow]:
         for number, row in enumerate(self.dataset.skip(start), start + 1):

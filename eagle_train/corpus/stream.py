@@ -24,6 +24,9 @@ COUNTED = 20_000  # documents in which a draft's vocabulary is counted
 COUNTS = ("documents", "tokens", "padding", "split", "dropped", "skipped")
 
 
+TENSORS = ("tokens", "positions", "supervised")  # of a batch
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Packed rows. `lengths`: each row's consecutive segments, summing to N; padding is a segment of its own, its last.

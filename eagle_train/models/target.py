@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.quantizers import AutoHfQuantizer
 
 from eagle_train.config import UserError, check, one_line
 from eagle_train.distributed import ALONE, World
@@ -294,6 +295,11 @@ def load_target(
 ) -> Target:
     """The target and its tokenizer, whole or this rank's part. Raises UserError for a checkpoint that is not whole."""
     hf_config = load_config(config)
+    quantised = getattr(hf_config, "quantization_config", None)
+    check(
+        not quantised or AutoHfQuantizer.supports_quant_method(quantised),
+        f"target.path={config.path}: transformers knows no quant_method={quantised and quantised.get('quant_method')}",
+    )
     options = {"trust_remote_code": config.trust_remote_code}
     if placement == "replicated":
         options |= placed(config, torch.device(device))
@@ -362,7 +368,10 @@ def load_tokenizer(config: TargetConfig) -> Any:
     directory = Path(config.path)
     if directory.is_dir() and not any(directory.glob("tokenizer*")):
         return None
-    return AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # the tokenizers library knows nothing more special
+        raise UserError(f"target.path={config.path}: its tokenizer cannot be read: {one_line(error)}") from error
 
 
 def refuse_unloaded(model: PreTrainedModel, name: str) -> None:

@@ -34,7 +34,8 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
         train.resume or not checkpoints(out),
         f"out={out} holds checkpoints: name another directory, remove them, or give train.resume=true",
     )
-    check(isinstance(config.seed, int), f"seed={config.seed}: must be a whole number")
+    sound = isinstance(config.seed, int) and 0 <= config.seed < 2**63
+    check(sound, f"seed={config.seed}: must be a whole number, 0 or more and below 2**63")
     random.seed(config.seed)
     torch.manual_seed(config.seed)
 

@@ -12,12 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 
-from eagle_train.corpus.stream import Batch, Stream
+from eagle_train.corpus.stream import TENSORS, Batch, Stream
 
 
 class Drawer:
@@ -49,6 +50,13 @@ class Drawer:
         return step
 
 
+def ready(batch: Batch, device: torch.device) -> Batch:
+    """In memory that a GPU can copy from while it computes."""
+    if device.type != "cuda":
+        return batch
+    return replace(batch, **{name: getattr(batch, name).pin_memory() for name in TENSORS})
+
+
 class Lookahead:
     """Hands out each optimiser step's micro-batches with the target's hidden states.
 
@@ -76,7 +84,7 @@ class Lookahead:
         self.waited = 0.0
         self.stream = stream
         self.drawer = Drawer(
-            lambda: [next(stream) for _ in range(accumulation)],
+            lambda: [ready(next(stream), device) for _ in range(accumulation)],
             stream.state_dict,
             steps + self.STEPS,  # the last step looks ahead too
             stream.config.prefetch,

@@ -36,7 +36,8 @@ class OptimConfig:
             check(getattr(self, field) > 0, f"optim.{field}={getattr(self, field)}: must be above 0")
         for field in ("weight_decay", "warmup_steps", "decay_steps"):
             check(getattr(self, field) >= 0, f"optim.{field}={getattr(self, field)}: must be 0 or more")
-        check(all(0 <= beta < 1 for beta in self.betas), f"optim.betas={self.betas}: both must be in [0, 1)")
+        sound = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        check(sound, f"optim.betas={list(self.betas)}: must be two numbers in [0, 1)")
 
     def lr_at(self, step: int, total_steps: int) -> float:
         """The learning rate of step 1, 2, ... total_steps."""

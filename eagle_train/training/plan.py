@@ -231,7 +231,7 @@ def draft_state(
     matrices = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim >= 2)
     state = 8 * size - (4 * matrices if optim.name == "muon" else 0)
     copy = dtype.itemsize * size if dtype != torch.float32 else 0
-    stage = parallel.zero.get("stage", 0) if parallel.backend == "deepspeed" else 0
+    stage = parallel.zero.get("stage", 2) if parallel.backend == "deepspeed" else 0
     sharded = parallel.backend == "fsdp2"
     parts = {  # bytes, and whether the ranks divide them
         "weights": (4 * size, sharded or stage >= 1),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from eagle_train.config import UserError, check
-from eagle_train.corpus.stream import Batch, Stream
+from eagle_train.corpus.stream import TENSORS, Batch, Stream
 from eagle_train.distributed import ALONE, World
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.target import LMHead, Target
@@ -121,6 +121,7 @@ class Trainer:
         self.accumulation = accumulation(optim, train, stream.config.row_tokens, world.size)
         self.saver = checkpoint.Saver(world)
         self.step = self.tokens = self.skipped = 0
+        self.micro_batch = 0  # of the step
         self.norms: list[float] = []
         self.stop_asked: Callable[[], bool] = lambda: False  # if it says so on any rank, this step is the last
         self.stopping = False  # whether one was asked
@@ -138,8 +139,7 @@ class Trainer:
         with self.autocast():
             previous = shift_hidden(hidden, positions, self.draft.config.first_token)
             if config.feature_noise:
-                noise = torch.empty_like(previous).uniform_(-config.feature_noise, config.feature_noise)
-                previous = previous + noise
+                previous = previous + self.noise_like(previous)
             embeddings = self.target.embed(batch.tokens)
             passes = unroll(self.backend.draft, embeddings, previous, positions, batch.lengths, config.unroll)
         sums = []
@@ -161,6 +161,13 @@ class Trainer:
         self.backend.backward(loss)
         return dataclasses.replace(sums[0], loss=loss.detach())
 
+    def noise_like(self, states: torch.Tensor) -> torch.Tensor:
+        """Another for each rank, step and micro-batch, the same when a run is resumed."""
+        place = (torch.initial_seed(), self.step, self.micro_batch, self.world.rank)
+        generator = torch.Generator(states.device).manual_seed(hash(place) % 2**63)
+        size = self.config.feature_noise
+        return torch.empty_like(states).uniform_(-size, size, generator=generator)
+
     @cached_property
     def ahead(self) -> Lookahead:
         """The stream's batches with their hidden states, from where the stream stands when training begins."""
@@ -175,6 +182,7 @@ class Trainer:
         scale = self.backend.divisor / max(supervised, 1)
         meter = Meter()
         for number, (batch, hidden) in enumerate(self.ahead.with_hidden_states(micro_batches), 1):
+            self.micro_batch = number
             self.backend.begin(last=number == self.accumulation)
             sums = self.forward_backward_step(batch, hidden, scale)
             meter.add(sums.rows, loss=sums.loss / scale, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
@@ -227,13 +235,14 @@ class Trainer:
             seconds = time.perf_counter() - started
             record |= {"tokens": self.tokens, "tokens_per_s": (self.tokens - tokens) / seconds}
             record["data_wait"] = (self.ahead.waited - waited) / seconds
-            if self.is_due(self.config.eval_every):
-                heldout = self.evaluate()
+            measured: Record = {}
+            if self.is_due(self.config.eval_every) or self.is_due(self.config.save_every):  # each is kept by its score
+                heldout = measured = self.evaluate()
                 record |= {f"heldout_{name}": value for name, value in heldout.items()}
             log.log(self.step, record)
             bar.update(self.step, summary(record["loss"], record["tokens_per_s"]))
             if self.is_due(self.config.save_every) or self.stopping:
-                self.save(heldout.get("simulated_tpc"))
+                self.save(measured.get("simulated_tpc"))
             if self.stopping and self.step < self.config.steps:
                 raise Interrupted(f"checkpoint {self.saver.wait()}: the same command goes on from there")
         self.saver.wait()
@@ -274,8 +283,8 @@ class Trainer:
 
     def placed(self, batch: Batch) -> Batch:
         """The batch on the target's device."""
-        tensors = {name: getattr(batch, name) for name in ("tokens", "positions", "supervised")}
-        return dataclasses.replace(batch, **{name: x.to(self.target.device) for name, x in tensors.items()})
+        tensors = {name: getattr(batch, name).to(self.target.device, non_blocking=True) for name in TENSORS}
+        return dataclasses.replace(batch, **tensors)
 
     def hidden_states(self, batch: Batch) -> torch.Tensor:
         """The target's hidden states [B, T, H]."""
