@@ -24,7 +24,11 @@ from eagle_train.training.trainer import Trainer
 
 
 def one_run(data: Path, case: dict, world: World) -> None:
-    parallel, target = ParallelConfig(**case["parallel"]), a_target(dtype=getattr(torch, case.get("dtype", "float32")))
+    parallel = ParallelConfig(**case["parallel"])
+    if "weights" in case:  # divided
+        target = load_target(TargetConfig(case["weights"]), "cpu", parallel.target, world)
+    else:
+        target = a_target(dtype=getattr(torch, case.get("dtype", "float32")))
     trainer = make_trainer(Path(case["out"]), data, parallel=parallel, target=target, world=world, **case["train"])
     leave_out(trainer, case.get("left_out", []))
     resumed = trainer.resume()

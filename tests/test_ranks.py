@@ -15,7 +15,7 @@ import torch
 from command_line import chats, write_jsonl
 from ranks_job import a_row, leave_out
 from test_trainer import a_target, assert_same, make_trainer, run
-from tiny import tiny_model
+from tiny import tiny_model, tiny_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from eagle_train.models.target import TargetConfig, load_target
@@ -38,10 +38,11 @@ if importlib.util.find_spec("deepspeed") and shutil.which("c++"):  # it compiles
 FEW = [name for name in CASES if name not in ("fsdp2", "fsdp2-offloaded")]
 
 
-def start_ranks(number: int, data: Path, cases: list[dict]) -> None:
+def start_ranks(number: int, data: Path, cases: list[dict], threads: int = 1) -> None:
     """Run ranks_job.py; its output is shown where it fails."""
     # A rank that aborts shows where each of its threads was.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONFAULTHANDLER": "1"}
+    settings = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "PYTHONFAULTHANDLER": "1"}
+    environment = os.environ | settings
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
     job = Path(__file__).with_name("ranks_job.py")
     done = subprocess.run(
@@ -156,6 +157,29 @@ def divided(data, tmp_path_factory) -> Path:
             )
     start_ranks(2, data, cases)
     return root
+
+
+DIVIDED = {
+    "fsdp2": {"backend": "ddp", "target": "fsdp2"},
+    "tensor": {"backend": "fsdp2", "target": "tensor"},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "llama4"])
+def test_a_divided_target_trains_as_a_whole_one_does(data, tmp_path, family):
+    """From the start, and from one process's checkpoint; with cores for a target's own thread, which it must not get:
+    two threads would talk in one group."""
+    tiny_model(family).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    whole = load_target(TargetConfig(str(tmp_path / "target")), "cpu")
+    expected, cases = run(make_trainer(tmp_path / "whole", data, target=whole, **TRAIN)), []
+    for name, parallel in DIVIDED.items():
+        for out in (tmp_path / name, first_half(tmp_path / "whole", tmp_path / f"resumed-{name}")):
+            case = {"out": str(out), "weights": str(tmp_path / "target"), "parallel": parallel, "train": TRAIN}
+            cases.append({**case, "share": 2})
+    start_ranks(2, data, cases, threads=2)
+    for case in cases:
+        assert_same_run(metrics_of(Path(case["out"])), expected)
 
 
 WHOLE = ("gpt_oss", "tensor")  # whose plan divides next to nothing

@@ -74,10 +74,13 @@ class Lookahead:
         place: Callable[[Batch], Batch],
         hidden_states: Callable[[Batch], torch.Tensor],
         device: torch.device,
+        beside: bool = True,
     ):
+        """`beside`: whether the target may run in a thread of its own; not where its ranks talk with each other, for
+        two threads must not talk in one group."""
         self.accumulation, self.place, self.hidden_states = accumulation, place, hidden_states
         self.pool, self.threads = None, torch.get_num_threads()
-        if device.type == "cpu" and self.threads > 1:
+        if beside and device.type == "cpu" and self.threads > 1:
             torch.set_num_threads(self.threads // 2)
             self.pool = ThreadPoolExecutor(max_workers=1)
         self.state: dict[str, Any] = stream.state_dict()

@@ -171,8 +171,9 @@ class Trainer:
     @cached_property
     def ahead(self) -> Lookahead:
         """The stream's batches with their hidden states, from where the stream stands when training begins."""
-        steps = self.config.steps - self.step
-        return Lookahead(self.stream, self.accumulation, steps, self.placed, self.hidden_states, self.target.device)
+        steps, beside = self.config.steps - self.step, self.world.share == 1
+        given = self.stream, self.accumulation, steps, self.placed, self.hidden_states, self.target.device
+        return Lookahead(*given, beside=beside)
 
     def train_step(self) -> Record:
         """One optimiser step over its micro-batches; each supervised slot of the step weighs the same. DESIGN 3.2."""
