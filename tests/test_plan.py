@@ -1,5 +1,6 @@
 """training/plan.py against what real models and steps take: parameters, FLOPs, memory; and what the command says."""
 
+import dataclasses
 import json
 import re
 
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from eagle_train import train
 from eagle_train.config import CONF_DIR
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
+from eagle_train.models.target import TargetConfig
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training import plan
 from eagle_train.training.backend import ParallelConfig
@@ -225,6 +227,50 @@ def test_a_target_that_is_too_large_is_told_with_the_way_out(settings, tried):
     assert "does not fit" in said
     roomy = ClusterConfig(memory_gib=80)
     assert plan.advice(cost, parallel, train_config, roomy) == []
+
+
+LLAMA_8B = TargetShape(8 * 10**9, 7 * 10**9, 2 * 10**8, 32, 4096, 128256, 4096, 14336, False)
+
+
+def planned_memory(shape: TargetShape, **loaded) -> tuple[float, float]:
+    """GiB of the target's weights on a GPU, and of all that waits in its host's memory."""
+    draft = DraftConfig.from_target(llama3(4096, 14336, 32, 32))
+    given = draft, TrainConfig(steps=1), OptimConfig(), ParallelConfig(), ClusterConfig(memory_gib=80), 2048, 1
+    cost = plan.plan(shape, *given, loaded=TargetConfig("hub/id", **loaded))
+    return cost.memory["target's weights"] / plan.GIB, cost.host / plan.GIB
+
+
+def test_what_is_offloaded_waits_in_the_hosts_memory():
+    whole = 2 * 8e9 / plan.GIB
+    assert planned_memory(LLAMA_8B) == pytest.approx((whole, 0))
+    assert planned_memory(LLAMA_8B, offload=True) == pytest.approx((whole, 0))  # it fits
+    assert planned_memory(LLAMA_8B, offload=True, device_gib=4) == pytest.approx((4, whole - 4))
+    large = dataclasses.replace(LLAMA_8B, parameters=70 * 10**9)
+    on_gpu, waiting = planned_memory(large, offload=True)
+    assert 0 < on_gpu < 74
+    assert on_gpu + waiting == pytest.approx(2 * 70e9 / plan.GIB)
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "bits"),
+    [
+        (None, None),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8.25),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}, 4.25),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}, 8.25),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.25),
+        ({"quant_method": "mxfp4"}, 4.25),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 4.25),
+    ],
+)
+def test_a_quantised_targets_layers_take_less(quantisation, bits):
+    config = tiny_model("llama").config
+    if quantisation:
+        config.quantization_config = quantisation
+    assert TargetShape.of(config).bits == bits
+    ends = 2 * 128256 * 4096
+    expected = (2 * ends + (bits or 16) / 8 * (8e9 - ends)) / plan.GIB
+    assert planned_memory(dataclasses.replace(LLAMA_8B, bits=bits))[0] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ class TargetShape:
     attention: int  # query heads * head_dim
     intermediate: int  # of the experts that a token goes through together
     tied: bool
+    bits: float | None = None  # of a layer's weight where the checkpoint is quantised, its scales included
 
     @classmethod
     def of(cls, config: Any, trust_remote_code: bool = False) -> "TargetShape":
@@ -88,7 +89,18 @@ class TargetShape:
             attention=heads * (getattr(text, "head_dim", None) or text.hidden_size // heads),
             intermediate=text.intermediate_size * chosen,
             tied=len(ends) == 1,
+            bits=bits_of(getattr(config, "quantization_config", None)),
         )
+
+
+def bits_of(quantisation: Any) -> float | None:
+    """How many bits a checkpoint's quantisation leaves a weight, a 16-bit scale for every 64 among them."""
+    if not quantisation:
+        return None
+    groups = (quantisation.get("config_groups") or {}).values()
+    said = [quantisation.get("bits"), *(group["weights"]["num_bits"] for group in groups)]
+    small = quantisation.get("load_in_4bit") or "fp4" in str(quantisation.get("quant_method")) or 4 in said
+    return (4 if small else 8) + 16 / 64
 
 
 @dataclass(frozen=True)
@@ -133,6 +145,7 @@ def planned(config: DictConfig, ranks: int) -> str:
         data.row_tokens,
         ranks,
         dtype,
+        target,
     )
     return text(cost, train, optim, cluster, advice(cost, parallel, train, cluster))
 
@@ -147,8 +160,9 @@ def plan(
     row_tokens: int,
     ranks: int,
     dtype: torch.dtype = torch.bfloat16,
+    loaded: TargetConfig | None = None,
 ) -> Plan:
-    """The cost of a job of `ranks` processes, a GPU each."""
+    """The cost of a job of `ranks` processes, a GPU each; `loaded` says what of the target is offloaded."""
     with torch.device("meta"):
         module = Draft(draft)
     recomputed = parallel.activation_checkpointing
@@ -164,6 +178,12 @@ def plan(
         "hidden states and the loss": loss_memory(target, draft, tokens, dtype, train.unroll),
         "CUDA": CONTEXT_GIB * GIB,
     }
+    if loaded and loaded.offload:  # the rest waits in the host's memory
+        left = ROOM * cluster.memory_gib * GIB - sum(memory.values()) + memory["target's weights"]
+        room = left if loaded.device_gib is None else loaded.device_gib * GIB
+        fits = max(0.0, min(memory["target's weights"], room))
+        host += memory["target's weights"] - fits
+        memory["target's weights"] = fits
     return Plan(
         target,
         module.num_parameters,
@@ -202,12 +222,13 @@ def flops_of(
 
 def target_weights(target: TargetShape, parallel: ParallelConfig, ranks: int, dtype: torch.dtype) -> float:
     """A rank's part of the target; embedding and LM head are whole beside it, and FSDP2 gathers two layers at once."""
+    ends = dtype.itemsize * target.vocabulary * target.hidden * (1 if target.tied else 2)
+    each = dtype.itemsize if target.bits is None else target.bits / 8
+    whole = ends + each * (target.parameters - ends / dtype.itemsize)
     if parallel.target == "replicated":
-        return dtype.itemsize * target.parameters
-    own = target.parameters / min(parallel.share or ranks, ranks)
-    ends = target.vocabulary * target.hidden * (1 if target.tied else 2)
-    gathered = 2 * target.largest_layer if parallel.target == "fsdp2" else 0
-    return dtype.itemsize * (own + ends + gathered)
+        return whole
+    gathered = 2 * each * target.largest_layer if parallel.target == "fsdp2" else 0
+    return whole / min(parallel.share or ranks, ranks) + ends + gathered
 
 
 def target_activations(target: TargetShape, parallel: ParallelConfig, ranks: int) -> float:
