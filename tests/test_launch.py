@@ -163,9 +163,12 @@ def test_accelerate_launch_starts_a_run_as_well(tmp_path):
     target = save_target(tmp_path / "target")
     data = write_jsonl(tmp_path / "chats.jsonl", chats(20))
     given = [f"target={target}", "data=messages", f"data.path={data}", "data.row_tokens=64", f"out={tmp_path / 'out'}"]
-    short = ["train.steps=2", "train.micro_batch_rows=2", "optim.tokens_per_step=128", "parallel=ddp"]
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
-    subprocess.run([*accelerate, "-m", "eagle_train.train", *given, *short], cwd=ROOT, check=True, timeout=120)
+    short = ["train.steps=2", "train.micro_batch_rows=2", "optim.tokens_per_step=256", "parallel=ddp"]
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command = [*accelerate, "-m", "eagle_train.train", *given, *short]
+    refused = subprocess.run([*command, "parallel=single"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "error: parallel=single: 2 processes" in refused.stderr
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
     assert [row["step"] for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [1, 2]
 
 
