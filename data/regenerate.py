@@ -173,9 +173,8 @@ def conversation(number: int, placed: PlacedRow, data: DataConfig) -> Conversati
 
 def from_engine(config: Config, conversations: Iterator[Conversation]) -> Iterator[Conversation]:
     """The conversations, answered by the bundled engine: the first turns together, then the second ones."""
-    engine = Engine(
-        config.target, config.draft.path, device=resolve_device(config.device), max_batch_size=config.batch_size
-    )
+    room = {"max_batch_size": config.batch_size, "prefill_tokens": None}  # nobody waits for a first token
+    engine = Engine(config.target, config.draft.path, device=resolve_device(config.device), **room)
     tokenizer = engine.target.tokenizer
     found = tokenizer is not None and tokenizer.chat_template is not None
     check(found, f"target.path={config.target.path}: no chat template there, and a prompt is a user's turn in a chat")
