@@ -18,5 +18,5 @@ fi
 # A log for each rank, if LOGS names a directory; errors are shown here in any case, the first rank's output too.
 [ -z "${LOGS:-}" ] || rendezvous+=(--log-dir "$LOGS" --redirects 3 --tee 3)
 # A signal is passed on, and the ranks have time to write their checkpoint.
-grace=(--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout "${GRACE:-900}")
+grace=(--signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" --shutdown-timeout "${GRACE:-900}")
 exec torchrun "${rendezvous[@]}" "${grace[@]}" --nproc-per-node "$processes" -m eagle_train.train "$@"
