@@ -28,7 +28,7 @@ def test_killed_ranks_lose_nothing(tmp_path):
     assert done.returncode == 0, told
     assert f"KILLS {KILLS}\n" in done.stdout, told
     print(told)
-    expected = run(make_trainer(tmp_path / "whole", tmp_path, steps=STEPS, rows=1, rows_per_step=6))
+    expected = run(make_trainer(tmp_path / "whole", tmp_path, steps=STEPS, rows=1, rows_per_step=6, save_every=1))
     found = metrics_of(tmp_path / "killed")
     assert [row["step"] for row in found] == list(range(1, STEPS + 1)), told
     for one, other in zip(found, expected, strict=True):

@@ -37,7 +37,8 @@ NORMS = 64  # of the last steps, to which a runaway gradient is compared
 
 @dataclass
 class TrainConfig:
-    """The group `train`. `save_every` and `eval_every` are in steps; 0 is at the end only. `keep` 0 keeps all.
+    """The group `train`. `save_every` and `eval_every` are in steps; 0 is at the end only. `keep` 0 keeps all. A step
+    that saves measures as well: the best checkpoint is kept by its own held-out score.
 
     Beyond the paper: `l1_weight_end` is what `l1_weight` has become by the last step, falling or rising evenly; null
     leaves it. `logits_loss`: ce, or lk (losses.py). `unroll`: how many passes the draft learns from, each after the
