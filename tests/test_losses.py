@@ -280,7 +280,7 @@ def test_two_threads_share_the_chunks(kind):
         return whole(*arguments)
 
     def share(work):
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             other = pool.submit(work)
             work()
             other.result()

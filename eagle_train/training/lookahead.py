@@ -81,8 +81,10 @@ class Lookahead:
         self.accumulation, self.place, self.hidden_states = accumulation, place, hidden_states
         self.pool, self.threads = None, torch.get_num_threads()
         if beside and device.type == "cpu" and self.threads > 1:
-            torch.set_num_threads(self.threads // 2)
-            self.pool = ThreadPoolExecutor(max_workers=1)
+            half = self.threads // 2
+            torch.set_num_threads(half)
+            # A thread has a number of its own, and what a product is divided over decides how it is rounded.
+            self.pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(half,))
         self.state: dict[str, Any] = stream.state_dict()
         self.waited = 0.0
         self.stream = stream
