@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from caches import check_cache, fresh, spoil
-from guided import GREEDY, LENGTH, PROMPTS, answers, cut, guide, token_ids
+from oracle import GREEDY, LENGTH, PROMPTS, answers, cut, guide, token_ids
 from tiny import random_tokens, shared_target, tiny_draft
 
 from eagle_train.config import UserError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from guided import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
+from oracle import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
 from tiny import FAMILIES, continued, shared_target, tiny_draft, tiny_target, trained_draft
 
 from eagle_train.config import UserError

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from caches import Recorder, check_cache, fresh, spoil
-from guided import GREEDY, PROMPTS, TREES, answers, cut, guide, token_ids
+from oracle import GREEDY, PROMPTS, TREES, answers, cut, guide, token_ids
 from tiny import shared_target, tiny_draft
 
 from eagle_train.config import UserError

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from guided import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
+from oracle import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
 from tiny import shared_target, tiny_draft
 
 from eagle_train.config import UserError

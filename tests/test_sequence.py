@@ -1,7 +1,7 @@
 """Requests: where they end, what they may ask for, what is refused, and what is counted. DESIGN 3.8, 3.9."""
 
 import pytest
-from guided import GREEDY, LENGTH, PROMPTS, answers, cut, guide, token_ids
+from oracle import GREEDY, LENGTH, PROMPTS, answers, cut, guide, token_ids
 from tiny import continued, random_tokens, shared_target, tiny_draft, tiny_target, tiny_tokenizer
 
 from eagle_train.config import UserError
