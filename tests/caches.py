@@ -45,11 +45,13 @@ def fresh(target: Target, draft: Draft, tokens: list[int]) -> tuple[torch.Tensor
 @torch.inference_mode()
 def spoil(engine: Engine) -> None:
     """Make NaN of every slot that holds no committed token."""
-    for cache, unread in ((engine.cache, 0), (engine.drafter.cache, 1)):
+    named = [block * BLOCK + i for block in engine.scheduler.pool.name_of for i in range(BLOCK)]
+    for cache, of_target in ((engine.cache, True), (engine.drafter.cache, False)):
         free = torch.ones(cache.keys.shape[1], dtype=torch.bool)
         free[ZEROS * BLOCK : (ZEROS + 1) * BLOCK] = False
         for sequence in engine.active:
-            free[slots_of(sequence)[: sequence.committed + unread * (1 - sequence.unread)]] = False
+            free[slots_of(sequence)[: sequence.committed if of_target else sequence.read]] = False
         for sequence in engine.scheduler.reading:
             free[slots_of(sequence)[: sequence.read]] = False
+        free[named] = False
         cache.keys[:, free] = cache.values[:, free] = torch.nan

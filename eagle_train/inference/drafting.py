@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from eagle_train.inference.paged_kv import Prefix
+from eagle_train.inference.paged_kv import PagedKV, Prefix
 from eagle_train.inference.tree import Tree
 
 
@@ -65,11 +65,12 @@ class Choice:
 
 class Drafter(Protocol):
     """Whoever proposes tokens. What it keeps of a sequence lies in the blocks that the engine gives that sequence, so
-    that forgetting one is the engine's affair alone. Whatever is proposed, the outputs stay the target's own.
+    that forgetting one, sharing and keeping them is the engine's affair alone. Whatever is proposed, the outputs stay
+    the target's own.
     """
 
-    def reserve(self, blocks: int) -> None:
-        """Have room for so many blocks of slots; what is kept in those there are stays."""
+    caches: list[PagedKV]
+    """What it keeps in the blocks; the engine sees to their size."""
 
     def prefill(
         self,

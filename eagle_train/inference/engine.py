@@ -24,8 +24,9 @@ from eagle_train.inference.bookkeeping import commit
 from eagle_train.inference.dispatcher import Dispatcher, Plan
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.drafting import Choice, Drafter, Pending
-from eagle_train.inference.paged_kv import BLOCK, PagedKV, Prefix, Suffix
+from eagle_train.inference.paged_kv import BLOCK, BlockEnds, PagedKV, Prefix, Suffix
 from eagle_train.inference.prefill import prefill
+from eagle_train.inference.prefix_cache import PrefixCache
 from eagle_train.inference.sampling import (
     DRAFT_MODES,
     SamplingTensors,
@@ -60,6 +61,8 @@ class Engine:
         drafting: str = "greedy",
         kv_tokens: int | None = None,
         prefill_tokens: int | None = 8192,
+        prefix_cache: bool = False,
+        host_kv_tokens: int = 0,
     ):
         """`tree`: a name in conf/tree, a Tree, or a mapping {largest batch size: tree}. Without a draft it is not used.
 
@@ -68,6 +71,8 @@ class Engine:
         room, or give theirs up and are recomputed. None: as many as `max_batch_size` of the requests may need.
         `prefill_tokens`: how many tokens of prompts are read between two rounds, so that who decodes does not wait for
         long for who comes. None: all there are.
+        `prefix_cache`: prompts that begin as an earlier text did are read from there on; the store's blocks keep what
+        they hold until others need them, and then go to host memory, which has room for `host_kv_tokens`.
         """
         check(max_batch_size >= 1, f"max_batch_size={max_batch_size}: must be at least 1")
         if not isinstance(target, Target):
@@ -87,10 +92,18 @@ class Engine:
         self.stage_seconds: dict[str, float] = defaultdict(float)
         self.num_added = 0
         self.advanced: dict[Sequence, None] = {}  # who got tokens in this step, in order
-        self.scheduler = Scheduler(BlockPool(0), max_batch_size, ahead=self.dispatcher.deepest + 1)
         shape = DraftConfig.from_target(target.config)  # how wide the target's own heads are
         layers = target.config.num_hidden_layers
         self.cache = PagedKV(layers, shape.num_kv_heads, shape.head_dim, 0, target.dtype, target.device)
+        self.stores = [self.cache, *(draft.caches if draft is not None else [])]
+        self.ends, prefixes, pool = None, None, BlockPool(0)
+        check(host_kv_tokens >= 0, f"host_kv_tokens={host_kv_tokens}: must be 0 (none) or more")
+        check(prefix_cache or host_kv_tokens == 0, f"host_kv_tokens={host_kv_tokens}: needs prefix_cache=True")
+        if prefix_cache:
+            self.ends = BlockEnds(shape.hidden_size, target.dtype, target.device)
+            self.stores.append(self.ends)
+            prefixes = PrefixCache(pool, self.stores, host_kv_tokens // BLOCK)
+        self.scheduler = Scheduler(pool, max_batch_size, self.dispatcher.deepest + 1, prefixes)
         if kv_tokens is not None:
             self.reserve(kv_tokens // BLOCK)
 
@@ -148,9 +161,8 @@ class Engine:
         """Have room for so many blocks of keys and values."""
         pool = self.scheduler.pool
         pool.grow(blocks)
-        self.cache.grow(pool.in_store)
-        if self.drafter is not None:
-            self.drafter.reserve(pool.in_store)
+        for store in self.stores:
+            store.grow(pool.in_store)
 
     @property
     def active(self) -> list[Sequence]:
@@ -195,13 +207,14 @@ class Engine:
         new = [sequence for sequence, _ in chunks]
         texts = [sequence.to_prefill[sequence.read : sequence.read + count] for sequence, count in chunks]
         prefix = Prefix.of([sequence.read for sequence in new], [sequence.blocks for sequence in new], device)
-        before = None
-        if prefix.longest > 0:
-            none = torch.zeros(self.target.lm_head.weight.shape[1], dtype=self.target.dtype, device=device)
-            before = torch.stack([none if each.last_hidden is None else each.last_hidden for each in new])
+        before = torch.stack([self.hidden_before(each) for each in new]) if prefix.longest > 0 else None
         hidden = prefill(self.target, self.cache, self.drafter, prefix, texts, before)
+        if self.ends is not None:
+            self.ends.write(prefix, hidden)
+        hidden = hidden[torch.arange(len(new), device=device), [len(text) - 1 for text in texts]]
         for sequence, text, state in zip(new, texts, hidden, strict=True):
             sequence.read, sequence.last_hidden = sequence.read + len(text), state
+            self.scheduler.note(sequence)
         done = [row for row, sequence in enumerate(new) if sequence.read == len(sequence.to_prefill)]
         if not done:
             return None
@@ -220,6 +233,14 @@ class Engine:
         first = torch.tensor([[sequence.generated[-1]] for sequence in new], device=device)
         return Pending(first, hidden.unsqueeze(1), torch.ones_like(first[:, 0]))
 
+    def hidden_before(self, sequence: Sequence) -> torch.Tensor:
+        """The target's hidden state at the last token that was read [H]; zeros where none was."""
+        if sequence.last_hidden is not None:
+            return sequence.last_hidden
+        if sequence.read > 0:  # its beginning was found in the caches
+            return self.ends.hidden[sequence.blocks[sequence.read // BLOCK - 1]]
+        return torch.zeros_like(self.target.lm_head.weight[0], dtype=self.target.dtype)
+
     def dispatch(self) -> Plan:
         """The tree for the current batch; where each sequence stands; the round's random numbers."""
         plan = self.dispatcher.dispatch(len(self.active))
@@ -234,7 +255,7 @@ class Engine:
         if self.drafter is None:
             return self.pending.last.unsqueeze(1), None
         with self.stage("drafting"):
-            read = self.prefix.at([sequence.committed + 1 - sequence.unread for sequence in self.active])
+            read = self.prefix.at([sequence.read for sequence in self.active])
             return self.drafter.propose(plan, self.prefix, read, self.pending, self.choice(plan))
 
     def choice(self, plan: Plan) -> Choice:
@@ -260,6 +281,8 @@ class Engine:
     ) -> None:
         with self.stage("bookkeeping"):
             pending = commit(self.cache, self.prefix, suffix, hidden, tokens, verified)
+            if self.ends is not None:
+                self.ends.write(self.prefix, pending.hidden)
             accepted = verified.num_accepted.tolist()
             rounds = zip(self.active, pending.tokens.tolist(), accepted, strict=True)
             now = time.perf_counter()
@@ -269,7 +292,7 @@ class Engine:
                 self.advanced[sequence] = None
             unread = [1] * len(accepted) if self.drafter is None else self.drafter.rewind(plan, verified.path, accepted)
             for sequence, count in zip(self.active, unread, strict=True):
-                sequence.unread = count
+                sequence.read = sequence.num_known - count
             self.pending = pending.newest(unread)
             self.leave()
 

@@ -76,6 +76,11 @@ class PagedKV:
             new[:, : old.shape[1]] = old
             setattr(self, name, new)
 
+    @property
+    def by_block(self) -> list[torch.Tensor]:
+        """Keys and values as [L, blocks, BLOCK, K, D]."""
+        return [x.unflatten(1, (x.shape[1] // BLOCK, BLOCK)) for x in (self.keys, self.values)]
+
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store a layer's k, v [A, K, T, D] at slots [A, T]."""
         self.keys[layer, slots] = k.transpose(1, 2)
@@ -159,6 +164,28 @@ class PagedKV:
         index = path.view(1, active, 1, length, 1)
         for store, kept in ((self.keys, suffix.keys), (self.values, suffix.values)):
             store[:, slots] = torch.stack(kept).take_along_dim(index, dim=3).transpose(2, 3)
+
+
+class BlockEnds:
+    """The target's hidden state at the last token of each block [blocks, H]: who goes on from there needs it."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device | str):
+        self.hidden = torch.zeros(0, width, dtype=dtype, device=device)
+
+    def grow(self, blocks: int) -> None:
+        """As `PagedKV.grow`."""
+        old = self.hidden
+        self.hidden = torch.cat((old, old.new_zeros(blocks - len(old), old.shape[1])))
+
+    @property
+    def by_block(self) -> list[torch.Tensor]:
+        """As [1, blocks, H]."""
+        return [self.hidden.unsqueeze(0)]
+
+    def write(self, prefix: Prefix, hidden: torch.Tensor) -> None:
+        """Of the tokens that follow each row's prefix, with hidden states [A, T, H], note those that end a block."""
+        slots = prefix.slots(prefix.lengths.unsqueeze(1) + torch.arange(hidden.shape[1], device=hidden.device))
+        self.hidden[torch.where(slots % BLOCK == BLOCK - 1, slots // BLOCK, WASTE)] = hidden
 
 
 def over_both(

@@ -21,15 +21,13 @@ def prefill(
     """Run texts through the target, each after its `prefix`, and let the drafter read them.
 
     `before` [A, H] are the target's hidden states at the prefixes' last tokens, None where every prefix is empty.
-    Returns those at the texts' last tokens [A, H], which the next text or the first draft slot needs. Texts are padded
-    on the right: nothing real sees the padding.
+    Returns those of the texts [A, T, H], padded on the right: nothing real sees the padding.
     """
     device = prefix.lengths.device
-    lengths = torch.tensor([len(text) for text in texts], device=device)
     longest = max(len(text) for text in texts)
     tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
     positions = prefix.lengths.unsqueeze(1) + torch.arange(longest, device=device)
     hidden = target.hidden_states(tokens, positions, cache.extend(prefix, positions))
     if drafter is not None:
         drafter.prefill(prefix, tokens, positions, hidden, before)
-    return hidden[torch.arange(len(texts), device=device), lengths - 1]
+    return hidden

@@ -6,6 +6,7 @@ Knows nothing of tensors or models.
 from collections import deque
 
 from eagle_train.inference.block_pool import BlockPool, blocks_for
+from eagle_train.inference.prefix_cache import PrefixCache
 from eagle_train.inference.sequence import Sequence
 
 
@@ -13,11 +14,11 @@ class Scheduler:
     """First come, first served. A sequence that has to give up its blocks waits in front and is recomputed.
 
     A sequence waits, then its text is read in one or more chunks, then it is active: it decodes, in its row of the
-    batch. `ahead`: slots that a round may need beyond the committed ones.
+    batch. `ahead`: slots that a round may need beyond the committed ones. `prefixes`: finds what was read before.
     """
 
-    def __init__(self, pool: BlockPool, rows: int, ahead: int):
-        self.pool, self.rows, self.ahead = pool, rows, ahead
+    def __init__(self, pool: BlockPool, rows: int, ahead: int, prefixes: PrefixCache | None = None):
+        self.pool, self.rows, self.ahead, self.prefixes = pool, rows, ahead, prefixes
         self.waiting: deque[Sequence] = deque()
         self.reading: list[Sequence] = []
         self.active: list[Sequence] = []
@@ -32,11 +33,24 @@ class Scheduler:
         Beside others a block for each of these stays free, or the newcomer would soon have to go again.
         """
         while self.waiting and (admitted := len(self.active) + len(self.reading)) < self.rows:
-            slots = self.waiting[0].num_known + self.ahead
-            if not self.pool.has(blocks_for(slots) + admitted):
+            sequence = self.waiting[0]
+            slots = sequence.num_known + self.ahead
+            in_use = 0 if self.prefixes is None else sum(map(self.pool.is_used, self.prefixes.shared(sequence)))
+            if blocks_for(slots) - in_use + admitted > self.pool.available:
                 break
             self.reading.append(self.waiting.popleft())
-            self.pool.extend(self.reading[-1].blocks, slots)
+            self.give_blocks(sequence, slots)
+
+    def give_blocks(self, sequence: Sequence, slots: int) -> None:
+        """Blocks for so many slots, those first that hold the beginning of its text."""
+        if self.prefixes is not None:
+            self.prefixes.take(sequence)
+        given = self.pool.extend(sequence.blocks, slots)
+        assert given
+        if self.prefixes is not None:
+            self.prefixes.fetch(sequence)
+        if not sequence.generated:
+            sequence.stats.cached_tokens = sequence.read
 
     def chunks(self, budget: int | None) -> list[tuple[Sequence, int]]:
         """Who reads next, and how many tokens, `budget` in all."""
@@ -65,7 +79,7 @@ class Scheduler:
                 self.preempt((self.reading or self.active).pop())
 
     def preempt(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
+        self.release(sequence)
         sequence.forget()
         self.waiting.appendleft(sequence)
 
@@ -73,7 +87,17 @@ class Scheduler:
         """The finished free their blocks."""
         for sequence in self.unfinished:
             if sequence.finish_reason:
-                self.pool.release(sequence.blocks)
+                self.release(sequence)
         self.waiting = deque(each for each in self.waiting if not each.finish_reason)
         self.reading = [each for each in self.reading if not each.finish_reason]
         self.active = [each for each in self.active if not each.finish_reason]
+
+    def release(self, sequence: Sequence) -> None:
+        """It gives up its blocks; what both models have read of it may be found again."""
+        self.note(sequence)
+        self.pool.release(sequence.blocks)
+
+    def note(self, sequence: Sequence) -> None:
+        """More of it was read."""
+        if self.prefixes is not None:
+            self.prefixes.note(sequence)

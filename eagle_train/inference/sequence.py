@@ -42,6 +42,7 @@ class Stats:
     calls: int = 0
     tokens: int = 0
     ttft_s: float = 0.0
+    cached_tokens: int = 0  # of the prompt, that were not read because the caches had them
     accepted_per_depth: list[int] = field(default_factory=list)  # rounds in which the node at depth 1, 2, ... held
     drafted_per_depth: list[int] = field(default_factory=list)  # rounds in which there was a node at that depth
     intervals_s: list[float] = field(default_factory=list)  # between one token and the next
@@ -92,10 +93,10 @@ class Sequence:
     finish_reason: str | None = None
     last_token_at: float = 0.0
     blocks: list[int] = field(default_factory=list)  # of the store, in order
-    read: int = 0  # how many tokens of `to_prefill` the caches hold, while there are some to come
-    last_hidden: Any = None  # the target's hidden state at the last of them [H]
+    read: int = 0  # how many of its tokens both models have read
+    names: list[bytes] = field(default_factory=list)  # of its full blocks, see prefix_cache.py
+    last_hidden: Any = None  # the target's hidden state at the last of them [H], while there are some to come
     reported: int = 0  # how many of the generated tokens were told
-    unread: int = 1  # of its newest tokens, the pending one included, that the drafter is to be given
 
     @property
     def committed(self) -> int:
@@ -111,6 +112,11 @@ class Sequence:
         """What the caches must hold before it decodes; more than the prompt where it had to give up its blocks."""
         return self.prompt + self.generated[:-1]
 
+    @property
+    def unread(self) -> int:
+        """How many of its newest tokens, the pending one included, the drafter is to be given."""
+        return self.num_known - self.read
+
     def news(self) -> list[int]:
         """The tokens since it was last asked."""
         new, self.reported = self.generated[self.reported :], len(self.generated)
@@ -118,7 +124,7 @@ class Sequence:
 
     def forget(self) -> None:
         """Its blocks are gone: all of it is to be read anew."""
-        self.read, self.last_hidden, self.unread = 0, None, 1
+        self.read, self.last_hidden = 0, None
 
     def start(self, token: int, now: float) -> None:
         """The prefill's token."""

@@ -32,9 +32,7 @@ class Eagle:
         self.head = Head(self.draft, target.lm_head)
         shape = self.draft.config
         self.cache = PagedKV(shape.num_layers, shape.num_kv_heads, shape.head_dim, 0, target.dtype, target.device)
-
-    def reserve(self, blocks: int) -> None:
-        self.cache.grow(blocks)
+        self.caches = [self.cache]
 
     def prefill(
         self,

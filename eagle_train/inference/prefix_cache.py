@@ -1,0 +1,125 @@
+"""Texts that were read before are not read again: the paper's persistent KV (section 3.4). DESIGN section 3.6.
+
+A full block is known by its tokens and all tokens before them, through a chain of hashes. It is looked for among the
+store's blocks (block_pool.py), then in host memory, where blocks go that the store has no room for. What is kept of a
+block is kept together: the target's keys and values, the drafter's, and the target's hidden state at the block's last
+token, which the next slot of a draft is paired with. Knows nothing of models or sampling.
+"""
+
+from array import array
+from collections.abc import Sequence as Listing
+from hashlib import blake2b
+from typing import Protocol
+
+import torch
+
+from eagle_train.inference.block_pool import BlockPool
+from eagle_train.inference.paged_kv import BLOCK
+from eagle_train.inference.sequence import Sequence
+
+
+class Store(Protocol):
+    """Something that is kept for each block: a PagedKV, or a BlockEnds."""
+
+    @property
+    def by_block(self) -> list[torch.Tensor]:
+        """Tensors [L, blocks, ...], to be read and written."""
+
+
+def names_of(tokens: list[int], names: list[bytes]) -> list[bytes]:
+    """`names`, made as long as `tokens` have full blocks: each depends on its block's tokens and the name before."""
+    for end in range((len(names) + 1) * BLOCK, len(tokens) + 1, BLOCK):
+        before = names[-1] if names else b""
+        names.append(blake2b(before + array("q", tokens[end - BLOCK : end]).tobytes(), digest_size=16).digest())
+    return names
+
+
+class HostKV:
+    """Blocks in host memory; the least recently used make room."""
+
+    def __init__(self, stores: Listing[Store], blocks: int):
+        self.stores, self.blocks = stores, blocks
+        self.place: dict[bytes, int] = {}  # the least recently used first
+        self.kept = [self.room_for(tensor) for tensor in self.of_stores]
+
+    @property
+    def of_stores(self) -> list[torch.Tensor]:
+        return [tensor for store in self.stores for tensor in store.by_block]
+
+    def room_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        shape = (tensor.shape[0], self.blocks, *tensor.shape[2:])
+        return torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+    def put(self, blocks: list[int], names: list[bytes]) -> None:
+        """Keep what the stores hold in these blocks, the last ones where there is no room for all."""
+        new = [pair for pair in zip(blocks, names, strict=True) if not self.touch(pair[1])][-self.blocks :]
+        for _, name in new:
+            full = len(self.place) == self.blocks
+            self.place[name] = self.place.pop(next(iter(self.place))) if full else len(self.place)
+        to = torch.tensor([self.place[name] for _, name in new], dtype=torch.long)
+        for kept, source in zip(self.kept, self.of_stores, strict=True):
+            kept[:, to] = source[:, [block for block, _ in new]].to(kept.device)
+
+    def get(self, names: list[bytes], blocks: list[int]) -> None:
+        """Write what is kept under these names into the stores' blocks."""
+        place = [self.place[name] for name in names]
+        for kept, stored in zip(self.kept, self.of_stores, strict=True):
+            stored[:, blocks] = kept[:, place].to(stored.device)
+
+    def touch(self, name: bytes) -> bool:
+        """Whether it is kept; it is the most recently used one then."""
+        if name in self.place:
+            self.place[name] = self.place.pop(name)
+            return True
+        return False
+
+
+class PrefixCache:
+    """Finds what the caches have of a text, and notes what they get."""
+
+    def __init__(self, pool: BlockPool, stores: Listing[Store], host_blocks: int):
+        self.pool = pool
+        self.host = HostKV(stores, host_blocks) if host_blocks > 0 else None
+        if self.host is not None:
+            pool.evict = self.host.put
+
+    def shared(self, sequence: Sequence) -> list[int]:
+        """The store's blocks that hold the beginning of the sequence's text; at least one token is left to read."""
+        text, found = sequence.to_prefill, []
+        for name in names_of(text, sequence.names)[: (len(text) - 1) // BLOCK]:
+            if name not in self.pool.named:
+                break
+            found.append(self.pool.named[name])
+        return found
+
+    def take(self, sequence: Sequence) -> None:
+        """The sequence gets the blocks that hold the beginning of its text."""
+        assert not sequence.blocks
+        sequence.blocks = self.shared(sequence)
+        sequence.read = len(sequence.blocks) * BLOCK
+        for block in sequence.blocks:
+            self.pool.share(block)
+        if self.host is not None:
+            for name in reversed(sequence.names):
+                self.host.touch(name)  # making room for the sequence must not drop what it is made for
+
+    def fetch(self, sequence: Sequence) -> None:
+        """What follows of its text in host memory is copied into the sequence's own blocks."""
+        if self.host is None:
+            return
+        first, names = sequence.read // BLOCK, []
+        for name in sequence.names[first : (len(sequence.to_prefill) - 1) // BLOCK]:
+            if not self.host.touch(name):
+                break
+            names.append(name)
+        if names:
+            self.host.get(names, sequence.blocks[first : first + len(names)])
+            sequence.read += len(names) * BLOCK
+            self.note(sequence)
+
+    def note(self, sequence: Sequence) -> None:
+        """What both models have read of it can be found from now on, as far as it fills blocks."""
+        full = sequence.read // BLOCK
+        names = names_of((sequence.prompt + sequence.generated)[: full * BLOCK], sequence.names)
+        for block, name in zip(sequence.blocks[:full], names[:full], strict=True):
+            self.pool.name(block, name)
