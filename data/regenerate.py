@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from jinja2 import TemplateError
 from omegaconf import DictConfig
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
@@ -194,8 +193,8 @@ def from_engine(config: Config, conversations: Iterator[Conversation]) -> Iterat
 def refusal(engine: Engine, messages: list[Message]) -> str | None:
     """Why the target cannot be asked this, None if it can."""
     try:
-        engine.sequence(0, engine.tokens_of(messages), SamplingParams())
-    except (TemplateError, UserError) as error:
+        engine.sequence(0, messages, SamplingParams())
+    except UserError as error:
         return one_line(error).replace("prompt 0", "its prompt")
     return None
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.config import (
@@ -147,10 +146,7 @@ def prompt_of(engine: Engine, question: Question, turn: int, messages: list[dict
     `before`: how many tokens earlier answers, not known yet, may take up.
     """
     name, limit = f"question {question.id}, turn {turn}", engine.target.max_positions
-    try:
-        tokens = engine.tokens_of(messages)
-    except TemplateError as error:
-        raise UserError(f"{name}: the chat template refuses the conversation: {one_line(error)}") from error
+    tokens = engine.tokens_of(messages, name)
     answers = f", {before} of them for earlier answers (lower max_tokens)" if before else ""
     check(
         len(tokens) + before < limit,

@@ -50,7 +50,7 @@ def test_greedy_tokens_on_the_bundled_target():
         "Implement textwrap.dedent in Python.",
     ]
     chats = [[{"role": "user", "content": question}] for question in questions]
-    truth = [continued(target, Engine(target).tokens_of(chat), 44) for chat in chats]
+    truth = [continued(target, Engine(target).tokens_of(chat, ""), 44) for chat in chats]
     params, rng = SamplingParams(max_tokens=40, ignore_eos=True), random.Random(0)
     assert token_ids(Engine(target).generate(chats[:1], params)) == cut(truth[:1], 40)
     for tree in ("chain3", "d3_bf2"):
@@ -179,7 +179,7 @@ def test_a_draft_that_is_given_stays_as_it_is():
 
 
 def test_one_text_is_no_list_of_prompts():
-    with pytest.raises(UserError, match="prompts is one text: give a list"):
+    with pytest.raises(UserError, match=r"^prompts: must be a list of prompts$"):
         Engine(shared_target()).generate("hello")
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
-from eagle_train.config import check
+from eagle_train.config import UserError, check, one_line
 from eagle_train.inference.block_pool import BlockPool, blocks_for
 from eagle_train.inference.bookkeeping import commit
 from eagle_train.inference.dispatcher import Dispatcher, Plan
@@ -38,7 +39,7 @@ from eagle_train.inference.sampling import (
     verify_greedy,
 )
 from eagle_train.inference.scheduler import Scheduler
-from eagle_train.inference.sequence import Output, SamplingParams, Sequence, Update
+from eagle_train.inference.sequence import Output, SamplingParams, Sequence, Update, check_prompt
 from eagle_train.inference.tree import chain
 from eagle_train.inference.validation import validate
 from eagle_train.models.artifact import load_draft
@@ -115,12 +116,17 @@ class Engine:
         `params`: one for all (request i then uses seed + i) or a list. Raises UserError for a prompt that is empty or
         does not fit the target's context, before anything is run, and where other requests are under way.
         """
-        check(not isinstance(prompts, str), "prompts is one text: give a list of prompts")
+        check(isinstance(prompts, list | tuple), "prompts: must be a list of prompts")
         check(not self.scheduler.unfinished, "requests were added before: step until they are done")
         sequences = [self.sequence(i, prompt, params_of(params, i, len(prompts))) for i, prompt in enumerate(prompts)]
         self.enqueue(sequences)
-        while self.scheduler.unfinished:
-            self.step()
+        try:
+            while self.scheduler.unfinished:
+                self.step()
+        finally:
+            for sequence in self.scheduler.unfinished:  # interrupted, they have nobody left to step for them
+                sequence.finish_reason = "cancelled"
+            self.scheduler.leave()
         return [self.output(sequence) for sequence in sequences]
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> Sequence:
@@ -322,7 +328,7 @@ class Engine:
 
     def sequence(self, index: int, prompt: Prompt, params: SamplingParams) -> Sequence:
         """A request from a prompt. Raises UserError where the prompt is empty or the context too short."""
-        tokens = self.tokens_of(prompt)
+        tokens = self.tokens_of(prompt, f"prompt {index}")
         limit = self.target.max_positions
         check(len(tokens) > 0, f"prompt {index} is empty: give at least one token")
         check(
@@ -342,18 +348,23 @@ class Engine:
         stop_ids = own if params.stop_token_ids is None else frozenset(params.stop_token_ids)
         return Sequence(index, tokens, params, stop_ids)
 
-    def tokens_of(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text, a list of ids, or a list of chat messages (through the chat template)."""
-        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
-        if not is_chat and not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+    def tokens_of(self, prompt: Prompt, name: str) -> list[int]:
+        """Token ids of a text, a list of ids, or a list of chat messages (through the chat template).
+
+        Raises UserError, naming the prompt, where there can be none.
+        """
+        check_prompt(prompt, name)
+        if not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], dict)):
+            return list(prompt)
         tokenizer = self.target.tokenizer
         check(tokenizer is not None, f"{self.target.name} has no tokenizer: give prompts as token ids")
-        if is_chat:
-            return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
-        return tokenizer(prompt)["input_ids"]
+        if isinstance(prompt, str):
+            return tokenizer(prompt)["input_ids"]
+        check(tokenizer.chat_template is not None, f"{self.target.name} has no chat template: give prompts as texts")
+        try:
+            return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        except (TemplateError, TypeError) as error:
+            raise UserError(f"{name}: the chat template refuses the conversation: {one_line(error)}") from error
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -399,5 +410,7 @@ def params_of(params: SamplingParams | Listing[SamplingParams] | None, index: in
     if params is None or isinstance(params, SamplingParams):
         params = params or SamplingParams()
         return replace(params, seed=params.seed + index)
+    known = isinstance(params, list | tuple) and all(isinstance(each, SamplingParams) for each in params)
+    check(known, "params: must be SamplingParams, or a list of them")
     check(len(params) == count, f"params: {len(params)} given for {count} prompts")
     return params[index]

@@ -124,7 +124,8 @@ def truncated_softmax(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
     probs = ordered.masked_fill(ordered < kth, -torch.inf).softmax(-1)
     mass_before = F.pad(probs.cumsum(-1)[..., :-1], (1, 0))
     # Rounding may bring the mass to 1 before the last token: top-p 1 has to keep it all the same.
-    kept = probs * ((mass_before < top_p) | (top_p >= 1))
+    # As float32 a tiny top-p is 0: the first token has no mass before it and stays.
+    kept = probs * ((mass_before < top_p) | (top_p >= 1) | (mass_before == 0))
     return torch.zeros_like(probs).scatter_(-1, index, normalised(kept))
 
 

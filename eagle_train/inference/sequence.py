@@ -3,11 +3,47 @@
 DESIGN sections 3.8, 3.9.
 """
 
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from eagle_train.config import check
+
+SURROGATE = re.compile("[\\ud800-\\udfff]")  # what JSON may hold and UTF-8 may not
+LARGEST = (1 << 63) - 1  # of the numbers that a tensor holds
+
+
+def is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
+
+
+def is_number(value: Any, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_listing(value: Any, kind: type) -> bool:
+    """Whether it is None, or a list or tuple of that kind."""
+    return value is None or (isinstance(value, list | tuple) and all(type(each) is kind for each in value))
+
+
+def shown(value: Any) -> str:
+    """A value on one line, of one that is long the beginning."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def check_prompt(prompt: Any, name: str) -> None:
+    """Raise UserError for a prompt that is no text, no list of token ids and no list of chat messages."""
+    wanted = "must be a text, a list of token ids, or a list of chat messages"
+    check(isinstance(prompt, str | list | tuple), f"{name} is {shown(prompt)}: {wanted}")
+    texts = [prompt]
+    if not isinstance(prompt, str):
+        is_chat = len(prompt) > 0 and isinstance(prompt[0], dict)
+        for each in prompt:
+            check(isinstance(each, dict) if is_chat else is_whole(each, 0), f"{name} holds {shown(each)}: {wanted}")
+        texts = [text for message in prompt if is_chat for text in message.values() if isinstance(text, str)]
+    check(not any(map(SURROGATE.search, texts)), f"{name} holds half of a surrogate pair: no text can be made of it")
 
 
 @dataclass(frozen=True)
@@ -24,10 +60,19 @@ class SamplingParams:
     ignore_eos: bool = False  # the target's own stop tokens end nothing; those given do
 
     def __post_init__(self) -> None:
-        check(self.temperature >= 0, f"temperature={self.temperature}: must be 0 or more")
-        check(0 < self.top_p <= 1, f"top_p={self.top_p}: must be above 0 and at most 1")
-        check(self.top_k >= 0, f"top_k={self.top_k}: must be 0 (off) or more")
-        check(self.max_tokens >= 1, f"max_tokens={self.max_tokens}: must be at least 1")
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop
+        rules = {
+            "temperature": (is_number(self.temperature, 0, LARGEST), "must be 0 or more, and finite"),
+            "top_p": (is_number(self.top_p, 0, 1) and self.top_p > 0, "must be above 0 and at most 1"),
+            "top_k": (is_whole(self.top_k, 0), "must be 0 (off) or more, a whole number"),
+            "max_tokens": (is_whole(self.max_tokens, 1), "must be at least 1, a whole number"),
+            "seed": (is_whole(self.seed, -LARGEST), f"must be a whole number of 64 bits, at most {LARGEST}"),
+            "stop": (is_listing(texts, str), "must be None, a text, or a list of texts"),
+            "stop_token_ids": (is_listing(self.stop_token_ids, int), "must be None or a list of token ids"),
+            "ignore_eos": (isinstance(self.ignore_eos, bool), "must be true or false"),
+        }
+        for name, (right, wanted) in rules.items():
+            check(right, f"{name}={shown(getattr(self, name))}: {wanted}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
