@@ -7,7 +7,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.config import build, check, command, resolve_device
 from eagle_train.inference import Engine, Output, SamplingParams
-from eagle_train.models.target import Target, TargetConfig
+from eagle_train.models.artifact import load_draft
+from eagle_train.models.quantised import Quant, quantised
+from eagle_train.models.target import Target, TargetConfig, load_target
 
 GREEN, RESET = "\033[32m", "\033[0m"
 COLORS = ("auto", "always", "never")
@@ -29,10 +31,15 @@ def main(config: DictConfig) -> None:
     stop = OmegaConf.to_container(config.stop) if OmegaConf.is_config(config.stop) else config.stop
     numbers = build(Numbers, {k: config[k] for k in ("temperature", "top_p", "top_k", "max_tokens", "seed")}, "")
     params = SamplingParams(**vars(numbers), stop=tuple(stop) if isinstance(stop, list) else stop)
-    target = build(TargetConfig, config.target, "target")
-    tree = OmegaConf.to_container(config.tree)
-    engine = Engine(target, config.draft.path, tree, device=resolve_device(config.device))
-    check(engine.target.tokenizer is not None, f"target.path={target.path}: no tokenizer there, and the prompt is text")
+    given, quant = build(TargetConfig, config.target, "target"), build(Quant, config.quant, "quant")
+    path = config.draft.path
+    check(
+        path is not None or quant.scheme == "none", f"quant.scheme={quant.scheme}: no draft to quantise; give draft=DIR"
+    )
+    target = load_target(given, resolve_device(config.device))
+    check(target.tokenizer is not None, f"target.path={given.path}: no tokenizer there, and the prompt is text")
+    draft = None if path is None else quantised(load_draft(path, target.identity), quant)
+    engine = Engine(target, draft, OmegaConf.to_container(config.tree))
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
     output = engine.generate([prompt], params)[0]
     color = config.color == "always" or (config.color == "auto" and sys.stdout.isatty())

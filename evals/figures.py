@@ -68,11 +68,16 @@ def percentile(values: Sequence[float], share: float) -> float:
     return torch.tensor(values, dtype=torch.float64).quantile(share).item()
 
 
+def num_rounds(batches: Iterable[Together]) -> int:
+    """Rounds of decoding; a batch has as many as its longest answer."""
+    return sum(max(answer.output.stats.calls for answer in batch) for batch in batches)
+
+
 def latency(batches: list[Together], stage_seconds: Mapping[str, float]) -> dict[str, Any]:
     """TTFT, TTIT and the engine's stages, the latter in milliseconds per round of a batch (prefill: per batch)."""
     answers = list(chain.from_iterable(batches))
     first, times = [answer.output.stats.ttft_s for answer in answers], intervals(answers)
-    rounds = sum(max(answer.output.stats.calls for answer in batch) for batch in batches)
+    rounds = num_rounds(batches)
     decoding = {name: seconds for name, seconds in stage_seconds.items() if name != "prefill"}
     return {
         "ttft_s": statistics.fmean(first),

@@ -33,6 +33,7 @@ from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.tree import Tree
 from eagle_train.models.artifact import load_draft, read_config
+from eagle_train.models.quantised import Quant, quantised
 from eagle_train.models.target import Target, TargetConfig, load_target
 from eagle_train.progress import progress
 from eagle_train.training.metrics import redact
@@ -61,6 +62,7 @@ class Config:
 
     target: TargetConfig
     tree: Any
+    quant: Quant
     draft: Artifact
     questions: str
     out: str
@@ -88,6 +90,9 @@ class Run:
     engine: Engine
     batches: list[Together] = field(default_factory=list)
 
+    def ask(self, questions: Sequence[Question], params: SamplingParams) -> None:
+        self.batches += ask(self.engine, questions, params)
+
     @property
     def answers(self) -> list[Answer]:
         return list(chain.from_iterable(self.batches))
@@ -105,10 +110,10 @@ def main(values: DictConfig) -> None:
     target = load_target(config.target, device)
     check_template(target)
     plain = Run(Engine(target, max_batch_size=config.batch_size))
-    drafter = drafter_of(target, config.draft)
+    drafter = drafter_of(target, config.draft, config.quant)
     speculative = Run(Engine(target, drafter, config.tree, max_batch_size=config.batch_size))
     check_fit(plain.engine, questions, config.max_tokens)
-    measure(plain, speculative, questions, config.params, config.batch_size)
+    measure([plain, speculative], questions, config.params, config.batch_size)
     found = {
         **measured(plain, speculative, config),
         "draft_training": artifact["training"],
@@ -121,8 +126,8 @@ def main(values: DictConfig) -> None:
     print(f"written to {out}: report.md, results.json, acceptance.png, answers.jsonl")
 
 
-def drafter_of(target: Target, artifact: Artifact) -> Eagle:
-    return Eagle(load_draft(artifact.path, target.identity), target, artifact.alignment)
+def drafter_of(target: Target, artifact: Artifact, quant: Quant) -> Eagle:
+    return Eagle(quantised(load_draft(artifact.path, target.identity), quant), target, artifact.alignment)
 
 
 def prepared(out: Path) -> Path:
@@ -184,16 +189,17 @@ def ask(engine: Engine, questions: Sequence[Question], params: SamplingParams) -
     return answered
 
 
-def measure(plain: Run, speculative: Run, questions: list[Question], params: SamplingParams, batch_size: int) -> None:
-    """Both runs answer all questions in turn, after a warm-up; who goes first changes with every batch."""
+def measure(runs: Sequence[Run], questions: list[Question], params: SamplingParams, batch_size: int) -> None:
+    """All runs answer all questions in turn, after a warm-up; who goes first changes with every batch."""
     batches = [questions[i : i + batch_size] for i in range(0, len(questions), batch_size)]
-    for run in (plain, speculative):
+    for run in runs:
         ask(run.engine, batches[0], replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens)))
         run.engine.stage_seconds.clear()
     bar = progress(len(batches), "batch")
     for number, batch in enumerate(batches):
-        for run in (speculative, plain) if number % 2 else (plain, speculative):
-            run.batches += ask(run.engine, batch, params)
+        first = number % len(runs)
+        for run in (*runs[first:], *runs[:first]):
+            run.ask(batch, params)
         bar.update(number + 1)
     bar.close()
 
@@ -217,6 +223,7 @@ def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
         "per_category_and_turn": figures.groups(answers),
         "train_serve_check": train_serve_check(speculative),
         "alignment": config.draft.alignment,
+        "quant": str(config.quant),
         "tree": label(engine.dispatcher.largest),
         "temperature": config.temperature,
         "batch_size": config.batch_size,

@@ -59,8 +59,9 @@ def summary(found: Found) -> str:
 def markdown(found: Found) -> str:
     """report.md: what was measured, in tables, and what it says about the draft."""
     config = found["config"]
+    quant = "" if found["quant"] == "none" else f", {found['quant']}"
     setting = (
-        f"Target `{found['target']}`, {found['dtype']} on {found['device']}; draft `{config['draft']['path']}`; "
+        f"Target `{found['target']}`, {found['dtype']} on {found['device']}; draft `{config['draft']['path']}`{quant}; "
         f"{found['tree']}; temperature {found['temperature']:g}; batches of {found['batch_size']}; "
         f"{found['questions']} questions of `{config['questions']}`, {found['prompts']} prompts."
     )

@@ -23,6 +23,7 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.tree import Tree, chain, full, pruned
 from eagle_train.models.draft import Draft, Head, shift_hidden
+from eagle_train.models.quantised import Quant
 from eagle_train.models.target import Target, TargetConfig, load_target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.progress import progress
@@ -40,6 +41,7 @@ class Config:
     """conf/tune_trees.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     target: TargetConfig
+    quant: Quant
     draft: Artifact
     questions: str
     out: str
@@ -90,7 +92,7 @@ def main(values: DictConfig) -> None:
     questions = read_questions(config.questions, config.limit)
     target = load_target(config.target, device)
     check_template(target)
-    drafter = drafter_of(target, config.draft)
+    drafter = drafter_of(target, config.draft, config.quant)
     largest = max(config.batch_sizes)
     plain = Run(Engine(target, max_batch_size=largest))
     check_fit(plain.engine, questions, config.max_tokens)

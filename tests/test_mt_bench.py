@@ -243,7 +243,7 @@ def test_both_engines_are_warmed_up_and_take_turns(home, target, monkeypatch):
     monkeypatch.setattr(mt_bench, "ask", recorded)
     plain, fast = Run(Engine(target)), Run(Engine(target, str(home / "draft")))
     questions = read_questions(str(home / "questions.jsonl"))
-    measure(plain, fast, questions, SamplingParams(max_tokens=99), batch_size=2)
+    measure([plain, fast], questions, SamplingParams(max_tokens=99), batch_size=2)
     p, f = plain.engine, fast.engine
     warm_up = [(p, [81, 82], 16), (f, [81, 82], 16)]
     assert asked == [*warm_up, (p, [81, 82], 99), (f, [81, 82], 99), (f, [101], 99), (p, [101], 99)]
@@ -298,7 +298,15 @@ def found_figures(**changes) -> dict:
             "agreement_on_own_answers": 0.8,
             "agreement_on_reference_answers": 0.7,
         },
-        **{"tree": "chain2", "temperature": 0.0, "batch_size": 1, "target": "t", "dtype": "bfloat16", "device": "cpu"},
+        **{
+            "quant": "none",
+            "tree": "chain2",
+            "temperature": 0.0,
+            "batch_size": 1,
+            "target": "t",
+            "dtype": "bfloat16",
+            "device": "cpu",
+        },
         "draft_training": {"tokens": 12345},
         "config": {"draft": {"path": "d"}, "questions": "q.jsonl", "seed": 0},
         "provenance": {"torch": "2", "gpu": None, "load_average": [1.0, 2.0]},
@@ -386,9 +394,9 @@ def test_mistakes_are_one_line(home, tmp_path, capsys, overrides, message):
 def test_the_alignment_is_the_drafters(home, tmp_path, monkeypatch):
     seen, measure = [], mt_bench.measure
 
-    def watched(plain, speculative, *rest):
-        seen.append(speculative.engine.drafter.alignment)
-        measure(plain, speculative, *rest)
+    def watched(runs, *rest):
+        seen.append(runs[1].engine.drafter.alignment)
+        measure(runs, *rest)
 
     monkeypatch.setattr(mt_bench, "measure", watched)
     for override in ([], ["draft.alignment=last"]):

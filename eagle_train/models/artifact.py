@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from eagle_train.config import UserError, build, check, write_json
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.target import Identity
+from eagle_train.ops.linear import QuantisedLinear
 
 FORMAT = "eagle_train.draft"
 VERSION = 1
@@ -54,6 +55,7 @@ def save_draft(
     The embedding scale is folded. `training` is what the artifact tells of how it was made (steps, tokens, losses,
     data). Raises UserError if the directory cannot be written, or if it holds something that is no draft.
     """
+    assert not any(isinstance(module, QuantisedLinear) for module in draft.modules()), "save what it was made from"
     directory = Path(directory)
     check(is_replaceable(directory), f"out={directory}: exists and holds no draft; name another directory")
     draft = draft.folded()

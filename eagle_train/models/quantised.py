@@ -1,0 +1,61 @@
+"""A draft in few bits: the paper's quantised drafts (section 3, table 2). For inference; training knows nothing of it.
+
+The target decides what is accepted, so that a draft's rounding costs acceptance, never the output.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from eagle_train.config import check
+from eagle_train.models.draft import Draft
+from eagle_train.ops.linear import Fp8Linear, Int4Linear
+
+SCHEMES = {"int4": Int4Linear, "fp8": Fp8Linear}
+SCOPES = ("ffn", "all_linear")
+
+
+@dataclass
+class Quant:
+    """conf/quant. `scheme`: none, int4 (groups of 128) or fp8; `scope`: ffn (the paper's) or all_linear."""
+
+    scheme: str = "none"
+    scope: str = "ffn"
+
+    def __post_init__(self) -> None:
+        known = ("none", *SCHEMES)
+        check(self.scheme in known, f"quant.scheme={self.scheme}: must be one of {', '.join(known)}")
+        check(self.scope in SCOPES, f"quant.scope={self.scope}: must be {' or '.join(SCOPES)}")
+
+    def __str__(self) -> str:
+        return self.scheme if self.scheme == "none" else f"{self.scheme} ({self.scope})"
+
+
+@torch.no_grad()
+def quantised(draft: Draft, quant: Quant) -> Draft:
+    """The draft with the linear modules of the scope in few bits, and the rest as it is; `draft` is left alone.
+
+    Weights are rounded as they are here, so give them as they were loaded, before any other rounding. With the scheme
+    none, `draft` itself. Raises UserError for a matrix of a shape that the scheme has no product for.
+    """
+    if quant.scheme == "none":
+        return draft
+    draft, made = copy.deepcopy(draft), SCHEMES[quant.scheme]
+    for name, module in linears(draft, quant.scope).items():
+        (outputs, inputs), above = module.weight.shape, name.rpartition(".")
+        check(
+            outputs % made.outputs == 0 and inputs % made.inputs == 0,
+            f"quant.scheme={quant.scheme}: {name} of the draft has {outputs} outputs and {inputs} inputs; must be "
+            f"multiples of {made.outputs} and {made.inputs}",
+        )
+        setattr(draft.get_submodule(above[0]), above[2], made(module.weight))
+    return draft
+
+
+def linears(draft: Draft, scope: str) -> dict[str, nn.Linear]:
+    """The linear modules of a scope by name. The router of an MoE is in none: it is small, and it decides."""
+    found = {name: module for name, module in draft.named_modules() if isinstance(module, nn.Linear)}
+    inside = {name: module for name, module in found.items() if scope == "all_linear" or ".mlp." in name}
+    return {name: module for name, module in inside.items() if not name.endswith(".router")}

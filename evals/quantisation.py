@@ -1,0 +1,176 @@
+"""What quantising a draft costs and gains: tokens per call, acceptance, drafting latency and bytes. Paper table 2.
+
+The draft as it is, in FP8 and in INT4 answer the same questions batch by batch in turn, one target for all, so that
+whatever else the machine does hits them alike. Knows nothing of how weights are rounded.
+
+    python -m evals.quantisation draft=DIR questions=FILE.jsonl scope=ffn out=DIR
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from eagle_train.config import build, check, command, provenance, resolve_device, write_json, write_text
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.dispatcher import Dispatcher
+from eagle_train.models.draft import Draft
+from eagle_train.models.quantised import Quant
+from eagle_train.models.target import TargetConfig, load_target
+from eagle_train.training.metrics import redact
+from evals import figures
+from evals.mt_bench import Artifact, Run, check_fit, check_template, drafter_of, label, measure, prepared
+from evals.questions import Question, read_questions
+from evals.report import made_on, number, percent, table
+
+SCHEMES = ("none", "fp8", "int4")
+
+
+@dataclass
+class Config:
+    """conf/quantisation.yaml, which says what each key is. Raises UserError for values that cannot be."""
+
+    target: TargetConfig
+    tree: Any
+    draft: Artifact
+    scope: str
+    questions: str
+    out: str
+    limit: int | None
+    batch_size: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    device: str
+    threads: int | None
+
+    def __post_init__(self) -> None:
+        check(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1, or null")
+        check(self.batch_size >= 1, f"batch_size={self.batch_size}: must be at least 1")
+        check(Dispatcher(self.tree).deepest > 0, "tree: it drafts nothing, so there is nothing to measure; try chain3")
+        self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
+        self.quants = {scheme: Quant(scheme, self.scope) for scheme in SCHEMES}
+
+
+@dataclass
+class Timed(Run):
+    """A run that also knows, for each batch of questions, the seconds spent drafting and the rounds."""
+
+    drafting: list[tuple[float, int]] = field(default_factory=list)
+
+    def ask(self, questions: Sequence[Question], params: SamplingParams) -> None:
+        before, place = self.engine.stage_seconds["drafting"], len(self.batches)
+        super().ask(questions, params)
+        seconds = self.engine.stage_seconds["drafting"] - before
+        self.drafting.append((seconds, figures.num_rounds(self.batches[place:])))
+
+
+@command("quantisation")
+def main(values: DictConfig) -> None:
+    config = build(Config, values, "")
+    device = resolve_device(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    questions = read_questions(config.questions, config.limit)
+    out = prepared(Path(str(config.out)))
+    target = load_target(config.target, device)
+    check_template(target)
+    drafters = {scheme: drafter_of(target, config.draft, quant) for scheme, quant in config.quants.items()}
+    runs = {
+        scheme: Timed(Engine(target, drafter, config.tree, max_batch_size=config.batch_size))
+        for scheme, drafter in drafters.items()
+    }
+    check_fit(runs["none"].engine, questions, config.max_tokens)
+    measure(list(runs.values()), questions, config.params, config.batch_size)
+    found = {
+        "schemes": {scheme: measured(run, runs["none"]) for scheme, run in runs.items()},
+        "scope": config.scope,
+        "tree": label(runs["none"].engine.dispatcher.largest),
+        "temperature": config.temperature,
+        "batch_size": config.batch_size,
+        "prompts": len(runs["none"].answers),
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": target.device.type,
+        "config": redact(OmegaConf.to_container(values)),
+        "provenance": provenance(),
+    }
+    write_text(out / "report.md", markdown(found))
+    write_json(out / "results.json", found)
+    print(comparison(found["schemes"]))
+    print(f"written to {out}: report.md, results.json")
+
+
+def measured(run: Timed, plain: Timed) -> dict[str, Any]:
+    """A scheme's figures, beside those of the draft as it is. Raises UserError where nothing was decoded.
+
+    A round's drafting is the tree's whole growth, LM head included: the paper's time to generate three tokens.
+    Latencies are medians over the batches of questions, ratios those of the same batch.
+    """
+    pairs = [pair for pair in zip(run.drafting, plain.drafting, strict=True) if all(rounds for _, rounds in pair)]
+    check(len(pairs) > 0, "no answer has a second token, so no decoding was measured; raise max_tokens")
+    times = [[seconds * 1e3 / rounds for seconds, rounds in pair] for pair in pairs]
+    tpc = figures.tpc(run.answers)
+    answers = zip(run.answers, plain.answers, strict=True)
+    return {
+        "tpc": tpc,
+        "tpc_change": tpc / figures.tpc(plain.answers) - 1,
+        "acceptance_per_depth": figures.acceptance(run.answers),
+        "draft_latency_ms": statistics.median(own for own, _ in times),
+        "relative_draft_latency": statistics.median(own / other for own, other in times),
+        "feed_forward_bytes": feed_forward_bytes(run.engine.drafter.draft),
+        "differing_answers": sum(own.output.token_ids != other.output.token_ids for own, other in answers),
+    }
+
+
+def feed_forward_bytes(draft: Draft) -> int:
+    """What the feed-forward parts hold in memory, as they run here."""
+    tensors = [tensor for layer in draft.layers for tensor in (*layer.mlp.parameters(), *layer.mlp.buffers())]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def comparison(schemes: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row a scheme."""
+    header = ["draft", "TPC", "change", "acceptance by depth", "drafting, ms a round", "relative", "feed-forward, MB"]
+    rows = [
+        [
+            "as it is" if scheme == "none" else scheme.upper(),
+            number(found["tpc"], 3),
+            percent(found["tpc_change"]),
+            " ".join(number(share) for share in found["acceptance_per_depth"]),
+            number(found["draft_latency_ms"]),
+            number(found["relative_draft_latency"]),
+            number(found["feed_forward_bytes"] / 1e6),
+        ]
+        for scheme, found in schemes.items()
+    ]
+    return table(header, rows)
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """report.md."""
+    config, schemes = found["config"], found["schemes"]
+    setting = (
+        f"Target `{found['target']}`, {found['dtype']} on {found['device']}; draft `{config['draft']['path']}`, "
+        f"quantised: {found['scope']}; {found['tree']}; temperature {found['temperature']:g}; batches of "
+        f"{found['batch_size']}; {found['prompts']} prompts of `{config['questions']}`."
+    )
+    notes = [
+        "Drafting: medians over the batches of questions, which all took in turn. Bytes: as held in memory in this run."
+    ]
+    if found["temperature"] == 0:
+        differing = {name: each["differing_answers"] for name, each in schemes.items() if name != "none"}
+        said = ", ".join(f"{name.upper()} {count}" for name, count in differing.items())
+        notes.append(f"Answers that differ from those with the draft as it is: {said}.")
+    parts = ["# A draft in few bits", setting, comparison(schemes), *notes, "## Made on", made_on(found)]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    main()
