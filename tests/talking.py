@@ -36,14 +36,14 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_home(directory: Path) -> Path:
-    """A directory with a target, a draft for it and a question file."""
+def make_home(directory: Path, width: int = 32) -> Path:
+    """A directory with a target, a draft for it and a question file. `width`: of hidden states."""
     torch.manual_seed(0)
     tokenizer = bytes_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -67,9 +67,9 @@ def guessing_draft(target: Target) -> Draft:
 
     The bit of hidden state and attention changes some of its guesses, so that nothing in its input can be wrong unseen.
     """
-    draft = Draft(DraftConfig.from_target(target.config)).init_weights(0)
+    draft, one = Draft(DraftConfig.from_target(target.config)).init_weights(0), torch.eye(target.config.hidden_size)
     with torch.no_grad():
-        draft.fc.weight.copy_(torch.cat((torch.eye(32), 0.15 * torch.eye(32)), dim=1))
+        draft.fc.weight.copy_(torch.cat((one, 0.15 * one), dim=1))
         for layer in draft.layers:
             layer.self_attn.o_proj.weight.normal_(std=0.05)
     return draft

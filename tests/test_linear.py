@@ -1,4 +1,4 @@
-"""The fast product of few rows against `F.linear`, its plain twin."""
+"""The fast product of few rows against `F.linear`, its plain twin; products in few bits against theirs and torch's."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from eagle_train.ops import linear as module
-from eagle_train.ops.linear import Linear, linear, use_fast_linear
+from eagle_train.ops.linear import Fp8Linear, Int4Linear, Linear, linear, use_fast_linear, use_kernels
+from eagle_train.ops.quantise import dequantise, fp8, int4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -59,3 +60,78 @@ def test_a_model_keeps_its_parameters_and_special_linears() -> None:
     assert [type(layer) for layer in (model[0], *model[1])] == [Linear, Quantised, Linear]
     torch.testing.assert_close(model.state_dict(), before)
     torch.testing.assert_close(model(x), plain)
+
+
+# The largest relative error of a row's product against the twin's: both are exact but for sums and for results in bf16.
+BOUNDS = {(Int4Linear, torch.float32): 2**-8, (Fp8Linear, torch.float32): 1e-6}
+ROWS = [(0, 256), (1, 256), (3, 256), (2, 4, 256), (2, 0, 256), (256,), (65, 256)]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("made", [Int4Linear, Fp8Linear])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", ROWS)
+def test_a_kernel_equals_its_twin(made, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    quantised, x = made(random(48, 256)), random(*shape, seed=1).to(dtype)
+    twin = quantised(x)
+    use_kernels(quantised, dtype)
+    assert quantised.has_kernel
+    check_close(quantised(x), twin, BOUNDS.get((made, dtype), 2**-7))
+    assert (twin.dtype, twin.shape) == (dtype, (*shape[:-1], 48))
+
+
+def check_close(found: torch.Tensor, wanted: torch.Tensor, bound: float) -> None:
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+    found, wanted = found.float(), wanted.float()
+    assert ((found - wanted).norm(dim=-1) <= bound * wanted.norm(dim=-1)).all()
+
+
+def test_the_twins_are_products_of_what_codes_and_scales_stand_for() -> None:
+    weight, x = random(48, 256), random(5, 256, seed=1)
+    torch.testing.assert_close(Int4Linear(weight)(x), x @ dequantise(*int4(weight)).t())
+    (codes, scales), (own, own_scales) = fp8(x), fp8(weight)
+    theirs = torch._scaled_mm(codes, own.t(), scale_a=scales, scale_b=own_scales.t(), out_dtype=torch.float32)
+    torch.testing.assert_close(Fp8Linear(weight)(x), theirs)
+
+
+def test_fp8_activations_have_a_scale_for_each_row() -> None:
+    quantised, x = Fp8Linear(random(48, 256)), random(4, 256, seed=1)
+    loud = torch.cat((x, 1e6 * x[:1]))
+    for _ in range(2):
+        torch.testing.assert_close(quantised(loud)[:4], quantised(x))
+        use_kernels(quantised, torch.float32)
+
+
+@pytest.mark.parametrize("made", [Int4Linear, Fp8Linear])
+def test_a_conversion_of_the_model_leaves_codes_and_scales_alone(made) -> None:
+    weight, x = 1e-5 * random(48, 256), random(3, 256, seed=1)
+    model = nn.Sequential(made(weight))
+    before = model(x)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert torch.equal(model.to(dtype)(x), before)
+    use_kernels(model, torch.float32)
+    before = model(x)
+    assert torch.equal(model.to(torch.bfloat16).to(torch.float32)(x), before)
+    use_kernels(model, torch.float32)  # there already
+    assert torch.equal(model(x), before)
+
+
+def test_what_a_weight_takes_up() -> None:
+    size = {made: sum(buffer.nbytes for buffer in made(random(64, 256)).buffers()) for made in (Int4Linear, Fp8Linear)}
+    assert size == {Int4Linear: 64 * 128 + 64 * 2 * 2, Fp8Linear: 64 * 256 + 64 * 4}
+    ready = Int4Linear(random(64, 256))
+    use_kernels(ready, torch.float32)
+    assert sum(buffer.nbytes for buffer in ready.buffers()) == 64 * 128 + 64 * 2 * 4  # a zero point beside each scale
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("made", [Int4Linear, Fp8Linear])
+@pytest.mark.parametrize("shape", ROWS)
+def test_a_gpus_kernel_equals_the_twin(made, shape: tuple[int, ...]) -> None:
+    quantised, x = made(random(48, 256)), random(*shape, seed=1).bfloat16()
+    twin = quantised(x)
+    use_kernels(quantised.cuda(), torch.bfloat16)
+    check_close(quantised(x.cuda()).cpu(), twin, 2**-7)

@@ -1,0 +1,120 @@
+"""The paper's table 2 for any draft: ratios by hand, and the whole command on a tiny target."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import call
+from talking import arguments, make_home
+
+from eagle_train.inference import Engine, Output, SamplingParams, Stats
+from eagle_train.models.artifact import load_draft
+from eagle_train.models.quantised import Quant, quantised
+from eagle_train.models.target import TargetConfig, load_target
+from evals import mt_bench, quantisation
+from evals.figures import Answer
+from evals.quantisation import Timed, feed_forward_bytes, measured
+from evals.questions import Question
+
+WIDTH = 128
+FFN = 3 * 3 * WIDTH * 2 * WIDTH  # weights: layers, matrices, outputs, inputs
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    return make_home(tmp_path_factory.mktemp("quantisation"), width=WIDTH)
+
+
+@pytest.fixture(scope="module")
+def target(home):
+    return load_target(TargetConfig(str(home / "target")))
+
+
+def run(engine, drafting, tokens) -> Timed:
+    stats = Stats(calls=4, tokens=tokens, accepted_per_depth=[3, 1], drafted_per_depth=[4, 4])
+    answer = Answer(Question(1, 1, None, [], ["?"]), 1, [7], Output([5] * tokens, "", "stop", stats, []))
+    return Timed(engine, [[answer]], drafting)
+
+
+def test_ratios_are_those_of_the_same_batch(home, target):
+    """A batch that was disturbed throughout, and one without a round, change no median."""
+    engine = Engine(target, load_draft(home / "draft"))
+    plain = run(engine, [(0.010, 10), (0.0, 0), (0.030, 10), (0.500, 10)], 8)
+    found = measured(run(engine, [(0.008, 10), (0.0, 0), (0.018, 10), (0.500, 5)], 7), plain)
+    assert found["draft_latency_ms"] == pytest.approx(1.8)
+    assert found["relative_draft_latency"] == pytest.approx(0.8)
+    assert (found["tpc"], found["tpc_change"]) == (7 / 4, 7 / 8 - 1)
+    assert found["acceptance_per_depth"] == [3 / 4, 1 / 4]
+    assert found["differing_answers"] == 1
+    assert measured(plain, plain)["tpc_change"] == 0
+    assert measured(plain, plain)["differing_answers"] == 0
+
+
+def test_a_batchs_drafting_is_its_own(home, target):
+    timed, plain = (Timed(Engine(target, load_draft(home / "draft"))) for _ in range(2))
+    questions = [Question(1, 1, None, [], ["Why?", "Is it?"]), Question(2, 2, None, [], ["So?"])]
+    for question in questions:
+        timed.ask([question], SamplingParams(max_tokens=9, ignore_eos=True))
+        plain.ask([question], SamplingParams(max_tokens=9, ignore_eos=True))
+    assert sum(seconds for seconds, _ in timed.drafting) == pytest.approx(timed.engine.stage_seconds["drafting"])
+    calls = [[answer.output.stats.calls for answer in timed.answers if answer.question is q] for q in questions]
+    assert [rounds for _, rounds in timed.drafting] == [sum(theirs) for theirs in calls]
+    assert [len(theirs) for theirs in calls] == [2, 1]
+
+
+def test_the_bytes_held(home, target):
+    draft = load_draft(home / "draft")
+    sizes = [feed_forward_bytes(quantised(draft, Quant(scheme))) for scheme in ("none", "fp8", "int4")]
+    outputs = 3 * (2 * 2 * WIDTH + WIDTH)
+    assert sizes == [4 * FFN, FFN + 4 * outputs, FFN // 2 + 2 * FFN // 128]
+
+
+def test_the_whole_command(home, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert call(quantisation.main, *arguments(home, f"out={out}")) == 0
+    found = json.loads((out / "results.json").read_text())
+    assert list(found["schemes"]) == ["none", "fp8", "int4"]
+    plain = found["schemes"]["none"]
+    assert (plain["tpc_change"], plain["relative_draft_latency"], found["prompts"]) == (0, 1, 6)
+    for scheme, figures in found["schemes"].items():
+        assert figures["differing_answers"] == 0
+        assert figures["draft_latency_ms"] > 0
+        assert len(figures["acceptance_per_depth"]) == 3
+    held = {scheme: figures["feed_forward_bytes"] for scheme, figures in found["schemes"].items()}
+    assert held["int4"] < held["none"] / 7
+    report = (out / "report.md").read_text()
+    assert f"| INT4 | {found['schemes']['int4']['tpc']:.3f} |" in report
+    assert "Answers that differ from those with the draft as it is: FP8 0, INT4 0." in report
+    assert "provenance" in found
+    assert "| as it is |" in capsys.readouterr().out
+
+    assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/alone", "quant=int4")) == 0
+    alone = json.loads((tmp_path / "alone" / "results.json").read_text())
+    assert alone["quant"] == "int4 (ffn)"
+    for key in ("tpc", "acceptance_per_depth"):
+        assert alone[key] == found["schemes"]["int4"][key]
+    assert f"`{home}/draft`, int4 (ffn);" in (tmp_path / "alone" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("scope=head", "error: quant.scope=head: must be ffn or all_linear"),
+        ("batch_size=0", "error: batch_size=0: must be at least 1"),
+        ("tree.length=0", "error: tree: it drafts nothing"),
+        ("max_tokens=1", "error: no answer has a second token"),
+        ("draft.path=nowhere", "error: draft=nowhere: no config.json"),
+    ],
+)
+def test_mistakes_are_one_line(home, tmp_path, capsys, override, message):
+    assert call(quantisation.main, *arguments(home, f"out={tmp_path}/out", override)) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(lines) == 1
+    assert lines[0].startswith(message)
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_draft_too_narrow_for_int4_is_refused(tmp_path, capsys):
+    home = make_home(tmp_path)
+    assert call(quantisation.main, *arguments(home, f"out={tmp_path}/out")) == 2
+    assert "quant.scheme=int4: layers.0.mlp.gate_proj of the draft has 64 outputs and 32" in capsys.readouterr().err
