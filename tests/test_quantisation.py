@@ -76,7 +76,7 @@ def test_the_whole_command(home, tmp_path, capsys):
     assert list(found["schemes"]) == ["none", "fp8", "int4"]
     plain = found["schemes"]["none"]
     assert (plain["tpc_change"], plain["relative_draft_latency"], found["prompts"]) == (0, 1, 6)
-    for scheme, figures in found["schemes"].items():
+    for figures in found["schemes"].values():
         assert figures["differing_answers"] == 0
         assert figures["draft_latency_ms"] > 0
         assert len(figures["acceptance_per_depth"]) == 3
