@@ -17,6 +17,7 @@ from eagle_train import generate
 from eagle_train.config import CONF_DIR, UserError, as_typed, build, check, command, resolve_device, write_text
 from eagle_train.corpus.source import DataConfig
 from eagle_train.models.draft import DraftConfig
+from eagle_train.models.quantised import Quant
 from eagle_train.models.target import TargetConfig
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.trainer import TrainConfig
@@ -256,6 +257,14 @@ def test_every_option_fits_its_dataclass(option):
         OmegaConf.update(config, key, "given")
     built = build(GROUPS[group], config[group], group)
     assert set(config[group]) == set(vars(built))  # all fields are told, so that `--cfg job` shows what there is
+
+
+@pytest.mark.parametrize("name", options("quant"))
+def test_every_quant_fits_its_dataclass(name):
+    config = compose("generate", f"quant={name}")
+    built = build(Quant, config.quant, "quant")
+    assert set(config.quant) == set(vars(built))
+    assert (built.scheme, built.scope) == (name, "ffn")
 
 
 def test_the_defaults_are_the_papers():
