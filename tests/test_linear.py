@@ -97,6 +97,14 @@ def test_the_twins_are_products_of_what_codes_and_scales_stand_for() -> None:
     torch.testing.assert_close(Fp8Linear(weight)(x), theirs)
 
 
+def test_the_product_of_gpus_with_fp8_units() -> None:
+    """torch's own, which a CPU has too, if slowly."""
+    quantised, x = Fp8Linear(random(48, 256)), random(5, 256, seed=1)
+    twin = quantised(x)
+    quantised.has_kernel = True
+    check_close(quantised(x), twin, 2**-8)
+
+
 def test_fp8_activations_have_a_scale_for_each_row() -> None:
     quantised, x = Fp8Linear(random(48, 256)), random(4, 256, seed=1)
     loud = torch.cat((x, 1e6 * x[:1]))

@@ -83,7 +83,7 @@ class Int4Linear(QuantisedLinear):
         return F.linear(x.float(), dequantise(one_a_byte(self.codes), self.scales.view(torch.bfloat16)))
 
     def use_kernel(self, dtype: torch.dtype) -> None:
-        """Raises nothing; a GPU that has no such product keeps the twin."""
+        """A GPU that has no such product keeps the twin."""
         scales = self.scales.view(torch.bfloat16).t()
         if self.codes.device.type == "cpu":
             codes = one_a_byte(self.codes).int() + 8
