@@ -116,11 +116,13 @@ def measured(run: Timed, plain: Timed) -> dict[str, Any]:
     pairs = [pair for pair in zip(run.drafting, plain.drafting, strict=True) if all(rounds for _, rounds in pair)]
     check(len(pairs) > 0, "no answer has a second token, so no decoding was measured; raise max_tokens")
     times = [[seconds * 1e3 / rounds for seconds, rounds in pair] for pair in pairs]
-    tpc = figures.tpc(run.answers)
+    tpc, stats = figures.tpc(run.answers), [answer.output.stats for answer in run.answers]
     answers = zip(run.answers, plain.answers, strict=True)
     return {
         "tpc": tpc,
         "tpc_change": tpc / figures.tpc(plain.answers) - 1,
+        "tokens": sum(each.tokens for each in stats),
+        "calls": sum(each.calls for each in stats),
         "acceptance_per_depth": figures.acceptance(run.answers),
         "draft_latency_ms": statistics.median(own for own, _ in times),
         "relative_draft_latency": statistics.median(own / other for own, other in times),

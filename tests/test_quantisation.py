@@ -43,7 +43,7 @@ def test_ratios_are_those_of_the_same_batch(home, target):
     found = measured(run(engine, [(0.008, 10), (0.0, 0), (0.018, 10), (0.500, 5)], 7), plain)
     assert found["draft_latency_ms"] == pytest.approx(1.8)
     assert found["relative_draft_latency"] == pytest.approx(0.8)
-    assert (found["tpc"], found["tpc_change"]) == (7 / 4, 7 / 8 - 1)
+    assert (found["tpc"], found["tpc_change"], found["tokens"], found["calls"]) == (7 / 4, 7 / 8 - 1, 7, 4)
     assert found["acceptance_per_depth"] == [3 / 4, 1 / 4]
     assert found["differing_answers"] == 1
     assert measured(plain, plain)["tpc_change"] == 0
