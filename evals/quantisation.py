@@ -19,7 +19,7 @@ from eagle_train.config import build, check, command, provenance, resolve_device
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.models.draft import Draft
-from eagle_train.models.quantised import Quant
+from eagle_train.models.quantised import SCOPES, Quant
 from eagle_train.models.target import TargetConfig, load_target
 from eagle_train.training.metrics import redact
 from evals import figures
@@ -54,6 +54,7 @@ class Config:
         check(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1, or null")
         check(self.batch_size >= 1, f"batch_size={self.batch_size}: must be at least 1")
         check(Dispatcher(self.tree).deepest > 0, "tree: it drafts nothing, so there is nothing to measure; try chain3")
+        check(self.scope in SCOPES, f"scope={self.scope}: must be {' or '.join(SCOPES)}")
         self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
         self.quants = {scheme: Quant(scheme, self.scope) for scheme in SCHEMES}
 

@@ -99,7 +99,7 @@ def test_the_whole_command(home, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("scope=head", "error: quant.scope=head: must be ffn or all_linear"),
+        ("scope=head", "error: scope=head: must be ffn or all_linear"),
         ("batch_size=0", "error: batch_size=0: must be at least 1"),
         ("tree.length=0", "error: tree: it drafts nothing"),
         ("max_tokens=1", "error: no answer has a second token"),
