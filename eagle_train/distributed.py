@@ -8,6 +8,7 @@ import atexit
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,8 +16,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 
-from eagle_train.config import check
+from eagle_train.config import UserError, check, report
 
 T = TypeVar("T")
 SIDES = ("data", "files")
@@ -98,6 +100,17 @@ def start(device: str, share: int | None = 1, timeout_minutes: float = 30.0, gro
     shares = init_device_mesh(device, (size // share, share), mesh_dim_names=("copy", "share"))
     sides = {side: dist.new_group(backend="gloo", timeout=timeout) for side in SIDES}
     return World(rank, size, share, mesh, shares, sides)
+
+
+def run(job: Callable[[], int]) -> None:
+    """This process's part of a job from start to end; `job` returns the exit status. See `leave`."""
+    try:
+        status = record(job)()  # a launcher tells the first error of all ranks by what this notes
+    except UserError as error:
+        if place()[1] == 1:
+            raise
+        leave(report(error), failed=True)
+    leave(status)
 
 
 def leave(status: int = 0, failed: bool = False) -> None:

@@ -1,10 +1,14 @@
-"""eagle-generate: one prompt's answer, with the tokens that came from the draft marked, and its TPC."""
+"""eagle-generate: one prompt's answer, with the tokens that came from the draft marked, and its TPC.
+
+Started by torchrun on several processes, these hold the target together (tensor parallel).
+"""
 
 import sys
 from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
+from eagle_train import distributed
 from eagle_train.config import build, check, command, resolve_device
 from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.models.artifact import load_draft
@@ -26,25 +30,33 @@ class Numbers:
 
 @command("generate")
 def main(config: DictConfig) -> None:
+    distributed.run(lambda: job(config))
+
+
+def job(config: DictConfig) -> int:
+    """One rank's part; returns its exit status."""
     check(config.color in COLORS, f"color={config.color}: must be one of {', '.join(COLORS)}")
     check(bool(config.prompt), "prompt is empty: give prompt=TEXT")
     stop = OmegaConf.to_container(config.stop) if OmegaConf.is_config(config.stop) else config.stop
     numbers = build(Numbers, {k: config[k] for k in ("temperature", "top_p", "top_k", "max_tokens", "seed")}, "")
     params = SamplingParams(**vars(numbers), stop=tuple(stop) if isinstance(stop, list) else stop)
     given, quant = build(TargetConfig, config.target, "target"), build(Quant, config.quant, "quant")
-    path = config.draft.path
+    path, device = config.draft.path, resolve_device(config.device)
     check(
         path is not None or quant.scheme == "none", f"quant.scheme={quant.scheme}: no draft to quantise; give draft=DIR"
     )
-    target = load_target(given, resolve_device(config.device))
+    world = distributed.start(device, share=None)
+    target = load_target(given, device, "tensor" if world.size > 1 else "replicated", world)
     check(target.tokenizer is not None, f"target.path={given.path}: no tokenizer there, and the prompt is text")
     draft = None if path is None else quantised(load_draft(path, target.identity), quant)
     engine = Engine(target, draft, OmegaConf.to_container(config.tree))
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
     output = engine.generate([prompt], params)[0]
-    color = config.color == "always" or (config.color == "auto" and sys.stdout.isatty())
-    print(marked(output, engine.target, color))
-    print(summary(output), file=sys.stderr)
+    if world.is_main:
+        color = config.color == "always" or (config.color == "auto" and sys.stdout.isatty())
+        print(marked(output, target, color))
+        print(summary(output), file=sys.stderr)
+    return 0
 
 
 def marked(output: Output, target: Target, color: bool) -> str:

@@ -6,10 +6,9 @@ from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from eagle_train import distributed
-from eagle_train.config import UserError, build, command, report, resolve_device, write_text
+from eagle_train.config import build, command, resolve_device, write_text
 from eagle_train.training.assemble import assemble
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.metrics import MetricsLog, NoTracker, Record, redact
@@ -38,13 +37,7 @@ def main(config: DictConfig) -> None:
         if rank == 0:
             print(planned(config, size))
         return
-    try:
-        status = record(job)(config)  # a launcher tells the first error of all ranks by what this notes
-    except UserError as error:
-        if distributed.place()[1] == 1:
-            raise
-        distributed.leave(report(error), failed=True)
-    distributed.leave(status)
+    distributed.run(lambda: job(config))
 
 
 def job(config: DictConfig) -> int:

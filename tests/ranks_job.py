@@ -51,7 +51,7 @@ def hidden_states(case: dict, world: World) -> None:
         return torch.save({"refused": str(error)}, f"{case['out']}-{world.rank}")
     tokens, positions = a_row(world.rank)
     with FlopCounterMode(display=False) as counter:
-        hidden = target.hidden_states(tokens, positions, packed_attention([[9, 11]]))
+        hidden = target.own_hidden_states(tokens, positions, packed_attention([[9, 11]]))
     parts = [x.to_local() if isinstance(x, DTensor) else x for x in target.model.parameters()]
     found = {"hidden": hidden, "fingerprint": target.identity.fingerprint, "own": sum(part.numel() for part in parts)}
     found["flops"] = counter.get_total_flops()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracle import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
 from tiny import FAMILIES, continued, shared_target, tiny_draft, tiny_target, trained_draft
+from torch._dynamo.testing import CompileCounter
 
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
@@ -154,6 +155,19 @@ def test_top_k_of_one_is_greedy(mode, trained):
     assert token_ids(Engine(shared_target(), trained, "n8", drafting=mode).generate(PROMPTS, params)) == cut(
         answers("llama")
     )
+
+
+def test_verification_is_compiled_for_one_and_for_many_rows_only(trained, monkeypatch):
+    """Paper section 3.2: rows come and go, and there are two compilations for each of two trees."""
+    counter, compiled = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *given, **options: compiled(*given, **options, backend=counter))
+    params = [SamplingParams(temperature=1.0, seed=s, ignore_eos=True, max_tokens=4 + 3 * s) for s in range(5)]
+    for number, tree in enumerate(("chain3", "n8"), start=1):
+        plain = Engine(shared_target(), trained, tree).generate(PROMPTS, params)
+        engine = Engine(shared_target(), trained, tree, compile=True)
+        assert token_ids(engine.generate(PROMPTS, params)) == token_ids(plain)
+        assert token_ids(engine.generate(PROMPTS[:1], params[:1])) == token_ids(plain[:1])
+        assert counter.frame_count == 2 * number
 
 
 # --- objects and paths

@@ -38,15 +38,15 @@ if importlib.util.find_spec("deepspeed") and shutil.which("c++"):  # it compiles
 FEW = [name for name in CASES if name not in ("fsdp2", "fsdp2-offloaded")]
 
 
-def start_ranks(number: int, data: Path, cases: list[dict], threads: int = 1) -> None:
-    """Run ranks_job.py; its output is shown where it fails."""
+def start_ranks(number: int, data: Path, cases: list[dict], threads: int = 1, job: str = "ranks_job.py") -> None:
+    """Run a job's file on so many ranks; its output is shown where it fails."""
     # A rank that aborts shows where each of its threads was.
     settings = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "PYTHONFAULTHANDLER": "1"}
     environment = os.environ | settings
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
-    job = Path(__file__).with_name("ranks_job.py")
+    file = Path(__file__).with_name(job)
     done = subprocess.run(
-        [*command, job, data, json.dumps(cases)], env=environment, capture_output=True, text=True, timeout=600
+        [*command, file, data, json.dumps(cases)], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 

@@ -3,6 +3,9 @@
 `Engine.step` is the decoding cycle; each stage is a function of the module with its name. Paper section 3, DESIGN 3.9.
 Sequences advance independently: each accepts as much as it can, leaves when it is done, and the next one takes its row.
 Speculation off is the same code with a tree that is its root alone.
+
+Ranks that hold one target together (tensor parallel) each run the whole cycle, and must be given the same requests in
+the same order: all that is decided then follows from tokens, which are the same on every rank (tensor_parallel.py).
 """
 
 import copy
@@ -40,6 +43,7 @@ from eagle_train.inference.sampling import (
 )
 from eagle_train.inference.scheduler import Scheduler
 from eagle_train.inference.sequence import Output, SamplingParams, Sequence, Update, check_prompt
+from eagle_train.inference.tensor_parallel import Ranks
 from eagle_train.inference.tree import chain
 from eagle_train.inference.validation import validate
 from eagle_train.models.artifact import load_draft
@@ -64,6 +68,7 @@ class Engine:
         prefill_tokens: int | None = 8192,
         prefix_cache: bool = False,
         host_kv_tokens: int = 0,
+        compile: bool = False,
     ):
         """`tree`: a name in conf/tree, a Tree, or a mapping {largest batch size: tree}. Without a draft it is not used.
 
@@ -74,6 +79,8 @@ class Engine:
         long for who comes. None: all there are.
         `prefix_cache`: prompts that begin as an earlier text did are read from there on; the store's blocks keep what
         they hold until others need them, and then go to host memory, which has room for `host_kv_tokens`.
+        `compile`: verify sampled drafts by torch.compile, which compiles once for a batch of one and once for larger
+        ones, for each tree (paper section 3.2); some ten seconds each time, on a CPU.
         """
         check(max_batch_size >= 1, f"max_batch_size={max_batch_size}: must be at least 1")
         if not isinstance(target, Target):
@@ -85,17 +92,23 @@ class Engine:
         check(drafting in DRAFT_MODES, f"drafting={drafting}: must be one of {', '.join(DRAFT_MODES)}")
         self.target, self.max_batch_size, self.drafting = target, max_batch_size, drafting
         self.drafter: Drafter | None = draft
+        self.ranks = Ranks(target.together)
         check(kv_tokens is None or kv_tokens >= 1, f"kv_tokens={kv_tokens}: must be at least 1, or None")
         least = prefill_tokens is None or prefill_tokens >= 1
         check(least, f"prefill_tokens={prefill_tokens}: must be at least 1, or None")
         self.kv_tokens, self.prefill_tokens = kv_tokens, prefill_tokens
         self.dispatcher = Dispatcher(tree if draft is not None else chain(0), target.device)
+        self.verify = verify
+        if compile:
+            self.verify = torch.compile(verify, dynamic=True)
+            torch._dynamo.config.recompile_limit += 2 * len(self.dispatcher.table)
         self.stage_seconds: dict[str, float] = defaultdict(float)
         self.num_added = 0
         self.advanced: dict[Sequence, None] = {}  # who got tokens in this step, in order
         shape = DraftConfig.from_target(target.config)  # how wide the target's own heads are
-        layers = target.config.num_hidden_layers
-        self.cache = PagedKV(layers, shape.num_kv_heads, shape.head_dim, 0, target.dtype, target.device)
+        self.cache = PagedKV(
+            target.config.num_hidden_layers, target.num_kv_heads, shape.head_dim, 0, target.dtype, target.device
+        )
         self.stores = [self.cache, *(draft.caches if draft is not None else [])]
         self.ends, prefixes, pool = None, None, BlockPool(0)
         check(host_kv_tokens >= 0, f"host_kv_tokens={host_kv_tokens}: must be 0 (none) or more")
@@ -171,6 +184,11 @@ class Engine:
             store.grow(pool.in_store)
 
     @property
+    def by_block(self) -> list[torch.Tensor]:
+        """All that is kept of the blocks, as [L, blocks, ...] each."""
+        return [tensor for store in self.stores for tensor in store.by_block]
+
+    @property
     def active(self) -> list[Sequence]:
         """The batch's sequences, row by row."""
         return self.scheduler.active
@@ -197,10 +215,8 @@ class Engine:
         if staying < before:
             self.pending = self.pending.rows(slice(staying))
         self.scheduler.admit()
-        fresh = None
-        if chunks := self.scheduler.chunks(self.prefill_tokens):
-            with self.stage("prefill"):
-                fresh = self.read(chunks)
+        with self.stage("prefill"):
+            fresh = self.read(self.scheduler.chunks(self.prefill_tokens))
         if fresh is not None:
             self.pending = self.pending.followed_by(fresh) if staying else fresh
         if fresh is not None or staying < before:
@@ -209,6 +225,8 @@ class Engine:
     def read(self, chunks: list[tuple[Sequence, int]]) -> Pending | None:
         """Run chunks of texts through target and drafter. Who has read all of its text becomes active, with its first
         token; one that comes back has its pending token already."""
+        if not chunks:
+            return None
         device = self.target.device
         new = [sequence for sequence, _ in chunks]
         texts = [sequence.to_prefill[sequence.read : sequence.read + count] for sequence, count in chunks]
@@ -227,8 +245,15 @@ class Engine:
         new, hidden = [new[row] for row in done], hidden[done]
         settings = Settings.of(new, device)
         last = torch.tensor([sequence.read - 1 for sequence in new], device=device)
-        probs = probabilities(self.target.lm_head(hidden).unsqueeze(1), settings.sampling).squeeze(1)
-        tokens, now = sample(probs, uniform(settings.seeds, last, 1).squeeze(1)).tolist(), time.perf_counter()
+        own, coins = self.ranks.own, uniform(settings.seeds, last, 1).squeeze(1)
+        logits = self.target.lm_head(own(hidden)).unsqueeze(1)
+        firsts = sample(probabilities(logits, settings.sampling.rows(own)).squeeze(1), own(coins))
+        (firsts,) = self.ranks.all(len(new), firsts)
+        return self.begin(new, firsts.tolist(), hidden)
+
+    def begin(self, new: list[Sequence], tokens: list[int], hidden: torch.Tensor) -> Pending:
+        """These have read all of their texts and become active: with their first tokens, and `hidden` [A, H] before."""
+        now = time.perf_counter()
         for sequence, token in zip(new, tokens, strict=True):
             sequence.last_hidden = None
             if not sequence.generated:
@@ -236,7 +261,7 @@ class Engine:
                 self.check_stop_strings(sequence)
                 self.advanced[sequence] = None
         self.scheduler.activate(new)
-        first = torch.tensor([[sequence.generated[-1]] for sequence in new], device=device)
+        first = torch.tensor([[sequence.generated[-1]] for sequence in new], device=hidden.device)
         return Pending(first, hidden.unsqueeze(1), torch.ones_like(first[:, 0]))
 
     def hidden_before(self, sequence: Sequence) -> torch.Tensor:
@@ -262,7 +287,8 @@ class Engine:
             return self.pending.last.unsqueeze(1), None
         with self.stage("drafting"):
             read = self.prefix.at([sequence.read for sequence in self.active])
-            return self.drafter.propose(plan, self.prefix, read, self.pending, self.choice(plan))
+            tokens, q = self.drafter.propose(plan, self.prefix, read, self.pending, self.choice(plan))
+            return self.ranks.agreed(tokens), q
 
     def choice(self, plan: Plan) -> Choice:
         """At temperature 0 every way of choosing proposes the most likely tokens."""
@@ -272,15 +298,22 @@ class Engine:
 
     def validate(self, plan: Plan, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Suffix]:
         with self.stage("validation"):
-            return validate(self.target, self.cache, self.prefix, plan.tree, tokens)
+            return validate(self.target, self.cache, self.prefix, plan.tree, tokens, self.ranks)
 
     def sample(self, plan: Plan, tokens: torch.Tensor, logits: torch.Tensor, q: torch.Tensor | None) -> Verified:
         with self.stage("sampling"):
-            if self.draws is None:
-                return verify_greedy(plan.tree, tokens, logits.argmax(-1))
-            p = probabilities(logits, self.settings.sampling)
-            coins, final = self.draws[:, 1 : 1 + plan.tree.num_nodes], self.draws[:, 0]
-            return verify(plan.tree, tokens, p, coins, final, q, replacement=self.drafting == "multinomial")
+            own = self.sample_own(plan, self.ranks.own(tokens), logits, q)
+            return Verified(*self.ranks.all(len(tokens), *own))
+
+    def sample_own(self, plan: Plan, tokens: torch.Tensor, logits: torch.Tensor, q: torch.Tensor | None) -> Verified:
+        """Of this rank's rows."""
+        if self.draws is None:
+            return verify_greedy(plan.tree, tokens, logits.argmax(-1))
+        own = self.ranks.own
+        p, draws = probabilities(logits, self.settings.sampling.rows(own)), own(self.draws)
+        coins, final = draws[:, 1 : 1 + plan.tree.num_nodes], draws[:, 0]
+        q = None if q is None else own(q)
+        return self.verify(plan.tree, tokens, p, coins, final, q, replacement=self.drafting == "multinomial")
 
     def commit(
         self, plan: Plan, tokens: torch.Tensor, hidden: torch.Tensor, suffix: Suffix, verified: Verified

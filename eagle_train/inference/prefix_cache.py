@@ -40,10 +40,10 @@ class HostKV:
     def __init__(self, stores: Listing[Store], blocks: int):
         self.stores, self.blocks = stores, blocks
         self.place: dict[bytes, int] = {}  # the least recently used first
-        self.kept = [self.room_for(tensor) for tensor in self.of_stores]
+        self.kept = [self.room_for(tensor) for tensor in self.by_block]
 
     @property
-    def of_stores(self) -> list[torch.Tensor]:
+    def by_block(self) -> list[torch.Tensor]:
         return [tensor for store in self.stores for tensor in store.by_block]
 
     def room_for(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -57,13 +57,13 @@ class HostKV:
             full = len(self.place) == self.blocks
             self.place[name] = self.place.pop(next(iter(self.place))) if full else len(self.place)
         to = torch.tensor([self.place[name] for _, name in new], dtype=torch.long)
-        for kept, source in zip(self.kept, self.of_stores, strict=True):
+        for kept, source in zip(self.kept, self.by_block, strict=True):
             kept[:, to] = source[:, [block for block, _ in new]].to(kept.device)
 
     def get(self, names: list[bytes], blocks: list[int]) -> None:
         """Write what is kept under these names into the stores' blocks."""
         place = [self.place[name] for name in names]
-        for kept, stored in zip(self.kept, self.of_stores, strict=True):
+        for kept, stored in zip(self.kept, self.by_block, strict=True):
             stored[:, blocks] = kept[:, place].to(stored.device)
 
     def touch(self, name: bytes) -> bool:

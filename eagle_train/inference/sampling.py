@@ -7,8 +7,8 @@ caches or requests. Paper section 3.2, DESIGN section 3.7.
 Shapes: B batch rows, N tree nodes, D tree depth, P parents of one tree level, C children, V vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -77,6 +77,10 @@ class SamplingTensors:
             any_top=any(t > 0 and (k > 0 or p < 1) for t, k, p in rows),
             all_greedy=not any(t > 0 for t in temperature),
         )
+
+    def rows(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> "SamplingTensors":
+        """The settings of the rows that `pick` takes of a tensor."""
+        return replace(self, temperature=pick(self.temperature), top_k=pick(self.top_k), top_p=pick(self.top_p))
 
 
 def probabilities(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:

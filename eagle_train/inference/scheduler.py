@@ -53,10 +53,10 @@ class Scheduler:
             sequence.stats.cached_tokens = sequence.read
 
     def chunks(self, budget: int | None) -> list[tuple[Sequence, int]]:
-        """Who reads next, and how many tokens, `budget` in all."""
+        """Who reads here next, and how many tokens, `budget` in all."""
         found = []
         left = sum(len(each.to_prefill) for each in self.reading) if budget is None else budget
-        for sequence in self.reading:
+        for sequence in [each for each in self.reading if each.reader is None]:
             count = min(len(sequence.to_prefill) - sequence.read, left)
             left -= count
             if count > 0:

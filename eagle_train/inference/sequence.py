@@ -139,6 +139,7 @@ class Sequence:
     last_token_at: float = 0.0
     blocks: list[int] = field(default_factory=list)  # of the store, in order
     read: int = 0  # how many of its tokens both models have read
+    reader: Any = None  # who reads its text in this process's place
     names: list[bytes] = field(default_factory=list)  # of its full blocks, see prefix_cache.py
     last_hidden: Any = None  # the target's hidden state at the last of them [H], while there are some to come
     reported: int = 0  # how many of the generated tokens were told
@@ -169,7 +170,7 @@ class Sequence:
 
     def forget(self) -> None:
         """Its blocks are gone: all of it is to be read anew."""
-        self.read, self.last_hidden = 0, None
+        self.read, self.last_hidden, self.reader = 0, None, None
 
     def start(self, token: int, now: float) -> None:
         """The prefill's token."""

@@ -3,18 +3,20 @@
 import torch
 
 from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
+from eagle_train.inference.tensor_parallel import Ranks
 from eagle_train.inference.tree import Tree
 from eagle_train.models.target import Target
 
 
 def validate(
-    target: Target, cache: PagedKV, prefix: Prefix, tree: Tree, tokens: torch.Tensor
+    target: Target, cache: PagedKV, prefix: Prefix, tree: Tree, tokens: torch.Tensor, ranks: Ranks
 ) -> tuple[torch.Tensor, torch.Tensor, Suffix]:
     """One target call over the tree's tokens [A, N], the pending token at its root.
 
-    Returns hidden states [A, N, H], logits [A, N, V], and the nodes' keys and values, which are not in the cache yet.
+    Returns hidden states [A, N, H], logits [A, N, V] of the rank's own rows, and the nodes' keys and values, which are
+    not in the cache yet.
     """
     positions = prefix.lengths.unsqueeze(1) + tree.depth
     suffix = Suffix(target.config.num_hidden_layers)
     hidden = target.hidden_states(tokens, positions, cache.tree(prefix, suffix, positions, tree.ancestors))
-    return hidden, target.lm_head(hidden), suffix
+    return hidden, target.lm_head(ranks.own(hidden)), suffix

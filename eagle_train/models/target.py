@@ -150,14 +150,15 @@ class Identity:
 class Target:
     """A frozen causal LM. `tokenizer` is None where the directory has none.
 
-    `together`: the process group of ranks that compute every forward together (tensor parallel), each with rows of its
-    own. LM head and embedding are whole on every rank, however the rest is divided.
+    `together`: the process group of ranks that compute every forward together (tensor parallel), each with some of the
+    heads. LM head and embedding are whole on every rank, however the rest is divided.
     """
 
     model: PreTrainedModel
     tokenizer: Any = None
     name: str = "target"
     together: Any = None
+    num_kv_heads: int = field(init=False)  # of a layer, on this rank
     identity: Identity = field(init=False)
     lm_head: LMHead = field(init=False)
     embedding: torch.Tensor = field(init=False)
@@ -205,17 +206,20 @@ class Target:
     def hidden_states(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """What the LM head reads: the final norm's output [B, T, H] for int64 tokens and positions [B, T].
 
-        Ranks that compute together must all call it, with as many rows; it then attends within packed documents.
+        Ranks that compute together must all call it, with the same tokens; `attend` gets the rank's own heads.
         """
         decoder = self.model.get_decoder()
         if decoder is self.model:  # Llama 4's text model names no decoder
             decoder = self.model.model
+        own = {"attend": attend, "token_positions": positions}  # carried to `attention_of_target`
+        return decoder(input_ids=tokens, position_ids=positions, use_cache=False, **own).last_hidden_state
+
+    def own_hidden_states(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """`hidden_states` where every rank has packed rows of its own, as many as the others."""
         if self.together is None:
-            own = {"attend": attend, "token_positions": positions}  # carried to `attention_of_target`
-            return decoder(input_ids=tokens, position_ids=positions, use_cache=False, **own).last_hidden_state
+            return self.hidden_states(tokens, positions, attend)
         tokens, positions = (gathered(x, self.together) for x in (tokens, positions))
-        own = {"attend": packed_attention(lengths_of(positions)), "token_positions": positions}
-        hidden = decoder(input_ids=tokens, position_ids=positions, use_cache=False, **own).last_hidden_state
+        hidden = self.hidden_states(tokens, positions, packed_attention(lengths_of(positions)))
         return hidden.chunk(dist.get_world_size(self.together))[dist.get_rank(self.together)]
 
     def embedding_scale(self) -> float:
@@ -239,7 +243,13 @@ class Target:
         own = whole(self.model(input_ids=tokens, use_cache=False).logits).float()
         route_experts(self.model)  # what is ours from here on must give the same
         self.model.set_attn_implementation("eagle_train")
-        ours = self.lm_head(self.hidden_states(tokens, positions, packed_attention([[PROBE_TOKENS]]))).float()
+        packed = packed_attention([[PROBE_TOKENS]])
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+            self.num_kv_heads = k.shape[1]
+            return packed(layer, q, k, v, rule)
+
+        ours = self.lm_head(self.hidden_states(tokens, positions, attend)).float()
         error = ((ours - own).norm() / own.norm()).item()
         bound = 1e-3 if self.dtype == torch.float32 else 5e-2
         check(
@@ -304,6 +314,11 @@ def load_target(
     if placement == "replicated":
         options |= placed(config, torch.device(device))
     check(not config.offload or placement == "replicated", f"target.offload=true: not with parallel.target={placement}")
+    heads = getattr(hf_config.get_text_config(), "num_key_value_heads", None) or world.share
+    check(
+        placement != "tensor" or heads % world.share == 0,
+        f"parallel.target=tensor: {heads} key/value heads cannot be divided between {world.share} processes",
+    )
     dtype = DTYPES[config.dtype] or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(

@@ -290,7 +290,7 @@ class Trainer:
 
     def hidden_states(self, batch: Batch) -> torch.Tensor:
         """The target's hidden states [B, T, H]."""
-        return self.target.hidden_states(batch.tokens, batch.positions, packed_attention(batch.lengths))
+        return self.target.own_hidden_states(batch.tokens, batch.positions, packed_attention(batch.lengths))
 
     def choose(self, hidden: torch.Tensor, lm_head: LMHead) -> torch.Tensor:
         """The most likely of the head's tokens [B, T] for hidden states [B, T, H]."""

@@ -1,0 +1,71 @@
+"""What test_tensor_parallel.py starts on several ranks: engines whose target is divided between them.
+
+torchrun --nproc-per-node 2 tests/tensor_parallel_job.py ROOT '[{"family": ..., "count": ..., "engine": {...}}, ...]'
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from oracle import LENGTH, PROMPTS
+from tiny import tiny_draft
+
+from eagle_train import distributed
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.models.artifact import load_draft
+from eagle_train.models.draft import Draft
+from eagle_train.models.target import LMHead, Target, TargetConfig, load_target
+
+
+def params_of(count: int) -> list[SamplingParams]:
+    """Of every kind, and rows that end early."""
+    return [
+        SamplingParams(
+            temperature=float(i != 2), top_p=0.9 if i % 2 else 1.0, seed=i, max_tokens=LENGTH - 3 * i, ignore_eos=True
+        )
+        for i in range(count)
+    ]
+
+
+def draft_of(case: dict, target: Target, directory: Path, rank: int) -> Draft:
+    """The family's own, or one that is another on every rank."""
+    return tiny_draft(target, seed=rank) if case.get("drafts_differ") else load_draft(directory, target.identity)
+
+
+def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
+    """What an engine answers, in how many rounds, and of how many rows it computed the logits."""
+    engine = Engine(target, draft_of(case, target, directory, rank), **case["engine"])
+    own, seen = target.lm_head, []
+
+    class Noting(LMHead):
+        def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+            seen.append(len(hidden))
+            return super().__call__(hidden)
+
+    target.lm_head = Noting(**vars(own))
+    count = case["count"]
+    greedy = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+    outputs = engine.generate(PROMPTS[:count], params_of(count) if case["sampled"] else greedy)
+    target.lm_head = own
+    pool = engine.scheduler.pool
+    return {
+        "tokens": [output.token_ids for output in outputs],
+        "rounds": [output.rounds for output in outputs],
+        "rows": seen,
+        "free": len(pool.free) == pool.total,
+        "heads": engine.cache.keys.shape[2],
+    }
+
+
+if __name__ == "__main__":
+    root, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    world = distributed.start("cpu", share=None, group=True)
+    targets, found = {}, []
+    for case in cases:
+        family = case["family"]
+        if family not in targets:
+            targets[family] = load_target(TargetConfig(str(root / family)), "cpu", "tensor", world)
+        found.append(outcome(case, targets[family], root / f"{family}-draft", world.rank))
+    (root / f"found-{world.size}-{world.rank}.json").write_text(json.dumps(found))
+    distributed.leave()

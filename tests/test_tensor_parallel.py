@@ -1,0 +1,133 @@
+"""Several ranks that hold one target together answer as one process does, whatever the batch. Paper section 3.2."""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import call
+from tensor_parallel_job import outcome
+from test_ranks import start_ranks
+from tiny import tiny_model, tiny_tokenizer, trained_draft
+
+from eagle_train import generate
+from eagle_train.config import UserError
+from eagle_train.distributed import World
+from eagle_train.inference.tensor_parallel import Ranks
+from eagle_train.models.artifact import save_draft
+from eagle_train.models.target import TargetConfig, load_target
+
+FAMILIES = {"llama": {}, "qwen3": {}, "mixtral": {}, "llama4": {}}
+# With heads that three ranks can share.
+THREE = {"three": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}}
+
+
+def case(family: str, count: int, sampled: bool, drafts_differ: bool = False, **engine) -> dict:
+    return {"family": family, "count": count, "sampled": sampled, "drafts_differ": drafts_differ, "engine": engine}
+
+
+CASES = {
+    2: [
+        *(case(family, 3, sampled, tree="n8") for family in FAMILIES for sampled in (False, True)),
+        *(case("llama", count, sampled, tree="chain3") for count in (1, 5) for sampled in (False, True)),
+        *(
+            case("llama", 5, True, tree="n8", drafting=mode)
+            for mode in ("multinomial", "multinomial_without_replacement")
+        ),
+        case("llama", 5, True, tree="n8", max_batch_size=3, kv_tokens=80, prefill_tokens=5),
+        *(case("llama", 5, sampled, drafts_differ=True, tree="n8") for sampled in (False, True)),
+    ],
+    3: [
+        case("three", count, sampled, tree=tree)
+        for count, sampled, tree in itertools.product((1, 4, 5), (False, True), ("chain3", "n8"))
+    ],
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def ranks(request) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A directory with a target and a trained draft for each family."""
+    root = tmp_path_factory.mktemp("ranks")
+    for name, changes in (FAMILIES | THREE).items():
+        tiny_model("llama" if name == "three" else name, **changes).save_pretrained(root / name)
+        target = load_target(TargetConfig(str(root / name)))
+        save_draft(trained_draft(target, steps=60), root / f"{name}-draft", target.identity, dtype=torch.float32)
+    return root
+
+
+@pytest.fixture(scope="module")
+def found(root, ranks) -> list[list[dict]]:
+    """What each rank found in each case."""
+    start_ranks(ranks, root, CASES[ranks], job="tensor_parallel_job.py")
+    return [json.loads((root / f"found-{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def alone(root, ranks) -> list[dict]:
+    """What one process finds."""
+    targets = {name: load_target(TargetConfig(str(root / name))) for name in FAMILIES | THREE}
+    return [outcome(case, targets[case["family"]], root / f"{case['family']}-draft") for case in CASES[ranks]]
+
+
+def test_they_answer_as_one_process_does(ranks, found, alone):
+    for number, (case, expected) in enumerate(zip(CASES[ranks], alone, strict=True)):
+        for of_rank in found:
+            assert of_rank[number]["free"], case
+            assert of_rank[number]["tokens"] == expected["tokens"], case
+            assert of_rank[number]["rounds"] == expected["rounds"], case
+            assert of_rank[number]["heads"] * ranks == expected["heads"]
+    assert {count for one in alone for rounds in one["rounds"] for count in rounds} >= {1, 2, 3}, "accepted and not"
+
+
+def test_each_computes_the_logits_of_its_share_of_the_batch(ranks, found, alone):
+    for number, expected in enumerate(alone):
+        shares = [-(-rows // ranks) for rows in expected["rows"]]
+        assert all(of_rank[number]["rows"] == shares for of_rank in found)
+
+
+class Several(Ranks):
+    """One of several ranks without the others."""
+
+    def __init__(self, rank: int, size: int):
+        self.group, self.rank, self.size = "others", rank, size
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
+def test_shares_are_of_one_size_and_make_up_the_batch(batch, size):
+    rows = torch.arange(batch)
+    shares = [Several(rank, size).own(rows) for rank in range(size)]
+    assert {len(share) for share in shares} == {-(-batch // size)}
+    assert torch.equal(torch.cat(shares)[:batch], rows)
+
+
+def test_the_command_divides_the_target_over_its_processes(root, capsys):
+    tiny_tokenizer().save_pretrained(root / "llama")
+    arguments = [f"target={root}/llama", f"draft={root}/llama-draft", "prompt=abc", "max_tokens=12", "device=cpu"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, "-m", "eagle_train.generate", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert call(generate.main, *arguments) == 0
+    assert done.stdout == capsys.readouterr().out
+
+
+def test_heads_that_cannot_be_divided_are_refused(root):
+    message = "parallel.target=tensor: 2 key/value heads cannot be divided between 3 processes"
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        load_target(TargetConfig(str(root / "llama")), "cpu", "tensor", World(0, 3, 3))
