@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -25,6 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 T = TypeVar("T")
 
 PLACEHOLDER = re.compile(r"(\\*)\$\{")  # what OmegaConf would fill in
+
+TEXTS = ("prompt", "grammar.regex", "grammar.ebnf")
 
 PACKAGE = Path(__file__).parent
 # A wheel carries the YAMLs inside the package; in a clone they lie beside it.
@@ -44,6 +47,13 @@ def check(condition: bool, message: str) -> None:
 def one_line(error: Exception) -> str:
     """The first line of a library's message, which is the one that says what is wrong."""
     return str(error).strip().split("\n")[0]
+
+
+def shown(value: Any) -> str:
+    """What there is to see of a value, however large, on one line."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxstring, short.maxother = 2, 60, 60
+    return " ".join(short.repr(value).split())
 
 
 def build(cls: type[T], values: Any, field: str) -> T:
@@ -69,7 +79,7 @@ def as_typed(override: str, parser: OverridesParser) -> str:
     key, equals, value = override.partition("=")
     if not equals or override.startswith("-"):
         return override
-    if key == "prompt" and value:  # text, whatever it looks like: 42, null, {a: b}, ${x}
+    if key in TEXTS and value:  # text, whatever it looks like: 42, null, {a: b}, ${x}
         value = PLACEHOLDER.sub(lambda m: m[1] * 2 + "\\${", value)
         return f"{key}={quoted(value)}"
     return override if is_value(override, parser) else f"{key}={quoted(value)}"

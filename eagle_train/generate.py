@@ -39,7 +39,9 @@ def job(config: DictConfig) -> int:
     check(bool(config.prompt), "prompt is empty: give prompt=TEXT")
     stop = OmegaConf.to_container(config.stop) if OmegaConf.is_config(config.stop) else config.stop
     numbers = build(Numbers, {k: config[k] for k in ("temperature", "top_p", "top_k", "max_tokens", "seed")}, "")
-    params = SamplingParams(**vars(numbers), stop=tuple(stop) if isinstance(stop, list) else stop)
+    grammar = {kind: value for kind, value in OmegaConf.to_container(config.grammar).items() if value is not None}
+    stop = tuple(stop) if isinstance(stop, list) else stop
+    params = SamplingParams(**vars(numbers), stop=stop, grammar=grammar or None)
     given, quant = build(TargetConfig, config.target, "target"), build(Quant, config.quant, "quant")
     path, device = config.draft.path, resolve_device(config.device)
     check(

@@ -92,7 +92,7 @@ def test_a_request_is_answered_or_refused(engine):
     ("params", "message"),
     [
         ({"temperature": float("nan")}, "temperature=nan: must be 0 or more, and finite"),
-        ({"temperature": "hot"}, "temperature=hot: must be 0 or more, and finite"),
+        ({"temperature": "hot"}, "temperature='hot': must be 0 or more, and finite"),
         ({"temperature": float("inf")}, "temperature=inf: must be 0 or more, and finite"),
         ({"top_p": 0}, "top_p=0: must be above 0 and at most 1"),
         ({"top_k": 1.5}, r"top_k=1.5: must be 0 \(off\) or more, a whole number"),

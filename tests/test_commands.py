@@ -206,6 +206,18 @@ def test_a_draft_with_few_tokens_keeps_them_from_training_to_answers(made, tmp_p
     assert told[0] == told[1]
 
 
+@pytest.mark.parametrize(
+    ("grammar", "answer"),
+    [("regex=[0-9]{3}", r"\d{3}"), ("choice=[yes, no]", "yes|no"), ('json_schema={"enum": ["a", 5]}', '"a"|5')],
+)
+def test_generate_with_a_grammar(made, capsys, grammar, answer):
+    capsys.readouterr()
+    request = [f"target={made}/target", f"draft={made}/draft", "prompt=abc", "color=always", f"grammar.{grammar}"]
+    assert call(generate.main, *request) == 0
+    told = capsys.readouterr().out.replace(generate.GREEN, "").replace(generate.RESET, "")
+    assert re.fullmatch(f"({answer})</s>\n", told)
+
+
 @pytest.fixture(scope="module")
 def runs(root) -> dict[str, int]:
     """Runs of STEPS steps and how many events they had: `whole`, `again`, `seed` (another one), and two `killed-N`,
@@ -428,6 +440,9 @@ def test_bad_exports(made, tmp_path, capsys, arguments, message):
         (["tree.length=-1"], "tree.length is -1"),
         (["tree={{parents:[-1,3]}}"], "tree"),
         (["temperature=-1"], "temperature=-1.0: must be 0 or more"),
+        (["grammar.regex=(a"], "grammar.regex='(a': Regex parsing error"),
+        (["grammar.regex=a", "grammar.ebnf=b"], "must be a mapping with one of the keys"),
+        (["grammar.xml=a"], "xml"),
         (["target={made}/nowhere"], "/nowhere: no such directory"),
     ],
 )

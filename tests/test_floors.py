@@ -24,7 +24,7 @@ FLOORS = {
     "data": 5,
 }
 STRANGERS = [("eagle_train.training", "eagle_train.inference"), ("eagle_train.models", "eagle_train.corpus")]
-ONLY_WHERE_USED = ("deepspeed",)  # not needed by who does not use it, so never at a module's top level
+ONLY_WHERE_USED = ("deepspeed", "xgrammar")  # not needed by who does not use it, so never at a module's top level
 
 
 def sources() -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from eagle_train.inference.guided import Guidance
 from eagle_train.inference.paged_kv import PagedKV, Prefix
 from eagle_train.inference.tree import Tree
 
@@ -56,11 +57,16 @@ class Pending:
 
 @dataclass(frozen=True)
 class Choice:
-    """How a node's children are chosen: `propose`'s mode; temperature [A] and noise [A, draws] unless it is greedy."""
+    """How a node's children are chosen: `propose`'s mode; temperature [A] and noise [A, draws] unless it is greedy.
+
+    `guidance`: what grammars let follow a node, None where no row has one. A drafter that does not ask it proposes what
+    will be refused.
+    """
 
     mode: str = "greedy"
     temperature: torch.Tensor | None = None
     noise: torch.Tensor | None = None
+    guidance: Guidance | None = None
 
 
 class Drafter(Protocol):

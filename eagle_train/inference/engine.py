@@ -28,6 +28,7 @@ from eagle_train.inference.bookkeeping import commit
 from eagle_train.inference.dispatcher import Dispatcher, Plan
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.drafting import Choice, Drafter, Pending
+from eagle_train.inference.guided import Guidance, Guide, Matcher
 from eagle_train.inference.paged_kv import BLOCK, BlockEnds, PagedKV, Prefix, Suffix
 from eagle_train.inference.prefill import prefill
 from eagle_train.inference.prefix_cache import PrefixCache
@@ -36,6 +37,7 @@ from eagle_train.inference.sampling import (
     SamplingTensors,
     Verified,
     probabilities,
+    restrict,
     sample,
     uniform,
     verify,
@@ -44,7 +46,7 @@ from eagle_train.inference.sampling import (
 from eagle_train.inference.scheduler import Scheduler
 from eagle_train.inference.sequence import Output, SamplingParams, Sequence, Update, check_prompt
 from eagle_train.inference.tensor_parallel import Ranks
-from eagle_train.inference.tree import chain
+from eagle_train.inference.tree import Tree, chain
 from eagle_train.inference.validation import validate
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.draft import Draft, DraftConfig
@@ -247,6 +249,8 @@ class Engine:
         last = torch.tensor([sequence.read - 1 for sequence in new], device=device)
         own, coins = self.ranks.own, uniform(settings.seeds, last, 1).squeeze(1)
         logits = self.target.lm_head(own(hidden)).unsqueeze(1)
+        if guidance := self.guidance_of(new, chain(0)):
+            logits = restrict(logits, own(guidance.allowed([0])))
         firsts = sample(probabilities(logits, settings.sampling.rows(own)).squeeze(1), own(coins))
         (firsts,) = self.ranks.all(len(new), firsts)
         return self.begin(new, firsts.tolist(), hidden)
@@ -277,10 +281,16 @@ class Engine:
         plan = self.dispatcher.dispatch(len(self.active))
         lengths, blocks = [s.committed for s in self.active], [s.blocks for s in self.active]
         self.prefix = Prefix.of(lengths, blocks, self.target.device)
+        self.guidance = self.guidance_of(self.active, plan.tree)
         self.draws = None
         if not self.settings.sampling.all_greedy:
             self.draws = uniform(self.settings.seeds, self.prefix.lengths, plan.num_draws)
         return plan
+
+    def guidance_of(self, sequences: list[Sequence], tree: Tree) -> Guidance | None:
+        """What the sequences' grammars allow, None where there is no grammar."""
+        matchers = [sequence.matcher for sequence in sequences]
+        return Guidance(self.guide, tree, matchers) if any(matchers) else None
 
     def draft_tree(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.drafter is None:
@@ -293,15 +303,21 @@ class Engine:
     def choice(self, plan: Plan) -> Choice:
         """At temperature 0 every way of choosing proposes the most likely tokens."""
         if self.drafting == "greedy" or self.draws is None:
-            return Choice()
-        return Choice(self.drafting, self.settings.sampling.temperature, self.draws[:, 1 + plan.tree.num_nodes :])
+            return Choice(guidance=self.guidance)
+        noise = self.draws[:, 1 + plan.tree.num_nodes :]
+        return Choice(self.drafting, self.settings.sampling.temperature, noise, self.guidance)
 
     def validate(self, plan: Plan, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Suffix]:
         with self.stage("validation"):
+            if self.guidance is not None:
+                self.guidance.read(tokens)  # now, because it waits for what the device was told before
             return validate(self.target, self.cache, self.prefix, plan.tree, tokens, self.ranks)
 
     def sample(self, plan: Plan, tokens: torch.Tensor, logits: torch.Tensor, q: torch.Tensor | None) -> Verified:
         with self.stage("sampling"):
+            if self.guidance is not None:
+                logits = restrict(logits, self.ranks.own(self.guidance.allowed(list(range(plan.tree.num_nodes)))))
+                self.guidance.rewind()
             own = self.sample_own(plan, self.ranks.own(tokens), logits, q)
             return Verified(*self.ranks.all(len(tokens), *own))
 
@@ -379,7 +395,13 @@ class Engine:
         params = replace(params, max_tokens=min(params.max_tokens, limit - len(tokens)))
         own = frozenset() if params.ignore_eos else self.stop_ids
         stop_ids = own if params.stop_token_ids is None else frozenset(params.stop_token_ids)
-        return Sequence(index, tokens, params, stop_ids)
+        if params.grammar is not None:
+            stop_ids |= self.stop_ids
+        return Sequence(index, tokens, params, stop_ids, self.matcher_of(params))
+
+    def matcher_of(self, params: SamplingParams) -> Matcher | None:
+        """The beginning of a request's grammar. Raises UserError for one that makes no sense."""
+        return None if params.grammar is None else self.guide.matcher(params.grammar, longest=params.ignore_eos)
 
     def tokens_of(self, prompt: Prompt, name: str) -> list[int]:
         """Token ids of a text, a list of ids, or a list of chat messages (through the chat template).
@@ -405,6 +427,11 @@ class Engine:
         eos = self.target.model.generation_config.eos_token_id
         eos = self.target.config.eos_token_id if eos is None else eos
         return frozenset([eos] if isinstance(eos, int) else eos or [])
+
+    @cached_property
+    def guide(self) -> Guide:
+        """Compiles grammars. Raises UserError where it cannot."""
+        return Guide(self.target.tokenizer, self.target.identity.vocab_size, self.stop_ids, self.target.device)
 
     def output(self, sequence: Sequence) -> Output:
         text = None

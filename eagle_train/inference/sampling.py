@@ -102,6 +102,11 @@ def probabilities(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tens
     return torch.where((sampling.temperature == 0)[:, None, None], one_hot(logits), probs)
 
 
+def restrict(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """logits [..., V] with -inf where `allowed`, bool [..., V], is False; where no token is allowed they stay."""
+    return logits.masked_fill(~allowed & allowed.any(-1, keepdim=True), -torch.inf)
+
+
 def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
     """float64 stays, for proofs; everything else becomes float32."""
     return logits if logits.dtype == torch.float64 else logits.float()

@@ -5,10 +5,12 @@ DESIGN sections 3.8, 3.9.
 
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle_train.config import check
+from eagle_train.config import check, shown
+from eagle_train.inference.guided import Matcher, check_grammar
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")  # what JSON may hold and UTF-8 may not
 LARGEST = (1 << 63) - 1  # of the numbers that a tensor holds
@@ -27,12 +29,6 @@ def is_listing(value: Any, kind: type) -> bool:
     return value is None or (isinstance(value, list | tuple) and all(type(each) is kind for each in value))
 
 
-def shown(value: Any) -> str:
-    """A value on one line, of one that is long the beginning."""
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def check_prompt(prompt: Any, name: str) -> None:
     """Raise UserError for a prompt that is no text, no list of token ids and no list of chat messages."""
     wanted = "must be a text, a list of token ids, or a list of chat messages"
@@ -48,7 +44,13 @@ def check_prompt(prompt: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled. temperature 0 is greedy; top_k 0 and top_p 1 are off; `stop`: strings that end it."""
+    """How one request is sampled. temperature 0 is greedy; top_k 0 and top_p 1 are off; `stop`: strings that end it.
+
+    `grammar`: what the answer must obey, one of {"json_schema": a schema}, {"regex": a text}, {"choice": texts} and
+    {"ebnf": a text whose first rule is `root`}. The target's own stop tokens then end the answer, exactly where the
+    grammar may end; with `ignore_eos` only where it lets nothing else follow. An object has the properties its schema
+    names, and others only if `additionalProperties` says so. Raises UserError.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -58,6 +60,7 @@ class SamplingParams:
     stop: str | tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None  # None: the target's own
     ignore_eos: bool = False  # the target's own stop tokens end nothing; those given do
+    grammar: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         texts = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -73,6 +76,8 @@ class SamplingParams:
         }
         for name, (right, wanted) in rules.items():
             check(right, f"{name}={shown(getattr(self, name))}: {wanted}")
+        if self.grammar is not None:
+            check_grammar(self.grammar)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -105,7 +110,8 @@ class Stats:
 
 @dataclass(frozen=True)
 class Output:
-    """A finished request. `finish_reason`: stop (a stop token or string), length or cancelled."""
+    """A finished request. `finish_reason`: stop (a stop token or string), length, cancelled, or dead_end: its grammar
+    asked for what the target has no tokens for, and the answer is the beginning of one."""
 
     token_ids: list[int]
     text: str | None
@@ -131,6 +137,7 @@ class Sequence:
     prompt: list[int]
     params: SamplingParams
     stop_token_ids: frozenset[int]
+    matcher: Matcher | None = None  # where it stands in its grammar; all of `generated` was read
     arrival: float = field(default_factory=time.perf_counter)
     generated: list[int] = field(default_factory=list)
     rounds: list[int] = field(default_factory=list)
@@ -197,7 +204,9 @@ class Sequence:
         """Keep tokens up to the first that ends the request; returns how many were kept, at least one."""
         for kept, token in enumerate(tokens, start=1):
             self.generated.append(token)
-            if token in self.stop_token_ids:
+            if self.matcher is not None and not self.matcher.accept(token):
+                self.finish_reason = "dead_end"
+            elif token in self.stop_token_ids:
                 self.finish_reason = "stop"
             elif len(self.generated) == self.params.max_tokens:
                 self.finish_reason = "length"

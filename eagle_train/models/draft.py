@@ -91,6 +91,10 @@ class Head:
         """The target's ids of columns of `lm_head`."""
         return indices if self.vocabulary is None else self.vocabulary[indices]
 
+    def columns(self, values: torch.Tensor) -> torch.Tensor:
+        """Those of the target's columns [..., V] that `lm_head` has [..., V']."""
+        return values if self.vocabulary is None else values[..., self.vocabulary]
+
     def spread(self, distribution: torch.Tensor) -> torch.Tensor:
         """A distribution [..., V'] over the draft's tokens as one over the target's [..., V]."""
         if self.vocabulary is None:

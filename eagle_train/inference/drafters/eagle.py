@@ -10,7 +10,7 @@ import torch
 from eagle_train.config import check
 from eagle_train.inference.drafting import Choice, Level, Pending, Plan
 from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
-from eagle_train.inference.sampling import propose
+from eagle_train.inference.sampling import propose, restrict
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops.linear import use_kernels
@@ -74,6 +74,8 @@ class Eagle:
         hidden, q = root_hidden.unsqueeze(1), None
         for depth, level in enumerate(plan.levels):
             if depth > 0:
+                if choice.guidance is not None:
+                    choice.guidance.read(tokens)
                 inner = tokens[:, level.parents]
                 positions = (prefix.lengths + (depth - 1)).unsqueeze(1).expand(active, inner.shape[1])
                 if plan.is_chain:  # nothing stands beside a node that the cache must not show it
@@ -91,7 +93,10 @@ class Eagle:
     def children(self, hidden: torch.Tensor, level: Level, choice: Choice) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The most tokens a parent of the level has, for each [A, parents, most], and what they were drawn from."""
         noise = None if choice.noise is None else choice.noise[:, level.noise].unflatten(1, (-1, level.most))
-        proposed, q = propose(self.head.lm_head(hidden), level.most, choice.mode, choice.temperature, noise)
+        logits = self.head.lm_head(hidden)
+        if choice.guidance is not None:
+            logits = restrict(logits, self.head.columns(choice.guidance.allowed(level.parents.tolist())))
+        proposed, q = propose(logits, level.most, choice.mode, choice.temperature, noise)
         return self.head.tokens(proposed), None if q is None else self.head.spread(q)
 
     def rewind(self, plan: Plan, path: torch.Tensor, accepted: list[int]) -> list[int]:

@@ -1,0 +1,197 @@
+"""Guided decoding: what a grammar lets follow a sequence, and each node of the tree below it. Paper section 3.4.
+
+xgrammar compiles the grammars and reads tokens, which it can take back: so trees are walked, and what is rejected
+leaves no trace. Knows tokenizers and trees; nothing of models, probabilities or requests.
+
+Shapes: A active rows, N tree nodes, V vocabulary, W 32-bit words that hold a bit for each of its tokens.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from eagle_train.config import UserError, check, one_line, shown
+from eagle_train.inference.json_schema import check_schema
+from eagle_train.inference.tree import Tree
+
+KINDS = ("json_schema", "regex", "choice", "ebnf")
+CACHE_BYTES = 256 << 20  # of compiled grammars, for requests that ask for the same
+PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # where in xgrammar's sources an error was found
+REGEX_ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # an escape, a class of characters, or one
+
+
+def check_grammar(grammar: Any) -> None:
+    """Raise UserError unless `grammar` maps one of KINDS to what that kind is written in."""
+    one = isinstance(grammar, Mapping) and len(grammar) == 1 and next(iter(grammar)) in KINDS
+    check(one, f"grammar={shown(grammar)}: must be a mapping with one of the keys {', '.join(KINDS)}")
+    ((kind, value),) = grammar.items()
+    right, wanted = {
+        "json_schema": (isinstance(value, Mapping | bool | str), "a schema, as a mapping or as JSON"),
+        "regex": (isinstance(value, str), "a text"),
+        "choice": (is_choice(value), "a list of texts, at least one"),
+        "ebnf": (isinstance(value, str), "a text"),
+    }[kind]
+    check(right, f"grammar.{kind}={shown(value)}: must be {wanted}")
+
+
+def is_choice(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(text, str) for text in value)
+
+
+class Guide:
+    """Grammars over a target's tokens. An answer ends with a stop token, exactly where its grammar may end."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: Iterable[int], device: torch.device | str):
+        """`vocab_size`: the LM head's. Raises UserError where there is no tokenizer, stop token or xgrammar."""
+        check(tokenizer is not None, "grammar: needs a tokenizer, and the target has none")
+        stop_ids = sorted(stop_ids)
+        check(bool(stop_ids), "grammar: needs a stop token, and the target's configs have no eos_token_id")
+        check(find_spec("xgrammar") is not None, "grammar: needs xgrammar; pip install 'eagle-train[guided]'")
+        import xgrammar
+
+        self.matcher_of, self.vocab_size = xgrammar.GrammarMatcher, vocab_size
+        texts = texts_of(tokenizer, vocab_size, stop_ids)
+        info = xgrammar.TokenizerInfo(texts, vocab_size=vocab_size, stop_token_ids=stop_ids)
+        self.compiler = xgrammar.GrammarCompiler(
+            info, max_threads=torch.get_num_threads(), cache_limit_bytes=CACHE_BYTES
+        )
+        is_stop = torch.zeros(vocab_size, dtype=torch.bool)
+        is_stop[stop_ids] = True
+        self.stop, self.others = pack(is_stop).to(device), pack(~is_stop).to(device)
+
+    def matcher(self, grammar: Mapping[str, Any], longest: bool = False) -> "Matcher":
+        """The beginning of a grammar, see `check_grammar`. Raises UserError for one that makes no sense.
+
+        `longest`: the answer may end only where the grammar lets nothing else follow.
+        """
+        ((kind, value),) = grammar.items()
+        try:
+            state = self.matcher_of(self.compiled(kind, value))
+        except Exception as error:  # xgrammar knows nothing more special
+            raise UserError(f"grammar.{kind}={shown(value)}: {PLACE.sub('', one_line(error))[:200]}") from error
+        bits = torch.zeros(1, len(self.stop), dtype=torch.int32)
+        state.fill_next_token_bitmask(bits)
+        possible = bool(unpack(bits, self.vocab_size).any())
+        check(possible, f"grammar.{kind}={shown(value)}: the target has no tokens with which to answer so")
+        return Matcher(state, longest)
+
+    def compiled(self, kind: str, value: Any) -> Any:
+        """xgrammar's CompiledGrammar."""
+        if kind == "json_schema":
+            text = value if isinstance(value, str) else json.dumps(value)
+            check_schema(json.loads(text))
+            return self.compiler.compile_json_schema(text)
+        if kind == "regex":
+            return self.compiler.compile_regex(as_whole(value))
+        if kind == "choice":
+            value = "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+        return self.compiler.compile_grammar(value)
+
+
+def texts_of(tokenizer: Any, vocab_size: int, stop_ids: list[int]) -> list[bytes]:
+    """What each token adds to a text; nothing for special tokens, which a text does not show, and for padding."""
+    from xgrammar import TokenizerInfo
+
+    info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stop_ids)
+    added = tokenizer.added_tokens_decoder.items()
+    special = {*tokenizer.all_special_ids, *(token for token, content in added if content.special)}
+    return [b"" if token in special else bytes(text) for token, text in enumerate(info.decoded_vocab)]
+
+
+def as_whole(regex: str) -> str:
+    """`regex` for xgrammar, which matches all of a text, ignores anchors inside, and lets `.` be the end of a line."""
+    atoms = REGEX_ATOM.findall(regex)
+    inside = "^" in atoms[1:] or "$" in atoms[:-1]
+    check(not inside, "^ and $ may stand at the ends only: the whole answer is matched")
+    return "".join(r"[^\n\r]" if atom == "." else atom for atom in atoms)
+
+
+def pack(flags: torch.Tensor) -> torch.Tensor:
+    """bool [V] as bits, int32 [W]."""
+    padded = torch.nn.functional.pad(flags, (0, -len(flags) % 32)).view(-1, 32)
+    return (padded.long() << torch.arange(32)).sum(-1).to(torch.int32)
+
+
+def unpack(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """int32 [..., W] as bool [..., V]."""
+    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    return (bits.unsqueeze(-1) >> places).bitwise_and_(1).flatten(-2)[..., :vocab_size].bool()
+
+
+class Matcher:
+    """Where a sequence stands in its grammar: all its tokens were read, and between rounds no others."""
+
+    def __init__(self, state: Any, longest: bool):
+        self.state, self.longest = state, longest
+
+    def accept(self, token: int) -> bool:
+        """Read a token. False for one that the grammar forbids, which is not read."""
+        return self.state.accept_token(token)
+
+
+class Walk:
+    """A matcher on its way through a tree's nodes."""
+
+    def __init__(self, matcher: Matcher, parents: tuple[int, ...]):
+        self.matcher, self.parents, self.path = matcher, parents, [0]
+
+    def go(self, node: int, tokens: list[int]) -> bool:
+        """Have read the tokens [N] of exactly the nodes down to `node`. False where the grammar forbids one of them."""
+        missing = []
+        while node not in self.path:
+            missing.append(node)
+            node = self.parents[node]
+        if beyond := len(self.path) - 1 - self.path.index(node):
+            self.matcher.state.rollback(beyond)
+            del self.path[-beyond:]
+        for node in reversed(missing):
+            if not self.matcher.accept(tokens[node]):
+                return False
+            self.path.append(node)
+        return True
+
+
+class Guidance:
+    """What the grammars let follow the nodes of a round's trees, asked for as the trees grow.
+
+    `matchers` [A], None for a row without a grammar, in which everything is allowed.
+    """
+
+    def __init__(self, guide: Guide, tree: Tree, matchers: list[Matcher | None]):
+        self.guide, self.known = guide, set[int]()
+        guided = [(row, matcher) for row, matcher in enumerate(matchers) if matcher is not None]
+        self.rows = [row for row, _ in guided]
+        self.walks = [Walk(matcher, tree.parents) for _, matcher in guided]
+        self.tokens = [[0] * tree.num_nodes for _ in guided]
+        self.bits = torch.full((len(matchers), tree.num_nodes, len(guide.stop)), -1, dtype=torch.int32)
+        longest = [matcher is not None and matcher.longest for matcher in matchers]
+        ends = torch.tensor(longest, device=guide.stop.device)[:, None, None]
+        self.text = torch.where(ends, guide.others, guide.others | guide.stop)  # [A, 1, W]
+
+    def read(self, tokens: torch.Tensor) -> None:
+        """The trees' tokens [A, N], as far as they are drafted."""
+        self.tokens = tokens[self.rows].tolist()
+
+    def allowed(self, nodes: list[int]) -> torch.Tensor:
+        """bool [A, nodes, V]: what may follow each. Below a token that is forbidden itself, everything.
+
+        Where a grammar lets nothing follow but the end, or nothing at all, the stop tokens may.
+        """
+        for node in nodes:
+            if node not in self.known:
+                for row, walk, tokens in zip(self.rows, self.walks, self.tokens, strict=True):
+                    if walk.go(node, tokens) and not walk.matcher.state.is_terminated():
+                        walk.matcher.state.fill_next_token_bitmask(self.bits[row], node)
+        self.known.update(nodes)
+        bits = self.bits[:, nodes].to(self.text.device)
+        going_on = (bits & self.guide.others).any(-1, keepdim=True)
+        return unpack(torch.where(going_on, bits & self.text, self.guide.stop), self.guide.vocab_size)
+
+    def rewind(self) -> None:
+        """The matchers stand at the roots again."""
+        for walk in self.walks:
+            walk.go(0, [])
