@@ -73,23 +73,36 @@ def num_rounds(batches: Iterable[Together]) -> int:
     return sum(max(answer.output.stats.calls for answer in batch) for batch in batches)
 
 
+def times(answers: Iterable[Answer]) -> dict[str, float]:
+    """Means and percentiles of the time to the first token and of those between tokens, in seconds."""
+    answers = list(answers)
+    found = {}
+    for key, values in (("ttft", [answer.output.stats.ttft_s for answer in answers]), ("ttit", intervals(answers))):
+        found[f"{key}_s"] = statistics.fmean(values)
+        found |= {f"{key}_p{share}_s": percentile(values, share / 100) for share in (50, 99)}
+    return found
+
+
 def latency(batches: list[Together], stage_seconds: Mapping[str, float]) -> dict[str, Any]:
-    """TTFT, TTIT and the engine's stages, the latter in milliseconds per round of a batch (prefill: per batch)."""
-    answers = list(chain.from_iterable(batches))
-    first, times = [answer.output.stats.ttft_s for answer in answers], intervals(answers)
+    """`times`, and the engine's stages in milliseconds per round of a batch (prefill: per batch)."""
     rounds = num_rounds(batches)
     decoding = {name: seconds for name, seconds in stage_seconds.items() if name != "prefill"}
     return {
-        "ttft_s": statistics.fmean(first),
-        "ttft_p50_s": percentile(first, 0.5),
-        "ttft_p99_s": percentile(first, 0.99),
-        "ttit_s": statistics.fmean(times),
-        "ttit_p50_s": percentile(times, 0.5),
-        "ttit_p99_s": percentile(times, 0.99),
+        **times(chain.from_iterable(batches)),
         "rounds": rounds,
         "stage_ms_per_round": {name: seconds * 1e3 / rounds for name, seconds in decoding.items()},
         "prefill_ms_per_batch": stage_seconds["prefill"] * 1e3 / len(batches),
     }
+
+
+def tokens_per_s(batch: Together, arrivals: Sequence[float]) -> float:
+    """Tokens of answers, the first ones included, by the time from the start to the last one's end.
+
+    `arrivals`: when each was asked for, in seconds after the start.
+    """
+    stats = [answer.output.stats for answer in batch]
+    ends = [at + each.ttft_s + sum(each.intervals_s) for at, each in zip(arrivals, stats, strict=True)]
+    return sum(len(answer.output.token_ids) for answer in batch) / max(ends)
 
 
 def counts(answers: list[Answer], max_tokens: int) -> dict[str, Any]:

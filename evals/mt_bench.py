@@ -235,7 +235,7 @@ def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
 
 def label(tree: Tree) -> str:
     """A tree in a few words."""
-    if tree.num_nodes == tree.max_depth + 1:
+    if tree.is_chain:
         return f"chain{tree.max_depth}"
     return f"tree of {tree.num_nodes - 1} nodes, depth {tree.max_depth}"
 

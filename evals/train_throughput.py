@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from eagle_train.config import build, check, command, provenance, resolve_device, write_json
 from eagle_train.corpus.chat import ChatRenderer
@@ -35,7 +35,7 @@ from eagle_train.corpus.source import DataConfig, open_source, parse
 from eagle_train.corpus.stream import Stream
 from eagle_train.distributed import ALONE
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
-from eagle_train.models.target import Target, TargetConfig, training_dtype
+from eagle_train.models.target import DTYPES, Target, TargetConfig, training_dtype
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.optimizer import OptimConfig, Optimizer
@@ -43,6 +43,8 @@ from eagle_train.training.parallelize import prepare
 from eagle_train.training.plan import TargetShape, flops_of
 from eagle_train.training.trainer import TrainConfig, Trainer
 from evals.memory import peak_bytes
+from evals.shapes import random_target
+from evals.stopwatch import timed
 
 DOCUMENTS = 2000
 SHORTEST, LONGEST = 24, 512  # tokens of a document; the logarithm of its length is drawn evenly
@@ -120,19 +122,17 @@ def llama(config: Config) -> LlamaConfig:
     )
 
 
-def random_target(config: Config, device: str) -> Target:
+def llama_target(config: Config, device: str) -> Target:
     """A Llama of this shape, as training loads one."""
-    dtype = getattr(torch, training_dtype(TargetConfig("random"), device).dtype)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(llama(config), dtype=dtype)
-    return Target(model, word_tokenizer(config.vocab), "random")
+    dtype = DTYPES[training_dtype(TargetConfig("random"), device).dtype]
+    return random_target(llama(config), dtype, device, word_tokenizer(config.vocab))
 
 
 class Ours:
     """The trainer as users run it."""
 
     def __init__(self, config: Config, folder: str, device: str):
-        self.target = random_target(config, device)
+        self.target = llama_target(config, device)
         data = DataConfig(f"{folder}/documents.jsonl", format="text", row_tokens=config.row_tokens, seed=config.seed)
         self.stream = Stream(data, ChatRenderer(self.target.tokenizer), config.micro_batch_rows)
         draft = Draft(DraftConfig.from_target(self.target.config, num_layers=config.draft_layers)).init_weights(0)
@@ -147,22 +147,19 @@ class Ours:
     def watch(self) -> None:
         """Add up the time of a step's parts. The target's run beside the draft's, on a CPU."""
 
-        def timed(part: str, function: Callable) -> Callable:
-            def wrapped(*arguments: Any, **options: Any) -> Any:
-                started = time.perf_counter()
-                result = function(*arguments, **options)
-                self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
-                return result
+        def part(name: str, function: Callable) -> Callable:
+            def told(seconds: float) -> None:
+                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
-            return wrapped
+            return timed(function, told)
 
         trainer, backend = self.trainer, self.trainer.backend
-        trainer.hidden_states = timed("target", trainer.hidden_states)
-        trainer.forward_backward_step = timed("draft and loss", trainer.forward_backward_step)
-        backend.draft = timed("  draft, forward", backend.draft)
-        backend.backward = timed("  draft, backward", backend.backward)
-        backend.clip = timed("clip", backend.clip)
-        backend.step = timed("optimiser", backend.step)
+        trainer.hidden_states = part("target", trainer.hidden_states)
+        trainer.forward_backward_step = part("draft and loss", trainer.forward_backward_step)
+        backend.draft = part("  draft, forward", backend.draft)
+        backend.backward = part("  draft, backward", backend.backward)
+        backend.clip = part("clip", backend.clip)
+        backend.step = part("optimiser", backend.step)
 
     def run(self, steps: int) -> int:
         """Train; returns how many tokens that were no padding."""
@@ -255,7 +252,7 @@ class Naive:
 
     def __init__(self, config: Config, folder: str, device: str):
         self.config, self.device = config, device
-        self.target = random_target(config, device)
+        self.target = llama_target(config, device)
         data = DataConfig(f"{folder}/documents.jsonl", format="text")
         self.rows = [parse(*placed) for placed in open_source(data).rows()]
         self.draft = Draft(DraftConfig.from_target(self.target.config, num_layers=config.draft_layers))

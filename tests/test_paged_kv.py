@@ -21,7 +21,8 @@ from eagle_train.models.draft import shift_hidden
 )
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("kv_tokens", [None, 4 * BLOCK], ids=["roomy", "tight"])
-def test_caches_are_those_of_a_fresh_prefill(kv_tokens, family, overrides, monkeypatch):
+@pytest.mark.parametrize("tree", ["d3_bf2", "chain3"])
+def test_caches_are_those_of_a_fresh_prefill(tree, kv_tokens, family, overrides, monkeypatch):
     """In every round: the target's n - 1 slots, the draft's n, and the draft's hidden state at the pending token.
 
     Also of a sequence that gave up its blocks with more than one token for the draft to read.
@@ -30,7 +31,7 @@ def test_caches_are_those_of_a_fresh_prefill(kv_tokens, family, overrides, monke
     unread, preempt = [], Scheduler.preempt
     monkeypatch.setattr(Scheduler, "preempt", lambda self, one: (unread.append(one.unread), preempt(self, one)))
     draft, rounds = tiny_draft(target, **overrides), []
-    engine = Engine(target, draft, "d3_bf2", max_batch_size=3, kv_tokens=kv_tokens)
+    engine = Engine(target, draft, tree, max_batch_size=3, kv_tokens=kv_tokens)
     guide(engine, answers(family), lambda _: rng.randint(0, 3))
     grow = engine.drafter.grow
 

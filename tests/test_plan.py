@@ -4,15 +4,16 @@ import dataclasses
 import json
 import re
 
+import hydra
 import pytest
 import torch
-import transformers
 from command_line import call, save_target
+from omegaconf import OmegaConf
 from tiny import tiny_model, tiny_target
 from torch.utils.flop_counter import FlopCounterMode
 
 from eagle_train import train
-from eagle_train.config import CONF_DIR
+from eagle_train.config import CONF_DIR, build
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.target import TargetConfig
 from eagle_train.ops.attention import packed_attention
@@ -23,6 +24,7 @@ from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.plan import ClusterConfig, TargetShape
 from eagle_train.training.trainer import TrainConfig
 from eagle_train.training.unroll import unroll
+from evals.shapes import ShapesConfig
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "num_attention_heads": 4, "head_dim": 64}
 TOKENS = 32
@@ -159,42 +161,24 @@ def test_the_command_says_what_a_run_costs_without_reading_a_weight(tmp_path, ca
     assert not (tmp_path / "out").exists()
 
 
-def llama4(experts: int, every: int) -> transformers.PreTrainedConfig:
-    return transformers.Llama4TextConfig(
-        **{"vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384},
-        **{"num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128},
-        **{"num_local_experts": experts, "num_experts_per_tok": 1, "interleave_moe_layer_step": every},
-    )
-
-
-def llama3(hidden: int, intermediate: int, layers: int, heads: int) -> transformers.PreTrainedConfig:
-    return transformers.LlamaConfig(
-        **{"vocab_size": 128256, "hidden_size": hidden, "intermediate_size": intermediate},
-        **{"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8},
-    )
-
-
-PRESETS = {  # the targets' shapes as published, their parameters in billions, and on how many GPUs they are to fit
-    "paper_llama3_1_8b": (llama3(4096, 14336, 32, 32), 8.03, 8),
-    "paper_llama3_3_70b": (llama3(8192, 28672, 80, 64), 70.6, 8),
-    "paper_llama4_scout": (llama4(16, 1), 108, 8),
-    "paper_llama4_maverick": (llama4(128, 2), 401, 8),
-    "qwen3_8b": (
-        transformers.Qwen3Config(
-            **{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
-            **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
-        ),
-        8.19,
-        8,
-    ),
+PRESETS = {  # of each: its target (conf/shapes), that one's parameters in billions, and on how many GPUs it is to fit
+    "paper_llama3_1_8b": ("llama3_1_8b", 8.03, 8),
+    "paper_llama3_3_70b": ("llama3_3_70b", 70.6, 8),
+    "paper_llama4_scout": ("llama4_scout", 108, 8),
+    "paper_llama4_maverick": ("llama4_maverick", 401, 8),
+    "qwen3_8b": ("qwen3_8b", 8.19, 8),
 }
+
+
+def shapes_of(name: str) -> ShapesConfig:
+    with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
+        return build(ShapesConfig, hydra.compose("latency", [f"shapes={name}"]).shapes, "shapes")
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_fits_its_target_on_the_gpus_it_names(tmp_path, capsys, name):
-    config, billions, gpus = PRESETS[name]
-    config.tie_word_embeddings = False
-    config.save_pretrained(tmp_path)
+    shapes, billions, gpus = PRESETS[name]
+    shapes_of(shapes).target.save_pretrained(tmp_path)
     given = (f"experiment={name}", f"target.path={tmp_path}", "data.path=none.jsonl", f"cluster.gpus={gpus}")
     assert call(train.main, "plan=true", *given) == 0
     said = capsys.readouterr().out
@@ -205,6 +189,17 @@ def test_a_preset_fits_its_target_on_the_gpus_it_names(tmp_path, capsys, name):
 
 def test_every_experiment_is_tested_or_the_quickstart():
     assert {path.stem for path in (CONF_DIR / "experiment").glob("*.yaml")} == {*PRESETS, "quickstart"}
+    shapes = {path.stem for path in (CONF_DIR / "shapes").glob("*.yaml")}
+    assert shapes == {"base", "tiny", *(name for name, _, _ in PRESETS.values())}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_random_weights_of_a_presets_shape_have_its_draft(name):
+    shapes = shapes_of(PRESETS[name][0])
+    assert shapes.experiment == name
+    said = OmegaConf.load(CONF_DIR / "experiment" / f"{name}.yaml").draft
+    assert {key: getattr(shapes.draft, key) for key in said} == said
+    assert shapes.draft.num_layers == 3
 
 
 @pytest.mark.parametrize(
@@ -234,7 +229,7 @@ LLAMA_8B = TargetShape(8 * 10**9, 7 * 10**9, 2 * 10**8, 32, 4096, 128256, 4096, 
 
 def planned_memory(shape: TargetShape, **loaded) -> tuple[float, float]:
     """GiB of the target's weights on a GPU, and of all that waits in its host's memory."""
-    draft = DraftConfig.from_target(llama3(4096, 14336, 32, 32))
+    draft = shapes_of("llama3_1_8b").draft
     given = draft, TrainConfig(steps=1), OptimConfig(), ParallelConfig(), ClusterConfig(memory_gib=80), 2048, 1
     cost = plan.plan(shape, *given, loaded=TargetConfig("hub/id", **loaded))
     return cost.memory["target's weights"] / plan.GIB, cost.host / plan.GIB

@@ -217,18 +217,22 @@ class Engine:
         if staying < before:
             self.pending = self.pending.rows(slice(staying))
         self.scheduler.admit()
-        with self.stage("prefill"):
-            fresh = self.read(self.scheduler.chunks(self.prefill_tokens))
+        fresh = self.read(self.scheduler.chunks(self.prefill_tokens))
         if fresh is not None:
             self.pending = self.pending.followed_by(fresh) if staying else fresh
         if fresh is not None or staying < before:
             self.leave()
 
     def read(self, chunks: list[tuple[Sequence, int]]) -> Pending | None:
-        """Run chunks of texts through target and drafter. Who has read all of its text becomes active, with its first
-        token; one that comes back has its pending token already."""
+        """Read chunks of texts; who has read all of its text becomes active."""
         if not chunks:
             return None
+        with self.stage("prefill"):
+            return self.read_chunks(chunks)
+
+    def read_chunks(self, chunks: list[tuple[Sequence, int]]) -> Pending | None:
+        """Run chunks of texts through target and drafter. Who has read all of its text becomes active, with its first
+        token; one that comes back has its pending token already."""
         device = self.target.device
         new = [sequence for sequence, _ in chunks]
         texts = [sequence.to_prefill[sequence.read : sequence.read + count] for sequence, count in chunks]
@@ -307,7 +311,7 @@ class Engine:
         noise = self.draws[:, 1 + plan.tree.num_nodes :]
         return Choice(self.drafting, self.settings.sampling.temperature, noise, self.guidance)
 
-    def validate(self, plan: Plan, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Suffix]:
+    def validate(self, plan: Plan, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Suffix | None]:
         with self.stage("validation"):
             if self.guidance is not None:
                 self.guidance.read(tokens)  # now, because it waits for what the device was told before
@@ -332,7 +336,7 @@ class Engine:
         return self.verify(plan.tree, tokens, p, coins, final, q, replacement=self.drafting == "multinomial")
 
     def commit(
-        self, plan: Plan, tokens: torch.Tensor, hidden: torch.Tensor, suffix: Suffix, verified: Verified
+        self, plan: Plan, tokens: torch.Tensor, hidden: torch.Tensor, suffix: Suffix | None, verified: Verified
     ) -> None:
         with self.stage("bookkeeping"):
             pending = commit(self.cache, self.prefix, suffix, hidden, tokens, verified)

@@ -49,6 +49,13 @@ class Prefix:
         """The prefix after every row got `tokens` more."""
         return replace(self, lengths=self.lengths + tokens, longest=self.longest + tokens)
 
+    def next_slots(self, positions: torch.Tensor) -> torch.Tensor | slice:
+        """`slots` of the positions [A, T] that follow the prefix: a slice where they follow one another."""
+        count = positions.shape[1]
+        if self.first_slot is not None and count <= self.blocks.shape[1] * BLOCK - self.longest:
+            return slice(self.first_slot + self.longest, self.first_slot + self.longest + count)
+        return self.slots(positions)
+
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
         """Where the store keeps what is at these positions [A, T]; padding beyond a row's blocks goes to waste."""
         if self.first_slot is not None and positions.shape[1] <= self.blocks.shape[1] * BLOCK - self.longest:
@@ -81,8 +88,8 @@ class PagedKV:
         """Keys and values as [L, blocks, BLOCK, K, D]."""
         return [x.unflatten(1, (x.shape[1] // BLOCK, BLOCK)) for x in (self.keys, self.values)]
 
-    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store a layer's k, v [A, K, T, D] at slots [A, T]."""
+    def write(self, layer: int, slots: torch.Tensor | slice, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store a layer's k, v [A, K, T, D] at slots [A, T], or at a slice of T where A is 1."""
         self.keys[layer, slots] = k.transpose(1, 2)
         self.values[layer, slots] = v.transpose(1, 2)
 
@@ -91,7 +98,7 @@ class PagedKV:
 
         The s-th slot of a row is that of position s, so `slot <= position` is all of causality, whatever lies beyond.
         """
-        length, slots = positions.shape[1], prefix.slots(positions)
+        length, slots = positions.shape[1], prefix.next_slots(positions)
 
         def fresh(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
             self.write(layer, slots, k, v)

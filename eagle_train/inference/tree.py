@@ -78,6 +78,11 @@ class Tree(TreeTables):
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether no two nodes stand side by side."""
+        return self.num_nodes == self.max_depth + 1
+
     def to(self, device: torch.device | str) -> "Tree":
         """The same tree with its tables on `device`."""
         return Tree(self.parents, device)

@@ -10,13 +10,18 @@ from eagle_train.models.target import Target
 
 def validate(
     target: Target, cache: PagedKV, prefix: Prefix, tree: Tree, tokens: torch.Tensor, ranks: Ranks
-) -> tuple[torch.Tensor, torch.Tensor, Suffix]:
+) -> tuple[torch.Tensor, torch.Tensor, Suffix | None]:
     """One target call over the tree's tokens [A, N], the pending token at its root.
 
     Returns hidden states [A, N, H], logits [A, N, V] of the rank's own rows, and the nodes' keys and values, which are
-    not in the cache yet.
+    not in the cache yet; None for a chain: it is causal as any text, so its nodes are written at once where they would
+    be committed.
     """
     positions = prefix.lengths.unsqueeze(1) + tree.depth
-    suffix = Suffix(target.config.num_hidden_layers)
-    hidden = target.hidden_states(tokens, positions, cache.tree(prefix, suffix, positions, tree.ancestors))
+    if tree.is_chain:
+        suffix, attend = None, cache.extend(prefix, positions)
+    else:
+        suffix = Suffix(target.config.num_hidden_layers)
+        attend = cache.tree(prefix, suffix, positions, tree.ancestors)
+    hidden = target.hidden_states(tokens, positions, attend)
     return hidden, target.lm_head(ranks.own(hidden)), suffix

@@ -1,0 +1,124 @@
+"""Who answers the same prompts in turn: our engine, and `transformers.generate` over the same weights.
+
+Each takes a batch of what is asked and gives one output for each. Knows nothing of where prompts come from.
+"""
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from eagle_train.inference import Engine, Output, SamplingParams, Stats
+from eagle_train.models.experts import RoutedMoe
+from eagle_train.models.target import Target
+from eagle_train.ops.linear import Linear
+from evals.prompts import Asked
+
+
+def serve(engine: Engine, asked: Sequence[Asked]) -> list[Output]:
+    """The engine takes each request when it arrives, whatever it is busy with; `asked` is in order of arrival.
+
+    The time to a first token counts from the arrival, not from when the engine first saw the request.
+    """
+    requests = []
+    started = time.perf_counter()
+    while len(requests) < len(asked) or engine.scheduler.unfinished:
+        now = time.perf_counter() - started
+        for each in asked[len(requests) :]:
+            if each.arrival > now:
+                break
+            requests.append(engine.add(each.prompt, each.params))
+            requests[-1].arrival = started + each.arrival
+        if engine.scheduler.unfinished:
+            engine.step()
+        else:
+            time.sleep(asked[len(requests)].arrival - now)
+    return [engine.output(request) for request in requests]
+
+
+def as_it_comes(target: Target) -> PreTrainedModel:
+    """The target as transformers runs it, with its own attention, linear layers and experts; the weights are shared."""
+    model = copy.deepcopy(target.model, {id(weight): weight for weight in target.model.parameters()})
+    for module in model.modules():
+        if type(module) is Linear:
+            module.__class__ = nn.Linear
+        if isinstance(module, RoutedMoe):
+            module.routed = False
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    model.generation_config = GenerationConfig()  # the checkpoint's own would fill in what is left open
+    return model
+
+
+class Transformers:
+    """`transformers.generate`; with `prompt_lookup`, its prompt lookup decoding with so many tokens, for one prompt."""
+
+    def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int], prompt_lookup: int | None = None):
+        self.model, self.stop_ids, self.prompt_lookup = model, stop_ids, prompt_lookup
+
+    def __call__(self, asked: Sequence[Asked]) -> list[Output]:
+        clock = Clock()
+        prompts, params = [each.prompt for each in asked], asked[0].params
+        width = max(map(len, prompts))
+        stops = frozenset() if params.ignore_eos else self.stop_ids
+        torch.manual_seed(params.seed)
+        tokens, mask = (
+            torch.tensor([[0] * (width - len(row)) + row for row in rows], device=self.model.device)
+            for rows in (prompts, [[1] * len(prompt) for prompt in prompts])
+        )
+        settings = self.settings(params, stops)
+        out = self.model.generate(tokens, attention_mask=mask, generation_config=settings, streamer=clock)
+        return [clock.output(row, stops) for row in out[:, width:].tolist()]
+
+    def settings(self, params: SamplingParams, stops: frozenset[int]) -> GenerationConfig:
+        how: dict[str, Any] = {"do_sample": False}
+        if params.temperature > 0:
+            how = {"do_sample": True, "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+        return GenerationConfig(
+            max_new_tokens=params.max_tokens,
+            eos_token_id=sorted(stops) or None,
+            pad_token_id=0,
+            prompt_lookup_num_tokens=self.prompt_lookup,
+            **how,
+        )
+
+
+class Clock(BaseStreamer):
+    """Notes when tokens come: `generate` shows it the prompts first, then every step's tokens."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.steps: list[tuple[float, int]] = []  # seconds after the start, tokens of each row
+        self.shown = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.shown:
+            self.steps.append((time.perf_counter() - self.started, 1 if value.ndim == 1 else value.shape[1]))
+        self.shown = True
+
+    def end(self) -> None:
+        """Nothing is left open."""
+
+    def output(self, tokens: list[int], stops: frozenset[int]) -> Output:
+        """A row's answer, which ends with its first stop token. A step's tokens share its time, as in the engine."""
+        length = next((place for place, token in enumerate(tokens, 1) if token in stops), len(tokens))
+        rounds = list(self.kept(length))
+        times = [at for at, _ in self.steps]
+        stats = Stats(calls=len(rounds) - 1, tokens=sum(rounds[1:]), ttft_s=times[0])
+        stats.intervals_s += [0.0] * (rounds[0] - 1)
+        for before, now, count in zip(times, times[1:], rounds[1:], strict=False):
+            stats.intervals_s += [(now - before) / count] * count
+        reason = "stop" if length and tokens[length - 1] in stops else "length"
+        return Output(tokens[:length], None, reason, stats, rounds[1:])
+
+    def kept(self, length: int) -> Iterator[int]:
+        """How many of each step's tokens are among the first `length`."""
+        for _, count in self.steps:
+            if length <= 0:
+                return
+            yield min(count, length)
+            length -= count

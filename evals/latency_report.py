@@ -1,0 +1,103 @@
+"""How latency is shown: the summary on the terminal and report.md. Knows nothing of engines or models.
+
+`found` is what `latency.main` puts into results.json.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from evals.report import made_on, ms, number, percent, table
+
+Found = Mapping[str, Any]
+SHARES = ("drafting", "validation", "sampling", "bookkeeping", "rest")  # of a round, in the order of figure 4b
+
+
+def summary(found: Found) -> str:
+    """A few lines for the terminal: a line a row."""
+    lines = [
+        f"{'batch':>5} {'context':>8}  {'decoding':<28}{'TPC':>5}{'TTFT':>12}{'TTIT':>11}{'tokens/s':>10}{'plain':>7}"
+    ]
+    for row in found["rows"]:
+        lines.append(
+            f"{row['batch_size']:>5} {context(row):>8}  {name(row):<28}{number(row['tpc']):>5}{ms(row['ttft_s']):>12}"
+            f"{ms(row['ttit_s']):>11}{row['tokens_per_s']:>10,.1f}{over(row, 'plain'):>7}"
+        )
+    return "\n".join([*lines, outside(found)])
+
+
+def outside(found: Found) -> str:
+    return f"{percent(found['outside'])} of a round is spent outside the forwards of target, draft and LM head"
+
+
+def markdown(found: Found) -> str:
+    """report.md."""
+    config = found["config"]
+    prompts = f"questions of `{config['questions']}`" if config["questions"] else "random tokens"
+    setting = (
+        f"Target {found['target']}, {found['dtype']} on {found['device']}; {prompts}; temperature "
+        f"{config['temperature']:g}; answers of up to {config['max_tokens']} tokens; {config['repeats']} batches of "
+        "each size, in turn. Tokens/s count the prefill; the columns behind are medians of the batches' ratios."
+    )
+    if config["acceptance"]:
+        setting += f" Weights are random, and rounds accept as told: {config['acceptance']}."
+    sections = {f"{found['tree']} is {found['speedup']:.2f} times as fast as plain decoding": setting}
+    sections["Batches"] = latencies([row for row in found["rows"] if row["arrivals"] == "together"])
+    if config["rate"]:
+        title = f"Arrivals at random, {config['rate']:g} a second"
+        sections[title] = latencies([row for row in found["rows"] if row["arrivals"] == "poisson"])
+    sections["Where a round's time goes"] = stages(found)
+    sections["Made on"] = made_on(found)
+    parts = [f"{'##' if place else '#'} {title}\n\n{text}" for place, (title, text) in enumerate(sections.items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def context(row: Found) -> str:
+    return "as is" if row["context_length"] is None else str(row["context_length"])
+
+
+def name(row: Found) -> str:
+    return row["decoding"] + (", arriving" if row["arrivals"] == "poisson" else "")
+
+
+def over(row: Found, other: str) -> str:
+    return number(row["over"].get(other, 1.0 if row["decoding"] == other else None))
+
+
+def latencies(rows: list[Found]) -> str:
+    header = ["decoding", "batch", "context", "TPC", "TTFT", "p50", "p99", "TTIT", "p50", "p99", "TTIT of plain / own"]
+    header += ["tokens/s", "/ plain", "/ transformers", "answers that differ from plain's"]
+    cells = [
+        [
+            row["decoding"],
+            str(row["batch_size"]),
+            context(row),
+            number(row["tpc"]),
+            *(ms(row[f"{key}_{kind}"]) for key in ("ttft", "ttit") for kind in ("s", "p50_s", "p99_s")),
+            number(row["speedup_batch_median"]),
+            number(row["tokens_per_s"], 1),
+            over(row, "plain"),
+            over(row, "transformers"),
+            "" if row["differing_answers"] is None else f"{row['differing_answers']} of {row['answers']}",
+        ]
+        for row in rows
+    ]
+    return table(header, cells)
+
+
+def stages(found: Found) -> str:
+    """Paper figure 4b, and what of a round is no forward."""
+    header = ["decoding", "batch", "context", "prefill, ms", "round, ms", *SHARES, "outside the forwards"]
+    cells = [
+        [
+            each["decoding"],
+            str(each["batch_size"]),
+            context(each),
+            number(each["prefill_ms"]),
+            number(each["round_ms"]),
+            *(percent(each["stages_ms"].get(stage, 0.0) / each["round_ms"]) for stage in SHARES),
+            percent(each["outside"]),
+        ]
+        for each in found["breakdown"]
+    ]
+    watched = "Watched on rounds of their own; on a GPU each stage is waited for there, which makes rounds slower."
+    return f"{table(header, cells)}\n\n{watched}"

@@ -1,0 +1,97 @@
+"""Where the time of a round goes: the stages of paper figure 4b, and the models' forwards within them.
+
+The device is waited for around each of them, which costs a GPU some of its speed: latency is measured elsewhere, on
+rounds that nobody watches. Knows nothing of prompts or reports.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from eagle_train.inference import Engine
+from eagle_train.models.draft import Draft
+from eagle_train.models.target import LMHead, Target
+from evals.prompts import Asked
+
+FORWARDS = ((Target, "hidden_states"), (Draft, "forward"), (LMHead, "__call__"))
+
+
+def timed(function: Callable, told: Callable[[float], None], wait: Callable[[], None] = lambda: None) -> Callable:
+    """`function`, which tells after each call how many seconds it took; `wait` is for a device that runs ahead."""
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        wait()
+        started = time.perf_counter()
+        result = function(*arguments, **options)
+        wait()
+        told(time.perf_counter() - started)
+        return result
+
+    return wrapped
+
+
+class Stopwatch:
+    """Seconds by stage, and how much of them the target, the draft and the LM head took."""
+
+    def __init__(self, device: torch.device):
+        self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.stages: dict[str, float] = defaultdict(float)
+        self.forwards: dict[str, float] = defaultdict(float)
+        self.stage = ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, every engine's stages and every model's forwards are timed."""
+        with ExitStack() as stack:
+            for owner, name in FORWARDS:
+                stack.enter_context(patch.object(owner, name, timed(getattr(owner, name), self.forward, self.wait)))
+            stack.enter_context(patch.object(Engine, "stage", lambda _, name: self.around(name)))
+            yield
+
+    def forward(self, seconds: float) -> None:
+        self.forwards[self.stage] += seconds
+
+    @contextmanager
+    def around(self, stage: str) -> Iterator[None]:
+        self.wait()
+        self.stage, started = stage, time.perf_counter()
+        yield
+        self.wait()
+        self.stages[stage] += time.perf_counter() - started
+
+
+def breakdown(engine: Engine, asked: Sequence[Asked]) -> dict[str, Any]:
+    """A batch is read, then decoded; milliseconds, those of decoding per round.
+
+    `outside`: the share of a round that no forward of target, draft or LM head takes. `rest`: what is in no stage, the
+    dispatcher's work among it.
+    """
+    watch = Stopwatch(engine.target.device)
+    for each in asked:
+        engine.add(each.prompt, each.params)
+    rounds, seconds = 0, 0.0
+    with watch.watching():
+        while engine.scheduler.waiting or engine.scheduler.reading:
+            engine.prefill()
+        prefill = watch.stages.pop("prefill")
+        watch.forwards.clear()
+        while engine.scheduler.unfinished:
+            started = time.perf_counter()
+            engine.step()
+            watch.wait()
+            seconds += time.perf_counter() - started
+            rounds += 1
+    each = {stage: 1e3 * spent / rounds for stage, spent in watch.stages.items()}
+    return {
+        "rounds": rounds,
+        "round_ms": 1e3 * seconds / rounds,
+        "prefill_ms": 1e3 * prefill,
+        "stages_ms": {**each, "rest": 1e3 * seconds / rounds - sum(each.values())},
+        "forwards_ms": {stage: 1e3 * spent / rounds for stage, spent in watch.forwards.items()},
+        "outside": 1 - sum(watch.forwards.values()) / seconds,
+    }
