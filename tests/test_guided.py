@@ -392,6 +392,7 @@ BAD = [
     ({"json_schema": 5}, "must be a schema, as a mapping or as JSON"),
     ({"json_schema": [[[[1, 2], "\n"]]] * 99}, "must be a schema, as a mapping or as JSON"),
     ({"json_schema": nested(100_000)}, "recursion"),
+    ({"json_schema": {"type": "object", "properties": dict.fromkeys(map(str, range(501)), True)}}, "501 properties"),
     ({"regex": "(a"}, r"grammar.regex='\(a': .*not closed"),
     ({"regex": "a{3,1}"}, "Lower bound is larger"),
     ({"regex": "a(?=b)"}, "Lookahead"),

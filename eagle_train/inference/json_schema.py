@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle_train.config import check
 
-DEEPEST = 32  # the time to compile grows fast with it
+DEEPEST, MOST_PROPERTIES = 32, 500  # the time to compile grows with their cubes
 NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 NOTES |= {"$schema", "$id", "$comment", "$defs", "definitions"}
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
@@ -31,6 +31,8 @@ def check_schema(schema: Any, where: str = "#", depth: int = 0) -> None:
     check(depth <= DEEPEST, f"{where}: deeper than {DEEPEST} schemas")
     if not isinstance(schema, Mapping):  # true, or what xgrammar refuses
         return
+    many = len(schema["properties"]) if isinstance(schema.get("properties"), Mapping) else 0
+    check(many <= MOST_PROPERTIES, f"{where}: {many} properties; at most {MOST_PROPERTIES} are possible")
     keys = set(schema) - NOTES
     first = next((key for key in ALONE if key in keys), None)
     allowed = {first} if first else {"type"} | keys_of(schema.get("type"))
