@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import hydra
 import torch
 from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -106,9 +107,16 @@ def check_overrides(config_name: str, arguments: list[str]) -> None:
     given = get_args_parser().parse_args(arguments)
     if given.multirun or given.config_dir or given.config_path:  # many configs, or files beside ours
         return
+    compose(given.config_name or config_name, given.overrides)
+
+
+def compose(config_name: str, overrides: list[str]) -> DictConfig:
+    """A command's config with these overrides. Raises UserError for one that does not fit."""
     try:
+        if GlobalHydra.instance().is_initialized():  # a command is running
+            return hydra.compose(config_name, overrides)
         with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
-            hydra.compose(given.config_name or config_name, given.overrides)
+            return hydra.compose(config_name, overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{one_line(error)} (the keys are listed by --cfg job)") from error
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from eagle_train.config import UserError, check, report
+from eagle_train.config import UserError, check, one_line, report
 
 T = TypeVar("T")
 SIDES = ("data", "files")
@@ -69,6 +69,8 @@ def place() -> tuple[int, int]:
     check(sound, f"RANK={rank}, WORLD_SIZE={size}: must be whole numbers, RANK below WORLD_SIZE; a launcher sets them")
     for name in ("MASTER_ADDR", "MASTER_PORT") if int(size) > 1 else ():
         check(name in os.environ, f"{name} is not set, and WORLD_SIZE={size}: start the job with a launcher")
+    port = os.environ.get("MASTER_PORT", "1")
+    check(port.isdigit(), f"MASTER_PORT={port}: must be a port's number")
     return int(rank), int(size)
 
 
@@ -95,11 +97,20 @@ def start(device: str, share: int | None = 1, timeout_minutes: float = 30.0, gro
     if size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        meet(backend, timeout)
     mesh = init_device_mesh(device, (size,), mesh_dim_names=("rank",))
     shares = init_device_mesh(device, (size // share, share), mesh_dim_names=("copy", "share"))
     sides = {side: dist.new_group(backend="gloo", timeout=timeout) for side in SIDES}
     return World(rank, size, share, mesh, shares, sides)
+
+
+def meet(backend: str, timeout: timedelta) -> None:
+    """Find the job's other ranks. Raises UserError where that fails: most often the port is another job's."""
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        place = ", ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise UserError(f"{place}: the ranks cannot meet there; give a free port: {one_line(error)}") from error
 
 
 def run(job: Callable[[], int]) -> None:

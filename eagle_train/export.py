@@ -19,7 +19,17 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def main(config: DictConfig) -> None:
     check(config.engine in ENGINES, f"engine={config.engine}: must be {' or '.join(ENGINES)}")
     check(config.dtype in DTYPES, f"dtype={config.dtype}: must be {' or '.join(DTYPES)}")
-    path, out = Path(str(config.checkpoint)), Path(str(config.out))
+    out = Path(str(config.out))
+    found, draft = trained(Path(str(config.checkpoint)))
+    path, identity = found.path, Identity(**found.state["target"])
+    training = {"steps": found.step, "tokens": found.state["tokens"], "checkpoint": path.name}
+    save_draft(draft, out, identity, training, DTYPES[config.dtype])
+    verify(draft, out, identity, DTYPES[config.dtype])
+    print(f"{path} -> {out} ({config.engine}, {config.dtype}, for {identity.name})")
+
+
+def trained(path: Path) -> tuple[checkpoint.Checkpoint, Draft]:
+    """A checkpoint, or the newest one of a run's directory, and its draft. Raises UserError where there is none."""
     if not (path / checkpoint.MANIFEST).exists():
         newest = checkpoint.latest(path)
         check(newest is not None, f"checkpoint={path}: no checkpoint there; give the directory of a training run")
@@ -27,11 +37,7 @@ def main(config: DictConfig) -> None:
     found = checkpoint.load(path)
     draft = Draft(build(DraftConfig, found.config, f"{path}: draft"))
     load_tensors(draft, found.draft(), path)
-    identity = Identity(**found.state["target"])
-    training = {"steps": found.step, "tokens": found.state["tokens"], "checkpoint": path.name}
-    save_draft(draft, out, identity, training, DTYPES[config.dtype])
-    verify(draft, out, identity, DTYPES[config.dtype])
-    print(f"{path} -> {out} ({config.engine}, {config.dtype}, for {identity.name})")
+    return found, draft
 
 
 def verify(draft: Draft, out: Path, identity: Identity, dtype: torch.dtype) -> None:

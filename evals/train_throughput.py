@@ -9,8 +9,6 @@ weights are random: time and memory do not depend on them. Knows nothing of infe
 """
 
 import json
-import multiprocessing
-import os
 import random
 import statistics
 import tempfile
@@ -45,13 +43,12 @@ from eagle_train.training.trainer import TrainConfig, Trainer
 from evals.memory import peak_bytes
 from evals.shapes import random_target
 from evals.stopwatch import timed
+from evals.worker import Worker
 
 DOCUMENTS = 2000
 SHORTEST, LONGEST = 24, 512  # tokens of a document; the logarithm of its length is drawn evenly
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 KINDS = ("ours", "naive")
-# As launch/quickstart.sh: without, the naive step spends most of its time on getting memory from the kernel.
-ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296"
 
 
 @dataclass
@@ -336,28 +333,16 @@ def peak_memory(device: str) -> int:
 
 def compared(config: Config, folder: str) -> dict[str, Any]:
     """Both steps' figures, taken in turn; medians of the rounds."""
-    device, context = resolve_device(config.device), multiprocessing.get_context("spawn")
-    os.environ.setdefault("GLIBC_TUNABLES", ALLOCATOR)  # read when a process starts
-    lines, processes = {}, []
-    for kind in KINDS:
-        lines[kind], theirs = context.Pipe()
-        processes.append(context.Process(target=work, args=(kind, config, folder, device, theirs), daemon=True))
-        processes[-1].start()
-        theirs.close()
-
-    def ask(kind: str, order: str) -> Any:
-        lines[kind].send(order)
-        return lines[kind].recv()
-
+    device = resolve_device(config.device)
+    workers = {kind: Worker(work, kind, config, folder, device) for kind in KINDS}
     rounds: dict[str, list[dict]] = {kind: [] for kind in KINDS}
     floors: list[list[float]] = []
     for number in range(config.rounds):
         for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
-            rounds[kind].append(ask(kind, "steps"))
-        floors += [ask("ours", "floor") for _ in range(config.steps)]
-    for line, process in zip(lines.values(), processes, strict=True):
-        line.send(None)
-        process.join()
+            rounds[kind].append(workers[kind].ask("steps"))
+        floors += [workers["ours"].ask("floor") for _ in range(config.steps)]
+    for worker in workers.values():
+        worker.close()
     return figures(config, rounds, floors)
 
 

@@ -1,6 +1,7 @@
 """training/optimizer.py: the learning rate's course, what decays, and steps of both optimisers worked out by hand."""
 
 import copy
+import itertools
 from itertools import cycle
 
 import pytest
@@ -100,6 +101,20 @@ def test_muon_turns_matrices_by_steps_of_adamws_size():
             assert values.max() < 2 * values.min()  # every direction by about as much
 
 
+def test_muons_momentum_is_the_configs():
+    """Without any, a step hangs on its own gradient alone; with much, on those before it too."""
+    steps = {}
+    for momentum, first in itertools.product((0.0, 0.9), (0, 1)):
+        trained = model()
+        optimizer = Optimizer(trained, OptimConfig(name="muon", weight_decay=0.0, momentum=momentum))
+        run(trained, optimizer, range(first, first + 1), lr=1e-9)
+        before = trained[0].weight.detach().clone()
+        run(trained, optimizer, range(2, 3), lr=0.01)
+        steps[momentum, first] = trained[0].weight.detach() - before
+    torch.testing.assert_close(steps[0.0, 0], steps[0.0, 1], rtol=0, atol=1e-6)
+    assert (steps[0.9, 0] - steps[0.9, 1]).norm() > 0.2 * steps[0.9, 0].norm()
+
+
 def threads(monkeypatch, number: int) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: number)
 
@@ -137,6 +152,7 @@ def test_state_goes_on_exactly_on_as_many_cores_and_on_fewer(name, monkeypatch):
         ("decay_steps", -1),
         ("betas", (0.9, 1.0)),
         ("betas", (0.9,)),
+        ("momentum", 1.0),
     ],
 )
 def test_impossible_values_are_refused(field, value):

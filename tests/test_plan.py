@@ -3,27 +3,33 @@
 import dataclasses
 import json
 import re
+import weakref
+from typing import Any
 
 import hydra
 import pytest
 import torch
-from command_line import call, save_target
+from command_line import call, save_target, write_jsonl
 from omegaconf import OmegaConf
 from tiny import tiny_model, tiny_target
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from eagle_train import train
 from eagle_train.config import CONF_DIR, build
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.target import TargetConfig
+from eagle_train.ops import attention
 from eagle_train.ops.attention import packed_attention
-from eagle_train.training import plan
+from eagle_train.training import losses, parallelize, plan
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.losses import distillation_loss
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.plan import ClusterConfig, TargetShape
 from eagle_train.training.trainer import TrainConfig
 from eagle_train.training.unroll import unroll
+from evals import train_throughput as bench
 from evals.shapes import ShapesConfig
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "num_attention_heads": 4, "head_dim": 64}
@@ -107,7 +113,7 @@ def test_activations_are_what_the_backward_pass_keeps(passes):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", dtype=torch.bfloat16):
         unroll(draft, embeddings, hidden, positions, [[TOKENS]], passes)
     measured = sum(size for size, _ in kept.values())
-    said = 2 * TOKENS * plan.activations(config, recomputed=False, unroll=passes, document=TOKENS)
+    said = TOKENS * plan.activations(config, torch.bfloat16, recomputed=False, unroll=passes, document=TOKENS)[0]
     assert said == pytest.approx(measured, rel=0.15)
 
 
@@ -124,6 +130,74 @@ def test_the_drafts_state_is_what_its_optimiser_holds(name):
     measured = states + sum(parameter.nbytes + parameter.grad.nbytes for parameter in draft.parameters())
     said, host = plan.draft_state(draft, config, ParallelConfig(), 1, torch.float32)
     assert (said, host) == (measured, 0)
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive, as a GPU's allocator does: now, and at most so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self.note(tensor.untyped_storage())
+        return result
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self.sizes:
+            self.sizes[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self.gone, storage._cdata)
+
+    def gone(self, name: int) -> None:
+        self.now -= self.sizes.pop(name)
+
+
+STEP = {"vocab": 4096, "hidden": 256, "intermediate": 768, "heads": 4, "kv_heads": 2, "layers": 4, "draft_layers": 2}
+ROWS = {"row_tokens": 512, "micro_batch_rows": 2, "tokens_per_step": 2048, "rounds": 1, "steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("low", "recomputed", "unroll"),
+    [(False, False, 1), (True, False, 1), (True, True, 1), (False, False, 2), (True, True, 2)],
+)
+def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed, unroll):
+    """Within 5 %, part by part: the weights, what stays after a step, and its peak. Where a CPU has ways of its own
+    (two threads, small blocks, attention in products) it takes a GPU's here."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: low)
+    monkeypatch.setattr(attention, "MATMUL_LENGTH", 0)
+    monkeypatch.setattr(losses, "MAX_WORKERS", 1)
+    monkeypatch.setattr(losses, "BLOCK_LOGITS", 2**40)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    config = bench.Config(out="", device="cpu", seed=0, tflops=None, **STEP, **ROWS)
+    words = " ".join(f"w{i}" for i in range(config.row_tokens))  # a document fills a row
+    write_jsonl(tmp_path / "documents.jsonl", [{"text": words}] * 50)
+    with Held() as held:
+        ours = bench.Ours(config, str(tmp_path), "cpu")
+        for layer in ours.draft.layers if recomputed else ():
+            layer.forward = parallelize.recomputed(layer.forward)
+        ours.trainer.config.unroll = unroll
+        ours.run(1)
+        kept = held.now
+        held.most = 0
+        ours.run(1)
+    dtype, train_config = ours.target.dtype, ours.trainer.config
+    assert dtype == (torch.bfloat16 if low else torch.float32)
+    parallel, optim = ParallelConfig(activation_checkpointing=recomputed), ours.trainer.optim
+    shape = TargetShape.of(ours.target.config)
+    given = (ours.draft.config, train_config, optim, parallel, ClusterConfig(), config.row_tokens, 1, dtype)
+    said = plan.plan(shape, *given).memory
+    weights = sum(parameter.nbytes for parameter in ours.target.model.parameters())
+    assert said["target's weights"] == pytest.approx(weights, rel=1e-3)
+    size = ours.draft.num_parameters
+    transient = 4 * size + (2 * size if low else 0)  # gradients, and the weights in the step's dtype
+    assert said["draft's weights, gradients and optimiser"] - transient == pytest.approx(kept - weights, rel=0.02)
+    assert sum(said.values()) - said["CUDA"] == pytest.approx(held.most, rel=0.05)
 
 
 def test_what_is_divided_shrinks_and_what_is_offloaded_moves():

@@ -30,12 +30,16 @@ CASES = {
     "fsdp2-offloaded": {"backend": "fsdp2", "offload_optimizer": True},
 }
 BEYOND = TRAIN | {"unroll": 3, "logits_loss": "lk", "l1_weight_end": 0.1}
+MUON = TRAIN | {"optim": {"name": "muon", "lr": 1e-3}}
 LEFT_OUT = [3, 11, 12]  # steps
 BF16_NOISE = 1e-3  # relative; FSDP2 rounds elsewhere than autocast, and 20 steps differ by 1e-4 at most
 DEEPSPEED = {f"zero{stage}": {"backend": "deepspeed", "zero": {"stage": stage}} for stage in (1, 2, 3)}
 if importlib.util.find_spec("deepspeed") and shutil.which("c++"):  # it compiles a small operation the first time
     CASES |= DEEPSPEED
 FEW = [name for name in CASES if name not in ("fsdp2", "fsdp2-offloaded")]
+
+WITH_MUON = ["ddp", "fsdp2"]
+MUON_NOISE = 5e-4  # relative; its products are in bf16 wherever it runs, and 20 steps differ by 5e-5 at most
 
 
 def start_ranks(number: int, data: Path, cases: list[dict], threads: int = 1, job: str = "ranks_job.py") -> None:
@@ -66,6 +70,12 @@ def alone(data, tmp_path_factory) -> tuple[Path, list[dict]]:
     return directory, run(make_trainer(directory, data, **TRAIN))
 
 
+@pytest.fixture(scope="module")
+def alone_with_muon(data, tmp_path_factory) -> tuple[Path, list[dict]]:
+    directory = tmp_path_factory.mktemp("alone_with_muon")
+    return directory, run(make_trainer(directory, data, **MUON))
+
+
 def first_half(source: Path, directory: Path) -> Path:
     """A copy of a run as it was at its first checkpoint."""
     shutil.copytree(source, directory)
@@ -74,9 +84,9 @@ def first_half(source: Path, directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def together(data, alone, tmp_path_factory) -> Path:
+def together(data, alone, alone_with_muon, tmp_path_factory) -> Path:
     """Two ranks' runs: CASE from the start, resumed-CASE from one process's checkpoint, beyond-CASE with options beyond
-    the paper and steps left out, low-CASE in bf16."""
+    the paper and steps left out, low-CASE in bf16; muon-CASE and resumed-muon-CASE."""
     root, cases = tmp_path_factory.mktemp("together"), []
     for name, values in CASES.items():
         first_half(alone[0], root / f"resumed-{name}")
@@ -85,6 +95,10 @@ def together(data, alone, tmp_path_factory) -> Path:
             dtype = "bfloat16" if kind == "low-" else "float32"
             out, left_out = str(root / f"{kind}{name}"), LEFT_OUT if kind == "beyond-" else []
             cases.append({"out": out, "parallel": values, "train": train, "dtype": dtype, "left_out": left_out})
+    for name in WITH_MUON:
+        first_half(alone_with_muon[0], root / f"resumed-muon-{name}")
+        for kind in ("muon-", "resumed-muon-"):
+            cases.append({"out": str(root / f"{kind}{name}"), "parallel": CASES[name], "train": MUON})
     start_ranks(2, data, cases)
     return root
 
@@ -92,6 +106,11 @@ def together(data, alone, tmp_path_factory) -> Path:
 def metrics_of(directory: Path) -> list[dict]:
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in ("tokens_per_s", "data_wait")} for line in lines]
+
+
+def continuous(rows: list[dict]) -> list[dict]:
+    """What changes little with a rounding; which token is best may hang on one."""
+    return [{name: row[name] for name in ("loss", "l1", "ce", "grad_norm")} for row in rows]
 
 
 def assert_same_run(found: list[dict], expected: list[dict], tolerance: float = 1e-5) -> None:
@@ -120,11 +139,18 @@ def test_two_ranks_train_beyond_the_paper_as_one_process_does(data, together, tm
 @pytest.mark.parametrize("name", FEW)
 def test_two_ranks_train_in_bf16_as_one_process_does(data, together, tmp_path, name):
     alone = run(make_trainer(tmp_path, data, target=a_target(dtype=torch.bfloat16), **TRAIN))
-    names = ("loss", "l1", "ce", "grad_norm")  # which token is best may hang on one rounding
-    found, expected = (
-        [{name: row[name] for name in names} for row in rows] for rows in (metrics_of(together / f"low-{name}"), alone)
-    )
-    assert_same_run(found, expected, BF16_NOISE)
+    assert_same_run(continuous(metrics_of(together / f"low-{name}")), continuous(alone), BF16_NOISE)
+
+
+@pytest.mark.parametrize("name", WITH_MUON)
+def test_two_ranks_train_with_muon_as_one_process_does(alone_with_muon, together, data, tmp_path, name):
+    """From the start, from one process's checkpoint, and one process from theirs."""
+    expected = continuous(alone_with_muon[1])
+    for kind in ("muon-", "resumed-muon-"):
+        assert_same_run(continuous(metrics_of(together / f"{kind}{name}")), expected, MUON_NOISE)
+    trainer = make_trainer(first_half(together / f"muon-{name}", tmp_path / "run"), data, **MUON)
+    assert trainer.resume()
+    assert_same_run(continuous(run(trainer, resumed=True)), expected, MUON_NOISE)
 
 
 @pytest.mark.parametrize("name", CASES)

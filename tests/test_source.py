@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from eagle_train.config import CONF_DIR, UserError, build
+from eagle_train.corpus import source as source_module
 from eagle_train.corpus.chat import to_messages
 from eagle_train.corpus.source import DataConfig, SourceConfig, open_source, parse
 
@@ -57,7 +58,8 @@ def test_jsonl_parquet_globs_and_hub_directories_give_the_same_rows(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub"])
-def test_rows_from_any_number_on(tmp_path, kind):
+def test_rows_from_any_number_on(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(source_module, "MARK_ROWS", 4)
     rows = make_rows(30)
     write = write_jsonl if kind == "jsonl" else write_parquet
     suffix = "jsonl" if kind == "jsonl" else "parquet"
@@ -177,6 +179,33 @@ def test_a_broken_gzip_is_one_line(tmp_path, text):
     path.write_bytes(text)
     with pytest.raises(UserError, match="not gzip, or not all of it"):
         list(open_source(DataConfig(str(path))).rows())
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, kind):
+    """Permissions do not bind root, under whom tests may run."""
+    path = tmp_path / f"rows.{kind}"
+    path.symlink_to("/proc/self/mem")  # a file that can be opened, and not read from its start
+
+    def refused(file: str) -> None:  # pyarrow asks for the size first, which is 0
+        raise PermissionError(13, "Permission denied", file)
+
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", refused)
+    with pytest.raises(UserError, match=rf"^{path}: cannot be read: "):
+        open_source(DataConfig(str(path)))
+
+
+def test_a_parquet_file_damaged_behind_its_footer_is_one_line(tmp_path):
+    path = tmp_path / "rows.parquet"
+    write_parquet(path, make_rows(30))  # groups of 7
+    second = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0).dictionary_page_offset
+    content = bytearray(path.read_bytes())
+    content[second : second + 40] = b"\xff" * 40
+    path.write_bytes(content)
+    rows = open_source(DataConfig(str(path))).rows()
+    assert len(list(islice(rows, 7))) == 7
+    with pytest.raises(UserError, match=rf"^{path}: row group 2 is damaged: "):
+        next(rows)
 
 
 def test_gsm8k_is_a_config_not_code(tmp_path):

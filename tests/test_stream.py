@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gzip
 import io
 import itertools
 import json
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from eagle_train.config import UserError
-from eagle_train.corpus import feed
+from eagle_train.corpus import feed, source
 from eagle_train.corpus.chat import ChatRenderer
 from eagle_train.corpus.feed import shuffled
 from eagle_train.corpus.source import DataConfig, SourceConfig, open_source, parse
@@ -258,6 +259,34 @@ def test_resume_renders_nothing_that_was_drawn_before(tmp_path, monkeypatch):
     order = [place for epoch in range(2) for place, _ in shuffled(open_source(config), config, "", epoch, 0)]
     start = stream.position.drawn
     assert [place for place, _ in rendered] == order[start : start + feed.CHUNK]
+
+
+@pytest.mark.parametrize("window", [0, 24])
+def test_resume_reads_no_line_long_before_its_place(tmp_path, monkeypatch, window):
+    """Behind the first, which tells that there are rows; in gzip files, none of those of files before."""
+    monkeypatch.setattr(source, "MARK_ROWS", 32)
+    rows, texts = make_rows(500), []
+    for part, chosen in enumerate((rows[:100], rows[100:350], rows[350:])):
+        texts.append("\n" * part + "".join(json.dumps(row) + "\n" for row in chosen))
+    for suffix, write in {".jsonl": str.encode, ".jsonl.gz": lambda text: gzip.compress(text.encode(), 0)}.items():
+        paths = [tmp_path / f"{part}{suffix}" for part in range(3)]
+        for path, text in zip(paths, texts, strict=True):
+            path.write_bytes(write(text))
+        config = DataConfig(str(tmp_path / f"*{suffix}"), row_tokens=40, shuffle_window=window)
+        stream = Stream(config, make_renderer(), 1)
+        while stream.position.drawn < 270:
+            next(stream)
+        state = saved_and_loaded(stream.state_dict())
+        at = state["marks"][""]
+        assert at[0] > 270 - 32 - 24 if suffix == ".jsonl" else at == (100, 1, 0, 0)
+        expected = list(islice(stream, 60))
+        spoilt, first = at[2], texts[0].index("\n") + 1
+        paths[0].write_bytes(write(texts[0][:first] + "x" * (len(texts[0]) - first)))
+        paths[1].write_bytes(write("x" * spoilt + texts[1][spoilt:]))
+        resumed = Stream(config, make_renderer(), 1)
+        resumed.load_state_dict(state)
+        assert all(same(one, other) for one, other in zip(islice(resumed, 60), expected, strict=True))
+        assert resumed.position.sources[""][0] == 0  # not yet at the spoilt lines again
 
 
 class Together:

@@ -19,7 +19,16 @@ import torch
 
 from eagle_train.config import UserError
 from eagle_train.corpus.chat import ChatRenderer, Document, render_row
-from eagle_train.corpus.source import DataConfig, PlacedRow, Source, SourceConfig, open_source, parse
+from eagle_train.corpus.source import (
+    DataConfig,
+    JsonLines,
+    Mark,
+    PlacedRow,
+    Source,
+    SourceConfig,
+    open_source,
+    parse,
+)
 from eagle_train.distributed import World
 
 BLOCK = 1024  # draws whose data sets are chosen together
@@ -113,6 +122,16 @@ class Feed:
 
     def start(self) -> Position:
         return Position(0, {name: [0, 0] for name in self.sources})
+
+    def marks(self, position: Position) -> dict[str, Mark]:
+        """Where the windows of `position` begin in files of lines, so that `remember` lets another feed go there."""
+        size = max(1, self.config.shuffle_window)
+        lines = {name: source for name, source in self.sources.items() if isinstance(source, JsonLines)}
+        return {name: source.mark(position.sources[name][1] // size * size) for name, source in lines.items()}
+
+    def remember(self, marks: dict[str, Mark]) -> None:
+        for name, mark in marks.items():
+            self.sources[name].remember(mark)
 
     def draws(self, position: Position) -> Iterator[Drawn]:
         """Rows from `position` on, for ever; not tokenised, and of JSONL not even parsed."""

@@ -22,10 +22,14 @@ JSONL_SUFFIXES = tuple(suffix + packed for suffix in (".jsonl", ".json", ".ndjso
 FILE_SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
 BATCH_ROWS = 256  # rows of Parquet in memory at a time
 LONG_DOCUMENTS = ("split", "drop")
+MARK_ROWS = 4096  # of JSONL, about as many as are read in vain when a run goes on
 MIN_TOKENS = 3  # a shorter document has no supervised slot (DESIGN section 3.1)
 
 Row = dict[str, Any]
 PlacedRow = tuple[str, Row | bytes]  # a line of JSONL comes as it is: whoever needs the row parses it, see `parse`
+
+Mark = tuple[int, int, int, int]
+"""Where a row of JSONL lies: its number, its file's, and how many bytes and lines of the file are before it."""
 
 
 @dataclass
@@ -146,35 +150,57 @@ def files_identity(files: list[str]) -> str:
 
 
 class JsonLines:
-    """JSON objects, one a line, of plain or gzip files; blank lines are no rows."""
+    """JSON objects, one a line, of plain or gzip files; blank lines are no rows.
+
+    Lines cannot be counted without being read, so it notes on its way where some of them lie; `marks` has the first
+    such row of every MARK_ROWS. In a gzip file no place but its start can be gone to.
+    """
 
     def __init__(self, files: list[str]):
         self.files = files
+        self.marks: dict[int, Mark] = {}
 
     def identity(self) -> str:
         return files_identity(self.files)
 
     def rows(self, start: int = 0) -> Iterator[PlacedRow]:
-        return islice(self.lines(), start, None)
+        mark = self.mark(start)
+        return islice(self.lines(mark), start - mark[0], None)
 
-    def lines(self) -> Iterator[tuple[str, bytes]]:
-        for file in self.files:
-            for number, line in enumerate(lines_of(file), 1):
+    def mark(self, row: int) -> Mark:
+        """The last mark that is not behind row number `row`."""
+        known = (self.marks.get(place) for place in range(row // MARK_ROWS, -1, -1))
+        return next((mark for mark in known if mark and mark[0] <= row), (0, 0, 0, 0))
+
+    def remember(self, mark: Mark) -> None:
+        """A mark that this source gave for the same files."""
+        self.marks.setdefault(mark[0] // MARK_ROWS, mark)
+
+    def lines(self, mark: Mark) -> Iterator[tuple[str, bytes]]:
+        row, first, offset, before = mark
+        for number, file in enumerate(self.files[first:], first):
+            self.remember((row, number, offset, before))
+            for line in lines_of(file, offset):
                 if line.strip():
-                    yield f"{file}:{number}", line
+                    if not file.endswith(".gz"):
+                        self.remember((row, number, offset, before))
+                    yield f"{file}:{before + 1}", line
+                    row += 1
+                offset, before = offset + len(line), before + 1
+            offset = before = 0
 
 
-def lines_of(file: str) -> Iterator[bytes]:
-    """A file's lines. Raises UserError for a .gz that is none, or is cut short."""
-    if not file.endswith(".gz"):
-        with open(file, "rb") as lines:
-            yield from lines
-        return
+def lines_of(file: str, offset: int = 0) -> Iterator[bytes]:
+    """A file's lines, from a byte on that begins one. Raises UserError for a file that cannot be read, and for a .gz
+    that is none or is cut short."""
     try:
-        with gzip.open(file, "rb") as lines:
+        with (gzip.open if file.endswith(".gz") else open)(file, "rb") as lines:
+            lines.seek(offset)
             yield from lines
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{file}: not gzip, or not all of it: {one_line(error)}") from error
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {one_line(error)}") from error
 
 
 def parse(place: str, row: Row | bytes) -> Row:
@@ -190,7 +216,7 @@ def parse(place: str, row: Row | bytes) -> Row:
 
 
 class Parquet:
-    """Rows of Parquet files, a batch of a row group at a time. Raises UserError for a file that is no Parquet."""
+    """Rows of Parquet files, a batch of a row group at a time. Raises UserError for one that is none or is damaged."""
 
     def __init__(self, files: list[str]):
         self.files = files
@@ -213,6 +239,8 @@ def open_parquet(file: str) -> Any:
         return pyarrow.parquet.ParquetFile(file)
     except ValueError as error:
         raise UserError(f"{file}: not Parquet: {one_line(error)}") from error
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {one_line(error)}") from error
 
 
 def rows_of(table: Any, file: str, start: int) -> Iterator[PlacedRow]:
@@ -221,10 +249,17 @@ def rows_of(table: Any, file: str, start: int) -> Iterator[PlacedRow]:
     for group in range(table.num_row_groups):
         size = table.metadata.row_group(group).num_rows
         if first + size > start:
-            batches = table.iter_batches(BATCH_ROWS, row_groups=[group])
-            rows = enumerate((row for batch in batches for row in batch.to_pylist()), first)
+            rows = enumerate(group_rows(table, group, file), first)
             yield from ((f"{file}: row {number + 1}", row) for number, row in rows if number >= start)
         first += size
+
+
+def group_rows(table: Any, group: int, file: str) -> Iterator[Row]:
+    try:
+        for batch in table.iter_batches(BATCH_ROWS, row_groups=[group]):
+            yield from batch.to_pylist()
+    except (OSError, ValueError) as error:  # behind a footer that is whole
+        raise UserError(f"{file}: row group {group + 1} is damaged: {one_line(error)}") from error
 
 
 class Hub:

@@ -218,6 +218,7 @@ class Stream:
         return {
             "made_of": self.made_of(),
             "position": asdict(self.position),
+            "marks": self.feed.marks(self.position),
             "counts": dict(self.counts),
             "open": [asdict(row) for row in self.packer.open],
             "ready": [asdict(row) for row in self.ready],
@@ -240,6 +241,7 @@ class Stream:
         self.packer.counts = state["counts"]
         self.packer.open = [PackedRow(**row) for row in state["open"]]
         self.ready = [PackedRow(**row) for row in state["ready"]]
+        self.feed.remember(state["marks"])
         self.documents = self.feed.documents(copy.deepcopy(self.position))
 
     def made_of(self) -> dict[str, Any]:

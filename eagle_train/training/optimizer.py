@@ -17,14 +17,16 @@ class OptimConfig:
     """The group `optim`.
 
     `name`: adamw, or muon (torch's Muon for matrices, AdamW for norms; `lr` is scaled so that both take steps of like
-    size). The learning rate climbs for `warmup_steps`, stays at `lr`, and falls linearly to 0 over the last
-    `decay_steps`. `tokens_per_step` counts the tokens of an optimiser step, padding included.
+    size). `betas` are AdamW's under either name, `momentum` is Muon's. The learning rate climbs for `warmup_steps`,
+    stays at `lr`, and falls linearly to 0 over the last `decay_steps`. `tokens_per_step` counts the tokens of an
+    optimiser step, padding included.
     """
 
     name: str = "adamw"
     lr: float = 2e-4
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
+    momentum: float = 0.95
     warmup_steps: int = 0
     decay_steps: int = 0
     max_grad_norm: float = 1.0
@@ -38,6 +40,7 @@ class OptimConfig:
             check(getattr(self, field) >= 0, f"optim.{field}={getattr(self, field)}: must be 0 or more")
         sound = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         check(sound, f"optim.betas={list(self.betas)}: must be two numbers in [0, 1)")
+        check(0 <= self.momentum < 1, f"optim.momentum={self.momentum}: must be 0 or more and below 1")
 
     def lr_at(self, step: int, total_steps: int) -> float:
         """The learning rate of step 1, 2, ... total_steps."""
@@ -61,8 +64,8 @@ class Optimizer:
         # Norm weights are scales around 1: decay would pull them to 0.
         groups = [{"params": vectors, "weight_decay": 0.0}]
         if config.name == "muon":
-            muon = {"lr": config.lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-            muons = [torch.optim.Muon(share, **muon) for share in shares(matrices)]
+            muon = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
+            muons = [torch.optim.Muon(share, **muon, adjust_lr_fn="match_rms_adamw") for share in shares(matrices)]
             self.parts, self.beside = [*muons, torch.optim.AdamW(groups, **adamw)], muons[1:]
         else:
             groups.append({"params": matrices, "weight_decay": config.weight_decay})

@@ -1,0 +1,28 @@
+"""evals/load_memory.py: ranks that divide a target hold their parts of it; one that loads all of it is found out."""
+
+import json
+
+import pytest
+
+from evals import load_memory
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """The command's exit status and its shares for these placements, on a target of 0.4 GB in fp32."""
+
+    def run(*placements: str) -> tuple[int, dict[str, float]]:
+        monkeypatch.setattr(load_memory, "PLACEMENTS", placements)
+        given = ["gigabytes=0.2", "shards=3", f"out={tmp_path}/found.json"]
+        monkeypatch.setattr(load_memory.sys, "argv", ["load_memory", *given])
+        status = load_memory.main()
+        return status, json.loads((tmp_path / "found.json").read_text())["peak_share"]
+
+    return run
+
+
+def test_a_rank_that_holds_its_part_is_told_from_one_that_holds_all(measured):
+    status, shares = measured("fsdp2", "replicated")
+    assert status == 1  # for the second
+    assert 0.45 < shares["fsdp2"] < 0.85
+    assert shares["replicated"] > 0.95
