@@ -1,5 +1,7 @@
 """The draft: its slots' alignment, its layers against transformers' own, its conventions and its names."""
 
+import copy
+
 import pytest
 import torch
 from tiny import random_tokens, shared_target, tiny_draft
@@ -207,6 +209,13 @@ def test_part_of_a_head_may_turn(rope):
     torch.testing.assert_close(turned[..., 4:], x[..., 4:])
     torch.testing.assert_close(turned[..., :4], rotate(x[..., :4], (cos, sin)))
     assert not torch.allclose(turned[..., :4], x[..., :4])
+
+
+def test_a_draft_in_bf16_turns_as_in_fp32():
+    draft, positions = tiny_draft(shared_target()), torch.tensor([[3, 1001, 100_003]])
+    wanted = draft.rotary(positions)
+    for found, angle in zip(copy.deepcopy(draft).to(torch.bfloat16).rotary(positions), wanted, strict=True):
+        assert torch.equal(found, angle)
 
 
 def test_unknown_rotary_positions():

@@ -13,6 +13,8 @@ def measured(tmp_path, monkeypatch):
 
     def run(*placements: str) -> tuple[int, dict[str, float]]:
         monkeypatch.setattr(load_memory, "PLACEMENTS", placements)
+        monkeypatch.setattr(load_memory, "SIZES", load_memory.SIZES | {"hidden_size": 512, "intermediate_size": 2048})
+        monkeypatch.setattr(load_memory, "LAYER", load_memory.LAYER // 4)  # many layers: some are gathered at a time
         given = ["gigabytes=0.2", "shards=3", f"out={tmp_path}/found.json"]
         monkeypatch.setattr(load_memory.sys, "argv", ["load_memory", *given])
         status = load_memory.main()

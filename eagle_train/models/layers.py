@@ -34,14 +34,15 @@ class Rotary(nn.Module):
     def __init__(self, config: DraftConfig):
         super().__init__()
         frequencies, self.scale = rope_frequencies(config)
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        # As bits: a model's conversion to bf16 would round them, and angles at long distances with them.
+        self.register_buffer("frequencies", frequencies.view(torch.int32), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What `rotate` takes, in fp32, for int64 positions [B, T]: cos, and sin with its first half negated.
 
         Both are [B, 1, T, R].
         """
-        angles = positions[:, None, :, None].float() * self.frequencies
+        angles = positions[:, None, :, None].float() * self.frequencies.view(torch.float32)
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
