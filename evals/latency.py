@@ -2,13 +2,13 @@
 
 All who are compared answer the same batches in turn, so that whatever else the machine does hits all alike; where the
 time of a round goes is watched afterwards, on rounds of its own. Paper sections 2.4, 3.3 and figure 4b; DESIGN sections
-3.8 and 3.10. Knows nothing of how prompts and answers come about, nor of a
-report's looks.
+3.8 and 3.10. Knows nothing of how prompts and answers come about, nor of a report's looks.
 
     python -m evals.latency draft=DIR batch_sizes=[1,2,4] context_lengths=[512,2048] trees=[chain3] out=DIR
     python -m evals.latency shapes=llama3_1_8b acceptance=[0.8,0.65,0.55] context_lengths=[2048] out=DIR
 """
 
+import copy
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +26,7 @@ from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.draft import Draft
+from eagle_train.models.quantised import Quant, quantised
 from eagle_train.models.target import Target, TargetConfig, load_target
 from eagle_train.progress import progress
 from eagle_train.training.metrics import redact
@@ -61,6 +62,7 @@ class Config:
     batch_sizes: list[int]
     context_lengths: list[int] | None
     trees: list[str]
+    quants: list[str]
     questions: str | None
     repeats: int
     rate: float | None
@@ -87,6 +89,7 @@ class Config:
         for key in ("batch_sizes", "context_lengths"):
             sizes = [1] if getattr(self, key) is None else getattr(self, key)
             check(bool(sizes) and min(sizes) >= 1, f"{key}={sizes}: must be numbers from 1 on")
+        check(bool(self.quants), "quants=[]: must name none, int4 or fp8")
         self.check_models()
         random = self.questions is None and self.context_lengths is None
         check(not random, "context_lengths is needed: random tokens have no length of their own; give [512], say")
@@ -94,9 +97,15 @@ class Config:
             self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed, ignore_eos=self.ignore_eos
         )
 
+    @property
+    def drafting(self) -> dict[str, tuple[str, Quant]]:
+        """Trees and quantised drafts, each with each, by the names they have in the report."""
+        pairs = [(tree, Quant(scheme)) for tree in self.trees for scheme in self.quants]
+        return {tree if quant.scheme == "none" else f"{tree} {quant.scheme}": (tree, quant) for tree, quant in pairs}
+
     def check_models(self) -> None:
         """A checkpoint and a draft, or shapes and what they are to accept; and trees that draft."""
-        deepest = [Dispatcher(tree).deepest for tree in self.trees]
+        deepest = [Dispatcher(tree).deepest for tree, _ in self.drafting.values()]
         check(
             min(deepest, default=0) > 0, f"trees={self.trees}: must be trees that draft; plain decoding is always there"
         )
@@ -135,13 +144,14 @@ class Bench:
         self.prompts = Prompts(self.plain, self.config.questions, self.config.params)
 
     def engines(self, batch_size: int) -> dict[str, Engine]:
-        """Plain decoding's and one for each tree."""
+        """Plain decoding's, and one for each tree and quantised draft."""
         engines = {PLAIN: Engine(self.target, max_batch_size=batch_size)}
         told = self.config.acceptance
         make = Engine if told is None else partial(ToldEngine, told)
-        for tree in self.config.trees:
-            drafter = Eagle(self.draft, self.target, self.config.draft.alignment)
-            engines[tree] = make(self.target, drafter, tree, max_batch_size=batch_size)
+        for name, (tree, quant) in self.config.drafting.items():
+            draft = quantised(copy.deepcopy(self.draft), quant)  # before an engine rounds it
+            drafter = Eagle(draft, self.target, self.config.draft.alignment)
+            engines[name] = make(self.target, drafter, tree, max_batch_size=batch_size)
         return engines
 
     def others(self, batch_size: int) -> dict[str, Answering]:
@@ -207,7 +217,7 @@ def swept(bench: Bench) -> dict[str, Any]:
             breakdowns.append({**asdict(cell), "decoding": name, **breakdown(engine, batches[0])})
         bar.update(number)
     bar.close()
-    return {**headline(rows, breakdowns, config.trees[0]), "rows": rows, "breakdown": breakdowns}
+    return {**headline(rows, breakdowns, next(iter(config.drafting))), "rows": rows, "breakdown": breakdowns}
 
 
 def take_turns(contenders: dict[str, Answering], batches: list[list[Asked]]) -> dict[str, list[Together]]:
@@ -251,7 +261,7 @@ def rows_of(
         }
         if config.temperature > 0 or config.acceptance is not None:
             found["differing_answers"] = None  # samples may well differ, and so may what is told
-        if name in config.trees and not poisson:
+        if name in config.drafting and not poisson:
             figures.check_timing(found)
         rows.append(found)
     return rows

@@ -231,6 +231,7 @@ def small_config(**changes) -> latency.Config:
             "target": TargetConfig("t"),
             "acceptance": None,
             "trees": ["chain3"],
+            "quants": ["none"],
         },
         **{"batch_sizes": [1], "context_lengths": None, "questions": "q.jsonl", "repeats": 2, "rate": None},
         **{
@@ -331,12 +332,13 @@ SHAPES = ["shapes=tiny", "acceptance=[0.8,0.6,0.3]", "context_lengths=[12,20]", 
 
 def test_the_whole_command_without_a_checkpoint(tmp_path, capsys):
     out = tmp_path / "out"
-    status = call(latency.main, *SHAPES, "batch_sizes=[1,2]", "trees=[chain3,d3_bf2]", f"out={out}", "device=cpu")
+    sweep = ["batch_sizes=[1,2]", "trees=[chain3,d3_bf2]", "quants=[none,fp8]"]
+    status = call(latency.main, *SHAPES, *sweep, f"out={out}", "device=cpu")
     assert status == 0
     found = json.loads((out / "results.json").read_text())
     assert {"tpc", "speedup", "ttft_s", "ttit_s", "acceptance_per_depth", "plain_ttit_s"} <= found.keys()
     assert found["speedup"] == pytest.approx(found["plain_ttit_s"] / found["ttit_s"])
-    engines = ["plain", "chain3", "d3_bf2"]
+    engines = ["plain", "chain3", "chain3 fp8", "d3_bf2", "d3_bf2 fp8"]
     names = {1: [*engines, TRANSFORMERS, latency.LOOKUP], 2: [*engines, TRANSFORMERS]}
     rows = [(row["batch_size"], row["context_length"], row["decoding"]) for row in found["rows"]]
     assert rows == [(size, length, name) for size in (1, 2) for length in (12, 20) for name in names[size]]
@@ -377,6 +379,8 @@ def test_the_whole_command_on_questions_and_arrivals(home, tmp_path, capsys):
         ([*SHAPES, "context_lengths=[]"], "context_lengths=[]: must be numbers from 1 on"),
         ([*SHAPES, "batch_sizes=[0]"], "batch_sizes=[0]: must be numbers from 1 on"),
         ([*SHAPES, "trees=[]"], "trees=[]: must be trees that draft"),
+        ([*SHAPES, "quants=[]"], "quants=[]: must name none, int4 or fp8"),
+        ([*SHAPES, "quants=[int2]"], "quant.scheme=int2: must be one of none, int4, fp8"),
         ([*SHAPES, "trees=[chain9]"], "tree is 'chain9'; known trees are"),
         ([*SHAPES, "rate=0"], "rate=0.0: must be above 0, or null"),
         ([*SHAPES, "repeats=0"], "repeats=0: must be at least 1"),
