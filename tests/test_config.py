@@ -44,18 +44,23 @@ TEXTS = [
 
 @pytest.fixture
 def given(monkeypatch) -> SimpleNamespace:
-    """What eagle-generate gives its engine, which is not run: `target`, `draft`, `tree`, `prompt`."""
+    """What eagle-generate loads and gives its engine, which is not run: `target`, `draft`, `tree`, `prompt`."""
     seen = SimpleNamespace(prompt=None)
 
+    def target(config, *_):
+        seen.target = config
+        return SimpleNamespace(tokenizer=True, identity=None)
+
     class StandIn:
-        def __init__(self, target, draft, tree, device):
-            vars(seen).update(target=target, draft=draft, tree=tree)
-            self.target = SimpleNamespace(tokenizer=True)
+        def __init__(self, target, draft, tree):
+            vars(seen).update(draft=draft, tree=tree)
 
         def generate(self, prompts, params):
             (seen.prompt,) = prompts
             raise UserError("enough")
 
+    monkeypatch.setattr(generate, "load_target", target)
+    monkeypatch.setattr(generate, "load_draft", lambda path, identity: path)
     monkeypatch.setattr(generate, "Engine", StandIn)
     return seen
 
