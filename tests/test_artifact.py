@@ -79,6 +79,11 @@ def test_the_embedding_scale_is_folded(tmp_path):
     assert draft.config.embedding_scale == 4.0, "the draft that was given stays as it is"
 
 
+def test_others_may_read_it(saved):
+    assert saved.stat().st_mode & 0o777 == 0o755
+    assert (saved / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
 def test_config_tells_what_the_tensors_do_not(saved, draft):
     values = json.loads((saved / "config.json").read_text())
     assert (values["format"], values["version"], values["dtype"]) == ("eagle_train.draft", 1, "bfloat16")

@@ -76,6 +76,7 @@ def save_draft(
         partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
         partial.chmod(0o755)
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        (partial / "model.safetensors").chmod(0o644)  # safetensors keeps it to its owner
         write_json(partial / "config.json", values)
         if directory.exists():
             shutil.rmtree(directory)
