@@ -29,7 +29,9 @@ def test_caches_are_those_of_a_fresh_prefill(tree, kv_tokens, family, overrides,
     """
     target, rng = shared_target(family), random.Random(3)
     unread, preempt = [], Scheduler.preempt
-    monkeypatch.setattr(Scheduler, "preempt", lambda self, one: (unread.append(one.unread), preempt(self, one)))
+    monkeypatch.setattr(
+        Scheduler, "preempt", lambda self, one: (unread.append(one.num_known - one.read), preempt(self, one))
+    )
     draft, rounds = tiny_draft(target, **overrides), []
     engine = Engine(target, draft, tree, max_batch_size=3, kv_tokens=kv_tokens)
     guide(engine, answers(family), lambda _: rng.randint(0, 3))
@@ -74,10 +76,11 @@ def test_aligned_with_the_last_token_alone(tree):
             while len(pairs) < len(tokens):  # each accepted slot is paired with the draft's output at the one before
                 pairs = [*pairs, read(tokens[: len(pairs)], pairs)[0][-1]]
             accepted = sequence.rounds[-1] - 1 if sequence.rounds else 0
+            unread = sequence.num_known - sequence.read
             if tree != "n8":
-                assert sequence.unread == 1 + (accepted == 3)
-            leaves.add(sequence.unread)
-            pairs = [*pairs[: -sequence.unread], *wanted[-sequence.unread :]]
+                assert unread == 1 + (accepted == 3)
+            leaves.add(unread)
+            pairs = [*pairs[:-unread], *wanted[-unread:]]
             outputs, recorder = read(tokens, pairs)
             torch.testing.assert_close(root_hidden[row], outputs[-1], rtol=1e-3, atol=1e-3)
             check_cache(engine.drafter.cache, sequence, recorder, 1e-3)

@@ -165,11 +165,6 @@ class Sequence:
         """What the caches must hold before it decodes; more than the prompt where it had to give up its blocks."""
         return self.prompt + self.generated[:-1]
 
-    @property
-    def unread(self) -> int:
-        """How many of its newest tokens, the pending one included, the drafter is to be given."""
-        return self.num_known - self.read
-
     def news(self) -> list[int]:
         """The tokens since it was last asked."""
         new, self.reported = self.generated[self.reported :], len(self.generated)
