@@ -75,7 +75,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", ROWS)
 def test_a_kernel_equals_its_twin(made, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    quantised, x = made(random(48, 256)), random(*shape, seed=1).to(dtype)
+    quantised, x = made.of(random(48, 256)), random(*shape, seed=1).to(dtype)
     twin = quantised(x)
     use_kernels(quantised, dtype)
     assert quantised.has_kernel
@@ -91,22 +91,22 @@ def check_close(found: torch.Tensor, wanted: torch.Tensor, bound: float) -> None
 
 def test_the_twins_are_products_of_what_codes_and_scales_stand_for() -> None:
     weight, x = random(48, 256), random(5, 256, seed=1)
-    torch.testing.assert_close(Int4Linear(weight)(x), x @ dequantise(*int4(weight)).t())
+    torch.testing.assert_close(Int4Linear.of(weight)(x), x @ dequantise(*int4(weight)).t())
     (codes, scales), (own, own_scales) = fp8(x), fp8(weight)
     theirs = torch._scaled_mm(codes, own.t(), scale_a=scales, scale_b=own_scales.t(), out_dtype=torch.float32)
-    torch.testing.assert_close(Fp8Linear(weight)(x), theirs)
+    torch.testing.assert_close(Fp8Linear.of(weight)(x), theirs)
 
 
 def test_the_product_of_gpus_with_fp8_units() -> None:
     """torch's own, which a CPU has too, if slowly."""
-    quantised, x = Fp8Linear(random(48, 256)), random(5, 256, seed=1)
+    quantised, x = Fp8Linear.of(random(48, 256)), random(5, 256, seed=1)
     twin = quantised(x)
     quantised.has_kernel = True
     check_close(quantised(x), twin, 2**-8)
 
 
 def test_fp8_activations_have_a_scale_for_each_row() -> None:
-    quantised, x = Fp8Linear(random(48, 256)), random(4, 256, seed=1)
+    quantised, x = Fp8Linear.of(random(48, 256)), random(4, 256, seed=1)
     loud = torch.cat((x, 1e6 * x[:1]))
     for _ in range(2):
         torch.testing.assert_close(quantised(loud)[:4], quantised(x))
@@ -116,7 +116,7 @@ def test_fp8_activations_have_a_scale_for_each_row() -> None:
 @pytest.mark.parametrize("made", [Int4Linear, Fp8Linear])
 def test_a_conversion_of_the_model_leaves_codes_and_scales_alone(made) -> None:
     weight, x = 1e-5 * random(48, 256), random(3, 256, seed=1)
-    model = nn.Sequential(made(weight))
+    model = nn.Sequential(made.of(weight))
     before = model(x)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         assert torch.equal(model.to(dtype)(x), before)
@@ -128,9 +128,9 @@ def test_a_conversion_of_the_model_leaves_codes_and_scales_alone(made) -> None:
 
 
 def test_what_a_weight_takes_up() -> None:
-    size = {made: sum(buffer.nbytes for buffer in made(random(64, 256)).buffers()) for made in (Int4Linear, Fp8Linear)}
+    size = {made: sum(buffer.nbytes for buffer in made.of(random(64, 256)).buffers()) for made in (Int4Linear, Fp8Linear)}
     assert size == {Int4Linear: 64 * 128 + 64 * 2 * 2, Fp8Linear: 64 * 256 + 64 * 4}
-    ready = Int4Linear(random(64, 256))
+    ready = Int4Linear.of(random(64, 256))
     use_kernels(ready, torch.float32)
     assert sum(buffer.nbytes for buffer in ready.buffers()) == 64 * 128 + 64 * 2 * 4  # a zero point beside each scale
 
@@ -139,7 +139,7 @@ def test_what_a_weight_takes_up() -> None:
 @pytest.mark.parametrize("made", [Int4Linear, Fp8Linear])
 @pytest.mark.parametrize("shape", ROWS)
 def test_a_gpus_kernel_equals_the_twin(made, shape: tuple[int, ...]) -> None:
-    quantised, x = made(random(48, 256)), random(*shape, seed=1).bfloat16()
+    quantised, x = made.of(random(48, 256)), random(*shape, seed=1).bfloat16()
     twin = quantised(x)
     use_kernels(quantised.cuda(), torch.bfloat16)
     check_close(quantised(x.cuda()).cpu(), twin, 2**-7)

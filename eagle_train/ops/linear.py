@@ -48,8 +48,9 @@ def use_fast_linear(model: nn.Module) -> None:
 class QuantisedLinear(nn.Module):
     """A weight [N, K] in few bits, without bias; for inference. `twin` is its plain product, on any device.
 
-    Codes and scales lie in buffers of integers, bit by bit: a model's conversion to another dtype leaves them alone.
-    `use_kernel`, once the module is on its device, puts them into the order of that device's own product.
+    Made from codes and scales as ops/quantise.py gives them, or by `of` from the weight itself. They lie in buffers of
+    integers, bit by bit: a model's conversion to another dtype leaves them alone. `use_kernel`, once the module is on
+    its device, puts them into the order of that device's own product.
     """
 
     inputs = 1  # K must be a multiple of it
@@ -60,6 +61,11 @@ class QuantisedLinear(nn.Module):
         self.num_outputs, self.has_kernel = len(codes), False
         self.register_buffer("codes", codes)
         self.register_buffer("scales", scales)
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> "QuantisedLinear":
+        """Of a weight [N, K], rounded to nearest."""
+        return cls(*cls.rounded(weight))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] to [..., N] in x's dtype."""
@@ -74,13 +80,18 @@ class Int4Linear(QuantisedLinear):
     """A weight in INT4; activations as they are. The kernels' activations and results are bf16."""
 
     inputs = GROUP
+    rounded = staticmethod(int4)
 
-    def __init__(self, weight: torch.Tensor):
-        codes, scales = int4(weight)
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor):
         super().__init__(two_a_byte(codes), scales.view(torch.int16))
 
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes, int8 [N, K], and scales, bf16 [N, K / GROUP]."""
+        assert not self.has_kernel, "a kernel keeps them in an order of its own"
+        return one_a_byte(self.codes), self.scales.view(torch.bfloat16)
+
     def twin(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.float(), dequantise(one_a_byte(self.codes), self.scales.view(torch.bfloat16)))
+        return F.linear(x.float(), dequantise(*self.parts()))
 
     def use_kernel(self, dtype: torch.dtype) -> None:
         """A GPU that has no such product keeps the twin."""
@@ -105,14 +116,19 @@ class Fp8Linear(QuantisedLinear):
     """A weight in FP8 with a scale for each output; activations in FP8 too, with a scale for each row, found anew."""
 
     inputs = 16
+    rounded = staticmethod(fp8)
 
-    def __init__(self, weight: torch.Tensor):
-        codes, scales = fp8(weight)
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor):
         super().__init__(codes.view(torch.uint8), scales.view(torch.int32))
+
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes, FP8 [N, K], and scales, fp32 [N, 1]."""
+        assert not self.has_kernel, "a kernel may keep them widened"
+        return self.codes.view(FP8), self.scales.view(torch.float32)
 
     def twin(self, x: torch.Tensor) -> torch.Tensor:
         codes, scales = fp8(x)
-        return F.linear(dequantise(codes, scales), dequantise(self.codes.view(FP8), self.scales.view(torch.float32)))
+        return F.linear(dequantise(codes, scales), dequantise(*self.parts()))
 
     def use_kernel(self, dtype: torch.dtype) -> None:
         """Where the device does not multiply in FP8, the codes are widened, in fp32 or bf16 as `dtype` is.
