@@ -1,31 +1,143 @@
-"""eagle-export: a training checkpoint becomes the artifact one gives away. DESIGN sections 3.9, 3.10."""
+"""eagle-export: a trained draft becomes the directory one gives away, in the layout and precision its engine loads.
 
+The draft is a training checkpoint, an artifact that was exported before, or somebody else's EAGLE-1 draft. DESIGN
+sections 3.9, 3.10.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from huggingface_hub import HfApi, snapshot_download
+from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import build, check, command
-from eagle_train.models.artifact import load_draft, load_tensors, save_draft
+from eagle_train.config import UserError, build, check, command, one_line, resolve_device
+from eagle_train.exporting.card import card, read_evaluations
+from eagle_train.exporting.proof import prove
+from eagle_train.models import artifact, layouts
+from eagle_train.models.artifact import (
+    DTYPES,
+    ROUNDINGS,
+    Artifact,
+    check_target,
+    fingerprint,
+    load_draft,
+    read_artifact,
+    write_artifact,
+)
+from eagle_train.models.compressed import file_tensors, load_tensors
 from eagle_train.models.draft import Draft, DraftConfig
-from eagle_train.models.target import Identity
+from eagle_train.models.foreign import load_foreign
+from eagle_train.models.quantised import Quant, quantised
+from eagle_train.models.target import Identity, Target, TargetConfig, load_target
 from eagle_train.training import checkpoint
+from eagle_train.training.metrics import redact
 
-ENGINES = ("native",)
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TOLD = ("data", "train", "optim", "seed")  # of a run's config, in the artifact
+LOSS = re.compile("^loss$|l1$|ce$|agreement$|^heldout_")  # of a step's metrics, likewise
+HUB_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin"]
+
+
+@dataclass
+class Config:
+    """conf/export.yaml, which says what each key is. Raises UserError for values that cannot be."""
+
+    checkpoint: str
+    out: str
+    engine: str
+    dtype: str
+    quant: Quant
+    rounding: str
+    calibration_tokens: int
+    device: str
+    target: TargetConfig | None = None
+    data: dict[str, Any] | None = None
+    evaluations: list[str] = field(default_factory=list)
+    push_to: str | None = None
+    push_private: bool = True
+
+    def __post_init__(self) -> None:
+        check(self.engine in layouts.ENGINES, f"engine={self.engine}: must be one of {', '.join(layouts.ENGINES)}")
+        check(self.dtype in DTYPES, f"dtype={self.dtype}: must be {' or '.join(DTYPES)}")
+        check(self.rounding in ROUNDINGS, f"rounding={self.rounding}: must be {' or '.join(ROUNDINGS)}")
+        gptq, given = self.rounding == "gptq", self.target is not None
+        check(
+            not gptq or self.quant.scheme != "none", "rounding=gptq: nothing is rounded; give quant=int4 or quant=fp8"
+        )
+        check(not gptq or given, "rounding=gptq: reads the target's states; give target=PATH")
+        check(not gptq or self.data is not None, "rounding=gptq: reads chat data; give data=messages data.path=FILE")
+        repeats = self.engine == "trtllm"
+        check(not repeats or given, "engine=trtllm: its file repeats the target's embedding; give target=PATH")
+        check(self.calibration_tokens >= 1, f"calibration_tokens={self.calibration_tokens}: must be at least 1")
+
+
+@dataclass
+class Source:
+    """A draft that is to be exported, as it was trained or last exported, and what is known of it."""
+
+    draft: Draft
+    about: Artifact
+    place: Path
 
 
 @command("export")
-def main(config: DictConfig) -> None:
-    check(config.engine in ENGINES, f"engine={config.engine}: must be {' or '.join(ENGINES)}")
-    check(config.dtype in DTYPES, f"dtype={config.dtype}: must be {' or '.join(DTYPES)}")
-    out = Path(str(config.out))
-    found, draft = trained(Path(str(config.checkpoint)))
-    path, identity = found.path, Identity(**found.state["target"])
-    training = {"steps": found.step, "tokens": found.state["tokens"], "checkpoint": path.name}
-    save_draft(draft, out, identity, training, DTYPES[config.dtype])
-    verify(draft, out, identity, DTYPES[config.dtype])
-    print(f"{path} -> {out} ({config.engine}, {config.dtype}, for {identity.name})")
+def main(values: DictConfig) -> None:
+    config = build(Config, values, "")
+    out = Path(config.out)
+    target = None if config.target is None else load_target(config.target, resolve_device(config.device))
+    source = find(config.checkpoint, target)
+    about = replace(
+        source.about,
+        engine=config.engine,
+        dtype=config.dtype,
+        evaluations=source.about.evaluations + read_evaluations(config.evaluations, source.about.source),
+    )
+    if config.quant.scheme != "none":
+        about = replace(about, quant=config.quant, rounding=config.rounding)
+    layouts.check_runs(about.engine, about.draft, about.quant)
+    draft = quantised(source.draft, config.quant)
+    text = card(about, file_tensors(draft, getattr(torch, about.dtype)), config.push_to or out.name)
+    embedding = None if target is None else target.embedding
+    write_artifact(about, draft, out, text, lambda place: prove(place, about, draft, source.draft), embedding)
+    how = about.dtype if about.quant.scheme == "none" else f"{about.quant}, {about.rounding}"
+    print(f"{source.place} -> {out} ({about.engine}, {how}, for {about.target.name})")
+    if config.push_to:
+        print(f"pushed to {push(out, config.push_to, config.push_private)}")
+
+
+def find(name: str, target: Target | None) -> Source:
+    """The draft at a place, its embedding scale folded. Raises UserError where there is none for `target`."""
+    path = local(name)
+    if not (path / artifact.CONFIG).is_file():
+        found, draft = trained(path)
+        source = source_of(draft.folded(), Identity(**found.state["target"]), made_how(found), found.path)
+    elif artifact.KEY in artifact.read_config(path):
+        source = Source(load_draft(path), read_artifact(path), path)
+    else:
+        said = f"checkpoint={path}: a draft of somebody else's, which does not say what it is for; give target=PATH"
+        check(target is not None, said)
+        source = source_of(load_foreign(path, target), target.identity, {"imported": name}, path)
+    if target is not None:
+        check_target(source.about.target, target.identity, path)
+    return source
+
+
+def source_of(draft: Draft, target: Identity, training: dict[str, Any], place: Path) -> Source:
+    return Source(draft, Artifact(draft.config, target, source=fingerprint(draft), training=training), place)
+
+
+def local(name: str) -> Path:
+    """Where a directory is, one on the hub (USER/NAME) after it was downloaded. Raises UserError."""
+    path = Path(name).expanduser()
+    if path.exists() or path.is_absolute() or name.startswith(".") or len(path.parts) != 2:
+        return path
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except Exception as error:  # the hub's library raises many kinds
+        raise UserError(f"checkpoint={name}: no such directory, and the hub has it not: {one_line(error)}") from error
 
 
 def trained(path: Path) -> tuple[checkpoint.Checkpoint, Draft]:
@@ -40,11 +152,29 @@ def trained(path: Path) -> tuple[checkpoint.Checkpoint, Draft]:
     return found, draft
 
 
-def verify(draft: Draft, out: Path, identity: Identity, dtype: torch.dtype) -> None:
-    """Read the artifact back: every tensor must be what was trained, rounded to `dtype`."""
-    written = load_draft(out, identity).state_dict()
-    for name, tensor in draft.folded().state_dict().items():
-        assert torch.equal(written[name], tensor.to(dtype).float()), f"{out}: {name} is not what was trained"
+def made_how(found: checkpoint.Checkpoint) -> dict[str, Any]:
+    """What a run's directory tells of how a checkpoint came to be: steps, tokens, its losses, the config's parts."""
+    told = {"steps": found.step, "tokens": found.state["tokens"], "checkpoint": found.path.name}
+    records, config = found.path.parent / "metrics.jsonl", found.path.parent / "config.yaml"
+    if records.is_file():
+        every = map(json.loads, records.read_text("utf-8").splitlines())
+        own = next((record for record in every if record["step"] == found.step), {})
+        told["metrics"] = {name: value for name, value in own.items() if LOSS.search(name)}
+    if config.is_file():
+        values = OmegaConf.load(config)
+        told |= {key: redact(OmegaConf.to_container(values)[key], key) for key in TOLD if key in values}
+    return told
+
+
+def push(directory: Path, name: str, private: bool) -> str:
+    """Upload an exported directory to the hub. Returns its address there. Raises UserError; the directory stays."""
+    hub = HfApi()
+    try:
+        address = hub.create_repo(name, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=name, folder_path=directory, commit_message="An EAGLE draft")
+    except Exception as error:  # the hub's library raises many kinds
+        raise UserError(f"push_to={name}: {one_line(error)}; the draft is in {directory}") from error
+    return str(address)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.tree import Tree
-from eagle_train.models.artifact import load_draft, read_config
-from eagle_train.models.quantised import Quant, quantised
+from eagle_train.models.artifact import load_draft, read_artifact
+from eagle_train.models.quantised import Quant, quant_of, quantised
 from eagle_train.models.target import Target, TargetConfig, load_target
 from eagle_train.progress import progress
 from eagle_train.training.metrics import redact
@@ -104,7 +104,7 @@ def main(values: DictConfig) -> None:
     device = resolve_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    artifact = read_config(Path(str(config.draft.path)))
+    about = read_artifact(config.draft.path)
     questions = read_questions(config.questions, config.limit)
     out = prepared(Path(str(config.out)))
     target = load_target(config.target, device)
@@ -116,7 +116,8 @@ def main(values: DictConfig) -> None:
     measure([plain, speculative], questions, config.params, config.batch_size)
     found = {
         **measured(plain, speculative, config),
-        "draft_training": artifact["training"],
+        "draft_training": about.training,
+        "draft_source": about.source,
         "config": redact(OmegaConf.to_container(values)),
         "provenance": provenance(),
     }
@@ -223,7 +224,7 @@ def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
         "per_category_and_turn": figures.groups(answers),
         "train_serve_check": train_serve_check(speculative),
         "alignment": config.draft.alignment,
-        "quant": str(config.quant),
+        "quant": str(quant_of(engine.drafter.draft)),
         "tree": label(engine.dispatcher.largest),
         "temperature": config.temperature,
         "batch_size": config.batch_size,

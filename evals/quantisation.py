@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from eagle_train.config import build, check, command, provenance, resolve_device, write_json, write_text
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
+from eagle_train.models.artifact import read_artifact
 from eagle_train.models.draft import Draft
 from eagle_train.models.quantised import SCOPES, Quant
 from eagle_train.models.target import TargetConfig, load_target
@@ -92,6 +93,7 @@ def main(values: DictConfig) -> None:
     found = {
         "schemes": {scheme: measured(run, runs["none"]) for scheme, run in runs.items()},
         "scope": config.scope,
+        "draft_source": read_artifact(config.draft.path).source,
         "tree": label(runs["none"].engine.dispatcher.largest),
         "temperature": config.temperature,
         "batch_size": config.batch_size,

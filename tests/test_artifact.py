@@ -12,7 +12,7 @@ from tiny import shared_target, tiny_draft, tiny_model
 
 from eagle_train.config import UserError
 from eagle_train.models import artifact
-from eagle_train.models.artifact import load_draft, save_draft
+from eagle_train.models.artifact import load_draft, read_artifact, save_draft
 from eagle_train.models.draft import Draft
 
 WEIGHT = "layers.1.mlp.up_proj.weight"
@@ -44,9 +44,10 @@ def edit_tensors(directory: Path, **changes) -> None:
 
 
 def edit_config(directory: Path, **changes) -> None:
-    """Replace entries; None takes one away."""
-    values = json.loads((directory / "config.json").read_text()) | changes
-    (directory / "config.json").write_text(json.dumps({key: x for key, x in values.items() if x is not None}))
+    """Replace entries of what it says of the draft; None takes one away."""
+    values = json.loads((directory / "config.json").read_text())["eagle_train"] | changes
+    about = {key: x for key, x in values.items() if x is not None}
+    (directory / "config.json").write_text(json.dumps({"eagle_train": about}))
 
 
 # --- round trip
@@ -85,8 +86,8 @@ def test_others_may_read_it(saved):
 
 
 def test_config_tells_what_the_tensors_do_not(saved, draft):
-    values = json.loads((saved / "config.json").read_text())
-    assert (values["format"], values["version"], values["dtype"]) == ("eagle_train.draft", 1, "bfloat16")
+    values = json.loads((saved / "config.json").read_text())["eagle_train"]
+    assert (values["engine"], values["version"], values["dtype"]) == ("native", artifact.VERSION, "bfloat16")
     assert values["target"]["fingerprint"] == IDENTITY.fingerprint
     assert values["training"] == {"steps": 7}
     assert set(values["conventions"]) >= {"input", "first_slot", "hidden", "norms", "rope", "position_of_slot"}
@@ -144,9 +145,9 @@ def test_config_that_is_no_mapping(saved, content):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": "other"},
-        {"version": 2},
-        {"version": None},
+        {"version": 1},
+        {"engine": "other"},
+        {"nosuch": 2},
         {"target": None},
         {"target": {}},
         {"target": "x"},
@@ -187,12 +188,12 @@ def test_full_disk_leaves_nothing_half_written(draft, tmp_path, monkeypatch, wha
         save_draft(draft, directory, IDENTITY, {"steps": 2})
     assert sorted(tmp_path.rglob("*")) == kept
     if before:
-        assert json.loads((directory / "config.json").read_text())["training"] == {"steps": 1}
+        assert read_artifact(directory).training == {"steps": 1}
 
 
 def test_replaces_a_draft_but_nothing_else(draft, saved, tmp_path):
     save_draft(draft, saved, IDENTITY, {"steps": 8})
-    assert json.loads((saved / "config.json").read_text())["training"] == {"steps": 8}
+    assert read_artifact(saved).training == {"steps": 8}
     empty = tmp_path / "empty"
     empty.mkdir()
     save_draft(draft, empty, IDENTITY)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny import CHARACTERS
 
 from eagle_train import export, generate, train
+from eagle_train.models.artifact import read_artifact
 from eagle_train.training import checkpoint
 
 STEPS = 6  # of the runs that are killed; a checkpoint every 2
@@ -145,9 +146,9 @@ def trained_weights(made: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_an_artifact_is_two_files_that_say_what_they_are(made):
-    assert sorted(os.listdir(made / "draft")) == ["config.json", "model.safetensors"]
-    config = json.loads((made / "draft" / "config.json").read_text())
+def test_an_artifact_says_what_it_is(made):
+    assert sorted(os.listdir(made / "draft")) == ["README.md", "config.json", "model.safetensors"]
+    config = json.loads((made / "draft" / "config.json").read_text())["eagle_train"]
     assert config["target"]["name"] == f"{made}/target"
     assert (config["draft"]["num_layers"], config["training"]["steps"], config["dtype"]) == (1, 2, "bfloat16")
     written = load_file(made / "draft" / "model.safetensors")
@@ -189,7 +190,7 @@ def test_a_draft_with_few_tokens_keeps_them_from_training_to_answers(made, tmp_p
     assert call(train.main, *arguments) == 0
     assert call(train.main, *arguments, "train.steps=3") == 0  # resumed with the same tokens
     assert call(export.main, f"checkpoint={tmp_path}/run", f"out={tmp_path}/draft") == 0
-    vocabulary = json.loads((tmp_path / "draft" / "config.json").read_text())["draft"]["vocabulary"]
+    vocabulary = read_artifact(tmp_path / "draft").draft.vocabulary
     turns = [turn for row in read_jsonl(made / "train.jsonl") for turn in row["messages"]]
     answers = "".join(turn["content"] + ";" for turn in turns if turn["role"] == "assistant")
     counts = Counter(3 + CHARACTERS.index(character) for character in answers)
@@ -414,7 +415,7 @@ def test_a_disk_that_is_full_from_the_start(made, tmp_path, capsys):
         (["checkpoint={tmp}/nowhere", "out={tmp}/out"], "/nowhere: no checkpoint there"),
         (["checkpoint={tmp}/damaged", "out={tmp}/out"], "trainer.pt is not what was written"),
         (["checkpoint={made}/run", "out={made}/run"], "/run: exists and holds no draft"),
-        (["checkpoint={made}/run", "out={tmp}/out", "engine=nosuch"], "engine=nosuch: must be native"),
+        (["checkpoint={made}/run", "out={tmp}/out", "engine=nosuch"], "engine=nosuch: must be one of native, vllm, sglang, trtllm"),
         (["checkpoint={made}/run", "out={tmp}/out", "dtype=int3"], "dtype=int3: must be bfloat16 or float32"),
         (["checkpoint={made}/run"], "out is needed: give out=VALUE"),
     ],

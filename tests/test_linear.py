@@ -128,7 +128,9 @@ def test_a_conversion_of_the_model_leaves_codes_and_scales_alone(made) -> None:
 
 
 def test_what_a_weight_takes_up() -> None:
-    size = {made: sum(buffer.nbytes for buffer in made.of(random(64, 256)).buffers()) for made in (Int4Linear, Fp8Linear)}
+    size = {
+        made: sum(buffer.nbytes for buffer in made.of(random(64, 256)).buffers()) for made in (Int4Linear, Fp8Linear)
+    }
     assert size == {Int4Linear: 64 * 128 + 64 * 2 * 2, Fp8Linear: 64 * 256 + 64 * 4}
     ready = Int4Linear.of(random(64, 256))
     use_kernels(ready, torch.float32)

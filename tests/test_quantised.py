@@ -11,8 +11,8 @@ from eagle_train import generate
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.drafters.eagle import Eagle
-from eagle_train.models.artifact import save_draft
-from eagle_train.models.quantised import Quant, linears, quantised
+from eagle_train.models.artifact import load_draft, read_artifact, save_draft
+from eagle_train.models.quantised import Quant, linears, quant_of, quantised
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.linear import Fp8Linear, Int4Linear, QuantisedLinear
 from eagle_train.ops.quantise import dequantise, fp8, int4
@@ -154,9 +154,16 @@ def test_mistakes_are_one_line(target, make, message):
     assert str(raised.value) == message
 
 
-def test_a_quantised_draft_is_not_saved_as_one_that_is_not(target, tmp_path):
-    with pytest.raises(AssertionError, match="save what it was made from"):
-        save_draft(quantised(tiny_draft(target), Quant("fp8")), tmp_path / "draft", target.identity)
+@pytest.mark.parametrize("scope", ["ffn", "all_linear"])
+@pytest.mark.parametrize("scheme", MADE)
+def test_a_quantised_draft_is_saved_as_it_is(target, tmp_path, scheme, scope):
+    small = quantised(tiny_draft(target), Quant(scheme, scope))
+    loaded = load_draft(save_draft(small, tmp_path / "draft", target.identity, dtype=torch.float32), target.identity)
+    assert replaced(loaded) == replaced(small)
+    assert quant_of(loaded) == read_artifact(tmp_path / "draft").quant == Quant(scheme, scope)
+    torch.testing.assert_close(loaded.state_dict(), small.state_dict(), rtol=0, atol=0)
+    with pytest.raises(UserError, match=f"quant.scheme=int4: the draft is quantised already, {scheme}"):
+        quantised(loaded, Quant("int4"))
 
 
 def test_generate_quantises(tmp_path, capsys, monkeypatch):

@@ -1,13 +1,17 @@
 """The draft on disk: `config.json` + `model.safetensors`, complete and self-describing. DESIGN sections 3.3, 3.9, 3.11.
 
-Knows nothing of checkpoints of a training run; what is here is what one gives to somebody else.
+Knows nothing of checkpoints of a training run; what is here is what one gives to somebody else. All that we have to say
+of a draft is in config.json under the key `eagle_train`; what else is there, a serving engine asks for (layouts.py).
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +19,46 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from eagle_train.config import UserError, build, check, write_json
+from eagle_train.config import UserError, build, check, write_json, write_text
+from eagle_train.models import layouts
+from eagle_train.models.compressed import check_finite, file_tensors, load_tensors
 from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.models.quantised import Quant, quant_of
 from eagle_train.models.target import Identity
-from eagle_train.ops.linear import QuantisedLinear
 
-FORMAT = "eagle_train.draft"
-VERSION = 1
+KEY = "eagle_train"
+VERSION = 2
+ROUNDINGS = ("nearest", "gptq")
+DTYPES = ("bfloat16", "float32")
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 
 
-def conventions(config: DraftConfig) -> dict[str, Any]:
+@dataclass
+class Artifact:
+    """What an artifact tells of its draft.
+
+    `engine`: whose layout it has. `dtype`: of what is not quantised. `rounding`: how what is quantised was rounded.
+    `source`: the fingerprint of the trained weights, the same in every export of them. `training`: how they were made
+    (steps, tokens, losses, data). `evaluations`: what they were measured to be worth.
+    """
+
+    draft: DraftConfig
+    target: Identity
+    engine: str = "native"
+    dtype: str = "bfloat16"
+    quant: Quant = field(default_factory=Quant)
+    rounding: str = "nearest"
+    source: str = ""
+    training: dict[str, Any] = field(default_factory=dict)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    conventions: dict[str, str] = field(default_factory=dict)
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        self.conventions = conventions(self.draft)
+
+
+def conventions(config: DraftConfig) -> dict[str, str]:
     """What whoever runs the draft must know and cannot read off the tensors."""
     norms = {
         "eagle1": "layer 0 has no input norm; there is no final norm",
@@ -50,99 +84,131 @@ def save_draft(
     training: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
-    """Write the draft so that the directory is whole or not there; what it held before is replaced.
+    """Write a draft for our own engine; quantised parts as they are, everything else in `dtype`.
 
-    The embedding scale is folded. `training` is what the artifact tells of how it was made (steps, tokens, losses,
-    data). Raises UserError if the directory cannot be written, or if it holds something that is no draft.
+    The embedding scale is folded. Raises as `write_artifact` does.
     """
-    assert not any(isinstance(module, QuantisedLinear) for module in draft.modules()), "save what it was made from"
+    draft = draft.folded()
+    about = Artifact(
+        draft.config,
+        target,
+        dtype=str(dtype).removeprefix("torch."),
+        quant=quant_of(draft),
+        source=fingerprint(draft),
+        training=training or {},
+    )
+    return write_artifact(about, draft, directory)
+
+
+def write_artifact(
+    about: Artifact,
+    draft: Draft,
+    directory: str | Path,
+    card: str = "",
+    prove: Callable[[Path], None] | None = None,
+    embedding: torch.Tensor | None = None,
+) -> Path:
+    """Write the directory so that it is whole or not there; what it held before is replaced.
+
+    `prove` is given the place where it was written before it gets its name, which it does not get if that raises.
+    `embedding`: the target's, for an engine whose file repeats it (`layouts.to_engine`). The same arguments give the
+    same bytes. Raises UserError if the directory cannot be written, if it holds something that is no draft, and for a
+    draft that `about.engine` cannot run.
+    """
     directory = Path(directory)
     check(is_replaceable(directory), f"out={directory}: exists and holds no draft; name another directory")
-    draft = draft.folded()
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in draft.state_dict().items()}
+    tensors = file_tensors(draft, getattr(torch, about.dtype))
     check_finite(tensors, directory)
-    values = {
-        "format": FORMAT,
-        "version": VERSION,
-        "dtype": str(dtype).removeprefix("torch."),
-        "draft": dataclasses.asdict(draft.config),
-        "conventions": conventions(draft.config),
-        "target": dataclasses.asdict(target),
-        "training": training or {},
-    }
+    tensors = layouts.to_engine(about.engine, about.draft, tensors, embedding)
+    values = layouts.engine_config(about.engine, about.draft, about.quant, about.dtype, about.target)
+    values[KEY] = dataclasses.asdict(about)
     partial = None
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
         partial.chmod(0o755)
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        (partial / "model.safetensors").chmod(0o644)  # safetensors keeps it to its owner
-        write_json(partial / "config.json", values)
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        (partial / WEIGHTS).chmod(0o644)  # safetensors keeps it to its owner
+        write_json(partial / CONFIG, values)
+        if about.engine == "sglang" and about.draft.vocabulary is not None:
+            torch.save(about.draft.vocabulary, partial / layouts.TOKEN_MAP)
+        if card:
+            write_text(partial / CARD, card)
+        if prove is not None:
+            prove(partial)
         if directory.exists():
             shutil.rmtree(directory)
         os.rename(partial, directory)
     except (OSError, SafetensorError) as error:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"out={directory}: cannot be written: {error}") from error
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)  # not there any more if all went well
     return directory
 
 
 def is_replaceable(directory: Path) -> bool:
-    """Whether a draft may be written there: nothing is, or an empty directory, or another draft."""
+    """Whether a draft may be written there: nothing is, or an empty directory, or another draft of ours."""
     if not directory.is_dir():
         return not directory.exists() and all(p.is_dir() for p in directory.parents if p.exists())
-    config = directory / "config.json"
-    return not any(directory.iterdir()) or (config.is_file() and f'"{FORMAT}"' in config.read_text(errors="replace"))
+    config = directory / CONFIG
+    return not any(directory.iterdir()) or (config.is_file() and f'"{KEY}"' in config.read_text(errors="replace"))
+
+
+def fingerprint(draft: Draft) -> str:
+    """A short hash of all of a draft's tensors."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(draft.state_dict().items()):
+        found.update(name.encode() + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def load_draft(directory: str | Path, target: Identity | None = None) -> Draft:
-    """The draft in fp32 on the CPU, every tensor checked. Raises UserError.
+    """The draft on the CPU, every tensor checked, in fp32 or quantised as it was exported. Raises UserError.
 
     With `target`, a draft made for another target is refused.
     """
     directory = Path(directory).expanduser()
-    values = read_config(directory)
-    made_for = build(Identity, values.get("target", {}), f"{directory}/config.json: target")
+    about = read_artifact(directory)
     if target is not None:
-        check_target(made_for, target, directory)
-    draft = Draft(build(DraftConfig, values.get("draft", {}), f"{directory}/config.json: draft"))
-    try:
-        tensors = load_file(directory / "model.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"draft={directory}: model.safetensors cannot be read: {error}") from error
-    load_tensors(draft, tensors, directory)
+        check_target(about.target, target, directory)
+    draft = Draft(about.draft)
+    load_tensors(draft, layouts.from_engine(about.engine, about.draft, read_tensors(directory)), directory, about.quant)
     return draft
 
 
-def load_tensors(draft: Draft, tensors: dict[str, torch.Tensor], place: str | Path) -> None:
-    """Fill the draft from `tensors`; a missing, unexpected, misshapen or non-finite one is a UserError."""
-    expected = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
-    for name in sorted(expected.keys() ^ tensors.keys()):
-        problem = "is missing" if name in expected else "is not part of this draft"
-        raise UserError(f"draft={place}: tensor {name} {problem}")
-    for name, shape in expected.items():
-        found = tuple(tensors[name].shape)
-        check(found == shape, f"draft={place}: tensor {name} has shape {found}, must be {shape}")
-    check_finite(tensors, place)
-    draft.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-
-
-def check_finite(tensors: dict[str, torch.Tensor], place: str | Path) -> None:
-    for name, tensor in tensors.items():
-        check(bool(tensor.isfinite().all()), f"draft={place}: tensor {name} holds values that are not finite")
+def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(directory / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"draft={directory}: {WEIGHTS} cannot be read: {error}") from error
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    check(path.is_file(), f"draft={directory}: no config.json there; give a directory that eagle-export wrote")
+    """Its config.json. Raises UserError where there is none, or it is no mapping."""
+    path = directory / CONFIG
+    check(path.is_file(), f"draft={directory}: no {CONFIG} there; give a directory that eagle-export wrote")
     try:
         values = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise UserError(f"draft={directory}: config.json is not JSON: {error}") from error
-    found = f"{values.get('format')} {values.get('version')}" if isinstance(values, dict) else "no mapping"
-    check(found == f"{FORMAT} {VERSION}", f"draft={directory}: config.json says {found}, must be {FORMAT} {VERSION}")
+        raise UserError(f"draft={directory}: {CONFIG} is not JSON: {error}") from error
+    check(isinstance(values, dict), f"draft={directory}: {CONFIG} holds no mapping")
     return values
+
+
+def read_artifact(directory: str | Path) -> Artifact:
+    """What a directory that eagle-export wrote tells of its draft. Raises UserError."""
+    directory = Path(directory).expanduser()
+    values, place = read_config(directory), f"draft={directory}: {CONFIG}"
+    check(KEY in values, f"{place} has no {KEY!r}; give a directory that eagle-export wrote")
+    about = values[KEY]
+    version = about.get("version") if isinstance(about, dict) else None
+    check(version == VERSION, f"{place} is of version {version}, must be {VERSION}; export the draft anew")
+    about = build(Artifact, about, f"{place}: {KEY}")
+    for name, known in (("engine", layouts.ENGINES), ("rounding", ROUNDINGS), ("dtype", DTYPES)):
+        value = getattr(about, name)
+        check(value in known, f"{place}: {name} is {value!r}, must be one of {', '.join(known)}")
+    return about
 
 
 def check_target(made_for: Identity, target: Identity, directory: Path) -> None:

@@ -54,8 +54,9 @@ class Draft(nn.Module):
     def folded(self) -> "Draft":
         """The same draft with an embedding scale of 1, as serving engines load it; exact, for powers of two."""
         draft = copy.deepcopy(self)
-        draft.config = replace(self.config, embedding_scale=1.0)
-        draft.fc.weight[:, : self.config.hidden_size] *= self.config.embedding_scale
+        if self.config.embedding_scale != 1.0:
+            draft.config = replace(self.config, embedding_scale=1.0)
+            draft.fc.weight[:, : self.config.hidden_size] *= self.config.embedding_scale
         return draft
 
     def forward(

@@ -35,6 +35,7 @@ class DraftConfig:
     ffn: str = "dense"
     num_experts: int = 16
     first_token: str = "self_fusion"
+    fc_bias: bool = False
     embedding_scale: float = 1.0
     irope: bool = False
     attention_chunk: int = 8192

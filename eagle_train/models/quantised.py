@@ -11,9 +11,9 @@ from torch import nn
 
 from eagle_train.config import check
 from eagle_train.models.draft import Draft
-from eagle_train.ops.linear import Fp8Linear, Int4Linear
+from eagle_train.ops.linear import Fp8Linear, Int4Linear, QuantisedLinear
 
-SCHEMES = {"int4": Int4Linear, "fp8": Fp8Linear}
+SCHEMES = {made.scheme: made for made in (Int4Linear, Fp8Linear)}
 SCOPES = ("ffn", "all_linear")
 
 
@@ -38,10 +38,13 @@ def quantised(draft: Draft, quant: Quant) -> Draft:
     """The draft with the linear modules of the scope in few bits, and the rest as it is; `draft` is left alone.
 
     Weights are rounded as they are here, so give them as they were loaded, before any other rounding. With the scheme
-    none, `draft` itself. Raises UserError for a matrix of a shape that the scheme has no product for.
+    none, `draft` itself. Raises UserError for a matrix of a shape that the scheme has no product for, and for a draft
+    that is quantised already.
     """
     if quant.scheme == "none":
         return draft
+    already = quant_of(draft)
+    check(already.scheme == "none", f"quant.scheme={quant.scheme}: the draft is quantised already, {already}; use none")
     draft, made = copy.deepcopy(draft), SCHEMES[quant.scheme]
     for name, module in linears(draft, quant.scope).items():
         (outputs, inputs), above = module.weight.shape, name.rpartition(".")
@@ -59,3 +62,12 @@ def linears(draft: Draft, scope: str) -> dict[str, nn.Linear]:
     found = {name: module for name, module in draft.named_modules() if isinstance(module, nn.Linear)}
     inside = {name: module for name, module in found.items() if scope == "all_linear" or ".mlp." in name}
     return {name: module for name, module in inside.items() if not name.endswith(".router")}
+
+
+def quant_of(draft: Draft) -> Quant:
+    """How a draft is quantised."""
+    found = {name: module for name, module in draft.named_modules() if isinstance(module, QuantisedLinear)}
+    if not found:
+        return Quant()
+    (scheme,) = {module.scheme for module in found.values()}
+    return Quant(scheme, "all_linear" if "fc" in found else "ffn")

@@ -135,7 +135,7 @@ class LMHead:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Identity:
     """What a draft remembers of its target, so that it is never run with another."""
 

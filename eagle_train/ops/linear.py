@@ -53,6 +53,7 @@ class QuantisedLinear(nn.Module):
     its device, puts them into the order of that device's own product.
     """
 
+    scheme = ""  # its name
     inputs = 1  # K must be a multiple of it
     outputs = 16  # N must be
 
@@ -79,6 +80,7 @@ class QuantisedLinear(nn.Module):
 class Int4Linear(QuantisedLinear):
     """A weight in INT4; activations as they are. The kernels' activations and results are bf16."""
 
+    scheme = "int4"
     inputs = GROUP
     rounded = staticmethod(int4)
 
@@ -115,6 +117,7 @@ class Int4Linear(QuantisedLinear):
 class Fp8Linear(QuantisedLinear):
     """A weight in FP8 with a scale for each output; activations in FP8 too, with a scale for each row, found anew."""
 
+    scheme = "fp8"
     inputs = 16
     rounded = staticmethod(fp8)
 

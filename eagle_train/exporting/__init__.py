@@ -1,0 +1,1 @@
+"""What export adds to a draft: calibration, a check of what was written, a model card."""
