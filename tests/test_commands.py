@@ -415,7 +415,10 @@ def test_a_disk_that_is_full_from_the_start(made, tmp_path, capsys):
         (["checkpoint={tmp}/nowhere", "out={tmp}/out"], "/nowhere: no checkpoint there"),
         (["checkpoint={tmp}/damaged", "out={tmp}/out"], "trainer.pt is not what was written"),
         (["checkpoint={made}/run", "out={made}/run"], "/run: exists and holds no draft"),
-        (["checkpoint={made}/run", "out={tmp}/out", "engine=nosuch"], "engine=nosuch: must be one of native, vllm, sglang, trtllm"),
+        (
+            ["checkpoint={made}/run", "out={tmp}/out", "engine=nosuch"],
+            "engine=nosuch: must be one of native, vllm, sglang, trtllm",
+        ),
         (["checkpoint={made}/run", "out={tmp}/out", "dtype=int3"], "dtype=int3: must be bfloat16 or float32"),
         (["checkpoint={made}/run"], "out is needed: give out=VALUE"),
     ],

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
@@ -95,7 +96,7 @@ def shape_of(values: dict[str, Any], tensors: dict[str, torch.Tensor], target: T
     known = {key: value for key, value in values.items() if key not in ("architectures", "model_type", "torch_dtype")}
     try:
         llama = LlamaConfig.from_dict(known)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise UserError(f"checkpoint={directory}: config.json is no Llama's: {one_line(error)}") from error
     for name, own in (("hidden_size", target.identity.hidden_size), ("vocab_size", target.identity.vocab_size)):
         given = getattr(llama, name)
