@@ -27,7 +27,7 @@ def proposals(
     positions = torch.arange(tokens.shape[1], device=target.device)[None]
     attend = packed_attention([[tokens.shape[1]]])
     hidden = target.hidden_states(tokens, positions, attend)
-    previous = shift_hidden(hidden, positions, draft.config.first_token)
+    previous = shift_hidden(hidden, positions)
     drafted = draft(target.embed(tokens), previous, positions, attend)
     slots = slice(len(prompt), -1)
     head = Head(draft, target.lm_head)

@@ -288,7 +288,7 @@ class Naive:
         low = self.target.dtype != torch.float32
         hidden = self.target.hidden_states(tokens, positions, attend)
         with torch.autocast(self.device, dtype=self.target.dtype if low else None, enabled=low):
-            previous = shift_hidden(hidden, positions, "self_fusion")
+            previous = shift_hidden(hidden, positions)
             predicted = self.draft(self.target.embed(tokens), previous, positions, attend)
             logits, wanted = self.target.lm_head(predicted).float(), self.target.lm_head(hidden).float()
         ce = -(wanted.softmax(-1) * logits.log_softmax(-1)).sum(-1)

@@ -130,7 +130,7 @@ def ranks_of(target: Target, draft: Draft, prompt: list[int], answer: list[int],
     length = tokens.shape[1]
     positions = torch.arange(length, device=target.device)[None]
     hidden = target.hidden_states(tokens, positions, packed_attention([[length]]))
-    previous = shift_hidden(hidden, positions, draft.config.first_token)
+    previous = shift_hidden(hidden, positions)
     states = unroll(draft, target.embed(tokens), previous, positions, [[length]], depth)
     head, roots = Head(draft, target.lm_head), len(answer) - 1
     ranks = torch.full((roots, depth), children, dtype=torch.int64)

@@ -38,7 +38,7 @@ def fresh(target: Target, draft: Draft, tokens: list[int]) -> tuple[torch.Tensor
     ids, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]
     of_target, of_draft = Recorder(), Recorder()
     hidden = target.hidden_states(ids, positions, of_target)
-    previous = shift_hidden(hidden, positions, draft.config.first_token)
+    previous = shift_hidden(hidden, positions)
     return hidden[0], draft(target.embed(ids), previous, positions, of_draft)[0], of_target, of_draft
 
 

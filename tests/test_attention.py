@@ -1,6 +1,7 @@
 """Attention: fast and plain paths, parts merged and documents packed, against a dense softmax in float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ RULES = {
     "chunk": Rule(SCALE, chunk=4),
     "softcap": Rule(SCALE, softcap=1.5),
     "sinks": Rule(SCALE, sinks=SINKS),
+    "skip first": Rule(SCALE, skip_first=True),
+    "skip first, chunk": Rule(SCALE, chunk=4, skip_first=True),
     "all": Rule(SCALE, window=5, chunk=4, softcap=2.0, sinks=SINKS),
 }
 TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 3e-2}
@@ -56,12 +59,14 @@ def dense(q, k, v, seen, rule, sinks=True):
 
 
 def near(seen_causally, positions, rule):
-    """`seen_causally` [B, T, S] restricted to a rule's window and chunk, for tokens at `positions` [T] and [S]."""
+    """`seen_causally` [B, T, S] restricted to a rule's window, chunk and beginning, for tokens at `positions` [T] and
+    [S]."""
     query, key = positions
     for t, s in torch.cartesian_prod(torch.arange(len(query)), torch.arange(len(key))).tolist():
         too_far = rule.window is not None and key[s] <= query[t] - rule.window
         elsewhere = rule.chunk is not None and int(key[s]) // rule.chunk != int(query[t]) // rule.chunk
-        if too_far or elsewhere:
+        nowhere = rule.skip_first and key[s] == 0 and query[t] > 0
+        if too_far or elsewhere or nowhere:
             seen_causally[:, t, s] = False
     return seen_causally
 
@@ -96,9 +101,9 @@ def test_fast_path_is_taken_where_it_serves(monkeypatch):
     taken = []
     monkeypatch.setattr("eagle_train.ops.attention.flash_partial", lambda *_: taken.append("fast"))
     monkeypatch.setattr("eagle_train.ops.attention.plain_partial", lambda *_: taken.append("plain"))
-    for name in ("plain", "sinks", "softcap", "window", "chunk"):
+    for name in ("plain", "sinks", "skip first", "softcap", "window", "chunk"):
         partial_attention(*random_qkv(), None, RULES[name])
-    assert taken == ["fast", "fast", "plain", "plain", "plain"]
+    assert taken == ["fast", "fast", "fast", "plain", "plain", "plain"]
 
 
 def test_partial_attention_reads_a_slice_of_a_cache():
@@ -209,9 +214,9 @@ def test_documents_do_not_see_each_other():
 @pytest.mark.parametrize("name", RULES)
 def test_gpu_agrees(name):
     q, k, v = random_qkv(queries=7)
-    on_gpu = Rule(SCALE, RULES[name].window, RULES[name].chunk, RULES[name].softcap, RULES[name].sinks)
+    on_gpu = RULES[name]
     if on_gpu.sinks is not None:
-        on_gpu = Rule(SCALE, on_gpu.window, on_gpu.chunk, on_gpu.softcap, SINKS.cuda())
+        on_gpu = replace(on_gpu, sinks=SINKS.cuda())
     found = packed_attention([[3, 4], [7]])(0, q.cuda(), k.cuda(), v.cuda(), on_gpu)
     torch.testing.assert_close(
         found.cpu(), packed_attention([[3, 4], [7]])(0, q, k, v, RULES[name]), rtol=1e-4, atol=1e-4

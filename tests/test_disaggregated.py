@@ -41,8 +41,8 @@ STAGES = [
 
 
 @cache
-def a_draft() -> Draft:
-    return trained_draft(shared_target("gemma2"), steps=60)
+def a_draft(first_token: str = "self_fusion") -> Draft:
+    return trained_draft(shared_target("gemma2"), steps=60, first_token=first_token)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,8 @@ def root(tmp_path_factory) -> Path:
 class Nearby:
     """A line to a prefill process that is none: what is sent goes to its engine, once it is `open`."""
 
-    def __init__(self, other: int = 1, **options):
-        self.other, self.engine = other, Engine(shared_target("gemma2"), a_draft(), **options)
+    def __init__(self, other: int = 1, draft: Draft | None = None, **options):
+        self.other, self.engine = other, Engine(shared_target("gemma2"), draft or a_draft(), **options)
         self.open, self.changed = Event(), {}
 
     def tell(self, message, timeout):
@@ -73,8 +73,8 @@ class Nearby:
         return tensor.copy_(self.packed)
 
 
-def a_decoder(*lines: Nearby, **options) -> DecodeEngine:
-    return DecodeEngine(shared_target("gemma2"), a_draft(), lines=lines, **options)
+def a_decoder(*lines: Nearby, draft: Draft | None = None, **options) -> DecodeEngine:
+    return DecodeEngine(shared_target("gemma2"), draft or a_draft(), lines=lines, **options)
 
 
 def finish(engine: Engine) -> None:
@@ -83,14 +83,18 @@ def finish(engine: Engine) -> None:
     assert len(engine.scheduler.pool.free) == engine.scheduler.pool.total
 
 
-@pytest.mark.parametrize("stage", STAGES[:3])
-def test_what_is_sent_is_all_that_decoding_needs(stage):
+@pytest.mark.parametrize(
+    ("stage", "first_token"), [*((stage, "self_fusion") for stage in STAGES[:3]), (STAGES[1], "skip")]
+)
+def test_what_is_sent_is_all_that_decoding_needs(stage, first_token):
     """Tokens and rounds are those of one engine."""
-    lines = [Nearby(1), Nearby(2)]
+    draft = a_draft(first_token)
+    lines = [Nearby(1, draft), Nearby(2, draft)]
     for line in lines:
         line.open.set()
-    alone = Engine(shared_target("gemma2"), a_draft(), **stage["engine"])
-    assert answers(a_decoder(*lines, **stage["engine"]), stage) == (expected := answers(alone, stage))
+    alone = Engine(shared_target("gemma2"), draft, **stage["engine"])
+    decoder = a_decoder(*lines, draft=draft, **stage["engine"])
+    assert answers(decoder, stage) == (expected := answers(alone, stage))
     assert max(max(rounds) for rounds in expected[1]) > 1, "drafts must be accepted"
 
 

@@ -108,14 +108,12 @@ def test_the_embedding_scale_is_folded_exactly():
 # --- alignment, DESIGN 3.1
 
 
-@pytest.mark.parametrize("first_token", ["self_fusion", "skip"])
-def test_slots_are_paired_with_the_token_before(first_token):
+def test_slots_are_paired_with_the_token_before():
     """Two documents in the first row, one in the second."""
     hidden = torch.arange(1.0, 11.0).view(2, 5, 1).expand(-1, -1, 3)
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
-    first = {"self_fusion": (1.0, 4.0, 6.0), "skip": (0.0, 0.0, 0.0)}[first_token]
-    wanted = [[first[0], 1.0, 2.0, first[1], 4.0], [first[2], 6.0, 7.0, 8.0, 9.0]]
-    assert shift_hidden(hidden, positions, first_token)[..., 0].tolist() == wanted
+    wanted = [[1.0, 1.0, 2.0, 4.0, 4.0], [6.0, 6.0, 7.0, 8.0, 9.0]]
+    assert shift_hidden(hidden, positions)[..., 0].tolist() == wanted
 
 
 @pytest.mark.parametrize(
@@ -126,12 +124,12 @@ def test_packed_documents_start_anew(overrides):
     embeddings, hidden, _ = inputs(12)
     positions = torch.tensor([[*range(5), *range(1), *range(6)]])
     lengths = [5, 1, 6]
-    g = shift_hidden(hidden, positions, "self_fusion")
+    g = shift_hidden(hidden, positions)
     packed = draft(embeddings, g, positions, packed_attention([lengths]))
     alone = []
     for e, h in zip(embeddings.split(lengths, 1), hidden.split(lengths, 1), strict=True):
         here = torch.arange(e.shape[1])[None]
-        alone.append(run(draft, e, shift_hidden(h, here, "self_fusion"), here))
+        alone.append(run(draft, e, shift_hidden(h, here), here))
     torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
 
 

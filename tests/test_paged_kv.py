@@ -103,8 +103,12 @@ FEW = list(range(0, 96, 3))
 
 @pytest.mark.parametrize(
     "overrides",
-    [{}, {"norms": "full", "irope": True, "attention_chunk": 6}, {"vocab_size": len(FEW), "vocabulary": FEW}],
-    ids=["plain", "irope", "few tokens"],
+    [
+        {},
+        {"norms": "full", "irope": True, "attention_chunk": 6},
+        {"vocab_size": len(FEW), "vocabulary": FEW, "first_token": "skip"},
+    ],
+    ids=["plain", "irope", "few tokens, skip"],
 )
 @pytest.mark.parametrize("tree", TREES)
 def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides, monkeypatch):
@@ -116,7 +120,7 @@ def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides, mon
     def grow(tokens: list[int], hidden: torch.Tensor, tail: list[int], pairs: list[torch.Tensor]) -> torch.Tensor:
         """The draft's hidden state after `tokens` and the drafted `tail`, whose slots are paired with `pairs`."""
         ids, positions = torch.tensor([tokens + tail]), torch.arange(len(tokens + tail))[None]
-        given = shift_hidden(hidden[None], positions[:, : len(tokens)], draft.config.first_token)
+        given = shift_hidden(hidden[None], positions[:, : len(tokens)])
         given = torch.cat((given, *[pair[None, None] for pair in pairs]), 1)
         return draft(target.embed(ids), given, positions, Recorder())[0, -1]
 

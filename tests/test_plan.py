@@ -41,7 +41,7 @@ def step(target, draft) -> torch.Tensor:
     tokens = torch.arange(TOKENS)[None] % target.identity.vocab_size
     positions, attend = torch.arange(TOKENS)[None], packed_attention([[TOKENS]])
     hidden = target.hidden_states(tokens, positions, attend)
-    predicted = draft(target.embed(tokens), shift_hidden(hidden, positions, "self_fusion"), positions, attend)
+    predicted = draft(target.embed(tokens), shift_hidden(hidden, positions), positions, attend)
     return distillation_loss(predicted.flatten(0, 1), hidden.flatten(0, 1), target.lm_head).loss
 
 
@@ -70,7 +70,7 @@ def test_an_unrolled_steps_flops_are_those_that_torch_counts():
     positions = tokens % 2
     with FlopCounterMode(display=False) as counter:
         hidden = target.hidden_states(tokens, positions, packed_attention(lengths))
-        previous = shift_hidden(hidden, positions, "self_fusion")
+        previous = shift_hidden(hidden, positions)
         passes = unroll(draft, target.embed(tokens), previous, positions, lengths, 3)
         losses = [distillation_loss(x.flatten(0, 1), hidden.flatten(0, 1), target.lm_head).loss for x in passes]
         torch.stack(losses).sum().backward()

@@ -23,6 +23,7 @@ from eagle_train.models.artifact import save_draft
 from eagle_train.models.target import TargetConfig, load_target
 
 FAMILIES = {"llama": {}, "qwen3": {}, "mixtral": {}, "llama4": {}}
+DRAFTS = {"qwen3": {"first_token": "skip"}}
 # With heads that three ranks can share.
 THREE = {"three": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}}
 
@@ -61,7 +62,8 @@ def root(tmp_path_factory) -> Path:
     for name, changes in (FAMILIES | THREE).items():
         tiny_model("llama" if name == "three" else name, **changes).save_pretrained(root / name)
         target = load_target(TargetConfig(str(root / name)))
-        save_draft(trained_draft(target, steps=60), root / f"{name}-draft", target.identity, dtype=torch.float32)
+        draft = trained_draft(target, steps=60, **DRAFTS.get(name, {}))
+        save_draft(draft, root / f"{name}-draft", target.identity, dtype=torch.float32)
     return root
 
 

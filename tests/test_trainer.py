@@ -152,7 +152,7 @@ def naive_losses(target: Target, draft: Draft, rows: list[PackedRow]) -> tuple[t
         for tokens, supervised in parts:
             positions, attend = torch.arange(len(tokens))[None], packed_attention([[len(tokens)]])
             hidden = target.hidden_states(tokens[None], positions, attend)
-            previous = shift_hidden(hidden, positions, draft.config.first_token)
+            previous = shift_hidden(hidden, positions)
             predicted = draft(target.embed(tokens[None]), previous, positions, attend)[0, supervised]
             hidden = hidden[0, supervised]
             l1 = l1 + F.smooth_l1_loss(predicted, hidden, reduction="sum") / hidden.shape[-1]
@@ -186,10 +186,11 @@ def test_every_supervised_slot_weighs_the_same(tmp_path):
     assert record["loss"] == pytest.approx(0.7 * record["l1"] + 0.3 * record["ce"])
 
 
-def test_an_unrolled_step_learns_from_every_pass(tmp_path):
+@pytest.mark.parametrize("first_token", ["self_fusion", "skip"])
+def test_an_unrolled_step_learns_from_every_pass(tmp_path, first_token):
     rows = [packed_row((tokens, list(range(1, len(tokens))))) for tokens in random_tokens(9, 2, 14)]
     target, stream = a_target(), Given([collate(rows)])
-    draft = tiny_draft(target).requires_grad_(True)
+    draft = tiny_draft(target, first_token=first_token).requires_grad_(True)
     optim = OptimConfig(tokens_per_step=len(rows) * ROW, max_grad_norm=1e9)
     backend = prepare(draft, optim, ParallelConfig(), ALONE, target.dtype)
     config = TrainConfig(steps=1, micro_batch_rows=len(rows), unroll=PASSES)
@@ -200,7 +201,7 @@ def test_an_unrolled_step_learns_from_every_pass(tmp_path):
         tokens = row.tokens[: row.lengths[0]][None]
         positions, attend = torch.arange(tokens.shape[1])[None], packed_attention([row.lengths])
         hidden = target.hidden_states(tokens, positions, attend)
-        previous = shift_hidden(hidden, positions, draft.config.first_token)
+        previous = shift_hidden(hidden, positions)
         by_chain = chains(draft, target.embed(tokens)[0], previous[0])
         supervised = {(depth, slot): state for (depth, slot), state in by_chain.items() if slot >= 1}
         for (_, slot), state in supervised.items():
@@ -222,7 +223,7 @@ def test_a_draft_of_few_tokens_learns_the_distribution_among_them(tmp_path, data
     batch = trainer.ahead.upcoming[0][0][0]
     hidden = trainer.hidden_states(batch)
     record = trainer.train_step()
-    previous = shift_hidden(hidden, batch.positions, "self_fusion")
+    previous = shift_hidden(hidden, batch.positions)
     twin = tiny_draft(target)  # with the weights before the step
     predicted = twin(target.embed(batch.tokens), previous, batch.positions, packed_attention(batch.lengths))
     rows = batch.supervised

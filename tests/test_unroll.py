@@ -11,8 +11,9 @@ from eagle_train.training.unroll import chain_acceptance, unroll
 PASSES = 4  # a root, then a chain of depth 1, 2, 3
 LENGTHS = [[9, 4, 1, 6], [2, 18]]  # documents of two packed rows
 ROW = sum(LENGTHS[0])
-KINDS = [{}, {"first_token": "skip", "norms": "full"}, {"irope": True, "attention_chunk": 4, "num_layers": 3}]
-IDS = ["default", "skip, all norms", "irope"]
+IROPE = {"irope": True, "attention_chunk": 4, "num_layers": 3}
+KINDS = [{}, {"first_token": "skip", "norms": "full"}, IROPE, IROPE | {"first_token": "skip"}]
+IDS = ["default", "skip, all norms", "irope", "skip, irope"]
 
 
 def positions_of(lengths: list[list[int]]) -> torch.Tensor:
@@ -39,22 +40,25 @@ def draft_inputs(draft: Draft, lengths: list[list[int]] = LENGTHS) -> tuple[torc
     target, positions = shared_target(), positions_of(lengths)
     tokens = torch.randint(3, 96, positions.shape, generator=torch.Generator().manual_seed(1))
     hidden = target.hidden_states(tokens, positions, packed_attention(lengths))
-    previous = shift_hidden(hidden, positions, draft.config.first_token)
+    previous = shift_hidden(hidden, positions)
     return target.embed(tokens).double(), previous.double(), positions
 
 
-def cached_attention(cache: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Attend:
-    """`attend` for one token after those in `cache`, to which its keys and values are added. Written out plainly."""
+def cached_attention(cache: dict[int, tuple[torch.Tensor, torch.Tensor]], begin: int = 0) -> Attend:
+    """`attend` for one token after those in `cache`, to which its keys and values are added. Written out plainly.
+
+    `begin`: the position of the cache's first.
+    """
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
         if layer in cache:
             k, v = (torch.cat((old, new), dim=2) for old, new in zip(cache[layer], (k, v), strict=True))
         cache[layer] = k, v
-        here, groups = k.shape[2] - 1, q.shape[1] // k.shape[1]
+        last, groups = k.shape[2] - 1, q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         scores = (q @ k.transpose(2, 3)) * rule.scale
-        for key in range(here + 1):
-            if rule.chunk is not None and key // rule.chunk != here // rule.chunk:
+        for key in range(last + 1):
+            if rule.chunk is not None and (begin + key) // rule.chunk != (begin + last) // rule.chunk:
                 scores[..., key] = -torch.inf
         return scores.softmax(-1) @ v
 
@@ -65,16 +69,16 @@ def chains(draft: Draft, embeddings: torch.Tensor, previous: torch.Tensor) -> di
     """The twin, for one document [n, H]: {(depth, slot): hidden state [H]}, one slot after the other as in drafting.
 
     The cache holds the true hidden states' keys up to a root; a chain goes on from a copy of it on its own states.
+    Where the first token has no slot, it is not there at all.
     """
-    out, cache = {}, {}
-    for root in range(len(embeddings)):
-        at_root = draft(
-            embeddings[None, None, root], previous[None, None, root], torch.tensor([[root]]), cached_attention(cache)
-        )
+    out, cache, begin = {}, {}, int(draft.config.first_token == "skip")
+    for root in range(begin, len(embeddings)):
+        attend = cached_attention(cache, begin)
+        at_root = draft(embeddings[None, None, root], previous[None, None, root], torch.tensor([[root]]), attend)
         out[0, root], own, state = at_root[0, 0], dict(cache), at_root
         for depth in range(1, min(PASSES, len(embeddings) - root)):
             slot = root + depth
-            state = draft(embeddings[None, None, slot], state, torch.tensor([[slot]]), cached_attention(own))
+            state = draft(embeddings[None, None, slot], state, torch.tensor([[slot]]), cached_attention(own, begin))
             out[depth, slot] = state[0, 0]
     return out
 
@@ -91,8 +95,8 @@ def test_every_pass_equals_chains_drafted_slot_by_slot(kind):
             actual = states[depth][row, place.start + slot]
             assert (actual - expected).norm() < 1e-5 * expected.norm(), (row, place, depth, slot)
             compared += 1
-    lengths = [length for row in LENGTHS for length in row]
-    assert compared == sum(max(0, length - depth) for length in lengths for depth in range(PASSES))
+    slots = [length - draft.config.first_slot for row in LENGTHS for length in row]
+    assert compared == sum(max(0, count - depth) for count in slots for depth in range(PASSES))
 
 
 def test_a_chain_lives_on_its_own_states_and_not_on_the_targets():

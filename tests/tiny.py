@@ -115,7 +115,7 @@ def trained_draft(target: Target, steps: int = 150, **overrides) -> Draft:
     for _ in range(steps):
         tokens = torch.randint(target.identity.vocab_size, (32, 16), generator=generator)
         hidden = target.hidden_states(tokens, positions, attend)
-        previous = shift_hidden(hidden, positions, draft.config.first_token)
+        previous = shift_hidden(hidden, positions)
         predicted = draft(target.embed(tokens), previous, positions, attend)
         logits, wanted = target.lm_head(predicted), target.lm_head(hidden).softmax(-1)
         loss = F.smooth_l1_loss(predicted, hidden) + F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))

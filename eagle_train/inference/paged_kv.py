@@ -111,7 +111,7 @@ class PagedKV:
         masks: dict[tuple, torch.Tensor | None] = {}
 
         def mask(rule: Rule) -> torch.Tensor | None:
-            if length == 1 and not prefix.ragged and not rule.is_local:
+            if length == 1 and not prefix.ragged and rule.sees_all:
                 return None
             queries = positions.unsqueeze(2)
             return additive(((reach <= queries) & rule.sees(queries, reach)).unsqueeze(1))
@@ -243,11 +243,11 @@ class Masks:
 
     def prefix_mask(self, rule: Rule) -> torch.Tensor | None:
         prefix = self.prefix
-        if not prefix.ragged and not rule.is_local:
+        if not prefix.ragged and rule.sees_all:
             return None
         slots = torch.arange(prefix.longest, device=prefix.lengths.device)
         seen = slots < prefix.lengths.view(-1, 1, 1)
-        if rule.is_local:
+        if not rule.sees_all:
             seen = seen & rule.sees(self.positions.unsqueeze(2), slots)
         return additive(seen.unsqueeze(1))
 

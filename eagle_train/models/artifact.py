@@ -64,10 +64,10 @@ def conventions(config: DraftConfig) -> dict[str, str]:
         "eagle1": "layer 0 has no input norm; there is no final norm",
         "full": "every layer has an input norm; a final norm ends the draft",
     }
-    first = {"self_fusion": "its own hidden state", "skip": "zeros"}[config.first_token]
+    first = {"self_fusion": "t_0 is paired with its own hidden state", "skip": "t_0 has none: it begins at (t_1, h_0)"}
     return {
         "input": "fc(concatenate(embedding of token t_j, hidden state h_{j-1})): embedding first",
-        "first_slot": f"t_0 is paired with {first}",
+        "first_slot": first[config.first_token],
         "hidden": "the target's, after its final norm; fed back as the draft puts it out",
         "norms": norms[config.norms],
         "rope": "halves convention, as Hugging Face's Llama, on the first partial_rotary_factor of each head",

@@ -104,11 +104,9 @@ class Head:
         return whole.index_copy_(-1, self.vocabulary, distribution)
 
 
-def shift_hidden(hidden: torch.Tensor, positions: torch.Tensor, first_token: str) -> torch.Tensor:
+def shift_hidden(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The hidden state g_j each slot is paired with: the previous token's, DESIGN section 3.1. All [B, T, H].
 
-    Where `positions` is 0 a document begins: its first slot gets its own hidden state (self_fusion) or zeros (skip).
+    Where `positions` is 0 a document begins: its first slot, if the draft has one, gets its own hidden state.
     """
-    previous = hidden.roll(1, dims=1)
-    first = hidden if first_token == "self_fusion" else torch.zeros_like(hidden)
-    return torch.where((positions == 0).unsqueeze(-1), first, previous)
+    return torch.where((positions == 0).unsqueeze(-1), hidden, hidden.roll(1, dims=1))

@@ -14,12 +14,13 @@ class DraftConfig:
     """The draft's shape and conventions; saved with its weights. Sizes default to the target's, see `from_target`.
 
     `norms`: eagle1 has no norm before layer 0 and none at the end, which is what vLLM and SGLang load; full has both.
-    `first_token`: self_fusion pairs the first token with its own hidden state; skip gives it none (zeros) and leaves
-    nothing else changed. `embedding_scale` multiplies the token embeddings, which are often far smaller than the hidden
-    states beside them, before `fc`; in an artifact it is folded into `fc`. `irope`: layers attend within chunks of
-    `attention_chunk` positions, every fourth (and the last) sees everything and has no rotary positions. `vocab_size`:
-    how many of the target's tokens the draft can propose, `vocabulary` which, ascending; None is all. It learns the
-    distribution among them, and its LM head is so much smaller.
+    `first_token`: self_fusion pairs the first token with its own hidden state; with skip it has no slot, as in EAGLE-1,
+    vLLM and SGLang: the draft begins at (t_1, h_0), and what lies at position 0 is never seen. `embedding_scale`
+    multiplies the token embeddings, which are often far smaller than the hidden states beside them, before `fc`; in an
+    artifact it is folded into `fc`. `irope`: layers attend within chunks of `attention_chunk` positions, every fourth
+    (and the last) sees everything and has no rotary positions. `vocab_size`: how many of the target's tokens the draft
+    can propose, `vocabulary` which, ascending; None is all. It learns the distribution among them, and its LM head is
+    so much smaller.
     """
 
     hidden_size: int
@@ -87,6 +88,11 @@ class DraftConfig:
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-5,
         }
         return build(cls, sizes | {key: value for key, value in overrides.items() if value is not None}, "draft")
+
+    @property
+    def first_slot(self) -> int:
+        """Where the draft begins in a document."""
+        return 1 if self.first_token == "skip" else 0
 
     def rope_of_layer(self, layer: int) -> tuple[bool, int | None]:
         """Whether the layer has rotary positions, and the chunk it attends within."""

@@ -85,7 +85,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         self.uses_rope, chunk = config.rope_of_layer(layer)
-        self.rule = Rule(scale=config.head_dim**-0.5, chunk=chunk)
+        self.rule = Rule(config.head_dim**-0.5, chunk=chunk, skip_first=config.first_slot == 1)
         self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
         self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
         self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)

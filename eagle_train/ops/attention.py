@@ -23,7 +23,8 @@ class Rule:
 
     `window`: a query sees the last `window` positions, its own included. `chunk`: it sees its own chunk of positions
     only (Llama 4's iRoPE). `softcap`: scores become softcap * tanh(scores / softcap) (Gemma 2). `sinks` [Q]: a logit
-    per head that takes part in the softmax and has no value (gpt-oss).
+    per head that takes part in the softmax and has no value (gpt-oss). `skip_first`: the key at position 0 is seen by
+    its own query alone (a draft whose first token has no slot, DESIGN section 3.1).
     """
 
     scale: float
@@ -31,23 +32,31 @@ class Rule:
     chunk: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    skip_first: bool = False
 
     @property
-    def reach(self) -> tuple[int | None, int | None]:
+    def reach(self) -> tuple[int | None, int | None, bool]:
         """What masks depend on: rules of the same reach share them."""
-        return self.window, self.chunk
+        return self.window, self.chunk, self.skip_first
 
     @property
     def is_local(self) -> bool:
         return self.window is not None or self.chunk is not None
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether causality is all there is."""
+        return not self.is_local and not self.skip_first
+
     def sees(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
-        """Which keys are near enough, bool; causality is the caller's. Both arguments broadcast."""
+        """Which keys there are for a query, bool; causality is the caller's. Both arguments broadcast."""
         near = torch.ones((), dtype=torch.bool, device=query_positions.device)
         if self.window is not None:
             near = near & (query_positions - key_positions < self.window)
         if self.chunk is not None:
             near = near & (query_positions // self.chunk == key_positions // self.chunk)
+        if self.skip_first:
+            near = near & ((key_positions > 0) | (query_positions == key_positions))
         return near
 
 
@@ -68,7 +77,8 @@ def partial_attention(
     `mask` is None or `additive` (0 where a key is seen, -inf where not), [B or 1, 1, T or 1, S]. Returns [B,Q,T,D] and
     [B,Q,T]; a query that sees no key has output 0 and log-sum-exp -inf. Fast where the CPU's flash kernel serves.
     """
-    # The kernel reports 0, not -inf, for a query without keys, so a local rule's masks go the plain way.
+    # The kernel reports 0, not -inf, for a query without keys, so a local rule's masks go the plain way. `skip_first`
+    # leaves every query its own key, and a tree's more than one of the prefix.
     if q.device.type == "cpu" and rule.softcap is None and not rule.is_local:
         return flash_partial(q, k, v, mask, rule)
     return plain_partial(q, k, v, mask, rule)
@@ -117,15 +127,19 @@ def with_sinks(out: torch.Tensor, lse: torch.Tensor, rule: Rule) -> torch.Tensor
     return out * torch.sigmoid(lse - rule.sinks.to(lse.dtype).view(1, -1, 1)).unsqueeze(-1).to(out.dtype)
 
 
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Causal attention of tokens at positions 0..T-1 over themselves. Returns [B,Q,T,D]; differentiable."""
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, start: int = 0) -> torch.Tensor:
+    """Causal attention of tokens at positions from `start` on over themselves. Returns [B,Q,T,D]; differentiable."""
     length = q.shape[2]
-    local = (rule.window is not None and length > rule.window) or (rule.chunk is not None and length > rule.chunk)
+    if rule.skip_first and start == 0 and length > 1:  # as two documents: position 0, and the rest
+        first, rest = zip(*(x.tensor_split([1], dim=2) for x in (q, k, v)), strict=True)
+        return torch.cat((causal_attention(*first, rule), causal_attention(*rest, rule, start=1)), dim=2)
+    end = start + length
+    local = (rule.window is not None and length > rule.window) or (rule.chunk is not None and end > rule.chunk)
     if rule.softcap is None and rule.sinks is None and not local:
         if q.device.type == "cpu" and q.dtype == torch.bfloat16 and length <= MATMUL_LENGTH:
             return causal_matmul(q, k, v, rule.scale)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scale, enable_gqa=True)
-    positions = torch.arange(length, device=q.device)
+    positions = torch.arange(start, end, device=q.device)
     mask = (positions[:, None] >= positions) & rule.sees(positions[:, None], positions)
     return with_sinks(*plain_partial(q, k, v, additive(mask[None, None]), rule), rule)
 

@@ -138,14 +138,14 @@ class Trainer:
         """
         config, positions = self.config, batch.positions
         with self.autocast():
-            previous = shift_hidden(hidden, positions, self.draft.config.first_token)
+            previous = shift_hidden(hidden, positions)
             if config.feature_noise:
                 previous = previous + self.noise_like(previous)
             embeddings = self.target.embed(batch.tokens)
             passes = unroll(self.backend.draft, embeddings, previous, positions, batch.lengths, config.unroll)
         sums = []
         for depth, predicted in enumerate(passes):
-            rows = batch.supervised & (positions >= depth)  # a document's first slots have no chain so deep
+            rows = batch.supervised & (positions >= self.draft.config.first_slot + depth)  # before, no chain is so deep
             sums.append(
                 distillation_loss(
                     predicted[rows],
@@ -267,7 +267,7 @@ class Trainer:
             batch = self.placed(batches[number] if counts else batches[0])
             hidden, positions = self.hidden_states(batch), batch.positions
             with self.autocast():
-                previous = shift_hidden(hidden, positions, self.draft.config.first_token)
+                previous = shift_hidden(hidden, positions)
                 embeddings = self.target.embed(batch.tokens)
                 states = unroll(
                     self.backend.draft, embeddings, previous, positions, batch.lengths, self.config.eval_depth

@@ -30,7 +30,8 @@ def unroll(
     """Each pass's hidden states [B, T, H]; entry k-1 predicts at slot j what a chain's depth k would there.
 
     `embeddings`, `previous` (the hidden state each slot is paired with), `positions` and `lengths` as for a packed
-    forward. In pass k the first k-1 slots of a document have no chain of that depth: what is there means nothing.
+    forward. In pass k the first k-1 slots of a document, counted from the draft's first, have no chain of that depth:
+    what is there means nothing.
     """
     seen: list[dict[int, Keys]] = [{}]
     first = packed_attention(lengths)

@@ -44,7 +44,7 @@ class Eagle:
         hidden: torch.Tensor,
         before: torch.Tensor | None,
     ) -> None:
-        previous = shift_hidden(hidden, positions, self.draft.config.first_token)
+        previous = shift_hidden(hidden, positions)
         if before is not None:  # the rows that have a prefix
             follows = (positions[:, 0] > 0).unsqueeze(1)
             previous[:, 0] = torch.where(follows, before, previous[:, 0])
