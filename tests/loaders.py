@@ -110,9 +110,8 @@ def vllm(config: Config, tensors: Tensors, target: Config) -> Loaded:
         slots[embedding] = Slot(embedding, (config["vocab_size"], config["hidden_size"]))
 
     def rename(name: str) -> str:
-        if full:  # "fc" has no such rule
-            return f"model.{name}" if name.startswith("layers.") or name == "norm.weight" else name
-        return name if "lm_head" in name else f"model.{name}"
+        is_prefixed = not full or name.startswith("layers.") or name == "norm.weight"  # Mistral's rules leave out fc
+        return f"model.{name}" if is_prefixed else name
 
     def unknown(name: str) -> str | None:
         is_skipped = name.endswith(".bias") or "rotary_emb.inv_freq" in name or rename(name) == embedding
@@ -149,10 +148,7 @@ def sglang(config: Config, tensors: Tensors, target: Config) -> Loaded:
     for module in linears(config, attention_bias, attention_bias, False):
         slots |= slots_of(module, scheme(config, module.name, module.kind, ignored, unmatched))
 
-    def rename(name: str) -> str:
-        return name if "lm_head" in name else f"model.{name}"
-
-    return load(slots, tensors, rename, lambda name: None, errors)
+    return load(slots, tensors, lambda name: f"model.{name}", lambda name: None, errors)
 
 
 def trtllm(config: Config, tensors: Tensors, target: Config) -> Loaded:

@@ -17,14 +17,20 @@ FLOORS = {
     "eagle_train.corpus": 2,
     "eagle_train.training": 3,
     "eagle_train.inference": 3,
+    "eagle_train.exporting": 3,
     "eagle_train.train": 4,
     "eagle_train.export": 4,
     "eagle_train.generate": 4,
     "evals": 5,
     "data": 5,
 }
-STRANGERS = [("eagle_train.training", "eagle_train.inference"), ("eagle_train.models", "eagle_train.corpus")]
-ONLY_WHERE_USED = ("deepspeed", "xgrammar")  # not needed by who does not use it, so never at a module's top level
+STRANGERS = [
+    ("eagle_train.training", "eagle_train.inference"),
+    ("eagle_train.training", "eagle_train.exporting"),
+    ("eagle_train.inference", "eagle_train.exporting"),
+    ("eagle_train.models", "eagle_train.corpus"),
+]
+ONLY_WHERE_USED = ("compressed_tensors", "deepspeed", "xgrammar")  # not needed by who does not use it, so never at a module's top level
 
 
 def sources() -> dict[str, str]:
