@@ -108,6 +108,8 @@ def main(values: DictConfig) -> None:
     how = about.dtype if about.quant.scheme == "none" else f"{about.quant}, {about.rounding}"
     print(f"{source.place} -> {out} ({about.engine}, {how}, for {about.target.name})")
     print(f"read back: every tensor as it was; outputs on a sample {off[0]:.1%} off the draft's in {about.dtype}")
+    if lost := layouts.caveat(about.engine, about.draft):
+        print(f"note: {lost}")
     if config.push_to:
         print(f"pushed to {push(out, config.push_to, config.push_private)}")
 

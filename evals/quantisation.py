@@ -1,14 +1,15 @@
 """What quantising a draft costs and gains: tokens per call, acceptance, drafting latency and bytes. Paper table 2.
 
-The draft as it is, in FP8 and in INT4 answer the same questions batch by batch in turn, one target for all, so that
-whatever else the machine does hits them alike. Knows nothing of how weights are rounded.
+The draft as it is, in FP8 and in INT4, and exports of it that were rounded otherwise, answer the same questions batch
+by batch in turn, one target for all, so that whatever else the machine does hits them alike. Knows nothing of how
+weights are rounded.
 
-    python -m evals.quantisation draft=DIR questions=FILE.jsonl scope=ffn out=DIR
+    python -m evals.quantisation draft=DIR questions=FILE.jsonl scope=ffn also=[DIR] out=DIR
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from evals.mt_bench import Artifact, Run, check_fit, check_template, drafter_of,
 from evals.questions import Question, read_questions
 from evals.report import made_on, number, percent, table
 
-SCHEMES = ("none", "fp8", "int4")
+LABELS = {"none": "as it is", "fp8": "FP8", "int4": "INT4"}
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Config:
     tree: Any
     draft: Artifact
     scope: str
+    also: list[str]
     questions: str
     out: str
     limit: int | None
@@ -57,7 +59,7 @@ class Config:
         check(Dispatcher(self.tree).deepest > 0, "tree: it drafts nothing, so there is nothing to measure; try chain3")
         check(self.scope in SCOPES, f"scope={self.scope}: must be {' or '.join(SCOPES)}")
         self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
-        self.quants = {scheme: Quant(scheme, self.scope) for scheme in SCHEMES}
+        self.quants = {scheme: Quant(scheme, self.scope) for scheme in LABELS}
 
 
 @dataclass
@@ -83,7 +85,16 @@ def main(values: DictConfig) -> None:
     out = prepared(Path(str(config.out)))
     target = load_target(config.target, device)
     check_template(target)
+    source = read_artifact(config.draft.path).source
     drafters = {scheme: drafter_of(target, config.draft, quant) for scheme, quant in config.quants.items()}
+    for path in config.also:
+        about = read_artifact(path)
+        same = about.source == source
+        check(
+            same,
+            f"also={path}: made from a draft of fingerprint {about.source}, and draft={config.draft.path} is {source}",
+        )
+        drafters[f"{about.quant}, {about.rounding}"] = drafter_of(target, replace(config.draft, path=path), Quant())
     runs = {
         scheme: Timed(Engine(target, drafter, config.tree, max_batch_size=config.batch_size))
         for scheme, drafter in drafters.items()
@@ -93,7 +104,7 @@ def main(values: DictConfig) -> None:
     found = {
         "schemes": {scheme: measured(run, runs["none"]) for scheme, run in runs.items()},
         "scope": config.scope,
-        "draft_source": read_artifact(config.draft.path).source,
+        "draft_source": source,
         "tree": label(runs["none"].engine.dispatcher.largest),
         "temperature": config.temperature,
         "batch_size": config.batch_size,
@@ -145,7 +156,7 @@ def comparison(schemes: Mapping[str, Mapping[str, Any]]) -> str:
     header = ["draft", "TPC", "change", "acceptance by depth", "drafting, ms a round", "relative", "feed-forward, MB"]
     rows = [
         [
-            "as it is" if scheme == "none" else scheme.upper(),
+            LABELS.get(scheme, scheme),
             number(found["tpc"], 3),
             percent(found["tpc_change"]),
             " ".join(number(share) for share in found["acceptance_per_depth"]),
@@ -171,7 +182,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     ]
     if found["temperature"] == 0:
         differing = {name: each["differing_answers"] for name, each in schemes.items() if name != "none"}
-        said = ", ".join(f"{name.upper()} {count}" for name, count in differing.items())
+        said = ", ".join(f"{LABELS.get(name, name)} {count}" for name, count in differing.items())
         notes.append(f"Answers that differ from those with the draft as it is: {said}.")
     parts = ["# A draft in few bits", setting, comparison(schemes), *notes, "## Made on", made_on(found)]
     return "\n\n".join(parts) + "\n"

@@ -433,6 +433,18 @@ def test_the_card_tells_what_the_artifact_knows(home, tmp_path):
     assert "| 2.250 |" in (again / "README.md").read_text()
 
 
+def test_what_an_engine_leaves_out_is_told(home, target, tmp_path, capsys):
+    said = "vLLM begins the draft at the second token"
+    out = exported(home, tmp_path / "out", "engine=vllm")
+    assert f"note: {said}" in capsys.readouterr().out
+    assert f"Note: {said}" in (out / "README.md").read_text()
+    save_draft(tiny_draft(target, first_token="skip"), tmp_path / "skip", target.identity)
+    for source, engine in ((home / "eagle1", "native"), (tmp_path / "skip", "vllm")):
+        out = exported(source.parent, tmp_path / engine, f"engine={engine}", source=source.name)
+        assert "note:" not in capsys.readouterr().out
+        assert "Note:" not in (out / "README.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

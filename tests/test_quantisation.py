@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import call
 from talking import arguments, make_home
 
+from eagle_train import export
 from eagle_train.inference import Engine, Output, SamplingParams, Stats
-from eagle_train.models.artifact import load_draft
+from eagle_train.models.artifact import load_draft, read_artifact, save_draft
 from eagle_train.models.quantised import Quant, quantised
 from eagle_train.models.target import TargetConfig, load_target
 from evals import mt_bench, quantisation
@@ -94,6 +96,30 @@ def test_the_whole_command(home, tmp_path, capsys):
     for key in ("tpc", "acceptance_per_depth"):
         assert alone[key] == found["schemes"]["int4"][key]
     assert f"`{home}/draft`, int4 (ffn);" in (tmp_path / "alone" / "report.md").read_text()
+
+
+def test_exports_are_measured_beside_and_go_into_a_card(home, tmp_path, capsys):
+    small, out = tmp_path / "small", tmp_path / "out"
+    given = [f"checkpoint={home}/draft", f"out={small}", "dtype=float32"]
+    assert call(export.main, *given, "quant=int4") == 0
+    assert call(quantisation.main, *arguments(home, f"out={out}", f"also=[{small}]")) == 0
+    schemes = json.loads((out / "results.json").read_text())["schemes"]
+    assert list(schemes) == ["none", "fp8", "int4", "int4 (ffn), nearest"]
+    alike = ("tpc", "acceptance_per_depth", "feed_forward_bytes")
+    assert [schemes["int4"][key] for key in alike] == [schemes["int4 (ffn), nearest"][key] for key in alike]
+    assert "| int4 (ffn), nearest |" in (out / "report.md").read_text()
+    assert call(export.main, *given, "quant=int4", f"evaluations=[{out}/results.json]") == 0
+    assert f"| int4 (ffn), nearest | chain3 | 0 | 6 of questions.jsonl | {schemes['int4']['tpc']:.3f} |" in (
+        (small / "README.md").read_text()
+    )
+
+    other = tmp_path / "other"
+    draft = load_draft(home / "draft")
+    with torch.no_grad():
+        draft.fc.weight.mul_(2.0)
+    save_draft(draft, other, read_artifact(home / "draft").target)
+    assert call(quantisation.main, *arguments(home, f"out={tmp_path}/none", f"also=[{other}]")) == 2
+    assert f"error: also={other}: made from a draft of fingerprint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

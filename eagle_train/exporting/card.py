@@ -13,7 +13,7 @@ import torch
 
 from eagle_train.config import UserError, check
 from eagle_train.models.artifact import Artifact
-from eagle_train.models.layouts import TOKEN_MAP
+from eagle_train.models.layouts import TOKEN_MAP, caveat
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SERVED = {
@@ -56,6 +56,7 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
         f"Layout: {about.engine}. Weights: {weights(about)}.",
         "## Serve it",
         SERVED[about.engine].format(target=target.name, here=name, token_map=token_map, unquantised=unquantised),
+        *([f"Note: {caveat(about.engine, draft)}."] if caveat(about.engine, draft) else []),
         "## What it is worth",
         worth(about.evaluations),
         "## What it was made for",
