@@ -127,8 +127,8 @@ def caveat(engine: str, draft: DraftConfig) -> str | None:
     if engine == "native" or draft.first_token == "skip":
         return None
     return (
-        f"{NAMES[engine]} begins the draft at the second token, and this one was trained to attend to a slot for the first "
-        "(draft.first_token=self_fusion), so that less is accepted there than in our own engine; train with "
+        f"{NAMES[engine]} begins the draft at the second token, and this one was trained to attend to a slot for the "
+        "first (draft.first_token=self_fusion), so that less is accepted there than in our own engine; train with "
         "draft.first_token=skip"
     )
 
