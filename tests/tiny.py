@@ -29,6 +29,10 @@ SIZES = {
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     # tied, a random Gemma 2 repeats one token
     "gemma2": ("Gemma2Config", {"sliding_window": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}),
