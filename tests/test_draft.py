@@ -92,9 +92,10 @@ def test_a_head_of_unknown_tokens_is_refused():
         Head(tiny_draft(shared_target(), vocab_size=9), shared_target().lm_head)
 
 
-def test_the_embedding_scale_is_folded_exactly():
-    draft = tiny_draft(shared_target(), embedding_scale=8.0)
-    plain = tiny_draft(shared_target())
+@pytest.mark.parametrize("fc_bias", [False, True])
+def test_the_embedding_scale_is_folded_exactly(fc_bias):
+    draft = tiny_draft(shared_target(), embedding_scale=8.0, fc_bias=fc_bias)
+    plain = tiny_draft(shared_target(), fc_bias=fc_bias)
     embeddings, hidden, positions = inputs()
     out = run(draft, embeddings, hidden, positions)
     assert torch.equal(run(plain, 8 * embeddings, hidden, positions), out)
@@ -151,6 +152,15 @@ def test_embedding_comes_first_and_hidden_second():
     draft.fc.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     run(draft, embeddings, hidden, positions)
     assert torch.equal(seen[0], torch.cat((embeddings, hidden), -1))
+
+
+def test_the_bias_is_added_to_what_is_fused():
+    draft, plain = tiny_draft(shared_target(), fc_bias=True), tiny_draft(shared_target())
+    plain.load_state_dict(draft.state_dict(), strict=False)
+    embeddings, hidden, positions = inputs()
+    plain.fc.register_forward_hook(lambda _, __, out: out + draft.fc.bias)
+    assert draft.fc.bias.abs().min() > 0.1
+    torch.testing.assert_close(run(draft, embeddings, hidden, positions), run(plain, embeddings, hidden, positions))
 
 
 # --- the layers against transformers' own
@@ -271,6 +281,7 @@ def test_tensor_names():
     dense = block | {f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
     eagle1 = {"fc.weight", "1.input_layernorm.weight"} | {f"{i}.{name}" for i in (0, 1) for name in dense}
     assert names(norms="eagle1") == eagle1
+    assert names(fc_bias=True) == eagle1 | {"fc.bias"}
     assert names(norms="full") == eagle1 | {"0.input_layernorm.weight", "norm.weight"}
     expert = {f"{x}_proj.weight" for x in ("gate", "up", "down")}
     parts = {"router.weight"} | {f"{e}.{x}" for e in ("shared_expert", "experts.0", "experts.1") for x in expert}
@@ -279,7 +290,7 @@ def test_tensor_names():
 
 
 def test_nothing_is_a_number_until_it_is_initialised():
-    config = DraftConfig.from_target(llama_config(), norms="full", ffn="moe", num_experts=2)
+    config = DraftConfig.from_target(llama_config(), norms="full", ffn="moe", num_experts=2, fc_bias=True)
     draft = Draft(config)
     assert all(parameter.isnan().all() for parameter in draft.parameters())
     assert not any(parameter.isnan().any() for parameter in draft.init_weights(0).parameters())
@@ -290,8 +301,11 @@ def test_nothing_is_a_number_until_it_is_initialised():
 
 
 def test_fresh_weights_are_as_llamas():
-    for parameter in Draft(DraftConfig.from_target(llama_config(), norms="full")).init_weights(0).parameters():
-        if parameter.ndim == 1:
+    draft = Draft(DraftConfig.from_target(llama_config(), norms="full", fc_bias=True)).init_weights(0)
+    for name, parameter in draft.named_parameters():
+        if name == "fc.bias":
+            assert (parameter == 0).all()
+        elif parameter.ndim == 1:
             assert (parameter == 1).all()
         else:
             assert abs(parameter.std() - 0.02) < 0.003

@@ -74,9 +74,13 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("made", [Int4Linear, Fp8Linear])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", ROWS)
-def test_a_kernel_equals_its_twin(made, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    quantised, x = made.of(random(48, 256)), random(*shape, seed=1).to(dtype)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_kernel_equals_its_twin(made, has_bias: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    bias = random(48, seed=2).to(dtype) if has_bias else None
+    quantised, x = made.of(random(48, 256), bias), random(*shape, seed=1).to(dtype)
     twin = quantised(x)
+    if has_bias:
+        torch.testing.assert_close(twin, made.of(random(48, 256))(x) + bias)
     use_kernels(quantised, dtype)
     assert quantised.has_kernel
     check_close(quantised(x), twin, BOUNDS.get((made, dtype), 2**-7))

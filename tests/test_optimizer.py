@@ -14,9 +14,9 @@ from eagle_train.training.optimizer import NAMES, OptimConfig, Optimizer
 
 
 def model(seed: int = 0) -> nn.Sequential:
-    """Two matrices and two norms."""
+    """Two matrices, a bias and two norms."""
     torch.manual_seed(seed)
-    linear = [nn.Linear(12, 8, bias=False), nn.Linear(8, 8, bias=False)]
+    linear = [nn.Linear(12, 8), nn.Linear(8, 8, bias=False)]
     return nn.Sequential(linear[0], nn.RMSNorm(8), linear[1], nn.RMSNorm(8))
 
 
@@ -44,7 +44,7 @@ def test_the_learning_rate_climbs_and_falls():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_matrices_decay_and_norms_do_not(name):
+def test_matrices_decay_and_norms_and_biases_do_not(name):
     trained = model()
     before = [parameter.detach().clone() for parameter in trained.parameters()]
     optimizer = Optimizer(trained, OptimConfig(name=name, weight_decay=0.5))
@@ -135,7 +135,7 @@ def test_state_goes_on_exactly_on_as_many_cores_and_on_fewer(name, monkeypatch):
         for both in ((trained, whole.optimizer), (other, resumed.optimizer)):
             run(*both, range(3, 6), lr=0.02)
         results += [*trained.parameters(), *other.parameters()]
-    for parameter, first in zip(results, cycle(results[:4])):
+    for parameter, first in zip(results, cycle(results[:5])):
         assert torch.equal(parameter, first)
 
 

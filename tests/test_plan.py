@@ -119,7 +119,7 @@ def test_activations_are_what_the_backward_pass_keeps(passes):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_drafts_state_is_what_its_optimiser_holds(name):
-    draft = Draft(DraftConfig.from_target(tiny_target(**WIDE).config)).init_weights(0)
+    draft = Draft(DraftConfig.from_target(tiny_target(**WIDE).config, fc_bias=True)).init_weights(0)
     config = OptimConfig(name=name)
     optimizer = Optimizer(draft, config)
     for parameter in draft.parameters():

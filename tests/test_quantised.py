@@ -69,8 +69,8 @@ def test_the_scope_and_nothing_else(target, scheme, ffn, scope, wanted):
 @pytest.mark.parametrize("scheme", MADE)
 def test_it_computes_with_the_rounded_weights(target, scheme, scope, ffn):
     """In INT4 activations stay as they are, so it is a draft with rounded weights; in FP8 it is near to one."""
-    draft = tiny_draft(target, ffn=ffn, num_experts=2)
-    small, rounded = quantised(draft, Quant(scheme, scope)), tiny_draft(target, ffn=ffn, num_experts=2)
+    kind = {"ffn": ffn, "num_experts": 2, "fc_bias": True}
+    small, rounded = quantised(tiny_draft(target, **kind), Quant(scheme, scope)), tiny_draft(target, **kind)
     for module in linears(rounded, scope).values():
         codes, scales = (int4 if scheme == "int4" else fp8)(module.weight)
         module.weight.copy_(dequantise(codes, scales))
@@ -154,10 +154,11 @@ def test_mistakes_are_one_line(target, make, message):
     assert str(raised.value) == message
 
 
+@pytest.mark.parametrize("fc_bias", [False, True])
 @pytest.mark.parametrize("scope", ["ffn", "all_linear"])
 @pytest.mark.parametrize("scheme", MADE)
-def test_a_quantised_draft_is_saved_as_it_is(target, tmp_path, scheme, scope):
-    small = quantised(tiny_draft(target), Quant(scheme, scope))
+def test_a_quantised_draft_is_saved_as_it_is(target, tmp_path, scheme, scope, fc_bias):
+    small = quantised(tiny_draft(target, fc_bias=fc_bias), Quant(scheme, scope))
     loaded = load_draft(save_draft(small, tmp_path / "draft", target.identity, dtype=torch.float32), target.identity)
     assert replaced(loaded) == replaced(small)
     assert quant_of(loaded) == read_artifact(tmp_path / "draft").quant == Quant(scheme, scope)

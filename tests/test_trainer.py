@@ -71,7 +71,8 @@ def make_trainer(
     config = DataConfig(str(data / f"{file}.jsonl"), heldout=str(data / "heldout.jsonl"), row_tokens=ROW)
     renderer = ChatRenderer(target.tokenizer)
     optim = OptimConfig(**{"lr": 1e-3, "tokens_per_step": rows_per_step * ROW} | (optim or {}))
-    draft = draft or Draft(DraftConfig.from_target(target.config, num_layers=num_layers)).init_weights(0)
+    shape = DraftConfig.from_target(target.config, num_layers=num_layers, fc_bias=True)  # parameters of every kind
+    draft = draft or Draft(shape).init_weights(0)
     return Trainer(
         TrainConfig(steps=steps, micro_batch_rows=rows, **train),
         optim,

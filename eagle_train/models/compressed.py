@@ -29,14 +29,14 @@ def packed(scheme: str, module: QuantisedLinear) -> dict[str, torch.Tensor]:
     return {"weight_packed": pack_to_int32(codes, BITS), "weight_scale": scales, "weight_shape": shape}
 
 
-def unpacked(scheme: str, tensors: Mapping[str, torch.Tensor]) -> QuantisedLinear:
-    """`packed`'s module again."""
+def unpacked(scheme: str, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> QuantisedLinear:
+    """`packed`'s module again, and its bias."""
     if scheme == "fp8":
-        return SCHEMES[scheme](tensors["weight"], tensors["weight_scale"])
+        return SCHEMES[scheme](tensors["weight"], tensors["weight_scale"], bias)
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     codes = unpack_from_int32(tensors["weight_packed"], BITS, torch.Size(tensors["weight_shape"].tolist()))
-    return SCHEMES[scheme](codes, tensors["weight_scale"])
+    return SCHEMES[scheme](codes, tensors["weight_scale"], bias)
 
 
 def specs(scheme: str, outputs: int, inputs: int) -> dict[str, Spec]:
@@ -53,10 +53,11 @@ def specs(scheme: str, outputs: int, inputs: int) -> dict[str, Spec]:
 def file_tensors(draft: Draft, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """All of a draft's tensors by name, on the CPU: quantised matrices packed, everything else in `dtype`."""
     modules = {name: module for name, module in draft.named_modules() if isinstance(module, QuantisedLinear)}
+    own = {f"{name}.{part}" for name in modules for part in ("codes", "scales")}
     found = {
         name: tensor.detach().to("cpu", dtype).contiguous()
         for name, tensor in draft.state_dict().items()
-        if name.rpartition(".")[0] not in modules
+        if name not in own
     }
     for name, module in modules.items():
         parts = packed(module.scheme, module)
@@ -75,7 +76,7 @@ def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: objec
     expected: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {
         name: (tuple(tensor.shape), None)
         for name, tensor in draft.state_dict().items()
-        if name.rpartition(".")[0] not in small
+        if name.removesuffix(".weight") not in small
     }
     for name, module in small.items():
         expected |= {f"{name}.{part}": spec for part, spec in specs(quant.scheme, *module.weight.shape).items()}
@@ -97,7 +98,8 @@ def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: objec
             told is None or tuple(told.tolist()) == tuple(module.weight.shape),
             f"draft={place}: tensor {name}.weight_shape says {told}, must be {tuple(module.weight.shape)}",
         )
-        replace_module(draft, name, unpacked(quant.scheme, own))
+        bias = None if module.bias is None else tensors[f"{name}.bias"].float()
+        replace_module(draft, name, unpacked(quant.scheme, own, bias))
     plain = {name: tensors[name].float() for name, (_, dtype) in expected.items() if dtype is None}
     draft.load_state_dict(plain, strict=False)  # the quantised ones are there
 

@@ -30,7 +30,7 @@ class Draft(nn.Module):
         super().__init__()
         self.config = config
         width = config.hidden_size
-        self.fc = Linear(2 * width, width, bias=False)
+        self.fc = Linear(2 * width, width, bias=config.fc_bias)
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(width, config.rms_norm_eps) if config.norms == "full" else nn.Identity()
         self.rotary = Rotary(config)
@@ -41,10 +41,12 @@ class Draft(nn.Module):
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())  # before they are divided
 
     def init_weights(self, seed: int) -> "Draft":
-        """Fresh weights as Llama's: norms 1, everything else normal with INIT_STD. Reproducible on any device."""
+        """Fresh weights as Llama's: norms 1, a bias 0, the rest normal with INIT_STD. Reproducible on any device."""
         generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim == 1:
                 nn.init.ones_(parameter)
             else:
                 nn.init.normal_(parameter, std=INIT_STD, generator=generator)

@@ -15,12 +15,12 @@ class DraftConfig:
 
     `norms`: eagle1 has no norm before layer 0 and none at the end, which is what vLLM and SGLang load; full has both.
     `first_token`: self_fusion pairs the first token with its own hidden state; with skip it has no slot, as in EAGLE-1,
-    vLLM and SGLang: the draft begins at (t_1, h_0), and what lies at position 0 is never seen. `embedding_scale`
-    multiplies the token embeddings, which are often far smaller than the hidden states beside them, before `fc`; in an
-    artifact it is folded into `fc`. `irope`: layers attend within chunks of `attention_chunk` positions, every fourth
-    (and the last) sees everything and has no rotary positions. `vocab_size`: how many of the target's tokens the draft
-    can propose, `vocabulary` which, ascending; None is all. It learns the distribution among them, and its LM head is
-    so much smaller.
+    vLLM and SGLang: the draft begins at (t_1, h_0), and what lies at position 0 is never seen. `fc_bias`: `fc` has a
+    bias, as EAGLE-1's first checkpoints have. `embedding_scale` multiplies the token embeddings, which are often far
+    smaller than the hidden states beside them, before `fc`; in an artifact it is folded into `fc`. `irope`: layers
+    attend within chunks of `attention_chunk` positions, every fourth (and the last) sees everything and has no rotary
+    positions. `vocab_size`: how many of the target's tokens the draft can propose, `vocabulary` which, ascending; None
+    is all. It learns the distribution among them, and its LM head is so much smaller.
     """
 
     hidden_size: int

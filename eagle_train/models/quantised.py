@@ -53,7 +53,7 @@ def quantised(draft: Draft, quant: Quant) -> Draft:
             f"quant.scheme={quant.scheme}: {name} of the draft has {outputs} outputs and {inputs} inputs; must be "
             f"multiples of {made.outputs} and {made.inputs}",
         )
-        setattr(draft.get_submodule(above[0]), above[2], made.of(module.weight))
+        setattr(draft.get_submodule(above[0]), above[2], made.of(module.weight, module.bias))
     return draft
 
 

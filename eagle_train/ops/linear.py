@@ -46,7 +46,7 @@ def use_fast_linear(model: nn.Module) -> None:
 
 
 class QuantisedLinear(nn.Module):
-    """A weight [N, K] in few bits, without bias; for inference. `twin` is its plain product, on any device.
+    """A weight [N, K] in few bits, and a bias [N] as it is; for inference. `twin` is its plain product, on any device.
 
     Made from codes and scales as ops/quantise.py gives them, or by `of` from the weight itself. They lie in buffers of
     integers, bit by bit: a model's conversion to another dtype leaves them alone. `use_kernel`, once the module is on
@@ -57,24 +57,25 @@ class QuantisedLinear(nn.Module):
     inputs = 1  # K must be a multiple of it
     outputs = 16  # N must be
 
-    def __init__(self, codes: torch.Tensor, scales: torch.Tensor):
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
         self.num_outputs, self.has_kernel = len(codes), False
         self.register_buffer("codes", codes)
         self.register_buffer("scales", scales)
+        self.register_buffer("bias", None if bias is None else bias.detach())
 
     @classmethod
-    def of(cls, weight: torch.Tensor) -> "QuantisedLinear":
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> "QuantisedLinear":
         """Of a weight [N, K], rounded to nearest."""
-        return cls(*cls.rounded(weight))
+        return cls(*cls.rounded(weight), bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] to [..., N] in x's dtype."""
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) == 0:  # an expert that no token chose; the kernels want a row
             return x.new_empty(*x.shape[:-1], self.num_outputs)
-        out = self.kernel(rows) if self.has_kernel else self.twin(rows)
-        return out.to(x.dtype).view(*x.shape[:-1], -1)
+        out = (self.kernel(rows) if self.has_kernel else self.twin(rows)).to(x.dtype)
+        return (out if self.bias is None else out + self.bias).view(*x.shape[:-1], -1)
 
 
 class Int4Linear(QuantisedLinear):
@@ -84,8 +85,8 @@ class Int4Linear(QuantisedLinear):
     inputs = GROUP
     rounded = staticmethod(int4)
 
-    def __init__(self, codes: torch.Tensor, scales: torch.Tensor):
-        super().__init__(two_a_byte(codes), scales.view(torch.int16))
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None):
+        super().__init__(two_a_byte(codes), scales.view(torch.int16), bias)
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes, int8 [N, K], and scales, bf16 [N, K / GROUP]."""
@@ -121,8 +122,8 @@ class Fp8Linear(QuantisedLinear):
     inputs = 16
     rounded = staticmethod(fp8)
 
-    def __init__(self, codes: torch.Tensor, scales: torch.Tensor):
-        super().__init__(codes.view(torch.uint8), scales.view(torch.int32))
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None):
+        super().__init__(codes.view(torch.uint8), scales.view(torch.int32), bias)
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes, FP8 [N, K], and scales, fp32 [N, 1]."""

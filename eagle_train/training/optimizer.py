@@ -16,10 +16,10 @@ NAMES = ("adamw", "muon")
 class OptimConfig:
     """The group `optim`.
 
-    `name`: adamw, or muon (torch's Muon for matrices, AdamW for norms; `lr` is scaled so that both take steps of like
-    size). `betas` are AdamW's under either name, `momentum` is Muon's. The learning rate climbs for `warmup_steps`,
-    stays at `lr`, and falls linearly to 0 over the last `decay_steps`. `tokens_per_step` counts the tokens of an
-    optimiser step, padding included.
+    `name`: adamw, or muon (torch's Muon for matrices, AdamW for norms and biases; `lr` is scaled so that both take
+    steps of like size). `betas` are AdamW's under either name, `momentum` is Muon's. The learning rate climbs for
+    `warmup_steps`, stays at `lr`, and falls linearly to 0 over the last `decay_steps`. `tokens_per_step` counts the
+    tokens of an optimiser step, padding included.
     """
 
     name: str = "adamw"
@@ -61,7 +61,7 @@ class Optimizer:
         matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
         vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
         adamw = {"lr": config.lr, "betas": config.betas, "fused": True}
-        # Norm weights are scales around 1: decay would pull them to 0.
+        # Norm weights are scales around 1: decay would pull them to 0. Biases are left to themselves, as is usual.
         groups = [{"params": vectors, "weight_decay": 0.0}]
         if config.name == "muon":
             muon = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}

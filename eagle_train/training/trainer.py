@@ -12,14 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from eagle_train.config import UserError, check
+from eagle_train.config import UserError, build, check
 from eagle_train.corpus.stream import TENSORS, Batch, Stream
 from eagle_train.distributed import ALONE, World
-from eagle_train.models.draft import Draft, Head, shift_hidden
+from eagle_train.models.draft import Draft, DraftConfig, Head, shift_hidden
 from eagle_train.models.target import LMHead, Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.progress import progress
@@ -327,9 +326,9 @@ class Trainer:
         if path is None:
             return False
         found = checkpoint.load(path, self.world.exchange, self.world.rank)
-        ours: dict[str, Any] = dataclasses.asdict(self.draft.config)
-        for name, value in ours.items():
-            then = found.config.get(name)
+        trained = build(DraftConfig, found.config, f"{path}: draft")
+        for name, value in dataclasses.asdict(self.draft.config).items():
+            then = getattr(trained, name)
             mine, theirs = (f"={value}", then) if name != "vocabulary" else ("", "other tokens")
             check(then == value, f"draft.{name}{mine}: {path} was trained with {theirs}; resume with the same draft")
         made_for = found.state["target"]["fingerprint"]
