@@ -30,11 +30,8 @@ STRANGERS = [
     ("eagle_train.inference", "eagle_train.exporting"),
     ("eagle_train.models", "eagle_train.corpus"),
 ]
-ONLY_WHERE_USED = (
-    "compressed_tensors",
-    "deepspeed",
-    "xgrammar",
-)  # not needed by who does not use it, so never at a module's top level
+# Not needed by who does not use it, so never at a module's top level.
+ONLY_WHERE_USED = ("compressed_tensors", "deepspeed", "xgrammar")
 
 
 def sources() -> dict[str, str]:

@@ -1,9 +1,24 @@
-"""Codes and scales: what fits comes back bit by bit, what does not is within half a step, groups are apart."""
+"""Codes and scales: what fits comes back bit by bit, what does not is within half a step, groups are apart.
+
+Error feedback against least squares, solved anew for every column.
+"""
 
 import pytest
 import torch
 
-from eagle_train.ops.quantise import FP8, GROUP, dequantise, fp8, int4, one_a_byte, two_a_byte
+from eagle_train.ops import quantise as module
+from eagle_train.ops.quantise import (
+    DAMPING,
+    FP8,
+    FP8_MAX,
+    GROUP,
+    STEPS,
+    dequantise,
+    fp8,
+    int4,
+    one_a_byte,
+    two_a_byte,
+)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -87,3 +102,96 @@ def test_two_codes_a_byte():
     assert two_a_byte(codes).tolist() == [[0x90, 0xF8]]
     every = torch.cartesian_prod(*2 * [torch.arange(-8, 8)]).to(torch.int8)
     assert torch.equal(one_a_byte(two_a_byte(every)), every)
+
+
+def correlated(rows: int, inputs: int) -> torch.Tensor:
+    """Inputs [rows, inputs] that are mixtures of a quarter as many, and a little of their own; some are larger."""
+    few = inputs // 4
+    mixed = random(rows, few, seed=1) @ random(few, inputs, seed=2) / few**0.5
+    return (mixed + 0.3 * random(rows, inputs, seed=3)) * torch.logspace(-0.5, 0.5, inputs)
+
+
+def solved(x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The weights [N, C] of columns x [rows, C] whose output is nearest to `wanted` [rows, N]."""
+    return torch.linalg.lstsq(x, wanted).solution.t()
+
+
+def one_by_one(weight: torch.Tensor, x: torch.Tensor, group: int, int4: bool) -> torch.Tensor:
+    """What the codes stand for, fp64: after each column, the weights still to be rounded are solved for anew.
+
+    x [rows, K] are the inputs, to which damping adds a row for each column.
+    """
+    weight, x = weight.double(), x.double()
+    x = torch.cat((x, (DAMPING * x.square().sum(0).mean()).sqrt() * torch.eye(x.shape[1], dtype=x.dtype)))
+    output, rounded = x @ weight.t(), torch.zeros_like(weight)
+    # what an error of 1 costs where the columns behind make up for it as well as they can
+    behind = [x[:, i] - x[:, i + 1 :] @ solved(x[:, i + 1 :], x[:, i : i + 1])[0] for i in range(x.shape[1])]
+    costs = torch.stack([rest.square().sum() for rest in behind])
+    for column in range(x.shape[1]):
+        free = solved(x[:, column:], output - x[:, :column] @ rounded[:, :column].t())
+        if not int4:
+            scales = weight.abs().amax(1).float() / FP8_MAX
+            codes = (free[:, 0] / scales).to(FP8).double()
+        else:
+            if column % group == 0:
+                tried = [(free[:, :group].abs().amax(1) / steps).bfloat16().double() for steps in STEPS]
+                errors = [
+                    free[:, :group] - (free[:, :group] / s[:, None]).round().clamp(-8, 7) * s[:, None] for s in tried
+                ]
+                total = torch.stack([(error.square() * costs[column : column + group]).sum(1) for error in errors])
+                scales = torch.stack(tried).gather(0, total.argmin(0, keepdim=True))[0]
+            codes = (free[:, 0] / scales).round().clamp(-8, 7)
+        rounded[:, column] = codes * scales
+    return rounded
+
+
+@pytest.mark.parametrize("quantise", [int4, fp8])
+def test_error_feedback_is_least_squares_column_by_column(quantise, monkeypatch):
+    monkeypatch.setattr(module, "GROUP", 8)
+    weight, x = random(6, 24), correlated(40, 24)
+    found = dequantise(*quantise(weight, x.t() @ x))
+    torch.testing.assert_close(found, one_by_one(weight, x, 8, quantise is int4).float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("quantise", "inputs"), [(int4, 3 * GROUP), (fp8, 3 * GROUP), (fp8, GROUP + 16)])
+def test_error_feedback_spares_the_output(quantise, inputs):
+    """The sum of |X (W - Wq)^T|^2, on the inputs it was made for and on others like them."""
+    x = correlated(4096, inputs)
+    weight, (x, others) = random(32, inputs, seed=5), x.chunk(2)
+    nearest, ours = dequantise(*quantise(weight)), dequantise(*quantise(weight, x.t() @ x))
+    for given in (x, others):
+        lost = [(given @ (rounded - weight).t()).square().sum() for rounded in (nearest, ours)]
+        assert lost[1] < 0.7 * lost[0]
+
+
+@pytest.mark.parametrize("quantise", [int4, fp8])
+@pytest.mark.parametrize("size", [0.0, 1e-6, 3.0])
+def test_without_correlations_error_feedback_rounds_to_nearest(quantise, size):
+    """As where nothing was seen."""
+    weight = random(5, 2 * GROUP)
+    for found, wanted in zip(quantise(weight, size * torch.eye(2 * GROUP)), quantise(weight), strict=True):
+        assert torch.equal(found.float(), wanted.float())
+        assert found.dtype == wanted.dtype
+
+
+@pytest.mark.parametrize("quantise", [int4, fp8])
+def test_inputs_that_were_always_zero_are_rounded_to_nearest(quantise):
+    weight, x = random(5, 2 * GROUP), correlated(300, 2 * GROUP)
+    dead = torch.arange(2 * GROUP) % 7 == 3
+    x[:, dead] = 0
+    codes, scales = quantise(weight, x.t() @ x)
+    wide = scales.float().repeat_interleave(2 * GROUP // scales.shape[1], dim=1)
+    steps = (weight / wide)[:, dead]
+    wanted = steps.round().clamp(-8, 7) if quantise is int4 else steps.to(FP8).float()
+    assert torch.equal(codes.float()[:, dead], wanted)
+    assert codes.float()[:, ~dead].isfinite().all()
+
+
+def test_fp8_that_error_feedback_makes_larger_than_the_scale_ends_at_the_last_code():
+    """The second column, the row's largest, is to make up for the first, which is rounded down."""
+    x = torch.ones(8, 16) + 1e-3 * random(8, 16)
+    weight = torch.full((1, 16), 440.0)
+    weight[0, 1] = FP8_MAX
+    codes, scales = fp8(weight, x.t() @ x)
+    assert codes.float().abs().max() == FP8_MAX
+    assert scales == 1

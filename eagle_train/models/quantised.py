@@ -4,6 +4,7 @@ The target decides what is accepted, so that a draft's rounding costs acceptance
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,12 +35,13 @@ class Quant:
 
 
 @torch.no_grad()
-def quantised(draft: Draft, quant: Quant) -> Draft:
+def quantised(draft: Draft, quant: Quant, moments: Mapping[str, torch.Tensor] | None = None) -> Draft:
     """The draft with the linear modules of the scope in few bits, and the rest as it is; `draft` is left alone.
 
-    Weights are rounded as they are here, so give them as they were loaded, before any other rounding. With the scheme
-    none, `draft` itself. Raises UserError for a matrix of a shape that the scheme has no product for, and for a draft
-    that is quantised already.
+    Weights are rounded as they are here, so give them as they were loaded, before any other rounding: to nearest, or
+    with error feedback by the second moments [K, K] of each module's inputs (`moments`, by its name; `ops.quantise`).
+    With the scheme none, `draft` itself. Raises UserError for a matrix of a shape that the scheme has no product for,
+    and for a draft that is quantised already.
     """
     if quant.scheme == "none":
         return draft
@@ -53,7 +55,7 @@ def quantised(draft: Draft, quant: Quant) -> Draft:
             f"quant.scheme={quant.scheme}: {name} of the draft has {outputs} outputs and {inputs} inputs; must be "
             f"multiples of {made.outputs} and {made.inputs}",
         )
-        setattr(draft.get_submodule(above[0]), above[2], made.of(module.weight, module.bias))
+        setattr(draft.get_submodule(above[0]), above[2], made.of(module.weight, module.bias, moments and moments[name]))
     return draft
 
 

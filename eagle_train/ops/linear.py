@@ -65,9 +65,11 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach())
 
     @classmethod
-    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> "QuantisedLinear":
-        """Of a weight [N, K], rounded to nearest."""
-        return cls(*cls.rounded(weight), bias)
+    def of(
+        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, moments: torch.Tensor | None = None
+    ) -> "QuantisedLinear":
+        """Of a weight [N, K], rounded to nearest, or by the second moments [K, K] of its inputs (ops.quantise)."""
+        return cls(*cls.rounded(weight, moments), bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] to [..., N] in x's dtype."""

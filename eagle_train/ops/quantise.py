@@ -1,8 +1,11 @@
 """Weights in few bits: codes and scales, and back. Knows nothing of products, modules or files.
 
 Both formats are what serving engines load: INT4, symmetric, in groups of 128 along a row, and FP8 (E4M3) with a scale
-for each row. Both round to nearest. Paper table 2. Shapes: N outputs, K inputs, G = K / GROUP groups of a row.
+for each row. Paper table 2. Both round to nearest, or, where the second moments of the inputs are known, with error
+feedback (GPTQ, arXiv 2210.17323). Shapes: N outputs, K inputs, G = K / GROUP groups of a row.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -16,27 +19,91 @@ TINY = torch.finfo(torch.float32).tiny  # the scale where everything is zero
 # weights).
 STEPS = (7, 8, 9)
 
+DAMPING = 0.01  # added to each input's second moment, in parts of their mean
 
-def int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+Round = Callable[[torch.Tensor], torch.Tensor]  # weights in steps of their scale to codes
+Scale = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # a group's weights [N, C] and what an error costs [C]
+
+
+def int4(weight: torch.Tensor, moments: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """weight [N, K] as codes, int8 [N, K] from -8 to 7, and scales, bf16 [N, G]: each group's best by STEPS.
 
     Codes are chosen for the scale that is kept, the rounded one: a weight that came from `dequantise` comes back as it
-    is.
+    is. `moments` [K, K]: `fed_back`'s.
     """
-    groups = weight.float().unflatten(1, (-1, GROUP))
+    weight = weight.float()
+    if moments is not None:
+        codes, scales = fed_back(weight, moments, int4_scales, int4_codes)
+        return codes.to(torch.int8), scales.bfloat16()
+    groups = weight.unflatten(1, (-1, GROUP))
+    scales = int4_scales(groups, torch.ones(GROUP, device=weight.device))
+    return int4_codes(groups / scales).flatten(1).to(torch.int8), scales.squeeze(-1).bfloat16()
+
+
+def int4_scales(groups: torch.Tensor, costs: torch.Tensor) -> torch.Tensor:
+    """The best scales [..., 1] of groups [..., GROUP] by STEPS, when a squared error costs so much [GROUP]."""
     largest = groups.abs().amax(-1, keepdim=True)
     scales = torch.stack([(largest / steps).bfloat16().float().clamp(min=TINY) for steps in STEPS])
-    codes = (groups / scales).round().clamp(-8, 7)
-    best = (codes * scales - groups).square().sum(-1, keepdim=True).argmin(0, keepdim=True)
-    codes, scales = codes.take_along_dim(best, 0).squeeze(0), scales.take_along_dim(best, 0).squeeze(0)
-    return codes.flatten(1).to(torch.int8), scales.squeeze(-1).bfloat16()
+    errors = (int4_codes(groups / scales) * scales - groups).square() * costs
+    return scales.take_along_dim(errors.sum(-1, keepdim=True).argmin(0, keepdim=True), 0).squeeze(0)
 
 
-def fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """values [..., K], weights or activations, as codes, FP8 [..., K], and scales, fp32 [..., 1]."""
+def int4_codes(steps: torch.Tensor) -> torch.Tensor:
+    return steps.round().clamp(-8, 7)
+
+
+def fp8(values: torch.Tensor, moments: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """values [..., K], weights or activations, as codes, FP8 [..., K], and scales, fp32 [..., 1].
+
+    `moments` [K, K], for weights [N, K]: `fed_back`'s.
+    """
     values = values.float()
     scales = (values.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=TINY)
+    if moments is not None:
+        return fed_back(values, moments, lambda *_: scales, fp8_codes)[0].to(FP8), scales
     return (values / scales).to(FP8), scales
+
+
+def fp8_codes(steps: torch.Tensor) -> torch.Tensor:
+    return steps.clamp(-FP8_MAX, FP8_MAX).to(FP8).float()  # what lies beyond would be NaN
+
+
+def fed_back(
+    weight: torch.Tensor, moments: torch.Tensor, scales_of: Scale, codes_of: Round
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [N, K] and scales [N, groups of GROUP columns] of weight [N, K], both in its dtype, with error feedback.
+
+    `moments` [K, K] is X^T X of inputs X [rows, K] as the layer has them, up to a factor. Columns are rounded one after
+    another, each at what makes up best for the errors of those before it: the sum of |X (weight - rounded)^T|^2 is that
+    of (errors @ factor)^2 for the upper triangular factor of the moments, where a column's own entry stands behind
+    those of the columns before. GPTQ's inverse Hessian says the same.
+
+    Inputs that were always zero have moments of DAMPING alone, so they are rounded to nearest, as all are where nothing
+    was seen.
+    """
+    factor = upper_factor(moments).to(weight.dtype)
+    codes, errors, scales = torch.empty_like(weight), torch.empty_like(weight), []
+    for start in range(0, weight.shape[1], GROUP):
+        here = slice(start, start + GROUP)
+        own = factor[here, here]
+        before = errors[:, :start] @ factor[:start, here]
+        wanted = weight[:, here] + torch.linalg.solve_triangular(own, before, upper=True, left=False)
+        scale = scales_of(wanted, own.diagonal().square())
+        missed = torch.zeros_like(wanted)
+        for column, place in enumerate(range(start, start + wanted.shape[1])):
+            value = wanted[:, column] + missed[:, :column] @ own[:column, column] / own[column, column]
+            codes[:, place] = codes_of(value / scale.squeeze(-1))
+            missed[:, column] = wanted[:, column] - codes[:, place] * scale.squeeze(-1)
+        errors[:, here] = weight[:, here] - codes[:, here] * scale
+        scales.append(scale)
+    return codes, torch.cat(scales, dim=1)
+
+
+def upper_factor(moments: torch.Tensor) -> torch.Tensor:
+    """The upper triangular R [K, K], fp64, with R R^T the damped moments: Cholesky's, from the last input up."""
+    mean = moments.diagonal().double().mean().clamp(min=TINY)
+    damped = moments.double() / mean + DAMPING * torch.eye(len(moments), dtype=torch.float64, device=moments.device)
+    return torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
