@@ -1,6 +1,5 @@
 """Calibrated drafts: the moments against a draft written out, document by document, and what they are good for."""
 
-from collections import defaultdict
 from functools import cache
 
 import pytest
@@ -18,7 +17,7 @@ from eagle_train.models.quantised import Quant, linears, quantised
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.linear import QuantisedLinear
-from eagle_train.serving.calibrate import Moments, calibrated, run
+from eagle_train.serving.calibrate import Moments, calibrated
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
@@ -39,58 +38,56 @@ def packed(*documents: list[int], row: int = 32) -> Batch:
 def written_out(draft: Draft, document: list[int]) -> dict[str, torch.Tensor]:
     """X^T X of every linear module's inputs in the supervised slots of a document, from its second to its last but one.
 
-    Three forwards, each on the hidden states of the one before, with keys and values of the first.
+    The target's hidden states come from transformers' own attention.
     """
-    inputs, keys, tokens = defaultdict(list), {}, torch.tensor(document)
+    inputs, tokens = {}, torch.tensor(document)
     target().model.set_attn_implementation("eager")
     hidden = target().model(tokens[None], output_hidden_states=True).hidden_states[-1][0]
     target().model.set_attn_implementation("eagle_train")
     embeddings, rotary = target().embed(tokens), draft.rotary(torch.arange(len(tokens))[None])
-    future, counted = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1), slice(1, -1)
+    future, places = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1), torch.arange(len(tokens))
+    counted = (places > 0) & (places < len(tokens) - 1)
 
-    def product(name: str, x: torch.Tensor, counted: slice | torch.Tensor = counted) -> torch.Tensor:
-        inputs[name].append(x[counted])
+    def product(name: str, x: torch.Tensor, sent: torch.Tensor = counted) -> torch.Tensor:
+        inputs[name] = x[counted & sent]
         return x @ draft.get_submodule(name).weight.t()
 
     def heads(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(1, (-1, draft.config.head_dim)).transpose(0, 1)[None]
 
-    def feed_forward(name: str, x: torch.Tensor, *counted: torch.Tensor) -> torch.Tensor:
-        gate, up = (product(f"{name}.{part}_proj", x, *counted) for part in ("gate", "up"))
-        return product(f"{name}.down_proj", F.silu(gate) * up, *counted)
+    def feed_forward(name: str, x: torch.Tensor, *sent: torch.Tensor) -> torch.Tensor:
+        gate, up = (product(f"{name}.{part}_proj", x, *sent) for part in ("gate", "up"))
+        return product(f"{name}.down_proj", F.silu(gate) * up, *sent)
 
-    for _ in range(3):
-        previous = torch.cat((hidden[:1], hidden[:-1]))
-        x = product("fc", torch.cat((embeddings, previous), dim=1))
-        for number, layer in enumerate(draft.layers):
-            name, normed = f"layers.{number}", layer.input_layernorm(x)
-            q, k, v = (heads(product(f"{name}.self_attn.{part}_proj", normed)) for part in "qkv")
-            k, v = keys.setdefault(number, (rotate(k, rotary), v))
-            k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
-            scores = rotate(q, rotary) @ k.transpose(2, 3) / draft.config.head_dim**0.5
-            mixed = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
-            x = x + product(f"{name}.self_attn.o_proj", mixed[0].transpose(0, 1).flatten(1))
-            normed, name = layer.post_attention_layernorm(x), f"{name}.mlp"
-            if draft.config.ffn == "dense":
-                x = x + feed_forward(name, normed)
-                continue
-            x = x + feed_forward(f"{name}.shared_expert", normed)
-            gate, best = (normed @ layer.mlp.router.weight.t()).max(-1)
-            for expert in range(draft.config.num_experts):
-                sent = (best == expert).unsqueeze(1)
-                rows = sent.squeeze(1) & (torch.arange(len(tokens)) > 0) & (torch.arange(len(tokens)) < len(tokens) - 1)
-                x = x + sent * feed_forward(f"{name}.experts.{expert}", normed * gate.sigmoid()[:, None], rows)
-        hidden = draft.norm(x)
-    return {name: sum(x.t() @ x for x in given) for name, given in inputs.items()}
+    previous = torch.cat((hidden[:1], hidden[:-1]))
+    x = product("fc", torch.cat((embeddings, previous), dim=1))
+    for number, layer in enumerate(draft.layers):
+        name, normed = f"layers.{number}", layer.input_layernorm(x)
+        q, k, v = (heads(product(f"{name}.self_attn.{part}_proj", normed)) for part in "qkv")
+        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (rotate(k, rotary), v))
+        scores = rotate(q, rotary) @ k.transpose(2, 3) / draft.config.head_dim**0.5
+        mixed = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+        x = x + product(f"{name}.self_attn.o_proj", mixed[0].transpose(0, 1).flatten(1))
+        normed, name = layer.post_attention_layernorm(x), f"{name}.mlp"
+        if draft.config.ffn == "dense":
+            x = x + feed_forward(name, normed)
+            continue
+        x = x + feed_forward(f"{name}.shared_expert", normed)
+        gate, best = (normed @ layer.mlp.router.weight.t()).max(-1)
+        for expert in range(draft.config.num_experts):
+            sent = best == expert
+            x = x + sent[:, None] * feed_forward(f"{name}.experts.{expert}", normed * gate.sigmoid()[:, None], sent)
+    return {name: x.t() @ x for name, x in inputs.items()}
 
 
 @pytest.mark.parametrize("ffn", ["dense", "moe"])
 def test_moments_are_those_of_a_draft_written_out(ffn):
     draft, documents = tiny_draft(target(), ffn=ffn, num_experts=3), random_tokens(9, 14, 12)
+    each = [written_out(draft, document) for document in documents]
     moments = Moments(draft, "all_linear")
     for batch in (packed(*documents[:2]), packed(documents[2])):
-        run(draft, target(), batch, moments)
-    each = [written_out(draft, document) for document in documents]
+        moments.see(batch, target())
+    assert moments.seen == 7 + 12 + 10
     wanted = {name: sum(one[name] for one in each) for name in each[0]}
     scale = {name: moment.abs().max() for name, moment in wanted.items()}
     assert all(scale[name] > 0 for name in scale if "experts" not in name)
@@ -128,7 +125,7 @@ def test_it_is_nearer_to_the_draft_than_one_rounded_to_nearest(pair, scheme, sco
 
 
 def test_it_takes_the_tokens_it_was_told_and_leaves_the_draft_alone():
-    draft, taken = tiny_draft(target()), []
+    draft, taken = tiny_draft(target(), ffn="moe", num_experts=2).bfloat16(), []
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     stream = (taken.append(batch) or batch for batch in batches(5))
     per_batch = int(batches(1)[0].supervised.sum())
@@ -137,6 +134,7 @@ def test_it_takes_the_tokens_it_was_told_and_leaves_the_draft_alone():
     torch.testing.assert_close(draft.state_dict(), before, rtol=0, atol=0)
     for each in (draft, small):
         assert not any(module._forward_pre_hooks or module._forward_hooks for module in each.modules())
+        assert each.fc.weight.dtype == torch.bfloat16
     replaced = {name for name, module in small.named_modules() if isinstance(module, QuantisedLinear)}
     assert replaced == set(linears(draft, "ffn"))
     assert calibrated(draft, target(), stream, Quant()) is draft

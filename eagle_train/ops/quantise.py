@@ -21,8 +21,8 @@ STEPS = (7, 8, 9)
 
 DAMPING = 0.01  # added to each input's second moment, in parts of their mean
 
-Round = Callable[[torch.Tensor], torch.Tensor]  # weights in steps of their scale to codes
-Scale = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # a group's weights [N, C] and what an error costs [C]
+Codes = Callable[[torch.Tensor], torch.Tensor]  # weights in steps of their scale to codes
+Scales = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # a group's weights [N, C] and what an error costs [C]
 
 
 def int4(weight: torch.Tensor, moments: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,18 +65,18 @@ def fp8(values: torch.Tensor, moments: torch.Tensor | None = None) -> tuple[torc
 
 
 def fp8_codes(steps: torch.Tensor) -> torch.Tensor:
-    return steps.clamp(-FP8_MAX, FP8_MAX).to(FP8).float()  # what lies beyond would be NaN
+    return steps.clamp(-FP8_MAX, FP8_MAX).to(FP8).float()  # some releases of torch make NaN of what lies beyond
 
 
 def fed_back(
-    weight: torch.Tensor, moments: torch.Tensor, scales_of: Scale, codes_of: Round
+    weight: torch.Tensor, moments: torch.Tensor, scales_of: Scales, codes_of: Codes
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [N, K] and scales [N, groups of GROUP columns] of weight [N, K], both in its dtype, with error feedback.
 
     `moments` [K, K] is X^T X of inputs X [rows, K] as the layer has them, up to a factor. Columns are rounded one after
-    another, each at what makes up best for the errors of those before it: the sum of |X (weight - rounded)^T|^2 is that
-    of (errors @ factor)^2 for the upper triangular factor of the moments, where a column's own entry stands behind
-    those of the columns before. GPTQ's inverse Hessian says the same.
+    another. With the moments as R R^T, R upper triangular, what errors E [N, K] cost the layer's outputs, the sum of
+    |X E^T|^2, is that of (E R)^2, whose column j knows the errors up to its own only. It is rounded at the value that
+    would make it 0. That is GPTQ's update by the inverse Hessian, without the inverse.
 
     Inputs that were always zero have moments of DAMPING alone, so they are rounded to nearest, as all are where nothing
     was seen.
