@@ -17,7 +17,7 @@ from eagle_train.models.quantised import Quant, linears, quantised
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.linear import QuantisedLinear
-from eagle_train.serving.calibrate import Moments, calibrated
+from eagle_train.exporting.calibrate import Moments, calibrated
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
@@ -113,7 +113,7 @@ def test_it_is_nearer_to_the_draft_than_one_rounded_to_nearest(pair, scheme, sco
     """On text that it was not calibrated on."""
     (target, draft), quant, batch = pair, Quant(scheme, scope), batches(1, seed=99)[0]
     hidden = target.hidden_states(batch.tokens, batch.positions, packed_attention(batch.lengths))
-    previous = shift_hidden(hidden, batch.positions, "self_fusion")
+    previous = shift_hidden(hidden, batch.positions)
 
     def states(draft: Draft) -> torch.Tensor:
         given = target.embed(batch.tokens), previous, batch.positions, packed_attention(batch.lengths)

@@ -75,7 +75,7 @@ class Moments:
         self.seen += int(self.counted.sum())
         attend = packed_attention(batch.lengths)
         hidden = target.hidden_states(batch.tokens, batch.positions, attend).float()
-        previous = shift_hidden(hidden, batch.positions, self.draft.config.first_token)
+        previous = shift_hidden(hidden, batch.positions)
         self.draft(target.embed(batch.tokens).float(), previous, batch.positions, attend)
 
     def add(self, name: str, module: nn.Module, arguments: tuple[torch.Tensor]) -> None:
