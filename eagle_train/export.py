@@ -15,6 +15,10 @@ from huggingface_hub import HfApi, snapshot_download
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.config import UserError, build, check, command, one_line, resolve_device
+from eagle_train.corpus.chat import ChatRenderer
+from eagle_train.corpus.source import DataConfig
+from eagle_train.corpus.stream import Stream
+from eagle_train.exporting.calibrate import calibrated
 from eagle_train.exporting.card import card, read_evaluations
 from eagle_train.exporting.proof import prove
 from eagle_train.models import artifact, layouts
@@ -37,6 +41,7 @@ from eagle_train.training import checkpoint
 from eagle_train.training.metrics import redact
 
 TOLD = ("data", "train", "optim", "seed")  # of a run's config, in the artifact
+CALIBRATION_ROWS = 4  # packed rows that target and draft read at a time
 LOSS = re.compile("^loss$|l1$|ce$|agreement$|^heldout_")  # of a step's metrics, likewise
 HUB_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin"]
 
@@ -98,7 +103,7 @@ def main(values: DictConfig) -> None:
     if config.quant.scheme != "none":
         about = replace(about, quant=config.quant, rounding=config.rounding)
     layouts.check_runs(about.engine, about.draft, about.quant)
-    draft = quantised(source.draft, config.quant)
+    draft = rounded(config, source.draft, target)
     text = card(about, file_tensors(draft, getattr(torch, about.dtype)), config.push_to or out.name)
     embedding = None if target is None else target.embedding
     off = []
@@ -112,6 +117,18 @@ def main(values: DictConfig) -> None:
         print(f"note: {lost}")
     if config.push_to:
         print(f"pushed to {push(out, config.push_to, config.push_private)}")
+
+
+def rounded(config: Config, draft: Draft, target: Target | None) -> Draft:
+    """The draft quantised as asked. Raises UserError as `quantised` and the stream of `data` do."""
+    if config.rounding == "nearest":
+        return quantised(draft, config.quant)
+    check(target.tokenizer is not None, f"target.path={target.name}: no tokenizer there, and rounding=gptq reads text")
+    data = build(DataConfig, config.data, "data")
+    longest = target.max_positions
+    check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {longest}")
+    stream = Stream(data, ChatRenderer(target.tokenizer, data.supervise), CALIBRATION_ROWS)
+    return calibrated(draft, target, stream, config.quant, config.calibration_tokens)
 
 
 def find(name: str, target: Target | None) -> Source:

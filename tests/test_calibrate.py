@@ -84,7 +84,7 @@ def written_out(draft: Draft, document: list[int]) -> dict[str, torch.Tensor]:
 def test_moments_are_those_of_a_draft_written_out(ffn):
     draft, documents = tiny_draft(target(), ffn=ffn, num_experts=3), random_tokens(9, 14, 12)
     each = [written_out(draft, document) for document in documents]
-    moments = Moments(draft, "all_linear")
+    moments = Moments(draft, Quant("fp8", "all_linear"))
     for batch in (packed(*documents[:2]), packed(documents[2])):
         moments.see(batch, target())
     assert moments.seen == 7 + 12 + 10
@@ -155,7 +155,15 @@ def test_an_expert_that_no_token_chose_is_rounded_to_nearest():
             assert same == [False, True, False]
 
 
-def test_no_tokens_is_one_line():
+@pytest.mark.parametrize(
+    ("draft", "tokens", "message"),
+    [
+        ({}, 0, "tokens=0: must be at least 1"),
+        ({"intermediate_size": 192}, 1, "quant.scheme=int4: layers.0.mlp.down_proj of the draft has 128 outputs"),
+    ],
+)
+def test_mistakes_are_told_before_any_batch_is_drawn(draft, tokens, message):
+    drawn = (pytest.fail("drew a batch") for _ in range(1))
     with pytest.raises(UserError) as raised:
-        calibrated(tiny_draft(target()), target(), batches(1), Quant("int4"), tokens=0)
-    assert str(raised.value) == "tokens=0: must be at least 1"
+        calibrated(tiny_draft(target(), **draft), target(), drawn, Quant("int4"), tokens)
+    assert str(raised.value).startswith(message)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from command_line import call, save_target
+from command_line import call, chats, save_target, write_jsonl
 from loaders import read, replay
 from safetensors.torch import load_file, save_file
 from tiny import tiny_draft
@@ -209,6 +209,25 @@ def test_a_full_disk_leaves_nothing(home, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(artifact, "write_text", full)  # the card, which is the last
     assert "No space left" in refusal(capsys, f"checkpoint={home}/eagle1", f"out={tmp_path}/out")
+
+
+def test_rounding_by_the_targets_states(home, target, tmp_path, capsys):
+    """With data that say which inputs matter, other codes, in the same layout; and nearer to the trained outputs."""
+    text = write_jsonl(tmp_path / "chats.jsonl", chats(60))
+    given = [f"target={home}/target", "data=messages", f"data.path={text}", "data.row_tokens=64"]
+    given += ["engine=vllm", "quant=int4", "quant.scope=all_linear", "calibration_tokens=300"]
+    nearest = exported(home, tmp_path / "nearest", *given)
+    gptq = exported(home, tmp_path / "gptq", *given, "rounding=gptq")
+    assert (read_artifact(gptq).rounding, read_artifact(nearest).rounding) == ("gptq", "nearest")
+    assert "rounded with error feedback on the target's states" in (gptq / "README.md").read_text()
+    one, other = (load_file(place / "model.safetensors") for place in (nearest, gptq))
+    assert {name: x.shape for name, x in one.items()} == {name: x.shape for name, x in other.items()}
+    (name, config) = "layers.1.mlp.up_proj.weight_packed", json.loads((home / "target" / "config.json").read_text())
+    assert not torch.equal(one[name], other[name])
+    assert replay("vllm", *read(gptq), config).whole
+    assert contents(exported(home, tmp_path / "again" / "gptq", *given, "rounding=gptq")) == contents(gptq)
+    line = refusal(capsys, f"checkpoint={home}/eagle1", f"out={tmp_path}/out", *given, "rounding=gptq", "data.path=no")
+    assert "data.path" in line
 
 
 # --- what is refused

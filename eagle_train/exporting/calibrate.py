@@ -19,7 +19,7 @@ from torch import nn
 from eagle_train.config import check
 from eagle_train.corpus.stream import TENSORS, Batch
 from eagle_train.models.draft import Draft, shift_hidden
-from eagle_train.models.quantised import Quant, linears, quantised
+from eagle_train.models.quantised import Quant, chosen, quantised
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.progress import progress
@@ -38,7 +38,7 @@ def calibrated(draft: Draft, target: Target, batches: Iterable[Batch], quant: Qu
     if quant.scheme == "none":
         return draft
     moved = copy.deepcopy(draft).to(target.device)
-    moments = Moments(copy.deepcopy(moved).float(), quant.scope)
+    moments = Moments(copy.deepcopy(moved).float(), quant)
     bar = progress(tokens, "calibration token")
     for batch in batches:
         moments.see(batch, target)
@@ -50,18 +50,18 @@ def calibrated(draft: Draft, target: Target, batches: Iterable[Batch], quant: Qu
 
 
 class Moments:
-    """X^T X, fp32 [K, K], of the inputs X of each linear module of a scope, by its name: `sums`.
+    """X^T X, fp32 [K, K], of the inputs X of each linear module that is to be quantised, by its name: `sums`.
 
     `seen` slots, the supervised ones, have been counted; an expert's are those of them that its router sent there. The
     draft, fp32 and where the target is, is given for good: its modules report what they are given.
     """
 
-    def __init__(self, draft: Draft, scope: str):
+    def __init__(self, draft: Draft, quant: Quant):
         self.draft, self.seen = draft, 0
         self.counted: torch.Tensor  # bool [B * T]: the slots of the batch that count
         self.experts: dict[str, torch.Tensor] = {}  # by the mixture's name: which expert each slot was sent to
         self.sums: dict[str, torch.Tensor] = {}
-        for name, module in linears(draft, scope).items():
+        for name, module in chosen(draft, quant).items():
             self.sums[name] = module.weight.new_zeros(module.in_features, module.in_features)
             module.register_forward_pre_hook(partial(self.add, name))
         for name, module in draft.named_modules():

@@ -45,18 +45,27 @@ def quantised(draft: Draft, quant: Quant, moments: Mapping[str, torch.Tensor] | 
     """
     if quant.scheme == "none":
         return draft
+    draft = copy.deepcopy(draft)
+    for name, module in chosen(draft, quant).items():
+        above, made = name.rpartition("."), SCHEMES[quant.scheme]
+        known = None if moments is None else moments[name]
+        setattr(draft.get_submodule(above[0]), above[2], made.of(module.weight, module.bias, known))
+    return draft
+
+
+def chosen(draft: Draft, quant: Quant) -> dict[str, nn.Linear]:
+    """The linear modules to be quantised, by name. Raises UserError as `quantised` does."""
     already = quant_of(draft)
     check(already.scheme == "none", f"quant.scheme={quant.scheme}: the draft is quantised already, {already}; use none")
-    draft, made = copy.deepcopy(draft), SCHEMES[quant.scheme]
-    for name, module in linears(draft, quant.scope).items():
-        (outputs, inputs), above = module.weight.shape, name.rpartition(".")
+    found, made = linears(draft, quant.scope), SCHEMES[quant.scheme]
+    for name, module in found.items():
+        outputs, inputs = module.weight.shape
         check(
             outputs % made.outputs == 0 and inputs % made.inputs == 0,
             f"quant.scheme={quant.scheme}: {name} of the draft has {outputs} outputs and {inputs} inputs; must be "
             f"multiples of {made.outputs} and {made.inputs}",
         )
-        setattr(draft.get_submodule(above[0]), above[2], made.of(module.weight, module.bias, moments and moments[name]))
-    return draft
+    return found
 
 
 def linears(draft: Draft, scope: str) -> dict[str, nn.Linear]:
