@@ -11,13 +11,13 @@ from eagle_train.config import UserError
 from eagle_train.corpus.chat import Document
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Batch, Packer, collate
+from eagle_train.exporting.calibrate import Moments, calibrated
 from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.layers import rotate
 from eagle_train.models.quantised import Quant, linears, quantised
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.linear import QuantisedLinear
-from eagle_train.exporting.calibrate import Moments, calibrated
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
