@@ -40,6 +40,7 @@ from eagle_train.models.target import Identity, Target, TargetConfig, load_targe
 from eagle_train.training import checkpoint
 from eagle_train.training.metrics import redact
 
+FIELD = "checkpoint"
 TOLD = ("data", "train", "optim", "seed")  # of a run's config, in the artifact
 CALIBRATION_ROWS = 4  # packed rows that target and draft read at a time
 LOSS = re.compile("^loss$|l1$|ce$|agreement$|^heldout_")  # of a step's metrics, likewise
@@ -137,14 +138,14 @@ def find(name: str, target: Target | None) -> Source:
     if not (path / artifact.CONFIG).is_file():
         found, draft = trained(path)
         source = source_of(draft.folded(), Identity(**found.state["target"]), made_how(found), found.path)
-    elif artifact.KEY in artifact.read_config(path):
-        source = Source(load_draft(path), read_artifact(path), path)
+    elif artifact.KEY in artifact.read_config(path, FIELD):
+        source = Source(load_draft(path, field=FIELD), read_artifact(path, FIELD), path)
     else:
         said = f"checkpoint={path}: a draft of somebody else's, which does not say what it is for; give target=PATH"
         check(target is not None, said)
         source = source_of(load_foreign(path, target), target.identity, {"imported": name}, path)
     if target is not None:
-        check_target(source.about.target, target.identity, path)
+        check_target(source.about.target, target.identity, f"{FIELD}={path}")
     return source
 
 
@@ -171,7 +172,7 @@ def trained(path: Path) -> tuple[checkpoint.Checkpoint, Draft]:
         path = newest
     found = checkpoint.load(path)
     draft = Draft(build(DraftConfig, found.config, f"{path}: draft"))
-    load_tensors(draft, found.draft(), path)
+    load_tensors(draft, found.draft(), f"checkpoint={path}")
     return found, draft
 
 

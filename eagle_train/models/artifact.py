@@ -118,7 +118,7 @@ def write_artifact(
     directory = Path(directory)
     check(is_replaceable(directory), f"out={directory}: exists and holds no draft; name another directory")
     tensors = file_tensors(draft, getattr(torch, about.dtype))
-    check_finite(tensors, directory)
+    check_finite(tensors, f"out={directory}")
     tensors = layouts.to_engine(about.engine, about.draft, tensors, embedding)
     values = layouts.engine_config(about.engine, about.draft, about.quant, about.dtype, about.target)
     values[KEY] = dataclasses.asdict(about)
@@ -163,43 +163,41 @@ def fingerprint(draft: Draft) -> str:
     return found.hexdigest()[:16]
 
 
-def load_draft(directory: str | Path, target: Identity | None = None) -> Draft:
-    """The draft on the CPU, every tensor checked, in fp32 or quantised as it was exported. Raises UserError.
+def load_draft(directory: str | Path, target: Identity | None = None, field: str = "draft") -> Draft:
+    """The draft on the CPU, every tensor checked, in fp32 or quantised as it was exported.
 
-    With `target`, a draft made for another target is refused.
+    With `target`, a draft made for another target is refused. Raises UserError, in which `field` is what the user set.
     """
-    directory = Path(directory).expanduser()
-    about = read_artifact(directory)
+    about, place = read_artifact(directory, field), f"{field}={directory}"
     if target is not None:
-        check_target(about.target, target, directory)
+        check_target(about.target, target, place)
     draft = Draft(about.draft)
-    load_tensors(draft, layouts.from_engine(about.engine, about.draft, read_tensors(directory)), directory, about.quant)
+    load_tensors(draft, layouts.from_engine(about.engine, about.draft, read_tensors(directory, field)), place, about.quant)
     return draft
 
 
-def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+def read_tensors(directory: str | Path, field: str = "draft") -> dict[str, torch.Tensor]:
     try:
-        return load_file(directory / WEIGHTS)
+        return load_file(Path(directory).expanduser() / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"draft={directory}: {WEIGHTS} cannot be read: {error}") from error
+        raise UserError(f"{field}={directory}: {WEIGHTS} cannot be read: {error}") from error
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: str | Path, field: str = "draft") -> dict[str, Any]:
     """Its config.json. Raises UserError where there is none, or it is no mapping."""
-    path = directory / CONFIG
-    check(path.is_file(), f"draft={directory}: no {CONFIG} there; give a directory that eagle-export wrote")
+    path, place = Path(directory).expanduser() / CONFIG, f"{field}={directory}"
+    check(path.is_file(), f"{place}: no {CONFIG} there; give a directory that eagle-export wrote")
     try:
         values = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise UserError(f"draft={directory}: {CONFIG} is not JSON: {error}") from error
-    check(isinstance(values, dict), f"draft={directory}: {CONFIG} holds no mapping")
+        raise UserError(f"{place}: {CONFIG} is not JSON: {error}") from error
+    check(isinstance(values, dict), f"{place}: {CONFIG} holds no mapping")
     return values
 
 
-def read_artifact(directory: str | Path) -> Artifact:
+def read_artifact(directory: str | Path, field: str = "draft") -> Artifact:
     """What a directory that eagle-export wrote tells of its draft. Raises UserError."""
-    directory = Path(directory).expanduser()
-    values, place = read_config(directory), f"draft={directory}: {CONFIG}"
+    values, place = read_config(directory, field), f"{field}={directory}: {CONFIG}"
     check(KEY in values, f"{place} has no {KEY!r}; give a directory that eagle-export wrote")
     about = values[KEY]
     version = about.get("version") if isinstance(about, dict) else None
@@ -211,11 +209,11 @@ def read_artifact(directory: str | Path) -> Artifact:
     return about
 
 
-def check_target(made_for: Identity, target: Identity, directory: Path) -> None:
+def check_target(made_for: Identity, target: Identity, place: str) -> None:
     """Refuse a draft made for another target: sizes first, then the weights' fingerprint."""
     for name in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
         wanted, given = getattr(made_for, name), getattr(target, name)
         check(
             wanted == given,
-            f"draft={directory}: made for target {made_for.name} ({name} {wanted}), not for {target.name} ({given})",
+            f"{place}: made for target {made_for.name} ({name} {wanted}), not for {target.name} ({given})",
         )

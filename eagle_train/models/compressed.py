@@ -65,7 +65,7 @@ def file_tensors(draft: Draft, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return found
 
 
-def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: object, quant: Quant | None = None) -> None:
+def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: str, quant: Quant | None = None) -> None:
     """Fill the draft, whose modules are all plain, from what `file_tensors` gives; those of `quant` become quantised.
 
     `place` names the tensors' origin in messages. A missing, unexpected, misshapen or non-finite tensor, or one of the
@@ -82,21 +82,21 @@ def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: objec
         expected |= {f"{name}.{part}": spec for part, spec in specs(quant.scheme, *module.weight.shape).items()}
     for name in sorted(expected.keys() ^ tensors.keys()):
         problem = "is missing" if name in expected else "is not part of this draft"
-        check(False, f"draft={place}: tensor {name} {problem}")
+        check(False, f"{place}: tensor {name} {problem}")
     for name, (shape, dtype) in expected.items():
         found = tensors[name]
         check(
-            tuple(found.shape) == shape, f"draft={place}: tensor {name} has shape {tuple(found.shape)}, must be {shape}"
+            tuple(found.shape) == shape, f"{place}: tensor {name} has shape {tuple(found.shape)}, must be {shape}"
         )
         right = found.is_floating_point() if dtype is None else found.dtype == dtype
-        check(right, f"draft={place}: tensor {name} is {found.dtype}, must be {dtype or 'floating-point'}")
+        check(right, f"{place}: tensor {name} is {found.dtype}, must be {dtype or 'floating-point'}")
     check_finite(tensors, place)
     for name, module in small.items():
         own = {part: tensors[f"{name}.{part}"] for part in specs(quant.scheme, *module.weight.shape)}
         told = own.get("weight_shape")
         check(
             told is None or tuple(told.tolist()) == tuple(module.weight.shape),
-            f"draft={place}: tensor {name}.weight_shape says {told}, must be {tuple(module.weight.shape)}",
+            f"{place}: tensor {name}.weight_shape says {told}, must be {tuple(module.weight.shape)}",
         )
         bias = None if module.bias is None else tensors[f"{name}.bias"].float()
         replace_module(draft, name, unpacked(quant.scheme, own, bias))
@@ -109,7 +109,7 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(above), own, module)
 
 
-def check_finite(tensors: Mapping[str, torch.Tensor], place: object) -> None:
+def check_finite(tensors: Mapping[str, torch.Tensor], place: str) -> None:
     for name, tensor in tensors.items():
         whole = not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
-        check(whole, f"draft={place}: tensor {name} holds values that are not finite")
+        check(whole, f"{place}: tensor {name} holds values that are not finite")

@@ -52,13 +52,25 @@ class Draft(nn.Module):
                 nn.init.normal_(parameter, std=INIT_STD, generator=generator)
         return self
 
-    @torch.no_grad()
     def folded(self) -> "Draft":
-        """The same draft with an embedding scale of 1, as serving engines load it; exact, for powers of two."""
+        """The same draft with an embedding scale of 1, as serving engines load it."""
+        return self.rescaled(1.0)
+
+    @torch.no_grad()
+    def rescaled(self, embedding_scale: float) -> "Draft":
+        """The same draft with another embedding scale; exact, for powers of two."""
         draft = copy.deepcopy(self)
-        if self.config.embedding_scale != 1.0:
-            draft.config = replace(self.config, embedding_scale=1.0)
-            draft.fc.weight[:, : self.config.hidden_size] *= self.config.embedding_scale
+        if embedding_scale != self.config.embedding_scale:
+            draft.config = replace(self.config, embedding_scale=embedding_scale)
+            draft.fc.weight[:, : self.config.hidden_size] *= self.config.embedding_scale / embedding_scale
+        return draft
+
+    def with_first_token(self, first_token: str) -> "Draft":
+        """The same weights in a draft whose first token has a slot or none (`DraftConfig.first_token`)."""
+        draft = copy.deepcopy(self)
+        draft.config = replace(self.config, first_token=first_token)
+        for layer in draft.layers:
+            layer.self_attn.rule = replace(layer.self_attn.rule, skip_first=draft.config.first_slot == 1)
         return draft
 
     def forward(

@@ -43,7 +43,7 @@ def load_foreign(directory: Path, target: Target) -> Draft:
     if "fc.bias" in tensors and not tensors["fc.bias"].any():  # what SGLang's layout asks for
         del tensors["fc.bias"]
     draft = Draft(shape_of(values, tensors, target, directory))
-    load_tensors(draft, tensors, directory)
+    load_tensors(draft, tensors, f"checkpoint={directory}")
     return draft
 
 

@@ -2,8 +2,12 @@
 cannot go together. Knows nothing of logs, signals or how a run ends. DESIGN section 3.10.
 """
 
+import dataclasses
+import json
 import random
+import shlex
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -13,13 +17,19 @@ from eagle_train.corpus.chat import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Stream, heldout_batches
 from eagle_train.distributed import World
+from eagle_train.models.artifact import load_draft, read_artifact
 from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.models.quantised import quant_of
 from eagle_train.models.target import Target, TargetConfig, load_target, training_dtype
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint import checkpoints
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
 from eagle_train.training.trainer import TrainConfig, Trainer, accumulation
+
+INIT_FROM = "train.init_from"
+# A draft that is given takes any scale, and may lose or win the slot of the first token; which tokens it knows it tells.
+OWN = ("embedding_scale", "first_token", "vocabulary")
 
 
 def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trainer:
@@ -34,6 +44,8 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
         train.resume or not checkpoints(out),
         f"out={out} holds checkpoints: name another directory, remove them, or give train.resume=true",
     )
+    if train.init_from is not None:
+        read_artifact(train.init_from, INIT_FROM)
     sound = isinstance(config.seed, int) and 0 <= config.seed < 2**63
     check(sound, f"seed={config.seed}: must be a whole number, 0 or more and below 2**63")
     random.seed(config.seed)
@@ -45,12 +57,13 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
     longest = target.max_positions
     check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {longest}")
     shape = draft_shape(config.draft, target)  # refused before any data are read
+    given = None if train.init_from is None else given_draft(train.init_from, shape, target)
 
     renderer = ChatRenderer(target.tokenizer, data.supervise)
     stream = Stream(data, renderer, train.micro_batch_rows, world)
-    if shape.vocab_size:
+    if given is None and shape.vocab_size:
         shape.vocabulary = stream.frequent_tokens(shape.vocab_size)
-    draft = Draft(shape).init_weights(config.seed).to(device)
+    draft = (Draft(shape).init_weights(config.seed) if given is None else given).to(device)
     heldout = heldout_batches(data, renderer, train.micro_batch_rows)
     backend = prepare(draft, optim, parallel, world, target.dtype)
     return Trainer(train, optim, target, draft, backend, stream, heldout, out, world)
@@ -62,3 +75,23 @@ def draft_shape(values: DictConfig, target: Target) -> DraftConfig:
     if shape["embedding_scale"] is None:
         shape["embedding_scale"] = target.embedding_scale()
     return DraftConfig.from_target(target.config, **shape)
+
+
+def given_draft(directory: str, shape: DraftConfig, target: Target) -> Draft:
+    """The draft of an artifact, whose shape must be the one that the group `draft` asks for.
+
+    Raises UserError where it is not, or was made for another target; it says what to give.
+    """
+    draft = load_draft(directory, target.identity, INIT_FROM)
+    quant = quant_of(draft)
+    check(quant.scheme == "none", f"{INIT_FROM}={directory}: is quantised, {quant}; give the draft that it was made from")
+    ours, theirs = dataclasses.asdict(shape), dataclasses.asdict(draft.config)
+    other = [name for name in ours if name not in OWN and ours[name] != theirs[name]]
+    said, needed = (" ".join(override(name, values[name]) for name in other) for values in (ours, theirs))
+    check(not other, f"{said}: not as {INIT_FROM}={directory} has it; give {needed}")
+    return draft.rescaled(shape.embedding_scale).with_first_token(shape.first_token)
+
+
+def override(name: str, value: Any) -> str:
+    """What sets a draft's field, as one types it in a shell."""
+    return shlex.quote(f"draft.{name}={json.dumps(value)}".replace('"', ""))

@@ -44,11 +44,15 @@ class TrainConfig:
     first on its own features of the pass before (HASS, arXiv 2408.15766); the loss is their mean. `feature_noise`:
     uniform noise, up to so much, on every number of the hidden states that the draft is fed (EAGLE, arXiv 2401.15077).
 
+    `init_from`: the artifact of a draft for the same target, whose weights the first step starts from; None for fresh
+    ones. Resuming goes on from the run's own checkpoint.
+
     A step whose gradient is not finite, or longer than `runaway` times the median of the last NORMS, is skipped;
     `max_skipped` such steps end the run.
     """
 
     steps: int
+    init_from: str | None = None
     micro_batch_rows: int = 1
     l1_weight: float = 1.0
     l1_weight_end: float | None = None
