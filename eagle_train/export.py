@@ -19,7 +19,7 @@ from eagle_train.corpus.chat import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Stream
 from eagle_train.exporting.calibrate import calibrated
-from eagle_train.exporting.card import card, read_evaluations
+from eagle_train.exporting.card import card, caveat, read_evaluations
 from eagle_train.exporting.proof import prove
 from eagle_train.models import artifact, layouts
 from eagle_train.models.artifact import (
@@ -104,6 +104,12 @@ def main(values: DictConfig) -> None:
     if config.quant.scheme != "none":
         about = replace(about, quant=config.quant, rounding=config.rounding)
     layouts.check_runs(about.engine, about.draft, about.quant)
+    if (
+        about.engine != "native" and about.draft.first_token != "skip"
+    ):  # what is run there is what is written and proved
+        told = about.training | {"first_token": about.draft.first_token}
+        source.draft = source.draft.with_first_token("skip")
+        about = replace(about, draft=source.draft.config, training=told)
     draft = rounded(config, source.draft, target)
     text = card(about, file_tensors(draft, getattr(torch, about.dtype)), config.push_to or out.name)
     embedding = None if target is None else target.embedding
@@ -114,7 +120,7 @@ def main(values: DictConfig) -> None:
     how = about.dtype if about.quant.scheme == "none" else f"{about.quant}, {about.rounding}"
     print(f"{source.place} -> {out} ({about.engine}, {how}, for {about.target.name})")
     print(f"read back: every tensor as it was; outputs on a sample {off[0]:.1%} off the draft's in {about.dtype}")
-    if lost := layouts.caveat(about.engine, about.draft):
+    if lost := caveat(about):
         print(f"note: {lost}")
     if config.push_to:
         print(f"pushed to {push(out, config.push_to, config.push_private)}")

@@ -93,6 +93,7 @@ def test_the_engine_loads_it_whole_and_so_do_we(home, tmp_path, engine, norms, q
     assert (loaded.errors, loaded.uninitialised, loaded.spoiled) == ([], set(), set())
     assert loaded.skipped <= {"fc.bias", "embed_tokens.weight"}
     ours = quantised(load_draft(home / norms), Quant(quant, scope))
+    assert load_draft(out).config == replace(ours.config, first_token="skip")
     wanted, found = file_tensors(ours, torch.bfloat16), file_tensors(load_draft(out), torch.bfloat16)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     written = layouts.from_engine(engine, ours.config, load_file(out / "model.safetensors"))
@@ -160,7 +161,7 @@ def test_an_export_can_be_exported(home, tmp_path):
 def test_answers_with_an_export_are_those_with_the_trained_draft(home, target, tmp_path, quant):
     out = exported(home, tmp_path / "out", "engine=vllm", f"quant={quant}", "dtype=float32")
     params, prompts = SamplingParams(max_tokens=12), [[5, 9, 11], [40, 41, 42, 43]]
-    trained = quantised(load_draft(home / "eagle1"), Quant(quant))
+    trained = quantised(load_draft(home / "eagle1"), Quant(quant)).with_first_token("skip")
     for one, other in zip(
         Engine(target, load_draft(out, target.identity), "chain3").generate(prompts, params),
         Engine(target, trained, "chain3").generate(prompts, params),
@@ -453,10 +454,13 @@ def test_the_card_tells_what_the_artifact_knows(home, tmp_path):
 
 
 def test_what_an_engine_leaves_out_is_told(home, target, tmp_path, capsys):
-    said = "vLLM begins the draft at the second token"
+    said = "serving engines begin the draft at the second token"
     out = exported(home, tmp_path / "out", "engine=vllm")
     assert f"note: {said}" in capsys.readouterr().out
     assert f"Note: {said}" in (out / "README.md").read_text()
+    assert load_draft(out).config.first_token == "skip"  # as it is run
+    exported(tmp_path, tmp_path / "back", source="out")
+    assert f"note: {said}" in capsys.readouterr().out
     save_draft(tiny_draft(target, first_token="skip"), tmp_path / "skip", target.identity)
     for source, engine in ((home / "eagle1", "native"), (tmp_path / "skip", "vllm")):
         out = exported(source.parent, tmp_path / engine, f"engine={engine}", source=source.name)

@@ -101,7 +101,11 @@ def test_a_draft_of_another_shape_is_refused_with_what_to_give(root, tmp_path, c
     ours, _, needed = said.partition(f": not as train.init_from={root}/other has it; give ")
     assert {"draft.num_layers=1", "draft.norms=eagle1", "draft.fc_bias=false"} < set(shlex.split(ours))
     needed = shlex.split(needed)
-    assert {one.removeprefix("draft.").partition("=")[0] for one in needed} == OTHER.keys() - {"vocabulary"}
+    assert {one.removeprefix("draft.").partition("=")[0] for one in needed} == OTHER.keys() - {
+        "first_token",
+        "vocabulary",
+    }
+    needed.append("draft.first_token=skip")
     assert call(train.main, *given, *needed) == 0
     found = export.trained(tmp_path / "run")[0].config
     assert {name: found[name] for name in OTHER} == OTHER
@@ -116,7 +120,20 @@ def test_what_cannot_be_started_from(root, tmp_path, capsys):
     here = f"train.init_from={root}/draft"
     said = refused(capsys, *given, here, f"target={tmp_path}/target")
     assert said.startswith(f"{here}: made for target {root}/target (fingerprint ")
+    small = call(export.main, f"checkpoint={root}/draft", f"out={tmp_path}/small", "quant=fp8")
+    assert small == 0
+    assert refused(capsys, *given, f"train.init_from={tmp_path}/small").startswith(
+        f"train.init_from={tmp_path}/small: is quantised, fp8 (ffn); give the draft that it was made from"
+    )
     assert not (tmp_path / "run").exists()
+
+
+def test_a_draft_can_lose_the_first_tokens_slot(root, losses, tmp_path):
+    given = [f"train.init_from={root}/draft", "draft.first_token=skip", f"out={tmp_path}/run"]
+    assert call(train.main, *training(root, *given)) == 0
+    loss = metrics(tmp_path / "run")[0]["loss"]
+    assert 1e-4 < abs(loss / losses["loaded"] - 1) < 0.2
+    assert export.trained(tmp_path / "run")[0].config["first_token"] == "skip"
 
 
 def test_a_plan_knows_the_shape_without_the_artifact(root, tmp_path, capsys):

@@ -13,7 +13,7 @@ import torch
 
 from eagle_train.config import UserError, check
 from eagle_train.models.artifact import Artifact
-from eagle_train.models.layouts import TOKEN_MAP, caveat
+from eagle_train.models.layouts import TOKEN_MAP
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SERVED = {
@@ -56,7 +56,7 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
         f"Layout: {about.engine}. Weights: {weights(about)}.",
         "## Serve it",
         SERVED[about.engine].format(target=target.name, here=name, token_map=token_map, unquantised=unquantised),
-        *([f"Note: {caveat(about.engine, draft)}."] if caveat(about.engine, draft) else []),
+        *([f"Note: {caveat(about)}."] if caveat(about) else []),
         "## What it is worth",
         worth(about.evaluations),
         "## What it was made for",
@@ -77,6 +77,18 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
         table(["part", "tensors", "MB"], sizes(tensors)),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def caveat(about: Artifact) -> str | None:
+    """What a draft lost when it was written for an engine that leaves out the first token's slot, which it knew."""
+    trained = about.training.get("first_token", about.draft.first_token)
+    if trained == about.draft.first_token:
+        return None
+    return (
+        "serving engines begin the draft at the second token, and this one was trained to attend to a slot for the "
+        f"first (draft.first_token={trained}), so that less is accepted than in our own engine; train with "
+        "draft.first_token=skip, or some steps more from this draft (train.init_from)"
+    )
 
 
 def front_matter(about: Artifact) -> str:

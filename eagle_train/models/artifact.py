@@ -172,7 +172,9 @@ def load_draft(directory: str | Path, target: Identity | None = None, field: str
     if target is not None:
         check_target(about.target, target, place)
     draft = Draft(about.draft)
-    load_tensors(draft, layouts.from_engine(about.engine, about.draft, read_tensors(directory, field)), place, about.quant)
+    load_tensors(
+        draft, layouts.from_engine(about.engine, about.draft, read_tensors(directory, field)), place, about.quant
+    )
     return draft
 
 

@@ -85,9 +85,7 @@ def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: str, 
         check(False, f"{place}: tensor {name} {problem}")
     for name, (shape, dtype) in expected.items():
         found = tensors[name]
-        check(
-            tuple(found.shape) == shape, f"{place}: tensor {name} has shape {tuple(found.shape)}, must be {shape}"
-        )
+        check(tuple(found.shape) == shape, f"{place}: tensor {name} has shape {tuple(found.shape)}, must be {shape}")
         right = found.is_floating_point() if dtype is None else found.dtype == dtype
         check(right, f"{place}: tensor {name} is {found.dtype}, must be {dtype or 'floating-point'}")
     check_finite(tensors, place)

@@ -122,17 +122,6 @@ def refusal(engine: str, draft: DraftConfig, quant: Quant) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def caveat(engine: str, draft: DraftConfig) -> str | None:
-    """What a draft loses in a serving engine that runs it all the same."""
-    if engine == "native" or draft.first_token == "skip":
-        return None
-    return (
-        f"{NAMES[engine]} begins the draft at the second token, and this one was trained to attend to a slot for the "
-        "first (draft.first_token=self_fusion), so that less is accepted there than in our own engine; train with "
-        "draft.first_token=skip"
-    )
-
-
 def quantization_config(quant: Quant) -> dict[str, Any]:
     """The `quantization_config` of compressed-tensors for a quantised draft."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme

@@ -28,7 +28,7 @@ from eagle_train.training.parallelize import prepare
 from eagle_train.training.trainer import TrainConfig, Trainer, accumulation
 
 INIT_FROM = "train.init_from"
-# A draft that is given takes any scale, and may lose or win the slot of the first token; which tokens it knows it tells.
+# A draft that is given takes any scale, can lose or gain the first token's slot, and knows its own tokens.
 OWN = ("embedding_scale", "first_token", "vocabulary")
 
 
@@ -84,7 +84,9 @@ def given_draft(directory: str, shape: DraftConfig, target: Target) -> Draft:
     """
     draft = load_draft(directory, target.identity, INIT_FROM)
     quant = quant_of(draft)
-    check(quant.scheme == "none", f"{INIT_FROM}={directory}: is quantised, {quant}; give the draft that it was made from")
+    check(
+        quant.scheme == "none", f"{INIT_FROM}={directory}: is quantised, {quant}; give the draft that it was made from"
+    )
     ours, theirs = dataclasses.asdict(shape), dataclasses.asdict(draft.config)
     other = [name for name in ours if name not in OWN and ours[name] != theirs[name]]
     said, needed = (" ".join(override(name, values[name]) for name in other) for values in (ours, theirs))
