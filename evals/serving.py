@@ -4,7 +4,7 @@ Greedy, on the same prompts and token for token, so that whatever differs is the
 it, or rounding. vLLM runs in an interpreter of its own (vllm_job.py) and tells what it counted; nothing is timed. Knows
 nothing of what vLLM does inside. DESIGN sections 3.8, 3.10.
 
-    python -m evals.serving draft=DIR export=VLLM_DIR questions=FILE.jsonl out=DIR
+    python -m evals.serving draft=DIR questions=FILE.jsonl out=DIR     # DIR: of eagle-export engine=vllm
 """
 
 import gc
@@ -27,14 +27,15 @@ from eagle_train.config import (
     build,
     check,
     command,
-    one_line,
     provenance,
     resolve_device,
     write_json,
     write_text,
 )
+from eagle_train.exporting.card import caveat
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
+from eagle_train.models.artifact import read_artifact
 from eagle_train.models.quantised import Quant
 from eagle_train.models.target import TargetConfig, load_target
 from eagle_train.training.metrics import redact
@@ -60,7 +61,7 @@ class VLLM:
         check(self.timeout_s > 0, f"vllm.timeout_s={self.timeout_s}: must be above 0")
         check(self.cpu_kv_gib >= 1, f"vllm.cpu_kv_gib={self.cpu_kv_gib}: must be at least 1")
         for name in ("model", "speculative_config"):
-            check(name not in (self.arguments or {}), f"vllm.arguments.{name}: follows from target, export and tree")
+            check(name not in (self.arguments or {}), f"vllm.arguments.{name}: follows from target, draft and tree")
 
 
 @dataclass
@@ -69,9 +70,7 @@ class Config:
 
     target: TargetConfig
     tree: Any
-    quant: Quant
     draft: Artifact
-    export: str
     vllm: VLLM
     questions: str
     out: str
@@ -89,17 +88,7 @@ class Config:
         self.chain = trees[0]
         is_chain = len(trees) == 1 and self.chain.is_chain and self.chain.max_depth > 0
         check(is_chain, "tree: vLLM drafts one chain, whatever the batch; try chain3")
-        known = "architectures" in read_json(Path(self.export) / "config.json")
-        check(known, f"export={self.export}: its config.json names no architectures; give the draft as vLLM loads it")
         self.params = SamplingParams(0.0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos)
-
-
-def read_json(path: Path) -> Any:
-    """Raises UserError for a file that is missing or no JSON."""
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -142,6 +131,8 @@ def main(values: DictConfig) -> None:
     device = resolve_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    about = read_artifact(config.draft.path)
+    check(about.engine == "vllm", f"draft={config.draft.path}: of engine={about.engine}; export it with engine=vllm")
     questions = read_questions(config.questions, config.limit)
     version = version_of(config.vllm.python)
     out = prepared(Path(str(config.out)))
@@ -154,7 +145,9 @@ def main(values: DictConfig) -> None:
         **compared(own, served),
         "prompts": len(answers),
         "tree": label(config.chain),
-        "quant": str(config.quant),
+        "quant": str(about.quant),
+        "caveat": caveat(about),
+        "draft_source": about.source,
         "config": redact(OmegaConf.to_container(values, resolve=True)),
         "provenance": provenance() | {"vllm": version},
     }
@@ -168,7 +161,7 @@ def answered(config: Config, questions: list[Question], device: str) -> tuple[li
     """Our engine's answers, the target's stop tokens, and what there is to say of the target, which is let go of."""
     target = load_target(config.target, device)
     check_template(target)
-    drafter = drafter_of(target, config.draft, config.quant)
+    drafter = drafter_of(target, config.draft, Quant())
     engine = Engine(target, drafter, config.tree, max_batch_size=config.batch_size)
     check_fit(engine, questions, config.max_tokens)
     answers = [answer for together in ask(engine, questions, config.params) for answer in together]
@@ -177,7 +170,6 @@ def answered(config: Config, questions: list[Question], device: str) -> tuple[li
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": device,
         "max_positions": target.max_positions,
-        "first_token": drafter.draft.config.first_token,
     }
     return answers, sorted(engine.stop_ids), found
 
@@ -206,7 +198,7 @@ def job_of(
         "enforce_eager": True,  # nothing is timed, so nothing is worth compiling
         "disable_log_stats": False,  # the counters are among them
         "skip_tokenizer_init": True,
-        "speculative_config": {"method": "eagle", "model": str(config.export), "num_speculative_tokens": depth},
+        "speculative_config": {"method": "eagle", "model": config.draft.path, "num_speculative_tokens": depth},
     }
     stops = [] if config.ignore_eos else stop_ids
     sampling = {"temperature": 0.0, "max_tokens": config.max_tokens, "detokenize": False}
@@ -263,12 +255,12 @@ def run(program: list[str], log: Any, variables: dict[str, str], timeout_s: floa
 def counts_of(path: Path, prompts: int, depth: int) -> Counts:
     """The answer of vllm_job.py. Raises UserError for one that is not there, or not to the job."""
     check(path.is_file(), f"vLLM ended without an answer: there is no {path}")
-    answer = read_json(path)
     try:
+        answer = json.loads(path.read_text("utf-8"))
         counts = Counts(answer["drafts"], answer["accepted_tokens_per_pos"], answer["token_ids"])
         right = len(counts.token_ids) == prompts and len(counts.accepted) == depth
         right = right and sum(counts.accepted) == answer["accepted_tokens"]
-    except (KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: no answer to the job: {type(error).__name__} {error}") from error
     check(right, f"{path}: no answer to the job: {prompts} prompts, {depth} tokens a draft")
     check(counts.drafts > 0, f"{path}: vLLM drafted nothing")
@@ -334,9 +326,9 @@ def markdown(found: Mapping[str, Any]) -> str:
     config = found["config"]
     quant = "" if found["quant"] == "none" else f", {found['quant']}"
     setting = (
-        f"Target `{found['target']}`, {found['dtype']} on {found['device']}; draft `{config['draft']['path']}`{quant}, "
-        f"in vLLM `{config['export']}`; {found['tree']}; temperature 0; {found['prompts']} prompts of "
-        f"`{config['questions']}`, at most {config['max_tokens']} tokens each."
+        f"Target `{found['target']}`, {found['dtype']} on {found['device']}; draft `{config['draft']['path']}`{quant}; "
+        f"{found['tree']}; temperature 0; {found['prompts']} prompts of `{config['questions']}`, at most "
+        f"{config['max_tokens']} tokens each."
     )
     notes = [
         f"vLLM's acceptance length differs by {signed(found['relative_difference'])}. Answers with the same tokens: "
@@ -345,11 +337,8 @@ def markdown(found: Mapping[str, Any]) -> str:
         "`1 + accepted / drafts` is vLLM's mean acceptance length; TPC leaves out what was accepted behind an answer's "
         "end.",
     ]
-    if found["first_token"] != "skip":
-        notes.append(
-            "The draft was trained with a slot for the first token, which vLLM does not run: what that loses is part "
-            "of the difference. `draft.first_token=skip` trains it as it is served."
-        )
+    if found["caveat"] is not None:
+        notes.append(f"Mind that {found['caveat']}.")
     title = f"# {found['vllm']['acceptance_length']:.2f} tokens a round in vLLM {found['provenance']['vllm']}"
     own, served = found["eagle_train"], found["vllm"]
     return "\n\n".join([title, setting, comparison(own, served), *notes, "## Made on", made_on(found)]) + "\n"

