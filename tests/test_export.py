@@ -302,9 +302,11 @@ def test_damaged_tensors(home, tmp_path, quant, changes, words):
 # --- drafts of others
 
 
-def foreign(home: Path, target, directory: Path, layout: str = "reference", norms: str = "eagle1", **changes) -> Draft:
+def foreign(
+    target, directory: Path, layout: str = "reference", norms: str = "eagle1", num_layers: int = 3, **changes
+) -> Draft:
     """Write a draft as others do. `changes`: tensors to add, or None to take away."""
-    draft = tiny_draft(target, num_layers=3, norms=norms, first_token="skip", fc_bias=layout == "bias")
+    draft = tiny_draft(target, num_layers=num_layers, norms=norms, first_token="skip", fc_bias=layout == "bias")
     tensors = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     if layout in ("reference", "bias"):
         tensors["embed_tokens.weight"] = target.embedding.clone()
@@ -321,7 +323,7 @@ def foreign(home: Path, target, directory: Path, layout: str = "reference", norm
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": num_layers,
         "vocab_size": 96,
         "rms_norm_eps": draft.config.rms_norm_eps,
         "max_position_embeddings": 128,
@@ -344,11 +346,17 @@ def foreign(home: Path, target, directory: Path, layout: str = "reference", norm
 
 
 @pytest.mark.parametrize(
-    ("layout", "norms"),
-    [("reference", "eagle1"), ("bias", "eagle1"), ("vllm", "eagle1"), ("vllm", "full"), ("sglang", "eagle1")],
+    ("layout", "norms", "num_layers"),
+    [
+        ("reference", "eagle1", 1),
+        ("bias", "eagle1", 1),
+        ("vllm", "eagle1", 2),
+        ("vllm", "full", 3),
+        ("sglang", "eagle1", 4),
+    ],
 )
-def test_drafts_of_others_are_read(home, target, tmp_path, layout, norms):
-    draft = foreign(home, target, tmp_path / "theirs", layout, norms)
+def test_drafts_of_others_are_read(home, target, tmp_path, layout, norms, num_layers):
+    draft = foreign(target, tmp_path / "theirs", layout, norms, num_layers)
     out = exported(tmp_path, tmp_path / "out", f"target={home}/target", "dtype=float32", source="theirs")
     loaded = load_draft(out, target.identity)
     assert loaded.config == draft.config
@@ -371,7 +379,7 @@ def test_drafts_of_others_are_read(home, target, tmp_path, layout, norms):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_drafts_of_others_that_are_none(home, target, tmp_path, capsys, changes, message):
-    foreign(home, target, tmp_path / "theirs", "sglang", **changes)
+    foreign(target, tmp_path / "theirs", "sglang", **changes)
     arguments = [f"checkpoint={tmp_path}/theirs", f"out={tmp_path}/out", f"target={home}/target"]
     assert message in refusal(capsys, *arguments)
 
@@ -386,7 +394,7 @@ def test_drafts_of_others_that_are_none(home, target, tmp_path, capsys, changes,
     ],
 )
 def test_configs_of_others_that_do_not_fit(home, target, tmp_path, capsys, values, message):
-    foreign(home, target, tmp_path / "theirs", "sglang")
+    foreign(target, tmp_path / "theirs", "sglang")
     path = tmp_path / "theirs" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     arguments = [f"checkpoint={tmp_path}/theirs", f"out={tmp_path}/out"]
@@ -396,7 +404,7 @@ def test_configs_of_others_that_do_not_fit(home, target, tmp_path, capsys, value
 
 @pytest.mark.parametrize("layout", ["reference", "sglang"])
 def test_damaged_files_of_others(home, target, tmp_path, capsys, layout):
-    foreign(home, target, tmp_path / "theirs", layout)
+    foreign(target, tmp_path / "theirs", layout)
     (path,) = [p for p in (tmp_path / "theirs").iterdir() if p.suffix in (".bin", ".safetensors")]
     path.write_bytes(path.read_bytes()[:1000])
     arguments = [f"checkpoint={tmp_path}/theirs", f"out={tmp_path}/out", f"target={home}/target"]
@@ -404,7 +412,7 @@ def test_damaged_files_of_others(home, target, tmp_path, capsys, layout):
 
 
 def test_a_pickle_that_is_more_than_tensors_is_not_run(home, target, tmp_path, capsys):
-    foreign(home, target, tmp_path / "theirs", "reference")
+    foreign(target, tmp_path / "theirs", "reference")
     torch.save({"fc.weight": SimpleNamespace()}, tmp_path / "theirs" / "pytorch_model.bin")
     arguments = [f"checkpoint={tmp_path}/theirs", f"out={tmp_path}/out", f"target={home}/target"]
     assert "its weights cannot be read" in refusal(capsys, *arguments)
