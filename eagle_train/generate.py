@@ -36,6 +36,7 @@ def main(config: DictConfig) -> None:
 def job(config: DictConfig) -> int:
     """One rank's part; returns its exit status."""
     check(config.color in COLORS, f"color={config.color}: must be one of {', '.join(COLORS)}")
+    check(isinstance(config.compile, bool), f"compile={config.compile}: must be true or false")
     check(bool(config.prompt), "prompt is empty: give prompt=TEXT")
     stop = OmegaConf.to_container(config.stop) if OmegaConf.is_config(config.stop) else config.stop
     numbers = build(Numbers, {k: config[k] for k in ("temperature", "top_p", "top_k", "max_tokens", "seed")}, "")
@@ -51,7 +52,7 @@ def job(config: DictConfig) -> int:
     target = load_target(given, device, "tensor" if world.size > 1 else "replicated", world)
     check(target.tokenizer is not None, f"target.path={given.path}: no tokenizer there, and the prompt is text")
     draft = None if path is None else quantised(load_draft(path, target.identity), quant)
-    engine = Engine(target, draft, OmegaConf.to_container(config.tree))
+    engine = Engine(target, draft, OmegaConf.to_container(config.tree), max_batch_size=1, compile=config.compile)
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
     output = engine.generate([prompt], params)[0]
     if world.is_main:

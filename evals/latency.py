@@ -75,6 +75,7 @@ class Config:
     top_k: int
     seed: int
     prompt_lookup: int
+    compile: bool
     device: str
     threads: int | None
     target: TargetConfig | None = None
@@ -145,13 +146,14 @@ class Bench:
 
     def engines(self, batch_size: int) -> dict[str, Engine]:
         """Plain decoding's, and one for each tree and quantised draft."""
-        engines = {PLAIN: Engine(self.target, max_batch_size=batch_size)}
+        options = {"max_batch_size": batch_size, "compile": self.config.compile}
+        engines = {PLAIN: Engine(self.target, **options)}
         told = self.config.acceptance
         make = Engine if told is None else partial(ToldEngine, told)
         for name, (tree, quant) in self.config.drafting.items():
             draft = quantised(copy.deepcopy(self.draft), quant)  # before an engine rounds it
             drafter = Eagle(draft, self.target, self.config.draft.alignment)
-            engines[name] = make(self.target, drafter, tree, max_batch_size=batch_size)
+            engines[name] = make(self.target, drafter, tree, **options)
         return engines
 
     def others(self, batch_size: int) -> dict[str, Answering]:

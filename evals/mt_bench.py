@@ -73,6 +73,7 @@ class Config:
     top_p: float
     top_k: int
     seed: int
+    compile: bool
     device: str
     threads: int | None
 
@@ -109,9 +110,9 @@ def main(values: DictConfig) -> None:
     out = prepared(Path(str(config.out)))
     target = load_target(config.target, device)
     check_template(target)
-    plain = Run(Engine(target, max_batch_size=config.batch_size))
+    plain = Run(Engine(target, max_batch_size=config.batch_size, compile=config.compile))
     drafter = drafter_of(target, config.draft, config.quant)
-    speculative = Run(Engine(target, drafter, config.tree, max_batch_size=config.batch_size))
+    speculative = Run(Engine(target, drafter, config.tree, max_batch_size=config.batch_size, compile=config.compile))
     check_fit(plain.engine, questions, config.max_tokens)
     measure([plain, speculative], questions, config.params, config.batch_size)
     found = {

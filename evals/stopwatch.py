@@ -16,9 +16,10 @@ import torch
 from eagle_train.inference import Engine
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import LMHead, Target
+from eagle_train.ops.compiled import Compiled
 from evals.prompts import Asked
 
-FORWARDS = ((Target, "hidden_states"), (Draft, "forward"), (LMHead, "__call__"))
+FORWARDS = ((Target, "hidden_states"), (Draft, "forward"), (Compiled, "__call__"), (LMHead, "__call__"))
 
 
 def timed(function: Callable, told: Callable[[float], None], wait: Callable[[], None] = lambda: None) -> Callable:

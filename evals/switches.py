@@ -80,7 +80,10 @@ SWITCHES = {
     "greedy_drafting": Switch(
         "greedy instead of multinomial drafts (3.2)", off=Side(options={"drafting": "multinomial"}), load=SAMPLED
     ),
-    "compiled_sampling": Switch("verification compiled (3.2)", on=Side(options={"compile": True}), load=SAMPLED),
+    "compiled_forwards": Switch("forwards compiled", on=Side(options={"compile": True})),
+    "compiled_sampling": Switch(
+        "forwards and verification compiled (3.2)", on=Side(options={"compile": True}), load=SAMPLED
+    ),
     "last_alignment": Switch(
         "the draft's cache aligned by the last token alone (3.4)",
         off=Side(alignment="accepted"),

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.sampling import verify
 from eagle_train.inference.tree import chain, full
 from eagle_train.models.artifact import save_draft
 from eagle_train.models.draft import Draft
@@ -160,7 +161,10 @@ def test_top_k_of_one_is_greedy(mode, trained):
 def test_verification_is_compiled_for_one_and_for_many_rows_only(trained, monkeypatch):
     """Paper section 3.2: rows come and go, and there are two compilations for each of two trees."""
     counter, compiled = CompileCounter(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *given, **options: compiled(*given, **options, backend=counter))
+    backends = {verify: counter}
+    monkeypatch.setattr(
+        torch, "compile", lambda given, **options: compiled(given, **options, backend=backends.get(given, "eager"))
+    )
     params = [SamplingParams(temperature=1.0, seed=s, ignore_eos=True, max_tokens=4 + 3 * s) for s in range(5)]
     for number, tree in enumerate(("chain3", "n8"), start=1):
         plain = Engine(shared_target(), trained, tree).generate(PROMPTS, params)

@@ -7,6 +7,7 @@ Shapes: A active rows, N tree nodes, D tree depth, P tokens of a path (depth + 1
 V vocabulary.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -77,6 +78,10 @@ class Drafter(Protocol):
 
     caches: list[PagedKV]
     """What it keeps in the blocks; the engine sees to their size."""
+
+    def compile(self, sizes: "Iterable[tuple[int, Plan]]") -> list[Callable[[], None]]:
+        """Run forwards by torch.compile from now on. Returns calls that have it done for these batch sizes, each with
+        its plan; they raise UserError where torch.compile fails."""
 
     def prefill(
         self,

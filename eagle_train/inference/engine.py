@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Listing
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ from eagle_train.inference.validation import validate
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.progress import progress
 
 Prompt = str | Listing[int] | Listing[dict]
 
@@ -81,8 +82,10 @@ class Engine:
         long for who comes. None: all there are.
         `prefix_cache`: prompts that begin as an earlier text did are read from there on; the store's blocks keep what
         they hold until others need them, and then go to host memory, which has room for `host_kv_tokens`.
-        `compile`: verify sampled drafts by torch.compile, which compiles once for a batch of one and once for larger
-        ones, for each tree (paper section 3.2); some ten seconds each time, on a CPU.
+        `compile`: the forwards of target and drafter in decoding, and the verification of sampled drafts (paper section
+        3.2), by torch.compile. Forwards are compiled here, for a batch of one and, if `max_batch_size` is more, for
+        larger ones; verification when it is first needed, for both and for each tree. Reading prompts stays as it is,
+        and so does the forward of a target that is divided over ranks. Raises UserError where torch.compile fails.
         """
         check(max_batch_size >= 1, f"max_batch_size={max_batch_size}: must be at least 1")
         if not isinstance(target, Target):
@@ -100,10 +103,9 @@ class Engine:
         check(least, f"prefill_tokens={prefill_tokens}: must be at least 1, or None")
         self.kv_tokens, self.prefill_tokens = kv_tokens, prefill_tokens
         self.dispatcher = Dispatcher(tree if draft is not None else chain(0), target.device)
-        self.verify = verify
+        self.verify, self.compiled = verify, compile and target.together is None
         if compile:
-            self.verify = torch.compile(verify, dynamic=True)
-            torch._dynamo.config.recompile_limit += 2 * len(self.dispatcher.table)
+            self.compile()
         self.stage_seconds: dict[str, float] = defaultdict(float)
         self.num_added = 0
         self.advanced: dict[Sequence, None] = {}  # who got tokens in this step, in order
@@ -122,6 +124,27 @@ class Engine:
         self.scheduler = Scheduler(pool, max_batch_size, self.dispatcher.deepest + 1, prefixes)
         if kv_tokens is not None:
             self.reserve(kv_tokens // BLOCK)
+
+    @torch.inference_mode()
+    def compile(self) -> None:
+        """Run verification, and the forwards of target and drafter in decoding, by torch.compile from now on."""
+        self.verify = torch.compile(verify, dynamic=True)
+        torch._dynamo.config.recompile_limit += 2 * len(self.dispatcher.table)
+        ends = {1, 2, self.max_batch_size, *(size + n for size, _ in self.dispatcher.table for n in (0, 1))}
+        sizes = [(rows, self.dispatcher.dispatch(rows)) for rows in sorted(ends) if rows <= self.max_batch_size]
+        jobs = [] if self.drafter is None else self.drafter.compile(sizes)
+        if self.compiled:
+            jobs += [partial(self.prepare, rows, plan.tree.num_nodes) for rows, plan in sizes]
+        bar = progress(len(jobs), "compiled shape", shown=self.ranks.rank == 0)
+        for done, job in enumerate(jobs, 1):
+            job()
+            bar.update(done)
+        bar.close()
+
+    def prepare(self, rows: int, nodes: int) -> None:
+        """Have the target's forward compiled for these sizes."""
+        tokens = torch.zeros(rows, nodes, dtype=torch.long, device=self.target.device)
+        self.target.compiled.prepare(tokens, tokens)
 
     def generate(
         self, prompts: Listing[Prompt], params: SamplingParams | Listing[SamplingParams] | None = None
@@ -315,7 +338,8 @@ class Engine:
         with self.stage("validation"):
             if self.guidance is not None:
                 self.guidance.read(tokens)  # now, because it waits for what the device was told before
-            return validate(self.target, self.cache, self.prefix, plan.tree, tokens, self.ranks)
+            read = self.target.compiled if self.compiled else self.target.hidden_states
+            return validate(self.target, read, self.cache, self.prefix, plan.tree, tokens, self.ranks)
 
     def sample(self, plan: Plan, tokens: torch.Tensor, logits: torch.Tensor, q: torch.Tensor | None) -> Verified:
         with self.stage("sampling"):

@@ -211,7 +211,7 @@ def over_both(
 
 
 def append(tensor: torch.Tensor | None, more: torch.Tensor, dim: int) -> torch.Tensor:
-    return more if tensor is None else torch.cat((tensor, more), dim)
+    return more.clone() if tensor is None else torch.cat((tensor, more), dim)
 
 
 class Suffix:
@@ -223,6 +223,7 @@ class Suffix:
         self.positions: torch.Tensor | None = None  # [A, nodes]
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # Copies: the memory of what an attend is given may be used anew.
         self.keys[layer] = append(self.keys[layer], k, 2)
         self.values[layer] = append(self.values[layer], v, 2)
         return self.keys[layer], self.values[layer]

@@ -6,16 +6,17 @@ from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.tensor_parallel import Ranks
 from eagle_train.inference.tree import Tree
 from eagle_train.models.target import Target
+from eagle_train.ops.compiled import Forward
 
 
 def validate(
-    target: Target, cache: PagedKV, prefix: Prefix, tree: Tree, tokens: torch.Tensor, ranks: Ranks
+    target: Target, read: Forward, cache: PagedKV, prefix: Prefix, tree: Tree, tokens: torch.Tensor, ranks: Ranks
 ) -> tuple[torch.Tensor, torch.Tensor, Suffix | None]:
     """One target call over the tree's tokens [A, N], the pending token at its root.
 
-    Returns hidden states [A, N, H], logits [A, N, V] of the rank's own rows, and the nodes' keys and values, which are
-    not in the cache yet; None for a chain: it is causal as any text, so its nodes are written at once where they would
-    be committed.
+    `read` is the target's `hidden_states`, compiled or not. Returns hidden states [A, N, H], logits [A, N, V] of the
+    rank's own rows, and the nodes' keys and values, which are not in the cache yet; None for a chain: it is causal as
+    any text, so its nodes are written at once where they would be committed.
     """
     positions = prefix.lengths.unsqueeze(1) + tree.depth
     if tree.is_chain:
@@ -23,5 +24,5 @@ def validate(
     else:
         suffix = Suffix(target.config.num_hidden_layers)
         attend = cache.tree(prefix, suffix, positions, tree.ancestors)
-    hidden = target.hidden_states(tokens, positions, attend)
+    hidden = read(tokens, positions, attend)
     return hidden, target.lm_head(ranks.own(hidden)), suffix

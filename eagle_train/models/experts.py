@@ -7,6 +7,8 @@ here, whatever is put around their `forward` afterwards (tensor parallelism, off
 
 import torch
 from torch import nn
+from transformers import Llama4TextConfig
+from transformers.activations import ACT2FN
 from transformers.models.llama4 import modeling_llama4
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
 
@@ -28,20 +30,39 @@ class RoutedMoe(Llama4TextMoe):
 class RoutedExperts(Llama4TextExperts):
     """`Llama4TextExperts` that may be told the scores."""
 
+    def __init__(self, config: Llama4TextConfig):
+        super().__init__(config)
+        self.activation = config.hidden_act
+
     def forward(self, hidden: torch.Tensor, scores: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [N, H]; scores [N, E], 0 where a token did not choose an expert. Returns [N, H]."""
         if scores is None:
             return super().forward(hidden)
-        experts, rows = scores.t().nonzero(as_tuple=True)  # ordered by expert
-        counts = torch.bincount(experts, minlength=scores.shape[1]).tolist()
-        chosen = (hidden[rows] * scores[rows, experts].unsqueeze(1)).split(counts)
-        out = [self.run(expert, x) for expert, x in enumerate(chosen)]
-        return torch.zeros_like(hidden).index_add_(0, rows, torch.cat(out))
+        run = torch.ops.eagle_train.routed_experts if torch.compiler.is_compiling() else routed_experts
+        return run(hidden, scores, self.gate_up_proj, self.down_proj, self.activation)
 
-    def run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        gate, up = (x @ self.gate_up_proj[expert]).chunk(2, -1)
-        return (up * self.act_fn(gate)) @ self.down_proj[expert]
 
+def routed_experts(
+    hidden: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """hidden [N, H] and scores [N, E] with the experts' matrices [E, H, 2I] and [E, I, H] to [N, H]."""
+    experts, rows = scores.t().nonzero(as_tuple=True)  # ordered by expert
+    counts = torch.bincount(experts, minlength=scores.shape[1]).tolist()
+    chosen = (hidden[rows] * scores[rows, experts].unsqueeze(1)).split(counts)
+    out = []
+    for expert, x in enumerate(chosen):
+        gate, up = (x @ gate_up[expert]).chunk(2, -1)
+        out.append((up * ACT2FN[activation](gate)) @ down[expert])
+    return torch.zeros_like(hidden).index_add_(0, rows, torch.cat(out))
+
+
+# To torch.compile one operation: how many rows an expert gets is known to nobody before.
+torch.library.define(
+    "eagle_train::routed_experts",
+    "(Tensor hidden, Tensor scores, Tensor gate_up, Tensor down, str activation) -> Tensor",
+)
+torch.library.impl("eagle_train::routed_experts", "CompositeExplicitAutograd")(routed_experts)
+torch.library.register_fake("eagle_train::routed_experts")(lambda hidden, *_: torch.empty_like(hidden))
 
 modeling_llama4.Llama4TextMoe = RoutedMoe
 modeling_llama4.Llama4TextExperts = RoutedExperts

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from eagle_train.config import UserError, check, one_line
 from eagle_train.distributed import ALONE, World
 from eagle_train.models.experts import route_experts
 from eagle_train.ops.attention import Attend, Rule, lengths_of, packed_attention
+from eagle_train.ops.compiled import Compiled
 from eagle_train.ops.linear import linear, use_fast_linear
 
 PROBE_TOKENS = 24  # of the start-up check
@@ -213,6 +215,11 @@ class Target:
             decoder = self.model.model
         own = {"attend": attend, "token_positions": positions}  # carried to `attention_of_target`
         return decoder(input_ids=tokens, position_ids=positions, use_cache=False, **own).last_hidden_state
+
+    @cached_property
+    def compiled(self) -> Compiled:
+        """`hidden_states` by torch.compile, for whoever asks. Once it is compiled, the model must stay as it is."""
+        return Compiled(self.hidden_states, self.device)
 
     def own_hidden_states(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """`hidden_states` where every rank has packed rows of its own, as many as the others."""

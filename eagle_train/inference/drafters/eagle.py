@@ -5,6 +5,9 @@ Paper sections 2, 3.2 and 3.4; DESIGN sections 3.1, 3.5. Knows nothing of valida
 Shapes: A active rows, N tree nodes, H hidden, V vocabulary.
 """
 
+from collections.abc import Callable, Iterable
+from functools import partial
+
 import torch
 
 from eagle_train.config import check
@@ -13,6 +16,8 @@ from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.sampling import propose, restrict
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.target import Target
+from eagle_train.ops.attention import Attend
+from eagle_train.ops.compiled import Compiled, Forward
 from eagle_train.ops.linear import use_kernels
 
 ALIGNMENTS = ("accepted", "last")
@@ -35,6 +40,27 @@ class Eagle:
         shape = self.draft.config
         self.cache = PagedKV(shape.num_layers, shape.num_kv_heads, shape.head_dim, 0, target.dtype, target.device)
         self.caches = [self.cache]
+        self.read: Forward = self.forward
+
+    def forward(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """The draft's hidden states [A, T, H] at tokens [A, T], each with the hidden state before it."""
+        return self.draft(self.target.embed(tokens), hidden, positions, attend)
+
+    def compile(self, sizes: Iterable[tuple[int, Plan]]) -> list[Callable[[], None]]:
+        self.read = Compiled(self.forward, self.target.device)
+        shapes = set()
+        for rows, plan in sizes:
+            shapes |= {(rows, count + 1) for count in range(plan.tree.max_depth + 1)}  # accepted, and one
+            shapes |= {(rows, len(level.parents)) for level in plan.levels[1:]}
+        return [partial(self.prepare, *shape) for shape in sorted(shapes)]
+
+    def prepare(self, rows: int, length: int) -> None:
+        """Have `read` compiled for these sizes."""
+        hidden = self.target.embedding.new_zeros(rows, length, self.draft.config.hidden_size)
+        tokens = torch.zeros(rows, length, dtype=torch.long, device=hidden.device)
+        self.read.prepare(tokens, hidden, tokens)
 
     def prefill(
         self,
@@ -48,7 +74,7 @@ class Eagle:
         if before is not None:  # the rows that have a prefix
             follows = (positions[:, 0] > 0).unsqueeze(1)
             previous[:, 0] = torch.where(follows, before, previous[:, 0])
-        self.draft(self.target.embed(tokens), previous, positions, self.cache.extend(prefix, positions))
+        self.forward(tokens, previous, positions, self.cache.extend(prefix, positions))
 
     def propose(
         self, plan: Plan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice
@@ -61,8 +87,7 @@ class Eagle:
         """Read the pending tokens with the target's hidden states. Returns the draft's at the last of them [A, H]."""
         steps = torch.arange(pending.tokens.shape[1], device=pending.tokens.device)
         positions = prefix.lengths.unsqueeze(1) + steps
-        embeddings = self.target.embed(pending.tokens)
-        hidden = self.draft(embeddings, pending.hidden, positions, self.cache.extend(prefix, positions))
+        hidden = self.read(pending.tokens, pending.hidden, positions, self.cache.extend(prefix, positions))
         return hidden[torch.arange(len(hidden), device=hidden.device), pending.counts - 1]
 
     def grow(
@@ -82,7 +107,7 @@ class Eagle:
                     attend = self.cache.extend(prefix.grown(depth - 1), positions)
                 else:
                     attend = self.cache.tree(prefix, self.suffix, positions, level.ancestors)
-                hidden = self.draft(self.target.embed(inner), hidden[:, level.above], positions, attend)
+                hidden = self.read(inner, hidden[:, level.above], positions, attend)
             proposed, distribution = self.children(hidden, level, choice)
             tokens[:, level.children] = proposed[:, level.parent_of, level.rank_of]
             if distribution is not None:

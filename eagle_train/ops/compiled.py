@@ -1,0 +1,97 @@
+"""A model's forward by torch.compile, whole, with an attention that is called from within and stays as it is.
+
+What lies between two attentions is fused, and nothing of a model's own Python runs any more. Which keys an attention
+sees changes with every call; the graph does not know, so that it is compiled for numbers of rows and tokens alone.
+Knows no models.
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+
+import torch
+from torch import nn
+from torch._dynamo import config as tracing
+from torch._dynamo.exc import TorchDynamoException
+from torch.fx.experimental import _config as shapes
+
+from eagle_train.config import UserError, one_line
+from eagle_train.ops.attention import Attend, Rule
+
+Forward = Callable[..., torch.Tensor]
+"""forward(*tensors [B, T, ...], attend) -> [B, T, H]"""
+
+current: ContextVar[Attend] = ContextVar("attend")
+
+# `kept` stands for whatever an attention keeps, keys and values say: by it the compiler knows that calls have an order.
+torch.library.define(
+    "eagle_train::attend",
+    "(Tensor(a!) kept, int layer, Tensor q, Tensor k, Tensor v, "
+    "float scale, int? window, int? chunk, float? softcap, Tensor? sinks, bool skip_first) -> Tensor",
+)
+
+
+@torch.library.impl("eagle_train::attend", "CompositeExplicitAutograd")
+def attend_now(
+    kept: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rule: object
+) -> torch.Tensor:
+    """What the current call of a `Compiled` was given attends."""
+    return current.get()(layer, q, k, v, Rule(*rule)).contiguous()
+
+
+@torch.library.register_fake("eagle_train::attend")
+def attended_shape(
+    kept: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rule: object
+) -> torch.Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+class Compiled:
+    """`forward` by torch.compile; what it computes otherwise, to the last bits.
+
+    It is compiled for one row and for several, for one token and for several, and for few products and many, see
+    ops/linear.py: seven graphs at most, all sizes else are theirs. The model must stay as it is from then on.
+    """
+
+    def __init__(self, forward: Forward, device: torch.device | str):
+        def graph(kept: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+            def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+                own = (rule.scale, rule.window, rule.chunk, rule.softcap, rule.sinks, rule.skip_first)
+                return torch.ops.eagle_train.attend(kept, layer, q, k, v, *own)
+
+            return forward(*tensors, attend)
+
+        graph.__code__ = graph.__code__.replace()  # which graphs there are is kept by the code: each has its own
+        options = {"guard_filter_fn": shapes_alone}
+        self.graph = torch.compile(graph, dynamic=True, fullgraph=True, options=options)
+        self.kept = torch.zeros(0, device=device)
+
+    def __call__(self, *given: torch.Tensor | Attend) -> torch.Tensor:
+        """`forward` of tensors and `attend`, which may not keep what it is given but copies."""
+        *tensors, attend = given
+        before = current.set(attend)
+        try:
+            return self.graph(self.kept, *(x.contiguous() for x in tensors))
+        finally:
+            current.reset(before)
+
+    @shapes.patch(use_duck_shape=False)  # two sizes that are equal once need not be
+    @tracing.patch(specialize_float=True)  # a model's own numbers stay; else it would be traced twice
+    def prepare(self, *tensors: torch.Tensor) -> None:
+        """Compile for tensors of these sizes. Raises UserError where that fails, for want of a compiler, say."""
+        try:
+            own = (x.clone() for x in tensors)  # one tensor given twice would be compiled as such
+            self(*own, lambda layer, q, k, v, rule: q.new_zeros(*q.shape[:-1], v.shape[-1]))
+        except TorchDynamoException as error:
+            raise UserError(f"compile=True: torch.compile fails: {one_line(error)}") from error
+
+
+def shapes_alone(guards: list) -> list[bool]:
+    """Which of a graph's guards are checked at every call: those of what differs between calls.
+
+    The others, of the frozen model and its modules, take a tenth of a call's time.
+    """
+    return [
+        guard.guard_type == "SHAPE_ENV"
+        or (guard.guard_type == "TENSOR_MATCH" and not isinstance(guard.value, nn.Parameter))
+        for guard in guards
+    ]

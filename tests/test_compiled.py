@@ -1,0 +1,115 @@
+"""Compiled forwards: the same tokens, from the graphs that were compiled at the start, whoever comes and goes."""
+
+import random
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from oracle import GREEDY, PROMPTS, answers, cut, guide, token_ids
+from tiny import FAMILIES, shared_target, tiny_draft, tiny_target, trained_draft
+from torch._dynamo.backends.debugging import aot_eager
+from torch._inductor import config as inductor
+from torch.fx import GraphModule
+
+from eagle_train.config import UserError
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.models.target import Target
+from eagle_train.ops.attention import Attend, Rule, causal_attention
+from eagle_train.ops.compiled import Compiled
+
+MOST = 7  # graphs of a forward
+SEEDED = SamplingParams(temperature=0.2, seed=5, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[GraphModule]:
+    """Those made so far: as ever, but for the C++."""
+    made, compiled = [], torch.compile
+
+    def backend(graph: GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        made.append(graph)
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", lambda *given, **options: compiled(*given, **options, backend=backend))
+    return made
+
+
+def fresh(family: str = "llama") -> Target:
+    """A family's target that nothing was compiled of."""
+    target = shared_target(family)
+    target.__dict__.pop("compiled", None)
+    return target
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_one_graph(family, graphs):
+    engine = Engine(fresh(family), max_batch_size=1, compile=True)
+    assert len(graphs) == 1
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
+    assert len(graphs) == 1
+
+
+def test_alone(graphs):
+    """The target's one tree, and the draft for one token and for several: three graphs, whatever is accepted."""
+    target, rng = fresh(), random.Random(0)
+    engine = Engine(target, tiny_draft(target, num_layers=1), "d3_bf2", max_batch_size=1, compile=True)
+    assert len(graphs) == 3
+    guide(engine, answers("llama"), lambda _: rng.randint(0, 3))
+    outputs = engine.generate(PROMPTS, GREEDY)
+    assert token_ids(outputs) == cut(answers("llama"))
+    assert {n for output in outputs for n in output.rounds} == {1, 2, 3, 4}
+    assert len(graphs) == 3
+
+
+def test_rows_that_come_and_go(graphs):
+    """Batches of one to three rows."""
+    target, rng, table = fresh(), random.Random(0), {1: "n8", 3: "chain1"}
+    engine = Engine(target, tiny_draft(target, num_layers=1), table, max_batch_size=3, compile=True)
+    made = len(graphs)
+    assert made <= 2 * MOST
+    guide(engine, answers("llama"), lambda _: rng.randint(0, 3))
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+    assert len(graphs) == made
+
+
+def test_engines_share_a_targets_graphs_and_nothing_else(graphs):
+    one, other = (tiny_target(num_hidden_layers=1, seed=seed) for seed in (0, 1))
+    good, poor = trained_draft(one, first_token="skip"), tiny_draft(one, num_layers=1)
+    for target, draft, forwards in ((one, good, 1 + 2), (one, poor, 2), (other, None, 1)):
+        before = len(graphs)
+        ours, plain = (Engine(target, draft, "chain3", max_batch_size=1, compile=c) for c in (True, False))
+        assert len(graphs) == before + forwards
+        outputs = plain.generate(PROMPTS, SEEDED)
+        found = ours.generate(PROMPTS, SEEDED)
+        assert token_ids(found) == token_ids(outputs)
+        assert [output.rounds for output in found] == [output.rounds for output in outputs]
+        assert draft is not good or any(max(output.rounds) > 1 for output in outputs), "some drafts must be accepted"
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_by_torchs_own_compiler():
+    """Two layers; the second finds what the first has kept."""
+    kept = []
+
+    def forward(x: torch.Tensor, attend: Attend) -> torch.Tensor:
+        for layer in range(2):
+            x = x + attend(layer, *[x.unflatten(-1, (2, 8)).transpose(1, 2) * n for n in (1, 2, 3)], Rule(0.5)).mean()
+        return x
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+        assert layer == len(kept)
+        kept.append(k.clone())
+        return causal_attention(q, torch.stack(kept).sum(0), v, rule)
+
+    x = torch.randn(1, 3, 16)
+    plain = forward(x, attend)
+    kept.clear()
+    torch.testing.assert_close(Compiled(forward, "cpu")(x, attend), plain)
+
+
+def test_without_a_compiler_nothing_is_asked_of_it():
+    broken = inductor.patch({"cpp.cxx": ("/nowhere/c++",), "fx_graph_cache": False})
+    with broken, pytest.raises(UserError, match=r"^compile=True: torch.compile fails: .+") as failed:
+        Engine(tiny_target(num_hidden_layers=1), max_batch_size=1, compile=True)
+    assert "\n" not in str(failed.value)
