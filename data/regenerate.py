@@ -193,7 +193,7 @@ def from_engine(config: Config, conversations: Iterator[Conversation]) -> Iterat
 def refusal(engine: Engine, messages: list[Message]) -> str | None:
     """Why the target cannot be asked this, None if it can."""
     try:
-        engine.sequence(0, messages, SamplingParams())
+        engine.requests.sequence(0, messages, SamplingParams())
     except UserError as error:
         return one_line(error).replace("prompt 0", "its prompt")
     return None

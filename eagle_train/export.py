@@ -95,28 +95,22 @@ def main(values: DictConfig) -> None:
     out = Path(config.out)
     target = None if config.target is None else load_target(config.target, resolve_device(config.device))
     source = find(config.checkpoint, target)
-    about = replace(
-        source.about,
-        engine=config.engine,
-        dtype=config.dtype,
-        evaluations=source.about.evaluations + read_evaluations(config.evaluations, source.about.source),
-    )
+    measured = read_evaluations(config.evaluations, source.about.source)
+    about = replace(source.about, engine=config.engine, dtype=config.dtype)
+    about.evaluations = [*about.evaluations, *measured]
     if config.quant.scheme != "none":
         about = replace(about, quant=config.quant, rounding=config.rounding)
     layouts.check_runs(about.engine, about.draft, about.quant)
-    if (
-        about.engine != "native" and about.draft.first_token != "skip"
-    ):  # what is run there is what is written and proved
-        told = about.training | {"first_token": about.draft.first_token}
-        source.draft = source.draft.with_first_token("skip")
-        about = replace(about, draft=source.draft.config, training=told)
+    if about.engine != "native":
+        about, source.draft = as_served(about, source.draft)
     draft = rounded(config, source.draft, target)
     text = card(about, file_tensors(draft, getattr(torch, about.dtype)), config.push_to or out.name)
-    embedding = None if target is None else target.embedding
     off = []
-    write_artifact(
-        about, draft, out, text, lambda place: off.append(prove(place, about, draft, source.draft)), embedding
-    )
+
+    def proved(place: Path) -> None:
+        off.append(prove(place, about, draft, source.draft))
+
+    write_artifact(about, draft, out, text, proved, None if target is None else target.embedding)
     how = about.dtype if about.quant.scheme == "none" else f"{about.quant}, {about.rounding}"
     print(f"{source.place} -> {out} ({about.engine}, {how}, for {about.target.name})")
     print(f"read back: every tensor as it was; outputs on a sample {off[0]:.1%} off the draft's in {about.dtype}")
@@ -124,6 +118,15 @@ def main(values: DictConfig) -> None:
         print(f"note: {lost}")
     if config.push_to:
         print(f"pushed to {push(out, config.push_to, config.push_private)}")
+
+
+def as_served(about: Artifact, draft: Draft) -> tuple[Artifact, Draft]:
+    """The draft as serving engines run it, without the first token's slot; so it is written, proved and evaluated."""
+    if draft.config.first_token == "skip":
+        return about, draft
+    told = about.training | {"first_token": draft.config.first_token}
+    draft = draft.with_first_token("skip")
+    return replace(about, draft=draft.config, training=told), draft
 
 
 def rounded(config: Config, draft: Draft, target: Target | None) -> Draft:

@@ -38,7 +38,7 @@ def serve(engine: Engine, asked: Sequence[Asked]) -> list[Output]:
             engine.step()
         else:
             time.sleep(asked[len(requests)].arrival - now)
-    return [engine.output(request) for request in requests]
+    return [engine.requests.output(request) for request in requests]
 
 
 def as_it_comes(target: Target) -> PreTrainedModel:

@@ -158,7 +158,7 @@ class Bench:
 
     def others(self, batch_size: int) -> dict[str, Answering]:
         """transformers; its prompt lookup is for one prompt at a time."""
-        stops = self.plain.stop_ids
+        stops = self.plain.requests.stop_ids
         found = {TRANSFORMERS: Transformers(self.model, stops)}
         if batch_size == 1:
             found[LOOKUP] = Transformers(self.model, stops, self.config.prompt_lookup)

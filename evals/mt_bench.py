@@ -153,7 +153,7 @@ def prompt_of(engine: Engine, question: Question, turn: int, messages: list[dict
     `before`: how many tokens earlier answers, not known yet, may take up.
     """
     name, limit = f"question {question.id}, turn {turn}", engine.target.max_positions
-    tokens = engine.tokens_of(messages, name)
+    tokens = engine.requests.tokens_of(messages, name)
     answers = f", {before} of them for earlier answers (lower max_tokens)" if before else ""
     check(
         len(tokens) + before < limit,

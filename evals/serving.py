@@ -171,7 +171,7 @@ def answered(config: Config, questions: list[Question], device: str) -> tuple[li
         "device": device,
         "max_positions": target.max_positions,
     }
-    return answers, sorted(engine.stop_ids), found
+    return answers, sorted(engine.requests.stop_ids), found
 
 
 def counted(answers: Sequence[Answer]) -> Counts:

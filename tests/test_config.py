@@ -52,7 +52,7 @@ def given(monkeypatch) -> SimpleNamespace:
         return SimpleNamespace(tokenizer=True, identity=None)
 
     class StandIn:
-        def __init__(self, target, draft, tree):
+        def __init__(self, target, draft, tree, **options):
             vars(seen).update(draft=draft, tree=tree)
 
         def generate(self, prompts, params):

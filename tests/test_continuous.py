@@ -54,7 +54,7 @@ def test_each_gets_its_tokens_whatever_else_goes_on(family, prefill_tokens, kv_t
             if request.finish_reason == "cancelled":
                 assert tokens == whole[: len(tokens)]
                 assert not outputs
-                assert engine.output(request).token_ids == tokens
+                assert engine.requests.output(request).token_ids == tokens
             else:
                 assert tokens == whole == outputs[0].token_ids
     assert reasons["length"] > 4

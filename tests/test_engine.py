@@ -52,7 +52,7 @@ def test_greedy_tokens_on_the_bundled_target():
         "Implement textwrap.dedent in Python.",
     ]
     chats = [[{"role": "user", "content": question}] for question in questions]
-    truth = [continued(target, Engine(target).tokens_of(chat, ""), 44) for chat in chats]
+    truth = [continued(target, Engine(target).requests.tokens_of(chat, ""), 44) for chat in chats]
     params, rng = SamplingParams(max_tokens=40, ignore_eos=True), random.Random(0)
     assert token_ids(Engine(target).generate(chats[:1], params)) == cut(truth[:1], 40)
     for tree in ("chain3", "d3_bf2"):

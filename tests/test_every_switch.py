@@ -65,7 +65,7 @@ def test_the_tokens_are_the_targets_own(family, seed):
     cancelled = set()
     while waiting or engine.scheduler.unfinished:
         for index, request in (waiting.pop() for _ in range(min(len(waiting), rng.randint(0, 3)))):
-            asked[request] = engine.sequence(index, PROMPTS[index], params)
+            asked[request] = engine.requests.sequence(index, PROMPTS[index], params)
             engine.enqueue([asked[request]])
         if asked and rng.random() < 0.05:
             request = rng.choice(sorted(asked))

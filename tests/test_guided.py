@@ -179,7 +179,7 @@ def proposals(engine: Engine) -> list[tuple[str, list[str]]]:
     def seeing(plan):
         tokens, q = draft_tree(plan)
         for sequence, row in zip(engine.active, tokens[:, 1:].tolist(), strict=True):
-            found.append((engine.decode(sequence.generated), tokenizer.convert_ids_to_tokens(row)))
+            found.append((engine.requests.decode(sequence.generated), tokenizer.convert_ids_to_tokens(row)))
         return tokens, q
 
     engine.draft_tree = seeing
@@ -357,12 +357,12 @@ def test_a_dot_is_no_line_end():
         (r"a\.", "ax", False),
         (r"^(?:[^^$]|\$)$", "$", True),
     ):
-        state = engine.guide.matcher({"regex": pattern}).state
+        state = engine.requests.guide.matcher({"regex": pattern}).state
         assert (state.accept_string(text) and state.is_completed()) == right
 
 
 def test_any_json():
-    state = Engine(target()).guide.matcher({"json_schema": True}).state
+    state = Engine(target()).requests.guide.matcher({"json_schema": True}).state
     assert state.accept_string('{"a": [1, "x", null, {"b": 2.5e3}]}')
     assert state.is_completed()
 

@@ -159,7 +159,7 @@ def test_transformers_gives_the_engines_tokens(lookup, ignore_eos):
     prompts = random_tokens(7) if lookup else random_tokens(7, 12)
     first = engine.generate(prompts, SamplingParams(max_tokens=30, ignore_eos=True))[0].token_ids
     stop = frozenset() if ignore_eos else frozenset(first[4:5])  # one that does come up
-    engine.__dict__["stop_ids"] = stop
+    engine.requests.__dict__["stop_ids"] = stop
     batch = asked(*prompts, max_tokens=30, ignore_eos=ignore_eos)
     ours, theirs = serve(engine, batch), Transformers(as_it_comes(target), stop, lookup)(batch)
     for own, other in zip(ours, theirs, strict=True):

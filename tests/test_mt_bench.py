@@ -195,7 +195,7 @@ def test_the_second_turn_holds_the_engines_own_first_answer(home, target):
         roles = ("user", "assistant", "user")
         contents = (before.question.turns[0], before.output.text, before.question.turns[1])
         history = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
-        assert after.prompt == engine.tokens_of(history, "")
+        assert after.prompt == engine.requests.tokens_of(history, "")
         assert before.output.text in target.tokenizer.decode(after.prompt)
     assert questions[0].history == []  # a second engine starts afresh
 

@@ -65,7 +65,7 @@ def test_what_is_found_is_what_was_read(family, alignment):
     """As long as the longest beginning that both models have read, and never the whole of a prompt."""
     engine, earlier = engine_for(family, alignment=alignment, kv_tokens=60 * BLOCK), []
     for index in [0, 1, 2, 0, 3, 4, 5, 2]:
-        request = engine.sequence(index, PROMPTS[index], GREEDY)
+        request = engine.requests.sequence(index, PROMPTS[index], GREEDY)
         engine.enqueue([request])
         while engine.scheduler.unfinished:
             engine.step()
@@ -124,7 +124,7 @@ def test_requests_come_and_go(family, kv_tokens, host_kv_tokens):
         while len(requests) < 16 or engine.scheduler.unfinished:
             if len(requests) < 16 and rng.random() < 0.5:
                 index = rng.randrange(len(PROMPTS))
-                request = engine.sequence(index, PROMPTS[index], GREEDY)
+                request = engine.requests.sequence(index, PROMPTS[index], GREEDY)
                 engine.enqueue([request])
                 requests.append(request)
             if requests and rng.random() < 0.1:

@@ -142,7 +142,7 @@ def test_the_whole_command(home, given, tmp_path, capsys):
     job = json.loads((tmp_path / "vllm_job.json").read_text())
     engine = Engine(home / "target")
     (question, *_) = read_questions(str(home / "questions.jsonl"))
-    assert job["prompts"][0] == engine.tokens_of([{"role": "user", "content": question.turns[0]}], "the first")
+    assert job["prompts"][0] == engine.requests.tokens_of([{"role": "user", "content": question.turns[0]}], "the first")
     assert job["sampling"]["stop_token_ids"] == [0]
     assert job["llm"]["speculative_config"]["model"] == f"{home}/vllm"
     assert (job["llm"]["dtype"], job["llm"]["max_num_seqs"]) == ("float32", 2)

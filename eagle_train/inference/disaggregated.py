@@ -214,7 +214,7 @@ def read(engine: Engine, request: dict) -> tuple[list[int], torch.Tensor]:
     sequences = []
     for place, (text, params) in enumerate(zip(request["texts"], request["params"], strict=True)):
         params = replace(SamplingParams(**params), max_tokens=2, stop=None)  # the first token ends nothing here
-        sequences.append(Sequence(place, text, params, frozenset(), engine.matcher_of(params)))
+        sequences.append(Sequence(place, text, params, frozenset(), engine.requests.matcher_of(params)))
     same = engine.target.identity.fingerprint == request["target"]
     check(same, f"target {engine.target.name}: the decode process has another")
     engine.enqueue(sequences)

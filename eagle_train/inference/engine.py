@@ -14,24 +14,24 @@ from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Listing
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 
-from eagle_train.config import UserError, check, one_line
+from eagle_train.config import check
 from eagle_train.inference.block_pool import BlockPool, blocks_for
 from eagle_train.inference.bookkeeping import commit
 from eagle_train.inference.dispatcher import Dispatcher, Plan
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.drafting import Choice, Drafter, Pending
-from eagle_train.inference.guided import Guidance, Guide, Matcher
+from eagle_train.inference.guided import Guidance
 from eagle_train.inference.paged_kv import BLOCK, BlockEnds, PagedKV, Prefix, Suffix
 from eagle_train.inference.prefill import prefill
 from eagle_train.inference.prefix_cache import PrefixCache
+from eagle_train.inference.requests import Prompt, Requests, params_of
 from eagle_train.inference.sampling import (
     DRAFT_MODES,
     SamplingTensors,
@@ -44,7 +44,7 @@ from eagle_train.inference.sampling import (
     verify_greedy,
 )
 from eagle_train.inference.scheduler import Scheduler
-from eagle_train.inference.sequence import Output, SamplingParams, Sequence, Update, check_prompt
+from eagle_train.inference.sequence import Output, SamplingParams, Sequence, Update
 from eagle_train.inference.tensor_parallel import Ranks
 from eagle_train.inference.tree import Tree, chain
 from eagle_train.inference.validation import validate
@@ -52,8 +52,6 @@ from eagle_train.models.artifact import load_draft
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.target import Target, TargetConfig, load_target
 from eagle_train.progress import progress
-
-Prompt = str | Listing[int] | Listing[dict]
 
 
 class Engine:
@@ -97,7 +95,7 @@ class Engine:
         check(drafting in DRAFT_MODES, f"drafting={drafting}: must be one of {', '.join(DRAFT_MODES)}")
         self.target, self.max_batch_size, self.drafting = target, max_batch_size, drafting
         self.drafter: Drafter | None = draft
-        self.ranks = Ranks(target.together)
+        self.ranks, self.requests = Ranks(target.together), Requests(target)
         check(kv_tokens is None or kv_tokens >= 1, f"kv_tokens={kv_tokens}: must be at least 1, or None")
         least = prefill_tokens is None or prefill_tokens >= 1
         check(least, f"prefill_tokens={prefill_tokens}: must be at least 1, or None")
@@ -156,7 +154,9 @@ class Engine:
         """
         check(isinstance(prompts, list | tuple), "prompts: must be a list of prompts")
         check(not self.scheduler.unfinished, "requests were added before: step until they are done")
-        sequences = [self.sequence(i, prompt, params_of(params, i, len(prompts))) for i, prompt in enumerate(prompts)]
+        sequences = [
+            self.requests.sequence(i, prompt, params_of(params, i, len(prompts))) for i, prompt in enumerate(prompts)
+        ]
         self.enqueue(sequences)
         try:
             while self.scheduler.unfinished:
@@ -165,11 +165,11 @@ class Engine:
             for sequence in self.scheduler.unfinished:  # interrupted, they have nobody left to step for them
                 sequence.finish_reason = "cancelled"
             self.scheduler.leave()
-        return [self.output(sequence) for sequence in sequences]
+        return [self.requests.output(sequence) for sequence in sequences]
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> Sequence:
         """A request that waits for its turn in `step`. Raises UserError as `generate` does."""
-        sequence = self.sequence(self.num_added, prompt, params or SamplingParams())
+        sequence = self.requests.sequence(self.num_added, prompt, params or SamplingParams())
         self.enqueue([sequence])
         self.num_added += 1
         return sequence
@@ -229,7 +229,7 @@ class Engine:
             verified = self.sample(plan, tokens, logits, q)
             self.commit(plan, tokens, hidden, suffix, verified)
         told, self.advanced = self.advanced, {}
-        return [Update(one, one.news(), self.output(one) if one.finish_reason else None) for one in told]
+        return [Update(one, one.news(), self.requests.output(one) if one.finish_reason else None) for one in told]
 
     @torch.inference_mode()
     def prefill(self) -> None:
@@ -289,7 +289,7 @@ class Engine:
             sequence.last_hidden = None
             if not sequence.generated:
                 sequence.start(token, now)
-                self.check_stop_strings(sequence)
+                self.requests.cut_at_stop_strings(sequence)
                 self.advanced[sequence] = None
         self.scheduler.activate(new)
         first = torch.tensor([[sequence.generated[-1]] for sequence in new], device=hidden.device)
@@ -317,7 +317,7 @@ class Engine:
     def guidance_of(self, sequences: list[Sequence], tree: Tree) -> Guidance | None:
         """What the sequences' grammars allow, None where there is no grammar."""
         matchers = [sequence.matcher for sequence in sequences]
-        return Guidance(self.guide, tree, matchers) if any(matchers) else None
+        return Guidance(self.requests.guide, tree, matchers) if any(matchers) else None
 
     def draft_tree(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.drafter is None:
@@ -371,7 +371,7 @@ class Engine:
             now = time.perf_counter()
             for sequence, committed, count in rounds:
                 sequence.advance(committed[: count + 1], count, plan.tree.max_depth, now)
-                self.check_stop_strings(sequence)
+                self.requests.cut_at_stop_strings(sequence)
                 self.advanced[sequence] = None
             unread = [1] * len(accepted) if self.drafter is None else self.drafter.rewind(plan, verified.path, accepted)
             for sequence, count in zip(self.active, unread, strict=True):
@@ -386,88 +386,6 @@ class Engine:
             self.pending = self.pending.rows(torch.tensor(stay, dtype=torch.long, device=self.target.device))
             self.scheduler.leave()
         self.settings = Settings.of(self.active, self.target.device)
-
-    def check_stop_strings(self, sequence: Sequence) -> None:
-        """End a sequence at the first token with which its text holds a stop string; later tokens are dropped."""
-        strings = sequence.params.stop_strings
-        if not strings or not any(string in self.decode(sequence.generated) for string in strings):
-            return
-        first = len(sequence.generated) - (sequence.rounds[-1] if sequence.rounds else 1) + 1  # of the round
-        length = next(
-            n
-            for n in range(first, len(sequence.generated) + 1)
-            if any(string in self.decode(sequence.generated[:n]) for string in strings)
-        )
-        sequence.cut(length)
-
-    def decode(self, tokens: list[int]) -> str:
-        return self.target.tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def sequence(self, index: int, prompt: Prompt, params: SamplingParams) -> Sequence:
-        """A request from a prompt. Raises UserError where the prompt is empty or the context too short."""
-        tokens = self.tokens_of(prompt, f"prompt {index}")
-        limit = self.target.max_positions
-        check(len(tokens) > 0, f"prompt {index} is empty: give at least one token")
-        check(
-            len(tokens) < limit,
-            f"prompt {index} has {len(tokens)} tokens: the context of {self.target.name} holds {limit}, "
-            "one of them for the answer",
-        )
-        vocabulary = self.target.identity.vocab_size
-        wrong = [token for token in tokens if not 0 <= token < vocabulary]
-        check(not wrong, f"prompt {index} holds token {wrong[:1]}: the vocabulary has {vocabulary}")
-        check(
-            self.target.tokenizer is not None or not params.stop_strings,
-            f"stop={params.stop}: stop strings need a tokenizer, and {self.target.name} has none",
-        )
-        params = replace(params, max_tokens=min(params.max_tokens, limit - len(tokens)))
-        own = frozenset() if params.ignore_eos else self.stop_ids
-        stop_ids = own if params.stop_token_ids is None else frozenset(params.stop_token_ids)
-        if params.grammar is not None:
-            stop_ids |= self.stop_ids
-        return Sequence(index, tokens, params, stop_ids, self.matcher_of(params))
-
-    def matcher_of(self, params: SamplingParams) -> Matcher | None:
-        """The beginning of a request's grammar. Raises UserError for one that makes no sense."""
-        return None if params.grammar is None else self.guide.matcher(params.grammar, longest=params.ignore_eos)
-
-    def tokens_of(self, prompt: Prompt, name: str) -> list[int]:
-        """Token ids of a text, a list of ids, or a list of chat messages (through the chat template).
-
-        Raises UserError, naming the prompt, where there can be none.
-        """
-        check_prompt(prompt, name)
-        if not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], dict)):
-            return list(prompt)
-        tokenizer = self.target.tokenizer
-        check(tokenizer is not None, f"{self.target.name} has no tokenizer: give prompts as token ids")
-        if isinstance(prompt, str):
-            return tokenizer(prompt)["input_ids"]
-        check(tokenizer.chat_template is not None, f"{self.target.name} has no chat template: give prompts as texts")
-        try:
-            return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-        except (TemplateError, TypeError) as error:
-            raise UserError(f"{name}: the chat template refuses the conversation: {one_line(error)}") from error
-
-    @cached_property
-    def stop_ids(self) -> frozenset[int]:
-        """The tokens that end an answer: the target's generation config's, or its config's."""
-        eos = self.target.model.generation_config.eos_token_id
-        eos = self.target.config.eos_token_id if eos is None else eos
-        return frozenset([eos] if isinstance(eos, int) else eos or [])
-
-    @cached_property
-    def guide(self) -> Guide:
-        """Compiles grammars. Raises UserError where it cannot."""
-        return Guide(self.target.tokenizer, self.target.identity.vocab_size, self.stop_ids, self.target.device)
-
-    def output(self, sequence: Sequence) -> Output:
-        text = None
-        if self.target.tokenizer is not None:
-            text = self.decode(sequence.generated)
-            cuts = [text.find(string) for string in sequence.params.stop_strings if string in text]
-            text = text[: min(cuts)] if cuts else text
-        return Output(sequence.generated, text, sequence.finish_reason, sequence.stats, sequence.rounds)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -491,14 +409,3 @@ class Settings:
             [p.temperature for p in params], [p.top_k for p in params], [p.top_p for p in params], device
         )
         return cls(sampling, torch.tensor([p.seed for p in params], dtype=torch.int64, device=device))
-
-
-def params_of(params: SamplingParams | Listing[SamplingParams] | None, index: int, count: int) -> SamplingParams:
-    """Request `index`'s parameters; one set for all gives each request its own seed."""
-    if params is None or isinstance(params, SamplingParams):
-        params = params or SamplingParams()
-        return replace(params, seed=params.seed + index)
-    known = isinstance(params, list | tuple) and all(isinstance(each, SamplingParams) for each in params)
-    check(known, "params: must be SamplingParams, or a list of them")
-    check(len(params) == count, f"params: {len(params)} given for {count} prompts")
-    return params[index]

@@ -1,0 +1,118 @@
+"""What comes in and what goes out: prompts become sequences, and sequences become outputs.
+
+Text, chat templates, stop tokens, stop strings and grammars are known here; batches, caches and drafts are not. DESIGN
+section 3.9.
+"""
+
+from collections.abc import Sequence as Listing
+from dataclasses import replace
+from functools import cached_property
+
+from jinja2 import TemplateError
+
+from eagle_train.config import UserError, check, one_line
+from eagle_train.inference.guided import Guide, Matcher
+from eagle_train.inference.sequence import Output, SamplingParams, Sequence, check_prompt
+from eagle_train.models.target import Target
+
+Prompt = str | Listing[int] | Listing[dict]
+
+
+class Requests:
+    """Requests to a target."""
+
+    def __init__(self, target: Target):
+        self.target = target
+
+    def sequence(self, index: int, prompt: Prompt, params: SamplingParams) -> Sequence:
+        """A request from a prompt. Raises UserError where the prompt is empty or the context too short."""
+        tokens = self.tokens_of(prompt, f"prompt {index}")
+        limit = self.target.max_positions
+        check(len(tokens) > 0, f"prompt {index} is empty: give at least one token")
+        check(
+            len(tokens) < limit,
+            f"prompt {index} has {len(tokens)} tokens: the context of {self.target.name} holds {limit}, "
+            "one of them for the answer",
+        )
+        vocabulary = self.target.identity.vocab_size
+        wrong = [token for token in tokens if not 0 <= token < vocabulary]
+        check(not wrong, f"prompt {index} holds token {wrong[:1]}: the vocabulary has {vocabulary}")
+        check(
+            self.target.tokenizer is not None or not params.stop_strings,
+            f"stop={params.stop}: stop strings need a tokenizer, and {self.target.name} has none",
+        )
+        params = replace(params, max_tokens=min(params.max_tokens, limit - len(tokens)))
+        own = frozenset() if params.ignore_eos else self.stop_ids
+        stop_ids = own if params.stop_token_ids is None else frozenset(params.stop_token_ids)
+        if params.grammar is not None:
+            stop_ids |= self.stop_ids
+        return Sequence(index, tokens, params, stop_ids, self.matcher_of(params))
+
+    def matcher_of(self, params: SamplingParams) -> Matcher | None:
+        """The beginning of a request's grammar. Raises UserError for one that makes no sense."""
+        return None if params.grammar is None else self.guide.matcher(params.grammar, longest=params.ignore_eos)
+
+    def tokens_of(self, prompt: Prompt, name: str) -> list[int]:
+        """Token ids of a text, a list of ids, or a list of chat messages (through the chat template).
+
+        Raises UserError, naming the prompt, where there can be none.
+        """
+        check_prompt(prompt, name)
+        if not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], dict)):
+            return list(prompt)
+        tokenizer = self.target.tokenizer
+        check(tokenizer is not None, f"{self.target.name} has no tokenizer: give prompts as token ids")
+        if isinstance(prompt, str):
+            return tokenizer(prompt)["input_ids"]
+        check(tokenizer.chat_template is not None, f"{self.target.name} has no chat template: give prompts as texts")
+        try:
+            return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        except (TemplateError, TypeError) as error:
+            raise UserError(f"{name}: the chat template refuses the conversation: {one_line(error)}") from error
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end an answer: the target's generation config's, or its config's."""
+        eos = self.target.model.generation_config.eos_token_id
+        eos = self.target.config.eos_token_id if eos is None else eos
+        return frozenset([eos] if isinstance(eos, int) else eos or [])
+
+    @cached_property
+    def guide(self) -> Guide:
+        """Compiles grammars. Raises UserError where it cannot."""
+        return Guide(self.target.tokenizer, self.target.identity.vocab_size, self.stop_ids, self.target.device)
+
+    def cut_at_stop_strings(self, sequence: Sequence) -> None:
+        """End a sequence at the first token with which its text holds a stop string; later tokens are dropped."""
+        strings = sequence.params.stop_strings
+        if not strings or not any(string in self.decode(sequence.generated) for string in strings):
+            return
+        first = len(sequence.generated) - (sequence.rounds[-1] if sequence.rounds else 1) + 1  # of the round
+        length = next(
+            n
+            for n in range(first, len(sequence.generated) + 1)
+            if any(string in self.decode(sequence.generated[:n]) for string in strings)
+        )
+        sequence.cut(length)
+
+    def output(self, sequence: Sequence) -> Output:
+        text = None
+        if self.target.tokenizer is not None:
+            text = self.decode(sequence.generated)
+            cuts = [text.find(string) for string in sequence.params.stop_strings if string in text]
+            text = text[: min(cuts)] if cuts else text
+        return Output(sequence.generated, text, sequence.finish_reason, sequence.stats, sequence.rounds)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.target.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def params_of(params: SamplingParams | Listing[SamplingParams] | None, index: int, count: int) -> SamplingParams:
+    """Request `index`'s parameters; one set for all gives each request its own seed."""
+    if params is None or isinstance(params, SamplingParams):
+        params = params or SamplingParams()
+        return replace(params, seed=params.seed + index)
+    known = isinstance(params, list | tuple) and all(isinstance(each, SamplingParams) for each in params)
+    check(known, "params: must be SamplingParams, or a list of them")
+    check(len(params) == count, f"params: {len(params)} given for {count} prompts")
+    return params[index]
