@@ -213,7 +213,7 @@ def test_a_full_disk_leaves_nothing(home, tmp_path, monkeypatch, capsys):
 
 
 def test_rounding_by_the_targets_states(home, target, tmp_path, capsys):
-    """With data that say which inputs matter, other codes, in the same layout; and nearer to the trained outputs."""
+    """With data that say which inputs matter, other codes, in the same layout."""
     text = write_jsonl(tmp_path / "chats.jsonl", chats(60))
     given = [f"target={home}/target", "data=messages", f"data.path={text}", "data.row_tokens=64"]
     given += ["engine=vllm", "quant=int4", "quant.scope=all_linear", "calibration_tokens=300"]

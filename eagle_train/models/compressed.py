@@ -6,7 +6,6 @@ Knows nothing of files or serving engines. INT4 is the library's `pack-quantized
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 from eagle_train.config import check
 from eagle_train.models.draft import Draft
@@ -97,14 +96,9 @@ def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: str, 
             f"{place}: tensor {name}.weight_shape says {told}, must be {tuple(module.weight.shape)}",
         )
         bias = None if module.bias is None else tensors[f"{name}.bias"].float()
-        replace_module(draft, name, unpacked(quant.scheme, own, bias))
+        draft.set_submodule(name, unpacked(quant.scheme, own, bias))
     plain = {name: tensors[name].float() for name, (_, dtype) in expected.items() if dtype is None}
     draft.load_state_dict(plain, strict=False)  # the quantised ones are there
-
-
-def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    above, _, own = name.rpartition(".")
-    setattr(model.get_submodule(above), own, module)
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], place: str) -> None:

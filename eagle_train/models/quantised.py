@@ -47,9 +47,8 @@ def quantised(draft: Draft, quant: Quant, moments: Mapping[str, torch.Tensor] | 
         return draft
     draft = copy.deepcopy(draft)
     for name, module in chosen(draft, quant).items():
-        above, made = name.rpartition("."), SCHEMES[quant.scheme]
         known = None if moments is None else moments[name]
-        setattr(draft.get_submodule(above[0]), above[2], made.of(module.weight, module.bias, known))
+        draft.set_submodule(name, SCHEMES[quant.scheme].of(module.weight, module.bias, known))
     return draft
 
 
