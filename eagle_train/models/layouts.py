@@ -114,7 +114,7 @@ def refusal(engine: str, draft: DraftConfig, quant: Quant) -> str | None:
             draft.vocab_size and engine != "sglang"
         ),
         "drops the bias of fc, and this draft has one (draft.fc_bias)": engine == "vllm" and draft.fc_bias,
-        "runs fc as it is (quant.scope=all_linear); give quant.scope=ffn": engine == "sglang"
+        "runs fc as it is, and quant.scope=all_linear quantises it (ffn does not)": engine == "sglang"
         and small
         and quant.scope == "all_linear",
         "reads no weights in compressed-tensors' formats (quant)": engine == "trtllm" and small,
