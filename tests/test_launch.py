@@ -122,13 +122,13 @@ def test_a_preempted_job_is_queued_again_and_goes_on(cluster, tmp_path):
 
 
 def test_the_first_rank_to_fail_ends_the_job_with_its_reason(cluster, tmp_path, capfd):
-    """The other waits for it in vain and is killed; a mistake that all make is told as well."""
+    """The other waits for it in vain, till it is killed or finds it gone; a mistake that all make is told as well."""
     save_target(tmp_path / "target")
     write_jsonl(tmp_path / "0.jsonl", chats(40))
     given = [f"target={tmp_path}/target", "data=messages", "data.row_tokens=32", "parallel=ddp"]
     given += ["device=cpu", "optim.tokens_per_step=512", "train.steps=4", f"out={tmp_path}/run"]
     path = str(tmp_path) + "/${oc.env:RANK}.jsonl"
-    assert submit(cluster, *given, f"data.path={path}").wait(timeout=120) == 128 + signal.SIGKILL
+    assert submit(cluster, *given, f"data.path={path}").wait(timeout=120) != 0
     told = capfd.readouterr().err
     assert "the first to fail, rank 1:" in told
     assert f"error: data.path is {tmp_path}/1.jsonl; there is no such file" in told
