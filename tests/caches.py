@@ -49,8 +49,10 @@ def spoil(engine: Engine) -> None:
     for cache, of_target in ((engine.cache, True), (engine.drafter.cache, False)):
         free = torch.ones(cache.keys.shape[1], dtype=torch.bool)
         free[ZEROS * BLOCK : (ZEROS + 1) * BLOCK] = False
-        for sequence in engine.active:
-            free[slots_of(sequence)[: sequence.committed if of_target else sequence.read]] = False
+        if engine.active:
+            lengths = engine.pending.lengths if of_target else engine.pending.read
+            for sequence, length in zip(engine.active, lengths.tolist(), strict=True):
+                free[slots_of(sequence)[:length]] = False
         for sequence in engine.scheduler.reading:
             free[slots_of(sequence)[: sequence.read]] = False
         free[named] = False

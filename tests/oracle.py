@@ -41,8 +41,9 @@ def guide(engine: Engine, truth: list[list[int]], depth_of: Callable[[Sequence],
 
     def tokens_for(tree: Tree) -> torch.Tensor:
         tokens = torch.zeros(len(engine.active), tree.num_nodes, dtype=torch.long)
-        for row, sequence in enumerate(engine.active):
-            right = truth[sequence.index][len(sequence.generated) :]
+        for row, (sequence, length) in enumerate(zip(engine.active, engine.pending.lengths.tolist(), strict=True)):
+            right = truth[sequence.index][length + 1 - len(sequence.prompt) :]
+            right += [0] * (tree.max_depth - len(right))  # it may have ended since the round before began
             path = [node for node in rng.choice(tree.paths.tolist()) if node > 0]
             good = path[: depth_of(sequence)]
             for node in range(1, tree.num_nodes):

@@ -33,6 +33,7 @@ SWITCHES = {
     "kv_tokens": [7 * BLOCK, 12 * BLOCK, None],
     "prefill_tokens": [5, 16, None],
     "prefix_cache": [(False, 0), (True, 0), (True, 30 * BLOCK)],
+    "overlap": [False, True],
 }
 
 
@@ -45,7 +46,7 @@ def engine_for(family: str, at: dict, rng: random.Random) -> Engine:
     """Its draft is right for as many tokens as chance will have it."""
     target, (prefix_cache, host) = shared_target(family), at["prefix_cache"]
     draft = tiny_draft(target, norms=at["norms"], first_token=at["first_token"])
-    names = ("drafting", "max_batch_size", "kv_tokens", "prefill_tokens")
+    names = ("drafting", "max_batch_size", "kv_tokens", "prefill_tokens", "overlap")
     drafter, settings = Eagle(draft, target, at["alignment"]), {name: at[name] for name in names}
     engine = Engine(target, drafter, at["tree"], prefix_cache=prefix_cache, host_kv_tokens=host, **settings)
     if at["drafting"] == "greedy":

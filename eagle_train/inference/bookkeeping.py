@@ -1,10 +1,18 @@
-"""Bookkeeping: both caches and the hidden states are rewound to the accepted path. Paper section 3 (stage 6)."""
+"""Bookkeeping, in two halves that need not wait for each other. Paper sections 3 (stage 6) and 3.3.
+
+`commit` is the device's: caches and hidden states are rewound to the accepted path, and the next round can begin.
+`Round` is the host's: what came of it, once that is known.
+"""
+
+from dataclasses import dataclass
 
 import torch
 
-from eagle_train.inference.drafting import Pending
+from eagle_train.inference.drafting import Pending, Plan
 from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.sampling import Verified
+from eagle_train.inference.sequence import Sequence
+from eagle_train.ops.transfer import Arriving
 
 
 def commit(
@@ -27,4 +35,28 @@ def commit(
     accepted = tokens.gather(1, path)
     follow = torch.cat((accepted[:, 1:], accepted[:, :1]), dim=1)
     follow.scatter_(1, verified.num_accepted.unsqueeze(1), verified.next_token.unsqueeze(1))
-    return Pending(follow, hidden.take_along_dim(path.unsqueeze(2), dim=1), verified.num_accepted + 1)
+    counts = verified.num_accepted + 1
+    return Pending(follow, hidden.take_along_dim(path.unsqueeze(2), dim=1), counts, prefix.lengths + counts)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a round brought a sequence: the tokens it committed, and how many of the newest the drafter has not read."""
+
+    tokens: list[int]
+    unread: int
+
+
+class Round:
+    """A round that the device has been told to do, for these sequences."""
+
+    def __init__(self, sequences: list[Sequence], plan: Plan, pending: Pending, unread: torch.Tensor):
+        """`pending`: what it leaves; `unread` [A]: how many of it the drafter is to read."""
+        self.sequences, self.plan = list(sequences), plan
+        self.most = plan.tree.max_depth + 1  # tokens it may bring a sequence
+        self.arriving = Arriving(torch.column_stack((pending.counts, unread, pending.tokens)))
+
+    def gains(self) -> list[tuple[Sequence, Gain]]:
+        """What it brought each sequence. The host waits until that is known."""
+        rows = zip(self.sequences, self.arriving.wait().tolist(), strict=True)
+        return [(sequence, Gain(tokens[:count], unread)) for sequence, (count, unread, *tokens) in rows]

@@ -8,7 +8,7 @@ V vocabulary.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -25,35 +25,46 @@ class Pending:
     """What the last round left for the drafter: the tokens it committed, each with the hidden state before it.
 
     tokens [A, P] int64, hidden [A, P, H], counts [A] int64: how many of a row's P are real. The last real one is the
-    pending token, which neither model has in its cache yet.
+    pending token, which neither model has in its cache yet; `lengths` [A] int64 tokens precede it.
     """
 
     tokens: torch.Tensor
     hidden: torch.Tensor
     counts: torch.Tensor
+    lengths: torch.Tensor
 
     @property
     def last(self) -> torch.Tensor:
         """The pending token [A]."""
         return self.tokens.gather(1, self.counts.unsqueeze(1) - 1).squeeze(1)
 
+    @property
+    def read(self) -> torch.Tensor:
+        """How many tokens the drafter has read [A]: all before these."""
+        return self.lengths + 1 - self.counts
+
     def rows(self, order: torch.Tensor | slice) -> "Pending":
         """The rows `order`, in that order."""
-        return Pending(self.tokens[order], self.hidden[order], self.counts[order])
+        return Pending(self.tokens[order], self.hidden[order], self.counts[order], self.lengths[order])
 
-    def newest(self, counts: list[int]) -> "Pending":
-        """The last so many real tokens of each row; each count is at least 1."""
-        kept = torch.tensor(counts, device=self.tokens.device)
-        place = (self.counts - kept).unsqueeze(1) + torch.arange(max(counts), device=self.tokens.device)
+    def newest(self, counts: torch.Tensor, most: int) -> "Pending":
+        """The last `counts` [A] real tokens of each row: 1 to `most`."""
+        place = (self.counts - counts).unsqueeze(1) + torch.arange(most, device=self.tokens.device)
         place = place.clamp(max=self.tokens.shape[1] - 1)
-        return Pending(self.tokens.gather(1, place), self.hidden.take_along_dim(place.unsqueeze(2), dim=1), kept)
+        hidden = self.hidden.take_along_dim(place.unsqueeze(2), dim=1)
+        return Pending(self.tokens.gather(1, place), hidden, counts, self.lengths)
+
+    def narrow(self, width: int) -> "Pending":
+        """The same where no row has more than `width` real tokens."""
+        return replace(self, tokens=self.tokens[:, :width], hidden=self.hidden[:, :width])
 
     def followed_by(self, other: "Pending") -> "Pending":
         """These rows, then the other's."""
         width = max(self.tokens.shape[1], other.tokens.shape[1])
         tokens = [F.pad(x.tokens, (0, width - x.tokens.shape[1])) for x in (self, other)]
         hidden = [F.pad(x.hidden, (0, 0, 0, width - x.hidden.shape[1])) for x in (self, other)]
-        return Pending(torch.cat(tokens), torch.cat(hidden), torch.cat((self.counts, other.counts)))
+        rows = [torch.cat(pair) for pair in ((self.counts, other.counts), (self.lengths, other.lengths))]
+        return Pending(torch.cat(tokens), torch.cat(hidden), *rows)
 
 
 @dataclass(frozen=True)
@@ -103,10 +114,11 @@ class Drafter(Protocol):
         [A, N] and, where children are drawn at random, the distribution q [A, N, V] that each node's were drawn from.
         """
 
-    def rewind(self, plan: "Plan", path: torch.Tensor, accepted: list[int]) -> list[int]:
-        """The nodes `path` [A, P] of the proposed tree were accepted, `accepted` of each row beside the root.
+    def rewind(self, plan: "Plan", path: torch.Tensor, accepted: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The nodes `path` [A, P] of the proposed tree were accepted, `accepted` [A] of each row beside the root.
 
-        Returns how many of each row's newest tokens, the pending one included, `propose` is to be given next.
+        Returns how many of each row's newest tokens, the pending one included, `propose` is to be given next [A], and
+        how many that are at most.
         """
 
 
@@ -155,6 +167,7 @@ class Plan:
 
 def levels_of(tree: Tree) -> list[Level]:
     """The levels that have children, from the root's down."""
+    device = tree.depth.device  # an index from elsewhere would have the host wait
     depth, parent = tree.depth.tolist(), list(tree.parents)
     levels, inner, before, drawn = [], [], [], 0
     for d in range(tree.max_depth):
@@ -164,12 +177,12 @@ def levels_of(tree: Tree) -> list[Level]:
         ranks = tree.child_rank[children].tolist()
         levels.append(
             Level(
-                parents=torch.tensor(parents),
-                above=torch.tensor([before.index(parent[node]) for node in parents] if d > 0 else []),
-                ancestors=tree.ancestors[parents][:, inner] if d > 0 else torch.ones(1, 0, dtype=torch.bool),
-                children=torch.tensor(children),
-                parent_of=torch.tensor([parents.index(parent[node]) for node in children]),
-                rank_of=torch.tensor(ranks),
+                parents=torch.tensor(parents, device=device),
+                above=torch.tensor([before.index(parent[node]) for node in parents] if d > 0 else [], device=device),
+                ancestors=tree.ancestors[parents][:, inner],
+                children=torch.tensor(children, device=device),
+                parent_of=torch.tensor([parents.index(parent[node]) for node in children], device=device),
+                rank_of=torch.tensor(ranks, device=device),
                 most=max(ranks) + 1,
                 noise=slice(drawn, drawn + len(parents) * (max(ranks) + 1)),
             )

@@ -23,7 +23,7 @@ import torch
 
 from eagle_train.config import check
 from eagle_train.inference.block_pool import BlockPool, blocks_for
-from eagle_train.inference.bookkeeping import commit
+from eagle_train.inference.bookkeeping import Round, commit
 from eagle_train.inference.dispatcher import Dispatcher, Plan
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.drafting import Choice, Drafter, Pending
@@ -51,6 +51,7 @@ from eagle_train.inference.validation import validate
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.ops.transfer import to_device
 from eagle_train.progress import progress
 
 
@@ -70,6 +71,7 @@ class Engine:
         prefix_cache: bool = False,
         host_kv_tokens: int = 0,
         compile: bool = False,
+        overlap: bool | None = None,
     ):
         """`tree`: a name in conf/tree, a Tree, or a mapping {largest batch size: tree}. Without a draft it is not used.
 
@@ -84,6 +86,9 @@ class Engine:
         3.2), by torch.compile. Forwards are compiled here, for a batch of one and, if `max_batch_size` is more, for
         larger ones; verification when it is first needed, for both and for each tree. Reading prompts stays as it is,
         and so does the forward of a target that is divided over ranks. Raises UserError where torch.compile fails.
+        `overlap`: a round begins before what came of the one before it is known to the host, which sees to that while
+        the device works (paper section 3.3); `step` tells of each round one call later, and a sequence that ends may
+        have been in one round too many. Who has a grammar waits for its results. None: on a GPU.
         """
         check(max_batch_size >= 1, f"max_batch_size={max_batch_size}: must be at least 1")
         if not isinstance(target, Target):
@@ -104,9 +109,12 @@ class Engine:
         self.verify, self.compiled = verify, compile and target.together is None
         if compile:
             self.compile()
+        self.overlap = target.device.type == "cuda" if overlap is None else overlap
+        self.under_way: Round | None = None  # what came of it is not known yet
         self.stage_seconds: dict[str, float] = defaultdict(float)
         self.num_added = 0
         self.advanced: dict[Sequence, None] = {}  # who got tokens in this step, in order
+        self.seated: list[Sequence] = []  # whose settings are at hand
         shape = DraftConfig.from_target(target.config)  # how wide the target's own heads are
         self.cache = PagedKV(
             target.config.num_hidden_layers, target.num_kv_heads, shape.head_dim, 0, target.dtype, target.device
@@ -165,6 +173,7 @@ class Engine:
             for sequence in self.scheduler.unfinished:  # interrupted, they have nobody left to step for them
                 sequence.finish_reason = "cancelled"
             self.scheduler.leave()
+            self.under_way = None
         return [self.requests.output(sequence) for sequence in sequences]
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> Sequence:
@@ -220,30 +229,45 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """One round of the decoding cycle. Paper section 3, figure 4. Returns what it brought, and to whom."""
+        """One round of the decoding cycle. Paper section 3, figure 4. Returns what it brought, and to whom; with
+        `overlap`, what the round before it did."""
         self.prefill()
-        if self.active:
+        before, fresh = self.under_way, None
+        if any(map(self.may_go_on, self.active)):
             plan = self.dispatch()
             tokens, q = self.draft_tree(plan)
             hidden, logits, suffix = self.validate(plan, tokens)
             verified = self.sample(plan, tokens, logits, q)
-            self.commit(plan, tokens, hidden, suffix, verified)
+            fresh = self.commit(plan, tokens, hidden, suffix, verified)
+        self.under_way = fresh
+        self.finish(before)
+        if not self.overlap:
+            self.land()
         told, self.advanced = self.advanced, {}
         return [Update(one, one.news(), self.requests.output(one) if one.finish_reason else None) for one in told]
 
     @torch.inference_mode()
     def prefill(self) -> None:
         """Waiting sequences take the free rows and blocks, and texts are read; first tokens are sampled at once."""
-        before = len(self.active)
-        self.scheduler.make_room()
+        self.make_room()
         staying = len(self.active)
-        if staying < before:
-            self.pending = self.pending.rows(slice(staying))
         self.scheduler.admit()
         fresh = self.read(self.scheduler.chunks(self.prefill_tokens))
         if fresh is not None:
             self.pending = self.pending.followed_by(fresh) if staying else fresh
-        if fresh is not None or staying < before:
+            self.leave()
+
+    def make_room(self) -> None:
+        """Active sequences get blocks for the next round. What is under way is waited for where it decides on that."""
+        if self.under_way is not None:
+            guided = any(sequence.matcher is not None for sequence in self.under_way.sequences)
+            if not guided and self.scheduler.make_room(self.under_way.most):
+                return
+            self.land()
+        before = len(self.active)
+        self.scheduler.make_room()
+        if len(self.active) < before:
+            self.pending = self.pending.rows(slice(len(self.active)))
             self.leave()
 
     def read(self, chunks: list[tuple[Sequence, int]]) -> Pending | None:
@@ -273,7 +297,7 @@ class Engine:
             return None
         new, hidden = [new[row] for row in done], hidden[done]
         settings = Settings.of(new, device)
-        last = torch.tensor([sequence.read - 1 for sequence in new], device=device)
+        last = to_device([sequence.read - 1 for sequence in new], device)
         own, coins = self.ranks.own, uniform(settings.seeds, last, 1).squeeze(1)
         logits = self.target.lm_head(own(hidden)).unsqueeze(1)
         if guidance := self.guidance_of(new, chain(0)):
@@ -292,8 +316,9 @@ class Engine:
                 self.requests.cut_at_stop_strings(sequence)
                 self.advanced[sequence] = None
         self.scheduler.activate(new)
-        first = torch.tensor([[sequence.generated[-1]] for sequence in new], device=hidden.device)
-        return Pending(first, hidden.unsqueeze(1), torch.ones_like(first[:, 0]))
+        first = to_device([[sequence.generated[-1]] for sequence in new], hidden.device)
+        lengths = to_device([sequence.committed for sequence in new], hidden.device)
+        return Pending(first, hidden.unsqueeze(1), torch.ones_like(lengths), lengths)
 
     def hidden_before(self, sequence: Sequence) -> torch.Tensor:
         """The target's hidden state at the last token that was read [H]; zeros where none was."""
@@ -308,6 +333,8 @@ class Engine:
         plan = self.dispatcher.dispatch(len(self.active))
         lengths, blocks = [s.committed for s in self.active], [s.blocks for s in self.active]
         self.prefix = Prefix.of(lengths, blocks, self.target.device)
+        if self.under_way is not None:
+            self.prefix = self.prefix.at_most(self.pending.lengths, self.prefix.longest + self.under_way.most)
         self.guidance = self.guidance_of(self.active, plan.tree)
         self.draws = None
         if not self.settings.sampling.all_greedy:
@@ -323,7 +350,10 @@ class Engine:
         if self.drafter is None:
             return self.pending.last.unsqueeze(1), None
         with self.stage("drafting"):
-            read = self.prefix.at([sequence.read for sequence in self.active])
+            if self.under_way is None:
+                read = self.prefix.at([sequence.read for sequence in self.active])
+            else:
+                read = self.prefix.at_most(self.pending.read, self.prefix.longest)
             tokens, q = self.drafter.propose(plan, self.prefix, read, self.pending, self.choice(plan))
             return self.ranks.agreed(tokens), q
 
@@ -361,31 +391,54 @@ class Engine:
 
     def commit(
         self, plan: Plan, tokens: torch.Tensor, hidden: torch.Tensor, suffix: Suffix | None, verified: Verified
-    ) -> None:
+    ) -> Round:
+        """The device's half of the bookkeeping, after which the next round can begin."""
         with self.stage("bookkeeping"):
             pending = commit(self.cache, self.prefix, suffix, hidden, tokens, verified)
             if self.ends is not None:
                 self.ends.write(self.prefix, pending.hidden)
-            accepted = verified.num_accepted.tolist()
-            rounds = zip(self.active, pending.tokens.tolist(), accepted, strict=True)
-            now = time.perf_counter()
-            for sequence, committed, count in rounds:
-                sequence.advance(committed[: count + 1], count, plan.tree.max_depth, now)
-                self.requests.cut_at_stop_strings(sequence)
-                self.advanced[sequence] = None
-            unread = [1] * len(accepted) if self.drafter is None else self.drafter.rewind(plan, verified.path, accepted)
-            for sequence, count in zip(self.active, unread, strict=True):
-                sequence.read = sequence.num_known - count
-            self.pending = pending.newest(unread)
+            unread, most = torch.ones_like(pending.counts), 1
+            if self.drafter is not None:
+                unread, most = self.drafter.rewind(plan, verified.path, verified.num_accepted)
+            self.pending = pending.newest(unread, most)
+            return Round(self.active, plan, pending, unread)
+
+    def finish(self, done: Round | None) -> None:
+        """The host's half: sequences get what a round brought them, and those that end leave."""
+        if done is None:
+            return
+        with self.stage("bookkeeping"):
+            gains, now = done.gains(), time.perf_counter()
+            for sequence, gain in gains:
+                if not sequence.finish_reason:  # else it has ended since the round began
+                    sequence.advance(gain.tokens, len(gain.tokens) - 1, done.plan.tree.max_depth, now)
+                    self.requests.cut_at_stop_strings(sequence)
+                    sequence.read = sequence.num_known - gain.unread
+                    self.advanced[sequence] = None
             self.leave()
+            if self.under_way is None and self.active:
+                self.pending = self.pending.narrow(max(gain.unread for _, gain in gains))
+
+    def land(self) -> None:
+        """Wait for the round that is under way."""
+        done, self.under_way = self.under_way, None
+        self.finish(done)
+
+    def may_go_on(self, sequence: Sequence) -> bool:
+        """Whether the round under way, which brings a token at least, leaves it some to generate."""
+        coming = self.under_way is not None and sequence in self.under_way.sequences
+        return len(sequence.generated) + coming < sequence.params.max_tokens
 
     def leave(self) -> None:
         """Finished sequences give up their rows and blocks."""
         stay = [row for row, sequence in enumerate(self.active) if not sequence.finish_reason]
         if len(stay) < len(self.active):
-            self.pending = self.pending.rows(torch.tensor(stay, dtype=torch.long, device=self.target.device))
+            self.pending = self.pending.rows(to_device(stay, self.target.device, torch.long))
             self.scheduler.leave()
-        self.settings = Settings.of(self.active, self.target.device)
+        if not self.active:
+            self.under_way = None  # nobody waits for it
+        if self.seated != self.active:
+            self.seated, self.settings = list(self.active), Settings.of(self.active, self.target.device)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -408,4 +461,4 @@ class Settings:
         sampling = SamplingTensors.from_lists(
             [p.temperature for p in params], [p.top_k for p in params], [p.top_p for p in params], device
         )
-        return cls(sampling, torch.tensor([p.seed for p in params], dtype=torch.int64, device=device))
+        return cls(sampling, to_device([p.seed for p in params], device, torch.int64))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from eagle_train.ops.attention import Attend, Rule, additive, causal_attention, merge, partial_attention, with_sinks
+from eagle_train.ops.transfer import to_device
 
 BLOCK = 16  # slots
 ZEROS, WASTE = 0, 1  # a block that is never written, read beyond a row's slots; one that is written for padding
@@ -23,9 +24,9 @@ class Prefix:
 
     lengths: torch.Tensor  # [A] int64
     blocks: torch.Tensor  # [A, W] int64
-    longest: int
-    ragged: bool
-    first_slot: int | None  # of a batch of one, if its blocks follow one another
+    longest: int  # or more
+    ragged: bool  # unless all are as long as `longest`
+    first_slot: int | None  # of a batch of one whose length is known, if its blocks follow one another
 
     @classmethod
     def of(cls, lengths: list[int], blocks: list[list[int]], device: torch.device) -> "Prefix":
@@ -33,8 +34,8 @@ class Prefix:
         table = [row + [WASTE] * (width - len(row)) for row in blocks]
         alone = len(blocks) == 1 and blocks[0] == list(range(blocks[0][0], blocks[0][0] + width))
         return cls(
-            torch.tensor(lengths, device=device),
-            torch.tensor(table, device=device),
+            to_device(lengths, device),
+            to_device(table, device),
             max(lengths),
             len(set(lengths)) > 1,
             blocks[0][0] * BLOCK if alone else None,
@@ -42,8 +43,12 @@ class Prefix:
 
     def at(self, lengths: list[int]) -> "Prefix":
         """The same rows with other lengths."""
-        tensor = torch.tensor(lengths, device=self.lengths.device)
+        tensor = to_device(lengths, self.lengths.device)
         return replace(self, lengths=tensor, longest=max(lengths), ragged=len(set(lengths)) > 1)
+
+    def at_most(self, lengths: torch.Tensor, longest: int) -> "Prefix":
+        """The same rows with lengths [A] that the device alone knows."""
+        return replace(self, lengths=lengths, longest=longest, ragged=True, first_slot=None)
 
     def grown(self, tokens: int) -> "Prefix":
         """The prefix after every row got `tokens` more."""

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from eagle_train.inference.tree import Tree
+from eagle_train.ops.transfer import to_device
 
 DRAFT_MODES = ("greedy", "multinomial", "multinomial_without_replacement")
 
@@ -71,9 +72,9 @@ class SamplingTensors:
         """One entry per row."""
         rows = zip(temperature, top_k, top_p, strict=True)
         return cls(
-            torch.tensor(temperature, dtype=torch.float32, device=device),
-            torch.tensor(top_k, dtype=torch.int64, device=device),
-            torch.tensor(top_p, dtype=torch.float32, device=device),
+            to_device(temperature, device, torch.float32),
+            to_device(top_k, device, torch.int64),
+            to_device(top_p, device, torch.float32),
             any_top=any(t > 0 and (k > 0 or p < 1) for t, k, p in rows),
             all_greedy=not any(t > 0 for t in temperature),
         )

@@ -68,15 +68,22 @@ class Scheduler:
         self.reading = [sequence for sequence in self.reading if sequence not in sequences]
         self.active += sequences
 
-    def make_room(self) -> None:
-        """Let every active sequence have blocks for the next round; the last to come gives up its own if need be."""
+    def make_room(self, under_way: int = 0) -> bool:
+        """Let every active sequence have blocks for the next round; the last to come gives up its own if need be.
+
+        `under_way`: slots that a round may have taken whose results are not known. Nobody has to go then: False is
+        returned where blocks are missing.
+        """
         row = 0
         while row < len(self.active):
             sequence = self.active[row]
-            if self.pool.extend(sequence.blocks, sequence.committed + self.ahead):
+            if self.pool.extend(sequence.blocks, sequence.committed + under_way + self.ahead):
                 row += 1
+            elif under_way > 0:
+                return False
             else:
                 self.preempt((self.reading or self.active).pop())
+        return True
 
     def preempt(self, sequence: Sequence) -> None:
         self.release(sequence)

@@ -26,7 +26,6 @@ from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.distributed import DistributedConfig
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.quantizers import AutoHfQuantizer
 
 from eagle_train.config import UserError, check, one_line
@@ -86,7 +85,6 @@ def temperature_correction(module: torch.nn.Module, positions: torch.Tensor) -> 
 
 
 AttentionInterface.register("eagle_train", attention_of_target)
-AttentionMaskInterface.register("eagle_train", lambda *args, **kwargs: None)
 
 
 @dataclass

@@ -124,10 +124,10 @@ class Eagle:
         proposed, q = propose(logits, level.most, choice.mode, choice.temperature, noise)
         return self.head.tokens(proposed), None if q is None else self.head.spread(q)
 
-    def rewind(self, plan: Plan, path: torch.Tensor, accepted: list[int]) -> list[int]:
+    def rewind(self, plan: Plan, path: torch.Tensor, accepted: torch.Tensor) -> tuple[torch.Tensor, int]:
         if self.alignment == "accepted":
-            return [count + 1 for count in accepted]
+            return accepted + 1, path.shape[1]
         if not plan.is_chain:  # a leaf on the path has nothing to write; its slot is read again before it is seen
             self.cache.commit(self.suffix, self.prefix, plan.place[path[:, 1:]])
-        is_leaf = (plan.tree.children[path[:, -1], 0] < 0).tolist()
-        return [1 + (leaf and count > 0) for leaf, count in zip(is_leaf, accepted, strict=True)]
+        is_leaf = plan.tree.children[path[:, -1], 0] < 0
+        return 1 + (is_leaf & (accepted > 0)).long(), min(2, path.shape[1])

@@ -1,0 +1,33 @@
+"""Between host and device, without either waiting for the other. Paper section 3.3. Knows no models.
+
+A copy that is not from or to pinned memory would have the host wait for all the device was told before.
+"""
+
+from typing import Any
+
+import torch
+
+
+def to_device(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`torch.tensor` of numbers the host has."""
+    tensor = torch.tensor(values, dtype=dtype)
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class Arriving:
+    """A tensor on its way to the host, which may see to something else meanwhile. Nobody may write to it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.host, self.arrived = tensor, None
+        if tensor.is_cuda:
+            self.host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, in host memory."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.host

@@ -1,0 +1,159 @@
+"""Rounds that begin before the host knows what came of the one before: the same outputs, and nobody waits. Section 3.3."""
+
+from contextlib import contextmanager
+from itertools import product
+from unittest.mock import patch
+
+import pytest
+import torch
+from oracle import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
+from tiny import shared_target, tiny_draft, tiny_target, tiny_tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
+from eagle_train.inference.sampling import DRAFT_MODES
+from eagle_train.models.target import Target
+from eagle_train.ops import transfer
+
+PARAMS = [
+    SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, stop_token_ids=stops)
+    for seed, (temperature, top_p, max_tokens, stops) in enumerate(
+        [
+            (0.0, 1.0, 20, None),
+            (1.0, 0.9, 20, (3, 7, 11, 40)),
+            (0.7, 1.0, 1, None),
+            (1.3, 1.0, 2, None),
+            (0, 1, 9, (5,)),
+        ]
+    )
+]
+
+
+def engine_for(family: str = "llama", tree: str = "chain3", alignment: str = "accepted", **options) -> Engine:
+    target = shared_target(family)
+    return Engine(target, Eagle(tiny_draft(target), target, alignment), tree, **options)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("drafting", DRAFT_MODES)
+def test_outputs_and_calls_are_the_same(tree, drafting):
+    for alignment in ALIGNMENTS:
+        found = []
+        for overlap in (False, True):
+            engine = engine_for("llama", tree, alignment, max_batch_size=3, drafting=drafting, overlap=overlap)
+            outputs = engine.generate(PROMPTS, PARAMS)
+            found.append([(one.token_ids, one.finish_reason, one.rounds, one.stats.calls) for one in outputs])
+            assert engine.under_way is None
+        assert found[0] == found[1]
+
+
+def test_a_round_begins_before_the_one_before_is_known():
+    """While a sequence may go on a round is always under way, and each is told of one step later."""
+    engine = engine_for(overlap=True)
+    guide(engine, answers("llama"), lambda _: 1)
+    request = engine.add(PROMPTS[0], GREEDY)
+    told = []
+    while engine.scheduler.unfinished:
+        told.append([len(update.token_ids) for update in engine.step()])
+        assert (engine.under_way is not None) == (request.finish_reason is None and len(told) < 9)
+    assert told == [[1], [2], [2], [2], [2], [2], [2], [2], [1]]
+    assert request.generated == answers("llama")[0][:LENGTH]
+
+
+def test_a_sequence_is_in_one_round_too_many_at_most():
+    engine, rounds = engine_for(overlap=True), 0
+    propose = engine.drafter.propose
+
+    def counted(*arguments):
+        nonlocal rounds
+        rounds += 1
+        return propose(*arguments)
+
+    engine.drafter.propose = counted
+    for max_tokens in (1, 2, 3, 12):
+        rounds = 0
+        (output,) = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        assert output.stats.calls <= rounds <= output.stats.calls + (max_tokens > 2)
+
+
+def test_who_has_a_grammar_waits_for_its_results():
+    target = tiny_target("llama", tiny_tokenizer())
+    params = [SamplingParams(max_tokens=12, seed=seed, temperature=1.0) for seed in range(4)]
+    params += [SamplingParams(max_tokens=12, seed=seed, grammar={"regex": "[a-z]{3,9}"}) for seed in range(2)]
+    prompts = [prompt[:5] for prompt in (*PROMPTS, PROMPTS[0])]
+    wanted, found = (
+        token_ids(Engine(target, tiny_draft(target), overlap=overlap, max_batch_size=2).generate(prompts, params))
+        for overlap in (False, True)
+    )
+    assert found == wanted
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what would have the host wait for a device: values that are asked for, shapes that hang on values, and
+    numbers of the host's other than by `to_device`."""
+
+    asking = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "unique_dim"}
+    numbers = {"lift_fresh"}
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        name = function.overloadpacket.__name__
+        assert name not in self.asking | self.numbers, name
+        if name in ("index", "index_put_", "_unsafe_index"):
+            assert not any(x is not None and x.dtype == torch.bool for x in arguments[1]), "an index of bools"
+        return function(*arguments, **(options or {}))
+
+
+@contextmanager
+def nobody_waits():
+    def refuse(*_):
+        raise AssertionError("the host waits")
+
+    def sent(values, device, dtype=None):
+        with torch.utils._python_dispatch._disable_current_modes():
+            return to_device(values, device, dtype)
+
+    to_device = transfer.to_device
+    modules = ["engine", "paged_kv", "sampling"]
+    with patch.multiple(torch.Tensor, tolist=refuse, numpy=refuse, cpu=refuse), NoWaiting():
+        for name in modules:
+            patch(f"eagle_train.inference.{name}.to_device", sent).start()
+        yield
+        patch.stopall()
+
+
+@pytest.mark.parametrize(("tree", "drafting"), list(product(TREES, DRAFT_MODES)))
+def test_nothing_in_a_round_waits_for_the_device(tree, drafting):
+    """All of a round up to its results; these are looked at when the next one has begun."""
+    for alignment, temperature in product(ALIGNMENTS, (0.0, 1.0)):
+        engine = engine_for("llama", tree, alignment, drafting=drafting, overlap=True, prefix_cache=True)
+        for prompt in PROMPTS:
+            engine.add(prompt, SamplingParams(temperature=temperature, top_p=0.9, max_tokens=30, ignore_eos=True))
+        engine.step()
+        finished = []
+        engine.finish = finished.append
+        with nobody_waits():
+            engine.step()
+        (done,) = finished
+        assert [gain.tokens for _, gain in done.gains()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tree", TREES)
+def test_nothing_in_a_round_waits_for_the_gpu(tree):
+    model = shared_target("llama").model
+    target = Target(type(model)(model.config).cuda())
+    target.model.load_state_dict(model.state_dict())
+    engine = Engine(target, tiny_draft(shared_target("llama")), tree)
+    assert engine.overlap
+    requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
+    engine.step()
+    engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    while engine.scheduler.unfinished:
+        engine.step()
+    assert [request.generated for request in requests] == cut(answers("llama"))
