@@ -56,7 +56,8 @@ class Pending:
 
     def narrow(self, width: int) -> "Pending":
         """The same where no row has more than `width` real tokens."""
-        return replace(self, tokens=self.tokens[:, :width], hidden=self.hidden[:, :width])
+        tokens, hidden = (x.narrow_copy(1, 0, width) for x in (self.tokens, self.hidden))
+        return replace(self, tokens=tokens, hidden=hidden)
 
     def followed_by(self, other: "Pending") -> "Pending":
         """These rows, then the other's."""

@@ -1,16 +1,20 @@
 """Llama 4's experts, each on the tokens that chose it. Knows nothing of training or inference.
 
 transformers runs every expert on every token, most of them on zeros: with 16 experts that multiplies seven times as
-much for the whole model, with 128 more than twenty times. Models that are built while this is imported have the classes
-here, whatever is put around their `forward` afterwards (tensor parallelism, offload); `route_experts` turns it on.
+much for the whole model, with 128 more than twenty times. Here the host does not even ask how many chose whom. Models
+that are built while this is imported have the classes here, whatever is put around their `forward` afterwards (tensor
+parallelism, offload); `route_experts` turns it on.
 """
 
 import torch
 from torch import nn
+from torch.nn.functional import grouped_mm
 from transformers import Llama4TextConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama4 import modeling_llama4
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
+
+GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class RoutedMoe(Llama4TextMoe):
@@ -32,34 +36,34 @@ class RoutedExperts(Llama4TextExperts):
 
     def __init__(self, config: Llama4TextConfig):
         super().__init__(config)
-        self.activation = config.hidden_act
+        self.num_chosen, self.activation = config.num_experts_per_tok, config.hidden_act
 
     def forward(self, hidden: torch.Tensor, scores: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [N, H]; scores [N, E], 0 where a token did not choose an expert. Returns [N, H]."""
         if scores is None:
             return super().forward(hidden)
         run = torch.ops.eagle_train.routed_experts if torch.compiler.is_compiling() else routed_experts
-        return run(hidden, scores, self.gate_up_proj, self.down_proj, self.activation)
+        return run(hidden, scores, self.gate_up_proj, self.down_proj, self.num_chosen, self.activation)
 
 
 def routed_experts(
-    hidden: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: str
+    hidden: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: int, activation: str
 ) -> torch.Tensor:
     """hidden [N, H] and scores [N, E] with the experts' matrices [E, H, 2I] and [E, I, H] to [N, H]."""
-    experts, rows = scores.t().nonzero(as_tuple=True)  # ordered by expert
-    counts = torch.bincount(experts, minlength=scores.shape[1]).tolist()
-    chosen = (hidden[rows] * scores[rows, experts].unsqueeze(1)).split(counts)
-    out = []
-    for expert, x in enumerate(chosen):
-        gate, up = (x @ gate_up[expert]).chunk(2, -1)
-        out.append((up * ACT2FN[activation](gate)) @ down[expert])
-    return torch.zeros_like(hidden).index_add_(0, rows, torch.cat(out))
+    best, experts = scores.topk(chosen, dim=-1)
+    experts, order = experts.flatten().sort(stable=True)
+    rows, every = order // chosen, torch.arange(scores.shape[1], device=scores.device)
+    ends = torch.searchsorted(experts, every, right=True).int()
+    scaled = hidden[rows] * best.flatten()[order].unsqueeze(1)
+    gate, up = grouped_mm(scaled, gate_up, offs=ends).chunk(2, -1)
+    out = grouped_mm(up * ACT2FN[activation](gate), down, offs=ends)
+    return torch.zeros_like(hidden).index_add_(0, rows, out)
 
 
-# To torch.compile one operation: how many rows an expert gets is known to nobody before.
+# To torch.compile one operation: it takes a CPU's grouped products for bf16's alone.
 torch.library.define(
     "eagle_train::routed_experts",
-    "(Tensor hidden, Tensor scores, Tensor gate_up, Tensor down, str activation) -> Tensor",
+    "(Tensor hidden, Tensor scores, Tensor gate_up, Tensor down, int chosen, str activation) -> Tensor",
 )
 torch.library.impl("eagle_train::routed_experts", "CompositeExplicitAutograd")(routed_experts)
 torch.library.register_fake("eagle_train::routed_experts")(lambda hidden, *_: torch.empty_like(hidden))
@@ -69,7 +73,8 @@ modeling_llama4.Llama4TextExperts = RoutedExperts
 
 
 def route_experts(model: nn.Module) -> None:
-    """Let a Llama 4's experts be routed; those of a quantisation's own classes are left as they are."""
+    """Let a Llama 4's experts be routed; those of a quantisation's own classes are left as they are, and those in a
+    dtype that torch has no grouped products for."""
     for module in model.modules():
         if isinstance(module, RoutedMoe):
-            module.routed = isinstance(module.experts, RoutedExperts)
+            module.routed = isinstance(module.experts, RoutedExperts) and model.dtype in GROUPED
