@@ -7,7 +7,7 @@ from torch import nn
 
 from eagle_train.ops import linear as module
 from eagle_train.ops.linear import Fp8Linear, Int4Linear, Linear, linear, use_fast_linear, use_kernels
-from eagle_train.ops.quantise import dequantise, fp8, int4
+from eagle_train.ops.quantise import dequantise, dynamic_fp8, fp8, int4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -96,7 +96,7 @@ def check_close(found: torch.Tensor, wanted: torch.Tensor, bound: float) -> None
 def test_the_twins_are_products_of_what_codes_and_scales_stand_for() -> None:
     weight, x = random(48, 256), random(5, 256, seed=1)
     torch.testing.assert_close(Int4Linear.of(weight)(x), x @ dequantise(*int4(weight)).t())
-    (codes, scales), (own, own_scales) = fp8(x), fp8(weight)
+    (codes, scales), (own, own_scales) = dynamic_fp8(x), fp8(weight)
     theirs = torch._scaled_mm(codes, own.t(), scale_a=scales, scale_b=own_scales.t(), out_dtype=torch.float32)
     torch.testing.assert_close(Fp8Linear.of(weight)(x), theirs)
 

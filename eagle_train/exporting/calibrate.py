@@ -6,6 +6,11 @@ templates or rounding. DESIGN section 3.1.
 On the bundled target, INT4 in all matrices, the divergence of the draft's distribution from that of the draft as it is
 is 0.4 of what rounding to nearest gives. No better, and slower: layers one after another, each given what those before
 put out once rounded; the draft's own hidden states besides, which it reads from a chain's second step on.
+
+FP8 has little to gain. There the feed-forward's error (of the draft's states, relative, squared: 1.6e-3 rounded to
+nearest, 1.2e-3 so; INT4 1e-2 and 4e-3) is mostly the activations', 1.0e-3, which are rounded in every call: the
+weights' own falls from 0.6e-3 to 0.2e-3. Shrinking the weights by what the activations' rounding adds to the moments
+changed nothing.
 """
 
 import copy

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eagle_train.ops.quantise import FP8, GROUP, dequantise, fp8, int4, one_a_byte, two_a_byte
+from eagle_train.ops.quantise import FP8, GROUP, dequantise, dynamic_fp8, fp8, int4, one_a_byte, two_a_byte
 
 FEW_ROWS = range(1, 7)
 SMALL_WEIGHT = 2**21  # elements; beyond, the plain product is the faster one from four rows on
@@ -136,7 +136,7 @@ class Fp8Linear(QuantisedLinear):
         return self.codes.view(FP8), self.scales.view(torch.float32)
 
     def twin(self, x: torch.Tensor) -> torch.Tensor:
-        codes, scales = fp8(x)
+        codes, scales = dynamic_fp8(x)
         return F.linear(dequantise(codes, scales), dequantise(*self.parts()))
 
     def use_kernel(self, dtype: torch.dtype) -> None:
@@ -151,7 +151,7 @@ class Fp8Linear(QuantisedLinear):
         self.has_kernel = True
 
     def kernel(self, x: torch.Tensor) -> torch.Tensor:
-        (codes, scales), own = fp8(x), self.scales.view(torch.float32).t()
+        (codes, scales), own = dynamic_fp8(x), self.scales.view(torch.float32).t()
         if self.codes.dtype == torch.uint8:
             weight = self.codes.view(FP8).t()
             return torch._scaled_mm(codes, weight, scale_a=scales, scale_b=own, out_dtype=torch.bfloat16)
