@@ -47,7 +47,7 @@ def check(condition: bool, message: str) -> None:
 
 def one_line(error: Exception) -> str:
     """The first line of a library's message, which is the one that says what is wrong."""
-    return str(error).strip().split("\n")[0]
+    return " ".join(str(error).strip().split("\n")[0].split())
 
 
 def shown(value: Any) -> str:

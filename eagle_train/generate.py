@@ -11,9 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 from eagle_train import distributed
 from eagle_train.config import build, check, command, resolve_device
 from eagle_train.inference import Engine, Output, SamplingParams
+from eagle_train.inference.detokenizer import Detokenizer
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.quantised import Quant, quantised
-from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.models.target import TargetConfig, load_target
 
 GREEN, RESET = "\033[32m", "\033[0m"
 COLORS = ("auto", "always", "never")
@@ -57,20 +58,25 @@ def job(config: DictConfig) -> int:
     output = engine.generate([prompt], params)[0]
     if world.is_main:
         color = config.color == "always" or (config.color == "auto" and sys.stdout.isatty())
-        print(marked(output, target, color))
+        print(marked(output, Detokenizer(engine.requests.texts, params.stop_strings), color))
         print(summary(output), file=sys.stderr)
     return 0
 
 
-def marked(output: Output, target: Target, color: bool) -> str:
-    """The answer with what the draft proposed and the target accepted in green, or in brackets."""
+def marked(output: Output, text: Detokenizer, color: bool) -> str:
+    """The answer with what the draft proposed and the target accepted in green, or in brackets. `text`: has read none
+    of it."""
     before, after = (GREEN, RESET) if color else ("[", "]")
-    pieces, start = [target.tokenizer.decode(output.token_ids[:1])], 1
+
+    def read(start: int, end: int) -> str:
+        text.read(output.token_ids[start:end])
+        return text.tell(last=end == len(output.token_ids))
+
+    pieces, start = [read(0, 1)], 1
     for count in output.rounds:
-        accepted, own = output.token_ids[start : start + count - 1], output.token_ids[start + count - 1 : start + count]
-        if accepted:
-            pieces.append(before + target.tokenizer.decode(accepted) + after)
-        pieces.append(target.tokenizer.decode(own))
+        if accepted := read(start, start + count - 1):
+            pieces.append(before + accepted + after)
+        pieces.append(read(start + count - 1, start + count))
         start += count
     return "".join(pieces)
 

@@ -1,7 +1,9 @@
 """Whatever a request holds, it is answered or refused in one clear line, and the engine goes on."""
 
+import json
 import os
 import string
+from collections import Counter
 from dataclasses import fields
 
 import pytest
@@ -12,6 +14,7 @@ from tiny import shared_target, tiny_draft, tiny_target, tiny_tokenizer
 
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.json_schema import OF_TYPE
 from eagle_train.inference.paged_kv import BLOCK, WASTE
 
 COUNT = int(os.environ.get("BAD_REQUESTS", "60"))
@@ -41,6 +44,52 @@ good = {
     "stop_token_ids": st.none() | st.lists(st.integers(-2, 120), max_size=3),
     "ignore_eos": st.booleans(),
 }
+KINDS = st.sampled_from(["json_schema", "regex", "choice", "ebnf", "xml"])
+TYPES = st.sampled_from(["string", "integer", "number", "array", "object", "boolean", "null", "date"])
+PATTERNS = st.text(alphabet="ab()[]{}|*+?.^$\\09,-dwsxu:\0\n\ud800é", max_size=16)
+RULES = st.text(alphabet='ab"()[]{}|*+? \\09,-:=rot\n\0\ud800é', max_size=24)
+numbers = st.integers(-2, 5) | st.sampled_from([2**31, 2**32 + 1, 10**400, 1e-9, 1e300, float("nan"), 0.5])
+plain = st.none() | st.booleans() | numbers | words | st.text(alphabet="a\ud800\0", max_size=2)
+
+
+def schemas(inner):
+    named = st.dictionaries(st.sampled_from(["a", "b", "\n", "\0"]), inner, max_size=2)
+    keywords = {
+        "type": TYPES | st.lists(TYPES, max_size=2),
+        "properties": named,
+        "$defs": named,
+        "additionalProperties": inner,
+        "items": inner,
+        "prefixItems": st.lists(inner, max_size=2),
+        "anyOf": st.lists(inner, max_size=3),
+        "allOf": st.lists(inner, max_size=2),
+        "required": st.lists(st.sampled_from(["a", "b"]), max_size=2),
+        "$ref": st.sampled_from(["#", "#/$defs/a", "#/properties/b", "x", "#/%"]),
+        "pattern": PATTERNS,
+        "format": st.sampled_from(["date", "email", "iri", ""]),
+        "enum": st.lists(plain, max_size=3),
+        "const": plain,
+        "uniqueItems": st.booleans(),
+        "not": inner,
+    }
+    keywords |= dict.fromkeys(set().union(*OF_TYPE.values()) - set(keywords), numbers)
+    others = st.lists(st.sampled_from(sorted(keywords)), max_size=3, unique=True)
+    of_type = [st.lists(st.sampled_from(sorted(own)), unique=True) for own in OF_TYPE.values() if own]
+    of_type = [st.tuples(st.just(kind), keys) for kind, keys in zip(OF_TYPE, of_type, strict=False)]
+    one = st.one_of(of_type).flatmap(
+        lambda some: st.fixed_dictionaries({"type": st.just(some[0])} | {key: keywords[key] for key in some[1]})
+    )
+    return one | others.flatmap(lambda keys: st.fixed_dictionaries({key: keywords[key] | anything for key in keys}))
+
+
+schema = st.recursive(st.booleans() | st.fixed_dictionaries({"type": TYPES}) | anything, schemas, max_leaves=8)
+grammars = st.one_of(
+    st.dictionaries(KINDS, anything | words, max_size=2),
+    st.fixed_dictionaries({"regex": PATTERNS}),
+    st.fixed_dictionaries({"ebnf": RULES | RULES.map("root ::= {}".format)}),
+    st.fixed_dictionaries({"choice": st.lists(words | st.text(alphabet="a\ud800\0\n", max_size=3), max_size=3)}),
+    st.fixed_dictionaries({"json_schema": schema | schema.map(lambda value: json.dumps(value, default=repr))}),
+)
 bad_prompts = st.one_of(
     anything,
     st.lists(st.integers(-3, 2**65), max_size=6),
@@ -51,7 +100,8 @@ bad_prompts = st.one_of(
 requests = st.tuples(
     st.one_of(tokens, words, st.lists(message, min_size=1, max_size=3), bad_prompts),
     st.tuples(
-        st.fixed_dictionaries({}, optional=good), st.dictionaries(st.sampled_from(sorted(KEYS)), anything, max_size=2)
+        st.fixed_dictionaries({}, optional=good | {"grammar": grammars}),
+        st.dictionaries(st.sampled_from(sorted(KEYS)), anything, max_size=2),
     ),
 )
 
@@ -63,22 +113,24 @@ def engine():
 
 
 def test_a_request_is_answered_or_refused(engine):
-    seen, told = {"answered": 0}, []
+    seen, told = Counter(), []
 
     @settings(max_examples=COUNT, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.lists(requests, min_size=1, max_size=3))
     def ask(asked):
         for prompt, (right, wrong) in asked:
             try:
-                engine.add(prompt, SamplingParams(**{**right, **wrong}))
+                params = SamplingParams(**{**right, **wrong})
+                engine.add(prompt, params)
                 seen["answered"] += 1
+                seen["guided"] += params.grammar is not None
             except UserError as error:
                 told.append(str(error))
         outputs = []
         while engine.scheduler.unfinished:
             outputs += [update.output for update in engine.step() if update.output]
         for output in outputs:
-            assert output.finish_reason in ("stop", "length")
+            assert output.finish_reason in ("stop", "length", "dead_end")
             assert all(0 <= token < 96 for token in output.token_ids)
         pool = engine.scheduler.pool
         assert sorted([*pool.free, *pool.idle]) == list(range(WASTE + 1, WASTE + 1 + pool.total))
@@ -86,6 +138,7 @@ def test_a_request_is_answered_or_refused(engine):
     ask()
     assert min(seen["answered"], len(told)) > COUNT // 5
     assert all(len(error.splitlines()) == 1 and len(error) < 400 for error in told)
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama")), "it goes on as before"
 
 
 @pytest.mark.parametrize(
@@ -127,6 +180,108 @@ def test_prompts(prompt, message):
     with pytest.raises(UserError, match=f"^{message}$"):
         engine.add(prompt)
     assert not engine.scheduler.unfinished
+
+
+STRING, INTEGER, ARRAY = {"type": "string"}, {"type": "integer"}, {"type": "array", "items": True}
+KILLERS = [  # what xgrammar takes for another grammar, compiles for minutes, or says nothing clear about
+    ({"regex": "a{4294967297}"}, "4294967297 repetitions; at most 2147483647"),
+    ({"ebnf": 'root ::= "a"{1, 99999999999999999999}'}, "repetitions; at most 2147483647"),
+    ({"regex": "(((a{0,50}){0,50}){0,50})"}, "repetitions of repetitions of repetitions"),
+    ({"ebnf": 'root ::= ((("a"{0,50} "b"?){0,50} "b"?){0,50})'}, "repetitions of repetitions of repetitions"),
+    ({"regex": "(" * 100 + "a" + ")*" * 100}, "repetitions of repetitions of repetitions"),
+    ({"regex": "a*" * 100}, "more than 32 optional or repeated parts in a row"),
+    ({"ebnf": "root ::= " + '"a"? ' * 40}, "more than 32 optional or repeated parts in a row"),
+    ({"regex": "a?b" * 10_000}, "10000 groups and optional or repeated parts; at most 2000"),
+    ({"regex": "a" * 10**6}, "1000000 characters; at most 32768"),
+    ({"regex": "[" * 30_000}, "Unclosed"),
+    ({"ebnf": "root ::= " + "[" * 30_000}, "Unterminated character class"),
+    ({"ebnf": "root ::= " + "|".join(f'"{i}"' for i in range(100_000))}, "characters; at most 32768"),
+    ({"choice": ["a" * 10**6]}, "characters; at most 32768"),
+    ({"choice": [f"{i}" for i in range(100_000)]}, "characters; at most 32768"),
+    ({"choice": ["\ud800"]}, "surrogates not allowed"),
+    ({"regex": "a\0b"}, "null characters"),
+    ({"ebnf": "root ::= root"}, "no tokens with which to answer so"),
+    ({"json_schema": {"$ref": "#"}}, "no tokens with which to answer so"),
+    ({"json_schema": '{"type": "number", "minimum": 1e400}'}, "Out of range float"),
+    ({"json_schema": {"const": 10**400}}, "xgrammar cannot read it"),
+    ({"json_schema": {"const": "\ud800"}}, "surrogates not allowed"),
+    ({"json_schema": {"type": "number", "minimum": 1e-9, "maximum": 2e-9}}, "no tokens with which to answer so"),
+    ({"json_schema": INTEGER | {"minimum": 5, "maximum": 1}}, "minimum greater than maximum"),
+    ({"json_schema": INTEGER | {"multipleOf": 1025}}, "#: multipleOf 1025 must be a whole number from 1 to 1024"),
+    ({"json_schema": INTEGER | {"multipleOf": 0.5}}, "#: multipleOf 0.5 must be a whole number from 1 to 1024"),
+    ({"json_schema": STRING | {"maxLength": -1}}, "#: maxLength -1 must be a whole number, at most 2147483647"),
+    ({"json_schema": ARRAY | {"maxItems": 2**32 + 1}}, "#: maxItems 4294967297 must be a whole number"),
+    ({"json_schema": STRING | {"format": "iri"}}, "#: format 'iri' cannot be guaranteed"),
+    ({"json_schema": STRING | {"pattern": "a^b"}}, r"\^ and \$ may stand at the ends only"),
+    ({"json_schema": STRING | {"pattern": 5}}, "#: pattern 5 must be a text"),
+    ({"json_schema": {"type": "object", "required": ["a"]}}, r"#: required \['a'\] cannot be guaranteed without"),
+    ({"json_schema": {"anyOf": []}}, "#: nothing is left to choose from"),
+    ({"json_schema": {"type": []}}, "#: nothing is left to choose from"),
+    ({"json_schema": {"allOf": 5}}, "#: allOf cannot be guaranteed for more than one schema, or none"),
+    (
+        {"json_schema": {"anyOf": [STRING | {"maxLength": i} for i in range(200)]}},
+        "one of 200 bounded forms; at most 50",
+    ),
+    ({"json_schema": {"anyOf": [INTEGER | {"multipleOf": 1000 + i} for i in range(20)]}}, "at most 4096"),
+    ({"json_schema": {"const": list(range(100_000))}}, "characters; at most 32768"),
+    ({"json_schema": {"anyOf": [INTEGER] * 4000}}, "more than 3000 schemas"),
+    ({"json_schema": {"type": "object", "properties": {"a\nb": {"not": {}}}}}, r"#/properties/'a\\nb': not cannot be"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "said"), KILLERS, ids=[str(i) for i in range(len(KILLERS))])
+def test_grammars_that_are_refused_beforehand(engine, grammar, said):
+    ((kind, _),) = grammar.items()
+    with pytest.raises(UserError, match=rf"^grammar\.{kind}=.*{said}") as error:
+        engine.add(PROMPTS[0], SamplingParams(grammar=grammar))
+    assert len(str(error.value).splitlines()) == 1
+    assert len(str(error.value)) < 400
+    assert not engine.scheduler.unfinished
+
+
+FINE = [
+    ({"regex": r"[a-z0-9._%+-]+@[a-z0-9.-]+\.[a-z]{2,4}"}, "a.b@c.org"),
+    ({"regex": r"(\d{1,3}\.){3}\d{1,3}"}, "127.0.0.1"),
+    ({"regex": "(.{0,200};){0,50}"}, "a;bc;"),
+    ({"regex": "((a{1,9},){0,9};){0,9}"}, "aa,a,;a,;"),
+    ({"regex": "(((ab*)*c)*d)*"}, "abbcd"),
+    ({"regex": "a?" * 32}, "aaa"),
+    ({"regex": "[{2,99999999999}]+"}, "{2,9}"),
+    ({"regex": r"\{99999999999\}"}, "{99999999999}"),
+    ({"regex": "[a-z]{0,100000}"}, "abc"),
+    ({"ebnf": 'root ::= "{99999999999}" x*  # ((((a*)*)*)*)*\nx ::= "b" | "(" x ")"'}, "{99999999999}b(b)"),
+    ({"choice": [f"k{i}" for i in range(3000)]}, "k2999"),
+    ({"choice": ["", "a"]}, ""),
+    ({"json_schema": {"enum": [f"v{i}" for i in range(3000)]}}, '"v2999"'),
+    ({"json_schema": INTEGER | {"multipleOf": 7}}, "49"),
+    ({"json_schema": STRING | {"format": "date", "title": "x" * 10**5}}, '"2024-01-31"'),
+    ({"json_schema": STRING | {"maxLength": 2**31 - 1}}, '"abc"'),
+    ({"json_schema": ARRAY | {"minItems": 1, "maxItems": 10**6}}, '[1, "a"]'),
+    ({"json_schema": {"anyOf": [{"type": "object", "properties": {f"p{i}": True}} for i in range(200)]}}, '{"p7": 1}'),
+    ({"json_schema": {"type": "object", "properties": {f"p{i}": STRING | {"maxLength": 9} for i in range(300)}}}, "{}"),
+    (
+        {
+            "json_schema": {
+                "$ref": "#/$defs/tree",
+                "$defs": {
+                    "tree": {
+                        "type": "object",
+                        "properties": {"of": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+                        "required": ["of"],
+                    }
+                },
+            }
+        },
+        '{"of": [{"of": []}]}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("grammar", "text"), FINE, ids=[str(i) for i in range(len(FINE))])
+def test_grammars_that_are_not_refused(engine, grammar, text):
+    state = engine.requests.guide.matcher(grammar).state
+    assert text == "" or state.accept_string(text)
+    assert state.is_completed()
 
 
 def test_a_chat_needs_a_template():

@@ -216,7 +216,7 @@ def test_generate_with_a_grammar(made, capsys, grammar, answer):
     request = [f"target={made}/target", f"draft={made}/draft", "prompt=abc", "color=always", f"grammar.{grammar}"]
     assert call(generate.main, *request) == 0
     told = capsys.readouterr().out.replace(generate.GREEN, "").replace(generate.RESET, "")
-    assert re.fullmatch(f"({answer})</s>\n", told)
+    assert re.fullmatch(f"({answer})\n", told)
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,11 @@ from transformers import PreTrainedTokenizerFast
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams, guided
 from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.guided import Guidance
 from eagle_train.inference.paged_kv import BLOCK
+from eagle_train.inference.scheduler import Scheduler
 from eagle_train.inference.sequence import Output
+from eagle_train.inference.tree import chain
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 
@@ -179,7 +182,7 @@ def proposals(engine: Engine) -> list[tuple[str, list[str]]]:
     def seeing(plan):
         tokens, q = draft_tree(plan)
         for sequence, row in zip(engine.active, tokens[:, 1:].tolist(), strict=True):
-            found.append((engine.requests.decode(sequence.generated), tokenizer.convert_ids_to_tokens(row)))
+            found.append((engine.requests.texts.decode(sequence.generated), tokenizer.convert_ids_to_tokens(row)))
         return tokens, q
 
     engine.draft_tree = seeing
@@ -197,8 +200,8 @@ def test_proposals_obey(kind, temperature, mode, trained):
         engine.add(prompt, SamplingParams(temperature, max_tokens=LONG, grammar=grammar_of(kind)))
     rounds = proposals(engine)
     assert len(rounds) >= len(PROMPTS)
-    for text, chain in rounds:
-        for letter in chain:
+    for text, proposed in rounds:
+        for letter in proposed:
             if letter == "</s>":
                 assert obeys(kind, text)
                 break
@@ -316,6 +319,14 @@ def test_special_tokens_are_no_text():
     assert output.token_ids == [*(3 + CHARACTERS.index(letter) for letter in "<s>"), EOS]
 
 
+def test_special_tokens_are_never_allowed():
+    """However likely they are: hot, all that is allowed comes now and then."""
+    for seed in range(20):
+        output = answer({"regex": "(<s>|<pad>|</s>){4}"}, SamplingParams(temperature=100.0, max_tokens=60, seed=seed))
+        assert regex.fullmatch("(<s>|<pad>|</s>){4}", output.text)
+        assert min(output.token_ids[:-1]) > EOS
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_lm_head_wider_than_the_tokenizer(temperature):
     """In the tiny model padding tokens are as likely as any."""
@@ -346,6 +357,44 @@ def test_stop_strings_stop_tokens_and_length():
 def test_an_answer_without_tokens_for_it_ends():
     output = answer({"choice": ["aé"]})
     assert (output.text, output.finish_reason) == ("a", "dead_end")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", TREES)
+def test_where_nothing_is_allowed_the_end_is(temperature, tree, trained):
+    """Also below tokens that are drafted; nobody's probabilities become NaN."""
+    for texts in (["aé"], ["abé", "abcdé"]):
+        params = SamplingParams(temperature, max_tokens=9, grammar={"choice": texts})
+        for output in Engine(target(), trained, tree).generate(PROMPTS, params):
+            assert output.text in {text[:-1] for text in texts}
+            assert (output.token_ids[-1], output.finish_reason) == (EOS, "dead_end")
+    guidance = Guidance(*nothing_allowed())
+    assert guidance.allowed([0]).nonzero()[:, 2].tolist() == [EOS]
+
+
+def nothing_allowed() -> tuple:
+    """What Guidance takes, of a row that stands where its grammar has no token for what must follow."""
+    guide = Engine(target()).requests.guide
+    matcher = guide.matcher({"choice": ["aé"]})
+    assert matcher.accept(3 + CHARACTERS.index("a"))
+    return guide, chain(0), [matcher]
+
+
+def test_a_grammar_that_counts_when_blocks_are_given_up(trained, monkeypatch):
+    """Who is preempted is read anew by the models, and not by its grammar, which would let it end too early."""
+    preempted, preempt = [], Scheduler.preempt
+
+    def seeing(self, sequence):
+        preempted.append(len(sequence.generated))
+        preempt(self, sequence)
+
+    monkeypatch.setattr(Scheduler, "preempt", seeing)
+    params = SamplingParams(max_tokens=40, grammar={"regex": "[!-~]{30}"})
+    outputs = Engine(target(), trained, "d3_bf2", kv_tokens=6 * BLOCK).generate(PROMPTS, params)
+    assert max(preempted, default=0) > 1
+    for output in outputs:
+        assert (len(output.text), output.token_ids[30:], output.finish_reason) == (30, [EOS], "stop")
+    assert token_ids(outputs) == token_ids(Engine(target()).generate(PROMPTS, params))
 
 
 def test_a_dot_is_no_line_end():

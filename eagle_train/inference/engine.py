@@ -244,7 +244,7 @@ class Engine:
         if not self.overlap:
             self.land()
         told, self.advanced = self.advanced, {}
-        return [Update(one, one.news(), self.requests.output(one) if one.finish_reason else None) for one in told]
+        return [self.requests.update(sequence) for sequence in told]
 
     @torch.inference_mode()
     def prefill(self) -> None:

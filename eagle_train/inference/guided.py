@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from eagle_train.config import UserError, check, one_line, shown
+from eagle_train.inference.expressions import as_whole, check_ebnf, check_length
 from eagle_train.inference.json_schema import check_schema
 from eagle_train.inference.tree import Tree
 
 KINDS = ("json_schema", "regex", "choice", "ebnf")
 CACHE_BYTES = 256 << 20  # of compiled grammars, for requests that ask for the same
 PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # where in xgrammar's sources an error was found
-REGEX_ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # an escape, a class of characters, or one
 
 
 def check_grammar(grammar: Any) -> None:
@@ -72,23 +72,30 @@ class Guide:
         try:
             state = self.matcher_of(self.compiled(kind, value))
         except Exception as error:  # xgrammar knows nothing more special
-            raise UserError(f"grammar.{kind}={shown(value)}: {PLACE.sub('', one_line(error))[:200]}") from error
+            reason = PLACE.sub("", one_line(error))[:200] or "xgrammar cannot read it"
+            raise UserError(f"grammar.{kind}={shown(value)}: {reason}") from error
         bits = torch.zeros(1, len(self.stop), dtype=torch.int32)
         state.fill_next_token_bitmask(bits)
         possible = bool(unpack(bits, self.vocab_size).any())
+        possible &= kind != "json_schema" or not state.is_completed()  # no JSON is empty: what it asks for was lost
         check(possible, f"grammar.{kind}={shown(value)}: the target has no tokens with which to answer so")
         return Matcher(state, longest)
 
     def compiled(self, kind: str, value: Any) -> Any:
         """xgrammar's CompiledGrammar."""
         if kind == "json_schema":
-            text = value if isinstance(value, str) else json.dumps(value)
-            check_schema(json.loads(text))
-            return self.compiler.compile_json_schema(text)
+            value = json.dumps(
+                json.loads(value) if isinstance(value, str) else value, ensure_ascii=False, allow_nan=False
+            )
+            check_schema(json.loads(value))
+            return self.compiler.compile_json_schema(value)
         if kind == "regex":
             return self.compiler.compile_regex(as_whole(value))
         if kind == "choice":
             value = "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+            check_length(value)
+        else:
+            check_ebnf(value)
         return self.compiler.compile_grammar(value)
 
 
@@ -100,14 +107,6 @@ def texts_of(tokenizer: Any, vocab_size: int, stop_ids: list[int]) -> list[bytes
     added = tokenizer.added_tokens_decoder.items()
     special = {*tokenizer.all_special_ids, *(token for token, content in added if content.special)}
     return [b"" if token in special else bytes(text) for token, text in enumerate(info.decoded_vocab)]
-
-
-def as_whole(regex: str) -> str:
-    """`regex` for xgrammar, which matches all of a text, ignores anchors inside, and lets `.` be the end of a line."""
-    atoms = REGEX_ATOM.findall(regex)
-    inside = "^" in atoms[1:] or "$" in atoms[:-1]
-    check(not inside, "^ and $ may stand at the ends only: the whole answer is matched")
-    return "".join(r"[^\n\r]" if atom == "." else atom for atom in atoms)
 
 
 def pack(flags: torch.Tensor) -> torch.Tensor:

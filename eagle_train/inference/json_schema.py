@@ -3,12 +3,17 @@
 Knows nothing of tokens. Every form below was tried against answers that violate it.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from eagle_train.config import check
+from eagle_train.config import check, shown
+from eagle_train.inference.expressions import MOST_TIMES, as_whole, check_length
 
 DEEPEST, MOST_PROPERTIES = 32, 500  # the time to compile grows with their cubes
+MOST_SCHEMAS = 3000  # in all
+MOST_BOUNDED = 50  # among which one is chosen; the time grows with their fourth power
+MOST_MULTIPLES = 4096  # the sum of those among which one is chosen
 NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 NOTES |= {"$schema", "$id", "$comment", "$defs", "definitions"}
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
@@ -21,16 +26,30 @@ OF_TYPE = {
     "boolean": set[str](),
     "null": set[str](),
 }
+COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+LARGEST_MULTIPLE = 1024
+FORMATS = {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"}
+FORMATS |= {"uri-reference", "uri-template", "json-pointer", "relative-json-pointer"}
 ALONE = ("$ref", "anyOf", "allOf", "enum", "const")  # beside one of these xgrammar ignores all others
 APART = [{"pattern"}, {"format"}, {"minLength", "maxLength"}], [{"multipleOf"}, BOUNDS]  # of each it keeps the first
 PYTHON = {"string": str, "integer": int, "number": (int, float), "array": list, "object": dict, "boolean": bool}
 
 
-def check_schema(schema: Any, where: str = "#", depth: int = 0) -> None:
-    """Raise UserError, naming the place, if an answer could be given that violates `schema`."""
-    check(depth <= DEEPEST, f"{where}: deeper than {DEEPEST} schemas")
-    if not isinstance(schema, Mapping):  # true, or what xgrammar refuses
-        return
+def check_schema(schema: Any) -> None:
+    """Raise UserError, naming the place, if an answer could be given that violates `schema`, or none in time."""
+    inside, count = [("#", schema, 0)], 0
+    while inside:
+        where, each, depth = inside.pop()
+        check(depth <= DEEPEST, f"{where}: deeper than {DEEPEST} schemas")
+        count += 1
+        check(count <= MOST_SCHEMAS, f"more than {MOST_SCHEMAS} schemas")
+        if isinstance(each, Mapping):  # else true, or what xgrammar refuses
+            check_one(each, where)
+            inside += [(f"{where}/{place}", inner, depth + 1) for place, inner in reversed(parts(each))]
+
+
+def check_one(schema: Mapping[str, Any], where: str) -> None:
+    """As `check_schema`, without the schemas inside."""
     many = len(schema["properties"]) if isinstance(schema.get("properties"), Mapping) else 0
     check(many <= MOST_PROPERTIES, f"{where}: {many} properties; at most {MOST_PROPERTIES} are possible")
     keys = set(schema) - NOTES
@@ -46,19 +65,57 @@ def check_schema(schema: Any, where: str = "#", depth: int = 0) -> None:
         found = sorted(key for group in groups for key in group & keys)
         together = sum(bool(group & keys) for group in groups) > 1
         check(not together, f"{where}: {', '.join(found)} cannot be guaranteed together")
-    check(
-        first != "allOf" or len(schema["allOf"]) == 1, f"{where}: allOf cannot be guaranteed for more than one schema"
-    )
+    single = first != "allOf" or (isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1)
+    check(single, f"{where}: allOf cannot be guaranteed for more than one schema, or none")
+    check(schema.get("anyOf") != [] and schema.get("type") != [], f"{where}: nothing is left to choose from")
     reference = schema.get("$ref", "#")
     check(str(reference)[:2] in ("#", "#/"), f"{where}: $ref {reference!r} must begin with #/")
-    for place, inner in parts(schema):
-        check_schema(inner, f"{where}/{place}", depth + 1)
+    for key in sorted(keys):
+        check_value(key, schema[key], where)
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if isinstance(properties, Mapping) and isinstance(required, list):
+        missing = [name for name in required if isinstance(name, str) and name not in properties]
+        check(not missing, f"{where}: required {shown(missing)} cannot be guaranteed without a schema in properties")
 
 
 def keys_of(types: Any) -> set[str]:
     """The keywords that constrain values of these types."""
     names = types if isinstance(types, list | tuple) else [types]
     return set().union(*(OF_TYPE.get(name, set()) for name in names if isinstance(name, str)))
+
+
+def check_value(key: str, value: Any, where: str) -> None:
+    """Raise UserError for a keyword's value that xgrammar would take for another, or that takes too long."""
+    if key in COUNTS:
+        whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TIMES
+        check(whole, f"{where}: {key} {shown(value)} must be a whole number, at most {MOST_TIMES}")
+    elif key == "multipleOf":
+        whole = isinstance(value, int | float) and value in range(1, LARGEST_MULTIPLE + 1)
+        check(whole, f"{where}: multipleOf {shown(value)} must be a whole number from 1 to {LARGEST_MULTIPLE}")
+    elif key == "format":
+        known = isinstance(value, str) and value in FORMATS
+        check(
+            known, f"{where}: format {shown(value)} cannot be guaranteed; those that can: {', '.join(sorted(FORMATS))}"
+        )
+    elif key == "pattern":
+        check(isinstance(value, str), f"{where}: pattern {shown(value)} must be a text")
+        as_whole(value)
+    elif key in ("const", "enum"):
+        check_length(json.dumps(value))
+    elif key == "anyOf":
+        bounded = sum(bool((COUNTS | {"multipleOf", "pattern"}) & set(each)) for each in choices(value))
+        check(bounded <= MOST_BOUNDED, f"{where}: one of {bounded} bounded forms; at most {MOST_BOUNDED} are possible")
+        multiples = [each.get("multipleOf") for each in choices(value)]
+        total = sum(number for number in multiples if isinstance(number, int))
+        check(total <= MOST_MULTIPLES, f"{where}: multiples of {total} in all; at most {MOST_MULTIPLES} are possible")
+
+
+def choices(value: Any) -> Iterator[Mapping[str, Any]]:
+    """The schemas of an anyOf, and of those directly inside."""
+    for each in value if isinstance(value, list) else []:
+        if isinstance(each, Mapping):
+            yield each
+            yield from choices(each.get("anyOf"))
 
 
 def check_values(schema: Mapping[str, Any], where: str) -> None:
@@ -75,8 +132,13 @@ def parts(schema: Mapping[str, Any]) -> list[tuple[str, Any]]:
     found = [(key, schema[key]) for key in ("items", "additionalProperties") if key in schema]
     for key in ("properties", "$defs", "definitions"):
         inner = schema.get(key)
-        found += [(f"{key}/{name}", each) for name, each in inner.items()] if isinstance(inner, Mapping) else []
+        found += [(f"{key}/{named(name)}", each) for name, each in inner.items()] if isinstance(inner, Mapping) else []
     for key in ("anyOf", "allOf", "prefixItems"):
         inner = schema.get(key)
         found += [(f"{key}/{i}", each) for i, each in enumerate(inner)] if isinstance(inner, list | tuple) else []
     return found
+
+
+def named(name: str) -> str:
+    """A property's name as an error may show it."""
+    return name if name.isprintable() and len(name) < 40 else shown(name)

@@ -11,8 +11,9 @@ from functools import cached_property
 from jinja2 import TemplateError
 
 from eagle_train.config import UserError, check, one_line
+from eagle_train.inference.detokenizer import Detokenizer, Texts
 from eagle_train.inference.guided import Guide, Matcher
-from eagle_train.inference.sequence import Output, SamplingParams, Sequence, check_prompt
+from eagle_train.inference.sequence import Output, SamplingParams, Sequence, Update, check_prompt
 from eagle_train.models.target import Target
 
 Prompt = str | Listing[int] | Listing[dict]
@@ -46,7 +47,8 @@ class Requests:
         stop_ids = own if params.stop_token_ids is None else frozenset(params.stop_token_ids)
         if params.grammar is not None:
             stop_ids |= self.stop_ids
-        return Sequence(index, tokens, params, stop_ids, self.matcher_of(params))
+        text = None if self.texts is None else Detokenizer(self.texts, params.stop_strings)
+        return Sequence(index, tokens, params, stop_ids, self.matcher_of(params), text)
 
     def matcher_of(self, params: SamplingParams) -> Matcher | None:
         """The beginning of a request's grammar. Raises UserError for one that makes no sense."""
@@ -82,29 +84,33 @@ class Requests:
         """Compiles grammars. Raises UserError where it cannot."""
         return Guide(self.target.tokenizer, self.target.identity.vocab_size, self.stop_ids, self.target.device)
 
+    @cached_property
+    def texts(self) -> Texts | None:
+        """How tokens become text; None without a tokenizer."""
+        return None if self.target.tokenizer is None else Texts(self.target.tokenizer)
+
     def cut_at_stop_strings(self, sequence: Sequence) -> None:
         """End a sequence at the first token with which its text holds a stop string; later tokens are dropped."""
-        strings = sequence.params.stop_strings
-        if not strings or not any(string in self.decode(sequence.generated) for string in strings):
+        if not sequence.params.stop_strings:
             return
-        first = len(sequence.generated) - (sequence.rounds[-1] if sequence.rounds else 1) + 1  # of the round
-        length = next(
-            n
-            for n in range(first, len(sequence.generated) + 1)
-            if any(string in self.decode(sequence.generated[:n]) for string in strings)
-        )
-        sequence.cut(length)
+        for token in sequence.unread():
+            sequence.text.read([token])
+            if sequence.text.has_stopped():
+                sequence.cut(sequence.text.num_read)
+                return
+
+    def update(self, sequence: Sequence) -> Update:
+        """What is new of a sequence since this was last asked."""
+        tokens, text = sequence.news(), None
+        if sequence.text is not None:
+            sequence.text.read(sequence.unread())
+            text = sequence.text.tell(last=sequence.finish_reason is not None)
+        return Update(sequence, tokens, text, self.output(sequence) if sequence.finish_reason else None)
 
     def output(self, sequence: Sequence) -> Output:
-        text = None
-        if self.target.tokenizer is not None:
-            text = self.decode(sequence.generated)
-            cuts = [text.find(string) for string in sequence.params.stop_strings if string in text]
-            text = text[: min(cuts)] if cuts else text
+        """All of a sequence, as far as it was told."""
+        text = None if sequence.text is None else "".join(sequence.text.text)
         return Output(sequence.generated, text, sequence.finish_reason, sequence.stats, sequence.rounds)
-
-    def decode(self, tokens: list[int]) -> str:
-        return self.target.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def params_of(params: SamplingParams | Listing[SamplingParams] | None, index: int, count: int) -> SamplingParams:

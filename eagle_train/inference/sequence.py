@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle_train.config import check, shown
+from eagle_train.inference.detokenizer import Detokenizer
 from eagle_train.inference.guided import Matcher, check_grammar
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")  # what JSON may hold and UTF-8 may not
@@ -111,7 +112,10 @@ class Stats:
 @dataclass(frozen=True)
 class Output:
     """A finished request. `finish_reason`: stop (a stop token or string), length, cancelled, or dead_end: its grammar
-    asked for what the target has no tokens for, and the answer is the beginning of one."""
+    asked for what the target has no tokens for, and the answer is the beginning of one.
+
+    `text` is that of the tokens, without special ones and up to the first stop string; the tokens go on to its end.
+    """
 
     token_ids: list[int]
     text: str | None
@@ -122,10 +126,17 @@ class Output:
 
 @dataclass(frozen=True)
 class Update:
-    """What a round brought a request: its new tokens, and the whole of it when it is finished."""
+    """What a round brought a request: its new tokens, its new text, and the whole of it when it is finished.
+
+    All updates' tokens together are the output's, and so are their texts. `text` waits for characters that are not
+    whole yet, and for what may be the beginning of a stop string; of one that was found it shows nothing. `token_ids`
+    does not wait: the output has a stop string's tokens, and none behind them. Without a tokenizer `text` is None. A
+    request that is cancelled gets no more updates, and its text is what they told.
+    """
 
     request: "Sequence"
     token_ids: list[int]
+    text: str | None
     output: Output | None
 
 
@@ -138,6 +149,7 @@ class Sequence:
     params: SamplingParams
     stop_token_ids: frozenset[int]
     matcher: Matcher | None = None  # where it stands in its grammar; all of `generated` was read
+    text: Detokenizer | None = None  # None without a tokenizer
     arrival: float = field(default_factory=time.perf_counter)
     generated: list[int] = field(default_factory=list)
     rounds: list[int] = field(default_factory=list)
@@ -169,6 +181,10 @@ class Sequence:
         """The tokens since it was last asked."""
         new, self.reported = self.generated[self.reported :], len(self.generated)
         return new
+
+    def unread(self) -> list[int]:
+        """The tokens that its text does not have yet."""
+        return self.generated[self.text.num_read :]
 
     def forget(self) -> None:
         """Its blocks are gone: all of it is to be read anew."""
