@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -51,6 +51,15 @@ def acceptance(answers: Iterable[Answer]) -> list[float]:
 def intervals(answers: Iterable[Answer]) -> list[float]:
     """Seconds between one token and the next, for every token of decoding."""
     return [seconds for answer in answers for seconds in answer.output.stats.intervals_s]
+
+
+def waits(answers: Iterable[Answer]) -> list[float]:
+    """Seconds from one round's tokens to the next one's, for every round of decoding."""
+    found = []
+    for output in (answer.output for answer in answers):
+        ends = list(accumulate(output.rounds))
+        found += [sum(output.stats.intervals_s[a:b]) for a, b in pairwise([0, *ends])]
+    return found
 
 
 def repeated_ngrams(texts: Iterable[Sequence[int]], n: int = NGRAM) -> float:

@@ -222,10 +222,13 @@ def swept(bench: Bench) -> dict[str, Any]:
     return {**headline(rows, breakdowns, next(iter(config.drafting))), "rows": rows, "breakdown": breakdowns}
 
 
-def take_turns(contenders: dict[str, Answering], batches: list[list[Asked]]) -> dict[str, list[Together]]:
-    """Everyone's answers to every batch, after a warm-up with the first; with every batch another one begins."""
+def take_turns(
+    contenders: dict[str, Answering], batches: list[list[Asked]], warm_up: int = 1
+) -> dict[str, list[Together]]:
+    """Everyone's answers to every batch, after the first `warm_up` to warm up; with every batch another one begins."""
     for answering in contenders.values():
-        answering(batches[0])
+        for batch in batches[:warm_up]:
+            answering(batch)
     answered: dict[str, list[Together]] = {name: [] for name in contenders}
     names = list(contenders)
     for number, batch in enumerate(batches):

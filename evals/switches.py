@@ -3,152 +3,100 @@
 Both sides of a switch answer the same batches in turn within one run, so that whatever else the machine does hits both
 alike. Paper section 3. Knows nothing of how an optimisation works.
 
-    python -m evals.switches draft=DIR batch_sizes=[1,16] out=DIR
+    python -m evals.tune_trees draft=DIR
+    python -m evals.switches draft=DIR batch_sizes=[1,8] out=DIR
 """
 
 import copy
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.config import build, check, command, provenance, resolve_device, write_json, write_text
-from eagle_train.inference import Engine, Output, SamplingParams
+from eagle_train.inference import Engine, Output
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.quantised import Quant, quantised
 from eagle_train.models.target import TargetConfig, load_target
-from eagle_train.ops import attention, linear
 from eagle_train.progress import progress
 from eagle_train.training.metrics import redact
 from evals import figures
-from evals.contenders import serve
 from evals.figures import Together
 from evals.latency import median_ratio, take_turns
 from evals.mt_bench import Artifact, prepared
-from evals.prompts import Asked, Prompts
+from evals.prompts import Asked
 from evals.report import made_on, number, table
+from evals.sides import NO_SWITCH, SWITCHES, Side, SideConfig, Switch
 
-GREEDY, SAMPLED, SHARED = "temperature 0", "temperature 1", "temperature 0, shared beginnings, asked again"
-
-
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """Prefix and tree are attended by the plain twin instead of the device's kernel."""
-    with patch.object(attention, "flash_partial", attention.plain_partial):
-        yield
-
-
-@contextmanager
-def plain_linear() -> Iterator[None]:
-    """Products of few rows as those of many."""
-    with patch.object(linear, "FEW_ROWS", range(0)):
-        yield
-
-
-@dataclass(frozen=True)
-class Side:
-    """How an engine is made: what its `Engine` is given, its draft's quantisation and alignment, and a patch."""
-
-    speculation: bool = True
-    options: Mapping[str, Any] | None = None
-    quant: str = "none"
-    alignment: str | None = None
-    within: Callable[[], Any] | None = None
-
-
-@dataclass(frozen=True)
-class Switch:
-    """`what` it turns on, with the paper's section; `off` and `on`; and under which load it shows."""
-
-    what: str
-    off: Side = Side()
-    on: Side = Side()
-    load: str = GREEDY
-
-
-SWITCHES = {
-    "speculation": Switch("drafts at all", off=Side(speculation=False)),
-    "greedy_drafting": Switch(
-        "greedy instead of multinomial drafts (3.2)", off=Side(options={"drafting": "multinomial"}), load=SAMPLED
-    ),
-    "compiled_forwards": Switch("forwards compiled", on=Side(options={"compile": True})),
-    "compiled_sampling": Switch(
-        "forwards and verification compiled (3.2)", on=Side(options={"compile": True}), load=SAMPLED
-    ),
-    "last_alignment": Switch(
-        "the draft's cache aligned by the last token alone (3.4)",
-        off=Side(alignment="accepted"),
-        on=Side(alignment="last"),
-    ),
-    "persistent_kv": Switch("prompts' beginnings kept (3.4)", on=Side(options={"prefix_cache": True}), load=SHARED),
-    "int4_draft": Switch("the draft's feed-forward in INT4 (3.4)", on=Side(quant="int4")),
-    "fp8_draft": Switch("the draft's feed-forward in FP8 (3.4)", on=Side(quant="fp8")),
-    "attention_kernel": Switch("the device's attention kernel (3.1)", off=Side(within=plain_attention)),
-    "linear_of_few_rows": Switch("products for a tree's few rows", off=Side(within=plain_linear)),
-}
+FIGURES = {"ttit": "TTIT", "ttft": "TTFT", "wait": "longest wait"}
+"""The times, by the names they have in the report: means between tokens and to the first token, and the longest time
+that anyone who decodes waits for a round's tokens."""
 
 
 @dataclass
-class Config:
+class Config(SideConfig):
     """conf/switches.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     target: TargetConfig
     draft: Artifact
-    tree: str
     switches: list[str] | None
     batch_sizes: list[int]
-    questions: str
-    shared_tokens: int
-    repeats: int
     out: str
-    max_tokens: int
-    seed: int
     device: str
     threads: int | None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in self.switches or []:
             check(name in SWITCHES, f"switches: {name} is none of {', '.join(SWITCHES)}")
-        for key in ("repeats", "shared_tokens"):
-            check(getattr(self, key) >= 1, f"{key}={getattr(self, key)}: must be at least 1")
-        check(self.max_tokens >= 2, f"max_tokens={self.max_tokens}: must be at least 2, for there to be decoding")
         sizes = self.batch_sizes
         check(bool(sizes) and min(sizes) >= 1, f"batch_sizes={sizes}: must be numbers from 1 on")
         check(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1, or null")
+        names = {name for _, name in self.cells}
+        check(len(names) > 0, f"switches={self.switches}: must name some that show at batch_sizes={sizes}, or be null")
+        known = "tree_dispatcher" not in names or Path(self.table).is_file()
+        check(known, f"table={self.table}: no such file; python -m evals.tune_trees writes one for tree_dispatcher")
+        known = "guided_speculation" not in names or find_spec("xgrammar") is not None
+        check(known, "switches: guided_speculation needs xgrammar; pip install 'eagle-train[guided]', or name others")
+
+    @property
+    def cells(self) -> list[tuple[int, str]]:
+        """Batch sizes and switches, each with each that shows there."""
+        names = list(SWITCHES) if self.switches is None else self.switches
+        return [(size, name) for size in self.batch_sizes for name in names if size >= SWITCHES[name].load.least]
 
 
 class Bench:
-    """The models, and the engine of each side."""
+    """The models, from which the engine of each side is made, and what they are asked."""
 
     def __init__(self, config: Config, device: str):
         self.config, self.target = config, load_target(config.target, device)
         self.draft = load_draft(config.draft.path, self.target.identity)
 
-    def engine(self, side: Side, batch_size: int) -> Engine:
-        drafter = None
-        if side.speculation:
+    def engine(self, side: Side, switch: Switch, size: int) -> Engine:
+        config, drafter = self.config, None
+        if side.drafts:
             draft = quantised(copy.deepcopy(self.draft), Quant(side.quant))
-            drafter = Eagle(draft, self.target, side.alignment or self.config.draft.alignment)
-        return Engine(self.target, drafter, self.config.tree, max_batch_size=batch_size, **(side.options or {}))
+            drafter = Eagle(draft, self.target, side.alignment or config.draft.alignment)
+        options = {"tree": config.tree, "max_batch_size": size + switch.load.beside, **side.options(config, size)}
+        engine = Engine(self.target, drafter, **options)
+        if side.change is not None:
+            side.change(engine)
+        return engine
 
-    def batches(self, load: str, size: int) -> list[list[Asked]]:
-        """What both sides are asked. Shared beginnings are asked first by the warm-up."""
-        params = SamplingParams(float(load == SAMPLED), max_tokens=self.config.max_tokens, seed=self.config.seed)
-        prompts = Prompts(Engine(self.target), self.config.questions, params)
-        if load != SHARED:
-            return prompts.batches(self.config.repeats, size, None)
-        stem = prompts.batches(1, 1, self.config.shared_tokens)[0][0].prompt
-        (batch,) = prompts.batches(1, size, None)
-        return [[replace(each, prompt=stem + each.prompt) for each in batch]] * self.config.repeats
+    def answered(self, switch: Switch, size: int) -> dict[str, list[Together]]:
+        """Both sides' answers to all batches."""
+        sides = {"off": switch.off, "on": switch.on}
+        serving = {key: partial(answer, side, switch, self.engine(side, switch, size)) for key, side in sides.items()}
+        return take_turns(serving, switch.load.batches(self.config, self.target, size), switch.load.warm_up)
 
 
 @command("switches")
@@ -176,65 +124,63 @@ def main(values: DictConfig) -> None:
 
 def measured(bench: Bench) -> list[dict[str, Any]]:
     """A row for each batch size and switch."""
-    config = bench.config
-    cells = [(size, name) for size in config.batch_sizes for name in config.switches or SWITCHES]
+    cells = bench.config.cells
     rows, bar = [], progress(len(cells), "switch")
     for count, (size, name) in enumerate(cells, 1):
         switch = SWITCHES[name]
-        sides = {key: partial(answer, side, bench.engine(side, size)) for key, side in sides_of(switch)}
-        answered = take_turns(sides, bench.batches(switch.load, size))
-        rows.append({"switch": name, "batch_size": size, "load": switch.load, **compared(answered)})
+        found = compared(bench.answered(switch, size), switch.load.newcomers)
+        rows.append({"switch": name, "batch_size": size, "load": switch.load.text, "figure": switch.figure, **found})
         bar.update(count)
     bar.close()
     return rows
 
 
-def sides_of(switch: Switch) -> list[tuple[str, Side]]:
-    return [("off", switch.off), ("on", switch.on)]
-
-
-def answer(side: Side, engine: Engine, asked: Sequence[Asked]) -> list[Output]:
-    if side.within is None:
-        return serve(engine, asked)
+def answer(side: Side, switch: Switch, engine: Engine, asked: Sequence[Asked]) -> list[Output]:
     with side.within():
-        return serve(engine, asked)
+        return (side.serve or switch.load.serve)(engine, asked)
 
 
-def compared(answered: dict[str, list[Together]]) -> dict[str, Any]:
-    """Each side's figures in seconds, and off's times over on's, the median of the batches."""
+def compared(answered: dict[str, list[Together]], newcomers: int = 0) -> dict[str, Any]:
+    """Each side's TPC and times in seconds, medians of the batches, and off's times over on's, the median as well.
+
+    `newcomers`: see evals/loads.py.
+    """
     found: dict[str, Any] = {}
-    means: dict[str, dict[str, list[float]]] = {}
+    times: dict[str, dict[str, list[float]]] = {}
     for side, batches in answered.items():
         answers = list(chain.from_iterable(batches))
         found |= {f"{side}_tpc": figures.tpc(answers), f"{side}_prompts": len(answers)}
-        means[side] = {
+        check(all(map(figures.intervals, batches)), "a batch has no second token, so no decoding was measured")
+        times[side] = {
             "ttit": [statistics.fmean(figures.intervals(batch)) for batch in batches],
-            "ttft": [statistics.fmean(each.output.stats.ttft_s for each in batch) for batch in batches],
+            "ttft": [statistics.fmean(each.output.stats.ttft_s for each in batch[-newcomers:]) for batch in batches],
+            "wait": [max(figures.waits(batch)) for batch in batches],
         }
-        found |= {f"{side}_{key}_s": statistics.median(each) for key, each in means[side].items()}
-    for key in ("ttit", "ttft"):
-        found[f"{key}_speedup"] = median_ratio(means["off"][key], means["on"][key])
+        found |= {f"{side}_{key}_s": statistics.median(each) for key, each in times[side].items()}
+    for key in FIGURES:
+        found[f"{key}_speedup"] = median_ratio(times["off"][key], times["on"][key])
     return found
 
 
 def comparison(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A row each; speed-ups are off's time over on's."""
-    header = ["switched on", "load", "batch", "TPC off", "TPC on", "TTIT off, ms", "TTIT on, ms", "TTIT", "TTFT"]
-    lines = [
-        [
-            SWITCHES[row["switch"]].what,
-            row["load"],
-            str(row["batch_size"]),
-            number(row["off_tpc"]),
-            number(row["on_tpc"]),
-            number(row["off_ttit_s"] * 1e3),
-            number(row["on_ttit_s"] * 1e3),
-            f"{row['ttit_speedup']:.2f}×",
-            f"{row['ttft_speedup']:.2f}×",
-        ]
-        for row in rows
+    """A row each: TPC, the figure that shows what the switch is worth, and how many times shorter each time is."""
+    header = ["switched on", "load", "batch", "TPC off", "TPC on", "", "off, ms", "on, ms", *FIGURES.values()]
+    return table(header, [line(row) for row in rows])
+
+
+def line(row: Mapping[str, Any]) -> list[str]:
+    own = row["figure"]
+    ratios = {key: f"{row[f'{key}_speedup']:.2f}×" for key in FIGURES}
+    ratios[own] = f"**{ratios[own]}**"
+    return [
+        SWITCHES[row["switch"]].what,
+        row["load"],
+        str(row["batch_size"]),
+        *(number(row[f"{side}_tpc"]) for side in ("off", "on")),
+        FIGURES[own],
+        *(number(row[f"{side}_{own}_s"] * 1e3) for side in ("off", "on")),
+        *ratios.values(),
     ]
-    return table(header, lines)
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -245,12 +191,16 @@ def markdown(found: Mapping[str, Any]) -> str:
         f"{found['tree']}; prompts of `{config['questions']}`, {config['repeats']} batches, answers of at most "
         f"{config['max_tokens']} tokens."
     )
-    note = "The last two columns: the time without it over the time with it, medians over the batches, taken in turn."
+    note = (
+        "The last three columns: the time without it over the time with it, medians over the batches, taken in turn; "
+        "in bold the figure that it is for. A prompt that comes late, and alone, is the one whose TTFT counts."
+    )
     parts = [
         "# What each optimisation is worth",
         setting,
         comparison(found["rows"]),
         note,
+        NO_SWITCH,
         "## Made on",
         made_on(found),
     ]

@@ -1,6 +1,10 @@
-"""What all tests run under: no network, few threads that sleep while they wait, and `gpu` tests only where one is."""
+"""What all tests run under: no network, few threads that sleep while they wait, and `gpu` tests only where one is.
+
+And a clock that only models move, for those that ask for it.
+"""
 
 import os
+import time
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # read when torch is loaded; spinning threads starve each other (DESIGN 5)
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -17,3 +21,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and none is visible"))
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """The time, which passes while one sleeps and in whatever is given to `taking`."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    return now

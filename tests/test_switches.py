@@ -1,25 +1,39 @@
 """What each optimisation is worth: both sides differ in what the switch says alone, and the whole command runs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import call
-from talking import arguments, make_home
+from talking import arguments, make_home, write_rows
 
-from eagle_train.inference import Output, Stats
+from eagle_train.inference import Output, Stats, paged_kv
+from eagle_train.inference.paged_kv import Masks, Prefix
+from eagle_train.inference.sampling import verify
+from eagle_train.inference.tree import chain, full
 from eagle_train.models.target import TargetConfig
 from eagle_train.ops import attention, linear
-from evals import switches
+from eagle_train.ops.attention import Rule
+from evals import figures, loads, switches
 from evals.figures import Answer
+from evals.loads import GROUPS
 from evals.mt_bench import Artifact
 from evals.questions import Question
-from evals.switches import GREEDY, SHARED, SWITCHES, Bench, Config, compared, plain_attention, plain_linear
+from evals.sides import SWITCHES, over_one, plain_attention, plain_linear, whole_mask
+from evals.switches import Bench, Config, compared
+
+TABLE = "1: {parents: [-1, 0]}\n2: {parents: [-1, 0, 0]}\n3: {parents: [-1]}\n"
+SAMPLED = ("greedy_drafting", "compiled_sampling")
+COMPILED = ("compiled_forwards", "compiled_sampling")  # tests/test_compiled.py
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    return make_home(tmp_path_factory.mktemp("switches"), width=128)
+    directory = make_home(tmp_path_factory.mktemp("switches"), width=128)
+    (directory / "table.yaml").write_text(TABLE)
+    return directory
 
 
 def config_for(home: Path, **changes) -> Config:
@@ -27,10 +41,15 @@ def config_for(home: Path, **changes) -> Config:
         "target": TargetConfig(str(home / "target")),
         "draft": Artifact(str(home / "draft")),
         "tree": "chain3",
+        "table": str(home / "table.yaml"),
+        "prefill_tokens": 16,
         "switches": None,
         "batch_sizes": [2],
         "questions": str(home / "questions.jsonl"),
         "shared_tokens": 40,
+        "long_tokens": 70,
+        "requests": 3,
+        "rate": 100.0,
         "repeats": 2,
         "out": "",
         "max_tokens": 4,
@@ -41,56 +60,159 @@ def config_for(home: Path, **changes) -> Config:
     return Config(**values | changes)
 
 
-def test_sides_differ_in_what_they_say(home):
-    bench = Bench(config_for(home), "cpu")
+@pytest.fixture(scope="module")
+def bench(home) -> Bench:
+    return Bench(config_for(home), "cpu")
+
+
+def engines(bench: Bench, name: str, size: int = 2) -> list:
+    """With the switch off, and on."""
+    switch = SWITCHES[name]
+    return [bench.engine(side, switch, size) for side in (switch.off, switch.on)]
+
+
+def test_sides_differ_in_what_they_say(bench):
     for switch in SWITCHES.values():
         assert switch.off != switch.on
-    on, off = (bench.engine(side, 2) for side in (SWITCHES["persistent_kv"].on, SWITCHES["persistent_kv"].off))
-    assert (on.scheduler.prefixes is None, off.scheduler.prefixes is None) == (False, True)
-    assert bench.engine(SWITCHES["speculation"].off, 2).drafter is None
-    assert bench.engine(SWITCHES["last_alignment"].on, 2).drafter.alignment == "last"
-    assert bench.engine(SWITCHES["greedy_drafting"].off, 2).drafting == "multinomial"
+        assert switch.figure in switches.FIGURES
+    off, on = engines(bench, "persistent_kv")
+    assert (off.scheduler.prefixes is None, on.scheduler.prefixes is None) == (True, False)
+    for name in ("speculation", "guided_speculation"):
+        off, on = engines(bench, name)
+        assert (off.drafter is None, on.drafter is None) == (True, False)
+    assert [engine.drafter.alignment for engine in engines(bench, "last_alignment")] == ["accepted", "last"]
+    assert [engine.drafting for engine in engines(bench, "greedy_drafting")] == ["multinomial", "greedy"]
+    assert [engine.verify is verify for engine in engines(bench, "compiled_sampling")] == [True, False]
+    assert not engines(bench, "compiled_sampling")[1].compiled
+
+
+def test_the_table_takes_the_trees_place(bench):
+    off, on = engines(bench, "tree_dispatcher", size=5)
+    assert [off.dispatcher.dispatch(size).tree for size in (1, 2, 5)] == [chain(3)] * 3
+    assert [on.dispatcher.dispatch(size).tree for size in (1, 2, 5)] == [chain(1), full(1, 2), chain(0)]
 
 
 def test_plain_twins_are_used_within_alone():
-    kernel, rows = attention.flash_partial, linear.FEW_ROWS
-    with plain_attention(), plain_linear():
+    kernel, rows, both = attention.flash_partial, linear.FEW_ROWS, paged_kv.over_both
+    with plain_attention(), plain_linear(), whole_mask():
         assert attention.flash_partial is attention.plain_partial
         assert 4 not in linear.FEW_ROWS
-    assert (attention.flash_partial, linear.FEW_ROWS) == (kernel, rows)
+        assert paged_kv.over_both is over_one
+    assert (attention.flash_partial, linear.FEW_ROWS, paged_kv.over_both) == (kernel, rows, both)
 
 
-def test_shared_beginnings_are_asked_again(home):
-    bench = Bench(config_for(home), "cpu")
-    first, second = bench.batches(SHARED, 2)
+@pytest.mark.parametrize("lengths", [[9, 9], [9, 4]])
+@pytest.mark.parametrize(
+    "limits", [{}, {"window": 4}, {"softcap": 5.0}, {"sinks": torch.tensor([0.5, 1.0, -1.0, 2.0])}]
+)
+def test_one_attention_under_a_whole_mask_is_both_merged(lengths, limits):
+    torch.manual_seed(0)
+    tree, rule = full(2, 2), Rule(scale=0.5, **limits)
+    prefix = Prefix.of(lengths, [[2], [3]], torch.device("cpu"))
+    positions = prefix.lengths.unsqueeze(1) + tree.depth
+    q, (keys, values), (k, v) = (
+        torch.randn(2, 4, 7, 8),
+        torch.randn(2, 2, 2, 9, 8),
+        torch.randn(2, 2, 2, 7, 8),
+    )
+    masks = Masks(prefix, positions, positions, tree.ancestors)
+    wanted = paged_kv.over_both(q, keys, values, k, v, rule, masks)
+    for _ in range(2):  # the mask is made once
+        torch.testing.assert_close(over_one(q, keys, values, k, v, rule, masks), wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in SWITCHES if name not in (*SAMPLED, *COMPILED)])
+def test_no_switch_changes_an_answer(bench, name):
+    off, on = bench.answered(SWITCHES[name], 2).values()
+    tokens = [[answer.output.token_ids for batch in side for answer in batch] for side in (off, on)]
+    assert tokens[0] == tokens[1]
+    assert any(len(answer) > 1 for answer in tokens[0])
+
+
+def test_shared_beginnings_are_asked_again(bench):
+    first, second = loads.SHARED.batches(bench.config, bench.target, 2)
     assert [each.prompt for each in first] == [each.prompt for each in second]
     assert first[0].prompt[:40] == first[1].prompt[:40]
-    assert first[0].prompt[40:] == bench.batches(GREEDY, 2)[0][0].prompt
+    assert first[0].prompt[40:] == loads.GREEDY.batches(bench.config, bench.target, 2)[0][0].prompt
+
+
+def test_what_the_store_lost_is_found_in_host_memory(home, tmp_path):
+    """By the time a group of prompts comes again, the others have its blocks: it is read anew, or copied."""
+    rows = [{"question_id": n, "turns": [f"{n}: what is {n} times {n}, and what is it called?"]} for n in range(10, 16)]
+    questions = write_rows(tmp_path / "questions.jsonl", rows)
+    bench = Bench(config_for(home, questions=str(questions), repeats=GROUPS), "cpu")
+    cached = {
+        side: [answer.output.stats.cached_tokens for batch in batches for answer in batch]
+        for side, batches in bench.answered(SWITCHES["host_kv"], 2).items()
+    }
+    assert cached["on"] == [32] * 2 * GROUPS  # of 40 tokens, in blocks of 16
+    assert sum(cached["off"]) == 0
+
+
+def test_the_latecomer_is_read_in_chunks(bench):
+    batches = loads.LATECOMER.batches(bench.config, bench.target, 2)
+    assert [[len(batch), len(batch[2].prompt)] for batch in batches] == [[3, 70]] * 2
+    assert all(each.params.ignore_eos for batch in batches for each in batch)
+    chunks = []
+    for engine in engines(bench, "chunked_prefill"):
+        assert engine.max_batch_size == 3
+        engine.add(batches[0][2].prompt)
+        engine.scheduler.admit()
+        chunks.append([count for _, count in engine.scheduler.chunks(engine.prefill_tokens)])
+    assert chunks == [[70], [16]]
+
+
+def test_arrivals(home):
+    config = config_for(home, requests=400, repeats=1, batch_sizes=[1, 2])
+    (batch,) = loads.ARRIVALS.batches(config, Bench(config, "cpu").target, 2)
+    at = [each.arrival for each in batch]
+    assert len(batch) == 400
+    assert at == sorted(at)
+    assert at[-1] == pytest.approx(400 / config.rate, rel=0.2)
+    assert [size for size, name in config.cells if name == "continuous_batching"] == [2]
+
+
+def answers(ttft: float, ttit: float, rounds: tuple[int, ...] = (2, 1)) -> list[Answer]:
+    tokens = sum(rounds)
+    stats = Stats(calls=len(rounds), tokens=tokens, ttft_s=ttft, intervals_s=[ttit] * tokens)
+    return [
+        Answer(Question(1, 1, None, [], ["?"]), 1, [7], Output([5] * (tokens + 1), "", "stop", stats, list(rounds)))
+    ]
 
 
 def test_ratios_are_those_of_the_same_batch():
     """A batch that was disturbed throughout changes no median."""
-
-    def batch(ttft: float, ttit: float) -> list[Answer]:
-        stats = Stats(calls=2, tokens=3, ttft_s=ttft, intervals_s=[ttit] * 3)
-        return [Answer(Question(1, 1, None, [], ["?"]), 1, [7], Output([5] * 4, "", "stop", stats, [2, 1]))]
-
-    off = [batch(0.3, 0.02), batch(0.6, 0.04), batch(9.0, 9.0)]
-    on = [batch(0.1, 0.01), batch(0.2, 0.02), batch(9.0, 9.0)]
+    off = [answers(0.3, 0.02), answers(0.6, 0.04), answers(9.0, 9.0)]
+    on = [answers(0.1, 0.01), answers(0.2, 0.02, (1, 1, 1)), answers(9.0, 9.0)]
     found = compared({"off": off, "on": on})
     assert (found["ttft_speedup"], found["ttit_speedup"]) == (pytest.approx(3), pytest.approx(2))
     assert (found["off_ttft_s"], found["on_ttit_s"]) == (pytest.approx(0.6), pytest.approx(0.02))
-    assert found["on_tpc"] == found["off_tpc"] == 1.5
+    assert (found["off_wait_s"], found["on_wait_s"]) == (pytest.approx(0.08), pytest.approx(0.02))
+    assert found["wait_speedup"] == pytest.approx(2)  # of 0.04 / 0.02, 0.08 / 0.02 and 1
+    assert found["off_tpc"] == 1.5
+
+
+def test_the_first_token_of_the_newcomer_counts():
+    off, on = ([answers(9.0, 0.1) + answers(ttft, 0.1)] for ttft in (0.4, 0.1))
+    assert compared({"off": off, "on": on}, newcomers=1)["ttft_speedup"] == pytest.approx(4)
+    assert compared({"off": off, "on": on})["ttft_speedup"] == pytest.approx(9.4 / 9.1)
+
+
+def test_waits_are_those_of_rounds():
+    ((answer,),) = [answers(0.1, 0.1, (2, 3))]
+    stats = replace(answer.output.stats, intervals_s=[1.0, 1.0, 0.5, 0.5, 0.5])
+    assert figures.waits([replace(answer, output=replace(answer.output, stats=stats))]) == [2.0, 1.5]
 
 
 def test_the_whole_command(home, tmp_path, capsys):
-    out, names = tmp_path / "out", [name for name in SWITCHES if not name.startswith("compiled")]
-    overrides = [f"switches=[{','.join(names)}]", "batch_sizes=[1,2]", "shared_tokens=40", "repeats=1", "max_tokens=6"]
-    assert call(switches.main, *arguments(home, f"out={out}", *overrides)) == 0
+    out = tmp_path / "out"
+    names = ["speculation", "greedy_drafting", "attention_kernel", "chunked_prefill", "continuous_batching"]
+    lengths = ["shared_tokens=40", "long_tokens=70", "prefill_tokens=16", "requests=3", "rate=100", "max_tokens=6"]
+    overrides = [f"switches=[{','.join(names)}]", "batch_sizes=[1,2]", "repeats=1", f"table={home}/table.yaml"]
+    assert call(switches.main, *arguments(home, f"out={out}", *overrides, *lengths)) == 0
     found = json.loads((out / "results.json").read_text())
-    assert [(row["batch_size"], row["switch"]) for row in found["rows"]] == [
-        (n, name) for n in (1, 2) for name in names
-    ]
+    wanted = [(1, name) for name in names if SWITCHES[name].load.least == 1] + [(2, name) for name in names]
+    assert [(row["batch_size"], row["switch"]) for row in found["rows"]] == wanted
     by_name = {row["switch"]: row for row in found["rows"]}
     assert by_name["speculation"]["off_tpc"] == 1 < by_name["speculation"]["on_tpc"]
     assert by_name["attention_kernel"]["off_tpc"] == by_name["attention_kernel"]["on_tpc"]
@@ -103,12 +225,21 @@ def test_the_whole_command(home, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("switches=[magic]", "switches: magic is none of speculation, greedy_drafting"),
+        ("switches=[magic]", "switches: magic is none of speculation, tree_dispatcher"),
         ("batch_sizes=[]", "batch_sizes=[]: must be numbers from 1 on"),
         ("repeats=0", "repeats=0: must be at least 1"),
+        ("rate=0", "rate=0.0: must be above 0"),
         ("max_tokens=1", "max_tokens=1: must be at least 2, for there to be decoding"),
+        ("table=nowhere.yaml", "table=nowhere.yaml: no such file; python -m evals.tune_trees writes one"),
     ],
 )
 def test_mistakes(home, override, message, capsys):
-    assert call(switches.main, *arguments(home, override)) == 2
+    assert call(switches.main, *arguments(home, f"table={home}/table.yaml", override)) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("names", ["[]", "['continuous_batching']"])
+def test_switches_that_show_nowhere(home, names, capsys):
+    assert call(switches.main, *arguments(home, f"switches={names}", "batch_sizes=[1]")) == 2
+    wanted = f"error: switches={names}: must name some that show at batch_sizes=[1], or be null"
+    assert capsys.readouterr().err.startswith(wanted)

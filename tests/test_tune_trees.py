@@ -81,6 +81,12 @@ def test_the_dispatcher_reads_the_table(tmp_path):
     assert [dispatcher.dispatch(size).tree for size in (1, 2, 99)] == [full(1, 3), chain(0), chain(0)]
 
 
+def test_the_bundled_tree_is_the_one_that_was_measured():
+    published = json.loads((Path(tune_trees.__file__).parent / "results" / "tune_trees.json").read_text())
+    parents = {tree["name"]: tree["parents"] for tree in published["trees"]}
+    assert list(load_tree("n8").parents) == parents["n8"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
