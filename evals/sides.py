@@ -22,10 +22,10 @@ from evals import loads
 from evals.loads import GROUPS, Load, LoadConfig, Serve, serve_in_turn
 
 NO_SWITCH = (
-    "Of the paper's optimisations these are no switch here: CUDA graphs (3.4) and what keeps a GPU from waiting for "
-    "its host (3.3), which need a GPU; sampling divided over ranks (3.2) and disaggregated prefill (3.3), which need "
-    "several processes; the first token's fusion with its own hidden state and iRoPE (3.4), which need drafts that "
-    "were trained so (evals.ablations); and paged keys and values (3.4), on which all else stands."
+    "Of the paper's optimisations these are no switch here: CUDA graphs (3.4), which need a GPU; sampling divided "
+    "over ranks (3.2) and disaggregated prefill (3.3), which need several processes; the first token's fusion with its "
+    "own hidden state and iRoPE (3.4), which need drafts that were trained so (evals.ablations); and paged keys and "
+    "values (3.4), on which all else stands."
 )
 
 
@@ -176,6 +176,11 @@ SWITCHES = {
     "guided_speculation": Switch("drafts under a grammar (3.4)", off=Side(drafts=False), load=loads.GUIDED),
     "first_token": Switch(
         "first tokens told before their first round (3.3)", off=Side(change=tell_after_round), figure="ttft"
+    ),
+    "overlap": Switch(
+        "rounds begun before the one before is known (3.3)",
+        off=Side(options=given(overlap=False)),
+        on=Side(options=given(overlap=True)),
     ),
     "persistent_kv": Switch(
         "prompts' beginnings kept (3.4)",

@@ -91,9 +91,9 @@ def test_who_decodes_does_not_wait_for_a_long_prompt():
     target = shared_target("llama")
     engine = Engine(target, max_batch_size=2, prefill_tokens=8)
     short, long = engine.add([1], GREEDY), engine.add(random_tokens(30)[0], GREEDY)
-    told = [[(update.request, len(update.token_ids)) for update in engine.step()] for _ in range(5)]
-    assert told[:3] == [[(short, 2)], [(short, 1)], [(short, 1)]]  # the prompt's 30 tokens take four steps
-    assert told[3:] == [[(long, 2), (short, 1)], [(short, 1), (long, 1)]]
+    told = [[(update.request, len(update.token_ids)) for update in engine.step()] for _ in range(6)]
+    assert told[:4] == [[(short, 1)]] * 4  # the prompt's 30 tokens take four chunks; a first token waits for no round
+    assert told[4:] == [[(long, 1)], [(short, 1), (long, 1)]]
 
 
 def test_sampled_tokens_do_not_depend_on_company():

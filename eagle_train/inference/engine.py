@@ -115,6 +115,7 @@ class Engine:
         self.num_added = 0
         self.advanced: dict[Sequence, None] = {}  # who got tokens in this step, in order
         self.seated: list[Sequence] = []  # whose settings are at hand
+        self.told_first = False  # the step before told first tokens: this one's round is due
         shape = DraftConfig.from_target(target.config)  # how wide the target's own heads are
         self.cache = PagedKV(
             target.config.num_hidden_layers, target.num_kv_heads, shape.head_dim, 0, target.dtype, target.device
@@ -230,8 +231,19 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Update]:
         """One round of the decoding cycle. Paper section 3, figure 4. Returns what it brought, and to whom; with
-        `overlap`, what the round before it did."""
-        self.prefill()
+        `overlap`, what the round before it did. Where first tokens are there to be told, the round is the next step's.
+        """
+        if not self.told_first:
+            self.prefill()
+        self.told_first = not self.told_first and bool(self.advanced)
+        if not self.told_first:
+            self.decode()
+        told, self.advanced = self.advanced, {}
+        return [self.requests.update(sequence) for sequence in told]
+
+    def decode(self) -> None:
+        """A round of those who have read their texts."""
+        self.make_room()
         before, fresh = self.under_way, None
         if any(map(self.may_go_on, self.active)):
             plan = self.dispatch()
@@ -243,8 +255,6 @@ class Engine:
         self.finish(before)
         if not self.overlap:
             self.land()
-        told, self.advanced = self.advanced, {}
-        return [self.requests.update(sequence) for sequence in told]
 
     @torch.inference_mode()
     def prefill(self) -> None:

@@ -148,7 +148,7 @@ class Walk:
             self.matcher.state.rollback(beyond)
             del self.path[-beyond:]
         for node in reversed(missing):
-            if not self.matcher.accept(tokens[node]):
+            if self.matcher.state.is_terminated() or not self.matcher.accept(tokens[node]):
                 return False
             self.path.append(node)
         return True
