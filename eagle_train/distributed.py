@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from eagle_train.config import UserError, check, one_line, report
 
 T = TypeVar("T")
-SIDES = ("data", "files")
+SIDES = ("data", "files", "votes")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class World:
     """The job's ranks. Every rank trains the draft on rows of its own; `share` neighbours hold one target together.
 
     `mesh` has the one dimension of all ranks; `shares` divides it into (copy, share). Both are None for a job of one
-    process. `sides` are gloo groups of all ranks for the threads in the background, one for each of SIDES, because two
+    process. `sides` are gloo groups of all ranks for what goes on in the background, one for each of SIDES, because two
     threads must not talk in one group.
     """
 
@@ -49,6 +49,14 @@ class World:
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+    def vote(self, own: bool) -> Callable[[], bool]:
+        """Whether any rank says so: the answer waits until all have voted, the vote for nobody."""
+        if self.size == 1:
+            return lambda: own
+        votes = torch.tensor(int(own))
+        count = dist.all_reduce(votes, group=self.sides["votes"], async_op=True)
+        return lambda: count.wait() and votes.item() > 0
 
     def exchange(self, own: T, side: str = "data") -> list[T]:
         """What every rank gave, by rank; picklable values, through the group of a side."""

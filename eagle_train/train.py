@@ -53,7 +53,8 @@ def job(config: DictConfig) -> int:
     except Interrupted as interrupted:
         if world.is_main:
             print(interrupted, file=sys.stderr)
-        world.exchange(None)  # ranks end together: a launcher may kill those left when one ended with a status
+        # Ranks end together: a launcher may kill those left when one ended with a status. Batches may still be drawn.
+        world.exchange(None, side="files")
         return INTERRUPTED
     return 0
 

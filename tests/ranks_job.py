@@ -3,9 +3,15 @@
 torchrun --nproc-per-node 2 tests/ranks_job.py DATA '[{"out": ..., "parallel": {...}, "train": {...}}, ...]'
 """
 
+import contextlib
 import json
+import math
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from test_trainer import a_target, make_trainer, run
@@ -19,8 +25,9 @@ from eagle_train.distributed import World
 from eagle_train.models.target import TargetConfig, load_target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.checkpoint import Parts
 from eagle_train.training.metrics import NoTracker
-from eagle_train.training.trainer import Trainer
+from eagle_train.training.trainer import Interrupted, Trainer
 
 
 def one_run(data: Path, case: dict, world: World) -> None:
@@ -31,16 +38,69 @@ def one_run(data: Path, case: dict, world: World) -> None:
         target = a_target(dtype=getattr(torch, case.get("dtype", "float32")))
     trainer = make_trainer(Path(case["out"]), data, parallel=parallel, target=target, world=world, **case["train"])
     leave_out(trainer, case.get("left_out", []))
+    drop_parts(trainer, case.get("dropped", []))
+    spoil(trainer, case.get("spoilt", []))
+    stop_at(trainer, case.get("told"))
     resumed = trainer.resume()
-    if world.is_main:
-        run(trainer, resumed)
-    else:
-        trainer.train(NoTracker(trainer.directory, {}))
+    with contextlib.suppress(Interrupted):
+        if world.is_main:
+            run(trainer, resumed)
+        else:
+            trainer.train(NoTracker(trainer.directory, {}))
+    if "gathered" in case:
+        torch.save(most_gathered(trainer), f"{case['gathered']}-{world.rank}")
 
 
 def leave_out(trainer: Trainer, steps: list[int]) -> None:
-    """Let the trainer skip these steps, as if their gradients were unsound."""
-    trainer.is_sound = lambda norm: trainer.step not in steps
+    """Let the trainer skip these steps too, as if their gradients were unsound."""
+    trainer.is_sound = lambda norm: math.isfinite(norm) and trainer.step not in steps
+
+
+def drop_parts(trainer: Trainer, steps: list[int]) -> None:
+    """Let these steps begin with a micro-batch, of a later step, whose gradients are dropped."""
+
+    def train_step() -> dict:
+        if trainer.step + 1 in steps:
+            batch = trainer.ahead.upcoming[-1][0][0]
+            hidden = trainer.hidden_states(batch)
+            trainer.backend.begin(last=False)
+            trainer.forward_backward_step(batch, hidden, 1.0)
+            trainer.drop(batch, hidden)
+        return Trainer.train_step(trainer)
+
+    trainer.train_step = train_step
+
+
+def spoil(trainer: Trainer, steps: list[int]) -> None:
+    """Let the gradients of these steps be no numbers."""
+    backward = trainer.backend.backward
+    trainer.backend.backward = lambda loss: backward(loss * math.nan if trainer.step + 1 in steps else loss)
+
+
+def stop_at(trainer: Trainer, told: list[int] | None) -> None:
+    """Tell one of the ranks to stop: [rank, steps that were done, micro-batch that was the last]."""
+    if told is not None and told[0] == trainer.world.rank:
+        trainer.stop_asked = lambda: [trainer.step, trainer.micro_batch] == told[1:]
+
+
+def most_gathered(trainer: Trainer) -> dict[str, int]:
+    """How many of the tensors that DeepSpeed gathers for a checkpoint are there at once, and what is kept of them."""
+    tools, alive, most = trainer.backend.tools, weakref.WeakSet(), 0
+
+    def counting(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def counted(*arguments: Any) -> torch.Tensor:
+            nonlocal most
+            alive.add(tensor := gather(*arguments))
+            most = max(most, len(alive))
+            return tensor
+
+        return counted
+
+    names = ("safe_get_full_fp32_param", "safe_get_full_optimizer_state")
+    trainer.backend.tools = SimpleNamespace(**{name: counting(getattr(tools, name)) for name in names})
+    parts = Parts.of(*trainer.backend.state(), trainer.world)
+    trainer.backend.tools = tools
+    return {"most": most, "draft": len(parts.draft), "optimizer": len(parts.optimizer), "left": len(alive)}
 
 
 def hidden_states(case: dict, world: World) -> None:

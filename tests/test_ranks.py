@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import chats, write_jsonl
-from ranks_job import a_row, leave_out
+from ranks_job import a_row, leave_out, spoil
+from safetensors.torch import load_file
 from test_trainer import a_target, assert_same, make_trainer, run
 from tiny import tiny_model, tiny_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from eagle_train.models.target import TargetConfig, load_target
 from eagle_train.ops.attention import packed_attention
+from eagle_train.training.checkpoint import checkpoints
 
 STEPS, SAVED = 20, 10
 TRAIN = {"steps": STEPS, "rows": 1, "rows_per_step": 6, "save_every": SAVED, "eval_every": SAVED, "keep": 0}
@@ -32,8 +34,12 @@ CASES = {
 BEYOND = TRAIN | {"unroll": 3, "logits_loss": "lk", "l1_weight_end": 0.1}
 MUON = TRAIN | {"optim": {"name": "muon", "lr": 1e-3}}
 LEFT_OUT = [3, 11, 12]  # steps
+SPOILT = [6]  # steps whose gradients are no numbers
+DROPPED = [1, 4, 12]  # steps that begin with gradients that are dropped
+TOLD = [1, 13, 1]  # rank 1 to stop, after the first of step 14's three micro-batches
 BF16_NOISE = 1e-3  # relative; FSDP2 rounds elsewhere than autocast, and 20 steps differ by 1e-4 at most
 DEEPSPEED = {f"zero{stage}": {"backend": "deepspeed", "zero": {"stage": stage}} for stage in (1, 2, 3)}
+DEEPSPEED |= {f"{name}-offloaded": {**DEEPSPEED[name], "offload_optimizer": True} for name in ("zero2", "zero3")}
 if importlib.util.find_spec("deepspeed") and shutil.which("c++"):  # it compiles a small operation the first time
     CASES |= DEEPSPEED
 FEW = [name for name in CASES if name not in ("fsdp2", "fsdp2-offloaded")]
@@ -86,19 +92,28 @@ def first_half(source: Path, directory: Path) -> Path:
 @pytest.fixture(scope="module")
 def together(data, alone, alone_with_muon, tmp_path_factory) -> Path:
     """Two ranks' runs: CASE from the start, resumed-CASE from one process's checkpoint, beyond-CASE with options beyond
-    the paper and steps left out, low-CASE in bf16; muon-CASE and resumed-muon-CASE."""
+    the paper, low-CASE in bf16; muon-CASE and resumed-muon-CASE; told, which is left in a step.
+
+    In beyond- and low-CASE steps are left out, in beyond-CASE for what their gradients are too; in CASE and low-CASE
+    parts of steps are dropped. Of DeepSpeed's, CASE-RANK tells what a checkpoint's tensors took.
+    """
     root, cases = tmp_path_factory.mktemp("together"), []
     for name, values in CASES.items():
         first_half(alone[0], root / f"resumed-{name}")
         kinds = {"": TRAIN, "resumed-": TRAIN} | ({"beyond-": BEYOND, "low-": TRAIN} if name in FEW else {})
         for kind, train in kinds.items():
             dtype = "bfloat16" if kind == "low-" else "float32"
-            out, left_out = str(root / f"{kind}{name}"), LEFT_OUT if kind == "beyond-" else []
-            cases.append({"out": out, "parallel": values, "train": train, "dtype": dtype, "left_out": left_out})
+            out, left_out = str(root / f"{kind}{name}"), LEFT_OUT if kind in ("beyond-", "low-") else []
+            case = {"out": out, "parallel": values, "train": train, "dtype": dtype, "left_out": left_out}
+            case["dropped"] = DROPPED if kind in ("", "low-") else []
+            case["spoilt"] = SPOILT if kind == "beyond-" else []
+            cases.append(case | ({"gathered": out} if name in DEEPSPEED and not kind else {}))
     for name in WITH_MUON:
         first_half(alone_with_muon[0], root / f"resumed-muon-{name}")
         for kind in ("muon-", "resumed-muon-"):
             cases.append({"out": str(root / f"{kind}{name}"), "parallel": CASES[name], "train": MUON})
+    # The last, because its batches go on being drawn.
+    cases.append({"out": str(root / "told"), "parallel": CASES["fsdp2"], "train": TRAIN, "told": TOLD})
     start_ranks(2, data, cases)
     return root
 
@@ -106,6 +121,11 @@ def together(data, alone, alone_with_muon, tmp_path_factory) -> Path:
 def metrics_of(directory: Path) -> list[dict]:
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in ("tokens_per_s", "data_wait")} for line in lines]
+
+
+def known(rows: list[dict]) -> list[dict]:
+    """Rows without the values that are no numbers."""
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
 def continuous(rows: list[dict]) -> list[dict]:
@@ -133,13 +153,15 @@ def test_two_ranks_go_on_from_one_processs_checkpoint(alone, together, name):
 def test_two_ranks_train_beyond_the_paper_as_one_process_does(data, together, tmp_path, name):
     trainer = make_trainer(tmp_path, data, **BEYOND)
     leave_out(trainer, LEFT_OUT)
-    assert_same_run(metrics_of(together / f"beyond-{name}"), run(trainer))
+    spoil(trainer, SPOILT)
+    assert_same_run(known(metrics_of(together / f"beyond-{name}")), known(run(trainer)))
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_two_ranks_train_in_bf16_as_one_process_does(data, together, tmp_path, name):
-    alone = run(make_trainer(tmp_path, data, target=a_target(dtype=torch.bfloat16), **TRAIN))
-    assert_same_run(continuous(metrics_of(together / f"low-{name}")), continuous(alone), BF16_NOISE)
+    trainer = make_trainer(tmp_path, data, target=a_target(dtype=torch.bfloat16), **TRAIN)
+    leave_out(trainer, LEFT_OUT)
+    assert_same_run(continuous(metrics_of(together / f"low-{name}")), continuous(run(trainer)), BF16_NOISE)
 
 
 @pytest.mark.parametrize("name", WITH_MUON)
@@ -160,6 +182,28 @@ def test_one_process_goes_on_from_two_ranks_checkpoint(alone, together, data, tm
     assert trainer.resume()
     assert trainer.step == SAVED
     assert_same_run(run(trainer, resumed=True), alone[1])
+
+
+def test_a_rank_that_is_told_to_stop_stops_both_in_their_step(alone, together, data, tmp_path):
+    """One process goes on from their checkpoint as if it had not been."""
+    assert [path.name for path in checkpoints(together / "told")] == [f"step-{step:08d}" for step in (SAVED, TOLD[1])]
+    assert len(metrics_of(together / "told")) == TOLD[1]
+    trainer = make_trainer(shutil.copytree(together / "told", tmp_path / "run"), data, **TRAIN)
+    assert trainer.resume()
+    assert trainer.step == TOLD[1]
+    assert_same_run(run(trainer, resumed=True), alone[1])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name in DEEPSPEED])
+def test_deepspeed_gathers_a_checkpoint_tensor_by_tensor(together, name):
+    """The first rank keeps the draft, each a half of the optimiser's, and nobody what is the other's."""
+    first, second = (torch.load(together / f"{name}-{rank}", weights_only=True) for rank in (0, 1))
+    assert first["most"] == second["most"] == 1
+    assert first["left"] == second["left"] == 0
+    weights = len(load_file(together / name / f"step-{STEPS:08d}" / "draft.safetensors"))
+    assert (first["draft"], second["draft"]) == (weights, 0)
+    assert first["optimizer"] + second["optimizer"] == 3 * weights
+    assert abs(first["optimizer"] - second["optimizer"]) <= 1
 
 
 def test_three_ranks_go_on_from_two_ranks_checkpoint(alone, together, data, tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import pickle
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -66,10 +67,20 @@ def test_rows_from_any_number_on(tmp_path, monkeypatch, kind):
     for part, chosen in enumerate((rows[:17], rows[17:])):
         write(tmp_path / f"train-{part}.{suffix}", chosen)
     source = open_source(DataConfig(str(tmp_path) if kind == "hub" else str(tmp_path / f"*.{suffix}")))
-    placed = list(source.rows())
+    placed = [(place, parse(place, row)) for place, row in source.rows()]
+    assert [row for _, row in placed] == rows
     assert len({place for place, _ in placed}) == 30
     for start in (0, 1, 6, 7, 8, 16, 17, 18, 29, 30):
-        assert list(source.rows(start)) == placed[start:]
+        assert [(place, parse(place, row)) for place, row in source.rows(start)] == placed[start:]
+
+
+def test_a_row_of_parquet_travels_alone(tmp_path):
+    rows = make_rows(200)
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    source = open_source(DataConfig(str(tmp_path / "rows.parquet")))
+    sent = [pickle.dumps(placed) for placed in source.rows()]
+    assert [parse(*pickle.loads(placed)) for placed in sent] == rows
+    assert max(map(len, sent)) < 300
 
 
 def test_a_hub_name_that_does_not_load_is_the_users(monkeypatch):

@@ -16,6 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -337,6 +339,31 @@ def test_any_number_of_ranks_draws_the_same_rows(tmp_path):
         second, end = drawn_by(sizes[1], config, 6, 25, state)
         assert first + second == whole
         assert str(end) == str(last)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_rank_parses_and_tokenises_its_own_rows_only(tmp_path, monkeypatch, kind):
+    """Of what is another's it reads the bytes, to pass them by."""
+    rows = make_rows(200)
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path := str(tmp_path / "rows.parquet"))
+    config = DataConfig(path, row_tokens=40, shuffle_window=16)
+    order = [place for place, _ in shuffled(open_source(config), config, "", 0, 0)]
+    open_source(config)  # looks at the first row
+    rendered, parsed = {}, []
+    render, parse_row = feed.render, feed.parse
+    monkeypatch.setattr(feed, "parse", lambda place, row: parsed.append(place) or parse_row(place, row))
+    monkeypatch.setattr(
+        feed,
+        "render",
+        lambda placed, *rest: rendered.setdefault(id(rest[1]), []).append(placed[0]) or render(placed, *rest),
+    )
+    renderers = [make_renderer() for _ in range(3)]
+    Together(3).run(lambda world: next(Stream(config, renderers[world.rank], 2, world)))
+    for rank, renderer in enumerate(renderers):
+        assert rendered[id(renderer)] == order[: 3 * feed.CHUNK][rank::3]
+    assert sorted(parsed) == sorted(order[: 3 * feed.CHUNK])
 
 
 def test_every_document_once_an_epoch_whatever_the_ranks(tmp_path):

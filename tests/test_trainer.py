@@ -21,15 +21,15 @@ from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Batch, PackedRow, Stream, collate, heldout_batches
 from eagle_train.distributed import ALONE, World
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
-from eagle_train.models.target import Target
+from eagle_train.models.target import Target, TargetConfig, load_target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training import trainer as trainer_module
 from eagle_train.training.backend import ParallelConfig
-from eagle_train.training.checkpoint import checkpoints
+from eagle_train.training.checkpoint import checkpoints, score_of
 from eagle_train.training.metrics import MetricsLog, NoTracker
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
-from eagle_train.training.trainer import TrainConfig, Trainer, accumulation
+from eagle_train.training.trainer import Interrupted, TrainConfig, Trainer, accumulation
 
 ROW = 32
 TIMES = ("tokens_per_s", "data_wait")
@@ -353,6 +353,41 @@ def test_a_run_that_was_interrupted_is_as_if_it_had_not_been(tmp_path, data, nam
         assert same_weights(second, whole)
 
 
+def stopping_at(trainer: Trainer, step: int, micro_batch: int) -> Trainer:
+    """Told to stop when so many steps were done, and this micro-batch was the last."""
+    trainer.stop_asked = lambda: (trainer.step, trainer.micro_batch) == (step, micro_batch)
+    return trainer
+
+
+FIRST, WITHIN, BETWEEN, SAVED = (0, 1), (3, 2), (3, 4), (2, 1)
+
+
+@pytest.mark.parametrize("at", [FIRST, WITHIN, BETWEEN, SAVED])
+def test_a_run_that_is_told_to_stop_leaves_its_step_and_repeats_it(tmp_path, data, at):
+    options = {"rows": 1, "optim": SCHEDULE, "save_every": 2, "keep": 0, "feature_noise": 0.1}
+    whole = make_trainer(tmp_path / "whole", data, **options)
+    metrics = run(whole)
+    first = stopping_at(make_trainer(tmp_path / "run", data, **options), *at)
+    done = at[0]
+    with pytest.raises(Interrupted, match=f"^told to stop, {done} of 6 steps done: the same command goes on$"):
+        run(first)
+    assert first.micro_batch == at[1]
+    assert all(weight.grad is None for weight in first.draft.parameters())
+    kept = {0: [], 2: [2], 3: [2, 3]}[done]
+    assert [path.name for path in checkpoints(tmp_path / "run")] == [f"step-{step:08d}" for step in kept]
+    if at == SAVED:  # it is still the one with the score of its step
+        assert score_of(checkpoints(tmp_path / "run")[-1]) == metrics[done - 1]["heldout_simulated_tpc"]
+    again = stopping_at(make_trainer(tmp_path / "run", data, **options), done, 3)
+    assert again.resume() == (done > 0)
+    with pytest.raises(Interrupted):
+        run(again, resumed=done > 0)
+    second = make_trainer(tmp_path / "run", data, **options)
+    assert second.resume() == (done > 0)
+    assert second.step == done
+    assert run(second, resumed=done > 0) == metrics
+    assert same_weights(second, whole)
+
+
 def test_resuming_goes_on_with_the_random_numbers(tmp_path, data):
     trainer = make_trainer(tmp_path, data)
     trainer.train_step()
@@ -500,17 +535,44 @@ def with_gradient(trainer: Trainer, values: dict[int, float]) -> None:
     trainer.backend.clip = spoilt
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e6])
-def test_a_step_with_an_unsound_gradient_is_skipped_and_counted(tmp_path, data, value, monkeypatch):
-    monkeypatch.setattr(trainer_module, "NORMS", 2)
-    trainer = make_trainer(tmp_path, data)
-    with_gradient(trainer, {3: value})
-    for step in range(1, 5):
+@pytest.mark.parametrize(("bad", "value"), [(1, math.nan), (3, math.inf), (5, 1e6)])
+def test_a_step_with_an_unsound_gradient_is_skipped_and_counted(tmp_path, data, bad, value):
+    trainer = make_trainer(tmp_path, data, steps=7)
+    with_gradient(trainer, {bad: value})
+    for step in range(1, 8):
         before = [weight.detach().clone() for weight in trainer.draft.parameters()]
         record = trainer.train_step()
-        assert all(torch.equal(*pair) for pair in zip(before, trainer.draft.parameters(), strict=True)) == (step == 3)
-        assert record["skipped"] == (step >= 3)
+        assert all(torch.equal(*pair) for pair in zip(before, trainer.draft.parameters(), strict=True)) == (step == bad)
+        assert record["skipped"] == (step >= bad)
     assert all(weight.isfinite().all() for weight in trainer.draft.parameters())
+
+
+def followed(trainer: Trainer, norms: list[float]) -> list[bool]:
+    """Which of the steps with gradients of these norms are made."""
+    return [trainer.is_sound(norm) for norm in norms]
+
+
+def test_what_a_runaway_gradient_is_compared_with(tmp_path, data, monkeypatch):
+    trainer = make_trainer(tmp_path, data, runaway=10, max_skipped=99)
+    odd = [1.0, 1e-9, 1.0, 1e9]  # nothing is usual yet, and none of them makes what is odd usual
+    assert followed(trainer, [*odd, 1.0, 9.0, 11.0, math.nan, 5.0]) == [*[True] * 6, False, False, True]
+    monkeypatch.setattr(trainer_module, "NORMS", 4)
+    assert followed(trainer, [8.0] * 4 + [79.0, 81.0]) == [*[True] * 5, False]  # the first are forgotten
+    trainer.norms = []
+    assert all(followed(trainer, [*[0.0] * 5, *[1.0] * 4]))  # a step without a supervised slot
+
+
+def test_no_step_of_a_real_runs_beginning_is_a_runaway(tmp_path):
+    """At the paper's constant rate, with a limit of 5 where 100 is usual."""
+    target = load_target(TargetConfig("data/tiny_target"), "cpu")
+    config = DataConfig("data/tiny_target/answers.jsonl.gz", row_tokens=128)
+    optim = OptimConfig(tokens_per_step=128)
+    draft = Draft(DraftConfig.from_target(target.config, num_layers=3)).init_weights(0)
+    backend = prepare(draft, optim, ParallelConfig(), ALONE, target.dtype)
+    stream = Stream(config, ChatRenderer(target.tokenizer), 1)
+    trainer = Trainer(TrainConfig(steps=20, runaway=5), optim, target, draft, backend, stream, [], tmp_path)
+    assert [trainer.train_step()["skipped"] for _ in range(20)] == [0] * 20
+    assert len(trainer.norms) == 20
 
 
 def test_too_many_unsound_gradients_end_the_run(tmp_path, data):

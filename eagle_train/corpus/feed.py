@@ -1,7 +1,8 @@
 """Documents in their drawn order: data sets mixed by weight, shuffled by window, tokenised, shared among the ranks.
 
-The order is one for the whole job, whatever its ranks: each tokenises every n-th row and gets the others from those who
-did. So a position in it is the same for 1, 2 or 100 ranks, and nothing is read twice or lost when their number changes.
+The order is one for the whole job, whatever its ranks: each parses and tokenises every n-th row, and gets the others
+from those who did. So a position in it is the same for 1, 2 or 100 ranks, and nothing is read twice or lost when their
+number changes.
 Knows nothing of packing.
 """
 
@@ -134,7 +135,7 @@ class Feed:
             self.sources[name].remember(mark)
 
     def draws(self, position: Position) -> Iterator[Drawn]:
-        """Rows from `position` on, for ever; not tokenised, and of JSONL not even parsed."""
+        """Rows from `position` on, for ever; not tokenised, and of JSONL and Parquet not even parsed."""
         rows = {name: epochs(self.sources[name], self.config, name, *at) for name, at in position.sources.items()}
         return (next(rows[name]) for name in choices(self.config, position.drawn))
 

@@ -26,7 +26,24 @@ MARK_ROWS = 4096  # of JSONL, about as many as are read in vain when a run goes 
 MIN_TOKENS = 3  # a shorter document has no supervised slot (DESIGN section 3.1)
 
 Row = dict[str, Any]
-PlacedRow = tuple[str, Row | bytes]  # a line of JSONL comes as it is: whoever needs the row parses it, see `parse`
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ParquetRow:
+    """A row of a batch of Parquet, not yet one of Python's: that takes longer than reading it."""
+
+    batch: Any  # pyarrow.RecordBatch
+    number: int
+
+    def read(self) -> Row:
+        return self.batch.slice(self.number, 1).to_pylist()[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process the row goes alone; pyarrow would send the batch."""
+        return dict, (self.read(),)
+
+
+PlacedRow = tuple[str, Row | bytes | ParquetRow]  # as it was read: whoever needs the row parses it, see `parse`
 
 Mark = tuple[int, int, int, int]
 """Where a row of JSONL lies: its number, its file's, and how many bytes and lines of the file are before it."""
@@ -203,10 +220,12 @@ def lines_of(file: str, offset: int = 0) -> Iterator[bytes]:
         raise UserError(f"{file}: cannot be read: {one_line(error)}") from error
 
 
-def parse(place: str, row: Row | bytes) -> Row:
-    """A row as a dict, where it is still a line of JSONL. Raises UserError if that is not one JSON object."""
+def parse(place: str, row: Row | bytes | ParquetRow) -> Row:
+    """A row as a dict. Raises UserError for a line of JSONL that is not one JSON object."""
     if isinstance(row, dict):
         return row
+    if isinstance(row, ParquetRow):
+        return row.read()
     try:
         value = json.loads(row)
     except ValueError as error:
@@ -254,10 +273,10 @@ def rows_of(table: Any, file: str, start: int) -> Iterator[PlacedRow]:
         first += size
 
 
-def group_rows(table: Any, group: int, file: str) -> Iterator[Row]:
+def group_rows(table: Any, group: int, file: str) -> Iterator[ParquetRow]:
     try:
         for batch in table.iter_batches(BATCH_ROWS, row_groups=[group]):
-            yield from batch.to_pylist()
+            yield from (ParquetRow(batch, number) for number in range(batch.num_rows))
     except (OSError, ValueError) as error:  # behind a footer that is whole
         raise UserError(f"{file}: row group {group + 1} is damaged: {one_line(error)}") from error
 

@@ -6,7 +6,7 @@ checkpoint of one backend is read by another, on any number of ranks. Knows noth
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from eagle_train.models.draft import Draft
 from eagle_train.models.target import PLACEMENTS
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 
+Tensors = Mapping[str, torch.Tensor]
 BACKENDS = ("single", "ddp", "fsdp2", "deepspeed")
 
 
@@ -108,11 +109,14 @@ class Backend(Protocol):
     def skip(self) -> None:
         """Forget the gradients and leave the weights alone."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """{"draft": {name: tensor}, "optimizer": {name: tensor}}, a rank's parts as DTensors where they are divided."""
+    def state(self) -> tuple[Tensors, Tensors]:
+        """The draft's tensors and the optimiser's, by name; a rank's parts as DTensors where they are divided.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from tensors that were read into `state_dict`'s."""
+        Where a tensor must be gathered, that happens when it is asked for: every rank asks for all, in their order.
+        """
+
+    def restore(self, read: Callable[[dict[str, torch.Tensor]], None]) -> None:
+        """Go on from another state: `read` fills the tensors it is given, by the names that `state` has."""
 
 
 class Torch:
@@ -143,18 +147,15 @@ class Torch:
     def skip(self) -> None:
         self.optimizer.zero_grad()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> tuple[Tensors, Tensors]:
         draft, optimizer = get_state_dict(self.module, self.optimizer.parts, options=FLAT)
-        return {"draft": draft, "optimizer": tensors_of(optimizer)}
+        return draft, tensors_of(optimizer)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        whole = get_state_dict(self.module, self.optimizer.parts, options=FLAT)[1]
+    def restore(self, read: Callable[[dict[str, torch.Tensor]], None]) -> None:
+        draft, optimizer = get_state_dict(self.module, self.optimizer.parts, options=FLAT)
+        read(draft | tensors_of(optimizer))
         set_state_dict(
-            self.module,
-            self.optimizer.parts,
-            model_state_dict=state["draft"],
-            optim_state_dict=whole | state["optimizer"],
-            options=FLAT,
+            self.module, self.optimizer.parts, model_state_dict=draft, optim_state_dict=optimizer, options=FLAT
         )
 
 

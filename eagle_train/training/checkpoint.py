@@ -18,9 +18,10 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,7 +63,14 @@ class Checkpoint:
         """Fill tensors, of the draft and of the optimiser by name; of a DTensor only this rank's part is read."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that a process alone reads alone
-            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(self.path)))
+            dcp.load(tensors, storage_reader=self.reader)
+
+    @cached_property
+    def reader(self) -> HuggingFaceStorageReader:
+        """torch's reader, which else would look into every rank's file anew for each `read_into`."""
+        reader = HuggingFaceStorageReader(str(self.path))
+        reader.read_metadata = functools.cache(reader.read_metadata)
+        return reader
 
 
 @dataclass(frozen=True)
@@ -77,21 +85,28 @@ class Parts:
     offsets: dict[str, list[int]]
 
     @classmethod
-    def of(cls, draft: dict[str, Tensor], optimizer: dict[str, Tensor], world: World = ALONE) -> "Parts":
-        """This rank's parts. DTensors are divided as they are; of what every rank has whole, each takes every n-th."""
+    def of(cls, draft: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], world: World = ALONE) -> "Parts":
+        """This rank's parts. DTensors are divided as they are; of what every rank has whole, each takes every n-th.
+
+        Tensors are asked for one by one, and let go of: what is gathered for it need not fit beside its parts.
+        """
         kept = {}
-        for name, tensor in draft.items():  # one by one: the whole draft need not fit beside its parts on a GPU
+        for name in draft:
+            tensor = draft[name]
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if world.is_main:
                 kept[name] = copied(whole)
+            del tensor, whole  # before the next is made
         parts, offsets = {}, {}
-        for number, (name, tensor) in enumerate(optimizer.items()):
+        for number, name in enumerate(optimizer):
+            tensor = optimizer[name]
             if isinstance(tensor, DTensor):
                 _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
                 if tensor.to_local().numel():
                     parts[name], offsets[name] = copied(tensor.to_local()), list(offset)
             elif number % world.size == world.rank:
                 parts[name], offsets[name] = copied(tensor), [0] * tensor.ndim
+            del tensor
         return cls(kept, parts, offsets)
 
 

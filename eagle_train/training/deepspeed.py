@@ -4,13 +4,15 @@ Its JSON is composed here from our own config. Knows nothing of losses, data or 
 """
 
 import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from eagle_train.distributed import World
 from eagle_train.models.draft import Draft
-from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.backend import ParallelConfig, Tensors
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -34,17 +36,35 @@ def composed(optim: OptimConfig, parallel: ParallelConfig, dtype: torch.dtype) -
     }
 
 
+class Gathered(Mapping[str, torch.Tensor]):
+    """Tensors that are put together from all ranks each time they are asked for, and not kept."""
+
+    def __init__(self, gather: dict[str, Callable[[], torch.Tensor]]):
+        self.gather = gather
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.gather[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.gather)
+
+    def __len__(self) -> int:
+        return len(self.gather)
+
+
 class DeepSpeed:
     """ZeRO-1, 2 or 3 around torch's AdamW."""
 
     def __init__(self, draft: Draft, optim: OptimConfig, parallel: ParallelConfig, world: World, dtype: torch.dtype):
         if world.mesh.device_type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("LOCAL_RANK", "0")  # which it asks of a process that no launcher has started, too
         import deepspeed
         from deepspeed.runtime import utils
 
         self.tools, self.norms = deepspeed.utils, utils
         self.names = {parameter: name for name, parameter in draft.named_parameters()}
+        self.shapes = {name: parameter.shape for name, parameter in draft.named_parameters()}  # not yet divided
         optimizer = Optimizer(draft, optim).parts[0]
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=draft, optimizer=optimizer, config=composed(optim, parallel, dtype), dist_init_required=False
@@ -90,34 +110,41 @@ class DeepSpeed:
         self.engine.step()
 
     def skip(self) -> None:
-        """DeepSpeed itself leaves out a step with a gradient that is not finite, and cleans up after it."""
-        parameter = next(iter(self.names))
-        gradient = self.tools.safe_get_full_grad(parameter)
-        self.tools.safe_set_full_grad(parameter, torch.full_like(gradient, torch.inf))
+        """DeepSpeed's own step, which cleans up, without AdamW's."""
+        inner = self.optimizer.optimizer
+        inner.step = lambda *_: None
         self.engine.step()
+        del inner.step
+        if hasattr(self.optimizer, "averaged_gradients"):  # forgotten there where they are offloaded and not finite
+            self.optimizer.averaged_gradients = {}
 
-    def state_dict(self) -> dict[str, Any]:
-        draft, optimizer = {}, {}
-        for parameter, name in self.names.items():
-            draft[name] = self.tools.safe_get_full_fp32_param(parameter)
+    def state(self) -> tuple[Tensors, Tensors]:
+        draft = {name: partial(self.tools.safe_get_full_fp32_param, weight) for weight, name in self.names.items()}
+        optimizer: dict[str, Callable[[], torch.Tensor]] = {}
+        for weight, name in self.names.items():
             for moment in MOMENTS:
-                optimizer[f"state.{name}.{moment}"] = self.tools.safe_get_full_optimizer_state(parameter, moment)
-            optimizer[f"state.{name}.step"] = self.counter().detach().float().cpu().clone()
-        return {"draft": draft, "optimizer": optimizer}
+                gather = partial(self.tools.safe_get_full_optimizer_state, weight, moment)
+                optimizer[f"state.{name}.{moment}"] = gather
+            optimizer[f"state.{name}.step"] = lambda: self.counter().detach().float().cpu().clone()
+        return Gathered(draft), Gathered(optimizer)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for parameter, name in self.names.items():
-            self.tools.safe_set_full_fp32_param(parameter, state["draft"][name])
-            for moment in MOMENTS:
-                value = state["optimizer"][f"state.{name}.{moment}"]
-                self.tools.safe_set_full_optimizer_state(parameter, value, moment)
+    def restore(self, read: Callable[[dict[str, torch.Tensor]], None]) -> None:
+        """A weight and its moments at a time: each rank needs them whole, and takes its part."""
+        for weight, name in self.names.items():
+            moments = {moment: torch.empty(self.shapes[name]) for moment in MOMENTS}
+            whole, steps = torch.empty(self.shapes[name]), torch.empty(())
+            state = {f"state.{name}.{moment}": tensor for moment, tensor in moments.items()}
+            read({name: whole, f"state.{name}.step": steps, **state})
+            self.tools.safe_set_full_fp32_param(weight, whole)
+            for moment, tensor in moments.items():
+                self.tools.safe_set_full_optimizer_state(weight, tensor, moment)
         if hasattr(self.optimizer, "update_lp_params"):  # what is computed with are copies
             self.optimizer.update_lp_params()
         else:
             for part in range(len(self.optimizer.fp32_partitioned_groups_flat)):
                 self.optimizer._reassign_or_swap_out_partitioned_parameters(part)
         for moments in self.optimizer.optimizer.state.values():
-            moments["step"].copy_(state["optimizer"][f"state.{name}.step"])
+            moments["step"].copy_(steps)
 
     def counter(self) -> torch.Tensor:
         """How many steps AdamW has made."""

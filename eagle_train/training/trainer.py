@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
@@ -32,6 +33,7 @@ from eagle_train.training.unroll import chain_acceptance, unroll
 
 CHOICE_ROWS = 1024  # rows whose logits exist at once when a token is chosen for each
 NORMS = 64  # of the last steps, to which a runaway gradient is compared
+FEWEST_NORMS = 4  # from which a usual one can be told: one that is odd does not move the median of four
 
 
 @dataclass
@@ -48,7 +50,7 @@ class TrainConfig:
     ones. Resuming goes on from the run's own checkpoint.
 
     A step whose gradient is not finite, or longer than `runaway` times the median of the last NORMS, is skipped;
-    `max_skipped` such steps end the run.
+    `max_skipped` such steps end the run. At the beginning the median is of FEWEST_NORMS or more.
     """
 
     steps: int
@@ -87,7 +89,7 @@ class TrainConfig:
 
 
 class Interrupted(Exception):
-    """The run was told to stop, and has written a checkpoint."""
+    """The run was told to stop, and the checkpoint of its last whole step is written."""
 
 
 def accumulation(optim: OptimConfig, train: TrainConfig, row_tokens: int, ranks: int = 1) -> int:
@@ -127,8 +129,10 @@ class Trainer:
         self.step = self.tokens = self.skipped = 0
         self.micro_batch = 0  # of the step
         self.norms: list[float] = []
-        self.stop_asked: Callable[[], bool] = lambda: False  # if it says so on any rank, this step is the last
-        self.stopping = False  # whether one was asked
+        self.stop_asked: Callable[[], bool] = lambda: False  # if it says so on any rank, the run is left
+        self.voted: Callable[[], bool] = lambda: False  # what the last vote on it came to
+        self.stream_state: dict[str, Any] = {}  # after the last whole step
+        self.saved = 0  # the last step with a checkpoint
 
     def __str__(self) -> str:
         size = self.draft.num_parameters / 1e6
@@ -179,8 +183,11 @@ class Trainer:
         given = self.stream, self.accumulation, steps, self.placed, self.hidden_states, self.target.device
         return Lookahead(*given, beside=beside)
 
-    def train_step(self) -> Record:
-        """One optimiser step over its micro-batches; each supervised slot of the step weighs the same. DESIGN 3.2."""
+    def train_step(self) -> Record | None:
+        """One optimiser step over its micro-batches; each supervised slot of the step weighs the same. DESIGN 3.2.
+
+        None where the run is left on the way: all is then as it was before the step, but for what was drawn.
+        """
         micro_batches = self.ahead.step()
         own = sum(int(batch.supervised.sum()) for batch in micro_batches)
         supervised = self.sum_of(own)
@@ -191,6 +198,9 @@ class Trainer:
             self.backend.begin(last=number == self.accumulation)
             sums = self.forward_backward_step(batch, hidden, scale)
             meter.add(sums.rows, loss=sums.loss / scale, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
+            if number < self.accumulation and self.is_stopped():
+                self.drop(batch, hidden)
+                return None
         norm = self.backend.clip().item()
         self.step += 1
         lr = self.optim.lr_at(self.step, self.config.steps)
@@ -199,7 +209,7 @@ class Trainer:
         else:
             self.backend.skip()
         self.tokens += sum(batch.tokens.numel() for batch in micro_batches) * self.world.size
-        self.stopping = self.sum_of(self.stop_asked()) > 0
+        self.stream_state = self.ahead.state
         return {
             **meter.means(self.world),
             "grad_norm": norm,
@@ -208,16 +218,32 @@ class Trainer:
             "skipped": self.skipped,
         }
 
+    def is_stopped(self) -> bool:
+        """Whether the run is to be left here, the same on every rank. To be asked after every micro-batch.
+
+        Ranks vote and go on; what a vote came to is read at the next, so that none waits for those that are less than a
+        micro-batch behind.
+        """
+        before, self.voted = self.voted, self.world.vote(self.stop_asked())
+        return before() if self.world.size > 1 else self.voted()
+
+    def drop(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """Forget the gradients of a part of a step. Backends can forget a whole one's: a micro-batch that counts for
+        nothing makes it one."""
+        self.backend.begin(last=True)
+        self.forward_backward_step(batch, hidden, scale=0.0)
+        self.backend.skip()
+
     def sum_of(self, number: int) -> int:
         """Over all ranks."""
         return int(self.world.sum(torch.tensor(number, dtype=torch.int64, device=self.target.device)))
 
     def is_sound(self, norm: float) -> bool:
         """Whether a step with a gradient of this norm is to be made. Raises UserError where too many were not."""
-        usual = statistics.median(self.norms) if len(self.norms) == NORMS else math.inf
-        sound = math.isfinite(norm) and norm <= self.config.runaway * usual
-        if sound:
-            self.norms = [*self.norms[1 - NORMS :], norm]
+        usual = statistics.median(self.norms) if len(self.norms) >= FEWEST_NORMS else math.inf
+        if math.isfinite(norm) and norm <= self.config.runaway * usual:
+            if norm > 0:  # else there was nothing to learn from, and any other would be longer
+                self.norms = [*self.norms[1 - NORMS :], norm]
             return True
         self.skipped += 1
         check(
@@ -230,13 +256,15 @@ class Trainer:
     def train(self, log: MetricsLog | NoTracker) -> Record:
         """All steps from where the run stands. Returns the last held-out measurements.
 
-        Raises Interrupted, when a checkpoint is written, where `stop_asked` on the way.
+        Raises Interrupted where `stop_asked` on the way: after a micro-batch, or with several ranks after the next.
         """
         bar = progress(self.config.steps, "step", self.step, shown=self.world.is_main)
         heldout: Record = {}
         while self.step < self.config.steps:
             started, tokens, waited = time.perf_counter(), self.tokens, self.ahead.waited
             record = self.train_step()
+            if record is None:
+                self.interrupt()
             seconds = time.perf_counter() - started
             record |= {"tokens": self.tokens, "tokens_per_s": (self.tokens - tokens) / seconds}
             record["data_wait"] = (self.ahead.waited - waited) / seconds
@@ -246,14 +274,21 @@ class Trainer:
                 record |= {f"heldout_{name}": value for name, value in heldout.items()}
             log.log(self.step, record)
             bar.update(self.step, summary(record["loss"], record["tokens_per_s"]))
-            if self.is_due(self.config.save_every) or self.stopping:
+            if self.is_due(self.config.save_every):
                 self.save(measured.get("simulated_tpc"))
-            if self.stopping and self.step < self.config.steps:
-                raise Interrupted(f"checkpoint {self.saver.wait()}: the same command goes on from there")
+            if self.is_stopped() and self.step < self.config.steps:
+                self.interrupt()
         self.saver.wait()
         self.ahead.close()
         bar.close()
         return heldout
+
+    def interrupt(self) -> NoReturn:
+        """Raise Interrupted, when there is a checkpoint of the last whole step; at the very beginning it takes none."""
+        if self.step > self.saved:
+            self.save()
+        self.saver.wait()
+        raise Interrupted(f"told to stop, {self.step} of {self.config.steps} steps done: the same command goes on")
 
     def is_due(self, every: int) -> bool:
         return self.step == self.config.steps or (every > 0 and self.step % every == 0)
@@ -311,18 +346,18 @@ class Trainer:
 
     def save(self, score: float | None = None) -> None:
         """Write a checkpoint in the background: draft, optimiser, data position, random state."""
-        tensors = self.backend.state_dict()
         state = {
-            "stream": self.ahead.state,
+            "stream": self.stream_state,
             "random": checkpoint.random_state(),
             "tokens": self.tokens,
             "skipped": self.skipped,
             "norms": self.norms,
             "target": dataclasses.asdict(self.target.identity),
         }
-        parts = checkpoint.Parts.of(tensors["draft"], tensors["optimizer"], self.world)
+        parts = checkpoint.Parts.of(*self.backend.state(), self.world)
         config = dataclasses.asdict(self.draft.config)
         self.saver.save(self.directory, self.step, parts, config, state, keep=self.config.keep, score=score)
+        self.saved = self.step
 
     def resume(self) -> bool:
         """Go on from the newest whole checkpoint in the directory, if there is one."""
@@ -338,11 +373,9 @@ class Trainer:
         made_for = found.state["target"]["fingerprint"]
         if made_for != self.target.identity.fingerprint:
             raise UserError(f"target.path={self.target.name}: {path} was trained for {found.state['target']['name']}")
-        tensors = self.backend.state_dict()
-        found.read_into(tensors["draft"] | tensors["optimizer"])
-        self.backend.load_state_dict(tensors)
+        self.backend.restore(found.read_into)
         self.stream.load_state_dict(found.state["stream"])
         checkpoint.set_random_state(found.state["random"])
-        self.step, self.tokens = found.step, found.state["tokens"]
+        self.step, self.saved, self.tokens = found.step, found.step, found.state["tokens"]
         self.skipped, self.norms = found.state["skipped"], found.state["norms"]
         return True
