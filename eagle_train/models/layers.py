@@ -84,6 +84,7 @@ class Attention(nn.Module):
     def __init__(self, config: DraftConfig, layer: int):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.uses_rope, chunk = config.rope_of_layer(layer)
         self.rule = Rule(config.head_dim**-0.5, chunk=chunk, skip_first=config.first_slot == 1)
         self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)

@@ -158,6 +158,18 @@ class Fp8Linear(QuantisedLinear):
         return linear(codes.to(self.codes.dtype), self.codes).float() * scales * own
 
 
+def joined(*modules: Linear | QuantisedLinear) -> Linear | QuantisedLinear:
+    """One module with the outputs of several of one kind, without biases, side by side; for inference."""
+    first = modules[0]
+    assert all(type(module) is type(first) and module.bias is None for module in modules)
+    if isinstance(first, QuantisedLinear):
+        return type(first)(*map(torch.cat, zip(*(module.parts() for module in modules), strict=True)))
+    weight = torch.cat([module.weight for module in modules])
+    one = Linear(*reversed(weight.shape), bias=False, device="meta")
+    one.weight = nn.Parameter(weight, requires_grad=False)
+    return one
+
+
 def is_gpu(device: torch.device, capability: tuple[int, int]) -> bool:
     """Whether it is a GPU with at least this compute capability."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= capability

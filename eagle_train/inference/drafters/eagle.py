@@ -15,6 +15,7 @@ from eagle_train.inference.drafting import Choice, Level, Pending, Plan
 from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.sampling import propose, restrict
 from eagle_train.models.draft import Draft, Head, shift_hidden
+from eagle_train.models.fused import fused
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import Attend
 from eagle_train.ops.compiled import Compiled, Forward
@@ -33,7 +34,7 @@ class Eagle:
 
     def __init__(self, draft: Draft, target: Target, alignment: str = "accepted"):
         check(alignment in ALIGNMENTS, f"alignment={alignment}: must be {' or '.join(ALIGNMENTS)}")
-        self.draft = draft.to(target.device, target.dtype).eval().requires_grad_(False)
+        self.draft = fused(draft.to(target.device, target.dtype).eval().requires_grad_(False))
         use_kernels(self.draft, target.dtype)
         self.target, self.alignment = target, alignment
         self.head = Head(self.draft, target.lm_head)

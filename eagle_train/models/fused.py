@@ -1,0 +1,65 @@
+"""A draft with fewer and larger products, for decoding: q, k and v are one, and so are gate and up.
+
+A product of few rows takes as long as its weights take to be read and its call to be made. Training knows nothing of
+it: parameters there are those of checkpoints.
+"""
+
+import copy
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from eagle_train.models.draft import Draft
+from eagle_train.models.layers import Attention, DenseFFN, rotate
+from eagle_train.ops.attention import Attend
+from eagle_train.ops.linear import joined
+
+
+def fused(draft: Draft) -> Draft:
+    """The draft with one product for what reads the same input; `draft` is left alone, and shares what stays.
+
+    Quantised modules are to be given before they use a device's kernel.
+    """
+    shared = {id(tensor): tensor for tensor in chain(draft.parameters(), draft.buffers())}
+    draft = copy.deepcopy(draft, shared)
+    for parent in list(draft.modules()):
+        for name, module in parent.named_children():
+            if type(module) in FUSED:
+                setattr(parent, name, FUSED[type(module)](module))
+    return draft
+
+
+class FusedAttention(nn.Module):
+    """`Attention` with one product for q, k and v, and one rotation for q and k."""
+
+    def __init__(self, plain: Attention):
+        super().__init__()
+        self.layer, self.head_dim, self.uses_rope, self.rule = plain.layer, plain.head_dim, plain.uses_rope, plain.rule
+        self.num_heads, self.num_kv_heads = plain.num_heads, plain.num_kv_heads
+        self.qkv_proj = joined(plain.q_proj, plain.k_proj, plain.v_proj)
+        self.o_proj = plain.o_proj
+
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        qk = rotate(qk, rotary) if self.uses_rope else qk
+        q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
+        return self.o_proj(attend(self.layer, q, k, v, self.rule).transpose(1, 2).flatten(2))
+
+
+class FusedFFN(nn.Module):
+    """`DenseFFN` with one product for gate and up."""
+
+    def __init__(self, plain: DenseFFN):
+        super().__init__()
+        self.gate_up_proj = joined(plain.gate_proj, plain.up_proj)
+        self.down_proj = plain.down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+FUSED = {Attention: FusedAttention, DenseFFN: FusedFFN}
