@@ -110,7 +110,7 @@ def test_certain_acceptance_is_exact(tree, shares, depth):
         path, accepted = verified.path[0], int(verified.num_accepted)
         assert plan.tree.depth[path].tolist() == [min(place, accepted) for place in range(4)]
         assert plan.tree.path_to[path[accepted]].tolist() == path.tolist()
-        commit(plan, tokens, hidden, suffix, verified)
+        return commit(plan, tokens, hidden, suffix, verified)
 
     engine.commit = checked
     output = engine.generate(random_tokens(4), params)[0]

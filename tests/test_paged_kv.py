@@ -22,7 +22,8 @@ from eagle_train.models.draft import shift_hidden
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("kv_tokens", [None, 4 * BLOCK], ids=["roomy", "tight"])
 @pytest.mark.parametrize("tree", ["d3_bf2", "chain3"])
-def test_caches_are_those_of_a_fresh_prefill(tree, kv_tokens, family, overrides, monkeypatch):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_caches_are_those_of_a_fresh_prefill(tree, kv_tokens, family, overrides, overlap, monkeypatch):
     """In every round: the target's n - 1 slots, the draft's n, and the draft's hidden state at the pending token.
 
     Also of a sequence that gave up its blocks with more than one token for the draft to read.
@@ -33,14 +34,14 @@ def test_caches_are_those_of_a_fresh_prefill(tree, kv_tokens, family, overrides,
         Scheduler, "preempt", lambda self, one: (unread.append(one.num_known - one.read), preempt(self, one))
     )
     draft, rounds = tiny_draft(target, **overrides), []
-    engine = Engine(target, draft, tree, max_batch_size=3, kv_tokens=kv_tokens)
+    engine = Engine(target, draft, tree, max_batch_size=3, kv_tokens=kv_tokens, overlap=overlap)
     guide(engine, answers(family), lambda _: rng.randint(0, 3))
     grow = engine.drafter.grow
 
     def checked(plan, root_hidden, *rest):
         for row, sequence in enumerate(engine.active):
-            tokens = sequence.prompt + sequence.generated
-            assert engine.drafter.prefix.lengths[row] == len(tokens)
+            tokens = (sequence.prompt + answers(family)[sequence.index])[: engine.drafter.prefix.lengths[row]]
+            assert overlap or tokens == sequence.prompt + sequence.generated
             _, predicted, _, of_draft = fresh(target, draft, tokens)
             check_cache(engine.drafter.cache, sequence, of_draft)
             torch.testing.assert_close(root_hidden[row], predicted[-1], rtol=1e-4, atol=1e-4)

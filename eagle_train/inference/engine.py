@@ -445,8 +445,6 @@ class Engine:
         if len(stay) < len(self.active):
             self.pending = self.pending.rows(to_device(stay, self.target.device, torch.long))
             self.scheduler.leave()
-        if not self.active:
-            self.under_way = None  # nobody waits for it
         if self.seated != self.active:
             self.seated, self.settings = list(self.active), Settings.of(self.active, self.target.device)
 
