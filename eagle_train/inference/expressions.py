@@ -16,15 +16,6 @@ MOST_IN_A_ROW = 32  # optional or repeated parts with nothing fixed between them
 ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\Z)|.", re.DOTALL)  # an escape, a class of characters, or one
 # What is no part of a grammar's structure: texts, classes, comments.
 EBNF_TEXT = re.compile(r'"(?:\\.|[^"\\])*(?:"|\Z)|\[(?:\\.|[^\]\\])*(?:\]|\Z)|#[^\n]*', re.DOTALL)
-TIMES = (1 << 31) - 1  # of a repetition; of what is more xgrammar takes the last 32 bits
-MOST_PARTS = 2000  # groups, and parts that are optional or repeated
-MOST_NESTED = 1500  # times of three repetitions or more within each other, where one without an end counts as
-UNBOUNDED = 4
-MOST_IN_A_ROW = 32  # optional or repeated parts with nothing fixed between them; a token's time grows with the square
-ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\Z)|.", re.DOTALL)  # an escape, a class of characters, or one
-EBNF_TEXT = re.compile(
-    r'"(?:\\.|[^"\\])*(?:"|\Z)|\[(?:\\.|[^\]\\])*(?:\]|\Z)|#[^\n]*', re.DOTALL
-)  # no part of a grammar's structure
 TIMES = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 IN_A_ROW = re.compile(rf"(?:[^*+?{{}}|](?:[*+?]|\{{\d*,\d*\}})){{{MOST_IN_A_ROW + 1}}}")
 LOOPED = re.compile(r"\(|[^(](?:[*+]|\{\d+,?\d*\})?")  # a group's beginning; its end or a letter, and what repeats it
