@@ -72,8 +72,9 @@ class Faulty(Nearby):
         return super().hear(timeout)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("apart", [False, True], ids=["one engine", "prefill apart"])
-def test_requests_of_all_kinds(apart):
+def test_requests_of_all_kinds(apart, overlap):
     seed = int(os.environ.get("SEED", "0"))
     rng = random.Random(seed)
     target = tiny_target("gemma2", tiny_tokenizer(), torch.float64)  # no rounding decides between two tokens
@@ -82,6 +83,7 @@ def test_requests_of_all_kinds(apart):
     kinds = requests(rng)
     truth = [alone.generate([kind.prompt], [kind.params])[0] for kind in kinds]
     settings = {"max_batch_size": 6, "kv_tokens": 16 * BLOCK, "prefix_cache": True, "host_kv_tokens": 20 * BLOCK}
+    settings |= {"overlap": overlap}
     line = Faulty(random.Random(seed), target, draft) if apart else None
     make = DecodeEngine if apart else Engine
     engine = make(target, draft, "d3_bf2", **settings, **({"lines": [line]} if apart else {"prefill_tokens": 16}))
