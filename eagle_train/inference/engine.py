@@ -233,9 +233,8 @@ class Engine:
         """One round of the decoding cycle. Paper section 3, figure 4. Returns what it brought, and to whom; with
         `overlap`, what the round before it did. Where first tokens are there to be told, the round is the next step's.
         """
-        if not self.told_first:
-            self.prefill()
-        self.told_first = not self.told_first and bool(self.advanced)
+        began = not self.told_first and self.prefill()
+        self.told_first = began and bool(self.advanced)
         if not self.told_first:
             self.decode()
         told, self.advanced = self.advanced, {}
@@ -257,8 +256,11 @@ class Engine:
             self.land()
 
     @torch.inference_mode()
-    def prefill(self) -> None:
-        """Waiting sequences take the free rows and blocks, and texts are read; first tokens are sampled at once."""
+    def prefill(self) -> bool:
+        """Waiting sequences take the free rows and blocks, and texts are read; first tokens are sampled at once.
+
+        Returns whether anyone has read all of its text.
+        """
         self.make_room()
         staying = len(self.active)
         self.scheduler.admit()
@@ -266,6 +268,7 @@ class Engine:
         if fresh is not None:
             self.pending = self.pending.followed_by(fresh) if staying else fresh
             self.leave()
+        return fresh is not None
 
     def make_room(self) -> None:
         """Active sequences get blocks for the next round. What is under way is waited for where it decides on that."""
