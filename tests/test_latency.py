@@ -320,6 +320,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(prompts):
 SHAPES = ["shapes=tiny", "acceptance=[0.8,0.6,0.3]", "context_lengths=[12,20]", "max_tokens=8", "repeats=2"]
 
 
+@pytest.mark.usefixtures("noisy")
 def test_the_whole_command_without_a_checkpoint(tmp_path, capsys):
     out = tmp_path / "out"
     sweep = ["batch_sizes=[1,2]", "trees=[chain3,d3_bf2]", "quants=[none,fp8]"]
@@ -342,6 +343,7 @@ def test_the_whole_command_without_a_checkpoint(tmp_path, capsys):
     assert report.count("| transformers | 1 |") == report.count("| transformers | 2 |") == 2
 
 
+@pytest.mark.usefixtures("noisy")
 def test_the_whole_command_on_questions_and_arrivals(home, tmp_path, capsys):
     given = arguments(home, f"out={tmp_path}/out", "repeats=2", "rate=200", "requests=3", "batch_sizes=[2]")
     assert call(latency.main, *given) == 0

@@ -391,6 +391,7 @@ def test_mistakes_are_one_line(home, tmp_path, capsys, overrides, message):
     assert not (tmp_path / "out" / "results.json").exists()
 
 
+@pytest.mark.usefixtures("noisy")
 def test_the_alignment_is_the_drafters(home, tmp_path, monkeypatch):
     seen, measure = [], mt_bench.measure
 

@@ -71,6 +71,7 @@ def test_the_bytes_held(home, target):
     assert sizes == [4 * FFN, FFN + 4 * outputs, FFN // 2 + 2 * FFN // 128]
 
 
+@pytest.mark.usefixtures("noisy")
 def test_the_whole_command(home, tmp_path, capsys):
     out = tmp_path / "out"
     assert call(quantisation.main, *arguments(home, f"out={out}")) == 0

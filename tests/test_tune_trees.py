@@ -105,6 +105,7 @@ def test_a_table_that_is_none(tmp_path, content, message):
         Dispatcher({"table": str(path)})
 
 
+@pytest.mark.usefixtures("noisy")
 def test_the_whole_command(home, tmp_path, capsys):
     out = tmp_path / "out"
     small = ["batch_sizes=[1,2]", "depth=3", "children=3", "nodes=[2,4,5]", "full=[[2,2]]", "rounds=2"]
