@@ -11,7 +11,7 @@ import pytest
 import torch
 from command_line import call, save_target, write_jsonl
 from omegaconf import OmegaConf
-from tiny import tiny_model, tiny_target
+from tiny import GROUPED_FLOPS, tiny_model, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -52,7 +52,7 @@ def test_a_steps_flops_are_those_that_torch_counts(family):
     target = tiny_target(family, **WIDE, **whole)
     config = DraftConfig.from_target(target.config)
     draft = Draft(config).init_weights(0)
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=GROUPED_FLOPS) as counter:
         step(target, draft).backward()
     shape = TargetShape.of(target.config)
     said = plan.flops_of(shape, config, draft, 0, recomputed=False)
