@@ -98,6 +98,7 @@ def best_scales(
 def best_of_piece(
     groups: torch.Tensor, costs: torch.Tensor, tried: Sequence[float], dtype: torch.dtype, codes_of: Codes
 ) -> torch.Tensor:
+    """As `best_scales`, of so few groups that all fit a cache."""
     largest = groups.abs().amax(-1, keepdim=True)
     best = lowest = None
     for most in tried:
