@@ -11,6 +11,8 @@ from torch._dynamo.testing import CompileCounter
 
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.drafting import MOST_UNREAD
 from eagle_train.inference.sampling import verify
 from eagle_train.inference.tree import chain, full
 from eagle_train.models.artifact import save_draft
@@ -110,6 +112,31 @@ def test_dispatch_changes_the_tree_with_the_batch():
     assert token_ids(outputs) == [tokens[: p.max_tokens] for tokens, p in zip(wanted, params, strict=True)]
     assert outputs[0].rounds == [1, 1, 1], "no speculation while all five are there"
     assert max(outputs[-1].rounds) > 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("alignment", ["accepted", "last"])
+@pytest.mark.parametrize("together", [2, 20, 45])
+def test_a_draft_catches_up(monkeypatch, trained, alignment, together, overlap):
+    """It reads nothing while two rows do not speculate, and proposes then as if it had read along."""
+    target = shared_target()
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=n) for n in (together, 64)]
+
+    def run(most: int):
+        drafter, reads, states = Eagle(trained, target, alignment), [], []
+        read, children = drafter.read, drafter.children
+        drafter.read = lambda tokens, *given: (reads.append(tokens.shape), read(tokens, *given))[1]
+        drafter.children = lambda hidden, *given: (states.append(hidden), children(hidden, *given))[1]
+        monkeypatch.setattr("eagle_train.inference.engine.MOST_UNREAD", most)
+        engine = Engine(target, drafter, {1: "chain3", 2: chain(0)}, overlap=overlap)
+        return engine.generate(PROMPTS[:2], params)[1], torch.cat(states), reads
+
+    (along, wanted, _), (later, states, reads) = run(0), run(MOST_UNREAD)
+    assert later.token_ids == along.token_ids
+    assert later.rounds == along.rounds
+    torch.testing.assert_close(states, wanted)
+    pairs = [shape for shape in reads if shape[0] == 2]
+    assert pairs == [(2, MOST_UNREAD)] * (together // MOST_UNREAD), "in between, and never for one token"
 
 
 # --- sampling

@@ -19,10 +19,12 @@ from eagle_train.inference.guided import Guidance
 from eagle_train.inference.paged_kv import PagedKV, Prefix
 from eagle_train.inference.tree import Tree
 
+MOST_UNREAD = 32  # tokens of a row, with a hidden state each, that may wait for a drafter while nothing is drafted
+
 
 @dataclass
 class Pending:
-    """What the last round left for the drafter: the tokens it committed, each with the hidden state before it.
+    """What the last rounds left for the drafter: tokens they committed, each with the hidden state before it.
 
     tokens [A, P] int64, hidden [A, P, H], counts [A] int64: how many of a row's P are real. The last real one is the
     pending token, which neither model has in its cache yet; `lengths` [A] int64 tokens precede it.
@@ -53,6 +55,14 @@ class Pending:
         place = place.clamp(max=self.tokens.shape[1] - 1)
         hidden = self.hidden.take_along_dim(place.unsqueeze(2), dim=1)
         return Pending(self.tokens.gather(1, place), hidden, counts, self.lengths)
+
+    def then(self, newer: "Pending") -> "Pending":
+        """These, and behind them the one token that a round without drafts brought each row."""
+        place = self.counts.unsqueeze(1)
+        tokens = F.pad(self.tokens, (0, 1)).scatter(1, place, newer.tokens)
+        hidden = F.pad(self.hidden, (0, 0, 0, 1))
+        hidden = hidden.scatter(1, place.unsqueeze(2).expand_as(newer.hidden), newer.hidden)
+        return Pending(tokens, hidden, self.counts + 1, newer.lengths)
 
     def narrow(self, width: int) -> "Pending":
         """The same where no row has more than `width` real tokens."""

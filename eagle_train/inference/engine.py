@@ -26,7 +26,7 @@ from eagle_train.inference.block_pool import BlockPool, blocks_for
 from eagle_train.inference.bookkeeping import Round, commit
 from eagle_train.inference.dispatcher import Dispatcher, Plan
 from eagle_train.inference.drafters.eagle import Eagle
-from eagle_train.inference.drafting import Choice, Drafter, Pending
+from eagle_train.inference.drafting import MOST_UNREAD, Choice, Drafter, Pending
 from eagle_train.inference.guided import Guidance
 from eagle_train.inference.paged_kv import BLOCK, BlockEnds, PagedKV, Prefix, Suffix
 from eagle_train.inference.prefill import prefill
@@ -359,8 +359,14 @@ class Engine:
         matchers = [sequence.matcher for sequence in sequences]
         return Guidance(self.requests.guide, tree, matchers) if any(matchers) else None
 
+    def asks_drafter(self, plan: Plan) -> bool:
+        """Where nothing is drafted, the drafter need not read along; it catches up before the next tree, or in between,
+        when so much is unread that it costs about as little for each token as reading a prompt does.
+        """
+        return self.drafter is not None and (plan.tree.num_nodes > 1 or self.pending.tokens.shape[1] >= MOST_UNREAD)
+
     def draft_tree(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.drafter is None:
+        if not self.asks_drafter(plan):
             return self.pending.last.unsqueeze(1), None
         with self.stage("drafting"):
             if self.under_way is None:
@@ -410,11 +416,13 @@ class Engine:
             pending = commit(self.cache, self.prefix, suffix, hidden, tokens, verified)
             if self.ends is not None:
                 self.ends.write(self.prefix, pending.hidden)
-            unread, most = torch.ones_like(pending.counts), 1
-            if self.drafter is not None:
-                unread, most = self.drafter.rewind(plan, verified.path, verified.num_accepted)
-            self.pending = pending.newest(unread, most)
-            return Round(self.active, plan, pending, unread)
+            if self.drafter is None:
+                self.pending = pending
+            elif self.asks_drafter(plan):
+                self.pending = pending.newest(*self.drafter.rewind(plan, verified.path, verified.num_accepted))
+            else:
+                self.pending = self.pending.then(pending)
+            return Round(self.active, plan, pending, self.pending.counts)
 
     def finish(self, done: Round | None) -> None:
         """The host's half: sequences get what a round brought them, and those that end leave."""

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from eagle_train.config import check
-from eagle_train.inference.drafting import Choice, Level, Pending, Plan
+from eagle_train.inference.drafting import MOST_UNREAD, Choice, Level, Pending, Plan
 from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.sampling import propose, restrict
 from eagle_train.models.draft import Draft, Head, shift_hidden
@@ -55,6 +55,7 @@ class Eagle:
         for rows, plan in sizes:
             shapes |= {(rows, count + 1) for count in range(plan.tree.max_depth + 1)}  # accepted, and one
             shapes |= {(rows, len(level.parents)) for level in plan.levels[1:]}
+            shapes |= {(rows, count) for count in (2, MOST_UNREAD) if plan.tree.num_nodes == 1}
         return [partial(self.prepare, *shape) for shape in sorted(shapes)]
 
     def prepare(self, rows: int, length: int) -> None:
