@@ -16,7 +16,7 @@ from eagle_train.inference import Engine, paged_kv
 from eagle_train.inference.paged_kv import Masks
 from eagle_train.inference.sampling import verify
 from eagle_train.inference.sequence import Update
-from eagle_train.ops import attention, linear
+from eagle_train.ops import attention, flash, linear
 from eagle_train.ops.attention import Rule, partial_attention, with_sinks
 from evals import loads
 from evals.loads import GROUPS, Load, LoadConfig, Serve, serve_in_turn
@@ -71,7 +71,10 @@ class Side:
 @contextmanager
 def plain_attention() -> Iterator[None]:
     """Prefix and tree are attended by the plain twin instead of the device's kernel."""
-    with patch.object(attention, "flash_partial", attention.plain_partial):
+    with (
+        patch.object(attention, "flash_partial", attention.plain_partial),
+        patch.object(flash, "serves", lambda *_: False),
+    ):
         yield
 
 
@@ -94,12 +97,12 @@ def over_one(
     """The twin of `paged_kv.over_both`, with a mask [A, 1, T, S + nodes] that is made once for all layers."""
     key = ("whole", *rule.reach)
     if key not in masks.made:
-        widths = zip(masks.of(rule), (keys.shape[2], k.shape[2]), strict=True)
-        shapes = [(part, (len(q), 1, q.shape[2], width)) for part, width in widths]
+        parts = (masks.prefix.mask(rule), keys.shape[2]), (masks.suffix(rule), k.shape[2])
+        shapes = [(part, (len(q), 1, q.shape[2], width)) for part, width in parts]
         whole = [torch.zeros(shape, device=q.device) if part is None else part.expand(shape) for part, shape in shapes]
-        masks.made[key] = torch.cat(whole, dim=3), None
+        masks.made[key] = torch.cat(whole, dim=3)
     keys, values = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
-    return with_sinks(*partial_attention(q, keys, values, masks.made[key][0], rule), rule)
+    return with_sinks(*partial_attention(q, keys, values, masks.made[key], rule), rule)
 
 
 @contextmanager

@@ -11,7 +11,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from eagle_train.ops.attention import Attend, Rule, additive, causal_attention, merge, partial_attention, with_sinks
+from eagle_train.ops.attention import (
+    Attend,
+    Rule,
+    Seen,
+    additive,
+    merge,
+    packed_attention,
+    partial_attention,
+    slot_attention,
+    with_sinks,
+)
 from eagle_train.ops.transfer import to_device
 
 BLOCK = 16  # slots
@@ -103,29 +113,22 @@ class PagedKV:
 
         The s-th slot of a row is that of position s, so `slot <= position` is all of causality, whatever lies beyond.
         """
-        length, slots = positions.shape[1], prefix.next_slots(positions)
-
-        def fresh(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-            self.write(layer, slots, k, v)
-            return causal_attention(q, k, v, rule)
-
+        (rows, length), slots = positions.shape, prefix.next_slots(positions)
         if prefix.longest == 0:
-            return fresh
-        reach = torch.arange(prefix.longest + length, device=positions.device)
-        committed = self.committed(prefix, len(reach), prefix.lengths + length)
-        masks: dict[tuple, torch.Tensor | None] = {}
+            whole = packed_attention([[length]] * rows)
 
-        def mask(rule: Rule) -> torch.Tensor | None:
-            if length == 1 and not prefix.ragged and rule.sees_all:
-                return None
-            queries = positions.unsqueeze(2)
-            return additive(((reach <= queries) & rule.sees(queries, reach)).unsqueeze(1))
+            def fresh(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+                self.write(layer, slots, k, v)
+                return whole(layer, q, k, v, rule)
+
+            return fresh
+        reach = prefix.longest + length
+        committed = self.committed(prefix, reach, prefix.lengths + length)
+        seen = Seen(positions, positions + 1, reach, whole=length == 1 and not prefix.ragged)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
             self.write(layer, slots, k, v)
-            if rule.reach not in masks:
-                masks[rule.reach] = mask(rule)
-            return with_sinks(*partial_attention(q, *committed(layer), masks[rule.reach], rule), rule)
+            return with_sinks(*slot_attention(q, *committed(layer), seen, rule), rule)
 
         return attend
 
@@ -210,9 +213,8 @@ def over_both(
     masks: "Masks",
 ) -> torch.Tensor:
     """Attention over the committed keys and values and over k, v, merged by log-sum-exp."""
-    prefix_mask, suffix_mask = masks.of(rule)
-    committed = partial_attention(q, keys, values, prefix_mask, rule)
-    return with_sinks(*merge(committed, partial_attention(q, k, v, suffix_mask, rule)), rule)
+    committed = slot_attention(q, keys, values, masks.prefix, rule)
+    return with_sinks(*merge(committed, partial_attention(q, k, v, masks.suffix(rule), rule)), rule)
 
 
 def append(tensor: torch.Tensor | None, more: torch.Tensor, dim: int) -> torch.Tensor:
@@ -235,27 +237,18 @@ class Suffix:
 
 
 class Masks:
-    """Additive masks of the prefix and of the suffix, made once for all layers with the same window and chunk."""
+    """What a tree's nodes see of the prefix and of one another, made once for all layers of the same reach."""
 
     def __init__(self, prefix: Prefix, positions: torch.Tensor, suffix_positions: torch.Tensor, seen: torch.Tensor):
-        self.prefix, self.positions, self.suffix_positions, self.seen = prefix, positions, suffix_positions, seen
-        self.made: dict[tuple, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        self.prefix = Seen(positions, prefix.lengths.unsqueeze(1), prefix.longest, whole=not prefix.ragged)
+        self.positions, self.suffix_positions, self.seen = positions, suffix_positions, seen
+        self.made: dict[tuple, torch.Tensor | None] = {}
 
-    def of(self, rule: Rule) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """[A or 1, 1, T or 1, S] of the prefix, None where every slot is seen, and [A or 1, 1, T, nodes]."""
+    def suffix(self, rule: Rule) -> torch.Tensor | None:
+        """Additive [A or 1, 1, T, nodes]; None of a node alone."""
         if rule.reach not in self.made:
-            self.made[rule.reach] = self.prefix_mask(rule), self.suffix_mask(rule)
+            self.made[rule.reach] = self.suffix_mask(rule)
         return self.made[rule.reach]
-
-    def prefix_mask(self, rule: Rule) -> torch.Tensor | None:
-        prefix = self.prefix
-        if not prefix.ragged and rule.sees_all:
-            return None
-        slots = torch.arange(prefix.longest, device=prefix.lengths.device)
-        seen = slots < prefix.lengths.view(-1, 1, 1)
-        if not rule.sees_all:
-            seen = seen & rule.sees(self.positions.unsqueeze(2), slots)
-        return additive(seen.unsqueeze(1))
 
     def suffix_mask(self, rule: Rule) -> torch.Tensor | None:
         if self.seen.numel() == 1:

@@ -1,7 +1,18 @@
 """Attention over packed documents, and over a prefix plus a tree. Knows nothing of models, caches or requests.
 
 A model calls `attend(layer, q, k, v, rule)`; who calls the model decides what `attend` is: training packs documents
-(`packed_attention`), the engine merges a cached prefix with a tree (`prefix_attention`, `merge`; paper section 3.1).
+(`packed_attention`), the engine merges a cached prefix with a tree (`slot_attention`, `merge`; paper section 3.1).
+
+Which way is taken; the first line that fits. "CUDA" is what ops/flash.py serves: bf16 or fp16, heads that fit.
+
+    what                          where  rule                           way
+    packed documents, prompts     CUDA   no softcap; sinks without      one flash kernel over all documents, cut where
+                                         gradients only                 a chunk ends and behind a skipped first
+    packed documents, prompts     any    causality, skip_first          torch's kernel, or products, by document
+    packed documents, prompts     any    any                            plain, by document
+    committed slots               CUDA   no softcap                     flash, a row's queries together, or each alone
+    slots, nodes of a tree        CPU    no softcap, window or chunk    the CPU's flash kernel under a mask
+    slots, nodes of a tree        any    any                            plain: a tree's nodes are few keys
 
 Shapes: B batch, T new tokens, S keys, Q query heads, K key/value heads, G = Q / K, D head width.
 """
@@ -10,11 +21,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
 
+from eagle_train.ops import flash
+from eagle_train.ops.transfer import to_device
+
 MATMUL_LENGTH = 1024  # up to this length a document's scores may exist whole
+FEW = 256  # queries times key/value heads: about two for each processor of a large GPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +74,17 @@ class Rule:
         if self.skip_first:
             near = near & ((key_positions > 0) | (query_positions == key_positions))
         return near
+
+    def first(self, positions: torch.Tensor) -> torch.Tensor:
+        """The first position that a query sees, for queries at `positions`, int64: from there to itself it sees all."""
+        first = torch.zeros_like(positions)
+        if self.window is not None:
+            first = (positions - (self.window - 1)).clamp(min=0)
+        if self.chunk is not None:
+            first = torch.maximum(first, positions // self.chunk * self.chunk)
+        if self.skip_first:
+            first = torch.maximum(first, positions.clamp(max=1))
+        return first
 
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Rule], torch.Tensor]
@@ -109,6 +136,79 @@ def flash_partial(
     if mask is not None:
         mask = mask.to(q.dtype).expand(-1, -1, q.shape[2], -1)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=rule.scale)
+
+
+class Seen:
+    """Which of its row's slots a query sees, a slot for each position: those before its end that the rule lets it see.
+
+    `positions` int64 [A, T] of the queries, `ends` int64 [A, T], or [A, 1] for all queries of a row, of `count` slots;
+    `whole`: every end is `count`. What the kernels are told is made once for all layers of the same reach.
+    """
+
+    def __init__(self, positions: torch.Tensor, ends: torch.Tensor, count: int, whole: bool):
+        self.positions, self.ends, self.count, self.whole = positions, ends, count, whole
+        self.causal = ends.shape[1] > 1
+        self.made: dict[tuple, torch.Tensor | flash.Sequences | None] = {}
+
+    def mask(self, rule: Rule) -> torch.Tensor | None:
+        """`additive` [A, 1, 1 or T, count]; None where every slot is seen."""
+        key = ("mask", *rule.reach)
+        if key not in self.made:
+            self.made[key] = self.new_mask(rule)
+        return self.made[key]
+
+    def new_mask(self, rule: Rule) -> torch.Tensor | None:
+        if self.whole and rule.sees_all:
+            return None
+        slots = torch.arange(self.count, device=self.ends.device)
+        seen = slots < self.ends.unsqueeze(2)
+        if not rule.sees_all:
+            seen = seen & rule.sees(self.positions.unsqueeze(2), slots)
+        return additive(seen.unsqueeze(1))
+
+    def sequences(self, rule: Rule, together: bool) -> flash.Sequences:
+        """For flash: all queries of a row as one sequence, or each alone with the run of slots that it sees."""
+        key = (together, *rule.reach)
+        if key not in self.made:
+            self.made[key] = self.new_sequences(rule, together)
+        return self.made[key]
+
+    def new_sequences(self, rule: Rule, together: bool) -> flash.Sequences:
+        (rows, length), device = self.positions.shape, self.positions.device
+        first, ends = (0, self.ends[:, -1:]) if together else (rule.first(self.positions), self.ends)
+        queries = length if together else 1  # of a sequence
+        starts_q = torch.arange(rows * length // queries + 1, device=device) * queries
+        starts_k = first + torch.arange(rows, device=device).unsqueeze(1) * self.count
+        starts_k = F.pad(starts_k.flatten(), (0, 1))  # where one more would begin matters to none
+        used = (ends - first).clamp(min=0).flatten()
+        most = min(x for x in (self.count, rule.window, rule.chunk) if x is not None)
+        seen = (self.count, used.int(), self.causal, rule.window) if together else (most, used.int())
+        return flash.Sequences(starts_q.int(), starts_k.int(), queries, *seen)
+
+
+def taken_together(q: torch.Tensor, k: torch.Tensor, rule: Rule, causal: bool) -> bool:
+    """Whether flash takes a row's queries as one sequence, not each as its own.
+
+    Alone, a query has the heads of a group handled as one, its keys are divided among the GPU's processors, and they
+    may be any run. Together, a head's keys are read once for all queries. So queries go together where they are more
+    than a group's heads, and enough to keep a GPU busy.
+    """
+    (rows, heads, length, _), kv_heads = q.shape, k.shape[1]
+    groups = heads // kv_heads
+    if rule.chunk is not None or rule.skip_first or (rule.window is not None and not causal):
+        return False  # they begin elsewhere than causality and a window have it
+    return length > 1 and (groups == 1 or (length > groups and rows * length * kv_heads > FEW))
+
+
+def slot_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, rule: Rule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`partial_attention` of q [A,Q,T,D] over what is seen of the slots k, v [A,K,S,D]."""
+    together = taken_together(q, k, rule, seen.causal)
+    few = together or q.shape[0] * q.shape[2] <= flash.MOST
+    if rule.softcap is None and few and flash.serves(q, k, v):
+        return flash.attention(q, k, v, seen.sequences(rule, together), rule.scale)
+    return partial_attention(q, k, v, seen.mask(rule), rule)
 
 
 def merge(
@@ -174,14 +274,28 @@ def lengths_of(positions: torch.Tensor) -> list[list[int]]:
 def packed_attention(lengths: list[list[int]]) -> Attend:
     """`attend` for packed rows: causal within each document, nothing between documents. DESIGN section 3.1.
 
-    `lengths` holds, for each row, its documents' lengths (and the padding's), which sum to the row's. Documents are
-    attended one by one: no [T, T] mask exists, and the work is that of the documents, not of the rows.
+    `lengths` holds, for each row, its documents' lengths (and the padding's), which sum to the row's. No [T, T] mask
+    exists, and the work is that of the documents, not of the rows: where flash serves, all of them are one call of it,
+    elsewhere they are attended one by one.
     """
     flat = [length for row in lengths for length in row]
+    made: dict[tuple, flash.Sequences] = {}
+
+    def sequences(rule: Rule, device: torch.device) -> flash.Sequences:
+        key = (device, *rule.reach)
+        if key not in made:
+            pieces = cut(flat, rule)
+            with torch.inference_mode(False):  # training must be able to save what inference cached
+                starts = to_device([0, *accumulate(pieces)], device, torch.int32)
+            made[key] = flash.Sequences(starts, starts, max(pieces), max(pieces), causal=True, window=rule.window)
+        return made[key]
 
     @torch.compiler.disable  # compiled, it would be so anew for every batch's lengths
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
         batch, _, length, _ = q.shape
+        wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        if rule.softcap is None and not (rule.sinks is not None and wants_gradient) and flash.serves(q, k, v):
+            return with_sinks(*flash.attention(q, k, v, sequences(rule, q.device), rule.scale), rule)
         if len(flat) == batch:
             return causal_attention(q, k, v, rule)
         pieces = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(flat, dim=2) for x in (q, k, v)]
@@ -189,3 +303,13 @@ def packed_attention(lengths: list[list[int]]) -> Attend:
         return out.squeeze(0).unflatten(1, (batch, length)).transpose(0, 1)
 
     return attend
+
+
+def cut(lengths: list[int], rule: Rule) -> list[int]:
+    """Documents' lengths cut to those of sequences within which a rule comes down to causality and its window."""
+    pieces = []
+    for length in lengths:
+        borders = {0, *range(rule.chunk or length, length, rule.chunk or length), length}
+        borders |= {1} if rule.skip_first else set()
+        pieces += [end - start for start, end in pairwise(sorted(borders))]
+    return pieces

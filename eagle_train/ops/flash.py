@@ -1,0 +1,78 @@
+"""Torch's own flash attention kernel (FlashAttention-2, arXiv 2307.08691) on CUDA, with its log-sum-exp.
+
+Sequences lie one behind another, and any may read its keys anywhere: documents of packed rows, or runs of a cache's
+slots. That is all we would ask of flash-attn or FlashInfer, so neither is needed. Knows nothing of rules or caches.
+
+`torch.nn.attention.varlen` calls the same operator; this module does too, because its arguments are one and the same
+in every torch from 2.11 on, and because it takes its own keys for each sequence and is differentiable besides.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+DTYPES = (torch.bfloat16, torch.float16)
+WIDEST = 256  # head, in numbers
+MOST = 65535  # sequences of a call: a CUDA grid has no more blocks in that direction
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Whether the device is an NVIDIA GPU that torch's kernel was written for: Ampere or newer."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `attention` takes queries, keys and values of these devices, dtypes and widths [..., D]."""
+    width = q.shape[-1]
+    fits = width % 8 == 0 and width <= WIDEST and v.shape[-1] == width
+    return fits and q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and runs_on(q.device)
+
+
+class Sequences(NamedTuple):
+    """Which tokens of [B, heads, T or S, D], counted through all rows, are a sequence's, and what its queries see.
+
+    `starts_q`, `starts_k` int32 [sequences + 1]: where a sequence begins, and the next one. `used` int32 [sequences]:
+    how many keys it has from its start on, wherever the next begins; then there is no gradient. None has more than
+    `longest_q` queries or `longest_k` keys. `causal`: its last query sees up to its last key, the query before it up to
+    the key before that, and so on; with a `window` the last so many of these alone.
+    """
+
+    starts_q: torch.Tensor
+    starts_k: torch.Tensor
+    longest_q: int
+    longest_k: int
+    used: torch.Tensor | None = None
+    causal: bool = False
+    window: int | None = None
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the sequences' queries in q [B,Q,T,D] over their keys in k, v [B,K,S,D], which `serves` approves.
+
+    Returns [B,Q,T,D] and the log-sum-exp [B,Q,T] in fp32, which has no gradient; a query without keys has output 0 and
+    log-sum-exp -inf. The host waits for nothing.
+    """
+    (batch, _, length, _), own = q.shape, sequences
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)),
+        own.starts_q,
+        own.starts_k,
+        own.longest_q,
+        own.longest_k,
+        0.0,  # dropout
+        own.causal,
+        False,  # no mask to debug by
+        scale=scale,
+        window_size_left=-1 if own.window is None else own.window - 1,  # beside the query's own position
+        window_size_right=0 if own.causal else -1,
+        seqused_k=own.used,
+    )
+    lse = lse.masked_fill(lse == math.inf, -math.inf)  # what the kernel says of a query without keys
+    return out.unflatten(0, (batch, length)).transpose(1, 2), lse.unflatten(1, (batch, length)).transpose(0, 1)
