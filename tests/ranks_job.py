@@ -53,7 +53,8 @@ def one_run(data: Path, case: dict, world: World) -> None:
 
 def leave_out(trainer: Trainer, steps: list[int]) -> None:
     """Let the trainer skip these steps too, as if their gradients were unsound."""
-    trainer.is_sound = lambda norm: math.isfinite(norm) and trainer.step not in steps
+    is_sound = trainer.is_sound
+    trainer.is_sound = lambda norm: is_sound(norm) and trainer.step not in steps
 
 
 def drop_parts(trainer: Trainer, steps: list[int]) -> None:

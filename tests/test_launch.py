@@ -3,13 +3,17 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import chats, read_jsonl, save_target, write_jsonl
+from command_line import call, chats, read_jsonl, save_target, write_jsonl
+
+from eagle_train import train
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/slurm/*")])
@@ -136,39 +140,91 @@ def test_the_first_rank_to_fail_ends_the_job_with_its_reason(cluster, tmp_path, 
     assert "error: data.path is nowhere.jsonl; there is no such file" in capfd.readouterr().err
 
 
-def test_torchrun_passes_a_signal_on_and_the_run_goes_on(tmp_path):
+Launcher = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture
+def torchrun(tmp_path) -> Launcher:
+    """Starts launch/torchrun.sh in a copy of the repository, for a run of so many steps."""
     save_target(tmp_path / "target")
     write_jsonl(tmp_path / "train.jsonl", chats(40))
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    programs, out = tmp_path / ".venv/bin", tmp_path / "run"
+    programs = tmp_path / ".venv/bin"
     programs.mkdir(parents=True)
     for name, program in (("python", ""), ("torchrun", "-m torch.distributed.run")):
         (programs / name).write_text(f'#!/bin/bash\nexec {sys.executable} {program} "$@"\n')
         (programs / name).chmod(0o755)
     sums = subprocess.run("cat pyproject.toml launch/constraints.txt | cksum", shell=True, cwd=tmp_path, stdout=-1)
     (tmp_path / ".venv/.installed").write_bytes(sums.stdout)
-    variables = os.environ | {"PROCESSES": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
-    def start(steps: int) -> subprocess.Popen:
-        overrides = [
-            *("target=target", "data=messages", "data.path=train.jsonl", "data.row_tokens=32", "draft.num_layers=1"),
-            *("optim.tokens_per_step=128", "train.micro_batch_rows=1", "train.save_every=0", f"train.steps={steps}"),
-            *("parallel=ddp", "device=cpu", f"out={out}"),
-        ]
-        return subprocess.Popen(["bash", "launch/torchrun.sh", *overrides], env=variables, cwd=tmp_path)
+    def start(steps: int, out: Path, *overrides: str, **variables: str) -> subprocess.Popen:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables
+        command = ["bash", "launch/torchrun.sh", "parallel=ddp", *a_run(steps, out), *overrides]
+        return subprocess.Popen(command, env=environment, cwd=tmp_path)
 
-    job = start(600)
-    while not (out / "metrics.jsonl").exists() or len(read_jsonl(out / "metrics.jsonl")) < 5:
-        assert job.poll() is None
+    return start
+
+
+def a_run(steps: int, out: Path) -> list[str]:
+    return [
+        *("target=target", "data=messages", "data.path=train.jsonl", "data.row_tokens=32", "draft.num_layers=1"),
+        *("optim.tokens_per_step=128", "train.micro_batch_rows=1", "train.save_every=0", f"train.steps={steps}"),
+        *("device=cpu", f"out={out}"),
+    ]
+
+
+def wait_for_steps(out: Path, number: int, *jobs: subprocess.Popen) -> None:
+    while not (out / "metrics.jsonl").exists() or len(read_jsonl(out / "metrics.jsonl")) < number:
+        assert all(job.poll() is None for job in jobs)
         time.sleep(0.2)
+
+
+def test_torchrun_passes_a_signal_on_and_the_run_goes_on(torchrun, tmp_path):
+    out = tmp_path / "run"
+    job = torchrun(600, out, PROCESSES="2")
+    wait_for_steps(out, 5, job)
     job.send_signal(signal.SIGTERM)
     assert job.wait(timeout=120) != 0
     (checkpoint,) = out.glob("step-*")
     done = int(checkpoint.name.removeprefix("step-"))
     assert len(read_jsonl(out / "metrics.jsonl")) == done < 600
-    assert start(done + 3).wait(timeout=120) == 0
+    assert torchrun(done + 3, out, PROCESSES="2").wait(timeout=120) == 0
     assert [record["step"] for record in read_jsonl(out / "metrics.jsonl")] == list(range(1, done + 4))
+
+
+def two_nodes(torchrun: Launcher, steps: int, out: Path) -> list[subprocess.Popen]:
+    """The same line twice, as on two nodes that share a file system; each holds half of the target."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        master = f"127.0.0.1:{free.getsockname()[1]}"
+    variables = {"PROCESSES": "1", "NODES": "2", "MASTER": master, "JOB": out.name}
+    return [torchrun(steps, out, "parallel.target=fsdp2", "parallel.share=2", **variables) for _ in range(2)]
+
+
+def test_two_nodes_train_as_one_process_does(torchrun, tmp_path, monkeypatch):
+    nodes = two_nodes(torchrun, 3, tmp_path / "nodes")
+    monkeypatch.chdir(tmp_path)
+    assert call(train.main, *a_run(3, tmp_path / "alone")) == 0
+    assert [node.wait(timeout=120) for node in nodes] == [0, 0]
+    found, expected = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("nodes", "alone"))
+    for name in ("loss", "grad_norm", "supervised"):
+        assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-5)
+
+
+def test_a_node_that_dies_ends_the_other(torchrun, tmp_path):
+    dead, other = nodes = two_nodes(torchrun, 6000, tmp_path / "run")
+    wait_for_steps(tmp_path / "run", 2, *nodes)
+    for process in descendants(dead.pid):
+        os.kill(process, signal.SIGKILL)
+    dead.wait()
+    assert other.wait(timeout=120) > 0
+
+
+def descendants(process: int) -> list[int]:
+    """A process and all that it and they have started."""
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [process, *(child for each in children for child in descendants(int(each)))]
 
 
 def test_accelerate_launch_starts_a_run_as_well(tmp_path):

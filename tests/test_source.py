@@ -74,13 +74,33 @@ def test_rows_from_any_number_on(tmp_path, monkeypatch, kind):
         assert [(place, parse(place, row)) for place, row in source.rows(start)] == placed[start:]
 
 
-def test_a_row_of_parquet_travels_alone(tmp_path):
+@pytest.mark.parametrize("kind", ["parquet", "hub"])
+def test_a_row_of_parquet_travels_alone(tmp_path, kind):
     rows = make_rows(200)
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    source = open_source(DataConfig(str(tmp_path / "rows.parquet")))
+    source = open_source(DataConfig(str(tmp_path / "rows.parquet") if kind == "parquet" else str(tmp_path)))
     sent = [pickle.dumps(placed) for placed in source.rows()]
     assert [parse(*pickle.loads(placed)) for placed in sent] == rows
     assert max(map(len, sent)) < 300
+
+
+def test_a_hub_data_sets_values_are_what_its_files_say(tmp_path):
+    """Where a column's values are of several types, `datasets` keeps JSON; where it does not know, types may change."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ["b", {"text": 1}], "tool": {"x": 2}}]
+    rows = [{"id": 1, "messages": turns}, {"id": 2, "messages": turns[:1]}]
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    assert read(str(tmp_path)) == rows
+    (tmp_path / "train.jsonl").unlink()
+    answers = [str(i) if i < 15_000 else f"w{i}" for i in range(20_000)]  # it reads 10,000 at a time
+    (tmp_path / "train.csv").write_text("answer\n" + "\n".join(answers))
+    assert [str(row["answer"]) for row in read(str(tmp_path))] == answers
+
+
+def test_a_hub_data_set_whose_shards_do_not_agree_is_one_line(tmp_path):
+    write_parquet(tmp_path / "train-0.parquet", make_rows(3))
+    write_parquet(tmp_path / "train-1.parquet", [{"text": "a"}])
+    with pytest.raises(UserError, match=r"^.*\(train\): cannot be read to its end: Couldn't cast"):
+        read(str(tmp_path))
 
 
 def test_a_hub_name_that_does_not_load_is_the_users(monkeypatch):

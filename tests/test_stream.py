@@ -341,15 +341,18 @@ def test_any_number_of_ranks_draws_the_same_rows(tmp_path):
         assert str(end) == str(last)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub"])
 def test_a_rank_parses_and_tokenises_its_own_rows_only(tmp_path, monkeypatch, kind):
     """Of what is another's it reads the bytes, to pass them by."""
     rows = make_rows(200)
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    if kind == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path := str(tmp_path / "rows.parquet"))
-    config = DataConfig(path, row_tokens=40, shuffle_window=16)
-    order = [place for place, _ in shuffled(open_source(config), config, "", 0, 0)]
+    if kind != "jsonl":
+        (tmp_path / "hub").mkdir()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path := str(tmp_path / "hub" / "rows.parquet"))
+    config = DataConfig(path if kind != "hub" else str(tmp_path / "hub"), row_tokens=40, shuffle_window=16)
+    placed = list(shuffled(open_source(config), config, "", 0, 0))
+    assert not any(isinstance(row, dict) for _, row in placed)
+    order = [place for place, _ in placed]
     open_source(config)  # looks at the first row
     rendered, parsed = {}, []
     render, parse_row = feed.render, feed.parse

@@ -135,7 +135,7 @@ class Feed:
             self.sources[name].remember(mark)
 
     def draws(self, position: Position) -> Iterator[Drawn]:
-        """Rows from `position` on, for ever; not tokenised, and of JSONL and Parquet not even parsed."""
+        """Rows from `position` on, for ever; not tokenised, and but for a hub's CSV not even parsed."""
         rows = {name: epochs(self.sources[name], self.config, name, *at) for name, at in position.sources.items()}
         return (next(rows[name]) for name in choices(self.config, position.drawn))
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from eagle_train.corpus.chat import FORMATS, SUPERVISE
 
 JSONL_SUFFIXES = tuple(suffix + packed for suffix in (".jsonl", ".json", ".ndjson") for packed in ("", ".gz"))
 FILE_SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
-BATCH_ROWS = 256  # rows of Parquet in memory at a time
+BATCH_ROWS = 256  # of Arrow, in memory at a time
 LONG_DOCUMENTS = ("split", "drop")
 MARK_ROWS = 4096  # of JSONL, about as many as are read in vain when a run goes on
 MIN_TOKENS = 3  # a shorter document has no supervised slot (DESIGN section 3.1)
@@ -29,21 +29,22 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class ParquetRow:
-    """A row of a batch of Parquet, not yet one of Python's: that takes longer than reading it."""
+class ArrowRow:
+    """A row of a batch of Arrow's, not yet one of Python's: that takes longer than reading it."""
 
     batch: Any  # pyarrow.RecordBatch
     number: int
+    decode: Callable[[Row], Row] = lambda row: row
 
     def read(self) -> Row:
-        return self.batch.slice(self.number, 1).to_pylist()[0]
+        return self.decode(self.batch.slice(self.number, 1).to_pylist()[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To another process the row goes alone; pyarrow would send the batch."""
         return dict, (self.read(),)
 
 
-PlacedRow = tuple[str, Row | bytes | ParquetRow]  # as it was read: whoever needs the row parses it, see `parse`
+PlacedRow = tuple[str, Row | bytes | ArrowRow]  # as it was read: whoever needs the row parses it, see `parse`
 
 Mark = tuple[int, int, int, int]
 """Where a row of JSONL lies: its number, its file's, and how many bytes and lines of the file are before it."""
@@ -220,11 +221,11 @@ def lines_of(file: str, offset: int = 0) -> Iterator[bytes]:
         raise UserError(f"{file}: cannot be read: {one_line(error)}") from error
 
 
-def parse(place: str, row: Row | bytes | ParquetRow) -> Row:
+def parse(place: str, row: Row | bytes | ArrowRow) -> Row:
     """A row as a dict. Raises UserError for a line of JSONL that is not one JSON object."""
     if isinstance(row, dict):
         return row
-    if isinstance(row, ParquetRow):
+    if isinstance(row, ArrowRow):
         return row.read()
     try:
         value = json.loads(row)
@@ -273,16 +274,17 @@ def rows_of(table: Any, file: str, start: int) -> Iterator[PlacedRow]:
         first += size
 
 
-def group_rows(table: Any, group: int, file: str) -> Iterator[ParquetRow]:
+def group_rows(table: Any, group: int, file: str) -> Iterator[ArrowRow]:
     try:
         for batch in table.iter_batches(BATCH_ROWS, row_groups=[group]):
-            yield from (ParquetRow(batch, number) for number in range(batch.num_rows))
+            yield from (ArrowRow(batch, number) for number in range(batch.num_rows))
     except (OSError, ValueError) as error:  # behind a footer that is whole
         raise UserError(f"{file}: row group {group + 1} is damaged: {one_line(error)}") from error
 
 
 class Hub:
-    """A hub data set, or a directory laid out like one, through `datasets`. Raises UserError if it does not load."""
+    """A hub data set, or a directory laid out like one, through `datasets`. Raises UserError where it does not load, or
+    not all of it."""
 
     def __init__(self, path: str, name: str | None, split: str, key: str):
         # Loaded where needed: it takes a second.
@@ -299,5 +301,18 @@ class Hub:
         return f"{self.place} {info.version} {info.dataset_size}"
 
     def rows(self, start: int = 0) -> Iterator[PlacedRow]:
-        for number, row in enumerate(self.dataset.skip(start), start + 1):
-            yield f"{self.place}: row {number}", row
+        try:
+            for number, row in enumerate(self.read(self.dataset.skip(start)), start + 1):
+                yield f"{self.place}: row {number}", row
+        except (OSError, ValueError) as error:  # of another shard, of other columns
+            raise UserError(f"{self.place}: cannot be read to its end: {one_line(error)}") from error
+
+    def read(self, dataset: Any) -> Iterator[Row | ArrowRow]:
+        """Rows of a datasets.IterableDataset; Python's own where types are not known (CSV), for they may change."""
+        features = dataset.features  # a copy each time
+        if features is None:
+            yield from dataset
+            return
+        for table in dataset.with_format("arrow").iter(BATCH_ROWS):
+            for batch in table.to_batches():
+                yield from (ArrowRow(batch, number, features.decode_example) for number in range(batch.num_rows))

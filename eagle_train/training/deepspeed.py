@@ -96,13 +96,15 @@ class DeepSpeed:
             self.engine.step()  # only counts
 
     def clip(self) -> torch.Tensor:
-        """The norm only: the cutting is a part of `step`. DeepSpeed says infinity where a gradient is not finite."""
+        """The norm only: the cutting is a part of `step`. Infinity where a gradient is not finite."""
         if hasattr(self.optimizer, "scaled_global_norm"):  # ZeRO-1 and 2
             return torch.as_tensor(self.optimizer.scaled_global_norm())
         if hasattr(self.optimizer, "_get_norm_groups"):  # ZeRO-3
-            return torch.as_tensor(self.norms.combine_grad_norm_groups(self.optimizer._get_norm_groups()))
-        dense, _ = self.optimizer.get_grads_for_norm()  # ZeRO-1 in bf16
-        return torch.as_tensor(self.norms.get_global_norm_of_tensors(dense, mpu=self.optimizer.mpu))
+            groups = self.optimizer._get_norm_groups()
+        else:  # ZeRO-1 in bf16
+            dense, _ = self.optimizer.get_grads_for_norm()
+            groups = [self.norms.get_global_norm_of_tensors(dense, mpu=self.optimizer.mpu)]
+        return torch.as_tensor(self.norms.combine_grad_norm_groups(groups))  # its parts say -1 for what is not finite
 
     def step(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -115,7 +117,8 @@ class DeepSpeed:
         inner.step = lambda *_: None
         self.engine.step()
         del inner.step
-        if hasattr(self.optimizer, "averaged_gradients"):  # forgotten there where they are offloaded and not finite
+        if hasattr(self.optimizer, "averaged_gradients"):  # ZeRO-1 and 2
+            # With an offloaded optimiser in bf16, DeepSpeed keeps those that are not finite and adds the next to them.
             self.optimizer.averaged_gradients = {}
 
     def state(self) -> tuple[Tensors, Tensors]:
