@@ -12,6 +12,7 @@ from eagle_train import distributed
 from eagle_train.config import build, check, command, resolve_device
 from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.inference.detokenizer import Detokenizer
+from eagle_train.inference.graphs import check_graphs
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.quantised import Quant, quantised
 from eagle_train.models.target import TargetConfig, load_target
@@ -37,7 +38,8 @@ def main(config: DictConfig) -> None:
 def job(config: DictConfig) -> int:
     """One rank's part; returns its exit status."""
     check(config.color in COLORS, f"color={config.color}: must be one of {', '.join(COLORS)}")
-    check(isinstance(config.compile, bool), f"compile={config.compile}: must be true or false")
+    for name in ("compile", "graphs"):
+        check(isinstance(config[name], bool), f"{name}={config[name]}: must be true or false")
     check(bool(config.prompt), "prompt is empty: give prompt=TEXT")
     stop = OmegaConf.to_container(config.stop) if OmegaConf.is_config(config.stop) else config.stop
     numbers = build(Numbers, {k: config[k] for k in ("temperature", "top_p", "top_k", "max_tokens", "seed")}, "")
@@ -46,6 +48,7 @@ def job(config: DictConfig) -> int:
     params = SamplingParams(**vars(numbers), stop=stop, grammar=grammar or None)
     given, quant = build(TargetConfig, config.target, "target"), build(Quant, config.quant, "quant")
     path, device = config.draft.path, resolve_device(config.device)
+    check_graphs(config.graphs, device)
     check(
         path is not None or quant.scheme == "none", f"quant.scheme={quant.scheme}: no draft to quantise; give draft=DIR"
     )
@@ -53,7 +56,8 @@ def job(config: DictConfig) -> int:
     target = load_target(given, device, "tensor" if world.size > 1 else "replicated", world)
     check(target.tokenizer is not None, f"target.path={given.path}: no tokenizer there, and the prompt is text")
     draft = None if path is None else quantised(load_draft(path, target.identity), quant)
-    engine = Engine(target, draft, OmegaConf.to_container(config.tree), max_batch_size=1, compile=config.compile)
+    options = {"max_batch_size": 1, "compile": config.compile, "graphs": config.graphs}
+    engine = Engine(target, draft, OmegaConf.to_container(config.tree), **options)
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
     output = engine.generate([prompt], params)[0]
     if world.is_main:

@@ -24,6 +24,7 @@ from eagle_train.config import build, check, command, provenance, resolve_device
 from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
+from eagle_train.inference.graphs import check_graphs
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.draft import Draft
 from eagle_train.models.quantised import Quant, quantised
@@ -76,6 +77,7 @@ class Config:
     seed: int
     prompt_lookup: int
     compile: bool
+    graphs: bool
     device: str
     threads: int | None
     target: TargetConfig | None = None
@@ -146,7 +148,7 @@ class Bench:
 
     def engines(self, batch_size: int) -> dict[str, Engine]:
         """Plain decoding's, and one for each tree and quantised draft."""
-        options = {"max_batch_size": batch_size, "compile": self.config.compile}
+        options = {"max_batch_size": batch_size, "compile": self.config.compile, "graphs": self.config.graphs}
         engines = {PLAIN: Engine(self.target, **options)}
         told = self.config.acceptance
         make = Engine if told is None else partial(ToldEngine, told)
@@ -169,6 +171,7 @@ class Bench:
 def main(values: DictConfig) -> None:
     config = build(Config, values, "")
     device = resolve_device(config.device)
+    check_graphs(config.graphs, device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     out = prepared(Path(str(config.out)))

@@ -31,6 +31,7 @@ from eagle_train.config import (
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
+from eagle_train.inference.graphs import check_graphs
 from eagle_train.inference.tree import Tree
 from eagle_train.models.artifact import load_draft, read_artifact
 from eagle_train.models.quantised import Quant, quant_of, quantised
@@ -74,6 +75,7 @@ class Config:
     top_k: int
     seed: int
     compile: bool
+    graphs: bool
     device: str
     threads: int | None
 
@@ -103,6 +105,7 @@ class Run:
 def main(values: DictConfig) -> None:
     config = build(Config, values, "")
     device = resolve_device(config.device)
+    check_graphs(config.graphs, device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     about = read_artifact(config.draft.path)
@@ -110,9 +113,10 @@ def main(values: DictConfig) -> None:
     out = prepared(Path(str(config.out)))
     target = load_target(config.target, device)
     check_template(target)
-    plain = Run(Engine(target, max_batch_size=config.batch_size, compile=config.compile))
+    options = {"max_batch_size": config.batch_size, "compile": config.compile, "graphs": config.graphs}
+    plain = Run(Engine(target, **options))
     drafter = drafter_of(target, config.draft, config.quant)
-    speculative = Run(Engine(target, drafter, config.tree, max_batch_size=config.batch_size, compile=config.compile))
+    speculative = Run(Engine(target, drafter, config.tree, **options))
     check_fit(plain.engine, questions, config.max_tokens)
     measure([plain, speculative], questions, config.params, config.batch_size)
     found = {

@@ -22,7 +22,7 @@ from evals import loads
 from evals.loads import GROUPS, Load, LoadConfig, Serve, serve_in_turn
 
 NO_SWITCH = (
-    "Of the paper's optimisations these are no switch here: CUDA graphs (3.4), which need a GPU; sampling divided "
+    "Of the paper's optimisations these are no switch here: CUDA graphs (3.4), without a GPU; sampling divided "
     "over ranks (3.2) and disaggregated prefill (3.3), which need several processes; the first token's fusion with its "
     "own hidden state and iRoPE (3.4), which need drafts that were trained so (evals.ablations); and paged keys and "
     "values (3.4), on which all else stands."
@@ -136,13 +136,15 @@ def tell_after_round(engine: Engine) -> None:
 
 @dataclass(frozen=True)
 class Switch:
-    """`what` it turns on, with the paper's section; `off` and `on`; the load and the figure it is for."""
+    """`what` it turns on, with the paper's section; `off` and `on`; the load and the figure it is for; whether it needs
+    a GPU."""
 
     what: str
     off: Side = Side()
     on: Side = Side()
     load: Load = loads.GREEDY
     figure: str = "ttit"
+    gpu: bool = False
 
 
 def one_batch(config: SideConfig, size: int) -> int:
@@ -163,6 +165,9 @@ SWITCHES = {
         load=loads.SAMPLED,
     ),
     "compiled_forwards": Switch("forwards compiled", on=Side(options=given(compile=True))),
+    "cuda_graphs": Switch(
+        "drafting and validation as CUDA graphs (3.4)", on=Side(options=given(graphs=True)), gpu=True
+    ),
     "compiled_sampling": Switch(
         "verification compiled (3.2)", on=Side(change=compile_verification), load=loads.SAMPLED
     ),

@@ -17,9 +17,22 @@ from eagle_train.inference import Engine
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import LMHead, Target
 from eagle_train.ops.compiled import Compiled
+from eagle_train.ops.graphs import Recording
 from evals.prompts import Asked
 
-FORWARDS = ((Target, "hidden_states"), (Draft, "forward"), (Compiled, "__call__"), (LMHead, "__call__"))
+FORWARDS = (
+    (Target, "hidden_states"),
+    (Draft, "forward"),
+    (Compiled, "__call__"),
+    (LMHead, "__call__"),
+    (Recording, "__call__"),
+)
+
+
+def wait_for_gpu() -> None:
+    """But not while it records, when nothing runs."""
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
 
 
 def timed(function: Callable, told: Callable[[float], None], wait: Callable[[], None] = lambda: None) -> Callable:
@@ -37,10 +50,10 @@ def timed(function: Callable, told: Callable[[float], None], wait: Callable[[], 
 
 
 class Stopwatch:
-    """Seconds by stage, and how much of them the target, the draft and the LM head took."""
+    """Seconds by stage, and how much of them the target, the draft and the LM head took, or CUDA graphs of them."""
 
     def __init__(self, device: torch.device):
-        self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.wait = wait_for_gpu if device.type == "cuda" else lambda: None
         self.stages: dict[str, float] = defaultdict(float)
         self.forwards: dict[str, float] = defaultdict(float)
         self.stage = ""

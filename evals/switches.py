@@ -57,6 +57,7 @@ class Config(SideConfig):
         super().__post_init__()
         for name in self.switches or []:
             check(name in SWITCHES, f"switches: {name} is none of {', '.join(SWITCHES)}")
+            check(self.has_gpu or not SWITCHES[name].gpu, f"switches: {name} needs a GPU; name others")
         sizes = self.batch_sizes
         check(bool(sizes) and min(sizes) >= 1, f"batch_sizes={sizes}: must be numbers from 1 on")
         check(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1, or null")
@@ -68,9 +69,15 @@ class Config(SideConfig):
         check(known, "switches: guided_speculation needs xgrammar; pip install 'eagle-train[guided]', or name others")
 
     @property
+    def has_gpu(self) -> bool:
+        return resolve_device(self.device) == "cuda"
+
+    @property
     def cells(self) -> list[tuple[int, str]]:
         """Batch sizes and switches, each with each that shows there."""
-        names = list(SWITCHES) if self.switches is None else self.switches
+        names = self.switches
+        if names is None:
+            names = [name for name, switch in SWITCHES.items() if self.has_gpu or not switch.gpu]
         return [(size, name) for size in self.batch_sizes for name in names if size >= SWITCHES[name].load.least]
 
 

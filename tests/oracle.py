@@ -12,6 +12,7 @@ import torch
 from tiny import continued, random_tokens, shared_target
 
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.drafting import Drafted, Plan
 from eagle_train.inference.sequence import Output, Sequence
 from eagle_train.inference.tree import Tree
 
@@ -35,9 +36,12 @@ def token_ids(outputs: list[Output]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-def guide(engine: Engine, truth: list[list[int]], depth_of: Callable[[Sequence], int]) -> None:
-    """Make drafts right for `depth_of(sequence)` nodes along a path chosen at random, and wrong elsewhere."""
-    rng, wanted = random.Random(0), {}
+DepthOf = Callable[[Sequence], int]
+
+
+def right_as_told(engine: Engine, truth: list[list[int]], depth_of: DepthOf) -> Callable[[Tree], torch.Tensor]:
+    """Gives a round's tokens: right for `depth_of(sequence)` nodes along a path chosen at random, wrong elsewhere."""
+    rng = random.Random(0)
 
     def tokens_for(tree: Tree) -> torch.Tensor:
         tokens = torch.zeros(len(engine.active), tree.num_nodes, dtype=torch.long)
@@ -51,6 +55,13 @@ def guide(engine: Engine, truth: list[list[int]], depth_of: Callable[[Sequence],
                 tokens[row, node] = (right[int(tree.depth[node]) - 1] + wrong) % engine.target.identity.vocab_size
         return tokens
 
+    return tokens_for
+
+
+def guide(engine: Engine, truth: list[list[int]], depth_of: DepthOf) -> None:
+    """Make drafts right as told, whatever the drafter's model says."""
+    tokens_for, wanted = right_as_told(engine, truth, depth_of), {}
+
     def children(hidden, level, choice):
         if level.parents.tolist() == [0]:
             wanted["tokens"] = tokens_for(engine.dispatcher.dispatch(len(engine.active)).tree)
@@ -59,3 +70,14 @@ def guide(engine: Engine, truth: list[list[int]], depth_of: Callable[[Sequence],
         return proposed, None
 
     engine.drafter.children = children
+
+
+def guide_from_outside(engine: Engine, truth: list[list[int]], depth_of: DepthOf) -> None:
+    """As `guide`, for drafting that may be recorded: its tokens are replaced when it is done."""
+    tokens_for, draft_tree = right_as_told(engine, truth, depth_of), engine.draft_tree
+
+    def replaced(plan: Plan) -> Drafted:
+        wanted, drafted = tokens_for(plan.tree), draft_tree(plan)
+        return drafted._replace(tokens=torch.where(plan.tree.depth > 0, wanted, drafted.tokens))
+
+    engine.draft_tree = replaced

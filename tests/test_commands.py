@@ -445,6 +445,8 @@ def test_bad_exports(made, tmp_path, capsys, arguments, message):
         (["tree={{parents:[-1,3]}}"], "tree"),
         (["temperature=-1"], "temperature=-1.0: must be 0 or more"),
         (["compile=maybe"], "compile=maybe: must be true or false"),
+        (["graphs=maybe"], "graphs=maybe: must be true or false"),
+        (["graphs=true", "device=cpu"], "graphs=True: needs a GPU; the device is cpu"),
         (["grammar.regex=(a"], "grammar.regex='(a': Regex parsing error"),
         (["grammar.regex=a", "grammar.ebnf=b"], "must be a mapping with one of the keys"),
         (["grammar.xml=a"], "xml"),

@@ -5,6 +5,7 @@ every slot without a committed token is NaN.
 """
 
 import random
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -42,7 +43,11 @@ def answers(family: str) -> list[list[int]]:
     return [continued(shared_target(family), prompt, LENGTH + 10) for prompt in PROMPTS]
 
 
-def engine_for(family: str, at: dict, rng: random.Random) -> Engine:
+def positions(rng: random.Random) -> dict:
+    return {name: rng.choice(values) for name, values in SWITCHES.items()}
+
+
+def engine_for(family: str, at: dict, rng: random.Random, guide: Callable = guide) -> Engine:
     """Its draft is right for as many tokens as chance will have it."""
     target, (prefix_cache, host) = shared_target(family), at["prefix_cache"]
     draft = tiny_draft(target, norms=at["norms"], first_token=at["first_token"])
@@ -58,8 +63,13 @@ def engine_for(family: str, at: dict, rng: random.Random) -> Engine:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokens_are_the_targets_own(family, seed):
     rng = random.Random(f"{family} {seed}")
-    at = {name: rng.choice(values) for name, values in SWITCHES.items()}
-    engine, params = engine_for(family, at, rng), SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+    at = positions(rng)
+    check_tokens(engine_for(family, at, rng), family, rng, at)
+
+
+def check_tokens(engine: Engine, family: str, rng: random.Random, at: dict) -> None:
+    """Requests of all kinds, of an engine whose switches stand so."""
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
     waiting = [(index % len(PROMPTS), index) for index in range(2 * len(PROMPTS))]
     rng.shuffle(waiting)
     asked: dict[int, Sequence] = {}

@@ -180,10 +180,10 @@ def proposals(engine: Engine) -> list[tuple[str, list[str]]]:
     found, draft_tree, tokenizer = [], engine.draft_tree, engine.target.tokenizer
 
     def seeing(plan):
-        tokens, q = draft_tree(plan)
-        for sequence, row in zip(engine.active, tokens[:, 1:].tolist(), strict=True):
+        drafted = draft_tree(plan)
+        for sequence, row in zip(engine.active, drafted[0][:, 1:].tolist(), strict=True):
             found.append((engine.requests.texts.decode(sequence.generated), tokenizer.convert_ids_to_tokens(row)))
-        return tokens, q
+        return drafted
 
     engine.draft_tree = seeing
     while engine.scheduler.unfinished:

@@ -233,7 +233,7 @@ def small_config(**changes) -> latency.Config:
             "top_p": 1.0,
             "top_k": 0,
         },
-        **{"seed": 0, "prompt_lookup": 10, "compile": False, "device": "cpu", "threads": None},
+        **{"seed": 0, "prompt_lookup": 10, "compile": False, "graphs": False, "device": "cpu", "threads": None},
     }
     return latency.Config(**values | changes)
 

@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from oracle import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
+from recorder import no_values
 from tiny import shared_target, tiny_draft, tiny_target, tiny_tokenizer, trained_draft
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
@@ -102,34 +102,15 @@ def test_who_has_a_grammar_waits_for_its_results():
     assert found == wanted
 
 
-ASKING = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "bincount", "_unique2"}
-REFUSED = ASKING | {"lift_fresh"}  # which makes a tensor of numbers
-
-
-class NoWaiting(TorchDispatchMode):
-    """Refuses what would have the host wait for a device: values that are asked for, shapes that hang on values, and
-    numbers of the host's other than by `to_device`."""
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        name = function.overloadpacket.__name__
-        assert name not in REFUSED, name
-        if name in ("index", "index_put_", "_unsafe_index"):
-            assert not any(x is not None and x.dtype == torch.bool for x in arguments[1]), "an index of bools"
-        return function(*arguments, **(options or {}))
-
-
 @contextmanager
 def nobody_waits():
-    def refuse(*_):
-        raise AssertionError("the host waits")
-
     def sent(values, device, dtype=None):
         with torch.utils._python_dispatch._disable_current_modes():
             return to_device(values, device, dtype)
 
     to_device = transfer.to_device
     modules = ["engine", "paged_kv", "sampling"]
-    with patch.multiple(torch.Tensor, tolist=refuse, numpy=refuse, cpu=refuse), NoWaiting():
+    with no_values():
         for name in modules:
             patch(f"eagle_train.inference.{name}.to_device", sent).start()
         yield

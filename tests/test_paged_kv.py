@@ -40,7 +40,7 @@ def test_caches_are_those_of_a_fresh_prefill(tree, kv_tokens, family, overrides,
 
     def checked(plan, root_hidden, *rest):
         for row, sequence in enumerate(engine.active):
-            tokens = (sequence.prompt + answers(family)[sequence.index])[: engine.drafter.prefix.lengths[row]]
+            tokens = (sequence.prompt + answers(family)[sequence.index])[: engine.prefix.lengths[row] + 1]
             assert overlap or tokens == sequence.prompt + sequence.generated
             _, predicted, _, of_draft = fresh(target, draft, tokens)
             check_cache(engine.drafter.cache, sequence, of_draft)

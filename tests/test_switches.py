@@ -9,6 +9,7 @@ import torch
 from command_line import call
 from talking import arguments, make_home, write_rows
 
+from eagle_train.config import UserError
 from eagle_train.inference import Output, Stats, paged_kv
 from eagle_train.inference.paged_kv import Masks, Prefix
 from eagle_train.inference.sampling import verify
@@ -26,7 +27,7 @@ from evals.switches import Bench, Config, compared
 
 TABLE = "1: {parents: [-1, 0]}\n2: {parents: [-1, 0, 0]}\n3: {parents: [-1]}\n"
 SAMPLED = ("greedy_drafting", "compiled_sampling")
-COMPILED = ("compiled_forwards", "compiled_sampling")  # tests/test_compiled.py
+ELSEWHERE = ("compiled_forwards", "compiled_sampling", "cuda_graphs")  # tests/test_compiled.py, tests/test_graphs.py
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def test_one_attention_under_a_whole_mask_is_both_merged(lengths, limits):
         torch.testing.assert_close(over_one(q, keys, values, k, v, rule, masks), wanted)
 
 
-@pytest.mark.parametrize("name", [name for name in SWITCHES if name not in (*SAMPLED, *COMPILED)])
+@pytest.mark.parametrize("name", [name for name in SWITCHES if name not in (*SAMPLED, *ELSEWHERE)])
 def test_no_switch_changes_an_answer(bench, name):
     off, on = bench.answered(SWITCHES[name], 2).values()
     tokens = [[answer.output.token_ids for batch in side for answer in batch] for side in (off, on)]
@@ -236,6 +237,13 @@ def test_the_whole_command(home, tmp_path, capsys):
 def test_mistakes(home, override, message, capsys):
     assert call(switches.main, *arguments(home, f"table={home}/table.yaml", override)) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_what_needs_a_gpu_is_left_out_without_one(home):
+    assert "cuda_graphs" in SWITCHES
+    assert "cuda_graphs" not in {name for _, name in config_for(home).cells}
+    with pytest.raises(UserError, match=r"^switches: cuda_graphs needs a GPU; name others$"):
+        config_for(home, switches=["cuda_graphs"])
 
 
 @pytest.mark.parametrize("names", ["[]", "['continuous_batching']"])

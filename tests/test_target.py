@@ -282,6 +282,7 @@ def test_what_does_not_fit_waits_elsewhere_and_is_the_same_target(saved, gib):
     elsewhere = [parameter.is_meta for parameter in offloaded.model.parameters()]
     assert any(elsewhere)
     assert all(elsewhere) == (gib < 5e-5)
+    assert (whole.is_offloaded, offloaded.is_offloaded) == (False, True)
     attend = packed_attention([[20]])
     assert torch.equal(
         whole.hidden_states(tokens, positions, attend), offloaded.hidden_states(tokens, positions, attend)

@@ -10,13 +10,13 @@ V vocabulary.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from eagle_train.inference.guided import Guidance
-from eagle_train.inference.paged_kv import PagedKV, Prefix
+from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.tree import Tree
 
 MOST_UNREAD = 32  # tokens of a row, with a hidden state each, that may wait for a drafter while nothing is drafted
@@ -92,6 +92,14 @@ class Choice:
     guidance: Guidance | None = None
 
 
+class Drafted(NamedTuple):
+    """A tree for each row."""
+
+    tokens: torch.Tensor  # int64 [A, N], the pending token at the root
+    q: torch.Tensor | None  # [A, N, V]: what each node's children were drawn from, where they were drawn at random
+    suffix: Suffix | None  # of nodes, what is not in the drafter's caches yet; it may have more rows
+
+
 class Drafter(Protocol):
     """Whoever proposes tokens. What it keeps of a sequence lies in the blocks that the engine gives that sequence, so
     that forgetting one, sharing and keeping them is the engine's affair alone. Whatever is proposed, the outputs stay
@@ -116,17 +124,18 @@ class Drafter(Protocol):
         """Texts, or what follows a prefix of them: tokens [A, T], padded on the right, the target's hidden states
         [A, T, H], and `before` [A, H], that of the token before the first; None where every prefix is empty."""
 
-    def propose(
-        self, plan: "Plan", prefix: Prefix, read: Prefix, pending: Pending, choice: Choice
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A tree for each row, the pending token at its root.
+    def propose(self, plan: "Plan", prefix: Prefix, read: Prefix, pending: Pending, choice: Choice) -> Drafted:
+        """A tree for each row, whose pending tokens `prefix` precedes, and `read` the first of those in `pending`.
 
-        `prefix`: how many tokens precede the pending one; `read`: how many precede those of `pending`. Returns tokens
-        [A, N] and, where children are drawn at random, the distribution q [A, N, V] that each node's were drawn from.
+        Where there is no grammar it may be recorded (ops/graphs.py): so it asks for no tensor's values, and keeps
+        nothing that differs from round to round but in the caches.
         """
 
-    def rewind(self, plan: "Plan", path: torch.Tensor, accepted: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def rewind(
+        self, plan: "Plan", prefix: Prefix, suffix: Suffix | None, path: torch.Tensor, accepted: torch.Tensor
+    ) -> tuple[torch.Tensor, int]:
         """The nodes `path` [A, P] of the proposed tree were accepted, `accepted` [A] of each row beside the root.
+        `prefix`: as for `propose`; `suffix`: its result's.
 
         Returns how many of each row's newest tokens, the pending one included, `propose` is to be given next [A], and
         how many that are at most.

@@ -26,7 +26,8 @@ from eagle_train.inference.block_pool import BlockPool, blocks_for
 from eagle_train.inference.bookkeeping import Round, commit
 from eagle_train.inference.dispatcher import Dispatcher, Plan
 from eagle_train.inference.drafters.eagle import Eagle
-from eagle_train.inference.drafting import MOST_UNREAD, Choice, Drafter, Pending
+from eagle_train.inference.drafting import MOST_UNREAD, Choice, Drafted, Drafter, Pending
+from eagle_train.inference.graphs import EAGER, check_graphs, launcher
 from eagle_train.inference.guided import Guidance
 from eagle_train.inference.paged_kv import BLOCK, BlockEnds, PagedKV, Prefix, Suffix
 from eagle_train.inference.prefill import prefill
@@ -47,7 +48,6 @@ from eagle_train.inference.scheduler import Scheduler
 from eagle_train.inference.sequence import Output, SamplingParams, Sequence, Update
 from eagle_train.inference.tensor_parallel import Ranks
 from eagle_train.inference.tree import Tree, chain
-from eagle_train.inference.validation import validate
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.target import Target, TargetConfig, load_target
@@ -72,6 +72,7 @@ class Engine:
         host_kv_tokens: int = 0,
         compile: bool = False,
         overlap: bool | None = None,
+        graphs: bool | None = None,
     ):
         """`tree`: a name in conf/tree, a Tree, or a mapping {largest batch size: tree}. Without a draft it is not used.
 
@@ -89,8 +90,12 @@ class Engine:
         `overlap`: a round begins before what came of the one before it is known to the host, which sees to that while
         the device works (paper section 3.3); `step` tells of each round one call later, and a sequence that ends may
         have been in one round too many. Who has a grammar waits for its results. None: on a GPU.
+        `graphs`: drafting and validation are CUDA graphs (paper section 3.4), recorded when a round first needs them;
+        not with a grammar, nor for targets that are divided over ranks or offloaded. None: no, as long as none were
+        measured on a GPU. Raises UserError where there is no GPU, or a forward has the host wait.
         """
         check(max_batch_size >= 1, f"max_batch_size={max_batch_size}: must be at least 1")
+        check_graphs(graphs, target.device if isinstance(target, Target) else device)
         if not isinstance(target, Target):
             target = load_target(target if isinstance(target, TargetConfig) else TargetConfig(str(target)), device)
         if isinstance(draft, str | Path):
@@ -110,6 +115,7 @@ class Engine:
         if compile:
             self.compile()
         self.overlap = target.device.type == "cuda" if overlap is None else overlap
+        self.launcher = launcher(graphs, target, max_batch_size, self.dispatcher.deepest + 1)
         self.under_way: Round | None = None  # what came of it is not known yet
         self.stage_seconds: dict[str, float] = defaultdict(float)
         self.num_added = 0
@@ -141,17 +147,14 @@ class Engine:
         sizes = [(rows, self.dispatcher.dispatch(rows)) for rows in sorted(ends) if rows <= self.max_batch_size]
         jobs = [] if self.drafter is None else self.drafter.compile(sizes)
         if self.compiled:
-            jobs += [partial(self.prepare, rows, plan.tree.num_nodes) for rows, plan in sizes]
+            for rows, plan in sizes:
+                tokens = torch.zeros(rows, plan.tree.num_nodes, dtype=torch.long, device=self.target.device)
+                jobs.append(partial(self.target.compiled.prepare, tokens, tokens))
         bar = progress(len(jobs), "compiled shape", shown=self.ranks.rank == 0)
         for done, job in enumerate(jobs, 1):
             job()
             bar.update(done)
         bar.close()
-
-    def prepare(self, rows: int, nodes: int) -> None:
-        """Have the target's forward compiled for these sizes."""
-        tokens = torch.zeros(rows, nodes, dtype=torch.long, device=self.target.device)
-        self.target.compiled.prepare(tokens, tokens)
 
     def generate(
         self, prompts: Listing[Prompt], params: SamplingParams | Listing[SamplingParams] | None = None
@@ -217,6 +220,7 @@ class Engine:
         pool.grow(blocks)
         for store in self.stores:
             store.grow(pool.in_store)
+        self.launcher.forget(pool.total * BLOCK)
 
     @property
     def by_block(self) -> list[torch.Tensor]:
@@ -246,10 +250,10 @@ class Engine:
         before, fresh = self.under_way, None
         if any(map(self.may_go_on, self.active)):
             plan = self.dispatch()
-            tokens, q = self.draft_tree(plan)
-            hidden, logits, suffix = self.validate(plan, tokens)
-            verified = self.sample(plan, tokens, logits, q)
-            fresh = self.commit(plan, tokens, hidden, suffix, verified)
+            drafted = self.draft_tree(plan)
+            hidden, logits, suffix = self.validate(plan, drafted.tokens)
+            verified = self.sample(plan, drafted.tokens, logits, drafted.q)
+            fresh = self.commit(plan, drafted, hidden, suffix, verified)
         self.under_way = fresh
         self.finish(before)
         if not self.overlap:
@@ -349,6 +353,7 @@ class Engine:
         if self.under_way is not None:
             self.prefix = self.prefix.at_most(self.pending.lengths, self.prefix.longest + self.under_way.most)
         self.guidance = self.guidance_of(self.active, plan.tree)
+        self.run = self.launcher if self.guidance is None else EAGER  # the host has a part in what obeys a grammar
         self.draws = None
         if not self.settings.sampling.all_greedy:
             self.draws = uniform(self.settings.seeds, self.prefix.lengths, plan.num_draws)
@@ -365,16 +370,16 @@ class Engine:
         """
         return self.drafter is not None and (plan.tree.num_nodes > 1 or self.pending.tokens.shape[1] >= MOST_UNREAD)
 
-    def draft_tree(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def draft_tree(self, plan: Plan) -> Drafted:
         if not self.asks_drafter(plan):
-            return self.pending.last.unsqueeze(1), None
+            return Drafted(self.pending.last.unsqueeze(1), None, None)
         with self.stage("drafting"):
             if self.under_way is None:
                 read = self.prefix.at([sequence.read for sequence in self.active])
             else:
                 read = self.prefix.at_most(self.pending.read, self.prefix.longest)
-            tokens, q = self.drafter.propose(plan, self.prefix, read, self.pending, self.choice(plan))
-            return self.ranks.agreed(tokens), q
+            drafted = self.run.propose(self.drafter, plan, self.prefix, read, self.pending, self.choice(plan))
+            return drafted._replace(tokens=self.ranks.agreed(drafted.tokens))
 
     def choice(self, plan: Plan) -> Choice:
         """At temperature 0 every way of choosing proposes the most likely tokens."""
@@ -388,7 +393,7 @@ class Engine:
             if self.guidance is not None:
                 self.guidance.read(tokens)  # now, because it waits for what the device was told before
             read = self.target.compiled if self.compiled else self.target.hidden_states
-            return validate(self.target, read, self.cache, self.prefix, plan.tree, tokens, self.ranks)
+            return self.run.validate(self.target, read, self.cache, self.prefix, plan.tree, tokens, self.ranks)
 
     def sample(self, plan: Plan, tokens: torch.Tensor, logits: torch.Tensor, q: torch.Tensor | None) -> Verified:
         with self.stage("sampling"):
@@ -409,17 +414,18 @@ class Engine:
         return self.verify(plan.tree, tokens, p, coins, final, q, replacement=self.drafting == "multinomial")
 
     def commit(
-        self, plan: Plan, tokens: torch.Tensor, hidden: torch.Tensor, suffix: Suffix | None, verified: Verified
+        self, plan: Plan, drafted: Drafted, hidden: torch.Tensor, suffix: Suffix | None, verified: Verified
     ) -> Round:
         """The device's half of the bookkeeping, after which the next round can begin."""
         with self.stage("bookkeeping"):
-            pending = commit(self.cache, self.prefix, suffix, hidden, tokens, verified)
+            pending = commit(self.cache, self.prefix, suffix, hidden, drafted.tokens, verified)
             if self.ends is not None:
                 self.ends.write(self.prefix, pending.hidden)
             if self.drafter is None:
                 self.pending = pending
             elif self.asks_drafter(plan):
-                self.pending = pending.newest(*self.drafter.rewind(plan, verified.path, verified.num_accepted))
+                unread = self.drafter.rewind(plan, self.prefix, drafted.suffix, *verified[:2])
+                self.pending = pending.newest(*unread)
             else:
                 self.pending = self.pending.then(pending)
             return Round(self.active, plan, pending, self.pending.counts)

@@ -173,12 +173,13 @@ class PagedKV:
         """Write the nodes `path` [A, P] of the suffix to the slots that follow each row's prefix.
 
         Nodes beyond the accepted ones may be among them: their slots lie beyond the new length and are written anew.
+        The suffix may have more rows, which are left out.
         """
         active, length = path.shape
         slots = prefix.slots(prefix.lengths.unsqueeze(1) + torch.arange(length, device=path.device))
         index = path.view(1, active, 1, length, 1)
         for store, kept in ((self.keys, suffix.keys), (self.values, suffix.values)):
-            store[:, slots] = torch.stack(kept).take_along_dim(index, dim=3).transpose(2, 3)
+            store[:, slots] = torch.stack(kept)[:, :active].take_along_dim(index, dim=3).transpose(2, 3)
 
 
 class BlockEnds:

@@ -194,6 +194,11 @@ class Target:
         return self.lm_head.weight.dtype
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether some weights are on the device only while they are needed."""
+        return any(weight.is_meta for weight in self.model.parameters())
+
+    @property
     def max_positions(self) -> int:
         """How long a text may be."""
         return self.config.max_position_embeddings

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from eagle_train.config import check
-from eagle_train.inference.drafting import MOST_UNREAD, Choice, Level, Pending, Plan
+from eagle_train.inference.drafting import MOST_UNREAD, Choice, Drafted, Level, Pending, Plan
 from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.sampling import propose, restrict
 from eagle_train.models.draft import Draft, Head, shift_hidden
@@ -78,12 +78,9 @@ class Eagle:
             previous[:, 0] = torch.where(follows, before, previous[:, 0])
         self.forward(tokens, previous, positions, self.cache.extend(prefix, positions))
 
-    def propose(
-        self, plan: Plan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def propose(self, plan: Plan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice) -> Drafted:
         hidden = self.align(read, pending)
-        self.prefix, self.suffix = prefix.grown(1), Suffix(self.draft.config.num_layers)
-        return self.grow(plan, hidden, pending.last, choice)
+        return self.grow(plan, hidden, pending.last, prefix.grown(1), choice)
 
     def align(self, prefix: Prefix, pending: Pending) -> torch.Tensor:
         """Read the pending tokens with the target's hidden states. Returns the draft's at the last of them [A, H]."""
@@ -93,10 +90,10 @@ class Eagle:
         return hidden[torch.arange(len(hidden), device=hidden.device), pending.counts - 1]
 
     def grow(
-        self, plan: Plan, root_hidden: torch.Tensor, root_token: torch.Tensor, choice: Choice
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, plan: Plan, root_hidden: torch.Tensor, root_token: torch.Tensor, prefix: Prefix, choice: Choice
+    ) -> Drafted:
         """The tree below the root [A], whose hidden state [A, H] is the draft's. Returns what `propose` does."""
-        active, prefix = len(root_token), self.prefix
+        active, suffix = len(root_token), None if plan.is_chain else Suffix(self.draft.config.num_layers)
         tokens = root_token.unsqueeze(1).repeat(1, plan.tree.num_nodes)
         hidden, q = root_hidden.unsqueeze(1), None
         for depth, level in enumerate(plan.levels):
@@ -105,17 +102,17 @@ class Eagle:
                     choice.guidance.read(tokens)
                 inner = tokens[:, level.parents]
                 positions = (prefix.lengths + (depth - 1)).unsqueeze(1).expand(active, inner.shape[1])
-                if plan.is_chain:  # nothing stands beside a node that the cache must not show it
+                if suffix is None:  # nothing stands beside a node that the cache must not show it
                     attend = self.cache.extend(prefix.grown(depth - 1), positions)
                 else:
-                    attend = self.cache.tree(prefix, self.suffix, positions, level.ancestors)
+                    attend = self.cache.tree(prefix, suffix, positions, level.ancestors)
                 hidden = self.read(inner, hidden[:, level.above], positions, attend)
             proposed, distribution = self.children(hidden, level, choice)
             tokens[:, level.children] = proposed[:, level.parent_of, level.rank_of]
             if distribution is not None:
                 q = q if q is not None else distribution.new_zeros(active, plan.tree.num_nodes, distribution.shape[-1])
                 q[:, level.parents] = distribution
-        return tokens, q
+        return Drafted(tokens, q, suffix)
 
     def children(self, hidden: torch.Tensor, level: Level, choice: Choice) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The most tokens a parent of the level has, for each [A, parents, most], and what they were drawn from."""
@@ -126,10 +123,12 @@ class Eagle:
         proposed, q = propose(logits, level.most, choice.mode, choice.temperature, noise)
         return self.head.tokens(proposed), None if q is None else self.head.spread(q)
 
-    def rewind(self, plan: Plan, path: torch.Tensor, accepted: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def rewind(
+        self, plan: Plan, prefix: Prefix, suffix: Suffix | None, path: torch.Tensor, accepted: torch.Tensor
+    ) -> tuple[torch.Tensor, int]:
         if self.alignment == "accepted":
             return accepted + 1, path.shape[1]
-        if not plan.is_chain:  # a leaf on the path has nothing to write; its slot is read again before it is seen
-            self.cache.commit(self.suffix, self.prefix, plan.place[path[:, 1:]])
+        if suffix is not None:  # a leaf on the path has nothing to write; its slot is read again before it is seen
+            self.cache.commit(suffix, prefix.grown(1), plan.place[path[:, 1:]])
         is_leaf = plan.tree.children[path[:, -1], 0] < 0
         return 1 + (is_leaf & (accepted > 0)).long(), min(2, path.shape[1])
