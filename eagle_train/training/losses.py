@@ -139,15 +139,24 @@ class ChunkedLogitsLoss(torch.autograd.Function):
 
 
 class Buffers:
-    """What a thread works in: both models' products of a chunk, and `p`, `z`, `q` of a block for what follows."""
+    """What a thread works in: both models' products of a chunk, and where these are not exact, a block's logits.
+
+    Where they are, a block's softmax and what follows happen in the products' own memory.
+    """
 
     def __init__(self, head: LMHead, chunk_rows: int):
-        vocab_size = len(head.weight)
-        self.of_target, self.of_draft = (head.weight.new_empty(chunk_rows, vocab_size) for _ in range(2))
+        weight, exact = head.weight, exact_dtype(head)
+        vocab_size = len(weight)
+        self.products = weight.new_empty(2 * chunk_rows, vocab_size)
         # A CPU's caches hold a block; a GPU takes the whole chunk at once.
-        block_rows = BLOCK_LOGITS // vocab_size if head.weight.device.type == "cpu" else chunk_rows
+        block_rows = BLOCK_LOGITS // vocab_size if weight.device.type == "cpu" else chunk_rows
         self.block_rows = max(1, min(chunk_rows, block_rows))
-        self.of_block = [head.weight.new_empty(self.block_rows, vocab_size, dtype=exact_dtype(head)) for _ in range(3)]
+
+        def block(needed: bool) -> torch.Tensor | None:
+            return weight.new_empty(self.block_rows, vocab_size, dtype=exact) if needed else None
+
+        self.of_target, self.of_draft = block(weight.dtype != exact), block(weight.dtype != exact)
+        self.capped = block(head.softcap is not None)  # the cap's slope needs the draft's logits
 
 
 def exact_dtype(head: LMHead) -> torch.dtype:
@@ -159,43 +168,45 @@ def chunk_loss(
     draft: torch.Tensor, target: torch.Tensor, head: LMHead, kind: str, gradient: torch.Tensor | None, buffers: Buffers
 ) -> torch.Tensor:
     """A chunk's sums, fp64 [3]: the loss, the cross-entropy, the agreements. `gradient` [C,H] is filled if given."""
-    of_target, of_draft = buffers.of_target[: len(draft)], buffers.of_draft[: len(draft)]
-    products(target, head, of_target)
-    products(draft, head, of_draft)
+    of_target, of_draft = products(target, draft, head, buffers.products)
     sums = torch.zeros(3, dtype=torch.float64, device=draft.device)
-    for first in range(0, len(draft), buffers.block_rows):
-        block = slice(first, min(first + buffers.block_rows, len(draft)))
-        p, z, q = (buffer[: block.stop - first] for buffer in buffers.of_block)
-        ce, same = cross_entropy(of_draft[block], of_target[block], head, p, z, q)
+    for block in (slice(first, first + buffers.block_rows) for first in range(0, len(draft), buffers.block_rows)):
+        p = logits(of_target[block], head, buffers.of_target)
+        q = logits(of_draft[block], head, buffers.of_draft)
+        capped = None if buffers.capped is None else buffers.capped[: len(q)].copy_(q)
+        ce, same = cross_entropy(p, q)
         loss = lk_gradient(ce, p, q) if kind == "lk" else ce_gradient(ce, p, q)
         sums += torch.stack([loss, ce.sum(), same.sum()])
         if gradient is not None:
-            of_draft[block] = before_cap(q, z, head)
+            before_cap(q, capped, head)
+            if buffers.of_draft is not None:
+                of_draft[block] = q
     if gradient is not None:
         gradient.copy_(torch.mm(of_draft, head.weight).mul_(head.scale))
     return sums
 
 
-def products(hidden: torch.Tensor, head: LMHead, out: torch.Tensor) -> None:
-    """The LM head's matrix product [C,V], in its dtype."""
-    torch.mm(hidden.to(out.dtype), head.weight.t(), out=out)
-
-
-def cross_entropy(
-    draft: torch.Tensor, target: torch.Tensor, head: LMHead, p: torch.Tensor, z: torch.Tensor, q: torch.Tensor
+def products(
+    target: torch.Tensor, draft: torch.Tensor, head: LMHead, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A block's cross-entropies and agreements, [C,1] each, from both models' `products`.
+    """The LM head's matrix products [C,V] of both, in its dtype. Made as one: the more rows, the faster each."""
+    hidden = torch.cat((target.to(out.dtype), draft.to(out.dtype)))
+    return torch.mm(hidden, head.weight.t(), out=out[: len(hidden)]).chunk(2)
 
-    Leaves the target's probabilities in `p`, the draft's in `q` and its logits in `z`. Each distribution costs one pass
-    of exponentials: the draft's normaliser is read off its most likely token, whose probability is exp(0) / normaliser.
+
+def cross_entropy(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A block's cross-entropies and agreements, [C,1] each. Logits become probabilities: the target's `p`, the draft's
+    `q`.
+
+    Each distribution costs one pass of exponentials: the draft's normaliser is read off its most likely token, whose
+    probability is exp(0) / normaliser.
     """
-    logits(target, head, z)
-    _, choice = row_max(z)
-    torch.softmax(z, -1, out=p)
-    logits(draft, head, z)
-    peak, guess = row_max(z)
-    expected = torch.sub(z, peak, out=q).mul_(p).sum(-1, keepdim=True)  # no term is positive, so nothing cancels
-    torch.softmax(z, -1, out=q)
+    _, choice = row_max(p)
+    torch.softmax(p, -1, out=p)
+    peak, guess = row_max(q)
+    q -= peak
+    expected = torch.linalg.vecdot(p, q).unsqueeze(-1)  # no term is positive, so nothing cancels
+    torch.softmax(q, -1, out=q)
     log_normaliser = -q.gather(-1, guess).log()
     return log_normaliser - expected, choice == guess
 
@@ -223,22 +234,22 @@ def lk_gradient(ce: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Ten
     return loss
 
 
-def before_cap(slope: torch.Tensor, z: torch.Tensor, head: LMHead) -> torch.Tensor:
-    """The gradient [C,V] for logits before they are capped, from that for them; uses up both buffers."""
-    if head.softcap is not None:  # softcap * tanh(x / softcap) has the slope 1 - tanh(x / softcap)^2
-        slope.addcmul_(slope, z.div_(head.softcap).square_(), value=-1)
-    return slope
+def before_cap(slope: torch.Tensor, capped: torch.Tensor | None, head: LMHead) -> None:
+    """Turn the gradient [C,V] for logits into that for logits before they are capped; uses up `capped`."""
+    if capped is not None:  # softcap * tanh(x / softcap) has the slope 1 - tanh(x / softcap)^2
+        slope.addcmul_(slope, capped.div_(head.softcap).square_(), value=-1)
 
 
-def logits(product: torch.Tensor, head: LMHead, out: torch.Tensor) -> None:
-    """`head(hidden)` in `out` from its matrix product: what follows it happens in `out`'s dtype."""
-    out.copy_(product)
+def logits(product: torch.Tensor, head: LMHead, out: torch.Tensor | None) -> torch.Tensor:
+    """`head(hidden)` from its matrix product, in `out` and its dtype, or in the product's place where that is None."""
+    out = product if out is None else out[: len(product)].copy_(product)
     if head.bias is not None:
         out += head.bias
     if head.scale != 1.0:
         out *= head.scale
     if head.softcap is not None:
         out.div_(head.softcap).tanh_().mul_(head.softcap)
+    return out
 
 
 def row_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -299,10 +299,12 @@ def activations(
 def loss_memory(
     target: TargetShape, draft: DraftConfig, tokens: int, dtype: torch.dtype, unroll: int = 1
 ) -> tuple[float, float]:
-    """Two micro-batches' hidden states with, for each pass, fp32 copies and a gradient; and a chunk's logits."""
+    """Two micro-batches' hidden states with, for each pass, fp32 copies and a gradient; and a chunk's logits: of
+    both models in the head's dtype and in fp32, and their product."""
     states = tokens * target.hidden * (2 * dtype.itemsize + unroll * (dtype.itemsize + 4 * 4))
     vocabulary = draft.vocab_size or target.vocabulary
-    chunk = default_chunk_rows(vocabulary) * vocabulary * (2 * dtype.itemsize + 3 * 4)
+    copied = 0 if dtype == torch.float32 else 2 * 4
+    chunk = default_chunk_rows(vocabulary) * vocabulary * (2 * dtype.itemsize + copied + 4)
     if draft.vocab_size:  # its head is a copy
         states += dtype.itemsize * vocabulary * target.hidden
     return states, chunk
