@@ -17,6 +17,7 @@ from eagle_train.inference import Engine, Output, SamplingParams, Stats
 from eagle_train.models.experts import RoutedMoe
 from eagle_train.models.target import Target
 from eagle_train.ops.linear import Linear
+from eagle_train.ops.norm import FastNorm
 from evals.prompts import Asked
 
 
@@ -42,11 +43,13 @@ def serve(engine: Engine, asked: Sequence[Asked]) -> list[Output]:
 
 
 def as_it_comes(target: Target) -> PreTrainedModel:
-    """The target as transformers runs it, with its own attention, linear layers and experts; the weights are shared."""
+    """The target as transformers runs it, with all layers its own; the weights are shared."""
     model = copy.deepcopy(target.model, {id(weight): weight for weight in target.model.parameters()})
     for module in model.modules():
         if type(module) is Linear:
             module.__class__ = nn.Linear
+        if isinstance(module, FastNorm):
+            module.__class__ = module.own
         if isinstance(module, RoutedMoe):
             module.routed = False
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")

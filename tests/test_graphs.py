@@ -23,7 +23,7 @@ from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.paged_kv import BLOCK, ZEROS
 from eagle_train.inference.sampling import DRAFT_MODES
 from eagle_train.inference.scheduler import Scheduler
-from eagle_train.inference.tree import full
+from eagle_train.inference.tree import chain, full
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from eagle_train.ops.graphs import Padded, Recordings
@@ -123,6 +123,17 @@ def test_with_the_other_switches(family):
     engine = recorded(engine_for(family, at, rng, guide_from_outside))
     check_tokens(engine, family, rng, at)
     assert engine.launcher.validation.made
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_draft_that_catches_up(overlap):
+    """What it reads then is wider than a recording is; what follows is recorded."""
+    target, params = shared_target("llama"), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 40)]
+    options = {"tree": {1: "chain3", 2: chain(0)}, "overlap": overlap}
+    eager, replayed = (Engine(target, Eagle(a_draft(), target), **options) for _ in range(2))
+    wanted = eager.generate(PROMPTS[:2], params)
+    assert all_of(recorded(replayed).generate(PROMPTS[:2], params)) == all_of(wanted)
+    assert replayed.launcher.drafting.made
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -20,6 +20,7 @@ from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import LMHead, Target, TargetConfig, load_target
 from eagle_train.ops.linear import Linear
+from eagle_train.ops.norm import FastNorm
 from evals import contenders, figures, latency
 from evals.contenders import Transformers, as_it_comes, serve
 from evals.figures import Answer
@@ -128,15 +129,20 @@ def test_what_is_told_depends_on_seed_and_position_alone():
 # transformers
 
 
-def test_transformers_runs_as_it_comes_on_the_same_weights():
-    target = shared_target("llama4")
+@pytest.mark.parametrize("family", ["llama", "llama4"])
+def test_transformers_runs_as_it_comes_on_the_same_weights(family):
+    target = shared_target(family)
     model = as_it_comes(target)
     assert model.config._attn_implementation == "sdpa"
     assert target.model.config._attn_implementation == "eagle_train"
     for ours, module in ((True, target.model), (False, model)):
         kinds = {type(each) for each in module.modules()}
         assert (Linear in kinds, nn.Linear in kinds) == (ours, not ours)
-        assert any(getattr(each, "routed", False) for each in module.modules()) == ours
+        of_family = {
+            "llama": lambda each: isinstance(each, FastNorm),
+            "llama4": lambda each: getattr(each, "routed", False),
+        }
+        assert any(map(of_family[family], module.modules())) == ours
     for own, theirs in zip(target.model.parameters(), model.parameters(), strict=True):
         assert own is theirs
 

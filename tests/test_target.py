@@ -284,9 +284,8 @@ def test_what_does_not_fit_waits_elsewhere_and_is_the_same_target(saved, gib):
     assert all(elsewhere) == (gib < 5e-5)
     assert (whole.is_offloaded, offloaded.is_offloaded) == (False, True)
     attend = packed_attention([[20]])
-    assert torch.equal(
-        whole.hidden_states(tokens, positions, attend), offloaded.hidden_states(tokens, positions, attend)
-    )
+    states = (target.hidden_states(tokens, positions, attend) for target in (whole, offloaded))
+    torch.testing.assert_close(*states)  # a norm that waits elsewhere is the family's own
     assert torch.equal(whole.embed(tokens), offloaded.embed(tokens))
     assert torch.equal(whole.lm_head.weight, offloaded.lm_head.weight)
     assert whole.identity == offloaded.identity

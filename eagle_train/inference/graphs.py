@@ -58,7 +58,7 @@ class Graphs:
     suffixes may have more rows than there are."""
 
     def __init__(self, recorder: Callable[[], Record], rows: int, pending: int):
-        """`recorder`: makes what records. `rows`: of a batch, at most; `pending`: tokens that a round leaves of a row, at most."""
+        """`recorder`: makes what records. At most: `rows` of a batch, `pending` tokens that a round leaves of a row."""
         self.recorder, self.rows, self.pending = recorder, rows, pending
         self.forget(slots=0)
 

@@ -14,6 +14,7 @@ from eagle_train.config import check
 from eagle_train.models.draft_config import DraftConfig
 from eagle_train.ops.attention import Attend, Rule
 from eagle_train.ops.linear import Linear
+from eagle_train.ops.norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -25,7 +26,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Rotary(nn.Module):

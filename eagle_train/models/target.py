@@ -34,6 +34,7 @@ from eagle_train.models.experts import route_experts
 from eagle_train.ops.attention import Attend, Rule, lengths_of, packed_attention
 from eagle_train.ops.compiled import Compiled
 from eagle_train.ops.linear import linear, use_fast_linear
+from eagle_train.ops.norm import use_fast_norms
 
 PROBE_TOKENS = 24  # of the start-up check
 
@@ -252,6 +253,7 @@ class Target:
         self.model.set_attn_implementation("eager")
         own = whole(self.model(input_ids=tokens, use_cache=False).logits).float()
         route_experts(self.model)  # what is ours from here on must give the same
+        use_fast_norms(self.model)
         self.model.set_attn_implementation("eagle_train")
         packed = packed_attention([[PROBE_TOKENS]])
 

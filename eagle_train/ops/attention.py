@@ -19,7 +19,7 @@ Shapes: B batch, T new tokens, S keys, Q query heads, K key/value heads, G = Q /
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -208,6 +208,9 @@ def slot_attention(
     few = together or q.shape[0] * q.shape[2] <= flash.MOST
     if rule.softcap is None and few and flash.serves(q, k, v):
         return flash.attention(q, k, v, seen.sequences(rule, together), rule.scale)
+    if rule.skip_first and not rule.is_local and seen.whole and 1 < seen.count:
+        k, v, rule = k[:, :, 1:], v[:, :, 1:], replace(rule, skip_first=False)  # faster than a mask
+        return partial_attention(q, k, v, None, rule)
     return partial_attention(q, k, v, seen.mask(rule), rule)
 
 

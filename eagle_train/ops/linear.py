@@ -36,9 +36,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if not small or x.device.type != "cpu" or x.dtype != torch.float32:
         return F.linear(x, weight, bias)
     left = x.reshape(rows, -1)
-    left = torch.cat((left, left)) if rows == 1 else left
-    out = (weight @ left.t())[:, :rows].t()
-    return (out if bias is None else out + bias).reshape(*x.shape[:-1], -1).contiguous()
+    if rows == 1:
+        out = F.linear(weight, torch.cat((left, left))).select(1, 0)
+    else:
+        out = F.linear(weight, left).t()
+    out = out.contiguous().view(*x.shape[:-1], -1)
+    return out if bias is None else out + bias
 
 
 def use_fast_linear(model: nn.Module) -> None:
