@@ -208,7 +208,7 @@ def slot_attention(
     few = together or q.shape[0] * q.shape[2] <= flash.MOST
     if rule.softcap is None and few and flash.serves(q, k, v):
         return flash.attention(q, k, v, seen.sequences(rule, together), rule.scale)
-    if rule.skip_first and not rule.is_local and seen.whole and 1 < seen.count:
+    if rule.skip_first and not rule.is_local and seen.whole and seen.count > 1:
         k, v, rule = k[:, :, 1:], v[:, :, 1:], replace(rule, skip_first=False)  # faster than a mask
         return partial_attention(q, k, v, None, rule)
     return partial_attention(q, k, v, seen.mask(rule), rule)
