@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from caches import slots_of
-from oracle import GREEDY, PROMPTS, TREES, answers, cut, guide_from_outside, token_ids
+from oracle import GREEDY, PROMPTS, TREES, answers, cut, finish_without_waiting, guide_from_outside, token_ids
 from recorder import Recorder, recorded
 from test_every_switch import FAMILIES, check_tokens, engine_for, positions
 from tiny import FAMILIES as ALL_FAMILIES
@@ -332,13 +332,5 @@ def test_gpu_is_not_waited_for_in_a_round_that_is_replayed(tree):
     engine = Engine(on_gpu("llama"), tiny_draft(shared_target("llama")), tree, graphs=True)
     wanted = token_ids(engine.generate(PROMPTS, GREEDY))
     requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
-    for _ in range(3):
-        engine.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        engine.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    while engine.scheduler.unfinished:
-        engine.step()
+    finish_without_waiting(engine)
     assert [request.generated for request in requests] == wanted

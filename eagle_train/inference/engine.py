@@ -72,7 +72,7 @@ class Engine:
         host_kv_tokens: int = 0,
         compile: bool = False,
         overlap: bool | None = None,
-        graphs: bool | None = None,
+        graphs: bool = False,
     ):
         """`tree`: a name in conf/tree, a Tree, or a mapping {largest batch size: tree}. Without a draft it is not used.
 
@@ -91,8 +91,8 @@ class Engine:
         the device works (paper section 3.3); `step` tells of each round one call later, and a sequence that ends may
         have been in one round too many. Who has a grammar waits for its results. None: on a GPU.
         `graphs`: drafting and validation are CUDA graphs (paper section 3.4), recorded when a round first needs them;
-        not with a grammar, nor for targets that are divided over ranks or offloaded. None: no, as long as none were
-        measured on a GPU. Raises UserError where there is no GPU, or a forward has the host wait.
+        not with a grammar, nor for targets that are divided over ranks or offloaded. Raises UserError where there is no
+        GPU, or a forward has the host wait.
         """
         check(max_batch_size >= 1, f"max_batch_size={max_batch_size}: must be at least 1")
         check_graphs(graphs, target.device if isinstance(target, Target) else device)

@@ -39,13 +39,13 @@ class Eager:
 EAGER = Eager()
 
 
-def check_graphs(graphs: bool | None, device: torch.device | str) -> None:
+def check_graphs(graphs: bool, device: torch.device | str) -> None:
     """Raise UserError for graphs without a GPU."""
     kind = torch.device(device).type
     check(not graphs or kind == "cuda", f"graphs=True: needs a GPU; the device is {kind}")
 
 
-def launcher(graphs: bool | None, target: Target, rows: int, pending: int) -> "Eager | Graphs":
+def launcher(graphs: bool, target: Target, rows: int, pending: int) -> "Eager | Graphs":
     """What an engine launches with; sizes as for `Graphs`."""
     # Ranks talk to each other within a forward, and hooks fetch what is offloaded.
     if not graphs or target.together is not None or target.is_offloaded:
