@@ -73,6 +73,17 @@ def test_rows_that_come_and_go(graphs):
     assert len(graphs) == made
 
 
+def test_a_draft_that_catches_up(graphs):
+    """Two rows do not speculate; the one that stays does, when its draft has read what it missed."""
+    target, params = fresh(), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 30)]
+    table = {1: "chain3", 2: {"parents": [-1]}}
+    engine = Engine(target, tiny_draft(target, num_layers=1), table, max_batch_size=2, compile=True)
+    made = len(graphs)
+    eager = Engine(target, tiny_draft(target, num_layers=1), table, max_batch_size=2)
+    assert token_ids(engine.generate(PROMPTS[:2], params)) == token_ids(eager.generate(PROMPTS[:2], params))
+    assert len(graphs) == made
+
+
 def test_engines_share_a_targets_graphs_and_nothing_else(graphs):
     one, other = (tiny_target(num_hidden_layers=1, seed=seed) for seed in (0, 1))
     good, poor = trained_draft(one, first_token="skip"), tiny_draft(one, num_layers=1)

@@ -51,11 +51,12 @@ class Eagle:
 
     def compile(self, sizes: Iterable[tuple[int, Plan]]) -> list[Callable[[], None]]:
         self.read = Compiled(self.forward, self.target.device)
-        shapes = set()
+        shapes, sizes = set(), list(sizes)
+        catches_up = any(plan.tree.num_nodes == 1 for _, plan in sizes)
         for rows, plan in sizes:
             shapes |= {(rows, count + 1) for count in range(plan.tree.max_depth + 1)}  # accepted, and one
             shapes |= {(rows, len(level.parents)) for level in plan.levels[1:]}
-            shapes |= {(rows, count) for count in (2, MOST_UNREAD) if plan.tree.num_nodes == 1}
+            shapes |= {(rows, count) for count in (2, MOST_UNREAD) if catches_up}
         return [partial(self.prepare, *shape) for shape in sorted(shapes)]
 
     def prepare(self, rows: int, length: int) -> None:
