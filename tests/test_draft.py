@@ -12,6 +12,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from eagle_train.config import UserError
 from eagle_train.models.draft import Draft, DraftConfig, Head, shift_hidden
+from eagle_train.models.fused import fused
 from eagle_train.models.layers import rotate
 from eagle_train.ops.attention import packed_attention
 
@@ -266,6 +267,27 @@ def test_irope_layers():
         attention(embeddings, draft.rotary(positions), attend)
         plain = states[0].unflatten(-1, (-1, 8)).transpose(1, 2)
         assert torch.equal(calls[-1][1], plain) != has_positions
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("kind", [{}, {"num_layers": 1, "norms": "full"}, {"ffn": "moe", "num_experts": 3}], ids=str)
+def test_what_is_wanted_is_as_if_all_were(kind, is_fused):
+    """Also nothing; and the attention is given the keys and values of all slots whatever is wanted."""
+    draft = tiny_draft(shared_target(), **kind)
+    draft, given, kept = fused(draft) if is_fused else draft, inputs(rows=2), []
+
+    def attend(layer, q, k, v, rule):
+        kept.append(torch.cat((k, v)))
+        return packed_attention([[12]] * 2)(layer, q, k, v, rule)
+
+    every = draft(*given, attend)
+    for wanted in ([[3], [11]], [[0, 7], [5, 5]], [[], []]):
+        wanted = torch.tensor(wanted, dtype=torch.long)
+        found = draft(*given, attend, wanted)
+        torch.testing.assert_close(found, every[torch.arange(2).unsqueeze(1), wanted], rtol=1e-5, atol=1e-6)
+        layers = len(draft.layers)
+        torch.testing.assert_close(kept[-layers:], kept[:layers], rtol=0, atol=0)
 
 
 # --- names, sizes, weights

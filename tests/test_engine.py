@@ -124,8 +124,8 @@ def test_a_draft_catches_up(monkeypatch, trained, alignment, together, overlap):
 
     def run(most: int):
         drafter, reads, states = Eagle(trained, target, alignment), [], []
-        read, children = drafter.read, drafter.children
-        drafter.read = lambda tokens, *given: (reads.append(tokens.shape), read(tokens, *given))[1]
+        read, children = drafter.read_for, drafter.children
+        drafter.read_for = lambda tokens, *given: (reads.append(tokens.shape), read(tokens, *given))[1]
         drafter.children = lambda hidden, *given: (states.append(hidden), children(hidden, *given))[1]
         monkeypatch.setattr("eagle_train.inference.engine.MOST_UNREAD", most)
         engine = Engine(target, drafter, {1: "chain3", 2: chain(0)}, overlap=overlap)

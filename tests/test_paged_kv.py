@@ -44,7 +44,7 @@ def test_caches_are_those_of_a_fresh_prefill(tree, kv_tokens, family, overrides,
             assert overlap or tokens == sequence.prompt + sequence.generated
             _, predicted, _, of_draft = fresh(target, draft, tokens)
             check_cache(engine.drafter.cache, sequence, of_draft)
-            torch.testing.assert_close(root_hidden[row], predicted[-1], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(root_hidden[row, 0], predicted[-1], rtol=1e-4, atol=1e-4)
             check_cache(engine.cache, sequence, fresh(target, draft, tokens[:-1])[2])
             rounds.append(sequence.index)
         return grow(plan, root_hidden, *rest)
@@ -83,7 +83,7 @@ def test_aligned_with_the_last_token_alone(tree):
             leaves.add(unread)
             pairs = [*pairs[:-unread], *wanted[-unread:]]
             outputs, recorder = read(tokens, pairs)
-            torch.testing.assert_close(root_hidden[row], outputs[-1], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(root_hidden[row, 0], outputs[-1], rtol=1e-3, atol=1e-3)
             check_cache(engine.drafter.cache, sequence, recorder, 1e-3)
             pairs_of[sequence.index] = pairs
         return grow(plan, root_hidden, *rest)

@@ -74,18 +74,25 @@ class Draft(nn.Module):
         return draft
 
     def forward(
-        self, token_embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self,
+        token_embeddings: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Predicted hidden states [B, T, H] for slots of (token embedding, previous hidden state), both [B, T, H].
 
-        `positions` [B, T] int64 are the tokens' own (DESIGN section 3.1).
+        `positions` [B, T] int64 are the tokens' own (DESIGN section 3.1). With `wanted` int64 [B, N] those of N slots,
+        [B, N, H]: the last layer does no more for the others than keep their keys and values.
         """
         rotary, scale = self.rotary(positions), self.config.embedding_scale
         token_embeddings = token_embeddings if scale == 1.0 else token_embeddings * scale
         x = self.fc(torch.cat((token_embeddings, hidden), dim=-1))
-        for layer in self.layers:
+        *before, last = self.layers
+        for layer in before:
             x = layer(x, rotary, attend)
-        return self.norm(x)
+        return self.norm(last(x, rotary, attend, wanted))
 
 
 class Head:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from eagle_train.models.draft import Draft
-from eagle_train.models.layers import Attention, DenseFFN, rotate
+from eagle_train.models.layers import Attention, DenseFFN, only, rotate
 from eagle_train.ops.attention import Attend
 from eagle_train.ops.linear import joined
 
@@ -41,12 +41,18 @@ class FusedAttention(nn.Module):
         self.qkv_proj = joined(plain.q_proj, plain.k_proj, plain.v_proj)
         self.o_proj = plain.o_proj
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         qk = rotate(qk, rotary) if self.uses_rope else qk
         q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
-        return self.o_proj(attend(self.layer, q, k, v, self.rule).transpose(1, 2).flatten(2))
+        return self.o_proj(only(attend(self.layer, q, k, v, self.rule).transpose(1, 2).flatten(2), wanted))
 
 
 class FusedFFN(nn.Module):

@@ -93,14 +93,20 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.uses_rope:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        return self.o_proj(attend(self.layer, q, k, v, self.rule).transpose(1, 2).flatten(2))
+        return self.o_proj(only(attend(self.layer, q, k, v, self.rule).transpose(1, 2).flatten(2), wanted))
 
 
 class DenseFFN(nn.Module):
@@ -151,6 +157,18 @@ class Layer(nn.Module):
         else:
             self.mlp = DenseFFN(width, config.intermediate_size)
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [B, T, H] to [B, T, H]; or to [B, N, H] at the slots `wanted` [B, N] alone, of all keys and values."""
+        x = only(x, wanted) + self.self_attn(self.input_layernorm(x), rotary, attend, wanted)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def only(x: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
+    """x [B, T, H] at slots [B, N] of its T, or all of it."""
+    return x if slots is None else x.gather(1, slots.unsqueeze(-1).expand(-1, -1, x.shape[-1]))

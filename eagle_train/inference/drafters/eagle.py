@@ -42,6 +42,7 @@ class Eagle:
         self.cache = PagedKV(shape.num_layers, shape.num_kv_heads, shape.head_dim, 0, target.dtype, target.device)
         self.caches = [self.cache]
         self.read: Forward = self.forward
+        self.read_for: Forward = self.forward_for
 
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -49,21 +50,31 @@ class Eagle:
         """The draft's hidden states [A, T, H] at tokens [A, T], each with the hidden state before it."""
         return self.draft(self.target.embed(tokens), hidden, positions, attend)
 
+    def forward_for(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Those of `forward` [A, N, H] at `wanted` [A, N] of the tokens."""
+        return self.draft(self.target.embed(tokens), hidden, positions, attend, wanted)
+
     def compile(self, sizes: Iterable[tuple[int, Plan]]) -> list[Callable[[], None]]:
-        self.read = Compiled(self.forward, self.target.device)
-        shapes, sizes = set(), list(sizes)
+        self.read, self.read_for = (Compiled(x, self.target.device) for x in (self.forward, self.forward_for))
+        aligned, grown, sizes = set(), set(), list(sizes)
         catches_up = any(plan.tree.num_nodes == 1 for _, plan in sizes)
         for rows, plan in sizes:
-            shapes |= {(rows, count + 1) for count in range(plan.tree.max_depth + 1)}  # accepted, and one
-            shapes |= {(rows, len(level.parents)) for level in plan.levels[1:]}
-            shapes |= {(rows, count) for count in (2, MOST_UNREAD) if catches_up}
-        return [partial(self.prepare, *shape) for shape in sorted(shapes)]
+            aligned |= {(rows, count + 1) for count in range(plan.tree.max_depth + 1)}  # accepted, and one
+            aligned |= {(rows, count) for count in (2, MOST_UNREAD) if catches_up}
+            grown |= {(rows, len(level.parents)) for level in plan.levels[1:]}
+        return [
+            partial(self.prepare, read, *shape)
+            for read, sizes in ((self.read_for, aligned), (self.read, grown))
+            for shape in sorted(sizes)
+        ]
 
-    def prepare(self, rows: int, length: int) -> None:
-        """Have `read` compiled for these sizes."""
+    def prepare(self, read: Compiled, rows: int, length: int) -> None:
+        """Have `read` or `read_for` compiled for these sizes."""
         hidden = self.target.embedding.new_zeros(rows, length, self.draft.config.hidden_size)
         tokens = torch.zeros(rows, length, dtype=torch.long, device=hidden.device)
-        self.read.prepare(tokens, hidden, tokens)
+        read.prepare(tokens, hidden, tokens, *([tokens[:, :1]] if read is self.read_for else []))
 
     def prefill(
         self,
@@ -77,26 +88,28 @@ class Eagle:
         if before is not None:  # the rows that have a prefix
             follows = (positions[:, 0] > 0).unsqueeze(1)
             previous[:, 0] = torch.where(follows, before, previous[:, 0])
-        self.forward(tokens, previous, positions, self.cache.extend(prefix, positions))
+        # Of the hidden states none is wanted: the caches are what a prompt is read for.
+        self.forward_for(tokens, previous, positions, positions[:, :0], self.cache.extend(prefix, positions))
 
     def propose(self, plan: Plan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice) -> Drafted:
         hidden = self.align(read, pending)
         return self.grow(plan, hidden, pending.last, prefix.grown(1), choice)
 
     def align(self, prefix: Prefix, pending: Pending) -> torch.Tensor:
-        """Read the pending tokens with the target's hidden states. Returns the draft's at the last of them [A, H]."""
+        """Read the pending tokens with the target's hidden states. Returns the draft's at the last one [A, 1, H]."""
         steps = torch.arange(pending.tokens.shape[1], device=pending.tokens.device)
         positions = prefix.lengths.unsqueeze(1) + steps
-        hidden = self.read(pending.tokens, pending.hidden, positions, self.cache.extend(prefix, positions))
-        return hidden[torch.arange(len(hidden), device=hidden.device), pending.counts - 1]
+        wanted = pending.counts.unsqueeze(1) - 1
+        attend = self.cache.extend(prefix, positions)
+        return self.read_for(pending.tokens, pending.hidden, positions, wanted, attend)
 
     def grow(
         self, plan: Plan, root_hidden: torch.Tensor, root_token: torch.Tensor, prefix: Prefix, choice: Choice
     ) -> Drafted:
-        """The tree below the root [A], whose hidden state [A, H] is the draft's. Returns what `propose` does."""
+        """The tree below the root [A], whose hidden state [A, 1, H] is the draft's. Returns what `propose` does."""
         active, suffix = len(root_token), None if plan.is_chain else Suffix(self.draft.config.num_layers)
         tokens = root_token.unsqueeze(1).repeat(1, plan.tree.num_nodes)
-        hidden, q = root_hidden.unsqueeze(1), None
+        hidden, q = root_hidden, None
         for depth, level in enumerate(plan.levels):
             if depth > 0:
                 if choice.guidance is not None:
