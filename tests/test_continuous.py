@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from caches import check_cache, fresh, spoil
 from oracle import GREEDY, LENGTH, PROMPTS, answers, cut, guide, token_ids
-from tiny import random_tokens, shared_target, tiny_draft
+from tiny import continued, random_tokens, shared_target, tiny_draft
 
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
@@ -136,7 +136,19 @@ def test_requests_under_way_are_not_forgotten_by_generate():
     assert len(engine.scheduler.unfinished) == 1
 
 
-@pytest.mark.parametrize("tokens", [0, -3])
-def test_chunks_hold_a_token_at_least(tokens):
-    with pytest.raises(UserError, match=rf"^prefill_tokens={tokens}: must be at least 1, or None$"):
-        Engine(shared_target("llama"), prefill_tokens=tokens)
+def test_texts_of_like_length_are_read_together(monkeypatch):
+    """What pads them is less than they are; all of them, in one step."""
+    target, read = shared_target("llama"), []
+    own = target.hidden_states
+    monkeypatch.setattr(
+        target, "hidden_states", lambda tokens, *given: (read.append(tokens.shape), own(tokens, *given))[1]
+    )
+    prompts = random_tokens(60, 5, 30, 7, 4, 1, 33)
+    engine = Engine(target, prefill_tokens=None)
+    requests = [engine.add(prompt, GREEDY) for prompt in prompts]
+    assert {update.request for update in engine.step()} == set(requests)
+    assert sorted(map(tuple, read)) == [(1, 1), (1, 30), (2, 60), (3, 7)]
+    read.clear()
+    while engine.scheduler.unfinished:
+        engine.step()
+    assert [request.generated for request in requests] == [continued(target, prompt, LENGTH) for prompt in prompts]

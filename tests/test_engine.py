@@ -1,12 +1,13 @@
 """The engine: the target's own tokens whatever is drafted, whoever shares the batch, however long drafts hold."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from oracle import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
-from tiny import FAMILIES, continued, shared_target, tiny_draft, tiny_target, trained_draft
+from tiny import FAMILIES, continued, random_tokens, shared_target, tiny_draft, tiny_target, trained_draft
 from torch._dynamo.testing import CompileCounter
 
 from eagle_train.config import UserError
@@ -139,6 +140,29 @@ def test_a_draft_catches_up(monkeypatch, trained, alignment, together, overlap):
     assert pairs == [(2, MOST_UNREAD)] * (together // MOST_UNREAD), "in between, and never for one token"
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("waited", [1, 12, 31, 40])
+def test_one_is_left_of_a_batch_that_did_not_speculate(waited, overlap):
+    """The others leave with much unread, it has little: it goes on with what is its own, and whoever comes too."""
+    target = shared_target()
+    prompts, table = random_tokens(12, 3, 5), {1: "chain3", 2: chain(0)}
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (waited + 2, waited + 5, 30)]
+    truth = [continued(target, prompt, p.max_tokens) for prompt, p in zip(prompts, params, strict=True)]
+    engine = Engine(target, tiny_draft(target), table, max_batch_size=2, overlap=overlap)
+    guide(engine, truth, lambda _: 2)
+    assert token_ids(engine.generate(prompts, params)) == truth
+    first, other = engine.add(prompts[0], params[2]), engine.add(prompts[1], params[2])
+    while len(first.generated) < min(waited, 25):
+        engine.step()
+    engine.cancel(first)
+    last = engine.add(prompts[2], params[2])
+    engine.step()
+    engine.cancel(other)
+    while engine.scheduler.unfinished:
+        engine.step()
+    assert last.generated == truth[2]
+
+
 # --- sampling
 
 
@@ -196,8 +220,8 @@ def test_verification_is_compiled_for_one_and_for_many_rows_only(trained, monkey
     for number, tree in enumerate(("chain3", "n8"), start=1):
         plain = Engine(shared_target(), trained, tree).generate(PROMPTS, params)
         engine = Engine(shared_target(), trained, tree, compile=True)
-        assert token_ids(engine.generate(PROMPTS, params)) == token_ids(plain)
-        assert token_ids(engine.generate(PROMPTS[:1], params[:1])) == token_ids(plain[:1])
+        for rows in (4, 2, 5, 1):  # at first as many as chain3 has nodes, then as many as n8's root has children
+            assert token_ids(engine.generate(PROMPTS[:rows], params[:rows])) == token_ids(plain[:rows])
         assert counter.frame_count == 2 * number
 
 
@@ -237,3 +261,28 @@ def test_gpu_gives_the_same_tokens(family):
     for tree in TREES:
         engine = Engine(on_gpu, tiny_draft(shared_target(family)), tree, max_batch_size=2)
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size=0: must be at least 1, a whole number"),
+        ({"max_batch_size": "3"}, "max_batch_size='3': must be at least 1, a whole number"),
+        ({"max_batch_size": None}, "max_batch_size=None: must be at least 1, a whole number"),
+        ({"kv_tokens": 64.0}, "kv_tokens=64.0: must be at least 1, a whole number, or None"),
+        ({"prefill_tokens": 0}, "prefill_tokens=0: must be at least 1, a whole number, or None"),
+        ({"prefill_tokens": -3}, "prefill_tokens=-3: must be at least 1, a whole number, or None"),
+        ({"host_kv_tokens": -1}, "host_kv_tokens=-1: must be at least 0, a whole number"),
+        ({"host_kv_tokens": 64}, "host_kv_tokens=64: needs prefix_cache=True"),
+        ({"host_kv_tokens": 3, "prefix_cache": True}, "host_kv_tokens=3: a block has 16; must be 0 (none) or so many"),
+        ({"prefix_cache": "no"}, "prefix_cache='no': must be True or False"),
+        ({"compile": None}, "compile=None: must be True or False"),
+        ({"overlap": 1}, "overlap=1: must be True or False, or None"),
+        ({"graphs": "yes"}, "graphs='yes': must be True or False"),
+        ({"drafting": "best"}, "drafting='best': must be one of greedy, multinomial, multinomial_without_replacement"),
+        ({"draft": 42}, "draft=42: must be None, an artifact's directory, a Draft or a Drafter"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        Engine(shared_target(), **options)

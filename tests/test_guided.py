@@ -175,6 +175,25 @@ def test_sampled_tokens_obey_whatever_the_company(mode, tree, trained):
     assert len({output.text for output in outputs}) > 12
 
 
+def test_another_ranks_drafts_obey_their_grammar(trained):
+    """This rank's own drafts, which its grammars have walked, are replaced by those of the first rank."""
+    params = SamplingParams(1.0, max_tokens=LONG, grammar={"regex": "(ab|ba|aab|bba)(cd|ce|dc){1,4}x"})
+    engine, rng = Engine(target(), trained, "chain3"), random.Random(0)
+    letters = target().tokenizer.convert_tokens_to_ids(["a", "b"])
+    alone = engine.generate(PROMPTS, params)
+
+    def agreed(drafts):
+        if drafts is not None:
+            drafts[:, 1:] = torch.tensor([[rng.choice(letters) for _ in range(3)] for _ in drafts])
+        return drafts
+
+    engine.ranks.size, engine.ranks.agreed = 2, agreed
+    outputs = engine.generate(PROMPTS * 4, [replace(params, seed=seed % len(PROMPTS)) for seed in range(20)])
+    assert {output.finish_reason for output in outputs} == {"stop"}
+    assert any(max(output.rounds) > 1 for output in outputs)
+    assert all(regex.fullmatch("(ab|ba|aab|bba)(cd|ce|dc){1,4}x", output.text) for output in (*alone, *outputs))
+
+
 def proposals(engine: Engine) -> list[tuple[str, list[str]]]:
     """Runs what waits. The text of each row before a round, and the letters of the chain proposed."""
     found, draft_tree, tokenizer = [], engine.draft_tree, engine.target.tokenizer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, finish_without_waiting, guide, token_ids
 from recorder import no_values
-from tiny import shared_target, tiny_draft, tiny_target, tiny_tokenizer, trained_draft
+from tiny import continued, random_tokens, shared_target, tiny_draft, tiny_target, tiny_tokenizer, trained_draft
 
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
@@ -88,6 +88,27 @@ def test_a_sequence_is_in_one_round_too_many_at_most():
         rounds = 0
         (output,) = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
         assert output.stats.calls <= rounds <= output.stats.calls + (max_tokens > 2)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_who_comes_after_one_that_has_ended(cancelled):
+    """Its last round, one too many, lands when the next one's text has been read and needs its blocks."""
+    prompts = random_tokens(20, 57)
+    target = shared_target()
+    truth = [continued(target, prompt, 20) for prompt in prompts]
+    for ended_by in range(3, 8):
+        engine = Engine(target, tiny_draft(target), "chain3", overlap=True, kv_tokens=64, max_batch_size=2)
+        guide(engine, truth, lambda _: 3)
+        stop = None if cancelled else (truth[0][ended_by],)
+        first = engine.add(prompts[0], SamplingParams(max_tokens=20, stop_token_ids=stop, ignore_eos=True))
+        while engine.scheduler.unfinished:
+            engine.step()
+            if cancelled and len(first.generated) >= ended_by:
+                engine.cancel(first)
+        second = engine.add(prompts[1], SamplingParams(max_tokens=3, ignore_eos=True))
+        while engine.scheduler.unfinished:
+            engine.step()
+        assert second.generated == truth[1][:3]
 
 
 def test_who_has_a_grammar_waits_for_its_results():

@@ -21,6 +21,7 @@ from eagle_train.inference.sampling import (
     verify_greedy,
 )
 from eagle_train.inference.tree import Tree, chain, full
+from eagle_train.ops.compiled import own_sizes
 
 RAGGED = Tree((-1, 0, 0, 0, 1, 1, 2, 5))
 TREES = {"chain2": chain(2), "chain3": chain(3), "d2_bf2": full(2, 2), "d3_bf2": full(3, 2), "ragged": RAGGED}
@@ -200,8 +201,8 @@ def test_compiles_for_one_and_for_many_rows_only():
 
     torch.manual_seed(0)
     counter = CompileCounter()
-    compiled = torch.compile(stage, backend=counter, dynamic=True, fullgraph=True)
-    for rows in (1, 2, 3, 5, 8):
+    compiled = own_sizes(torch.compile(stage, backend=counter, dynamic=True, fullgraph=True))
+    for rows in (7, 2, 3, 5, 8, 1):  # 7 nodes, and 2 children of each
         tokens, logits = torch.randint(50, (rows, 7)), torch.randn(rows, 7, 50)
         temperature = [[0.5, 1.0, 0.0][row % 3] for row in range(rows)]
         settings = SamplingTensors.from_lists(temperature, [0] * rows, [0.9] * rows, "cpu")

@@ -74,7 +74,7 @@ def test_blocks_anywhere(tree, rows, monkeypatch):
 @pytest.mark.parametrize(
     ("kv_tokens", "message"),
     [
-        (0, r"^kv_tokens=0: must be at least 1, or None$"),
+        (0, r"^kv_tokens=0: must be at least 1, a whole number, or None$"),
         (2 * BLOCK, r"^kv_tokens=32: prompt 1 and its answer need 48$"),
     ],
 )

@@ -42,6 +42,7 @@ CASES = {
         ),
         case("llama", 5, True, tree="n8", max_batch_size=3, kv_tokens=80, prefill_tokens=5),
         *(case("llama", 5, sampled, drafts_differ=True, tree="n8") for sampled in (False, True)),
+        case("llama", 5, True, drafts_differ=True, tree="n8", drafting="multinomial_without_replacement"),
     ],
     3: [
         case("three", count, sampled, tree=tree)

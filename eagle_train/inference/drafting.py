@@ -66,6 +66,8 @@ class Pending:
 
     def narrow(self, width: int) -> "Pending":
         """The same where no row has more than `width` real tokens."""
+        if width == self.tokens.shape[1]:
+            return self
         tokens, hidden = (x.narrow_copy(1, 0, width) for x in (self.tokens, self.hidden))
         return replace(self, tokens=tokens, hidden=hidden)
 

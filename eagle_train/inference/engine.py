@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Listing
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eagle_train.config import check
+from eagle_train.config import check, shown
 from eagle_train.inference.block_pool import BlockPool, blocks_for
 from eagle_train.inference.bookkeeping import Round, commit
 from eagle_train.inference.dispatcher import Dispatcher, Plan
@@ -45,12 +46,13 @@ from eagle_train.inference.sampling import (
     verify_greedy,
 )
 from eagle_train.inference.scheduler import Scheduler
-from eagle_train.inference.sequence import Output, SamplingParams, Sequence, Update
+from eagle_train.inference.sequence import Output, SamplingParams, Sequence, Update, is_whole
 from eagle_train.inference.tensor_parallel import Ranks
 from eagle_train.inference.tree import Tree, chain
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.ops.compiled import own_sizes
 from eagle_train.ops.transfer import to_device
 from eagle_train.progress import progress
 
@@ -76,6 +78,7 @@ class Engine:
     ):
         """`tree`: a name in conf/tree, a Tree, or a mapping {largest batch size: tree}. Without a draft it is not used.
 
+        `device`: where a target that is given by name is loaded; a Target stays on its own.
         `drafting`: how a node's children are chosen: greedy, multinomial or multinomial_without_replacement.
         `kv_tokens`: of how many tokens keys and values are kept at most, drafted ones included; sequences wait for
         room, or give theirs up and are recomputed. None: as many as `max_batch_size` of the requests may need.
@@ -94,7 +97,18 @@ class Engine:
         not with a grammar, nor for targets that are divided over ranks or offloaded. Raises UserError where there is no
         GPU, or a forward has the host wait.
         """
-        check(max_batch_size >= 1, f"max_batch_size={max_batch_size}: must be at least 1")
+        check_options(
+            draft=draft,
+            max_batch_size=max_batch_size,
+            drafting=drafting,
+            kv_tokens=kv_tokens,
+            prefill_tokens=prefill_tokens,
+            prefix_cache=prefix_cache,
+            host_kv_tokens=host_kv_tokens,
+            compile=compile,
+            overlap=overlap,
+            graphs=graphs,
+        )
         check_graphs(graphs, target.device if isinstance(target, Target) else device)
         if not isinstance(target, Target):
             target = load_target(target if isinstance(target, TargetConfig) else TargetConfig(str(target)), device)
@@ -102,13 +116,9 @@ class Engine:
             draft = Eagle(load_draft(draft, target.identity), target)
         elif isinstance(draft, Draft):
             draft = Eagle(copy.deepcopy(draft), target)
-        check(drafting in DRAFT_MODES, f"drafting={drafting}: must be one of {', '.join(DRAFT_MODES)}")
         self.target, self.max_batch_size, self.drafting = target, max_batch_size, drafting
         self.drafter: Drafter | None = draft
         self.ranks, self.requests = Ranks(target.together), Requests(target)
-        check(kv_tokens is None or kv_tokens >= 1, f"kv_tokens={kv_tokens}: must be at least 1, or None")
-        least = prefill_tokens is None or prefill_tokens >= 1
-        check(least, f"prefill_tokens={prefill_tokens}: must be at least 1, or None")
         self.kv_tokens, self.prefill_tokens = kv_tokens, prefill_tokens
         self.dispatcher = Dispatcher(tree if draft is not None else chain(0), target.device)
         self.verify, self.compiled = verify, compile and target.together is None
@@ -128,8 +138,6 @@ class Engine:
         )
         self.stores = [self.cache, *(draft.caches if draft is not None else [])]
         self.ends, prefixes, pool = None, None, BlockPool(0)
-        check(host_kv_tokens >= 0, f"host_kv_tokens={host_kv_tokens}: must be 0 (none) or more")
-        check(prefix_cache or host_kv_tokens == 0, f"host_kv_tokens={host_kv_tokens}: needs prefix_cache=True")
         if prefix_cache:
             self.ends = BlockEnds(shape.hidden_size, target.dtype, target.device)
             self.stores.append(self.ends)
@@ -141,7 +149,7 @@ class Engine:
     @torch.inference_mode()
     def compile(self) -> None:
         """Run verification, and the forwards of target and drafter in decoding, by torch.compile from now on."""
-        self.verify = torch.compile(verify, dynamic=True)
+        self.verify = own_sizes(torch.compile(verify, dynamic=True))
         torch._dynamo.config.recompile_limit += 2 * len(self.dispatcher.table)
         ends = {1, 2, self.max_batch_size, *(size + n for size, _ in self.dispatcher.table for n in (0, 1))}
         sizes = [(rows, self.dispatcher.dispatch(rows)) for rows in sorted(ends) if rows <= self.max_batch_size]
@@ -177,7 +185,8 @@ class Engine:
             for sequence in self.scheduler.unfinished:  # interrupted, they have nobody left to step for them
                 sequence.finish_reason = "cancelled"
             self.scheduler.leave()
-            self.under_way = None
+            self.under_way, self.told_first = None, False
+            self.advanced.clear()
         return [self.requests.output(sequence) for sequence in sequences]
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> Sequence:
@@ -288,11 +297,15 @@ class Engine:
             self.leave()
 
     def read(self, chunks: list[tuple[Sequence, int]]) -> Pending | None:
-        """Read chunks of texts; who has read all of its text becomes active."""
-        if not chunks:
-            return None
+        """Read chunks of texts; who has read all of its text becomes active.
+
+        Those at most twice as long as each other are read together: what pads them is less than they are.
+        """
         with self.stage("prefill"):
-            return self.read_chunks(chunks)
+            groups = groupby(sorted(chunks, key=octave), octave)
+            found = [self.read_chunks(list(alike)) for _, alike in groups]
+        ready = [pending for pending in found if pending is not None]
+        return reduce(Pending.followed_by, ready) if ready else None
 
     def read_chunks(self, chunks: list[tuple[Sequence, int]]) -> Pending | None:
         """Run chunks of texts through target and drafter. Who has read all of its text becomes active, with its first
@@ -348,6 +361,8 @@ class Engine:
     def dispatch(self) -> Plan:
         """The tree for the current batch; where each sequence stands; the round's random numbers."""
         plan = self.dispatcher.dispatch(len(self.active))
+        if self.under_way is None:  # else only the device knows how much is unread
+            self.pending = self.pending.narrow(max(each.num_known - each.read for each in self.active))
         lengths, blocks = [s.committed for s in self.active], [s.blocks for s in self.active]
         self.prefix = Prefix.of(lengths, blocks, self.target.device)
         if self.under_way is not None:
@@ -379,7 +394,12 @@ class Engine:
             else:
                 read = self.prefix.at_most(self.pending.read, self.prefix.longest)
             drafted = self.run.propose(self.drafter, plan, self.prefix, read, self.pending, self.choice(plan))
-            return drafted._replace(tokens=self.ranks.agreed(drafted.tokens))
+            if self.ranks.size == 1:
+                return drafted
+            if self.guidance is not None:  # it has read this rank's own drafts
+                self.guidance.rewind()
+                self.guidance = self.guidance_of(self.active, plan.tree)
+            return drafted._replace(tokens=self.ranks.agreed(drafted.tokens), q=self.ranks.agreed(drafted.q))
 
     def choice(self, plan: Plan) -> Choice:
         """At temperature 0 every way of choosing proposes the most likely tokens."""
@@ -443,8 +463,6 @@ class Engine:
                     sequence.read = sequence.num_known - gain.unread
                     self.advanced[sequence] = None
             self.leave()
-            if self.under_way is None and self.active:
-                self.pending = self.pending.narrow(max(gain.unread for _, gain in gains))
 
     def land(self) -> None:
         """Wait for the round that is under way."""
@@ -471,6 +489,30 @@ class Engine:
         start = time.perf_counter()
         yield
         self.stage_seconds[name] += time.perf_counter() - start
+
+
+def check_options(draft: Any, **options: Any) -> None:
+    """Raise UserError for an option of `Engine` that makes no sense."""
+    drafts = draft is None or isinstance(draft, str | Path | Draft) or hasattr(draft, "propose")
+    check(drafts, f"draft={shown(draft)}: must be None, an artifact's directory, a Draft or a Drafter")
+    numbers = {"max_batch_size": 1, "kv_tokens": 1, "prefill_tokens": 1, "host_kv_tokens": 0}
+    for name, least in numbers.items():
+        value, may_be_none = options[name], name in ("kv_tokens", "prefill_tokens")
+        wanted = f"must be at least {least}, a whole number" + (", or None" if may_be_none else "")
+        check(is_whole(value, least) or (may_be_none and value is None), f"{name}={shown(value)}: {wanted}")
+    for name in ("prefix_cache", "compile", "overlap", "graphs"):
+        value = options[name]
+        is_switch = isinstance(value, bool) or (name == "overlap" and value is None)
+        check(is_switch, f"{name}={shown(value)}: must be True or False" + (", or None" if name == "overlap" else ""))
+    drafting, host = options["drafting"], options["host_kv_tokens"]
+    check(drafting in DRAFT_MODES, f"drafting={shown(drafting)}: must be one of {', '.join(DRAFT_MODES)}")
+    check(host == 0 or options["prefix_cache"], f"host_kv_tokens={host}: needs prefix_cache=True")
+    check(host == 0 or host >= BLOCK, f"host_kv_tokens={host}: a block has {BLOCK}; must be 0 (none) or so many")
+
+
+def octave(chunk: tuple[Sequence, int]) -> int:
+    """Which power of two its length is below: chunks of the same octave differ by less than a factor of two."""
+    return chunk[1].bit_length()
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,10 @@ class Ranks:
         parts = everyone[:batch].split([x[0].numel() for x in own], dim=1)
         return tuple(part.reshape(batch, *x.shape[1:]) for part, x in zip(parts, own, strict=True))
 
-    def agreed(self, x: torch.Tensor) -> torch.Tensor:
+    def agreed(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """The first rank's x, on every rank: drafts may hang on a rounding, and the target must read the same tokens.
 
-        In place."""
-        if self.group is not None:
+        In place; None stays None."""
+        if self.group is not None and x is not None:
             dist.broadcast(x, group=self.group, group_src=0)
         return x

@@ -7,6 +7,7 @@ Knows no models.
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,6 +46,11 @@ def attended_shape(
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
+def own_sizes(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A function by torch.compile, with a size of its own for each dimension: two that are equal once need not be."""
+    return shapes.patch(use_duck_shape=False)(compiled)
+
+
 class Compiled:
     """`forward` by torch.compile; what it computes otherwise, to the last bits.
 
@@ -74,7 +80,7 @@ class Compiled:
         finally:
             current.reset(before)
 
-    @shapes.patch(use_duck_shape=False)  # two sizes that are equal once need not be
+    @own_sizes
     @tracing.patch(specialize_float=True)  # a model's own numbers stay; else it would be traced twice
     def prepare(self, *tensors: torch.Tensor) -> None:
         """Compile for tensors of these sizes. Raises UserError where that fails, for want of a compiler, say."""
