@@ -102,7 +102,7 @@ def test_prompts_that_are_refused(prompts, message):
 
 
 def test_arguments_that_are_refused():
-        Engine(target, tiny_draft(target), drafting="beam")
+    target = shared_target()
     with pytest.raises(UserError, match="tree is 'chain99'"):
         Engine(target, tiny_draft(target), tree="chain99")
     with pytest.raises(UserError, match="batch sizes"):

@@ -77,6 +77,8 @@ class Engine:
         graphs: bool = False,
     ):
         """`tree`: a name in conf/tree, a Tree, or a mapping {largest batch size: tree}. Without a draft it is not used.
+        Above temperature 0 a seed's tokens are another draw of the same distribution with another tree: a request has
+        the same ones in any company only if the tree is the same for all batch sizes.
 
         `device`: where a target that is given by name is loaded; a Target stays on its own.
         `drafting`: how a node's children are chosen: greedy, multinomial or multinomial_without_replacement.

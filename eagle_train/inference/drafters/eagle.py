@@ -61,9 +61,9 @@ class Eagle:
         aligned, grown, sizes = set(), set(), list(sizes)
         catches_up = any(plan.tree.num_nodes == 1 for _, plan in sizes)
         for rows, plan in sizes:
-            aligned |= {(rows, count + 1) for count in range(plan.tree.max_depth + 1)}  # accepted, and one
+            aligned |= {(rows, count + 1) for count in range(1, plan.tree.max_depth + 1)}  # accepted, and one
             aligned |= {(rows, count) for count in (2, MOST_UNREAD) if catches_up}
-            grown |= {(rows, len(level.parents)) for level in plan.levels[1:]}
+            grown |= {(rows, 1), *((rows, len(level.parents)) for level in plan.levels[1:])}  # none accepted; nodes
         return [
             partial(self.prepare, read, *shape)
             for read, sizes in ((self.read_for, aligned), (self.read, grown))
@@ -74,7 +74,7 @@ class Eagle:
         """Have `read` or `read_for` compiled for these sizes."""
         hidden = self.target.embedding.new_zeros(rows, length, self.draft.config.hidden_size)
         tokens = torch.zeros(rows, length, dtype=torch.long, device=hidden.device)
-        read.prepare(tokens, hidden, tokens, *([tokens[:, :1]] if read is self.read_for else []))
+        read.prepare(tokens, hidden, tokens, *([tokens.new_zeros(rows, 1)] if read is self.read_for else []))
 
     def prefill(
         self,
@@ -99,9 +99,10 @@ class Eagle:
         """Read the pending tokens with the target's hidden states. Returns the draft's at the last one [A, 1, H]."""
         steps = torch.arange(pending.tokens.shape[1], device=pending.tokens.device)
         positions = prefix.lengths.unsqueeze(1) + steps
-        wanted = pending.counts.unsqueeze(1) - 1
         attend = self.cache.extend(prefix, positions)
-        return self.read_for(pending.tokens, pending.hidden, positions, wanted, attend)
+        if len(steps) == 1:
+            return self.read(pending.tokens, pending.hidden, positions, attend)
+        return self.read_for(pending.tokens, pending.hidden, positions, pending.counts.unsqueeze(1) - 1, attend)
 
     def grow(
         self, plan: Plan, root_hidden: torch.Tensor, root_token: torch.Tensor, prefix: Prefix, choice: Choice
