@@ -66,7 +66,7 @@ def guide(engine: Engine, truth: list[list[int]], depth_of: DepthOf) -> None:
         if level.parents.tolist() == [0]:
             wanted["tokens"] = tokens_for(engine.dispatcher.dispatch(len(engine.active)).tree)
         proposed = torch.zeros(len(engine.active), len(level.parents), level.most, dtype=torch.long)
-        proposed[:, level.parent_of, level.rank_of] = wanted["tokens"][:, level.children]
+        proposed.flatten(1)[:, level.proposal] = wanted["tokens"][:, level.children]
         return proposed, None
 
     engine.drafter.children = children

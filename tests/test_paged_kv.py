@@ -6,7 +6,7 @@ import pytest
 import torch
 from caches import Recorder, check_cache, fresh, spoil
 from oracle import GREEDY, PROMPTS, TREES, answers, cut, guide, token_ids
-from tiny import shared_target, tiny_draft
+from tiny import shared_target, tiny_draft, trained_draft
 
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
@@ -59,7 +59,7 @@ def test_caches_are_those_of_a_fresh_prefill(tree, kv_tokens, family, overrides,
 def test_aligned_with_the_last_token_alone(tree):
     """Of a round's tokens the draft reads its own hidden states, but for the pending one and a leaf before it."""
     target, rng, leaves = shared_target("llama"), random.Random(3), set()
-    draft = tiny_draft(target)
+    draft = trained_draft(target, steps=60)  # an untrained one's own states make much of a rounding
     engine = Engine(target, Eagle(draft, target, "last"), tree, max_batch_size=2)
     guide(engine, answers("llama"), lambda _: rng.randint(0, 3))
     grow, pairs_of = engine.drafter.grow, {}
@@ -83,8 +83,8 @@ def test_aligned_with_the_last_token_alone(tree):
             leaves.add(unread)
             pairs = [*pairs[:-unread], *wanted[-unread:]]
             outputs, recorder = read(tokens, pairs)
-            torch.testing.assert_close(root_hidden[row, 0], outputs[-1], rtol=1e-3, atol=1e-3)
-            check_cache(engine.drafter.cache, sequence, recorder, 1e-3)
+            torch.testing.assert_close(root_hidden[row, 0], outputs[-1], rtol=1e-4, atol=1e-4)
+            check_cache(engine.drafter.cache, sequence, recorder)
             pairs_of[sequence.index] = pairs
         return grow(plan, root_hidden, *rest)
 

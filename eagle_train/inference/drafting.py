@@ -152,8 +152,7 @@ class Level:
     above: torch.Tensor  # each parent's own parent, as an index into the level before's `parents`
     ancestors: torch.Tensor  # bool [parents, inner nodes so far, root left out]
     children: torch.Tensor  # the next level's nodes
-    parent_of: torch.Tensor  # each child's parent, as an index into `parents`
-    rank_of: torch.Tensor  # each child's rank among its parent's children
+    proposal: torch.Tensor  # which of the tokens proposed for the level [parents * most] each child is
     most: int  # children of one node
     noise: slice  # which of a round's random numbers the multinomial modes use here
 
@@ -197,16 +196,17 @@ def levels_of(tree: Tree) -> list[Level]:
         parents = sorted({parent[node] for node in children})
         inner += parents if d > 0 else []
         ranks = tree.child_rank[children].tolist()
+        most = max(ranks) + 1
+        places = [parents.index(parent[node]) * most + rank for node, rank in zip(children, ranks, strict=True)]
         levels.append(
             Level(
                 parents=torch.tensor(parents, device=device),
                 above=torch.tensor([before.index(parent[node]) for node in parents] if d > 0 else [], device=device),
                 ancestors=tree.ancestors[parents][:, inner],
                 children=torch.tensor(children, device=device),
-                parent_of=torch.tensor([parents.index(parent[node]) for node in children], device=device),
-                rank_of=torch.tensor(ranks, device=device),
-                most=max(ranks) + 1,
-                noise=slice(drawn, drawn + len(parents) * (max(ranks) + 1)),
+                proposal=torch.tensor(places, device=device),
+                most=most,
+                noise=slice(drawn, drawn + len(parents) * most),
             )
         )
         before, drawn = parents, levels[-1].noise.stop

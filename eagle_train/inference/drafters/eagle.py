@@ -115,15 +115,15 @@ class Eagle:
             if depth > 0:
                 if choice.guidance is not None:
                     choice.guidance.read(tokens)
-                inner = tokens[:, level.parents]
+                inner = tokens.index_select(1, level.parents)
                 positions = (prefix.lengths + (depth - 1)).unsqueeze(1).expand(active, inner.shape[1])
                 if suffix is None:  # nothing stands beside a node that the cache must not show it
                     attend = self.cache.extend(prefix.grown(depth - 1), positions)
                 else:
                     attend = self.cache.tree(prefix, suffix, positions, level.ancestors)
-                hidden = self.read(inner, hidden[:, level.above], positions, attend)
+                hidden = self.read(inner, hidden.index_select(1, level.above), positions, attend)
             proposed, distribution = self.children(hidden, level, choice)
-            tokens[:, level.children] = proposed[:, level.parent_of, level.rank_of]
+            tokens.index_copy_(1, level.children, proposed.flatten(1).index_select(1, level.proposal))
             if distribution is not None:
                 q = q if q is not None else distribution.new_zeros(active, plan.tree.num_nodes, distribution.shape[-1])
                 q[:, level.parents] = distribution
