@@ -1,4 +1,4 @@
-"""eagle-generate: one prompt's answer, with the tokens that came from the draft marked, and its TPC.
+"""eagle-generate: one prompt's answer as it comes, with the tokens that came from the draft marked, and its TPC.
 
 Started by torchrun on several processes, these hold the target together (tensor parallel).
 """
@@ -13,6 +13,7 @@ from eagle_train.config import build, check, command, resolve_device
 from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.inference.detokenizer import Detokenizer
 from eagle_train.inference.graphs import check_graphs
+from eagle_train.inference.sequence import Sequence
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.quantised import Quant, quantised
 from eagle_train.models.target import TargetConfig, load_target
@@ -59,30 +60,42 @@ def job(config: DictConfig) -> int:
     options = {"max_batch_size": 1, "compile": config.compile, "graphs": config.graphs}
     engine = Engine(target, draft, OmegaConf.to_container(config.tree), **options)
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
-    output = engine.generate([prompt], params)[0]
+    request = engine.add(prompt, params)
+    color = config.color == "always" or (config.color == "auto" and sys.stdout.isatty())
+    marked = Marked(Detokenizer(engine.requests.texts, params.stop_strings), color)
+    while not request.finish_reason:
+        if engine.step() and world.is_main:
+            print(marked.news(request), end="", flush=True)
     if world.is_main:
-        color = config.color == "always" or (config.color == "auto" and sys.stdout.isatty())
-        print(marked(output, Detokenizer(engine.requests.texts, params.stop_strings), color))
-        print(summary(output), file=sys.stderr)
+        print()
+        print(summary(engine.requests.output(request)), file=sys.stderr)
     return 0
 
 
-def marked(output: Output, text: Detokenizer, color: bool) -> str:
-    """The answer with what the draft proposed and the target accepted in green, or in brackets. `text`: has read none
-    of it."""
-    before, after = (GREEN, RESET) if color else ("[", "]")
+class Marked:
+    """An answer as it comes, with what the draft proposed and the target accepted in green, or in brackets."""
 
-    def read(start: int, end: int) -> str:
-        text.read(output.token_ids[start:end])
-        return text.tell(last=end == len(output.token_ids))
+    def __init__(self, text: Detokenizer, color: bool):
+        """`text`: has read none of it."""
+        self.text, self.rounds = text, 0  # that were told
+        self.before, self.after = (GREEN, RESET) if color else ("[", "]")
 
-    pieces, start = [read(0, 1)], 1
-    for count in output.rounds:
-        if accepted := read(start, start + count - 1):
-            pieces.append(before + accepted + after)
-        pieces.append(read(start + count - 1, start + count))
-        start += count
-    return "".join(pieces)
+    def news(self, request: Sequence) -> str:
+        """What is new of a request since this was last asked, once it has its first token."""
+        pieces = [self.read(request, 1)] if self.text.num_read == 0 else []
+        for count in request.rounds[self.rounds :]:
+            if accepted := self.read(request, count - 1):
+                pieces.append(self.before + accepted + self.after)
+            pieces.append(self.read(request, 1))
+        self.rounds = len(request.rounds)
+        return "".join(pieces)
+
+    def read(self, request: Sequence, count: int) -> str:
+        """The text of the next `count` tokens."""
+        start = self.text.num_read
+        self.text.read(request.generated[start : start + count])
+        is_end = self.text.num_read == len(request.generated)
+        return self.text.tell(last=is_end and request.finish_reason is not None)
 
 
 def summary(output: Output) -> str:

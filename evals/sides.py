@@ -22,10 +22,11 @@ from evals import loads
 from evals.loads import GROUPS, Load, LoadConfig, Serve, serve_in_turn
 
 NO_SWITCH = (
-    "Of the paper's optimisations these are no switch here: CUDA graphs (3.4), without a GPU; sampling divided "
-    "over ranks (3.2) and disaggregated prefill (3.3), which need several processes; the first token's fusion with its "
-    "own hidden state and iRoPE (3.4), which need drafts that were trained so (evals.ablations); and paged keys and "
-    "values (3.4), on which all else stands."
+    "Of the paper's optimisations these are no switch here: CUDA graphs (3.4), without a GPU; disaggregated prefill "
+    "(3.3), with one; sampling divided over ranks (3.2), which needs a target that is divided; the first token's "
+    "fusion with its own hidden state and iRoPE (3.4), which need drafts that were trained so (evals.ablations); and "
+    "paged keys and values (3.4), on which all else stands. Disaggregated prefill has a second process, with as many "
+    "threads of its own."
 )
 
 
@@ -56,7 +57,7 @@ class Side:
 
     `drafts`: whether it has a draft, whose quantisation is `quant` and whose `alignment`, where it is not None, takes
     the place of the config's. `change`: made to the engine. `within`: a patch while it answers. `serve`: where requests
-    do not come as the load says.
+    do not come as the load says. `apart`: a process of its own reads the prompts.
     """
 
     drafts: bool = True
@@ -66,6 +67,7 @@ class Side:
     change: Callable[[Engine], None] | None = None
     within: Callable[[], AbstractContextManager] = nullcontext
     serve: Serve | None = None
+    apart: bool = False
 
 
 @contextmanager
@@ -136,15 +138,15 @@ def tell_after_round(engine: Engine) -> None:
 
 @dataclass(frozen=True)
 class Switch:
-    """`what` it turns on, with the paper's section; `off` and `on`; the load and the figure it is for; whether it needs
-    a GPU."""
+    """`what` it turns on, with the paper's section; `off` and `on`; the load and the figure it is for; the only device
+    it is there for, None: any."""
 
     what: str
     off: Side = Side()
     on: Side = Side()
     load: Load = loads.GREEDY
     figure: str = "ttit"
-    gpu: bool = False
+    device: str | None = None
 
 
 def one_batch(config: SideConfig, size: int) -> int:
@@ -166,7 +168,7 @@ SWITCHES = {
     ),
     "compiled_forwards": Switch("forwards compiled", on=Side(options=given(compile=True))),
     "cuda_graphs": Switch(
-        "drafting and validation as CUDA graphs (3.4)", on=Side(options=given(graphs=True)), gpu=True
+        "drafting and validation as CUDA graphs (3.4)", on=Side(options=given(graphs=True)), device="cuda"
     ),
     "compiled_sampling": Switch(
         "verification compiled (3.2)", on=Side(change=compile_verification), load=loads.SAMPLED
@@ -214,5 +216,12 @@ SWITCHES = {
     ),
     "continuous_batching": Switch(
         "requests join those under way", off=Side(serve=serve_in_turn), load=loads.ARRIVALS, figure="ttft"
+    ),
+    "disaggregated_prefill": Switch(
+        "prompts read by another process (3.3)",
+        on=Side(apart=True),
+        load=loads.ARRIVALS,
+        figure="wait",
+        device="cpu",
     ),
 }

@@ -10,6 +10,7 @@ alike. Paper section 3. Knows nothing of how an optimisation works.
 import copy
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -22,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.config import build, check, command, provenance, resolve_device, write_json, write_text
 from eagle_train.inference import Engine, Output
+from eagle_train.inference.disaggregated import DecodeEngine, Line
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.quantised import Quant, quantised
@@ -29,6 +31,7 @@ from eagle_train.models.target import TargetConfig, load_target
 from eagle_train.progress import progress
 from eagle_train.training.metrics import redact
 from evals import figures
+from evals.apart import prefill_process
 from evals.figures import Together
 from evals.latency import median_ratio, take_turns
 from evals.mt_bench import Artifact, prepared
@@ -57,7 +60,10 @@ class Config(SideConfig):
         super().__post_init__()
         for name in self.switches or []:
             check(name in SWITCHES, f"switches: {name} is none of {', '.join(SWITCHES)}")
-            check(self.has_gpu or not SWITCHES[name].gpu, f"switches: {name} needs a GPU; name others")
+            place = SWITCHES[name].device
+            check(
+                self.shows(name), f"switches: {name} needs {'a GPU' if place == 'cuda' else 'device=cpu'}; name others"
+            )
         sizes = self.batch_sizes
         check(bool(sizes) and min(sizes) >= 1, f"batch_sizes={sizes}: must be numbers from 1 on")
         check(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1, or null")
@@ -68,16 +74,16 @@ class Config(SideConfig):
         known = "guided_speculation" not in names or find_spec("xgrammar") is not None
         check(known, "switches: guided_speculation needs xgrammar; pip install 'eagle-train[guided]', or name others")
 
-    @property
-    def has_gpu(self) -> bool:
-        return resolve_device(self.device) == "cuda"
+    def shows(self, name: str) -> bool:
+        """Whether there is such a switch on this device."""
+        return SWITCHES[name].device in (None, resolve_device(self.device))
 
     @property
     def cells(self) -> list[tuple[int, str]]:
         """Batch sizes and switches, each with each that shows there."""
         names = self.switches
         if names is None:
-            names = [name for name, switch in SWITCHES.items() if self.has_gpu or not switch.gpu]
+            names = [name for name in SWITCHES if self.shows(name)]
         return [(size, name) for size in self.batch_sizes for name in names if size >= SWITCHES[name].load.least]
 
 
@@ -88,13 +94,15 @@ class Bench:
         self.config, self.target = config, load_target(config.target, device)
         self.draft = load_draft(config.draft.path, self.target.identity)
 
-    def engine(self, side: Side, switch: Switch, size: int) -> Engine:
+    def engine(self, side: Side, switch: Switch, size: int, lines: list[Line] | None = None) -> Engine:
+        """`lines`: to who reads the prompts of a side that has them read apart."""
         config, drafter = self.config, None
         if side.drafts:
             draft = quantised(copy.deepcopy(self.draft), Quant(side.quant))
             drafter = Eagle(draft, self.target, side.alignment or config.draft.alignment)
         options = {"tree": config.tree, "max_batch_size": size + switch.load.beside, **side.options(config, size)}
-        engine = Engine(self.target, drafter, **options)
+        make = partial(DecodeEngine, lines=lines) if side.apart else Engine
+        engine = make(self.target, drafter, **options)
         if side.change is not None:
             side.change(engine)
         return engine
@@ -102,8 +110,12 @@ class Bench:
     def answered(self, switch: Switch, size: int) -> dict[str, list[Together]]:
         """Both sides' answers to all batches."""
         sides = {"off": switch.off, "on": switch.on}
-        serving = {key: partial(answer, side, switch, self.engine(side, switch, size)) for key, side in sides.items()}
-        return take_turns(serving, switch.load.batches(self.config, self.target, size), switch.load.warm_up)
+        batches = switch.load.batches(self.config, self.target, size)
+        apart = any(side.apart for side in sides.values())
+        with prefill_process(self.config.target, self.config.draft.path) if apart else nullcontext() as lines:
+            engines = {key: self.engine(side, switch, size, lines) for key, side in sides.items()}
+            serving = {key: partial(answer, side, switch, engines[key]) for key, side in sides.items()}
+            return take_turns(serving, batches, switch.load.warm_up)
 
 
 @command("switches")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny import CHARACTERS
 
 from eagle_train import export, generate, train
+from eagle_train.inference import Engine
 from eagle_train.models.artifact import read_artifact
 from eagle_train.training import checkpoint
 
@@ -183,6 +184,26 @@ def test_an_answer_with_a_draft_is_the_targets_own(made, capsys):
     assert re.fullmatch(told.format(tpc=r"1\.00"), plain.err.splitlines(keepends=True)[-1])
     assert drafted.stdout.replace(generate.GREEN, "").replace(generate.RESET, "") == plain.out
     assert len(plain.out.strip()) > 0
+
+
+def test_an_answer_is_told_as_it_comes(made, capsys, monkeypatch):
+    """A round's text is there before the next round; TPC is told at the end."""
+    pieces, step = [], Engine.step
+
+    def noting(engine):
+        pieces.append(capsys.readouterr())
+        return step(engine)
+
+    arguments = [f"target={made}/target", f"draft={made}/draft", "max_tokens=24", "prompt=abc, (def)\n= {g}"]
+    assert call(generate.main, *arguments) == 0
+    whole = capsys.readouterr()
+    monkeypatch.setattr(Engine, "step", noting)
+    assert call(generate.main, *arguments) == 0
+    pieces = [*pieces[1:], capsys.readouterr()]
+    assert "".join(piece.out for piece in pieces) == whole.out
+    assert len(pieces) > 5
+    assert all(piece.out for piece in pieces)
+    assert [("TPC" in piece.err) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
 def test_a_draft_with_few_tokens_keeps_them_from_training_to_answers(made, tmp_path, capsys):

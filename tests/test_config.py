@@ -55,8 +55,8 @@ def given(monkeypatch) -> SimpleNamespace:
         def __init__(self, target, draft, tree, **options):
             vars(seen).update(draft=draft, tree=tree)
 
-        def generate(self, prompts, params):
-            (seen.prompt,) = prompts
+        def add(self, prompt, params):
+            seen.prompt = prompt
             raise UserError("enough")
 
     monkeypatch.setattr(generate, "load_target", target)

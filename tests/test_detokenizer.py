@@ -13,9 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from eagle_train import generate
-from eagle_train.inference import Engine, Output, SamplingParams, Stats
+from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.detokenizer import Detokenizer, Texts
 from eagle_train.inference.paged_kv import BLOCK
+from eagle_train.inference.sequence import Sequence
 
 TEXT = "The naïve café’s 東京 menu — 12 €! 👩‍👩‍👧 says: don't  stop\n\tнет, 'ok' . \ufffd é\u0301"
 SPECIAL = ["<pad>", "<s>", "</s>"]
@@ -287,7 +288,8 @@ def test_without_a_tokenizer_there_is_no_text():
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
 def test_the_marked_answer_of_generate(name):
-    """Without its marks it is the answer, wherever rounds divide its characters and the stop string."""
+    """Without its marks it is the answer, wherever rounds divide its characters and the stop string, and however many
+    of them come at once; the pieces are those of the whole."""
     texts, rng = texts_of(name), random.Random(5)
     for _ in range(50):
         tokens = random_answer(texts, rng)
@@ -295,6 +297,14 @@ def test_the_marked_answer_of_generate(name):
         stop_strings = (text[5:9],) if len(text) > 9 and UNDECODED not in text else ()
         length, text = twin(texts, tokens, stop_strings)
         rounds = [len(some) for some in rounds_of(tokens[1:length], rng)]
-        output = Output(tokens[:length], text, "length", Stats(), rounds)
-        answer = generate.marked(output, Detokenizer(texts, stop_strings), color=True)
+        request = Sequence(0, [5], SamplingParams(), frozenset(), generated=tokens[:1])
+        marked, answer = generate.Marked(Detokenizer(texts, stop_strings), color=True), ""
+        for count in rounds:
+            if rng.random() < 0.7:
+                answer += marked.news(request)
+            request.generated += tokens[len(request.generated) :][:count]
+            request.rounds.append(count)
+        request.finish_reason = "length"
+        answer += marked.news(request)
         assert answer.replace(generate.GREEN, "").replace(generate.RESET, "") == text
+        assert answer == generate.Marked(Detokenizer(texts, stop_strings), color=True).news(request)

@@ -1,6 +1,7 @@
 """What each optimisation is worth: both sides differ in what the switch says alone, and the whole command runs."""
 
 import json
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from command_line import call
 from talking import arguments, make_home, write_rows
 
 from eagle_train.config import UserError
-from eagle_train.inference import Output, Stats, paged_kv
+from eagle_train.inference import Engine, Output, Stats, paged_kv
+from eagle_train.inference.disaggregated import DecodeEngine
 from eagle_train.inference.paged_kv import Masks, Prefix
 from eagle_train.inference.sampling import verify
 from eagle_train.inference.tree import chain, full
@@ -27,7 +29,8 @@ from evals.switches import Bench, Config, compared
 
 TABLE = "1: {parents: [-1, 0]}\n2: {parents: [-1, 0, 0]}\n3: {parents: [-1]}\n"
 SAMPLED = ("greedy_drafting", "compiled_sampling")
-ELSEWHERE = ("compiled_forwards", "compiled_sampling", "cuda_graphs")  # tests/test_compiled.py, tests/test_graphs.py
+# tests/test_compiled.py, tests/test_graphs.py, below
+ELSEWHERE = ("compiled_forwards", "compiled_sampling", "cuda_graphs", "disaggregated_prefill")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,7 @@ def test_sides_differ_in_what_they_say(bench):
     for switch in SWITCHES.values():
         assert switch.off != switch.on
         assert switch.figure in switches.FIGURES
+        assert not switch.off.apart
     off, on = engines(bench, "persistent_kv")
     assert (off.scheduler.prefixes is None, on.scheduler.prefixes is None) == (True, False)
     for name in ("speculation", "guided_speculation"):
@@ -244,6 +248,32 @@ def test_what_needs_a_gpu_is_left_out_without_one(home):
     assert "cuda_graphs" not in {name for _, name in config_for(home).cells}
     with pytest.raises(UserError, match=r"^switches: cuda_graphs needs a GPU; name others$"):
         config_for(home, switches=["cuda_graphs"])
+
+
+def test_what_needs_two_processes_is_left_out_on_a_gpu(home, monkeypatch):
+    monkeypatch.setattr(switches, "resolve_device", lambda _: "cuda")
+    assert "disaggregated_prefill" not in {name for _, name in config_for(home).cells}
+    with pytest.raises(UserError, match=r"^switches: disaggregated_prefill needs device=cpu; name others$"):
+        config_for(home, switches=["disaggregated_prefill"])
+
+
+def test_prompts_are_read_apart(bench, monkeypatch):
+    """All of them, by a process that is gone afterwards."""
+    here, read = [], Engine.read
+
+    def noting(self, chunks):
+        here.append((type(self), len(chunks)))
+        return read(self, chunks)
+
+    monkeypatch.setattr(Engine, "read", noting)
+    off, on = bench.answered(SWITCHES["disaggregated_prefill"], 2).values()
+    assert [[each.output.token_ids for each in batch] for batch in off] == [
+        [each.output.token_ids for each in batch] for batch in on
+    ]
+    assert sum(count for kind, count in here if kind is Engine) == 3 * len(off) + 3  # and those that warm up
+    assert sum(count for kind, count in here if kind is DecodeEngine) == 0
+    assert not torch.distributed.is_initialized()
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("names", ["[]", "['continuous_batching']"])
