@@ -135,8 +135,8 @@ def rounded(config: Config, draft: Draft, target: Target | None) -> Draft:
         return quantised(draft, config.quant)
     check(target.tokenizer is not None, f"target.path={target.name}: no tokenizer there, and rounding=gptq reads text")
     data = build(DataConfig, config.data, "data")
-    longest = target.max_positions
-    check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {longest}")
+    fits = data.row_tokens <= target.max_positions
+    check(fits, f"data.row_tokens={data.row_tokens}: must be at most the context, {target.context}")
     stream = Stream(data, ChatRenderer(target.tokenizer, data.supervise), CALIBRATION_ROWS)
     return calibrated(draft, target, stream, config.quant, config.calibration_tokens)
 

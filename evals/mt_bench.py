@@ -162,7 +162,7 @@ def prompt_of(engine: Engine, question: Question, turn: int, messages: list[dict
     check(
         len(tokens) + before < limit,
         f"{name}: the prompt takes {len(tokens) + before} tokens{answers}; the context of {engine.target.name} holds "
-        f"{limit}, one of them for the answer",
+        f"{engine.target.context}, one of them for the answer",
     )
     return tokens
 

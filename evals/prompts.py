@@ -45,7 +45,8 @@ class Prompts:
             question, prompt = self.prompt(number, count * size, length)
             check(
                 len(prompt) + room <= limit,
-                f"max_tokens={room}: a prompt has {len(prompt)} tokens, and the context of {self.target.name} {limit}",
+                f"max_tokens={room}: a prompt has {len(prompt)} tokens, and the context of {self.target.name} "
+                f"{self.target.context}",
             )
             asked.append(Asked(question, prompt, replace(self.params, seed=self.params.seed + number)))
         return [asked[start : start + size] for start in range(0, len(asked), size)]

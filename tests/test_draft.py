@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny import random_tokens, shared_target, tiny_draft
+from tiny import random_tokens, shared_target, tiny_draft, tiny_target
 from torch import nn
 from transformers import Gemma3TextConfig, GPT2Config, Llama4TextConfig, LlamaConfig, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -205,6 +205,15 @@ def test_rotary_settings_are_the_targets(rope):
     signs = torch.tensor([-1.0, 1.0]).repeat_interleave(sin.shape[-1] // 2)
     torch.testing.assert_close(cos.squeeze(1), wanted_cos)
     torch.testing.assert_close(sin.squeeze(1), wanted_sin * signs)
+
+
+def test_longrope_is_the_targets_within_its_context():
+    target = tiny_target("phi3")
+    positions = torch.tensor([[0, 5, target.max_positions - 1]])
+    cos, sin = Draft(DraftConfig.from_target(target.config)).rotary(positions)
+    wanted_cos, wanted_sin = target.model.model.rotary_emb(torch.zeros(1), positions)
+    torch.testing.assert_close(cos.squeeze(1), wanted_cos)
+    torch.testing.assert_close(sin.squeeze(1).abs(), wanted_sin.abs())
 
 
 @pytest.mark.parametrize("rope", PARTIAL)

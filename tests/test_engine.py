@@ -29,6 +29,31 @@ def trained() -> Draft:
     return trained_draft(shared_target())
 
 
+# --- which targets
+
+
+def test_keys_and_values_of_two_widths_are_refused():
+    with pytest.raises(
+        UserError, match=r"deepseek_v3 can be trained on, not decoded: .* are \(4, 16, 8\) in 3 of 3 layers"
+    ):
+        Engine(tiny_target("deepseek_v3"))
+
+
+@pytest.mark.parametrize("family", ["phi3", "dynamic"])
+def test_where_rope_changes_with_the_text_tokens_do_not_hang_on_neighbours(family):
+    """A text that fills the context, drafts beyond it, padding beyond it, chunks; each as transformers has it alone."""
+    target, prompts = tiny_target(family), random_tokens(7, 40, 30)
+    draft = tiny_draft(target)
+    wanted = [continued(target, prompt, min(24, 48 - len(prompt))) for prompt in prompts]
+    for options in ({}, {"draft": draft}, {"draft": draft, "tree": "d3_bf2", "prefill_tokens": 36}):
+        assert (
+            token_ids(Engine(target, **options).generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True)))
+            == wanted
+        )
+    with pytest.raises(UserError, match=r"has 48 tokens: the context of .* holds 48 \(beyond, one text's RoPE would"):
+        Engine(target).generate(random_tokens(48))
+
+
 # --- temperature 0 against transformers
 
 

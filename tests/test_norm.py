@@ -64,5 +64,24 @@ def test_what_only_looks_like_a_norm_stays_as_it_is() -> None:
     assert type(module) is Centred
 
 
+@pytest.mark.parametrize("defaults", [None, (None,)])
+def test_a_norm_with_a_gate_stays_as_it_is(defaults: tuple | None) -> None:
+    class Gated(torch.nn.Module):
+        variance_epsilon = EPS
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.rand(24))
+
+        def forward(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+            x = F.rms_norm(x, (24,), self.weight, EPS)
+            return x if gate is None else x * F.silu(gate)
+
+    Gated.forward.__defaults__ = defaults  # without a gate it is a plain norm, or must have one
+    module = Gated()
+    use_fast_norms(module)
+    assert type(module) is Gated
+
+
 def test_a_target_has_them() -> None:
     assert any(isinstance(module, FastNorm) for module in shared_target().model.modules())

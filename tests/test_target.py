@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import bitsandbytes
@@ -10,13 +9,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, GROUPED_FLOPS, random_tokens, shared_target, tiny_model, tiny_target
+from tiny import FAMILIES, GROUPED_FLOPS, STATEFUL, random_tokens, shared_target, tiny_model, tiny_target
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from eagle_train.config import UserError
 from eagle_train.models import target as target_module
-from eagle_train.models.target import Target, TargetConfig, load_config, load_target
+from eagle_train.models.target import Target, TargetConfig, load_config, load_target, rope_limit
 from eagle_train.ops.attention import Rule, packed_attention
 from eagle_train.training.plan import TargetShape
 
@@ -84,6 +83,37 @@ def packed_and_alone(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_are_as_each_document_alone(family):
     torch.testing.assert_close(*packed_and_alone(shared_target(family)), rtol=1e-4, atol=1e-4)
+
+
+def test_values_may_be_narrower_than_keys():
+    """In bf16 too, which a CPU attends to in its own way."""
+    torch.testing.assert_close(*packed_and_alone(tiny_target("deepseek_v3")), rtol=1e-4, atol=1e-4)
+    tiny_target("deepseek_v3", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", ["phi3", "dynamic"])
+def test_texts_end_where_rope_would_change(family):
+    """Padding that lies beyond changes nothing before it."""
+    target = tiny_target(family)
+    assert target.max_positions == 48
+    assert target.context == "48 (beyond, one text's RoPE would change the others')"
+    tokens = torch.tensor(random_tokens(60))
+    states = [
+        target.hidden_states(tokens[:, :length], torch.arange(length)[None], packed_attention([[length]]))
+        for length in (48, 60)
+    ]
+    torch.testing.assert_close(states[0], states[1][:, :48], rtol=1e-4, atol=1e-4)
+    target.model.set_attn_implementation("eager")
+    own = target.model(input_ids=tokens[:, :48]).logits
+    torch.testing.assert_close(target.lm_head(states[0]), own, rtol=1e-4, atol=1e-4)
+
+
+def test_where_rope_changes_by_layer_type():
+    config = transformers.LlamaConfig(max_position_embeddings=64)
+    assert rope_limit(config) is None
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+    config.rope_parameters = {"sliding_attention": {"rope_type": "default"}, "full_attention": longrope}
+    assert rope_limit(config) == 32
 
 
 def test_embedding_and_head_are_the_models_own_and_frozen():
@@ -161,9 +191,15 @@ def test_hidden_state_before_the_final_norm_is_noticed(monkeypatch):
     model = tiny_model("llama")
     states = []
     model.model.norm.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
-    monkeypatch.setattr(Target, "hidden_states", lambda self, *args: partial(states.__getitem__, -1)())
+    monkeypatch.setattr(Target, "hidden_states", lambda self, *args: states[-1].repeat(1, 2, 1))
     with pytest.raises(UserError, match="misses the model's own logits"):
         Target(model)
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_a_state_beside_attention_is_noticed(family):
+    with pytest.raises(UserError, match=rf"document in its row changes .*%; this family \({family}\), which keeps"):
+        tiny_target(family)
 
 
 # --- what is refused

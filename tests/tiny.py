@@ -62,6 +62,52 @@ FAMILIES = {
     ),
     "cohere2": ("Cohere2Config", {"num_hidden_layers": 4, "sliding_window": 8}),
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.5, 2.0, 2.5],
+    "long_factor": [1.0, 3.0, 5.0, 9.0],
+}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+# What tests of every family do not run.
+OTHERS = {
+    "phi3": ("Phi3Config", {"original_max_position_embeddings": 48, "rope_parameters": LONGROPE}),
+    "dynamic": (
+        "LlamaConfig",
+        {
+            "max_position_embeddings": 48,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 3,
+        },
+    ),
+    # a state beside attention: convolutions, linear attention, its gated norms, and a mixer in the layers that attend
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
+    "minimax": ("MiniMaxConfig", {"num_local_experts": 2, "block_size": 8}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "mlp_only_layers": [0, 1, 2],
+        },
+    ),
+    "falcon_h1": ("FalconH1Config", {"mamba_d_ssm": 32, **MAMBA}),
+}
+STATEFUL = ("lfm2", "minimax", "qwen3_next", "falcon_h1")
 CHARACTERS = "".join(map(chr, range(33, 126)))  # one token each, behind the three special ones
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + ';' }}{% endfor %}"
@@ -71,7 +117,7 @@ CHAT_TEMPLATE = (
 
 def tiny_model(family: str = "llama", seed: int = 0, std: float = 0.2, **changes) -> PreTrainedModel:
     """A random model whose matrices, norms, biases and sinks all matter. `changes`: of the config."""
-    config_class, own = FAMILIES[family]
+    config_class, own = (FAMILIES | OTHERS)[family]
     config = getattr(transformers, config_class)(**SIZES | own | changes)
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)

@@ -119,6 +119,8 @@ class Engine:
         elif isinstance(draft, Draft):
             draft = Eagle(copy.deepcopy(draft), target)
         self.target, self.max_batch_size, self.drafting = target, max_batch_size, drafting
+        self.cache = PagedKV(*target.kv_shape, 0, target.dtype, target.device)
+        shape = DraftConfig.from_target(target.config)  # refuses what has no rotary positions
         self.drafter: Drafter | None = draft
         self.ranks, self.requests = Ranks(target.together), Requests(target)
         self.kv_tokens, self.prefill_tokens = kv_tokens, prefill_tokens
@@ -134,10 +136,6 @@ class Engine:
         self.advanced: dict[Sequence, None] = {}  # who got tokens in this step, in order
         self.seated: list[Sequence] = []  # whose settings are at hand
         self.told_first = False  # the step before told first tokens: this one's round is due
-        shape = DraftConfig.from_target(target.config)  # how wide the target's own heads are
-        self.cache = PagedKV(
-            target.config.num_hidden_layers, target.num_kv_heads, shape.head_dim, 0, target.dtype, target.device
-        )
         self.stores = [self.cache, *(draft.caches if draft is not None else [])]
         self.ends, prefixes, pool = None, None, BlockPool(0)
         if prefix_cache:

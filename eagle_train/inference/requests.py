@@ -32,7 +32,7 @@ class Requests:
         check(len(tokens) > 0, f"prompt {index} is empty: give at least one token")
         check(
             len(tokens) < limit,
-            f"prompt {index} has {len(tokens)} tokens: the context of {self.target.name} holds {limit}, "
+            f"prompt {index} has {len(tokens)} tokens: the context of {self.target.name} holds {self.target.context}, "
             "one of them for the answer",
         )
         vocabulary = self.target.identity.vocab_size

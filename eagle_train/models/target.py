@@ -1,4 +1,4 @@
-"""The frozen target: any Hugging Face causal LM, loaded by its own class, whole or divided over ranks. DESIGN 3.4.
+"""The frozen target: a Hugging Face causal LM, loaded by its own class, whole or divided over ranks. DESIGN 3.4.
 
 It hands out hidden states (the output of the final norm), the embedding and the LM head, and knows nothing of drafts,
 losses or caches. Attention comes from outside: whoever calls passes `attend`, which transformers carries as a keyword
@@ -159,7 +159,10 @@ class Target:
     tokenizer: Any = None
     name: str = "target"
     together: Any = None
-    num_kv_heads: int = field(init=False)  # of a layer, on this rank
+    kv_shapes: dict[int, tuple[int, int, int]] = field(
+        init=False
+    )  # layers' heads on this rank, widths of key and value
+    rope_limit: int | None = field(init=False)
     identity: Identity = field(init=False)
     lm_head: LMHead = field(init=False)
     embedding: torch.Tensor = field(init=False)
@@ -171,8 +174,9 @@ class Target:
         self.lm_head = lm_head_of(self.model)
         with align_module_device(self.model.get_input_embeddings()):
             self.embedding = whole(self.model.get_input_embeddings().weight)
-        self.check_states()
         config = self.config
+        self.rope_limit = rope_limit(config)
+        self.check_states()
         self.identity = Identity(
             name=self.name,
             fingerprint=fingerprint(self.model),
@@ -202,7 +206,30 @@ class Target:
     @property
     def max_positions(self) -> int:
         """How long a text may be."""
-        return self.config.max_position_embeddings
+        return self.rope_limit or self.config.max_position_embeddings
+
+    @property
+    def context(self) -> str:
+        """`max_positions`, and what sets it where that is RoPE, in words."""
+        reason = " (beyond, one text's RoPE would change the others')" if self.rope_limit else ""
+        return f"{self.max_positions}{reason}"
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """Layers, key/value heads of each on this rank, and their width, for those who keep keys and values.
+
+        Raises UserError where layers differ in these, or values are not as wide as keys.
+        """
+        layers, shapes = self.config.num_hidden_layers, set(self.kv_shapes.values())
+        heads, width, _ = min(shapes)
+        family = self.model.config.model_type
+        check(
+            len(self.kv_shapes) == layers and shapes == {(heads, width, width)},
+            f"target {self.name}: {family} can be trained on, not decoded: (heads, width of keys, "
+            f"of values) are {', '.join(map(str, sorted(shapes)))} in {len(self.kv_shapes)} of {layers} layers; "
+            "they must be the same in all, and the widths equal",
+        )
+        return layers, heads, width
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token embeddings [B, T, H] of int64 tokens [B, T]."""
@@ -218,6 +245,8 @@ class Target:
         if decoder is self.model:  # Llama 4's text model names no decoder
             decoder = self.model.model
         own = {"attend": attend, "token_positions": positions}  # carried to `attention_of_target`
+        if self.rope_limit is not None:  # padding, and what is drafted beyond a text's end, may lie there
+            positions = positions.clamp(max=self.rope_limit - 1)
         return decoder(input_ids=tokens, position_ids=positions, use_cache=False, **own).last_hidden_state
 
     @cached_property
@@ -243,31 +272,42 @@ class Target:
 
     @torch.no_grad()
     def check_states(self) -> None:
-        """LMhead(h) must be the model's own logits, computed with transformers' own attention.
+        """LMhead(h) must be the model's own logits, computed with transformers' own attention; behind another document
+        in a packed row, too.
 
-        Catches a head with a scaling we do not know, the wrong hidden state, and an attention rule that got lost.
-        Raises UserError.
+        Catches a head with a scaling we do not know, the wrong hidden state, and an attention rule that got lost; and
+        what a layer carries from token to token other than by `attend`, which neither packing nor decoding would know
+        of. Raises UserError.
         """
-        tokens = torch.arange(PROBE_TOKENS, device=self.device).remainder(self.config.vocab_size)[None]
-        positions = torch.arange(PROBE_TOKENS, device=self.device)[None]
+        length = min(PROBE_TOKENS, self.max_positions)
+        tokens = torch.arange(length, device=self.device).remainder(self.config.vocab_size)[None]
+        positions = torch.arange(length, device=self.device)[None]
         self.model.set_attn_implementation("eager")
         own = whole(self.model(input_ids=tokens, use_cache=False).logits).float()
         route_experts(self.model)  # what is ours from here on must give the same
         use_fast_norms(self.model)
         self.model.set_attn_implementation("eagle_train")
-        packed = packed_attention([[PROBE_TOKENS]])
+        packed = packed_attention([[length, length]])
+        self.kv_shapes = {}
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-            self.num_kv_heads = k.shape[1]
+            self.kv_shapes[layer] = (k.shape[1], k.shape[3], v.shape[3])
             return packed(layer, q, k, v, rule)
 
-        ours = self.lm_head(self.hidden_states(tokens, positions, attend)).float()
+        hidden = self.hidden_states(tokens.repeat(1, 2), positions.repeat(1, 2), attend)
+        ours, behind = self.lm_head(hidden).float().chunk(2, dim=1)
+        bound, family = 1e-3 if self.dtype == torch.float32 else 5e-2, self.model.config.model_type
         error = ((ours - own).norm() / own.norm()).item()
-        bound = 1e-3 if self.dtype == torch.float32 else 5e-2
         check(
             error <= bound,
             f"target {self.name}: the LM head applied to the hidden states misses the model's own logits by "
-            f"{error:.1%}; this family ({self.model.config.model_type}) is not supported",
+            f"{error:.1%}; this family ({family}) is not supported",
+        )
+        error = ((behind - ours).norm() / ours.norm()).item()
+        check(
+            error <= bound,
+            f"target {self.name}: what stands before a document in its row changes its logits by {error:.1%}; this "
+            f"family ({family}), which keeps a state beside its attention's keys and values, is not supported",
         )
 
 
@@ -430,6 +470,20 @@ def lm_head_of(model: PreTrainedModel) -> LMHead:
     with align_module_device(head):
         bias = None if getattr(head, "bias", None) is None else whole(head.bias)
         return LMHead(whole(head.weight), bias, scale, softcap)
+
+
+def rope_limit(config: Any) -> int | None:
+    """From which position on one text of a call changes the rotary frequencies of all texts in it; None: nowhere.
+
+    transformers chooses those of longrope and dynamic by the largest position of the call.
+    """
+    rope, ends = getattr(config, "rope_parameters", None) or {}, []
+    for each in (rope, *(values for values in rope.values() if isinstance(values, dict))):  # some by layer type
+        if each.get("rope_type") == "longrope":
+            ends.append(each["original_max_position_embeddings"])
+        elif each.get("rope_type") == "dynamic":
+            ends.append(config.max_position_embeddings)
+    return min(ends, default=None)
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -250,11 +250,11 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Ru
 def causal_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """`causal_attention` as two batched products: on a CPU in bf16 1.8 times as fast as the flash kernel at 130 tokens,
     and 3.9 times with the backward pass (2.1 and 2.8 at 512); the scores are rounded to bf16 once more."""
-    (batch, _, length, width), groups = q.shape, q.shape[1] // k.shape[1]
+    (batch, _, length, _), groups = q.shape, q.shape[1] // k.shape[1]
     folded = q.unflatten(1, (-1, groups)).flatten(0, 1).flatten(1, 2)
     keys, values = k.flatten(0, 1), v.flatten(0, 1)
     scores = torch.baddbmm(causal_mask(length, groups), folded, keys.transpose(1, 2), alpha=scale)
-    return torch.bmm(scores.softmax(-1), values).view(batch, -1, length, width)
+    return torch.bmm(scores.softmax(-1), values).view(batch, -1, length, v.shape[-1])
 
 
 @lru_cache(maxsize=128)

@@ -54,8 +54,8 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
     target_config = build(TargetConfig, config.target, "target")
     target = load_target(training_dtype(target_config, device), device, parallel.target, world)
     check(target.tokenizer is not None, f"target.path={target.name}: no tokenizer there, and training reads text")
-    longest = target.max_positions
-    check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {longest}")
+    fits = data.row_tokens <= target.max_positions
+    check(fits, f"data.row_tokens={data.row_tokens}: must be at most the context, {target.context}")
     shape = draft_shape(config.draft, target)  # refused before any data are read
     given = None if train.init_from is None else given_draft(train.init_from, shape, target)
 
