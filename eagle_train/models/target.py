@@ -159,9 +159,7 @@ class Target:
     tokenizer: Any = None
     name: str = "target"
     together: Any = None
-    kv_shapes: dict[int, tuple[int, int, int]] = field(
-        init=False
-    )  # layers' heads on this rank, widths of key and value
+    kv_shapes: dict[int, tuple[int, int, int]] = field(init=False)  # by layer: heads on this rank, widths of k and v
     rope_limit: int | None = field(init=False)
     identity: Identity = field(init=False)
     lm_head: LMHead = field(init=False)
