@@ -6,6 +6,7 @@ them a job is one process, and everything here costs nothing.
 
 import atexit
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from eagle_train.config import UserError, check, one_line, report
 
 T = TypeVar("T")
 SIDES = ("data", "files", "votes")
+# What launchers, clusters and terminals stop a job with. All its processes may be sent it; its ranks alone see to it.
+STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True)

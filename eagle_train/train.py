@@ -19,15 +19,21 @@ INTERRUPTED = 75  # exit status: stopped by a signal after a checkpoint, run the
 
 
 class Stop:
-    """Whether this process was told to stop, by what clusters send before they take the nodes away."""
+    """Whether this process was told to stop: by a cluster that takes the nodes away, by its terminal or its user.
+
+    A second SIGINT, which has no patience, ends it at once.
+    """
 
     def __init__(self) -> None:
         self.asked = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self)
+        for number in distributed.STOP:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell for what it starts in the background
+                signal.signal(number, self)
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, number: int, _: Any) -> None:
         self.asked = True
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
 
 
 @command("train")
@@ -61,13 +67,14 @@ def job(config: DictConfig) -> int:
 
 def run(config: DictConfig, trainer: Trainer, stop: Stop) -> None:
     """The whole job on one of its ranks."""
-    resumed = trainer.config.resume and trainer.resume()
+    if trainer.config.resume:
+        trainer.resume()
     trainer.stop_asked = lambda: stop.asked
     if not trainer.world.is_main:
         trainer.train(NoTracker(trainer.directory, {}))
         return
     print(trainer, flush=True)
-    log = open_log(config, trainer, trainer.step if resumed else None)
+    log = open_log(config, trainer)
     try:
         heldout = trainer.train(log)
     except Interrupted:
@@ -77,12 +84,15 @@ def run(config: DictConfig, trainer: Trainer, stop: Stop) -> None:
     summarise(trainer, heldout)
 
 
-def open_log(config: DictConfig, trainer: Trainer, resumed_step: int | None) -> MetricsLog:
-    """The run's composed config and its metrics, in its directory and at the tracker."""
+def open_log(config: DictConfig, trainer: Trainer) -> MetricsLog:
+    """The run's composed config and its metrics, in its directory and at the tracker.
+
+    A run that may be resumed is the same one even when it was stopped before its first checkpoint.
+    """
     composed = redact(OmegaConf.to_container(config, resolve=True))
     write_text(trainer.directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(composed)))
     tracker = hydra.utils.instantiate(config.tracking)(directory=trainer.directory, config=composed)
-    return MetricsLog(trainer.directory, tracker, resumed_step)
+    return MetricsLog(trainer.directory, tracker, trainer.step if trainer.config.resume else None)
 
 
 def summarise(trainer: Trainer, heldout: Record) -> None:

@@ -5,7 +5,7 @@
 #   NODES       in the job (1); with more, start the same line on each node with
 #   MASTER      HOST:PORT of one of them that all reach, and
 #   JOB         a name that is theirs alone (eagle)
-#   GRACE       seconds that the processes have to write a checkpoint after SIGTERM, SIGINT or SIGUSR1 (900)
+#   GRACE       seconds that the processes have to write a checkpoint after SIGTERM, SIGINT, SIGHUP or SIGUSR1 (900)
 . "$(dirname "$0")/setup.sh"
 set_up
 processes="${PROCESSES:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
@@ -17,6 +17,6 @@ else
 fi
 # A log for each rank, if LOGS names a directory; errors are shown here in any case, the first rank's output too.
 [ -z "${LOGS:-}" ] || rendezvous+=(--log-dir "$LOGS" --redirects 3 --tee 3)
-# A signal is passed on, and the ranks have time to write their checkpoint.
+# A signal is passed on, and the ranks have time to write their checkpoint; SIGQUIT ends them at once.
 grace=(--signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" --shutdown-timeout "${GRACE:-900}")
 exec torchrun "${rendezvous[@]}" "${grace[@]}" --nproc-per-node "$processes" -m eagle_train.train "$@"

@@ -247,6 +247,16 @@ def test_damage_is_noticed(tmp_path, capsys, file, damage):
         load(bad)
 
 
+def test_nothing_is_started_anew_where_no_checkpoint_is_whole(tmp_path):
+    flip(some_save(tmp_path, 1) / "draft.safetensors")
+    (some_save(tmp_path, 2) / "trainer.pt").unlink()
+    reasons = r"step-00000002: .*No such file.*; step-00000001: draft\.safetensors is not what was written"
+    with pytest.raises(
+        UserError, match=rf"holds 2 checkpoints and none is whole \({reasons}.*\); remove them to start"
+    ):
+        latest(tmp_path)
+
+
 def test_another_format_is_not_read(tmp_path):
     path = some_save(tmp_path, 1)
     manifest = path / "manifest.json"

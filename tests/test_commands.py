@@ -270,11 +270,50 @@ def test_a_run_that_was_killed_is_resumed_as_if_it_had_not_been(root, runs):
         assert sorted(os.listdir(run)) == sorted(os.listdir(root / "whole")), run.name
 
 
+STOP = """
+import os, signal
+from eagle_train.train import Stop
+
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+stop = Stop()
+os.kill(os.getpid(), signal.SIGHUP)
+print(stop.asked)
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+    stop.asked = False
+    os.kill(os.getpid(), number)
+    print(stop.asked)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    print("at once")
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+stop = Stop()
+os.kill(os.getpid(), signal.SIGHUP)
+print(stop.asked)
+"""
+
+
+def test_what_tells_a_run_to_stop():
+    done = in_a_process("-c", STOP)
+    assert done.stdout.splitlines() == ["False", *["True"] * 4, "at once", "True"], done.stderr
+
+
 def test_a_finished_run_stays_as_it_is(made, tmp_path, capsys):
     run = shutil.copytree(made / "run", tmp_path / "run")
     assert call(train.main, *training(made, f"out={run}")) == 0
     assert (run / "metrics.jsonl").read_text() == (made / "run" / "metrics.jsonl").read_text()
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_run_that_is_begun_again_before_its_first_checkpoint_is_the_same_at_the_tracker(root, tmp_path):
+    pytest.importorskip("wandb")
+    arguments, found = training(root, f"out={tmp_path}/run", "tracking=wandb", "tracking.mode=disabled"), []
+    for resume in ("true", "true", "false"):
+        assert call(train.main, *arguments, "train.steps=1", f"train.resume={resume}") == 0
+        found.append((tmp_path / "run" / "wandb_run_id").read_text())
+        shutil.rmtree(tmp_path / "run" / "step-00000001")
+        assert len(metrics(tmp_path / "run")) == 1
+    assert found[0] == found[1] != found[2]
 
 
 def mistake(capsys, out: Path, main, *arguments: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import call, chats, read_jsonl, save_target, write_jsonl
+from command_line import TEMPLATE, call, chats, read_jsonl, save_target, write_jsonl
 
 from eagle_train import train
 
@@ -184,13 +184,30 @@ def test_torchrun_passes_a_signal_on_and_the_run_goes_on(torchrun, tmp_path):
     out = tmp_path / "run"
     job = torchrun(600, out, PROCESSES="2")
     wait_for_steps(out, 5, job)
-    job.send_signal(signal.SIGTERM)
+    job.send_signal(signal.SIGINT)
     assert job.wait(timeout=120) != 0
     (checkpoint,) = out.glob("step-*")
     done = int(checkpoint.name.removeprefix("step-"))
     assert len(read_jsonl(out / "metrics.jsonl")) == done < 600
     assert torchrun(done + 3, out, PROCESSES="2").wait(timeout=120) == 0
     assert [record["step"] for record in read_jsonl(out / "metrics.jsonl")] == list(range(1, done + 4))
+
+
+def test_a_signal_to_the_whole_group_leaves_the_tokenisers_at_work(tmp_path):
+    """They are so slow that the run waits for documents of theirs when it comes."""
+    slow = TEMPLATE + "{% for i in range(99999) %}{% endfor %}" * 5
+    save_target(tmp_path / "target", slow)
+    write_jsonl(tmp_path / "train.jsonl", chats(200))
+    out = tmp_path / "run"
+    overrides = [*a_run(600, out), "data.workers=1", "optim.tokens_per_step=1024", "train.micro_batch_rows=32"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "eagle_train.train", *overrides]
+    job = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
+    wait_for_steps(out, 1, job)
+    os.killpg(job.pid, signal.SIGTERM)
+    assert job.wait(timeout=60) == train.INTERRUPTED
+    (checkpoint,) = out.glob("step-*")
+    assert len(read_jsonl(out / "metrics.jsonl")) == int(checkpoint.name.removeprefix("step-")) < 600
 
 
 def two_nodes(torchrun: Launcher, steps: int, out: Path) -> list[subprocess.Popen]:

@@ -6,7 +6,11 @@ import gzip
 import io
 import itertools
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -111,7 +115,7 @@ def test_packing_equals_the_plain_twin(tmp_path, long_documents):
     rows = make_rows(150, longest=20)
     path = write_jsonl(tmp_path / "heldout.jsonl", rows)
     config = DataConfig(path="x.jsonl", heldout=path, row_tokens=24, long_documents=long_documents)
-    batches = heldout_batches(config, make_renderer(), 4)
+    batches = heldout_batches(config, make_renderer(), 4, 1000)
     packed = segments(batches)
     documents = [segment for segment in packed if segment[0][0] != 0]
     padding = [segment for segment in packed if segment[0][0] == 0]
@@ -124,6 +128,17 @@ def test_packing_equals_the_plain_twin(tmp_path, long_documents):
     assert all(batch.supervised.dtype == torch.bool for batch in batches)
 
 
+def test_held_out_rows_that_are_not_used_are_not_read(tmp_path):
+    rows = make_rows(150, longest=20)
+    every, begun = write_jsonl(tmp_path / "every.jsonl", rows), write_jsonl(tmp_path / "begun.jsonl", rows[:75])
+    with Path(begun).open("a") as file:
+        file.write("no row\n")
+    expected = heldout_batches(DataConfig("x", heldout=every, row_tokens=24), make_renderer(), 4, 1000)
+    found = heldout_batches(DataConfig("x", heldout=begun, row_tokens=24), make_renderer(), 4, 3)
+    assert len(found) == 3 < len(expected)
+    assert all(same(one, other) for one, other in zip(found, expected, strict=False))
+
+
 def test_no_token_is_lost(tmp_path):
     """What goes in comes out, to the token, however it is split, save for tails too short to have a slot to supervise:
     those are counted as skipped."""
@@ -131,7 +146,7 @@ def test_no_token_is_lost(tmp_path):
     path = write_jsonl(tmp_path / "heldout.jsonl", rows)
     config = DataConfig(path="x.jsonl", heldout=path, row_tokens=16, supervise="all")
     out = Counter(
-        token for tokens, _, _ in segments(heldout_batches(config, make_renderer("all"), 4)) for token in tokens
+        token for tokens, _, _ in segments(heldout_batches(config, make_renderer("all"), 4, 1000)) for token in tokens
     )
     del out[0]
     assert out == Counter(token for row in rows for token in tokens_of(row))
@@ -411,6 +426,36 @@ def test_worker_processes_draw_the_same_rows(tmp_path):
     stream.close()
 
 
+DRAW = """
+import multiprocessing, sys
+from eagle_train.corpus.source import DataConfig
+from eagle_train.corpus.stream import Stream
+from test_stream import make_renderer
+
+renderer = make_renderer()
+renderer.tokenizer.chat_template += "{% for i in range(99999) %}{% endfor %}"  # so that workers are at work
+stream = Stream(DataConfig(sys.argv[1], row_tokens=4000, workers=2), renderer, 1)
+next(stream)
+print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+for _ in stream:
+    pass
+"""
+
+
+@pytest.mark.parametrize("victim", ["owner", "worker"])
+def test_no_worker_outlives_its_pool(tmp_path, victim):
+    """Its owner is killed, or another worker, so that nobody reads what it made: more than a pipe holds."""
+    path = write_jsonl(tmp_path / "train.jsonl", [chat([1], [*range(2000)])] * 400)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    job = subprocess.Popen([sys.executable, "-c", DRAW, path], env=environment, stdout=-1, stderr=-1, text=True)
+    workers = [int(worker) for worker in job.stdout.readline().split()]
+    assert len(workers) == 2
+    os.kill(job.pid if victim == "owner" else workers[0], signal.SIGKILL)
+    _, told = job.communicate(timeout=60)  # until the last of them has closed the pipes
+    assert job.returncode == (-signal.SIGKILL if victim == "owner" else 1)
+    assert ("BrokenProcessPool" in told) == (victim == "worker")
+
+
 def test_a_mixture_follows_its_weights_and_each_part_its_epochs(tmp_path):
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", make_rows(50, 3, seed)) for seed, name in enumerate("ab")]
     mix = {"a": SourceConfig(paths[0], weight=0.2), "b": SourceConfig(paths[1], weight=0.6)}
@@ -477,8 +522,8 @@ def test_data_without_anything_to_learn_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no supervised token: .*'skipped': 5"):
         next(Stream(DataConfig(path), make_renderer(), 1))
     with pytest.raises(UserError, match=r"data\.heldout is .*no supervised token"):
-        heldout_batches(DataConfig("x", heldout=path), make_renderer(), 1)
+        heldout_batches(DataConfig("x", heldout=path), make_renderer(), 1, 1)
 
 
 def test_no_heldout_no_batches():
-    assert heldout_batches(DataConfig("x"), make_renderer(), 1) == []
+    assert heldout_batches(DataConfig("x"), make_renderer(), 1, 1) == []

@@ -70,17 +70,18 @@ def make_trainer(
     target = target or a_target()
     config = DataConfig(str(data / f"{file}.jsonl"), heldout=str(data / "heldout.jsonl"), row_tokens=ROW)
     renderer = ChatRenderer(target.tokenizer)
+    settings = TrainConfig(steps=steps, micro_batch_rows=rows, **train)
     optim = OptimConfig(**{"lr": 1e-3, "tokens_per_step": rows_per_step * ROW} | (optim or {}))
     shape = DraftConfig.from_target(target.config, num_layers=num_layers, fc_bias=True)  # parameters of every kind
     draft = draft or Draft(shape).init_weights(0)
     return Trainer(
-        TrainConfig(steps=steps, micro_batch_rows=rows, **train),
+        settings,
         optim,
         target,
         draft,
         prepare(draft, optim, parallel or ParallelConfig(), world, target.dtype),
         Stream(config, renderer, rows, world),
-        heldout_batches(config, renderer, rows),
+        heldout_batches(config, renderer, rows, settings.eval_batches),
         directory,
         world,
     )
@@ -402,14 +403,28 @@ def test_nothing_to_resume(tmp_path, data):
     assert not make_trainer(tmp_path / "new", data).resume()
 
 
+def test_a_finished_run_draws_nothing_and_is_not_made_shorter(tmp_path, data):
+    run(make_trainer(tmp_path, data, steps=2))
+    finished = make_trainer(tmp_path, data, steps=2)
+    assert finished.resume()
+    assert run(finished, resumed=True)[-1]["step"] == 2
+    assert "ahead" not in vars(finished)
+    with pytest.raises(UserError, match=r"^train\.steps=1: .*step-00000002 has made 2 already; give as many or more$"):
+        make_trainer(tmp_path, data, steps=1).resume()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"num_layers": 2}, r"^draft\.num_layers=2: .*step-00000001 was trained with 1; resume with the same draft$"),
         ({"file": "other"}, r"^data\.path is .*other\.jsonl.* but was .*train\.jsonl.* resume with the same data$"),
+        (
+            {"optim": {"name": "muon"}},
+            r"^optim\.name=muon: .*step-00000001 was trained with another, without .*; resume with the same$",
+        ),
         ({"target": "other"}, r"^target\.path=other: .*step-00000001 was trained for tiny-llama$"),
     ],
-    ids=["draft", "data", "target"],
+    ids=["draft", "data", "optimiser", "target"],
 )
 def test_a_run_is_resumed_only_as_what_it_was(tmp_path, data, change, message):
     trainer = make_trainer(tmp_path, data)
@@ -472,6 +487,15 @@ def test_held_out_measurements(tmp_path, data):
     assert_same(alone.evaluate(), record, 1e-5)
     alone.heldout = []
     assert alone.evaluate() == {}
+
+
+def test_depths_without_a_chain_are_left_out(tmp_path, data):
+    """Every supervised slot of a short document is counted at depth 1, one less at each further, none at last."""
+    trainer = make_trainer(tmp_path, data, eval_depth=4)
+    trainer.heldout = [collate([packed_row((random_tokens(5)[0], [1, 2, 3]))])]
+    record = trainer.evaluate()
+    assert len(record["acceptance_per_depth"]) == 3
+    assert record["simulated_tpc"] == pytest.approx(1 + sum(record["acceptance_per_depth"]))
 
 
 def test_a_bf16_target_trains_an_fp32_draft(tmp_path, data):

@@ -7,10 +7,14 @@ Knows nothing of packing.
 """
 
 import multiprocessing
+import os
 import random
+import signal
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any
@@ -30,7 +34,7 @@ from eagle_train.corpus.source import (
     open_source,
     parse,
 )
-from eagle_train.distributed import World
+from eagle_train.distributed import STOP, World
 
 BLOCK = 1024  # draws whose data sets are chosen together
 CHUNK = 32  # rows that a rank tokenises before it shares them
@@ -160,18 +164,30 @@ class Feed:
         if not self.config.workers:
             return [render(row.placed, self.config.sources[row.source], self.renderer) for row in rows]
         if self.pool is None:
-            self.pool = ProcessPoolExecutor(
-                self.config.workers,
-                multiprocessing.get_context("spawn"),  # a fork would copy the GPU's and the tokenizer's threads
-                initializer=set_up_worker,
-                initargs=(self.config, self.renderer),
-            )
-        return self.pool.submit(work, [(row.source, row.placed) for row in rows])
+            with shielded():
+                self.pool = ProcessPoolExecutor(
+                    self.config.workers,
+                    multiprocessing.get_context("spawn"),  # a fork would copy the GPU's and the tokenizer's threads
+                    initializer=set_up_worker,
+                    initargs=(self.config, self.renderer),
+                )
+        with shielded():  # anew: multiprocessing lifts it when it has started its resource tracker
+            return self.pool.submit(work, [(row.source, row.placed) for row in rows])
 
     def close(self) -> None:
         if self.pool is not None:
             self.pool.shutdown(cancel_futures=True)
             self.pool = None
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Processes that this thread starts meanwhile have STOP blocked from their first moment on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 worker: dict[str, Any] = {}  # what a worker process was set up with
@@ -180,6 +196,16 @@ worker: dict[str, Any] = {}  # what a worker process was set up with
 def set_up_worker(config: DataConfig, renderer: ChatRenderer) -> None:
     torch.set_num_threads(1)
     worker.update(config=config, renderer=renderer)
+    threading.Thread(target=end_with_pool, args=(multiprocessing.parent_process().pid,), daemon=True).start()
+
+
+def end_with_pool(owner: int) -> None:
+    """End this process when the one that has the pool is gone, or sends SIGTERM: so it ends a pool that is broken."""
+    while os.getppid() == owner:
+        told = signal.sigtimedwait([signal.SIGTERM], 1)
+        if told is not None and told.si_pid == owner:
+            break
+    os._exit(1)
 
 
 def work(rows: list[tuple[str, PlacedRow]]) -> list[Rendered]:

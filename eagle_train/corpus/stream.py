@@ -7,6 +7,7 @@ Shapes: B rows of a batch, N tokens of a row (`data.row_tokens`).
 
 import copy
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import count, islice
 from typing import Any
@@ -253,14 +254,22 @@ class Stream:
         return {**values, "path (names and sizes of the files)": self.feed.identity()}
 
 
-def heldout_batches(config: DataConfig, renderer: ChatRenderer, rows: int) -> list[Batch]:
-    """One pass over config.heldout in its own order, `rows` packed rows a batch; the last may have empty ones. No
-    heldout, no batches. Raises UserError as Stream does."""
+def heldout_batches(config: DataConfig, renderer: ChatRenderer, rows: int, number: int) -> list[Batch]:
+    """The first `number` batches of config.heldout in its own order, `rows` packed rows a batch; no more is read.
+
+    Where the data end, a batch may have empty rows. No heldout, no batches. Raises UserError as Stream does.
+    """
     if config.heldout is None:
         return []
     packer = Packer(config)
-    documents = (received(render(placed, config, renderer)) for placed in open_source(config, "heldout").rows())
-    packed = [row for document in documents for row in packer.add(document)] + packer.flush()
+    packed = list(islice(heldout_rows(config, renderer, packer), rows * number))
     check(bool(packed), f"data.heldout is {config.heldout}; it has no supervised token: {packer.counts}")
     packed += [PackedRow.empty(config.row_tokens) for _ in range(-len(packed) % rows)]
     return [collate(packed[i : i + rows]) for i in range(0, len(packed), rows)]
+
+
+def heldout_rows(config: DataConfig, renderer: ChatRenderer, packer: Packer) -> Iterator[PackedRow]:
+    """One pass over config.heldout, packed as it is read."""
+    for placed in open_source(config, "heldout").rows():
+        yield from packer.add(received(render(placed, config, renderer)))
+    yield from packer.flush()

@@ -64,7 +64,7 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
     if given is None and shape.vocab_size:
         shape.vocabulary = stream.frequent_tokens(shape.vocab_size)
     draft = (Draft(shape).init_weights(config.seed) if given is None else given).to(device)
-    heldout = heldout_batches(data, renderer, train.micro_batch_rows)
+    heldout = heldout_batches(data, renderer, train.micro_batch_rows, train.eval_batches)
     backend = prepare(draft, optim, parallel, world, target.dtype)
     return Trainer(train, optim, target, draft, backend, stream, heldout, out, world)
 

@@ -12,6 +12,7 @@ Knows nothing of models, optimisers or data: it keeps tensors and state dicts.
 import functools
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -58,6 +59,11 @@ class Checkpoint:
     def draft(self) -> dict[str, Tensor]:
         """The draft's tensors, whole, on the CPU, dtypes as saved."""
         return load_file(self.path / DRAFT)
+
+    @property
+    def names(self) -> set[str]:
+        """Of all tensors that `read_into` can fill."""
+        return set(self.reader.read_metadata().state_dict_metadata)
 
     def read_into(self, tensors: dict[str, Tensor]) -> None:
         """Fill tensors, of the draft and of the optimiser by name; of a DTensor only this rank's part is read."""
@@ -174,6 +180,7 @@ def save(
     touched. A checkpoint of the same step is replaced. `exchange` hands every rank what each gave. Raises UserError on
     every rank when the disk refuses one of them; earlier checkpoints are then as they were.
     """
+    assert score is None or math.isfinite(score), score
     directory = Path(directory)
     final = directory / f"step-{step:08d}"
     partial = directory / f".{final.name}.partial"
@@ -220,17 +227,22 @@ def latest(directory: Path | str, exchange: Exchange = ALONE.exchange, rank: int
     """The newest checkpoint that is whole; None if there is none. Every rank calls it and verifies some of the files.
 
     A damaged one is passed over with a line on stderr that says which and why. The files are read whole to verify them.
+    Raises UserError where there are some and none is whole: a run that starts anew would write over what may be saved.
     """
     directory = Path(directory)
     if rank == 0:
         restore_replaced(directory)
     paths = exchange(checkpoints(directory) if rank == 0 else [])[0]
+    flaws = []
     for path in reversed(paths):
         flaw = first_flaw(path, exchange, rank)
         if flaw is None:
             return path
+        flaws.append(f"{path.name}: {flaw}")
         if rank == 0:
             print(f"warning: checkpoint {path} is passed over: {flaw}", file=sys.stderr)
+    found = f"{directory} holds {len(paths)} checkpoints and none is whole"
+    check(not paths, f"{found} ({'; '.join(flaws)}); remove them to start anew")
     return None
 
 

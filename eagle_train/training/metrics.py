@@ -196,9 +196,9 @@ def is_secret(name: str, value: Any) -> bool:
 class MetricsLog:
     """Writes each record as one line of `metrics.jsonl` in the run's directory, at once, and hands it to the tracker.
 
-    `resumed_step` is the step of the checkpoint that the run continues from, None for a fresh run: later records are
-    cut off, so that the file of a resumed run equals that of one never interrupted, but for times. NaN and infinities
-    are written as null, because JSON has none.
+    `resumed_step` is the step of the checkpoint that the run continues from, 0 before its first, None for a run that
+    resumes none: later records are cut off, so that the file of a resumed run equals that of one never interrupted, but
+    for times. NaN and infinities are written as null, because JSON has none.
     """
 
     def __init__(self, directory: Path | str, tracker: Tracker, resumed_step: int | None = None) -> None:

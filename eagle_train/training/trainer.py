@@ -258,6 +258,8 @@ class Trainer:
 
         Raises Interrupted where `stop_asked` on the way: after a micro-batch, or with several ranks after the next.
         """
+        if self.step == self.config.steps:  # a finished run: nothing is to be drawn
+            return {}
         bar = progress(self.config.steps, "step", self.step, shown=self.world.is_main)
         heldout: Record = {}
         while self.step < self.config.steps:
@@ -295,9 +297,12 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Record:
-        """Losses, acceptance by depth and simulated TPC on held-out rows, the draft unrolled on its own features."""
+        """Losses, acceptance by depth and simulated TPC on held-out rows, the draft unrolled on its own features.
+
+        Depths that no held-out document is long enough for are left out.
+        """
         meter = Meter()
-        batches = self.heldout[: self.config.eval_batches]
+        batches = self.heldout
         accepted = chains = torch.zeros(self.config.eval_depth, dtype=torch.float64, device=self.target.device)
         for start in range(0, len(batches), self.world.size):  # a rank without a batch runs the first, uncounted
             number = start + self.world.rank
@@ -318,7 +323,8 @@ class Trainer:
             accepted, chains = accepted + held, chains + possible
         if not batches:
             return {}
-        by_depth = (self.world.sum(accepted) / self.world.sum(chains)).tolist()
+        accepted, chains = self.world.sum(accepted), self.world.sum(chains)
+        by_depth = (accepted / chains)[chains > 0].tolist()
         return {**meter.means(self.world), "acceptance_per_depth": by_depth, "simulated_tpc": 1 + sum(by_depth)}
 
     def placed(self, batch: Batch) -> Batch:
@@ -360,11 +366,16 @@ class Trainer:
         self.saved = self.step
 
     def resume(self) -> bool:
-        """Go on from the newest whole checkpoint in the directory, if there is one."""
+        """Go on from the newest whole checkpoint in the directory, if there is one.
+
+        Raises UserError where it is another run's, or of more steps than this one is to have.
+        """
         path = checkpoint.latest(self.directory, self.world.exchange, self.world.rank)
         if path is None:
             return False
         found = checkpoint.load(path, self.world.exchange, self.world.rank)
+        steps = self.config.steps
+        check(found.step <= steps, f"train.steps={steps}: {path} has made {found.step} already; give as many or more")
         trained = build(DraftConfig, found.config, f"{path}: draft")
         for name, value in dataclasses.asdict(self.draft.config).items():
             then = getattr(trained, name)
@@ -373,6 +384,9 @@ class Trainer:
         made_for = found.state["target"]["fingerprint"]
         if made_for != self.target.identity.fingerprint:
             raise UserError(f"target.path={self.target.name}: {path} was trained for {found.state['target']['name']}")
+        names, optimizer = found.names, f"optim.name={self.optim.name}"
+        missing = next((name for name in self.backend.state()[1] if name not in names), None)
+        check(missing is None, f"{optimizer}: {path} was trained with another, without {missing}; resume with the same")
         self.backend.restore(found.read_into)
         self.stream.load_state_dict(found.state["stream"])
         checkpoint.set_random_state(found.state["random"])
