@@ -12,17 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from test_trainer import a_target, make_trainer, run
 from tiny import random_tokens
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.flop_counter import FlopCounterMode
 
 from eagle_train import distributed
 from eagle_train.config import UserError
 from eagle_train.distributed import World
-from eagle_train.models.target import TargetConfig, load_target
+from eagle_train.models.target import TargetConfig, fingerprint, load_target, sample_of
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint import Parts
@@ -116,7 +118,23 @@ def hidden_states(case: dict, world: World) -> None:
     parts = [x.to_local() if isinstance(x, DTensor) else x for x in target.model.parameters()]
     found = {"hidden": hidden, "fingerprint": target.identity.fingerprint, "own": sum(part.numel() for part in parts)}
     found["flops"] = counter.get_total_flops()
+    with patch.object(DTensor, "full_tensor", side_effect=AssertionError("gathered")):
+        assert fingerprint(target.model) == target.identity.fingerprint
     torch.save(found, f"{case['out']}-{world.rank}")
+
+
+def samples(world: World) -> None:
+    """A divided tensor's sample must be the whole one's, also where ranks have unequal parts, or none."""
+    for shape in ((), (1,), (5,), (40,), (7, 9), (64, 3), (3, 5, 8)):
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(0)).relu().neg()  # -0 among them
+        for dim in range(len(shape)):
+            for placement in (Shard(dim), _StridedShard(dim, split_factor=2), Replicate()):
+                divided = distribute_tensor(whole, world.mesh, [placement], src_data_rank=None)
+                assert torch.equal(bits_of(divided), bits_of(whole)), (shape, placement)
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return sample_of(tensor).view(torch.int16)
 
 
 def a_row(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +147,9 @@ if __name__ == "__main__":
     cases = json.loads(sys.argv[2])
     world = distributed.start("cpu", share=cases[0].get("share"), group=True)
     for case in cases:
-        if "target" in case:
+        if "samples" in case:
+            samples(world)
+        elif "target" in case:
             hidden_states(case, world)
         else:
             one_run(Path(sys.argv[1]), case, world)

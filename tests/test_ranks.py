@@ -220,7 +220,7 @@ FAMILIES = ("llama", "qwen3", "mixtral", "gpt_oss", "llama4")
 @pytest.fixture(scope="module")
 def divided(data, tmp_path_factory) -> Path:
     """What two ranks make of targets that they divide: FAMILY-PLACEMENT-RANK."""
-    root, cases = tmp_path_factory.mktemp("divided"), []
+    root, cases = tmp_path_factory.mktemp("divided"), [{"samples": True}]
     for family in FAMILIES:
         tiny_model(family).save_pretrained(root / family)
         for placement in ("fsdp2", "tensor"):

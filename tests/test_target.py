@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import bitsandbytes
 import pytest
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from eagle_train.config import UserError
 from eagle_train.models import target as target_module
-from eagle_train.models.target import Target, TargetConfig, load_config, load_target, rope_limit
+from eagle_train.models.target import Target, TargetConfig, check_placement, load_config, load_target, rope_limit
 from eagle_train.ops.attention import Rule, packed_attention
 from eagle_train.training.plan import TargetShape
 
@@ -382,6 +383,77 @@ def test_an_unknown_quantisation_is_refused(copy):
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"transformers knows no quant_method=squeezed$"):
         load_target(TargetConfig(str(copy)))
+
+
+def test_a_quantised_weight_that_cannot_be_converted_is_told_as_such(copy):
+    quantise(copy)
+    name = WEIGHT + "_scale_inv"
+    edit(copy, **{name: load_file(copy / "model.safetensors")[name][:, :1].repeat(1, 3)})
+    with pytest.raises(UserError, match=r"^target\.path=.*: a weight cannot be converted: "):
+        load_target(TargetConfig(str(copy)))
+
+
+def quantised_config(family: str, quantisation: dict, **changes) -> Any:
+    config = tiny_model(family, **changes).config
+    config.quantization_config = quantisation
+    return config
+
+
+@pytest.mark.parametrize("placement", ["fsdp2", "tensor"])
+def test_a_target_in_4_bits_is_not_divided(placement):
+    for said in ({"quant_method": "bitsandbytes"}, {}):
+        config = quantised_config("llama", {"load_in_4bit": True, **said})
+        check_placement(TargetConfig("x"), config, "replicated", 1)
+        with pytest.raises(
+            UserError, match=rf"^parallel\.target={placement}: bitsandbytes' weights cannot be divided; "
+        ):
+            check_placement(TargetConfig("x"), config, placement, 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "placement", "share", "block", "refused"),
+    [
+        ("llama", "tensor", 2, 8, None),  # attention's 32, and 48
+        (
+            "llama",
+            "tensor",
+            2,
+            16,
+            "48 of model.layers.0.mlp.gate_proj.weight must be a multiple of 2 processes * FP8 blocks ",
+        ),
+        ("llama", "fsdp2", 2, 8, None),
+        (
+            "llama",
+            "fsdp2",
+            4,
+            8,
+            "48 of model.layers.0.mlp.gate_proj.weight must be a multiple of 4 processes * FP8 blocks ",
+        ),
+        ("qwen3_moe", "fsdp2", 2, 8, None),
+        ("qwen3_moe", "tensor", 2, 8, None),
+        (
+            "mixtral",
+            "tensor",
+            2,
+            16,
+            "48 of model.layers.0.mlp.experts.gate_up_proj must be a multiple of 2 processes ",
+        ),
+        ("mixtral", "fsdp2", 2, 16, None),  # whole experts
+        ("llama4", "tensor", 2, 16, "48 of model.layers.0.feed_forward.experts.gate_up_proj must be a multiple of 2 "),
+    ],
+)
+def test_a_rank_gets_whole_blocks_of_an_fp8_target(family, placement, share, block, refused):
+    quantisation = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    config = quantised_config(family, quantisation, num_key_value_heads=4)
+    if refused is None:
+        return check_placement(TargetConfig("x"), config, placement, share, computes_fp8=False)
+    with pytest.raises(UserError) as error:
+        check_placement(TargetConfig("x"), config, placement, share, computes_fp8=False)
+    assert str(error.value).startswith(f"parallel.target={placement}: {refused}")
+    if placement == "fsdp2":
+        check_placement(TargetConfig("x"), config, placement, share, computes_fp8=True)
+    config.quantization_config["modules_to_not_convert"] = [".*proj", "lm_head"]
+    check_placement(TargetConfig("x"), config, placement, share, computes_fp8=False)
 
 
 def test_a_tokenizer_that_cannot_be_read(copy):

@@ -9,6 +9,7 @@ import atexit
 import hashlib
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -23,17 +24,19 @@ import torch.nn.functional as F
 import transformers
 from accelerate.utils import align_module_device, get_max_memory
 from safetensors import SafetensorError
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.quantizers import AutoHfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from eagle_train.config import UserError, check, one_line
 from eagle_train.distributed import ALONE, World
 from eagle_train.models.experts import route_experts
 from eagle_train.ops.attention import Attend, Rule, lengths_of, packed_attention
 from eagle_train.ops.compiled import Compiled
-from eagle_train.ops.linear import linear, use_fast_linear
+from eagle_train.ops.linear import FP8_GPU, is_gpu, linear, use_fast_linear
 from eagle_train.ops.norm import use_fast_norms
 
 PROBE_TOKENS = 24  # of the start-up check
@@ -204,13 +207,12 @@ class Target:
     @property
     def max_positions(self) -> int:
         """How long a text may be."""
-        return self.rope_limit or self.config.max_position_embeddings
+        return context_of(self.config)[0]
 
     @property
     def context(self) -> str:
         """`max_positions`, and what sets it where that is RoPE, in words."""
-        reason = " (beyond, one text's RoPE would change the others')" if self.rope_limit else ""
-        return f"{self.max_positions}{reason}"
+        return context_of(self.config)[1]
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
@@ -350,25 +352,73 @@ def load_config(config: TargetConfig) -> Any:
         raise UserError(f"target.path={config.path}: {one_line(error)}") from error
 
 
-def load_target(
-    config: TargetConfig, device: torch.device | str = "cpu", placement: str = "replicated", world: World = ALONE
-) -> Target:
-    """The target and its tokenizer, whole or this rank's part. Raises UserError for a checkpoint that is not whole."""
-    hf_config = load_config(config)
+def check_placement(
+    config: TargetConfig, hf_config: Any, placement: str, share: int, computes_fp8: bool = True
+) -> None:
+    """Raise UserError for a target that cannot be loaded so, whole or divided over `share` ranks: what its config alone
+    tells, before a weight is read. `computes_fp8`: whether the device does."""
     quantised = getattr(hf_config, "quantization_config", None)
     check(
         not quantised or AutoHfQuantizer.supports_quant_method(quantised),
         f"target.path={config.path}: transformers knows no quant_method={quantised and quantised.get('quant_method')}",
     )
+    check(not config.offload or placement == "replicated", f"target.offload=true: not with parallel.target={placement}")
+    heads = getattr(hf_config.get_text_config(), "num_key_value_heads", None) or share
+    check(
+        placement != "tensor" or heads % share == 0,
+        f"parallel.target=tensor: {heads} key/value heads cannot be divided between {share} processes",
+    )
+    if quantised and placement != "replicated":
+        check(
+            quantised.get("quant_method", "bitsandbytes") != "bitsandbytes",  # whose configs may leave it out
+            f"parallel.target={placement}: bitsandbytes' weights cannot be divided; use parallel.target=replicated, or "
+            "a checkpoint in FP8",
+        )
+        if quantised.get("weight_block_size") and (placement == "tensor" or not computes_fp8):
+            check_blocks(config, hf_config, placement, share)
+
+
+BLOCK_DIMS = {"colwise": -2, "rowwise": -1, "packed_colwise": -2, "packed_rowwise": -1}  # divided by a plan's entry
+
+
+def check_blocks(config: TargetConfig, hf_config: Any, placement: str, share: int) -> None:
+    """Raise UserError unless each rank gets whole FP8 blocks of every weight.
+
+    transformers divides weights and their blocks' scales each for itself, and gives numbers the scales of others where
+    a block is cut. FSDP2 puts blocks together again before they are used, unless a rank makes numbers of its part.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+    quantised = hf_config.quantization_config
+    block, unquantised = quantised["weight_block_size"], quantised.get("modules_to_not_convert")
+    head = model.get_output_embeddings()
+    linears = {name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear) and each is not head}
+    for name, weight in model.named_parameters():
+        module = name.removesuffix(".weight")
+        if placement == "tensor":
+            entry = model.tp_plan.get(re.sub(r"\.\d+\.", ".*.", module))
+        else:  # rows, and of a stack of experts whole ones
+            entry = "colwise" if module in linears else None
+        if entry not in BLOCK_DIMS or not should_convert_module(module, unquantised):
+            continue
+        dim = BLOCK_DIMS[entry]
+        size = weight.shape[dim] // (2 if entry.startswith("packed") else 1)
+        check(
+            size % (share * block[dim]) == 0,
+            f"parallel.target={placement}: {size} of {name} must be a multiple of {share} processes * FP8 blocks of "
+            f"{block[dim]} = {share * block[dim]}; use fewer processes, or parallel.target=replicated",
+        )
+
+
+def load_target(
+    config: TargetConfig, device: torch.device | str = "cpu", placement: str = "replicated", world: World = ALONE
+) -> Target:
+    """The target and its tokenizer, whole or this rank's part. Raises UserError for a checkpoint that is not whole."""
+    hf_config = load_config(config)
+    check_placement(config, hf_config, placement, world.share, is_gpu(torch.device(device), FP8_GPU))
     options = {"trust_remote_code": config.trust_remote_code}
     if placement == "replicated":
         options |= placed(config, torch.device(device))
-    check(not config.offload or placement == "replicated", f"target.offload=true: not with parallel.target={placement}")
-    heads = getattr(hf_config.get_text_config(), "num_key_value_heads", None) or world.share
-    check(
-        placement != "tensor" or heads % world.share == 0,
-        f"parallel.target=tensor: {heads} key/value heads cannot be divided between {world.share} processes",
-    )
     dtype = DTYPES[config.dtype] or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -379,8 +429,9 @@ def load_target(
             **options,
             **division(placement, world),
         )
-    except RuntimeError as error:  # transformers' report of shapes
-        raise UserError(f"target.path={config.path}: a weight has the wrong shape: {one_line(error)}") from error
+    except RuntimeError as error:  # after transformers' report
+        reason = "cannot be converted" if "conversion" in str(error) else "has the wrong shape"
+        raise UserError(f"target.path={config.path}: a weight {reason}: {one_line(error)}") from error
     except (OSError, ValueError, ImportError, SafetensorError) as error:  # ImportError: what its quantisation needs
         raise UserError(f"target.path={config.path}: {one_line(error)}") from error
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
@@ -484,11 +535,52 @@ def rope_limit(config: Any) -> int | None:
     return min(ends, default=None)
 
 
+def context_of(config: Any) -> tuple[int, str]:
+    """How long a text may be of a target so configured; and that in words, with its reason where it is RoPE."""
+    limit = rope_limit(config)
+    if limit is None:
+        return config.max_position_embeddings, str(config.max_position_embeddings)
+    return limit, f"{limit} (beyond, one text's RoPE would change the others')"
+
+
 def fingerprint(model: PreTrainedModel) -> str:
     """A short hash of 16 values of every weight, rounded to bf16, so that it is the same in every precision."""
     samples = {}
     for key, parameter in weights_of(model):
-        flat = whole(parameter.detach()).flatten()
-        sample = flat[:: max(1, flat.numel() // 16)][:16].to("cpu", torch.bfloat16).contiguous()
-        samples[key] = key.encode() + sample.view(torch.uint8).numpy().tobytes()
+        samples[key] = key.encode() + sample_of(parameter.detach()).cpu().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(b"".join(samples[key] for key in sorted(samples))).hexdigest()[:16]
+
+
+def sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    """16 values of a tensor at even distances, in bf16; of a divided one on every rank, nothing else is gathered."""
+    step = max(1, tensor.numel() // 16)
+    if not isinstance(tensor, DTensor):
+        return tensor.flatten()[::step][:16].to(torch.bfloat16).contiguous()
+    own, mesh = tensor.to_local(), tensor.device_mesh
+    wanted = torch.arange(0, tensor.numel(), step, device=own.device)[:16]
+    is_own, index = torch.ones_like(wanted, dtype=torch.bool), []
+    for dim, places in enumerate(torch.unravel_index(wanted, tensor.shape)):
+        held = indices_held(tensor, dim)
+        place_of = torch.full((tensor.shape[dim],), -1, device=own.device)
+        place_of[held] = torch.arange(len(held), device=own.device)
+        index.append(place_of[places])
+        is_own &= index[-1] >= 0
+    bits = torch.zeros_like(wanted, dtype=torch.int32)  # added up, because a sum of numbers would lose the sign of -0
+    bits[is_own] = own[tuple(each[is_own] for each in index)].to(torch.bfloat16).view(torch.int16).int()
+    for dim, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            dist.all_reduce(bits, group=mesh.get_group(dim))
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def indices_held(tensor: DTensor, dim: int) -> torch.Tensor:
+    """Which indices of a dimension a rank's part has, in its order: those of a vector divided as the dimension is."""
+
+    def placed(placement: Placement) -> Placement:
+        if getattr(placement, "dim", None) != dim:
+            return Replicate()
+        return Shard(0) if placement.is_shard() else _StridedShard(0, split_factor=placement.split_factor)
+
+    indices = torch.arange(tensor.shape[dim], device=tensor.to_local().device)
+    placements = [placed(each) for each in tensor.placements]
+    return distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None).to_local()

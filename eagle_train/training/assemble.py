@@ -20,7 +20,15 @@ from eagle_train.distributed import World
 from eagle_train.models.artifact import load_draft, read_artifact
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.quantised import quant_of
-from eagle_train.models.target import Target, TargetConfig, load_target, training_dtype
+from eagle_train.models.target import (
+    Target,
+    TargetConfig,
+    check_placement,
+    context_of,
+    load_config,
+    load_target,
+    training_dtype,
+)
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint import checkpoints
 from eagle_train.training.optimizer import OptimConfig
@@ -37,8 +45,8 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
     train = build(TrainConfig, config.train, "train")
     optim = build(OptimConfig, config.optim, "optim")
     data = build(DataConfig, config.data, "data")
-    parallel.check_job(optim, world.size)
-    accumulation(optim, train, data.row_tokens, world.size)  # refused before any weight is loaded
+    target_config = build(TargetConfig, config.target, "target")
+    check_job(train, optim, parallel, data, target_config, load_config(target_config), world.size, config.device)
     out, device = Path(str(config.out)), resolve_device(config.device)
     check(
         train.resume or not checkpoints(out),
@@ -51,11 +59,8 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
     random.seed(config.seed)
     torch.manual_seed(config.seed)
 
-    target_config = build(TargetConfig, config.target, "target")
     target = load_target(training_dtype(target_config, device), device, parallel.target, world)
     check(target.tokenizer is not None, f"target.path={target.name}: no tokenizer there, and training reads text")
-    fits = data.row_tokens <= target.max_positions
-    check(fits, f"data.row_tokens={data.row_tokens}: must be at most the context, {target.context}")
     shape = draft_shape(config.draft, target)  # refused before any data are read
     given = None if train.init_from is None else given_draft(train.init_from, shape, target)
 
@@ -67,6 +72,33 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
     heldout = heldout_batches(data, renderer, train.micro_batch_rows, train.eval_batches)
     backend = prepare(draft, optim, parallel, world, target.dtype)
     return Trainer(train, optim, target, draft, backend, stream, heldout, out, world)
+
+
+def check_job(
+    train: TrainConfig,
+    optim: OptimConfig,
+    parallel: ParallelConfig,
+    data: DataConfig,
+    target: TargetConfig,
+    hf_config: Any,
+    ranks: int,
+    device: str,
+) -> None:
+    """Raise UserError, before any weight is loaded, for a job of `ranks` processes that could not start.
+
+    `hf_config`: the target's own. A plan is refused for the same reasons.
+    """
+    parallel.check_job(optim, ranks)
+    share = 1 if parallel.target == "replicated" else parallel.share or ranks
+    check(ranks % share == 0, f"parallel.share={share}: must divide the number of processes, {ranks}")
+    if parallel.zero.keys() - {"stage"}:  # DeepSpeed's own settings
+        from eagle_train.training.deepspeed import check_zero
+
+        check_zero(parallel.zero, device)
+    accumulation(optim, train, data.row_tokens, ranks)
+    check_placement(target, hf_config, parallel.target, share)
+    longest, context = context_of(hf_config.get_text_config())
+    check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {context}")
 
 
 def draft_shape(values: DictConfig, target: Target) -> DraftConfig:

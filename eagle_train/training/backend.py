@@ -64,6 +64,10 @@ class ParallelConfig:
             not self.zero or self.backend == "deepspeed",
             f"parallel.zero: only DeepSpeed reads it, and parallel.backend is {self.backend}",
         )
+        stage = self.zero.get("stage", 2)
+        check(stage in (1, 2, 3), f"parallel.zero.stage={stage}: must be 1, 2 or 3; parallel=ddp divides nothing")
+        for key in ("offload_optimizer", "offload_param"):  # which a plan would not know of
+            check(key not in self.zero, f"parallel.zero.{key}: not here; use parallel.offload_optimizer=true")
         check(self.timeout_minutes > 0, f"parallel.timeout_minutes={self.timeout_minutes}: must be above 0")
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from eagle_train.config import UserError
 from eagle_train.distributed import World
 from eagle_train.models.draft import Draft
 from eagle_train.training.backend import ParallelConfig, Tensors
@@ -36,6 +37,26 @@ def composed(optim: OptimConfig, parallel: ParallelConfig, dtype: torch.dtype) -
     }
 
 
+def choose_accelerator(device: str) -> None:
+    """To be called before DeepSpeed is imported, which chooses for good then."""
+    if device == "cpu" or not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def check_zero(zero: Mapping[str, Any], device: str) -> None:
+    """Raise UserError for settings that DeepSpeed does not know."""
+    choose_accelerator(device)
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, ("parallel.zero", *first["loc"])))
+        raise UserError(f"{key}={first['input']}: {first['msg']}") from error
+
+
 class Gathered(Mapping[str, torch.Tensor]):
     """Tensors that are put together from all ranks each time they are asked for, and not kept."""
 
@@ -56,8 +77,7 @@ class DeepSpeed:
     """ZeRO-1, 2 or 3 around torch's AdamW."""
 
     def __init__(self, draft: Draft, optim: OptimConfig, parallel: ParallelConfig, world: World, dtype: torch.dtype):
-        if world.mesh.device_type == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        choose_accelerator(world.mesh.device_type)
         os.environ.setdefault("LOCAL_RANK", "0")  # which it asks of a process that no launcher has started, too
         import deepspeed
         from deepspeed.runtime import utils
