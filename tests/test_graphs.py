@@ -12,7 +12,7 @@ import torch
 from caches import slots_of
 from oracle import GREEDY, PROMPTS, TREES, answers, cut, finish_without_waiting, guide_from_outside, token_ids
 from recorder import Recorder, recorded
-from test_every_switch import FAMILIES, check_tokens, engine_for, positions
+from test_every_switch import FAMILIES, check_tokens, engine_for, greedy, positions
 from tiny import FAMILIES as ALL_FAMILIES
 from tiny import random_tokens, shared_target, tiny_draft, tiny_target, tiny_tokenizer, trained_draft
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -121,7 +121,7 @@ def test_with_the_other_switches(family):
     rng = random.Random(f"recorded {family} 0")
     at = positions(rng)
     engine = recorded(engine_for(family, at, rng, guide_from_outside))
-    check_tokens(engine, family, rng, at)
+    check_tokens(engine, rng, at, *greedy(family))
     assert engine.launcher.validation.made
 
 
