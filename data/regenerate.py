@@ -28,7 +28,7 @@ from eagle_train.config import UserError, build, check, command, one_line, prove
 from eagle_train.corpus.chat import Message, to_messages
 from eagle_train.corpus.source import DataConfig, PlacedRow, open_source, parse
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.models.target import TargetConfig
+from eagle_train.models.loading import TargetConfig
 from eagle_train.progress import progress
 
 BATCHES = 8  # that the engine answers, or a server is sent, ahead of the row that is written next

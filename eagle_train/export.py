@@ -35,8 +35,9 @@ from eagle_train.models.artifact import (
 from eagle_train.models.compressed import file_tensors, load_tensors
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.foreign import load_foreign
+from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
-from eagle_train.models.target import Identity, Target, TargetConfig, load_target
+from eagle_train.models.target import Identity, Target
 from eagle_train.training import checkpoint
 from eagle_train.training.metrics import redact
 

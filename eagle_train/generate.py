@@ -15,8 +15,8 @@ from eagle_train.inference.detokenizer import Detokenizer
 from eagle_train.inference.graphs import check_graphs
 from eagle_train.inference.sequence import Sequence
 from eagle_train.models.artifact import load_draft
+from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
-from eagle_train.models.target import TargetConfig, load_target
 
 GREEN, RESET = "\033[32m", "\033[0m"
 COLORS = ("auto", "always", "never")

@@ -41,7 +41,8 @@ from eagle_train.config import (
 from eagle_train.export import trained
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.tree import chain
-from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.target import Target
 from eagle_train.training.assemble import assemble
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.lookahead import Lookahead

@@ -27,8 +27,9 @@ from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.graphs import check_graphs
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.draft import Draft
+from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
-from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.models.target import Target
 from eagle_train.progress import progress
 from eagle_train.training.metrics import redact
 from evals import figures, latency_report

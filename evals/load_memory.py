@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eagle_train import distributed
 from eagle_train.config import UserError, build, check, provenance, report, write_json
-from eagle_train.models.target import TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_target
 from evals.memory import peak_bytes, resident_bytes, status
 
 PLACEMENTS = ("fsdp2", "tensor")

@@ -34,8 +34,9 @@ from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.graphs import check_graphs
 from eagle_train.inference.tree import Tree
 from eagle_train.models.artifact import load_draft, read_artifact
+from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quant_of, quantised
-from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.models.target import Target
 from eagle_train.progress import progress
 from eagle_train.training.metrics import redact
 from evals import figures, replay, report

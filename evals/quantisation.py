@@ -21,8 +21,8 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.models.artifact import read_artifact
 from eagle_train.models.draft import Draft
+from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import SCOPES, Quant
-from eagle_train.models.target import TargetConfig, load_target
 from eagle_train.training.metrics import redact
 from evals import figures
 from evals.mt_bench import Artifact, Run, check_fit, check_template, drafter_of, label, measure, prepared

@@ -36,8 +36,8 @@ from eagle_train.exporting.card import caveat
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.models.artifact import read_artifact
+from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant
-from eagle_train.models.target import TargetConfig, load_target
 from eagle_train.training.metrics import redact
 from evals.figures import Answer
 from evals.mt_bench import Artifact, ask, check_fit, check_template, drafter_of, label, prepared

@@ -16,7 +16,8 @@ from eagle_train.inference import Engine
 from eagle_train.inference.drafting import Plan
 from eagle_train.inference.sampling import Verified, uniform
 from eagle_train.models.draft import Draft, DraftConfig
-from eagle_train.models.target import DTYPES, Target
+from eagle_train.models.loading import DTYPES
+from eagle_train.models.target import Target
 
 
 @dataclass

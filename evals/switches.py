@@ -26,8 +26,8 @@ from eagle_train.inference import Engine, Output
 from eagle_train.inference.disaggregated import DecodeEngine, Line
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.models.artifact import load_draft
+from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
-from eagle_train.models.target import TargetConfig, load_target
 from eagle_train.progress import progress
 from eagle_train.training.metrics import redact
 from evals import figures

@@ -33,7 +33,8 @@ from eagle_train.corpus.source import DataConfig, open_source, parse
 from eagle_train.corpus.stream import Stream
 from eagle_train.distributed import ALONE
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
-from eagle_train.models.target import DTYPES, Target, TargetConfig, training_dtype
+from eagle_train.models.loading import DTYPES, TargetConfig, training_dtype
+from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.optimizer import OptimConfig, Optimizer

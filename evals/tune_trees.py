@@ -23,8 +23,9 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.tree import Tree, chain, full, pruned
 from eagle_train.models.draft import Draft, Head, shift_hidden
+from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant
-from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.progress import progress
 from eagle_train.training.unroll import unroll

@@ -24,7 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from eagle_train import distributed
 from eagle_train.config import UserError
 from eagle_train.distributed import World
-from eagle_train.models.target import TargetConfig, fingerprint, load_target, sample_of
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.weights import fingerprint, sample_of
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint import Parts

@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle_train.models.artifact import save_draft
 from eagle_train.models.draft import Draft, DraftConfig
-from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.target import Target
 
 CONTEXT = 256
 TEMPLATE = (

@@ -15,7 +15,8 @@ from eagle_train import distributed
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.draft import Draft
-from eagle_train.models.target import LMHead, Target, TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.target import LMHead, Target
 
 
 def params_of(count: int) -> list[SamplingParams]:

@@ -17,8 +17,8 @@ from eagle_train import generate
 from eagle_train.config import CONF_DIR, UserError, as_typed, build, check, command, resolve_device, write_text
 from eagle_train.corpus.source import DataConfig
 from eagle_train.models.draft import DraftConfig
+from eagle_train.models.loading import TargetConfig
 from eagle_train.models.quantised import Quant
-from eagle_train.models.target import TargetConfig
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.trainer import TrainConfig
 

@@ -18,7 +18,8 @@ from eagle_train.inference.sampling import verify
 from eagle_train.inference.tree import chain, full
 from eagle_train.models.artifact import save_draft
 from eagle_train.models.draft import Draft
-from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.target import Target
 
 BUNDLED = Path(__file__).parents[1] / "data" / "tiny_target"
 MODES = ["greedy", "multinomial", "multinomial_without_replacement"]

@@ -26,8 +26,8 @@ from eagle_train.models import artifact, layouts
 from eagle_train.models.artifact import load_draft, read_artifact, save_draft
 from eagle_train.models.compressed import file_tensors
 from eagle_train.models.draft import Draft
+from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
-from eagle_train.models.target import TargetConfig, load_target
 from eagle_train.ops.quantise import dequantise
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}

@@ -15,7 +15,8 @@ from eagle_train import export, train
 from eagle_train.config import build, compose, named_path
 from eagle_train.distributed import ALONE
 from eagle_train.models.artifact import load_draft, save_draft
-from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.target import Target
 from eagle_train.training.assemble import assemble
 from eagle_train.training.backend import ParallelConfig
 

@@ -18,7 +18,8 @@ from eagle_train.config import UserError
 from eagle_train.inference import Engine, Output, SamplingParams, Stats
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.models.draft import Draft
-from eagle_train.models.target import LMHead, Target, TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.target import LMHead, Target
 from eagle_train.ops.linear import Linear
 from eagle_train.ops.norm import FastNorm
 from evals import contenders, figures, latency

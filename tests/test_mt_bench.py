@@ -19,7 +19,7 @@ from eagle_train.config import UserError
 from eagle_train.inference import Engine, Output, SamplingParams, Stats
 from eagle_train.inference.tree import chain, full
 from eagle_train.models.draft import Draft
-from eagle_train.models.target import TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_target
 from evals import figures, mt_bench, replay, report
 from evals.figures import Answer
 from evals.mt_bench import Run, ask, check_fit, measure

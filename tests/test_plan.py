@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from eagle_train import train
 from eagle_train.config import CONF_DIR, build
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
-from eagle_train.models.target import TargetConfig
+from eagle_train.models.loading import TargetConfig
 from eagle_train.ops import attention
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training import losses, parallelize, plan

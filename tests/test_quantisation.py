@@ -11,8 +11,8 @@ from talking import arguments, make_home
 from eagle_train import export
 from eagle_train.inference import Engine, Output, SamplingParams, Stats
 from eagle_train.models.artifact import load_draft, read_artifact, save_draft
+from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
-from eagle_train.models.target import TargetConfig, load_target
 from evals import mt_bench, quantisation
 from evals.figures import Answer
 from evals.quantisation import Timed, feed_forward_bytes, measured

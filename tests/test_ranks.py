@@ -19,7 +19,7 @@ from test_trainer import a_target, assert_same, make_trainer, run
 from tiny import tiny_model, tiny_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from eagle_train.models.target import TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training.checkpoint import checkpoints
 

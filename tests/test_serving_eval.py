@@ -14,8 +14,8 @@ from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.artifact import Artifact, load_draft, write_artifact
 from eagle_train.models.draft import Draft
+from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
-from eagle_train.models.target import TargetConfig, load_target
 from evals import figures, serving
 from evals.mt_bench import ask
 from evals.questions import read_questions

@@ -16,7 +16,7 @@ from eagle_train.inference.disaggregated import DecodeEngine
 from eagle_train.inference.paged_kv import Masks, Prefix
 from eagle_train.inference.sampling import verify
 from eagle_train.inference.tree import chain, full
-from eagle_train.models.target import TargetConfig
+from eagle_train.models.loading import TargetConfig
 from eagle_train.ops import attention, linear
 from eagle_train.ops.attention import Rule
 from evals import figures, loads, switches

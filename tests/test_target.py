@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from eagle_train.config import UserError
 from eagle_train.models import target as target_module
-from eagle_train.models.target import Target, TargetConfig, check_placement, load_config, load_target, rope_limit
+from eagle_train.models.loading import TargetConfig, check_placement, load_config, load_target
+from eagle_train.models.target import Target, rope_limit
+from eagle_train.models.weights import fingerprint, refuse_unloaded
 from eagle_train.ops.attention import Rule, packed_attention
 from eagle_train.training.plan import TargetShape
 
@@ -499,11 +501,11 @@ def test_weights_of_quantised_types_are_looked_at():
     model = tiny_model("llama")
     layer = model.model.layers[0].mlp.up_proj
     layer.weight = torch.nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
-    target_module.refuse_unloaded(model, "x")
-    assert len(target_module.fingerprint(model)) == 16
+    refuse_unloaded(model, "x")
+    assert len(fingerprint(model)) == 16
     layer.weight.data = torch.full(layer.weight.shape, torch.nan).to(torch.float8_e4m3fn)
     with pytest.raises(UserError, match="is not finite; the checkpoint is damaged"):
-        target_module.refuse_unloaded(model, "x")
+        refuse_unloaded(model, "x")
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from eagle_train.config import UserError
 from eagle_train.distributed import World
 from eagle_train.inference.tensor_parallel import Ranks
 from eagle_train.models.artifact import save_draft
-from eagle_train.models.target import TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_target
 
 FAMILIES = {"llama": {}, "qwen3": {}, "mixtral": {}, "llama4": {}}
 DRAFTS = {"qwen3": {"first_token": "skip"}}

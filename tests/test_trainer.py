@@ -21,7 +21,8 @@ from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Batch, PackedRow, Stream, collate, heldout_batches
 from eagle_train.distributed import ALONE, World
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
-from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training import trainer as trainer_module
 from eagle_train.training.backend import ParallelConfig

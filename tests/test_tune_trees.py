@@ -13,7 +13,7 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.tree import chain, full, load_tree, pruned
 from eagle_train.models.artifact import load_draft
-from eagle_train.models.target import TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_target
 from evals import mt_bench, tune_trees
 from evals.tune_trees import Candidate, acceptance, ranks_of, table, table_yaml, text, tpc_of
 

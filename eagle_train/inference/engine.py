@@ -51,7 +51,8 @@ from eagle_train.inference.tensor_parallel import Ranks
 from eagle_train.inference.tree import Tree, chain
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.draft import Draft, DraftConfig
-from eagle_train.models.target import Target, TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.target import Target
 from eagle_train.ops.compiled import own_sizes
 from eagle_train.ops.transfer import to_device
 from eagle_train.progress import progress

@@ -19,16 +19,9 @@ from eagle_train.corpus.stream import Stream, heldout_batches
 from eagle_train.distributed import World
 from eagle_train.models.artifact import load_draft, read_artifact
 from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.models.loading import TargetConfig, check_placement, load_config, load_target, training_dtype
 from eagle_train.models.quantised import quant_of
-from eagle_train.models.target import (
-    Target,
-    TargetConfig,
-    check_placement,
-    context_of,
-    load_config,
-    load_target,
-    training_dtype,
-)
+from eagle_train.models.target import Target, context_of
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint import checkpoints
 from eagle_train.training.optimizer import OptimConfig

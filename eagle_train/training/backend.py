@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from eagle_train.config import check
 from eagle_train.models.draft import Draft
-from eagle_train.models.target import PLACEMENTS
+from eagle_train.models.loading import PLACEMENTS
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 
 Tensors = Mapping[str, torch.Tensor]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from eagle_train.config import build, check
 from eagle_train.corpus.source import DataConfig
 from eagle_train.models.draft import Draft, DraftConfig
-from eagle_train.models.target import DTYPES, TargetConfig, load_config, training_dtype
+from eagle_train.models.loading import DTYPES, TargetConfig, load_config, training_dtype
 from eagle_train.training.assemble import check_job
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.losses import default_chunk_rows

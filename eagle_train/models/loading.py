@@ -1,0 +1,222 @@
+"""Loading a target: its checkpoint straight to where each weight belongs, on one device, over ranks, or offloaded.
+
+What cannot be loaded so is refused before a weight is read, as far as the checkpoint's config tells. DESIGN 3.4.
+"""
+
+import atexit
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import get_max_memory
+from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.quantizers import AutoHfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from eagle_train.config import UserError, check, one_line
+from eagle_train.distributed import ALONE, World
+from eagle_train.models.target import Target
+from eagle_train.ops.linear import FP8_GPU, is_gpu
+
+
+@dataclass
+class TargetConfig:
+    """Which target, and how it is loaded. `dtype`: auto (bf16 on a GPU, fp32 on a CPU), float32 or bfloat16.
+
+    `offload`: layers that do not fit on the device, or into `device_gib` of it, wait in the host's memory and, where
+    that is full, on the disk; Accelerate fetches each when its turn comes.
+    """
+
+    path: str
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    offload: bool = False
+    device_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        check(bool(self.path), "target.path is empty: give a directory or a hub id")
+        self.path = os.path.expanduser(self.path)
+        check(self.dtype in DTYPES, f"target.dtype={self.dtype}: must be one of {', '.join(DTYPES)}")
+        gib = self.device_gib
+        check(gib is None or gib > 0, f"target.device_gib={gib}: must be null or above 0")
+        check(gib is None or self.offload, f"target.device_gib={gib}: needs target.offload=true")
+
+
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+PLACEMENTS = ("replicated", "fsdp2", "tensor")
+
+
+def load_config(config: TargetConfig) -> Any:
+    """The target's Hugging Face config. Raises UserError where there is none."""
+    path = Path(config.path)
+    local = path.is_absolute() or config.path.startswith(".") or len(path.parts) != 2
+    check(
+        path.is_dir() or not local, f"target.path={config.path}: no such directory; give one, or a hub id (USER/NAME)"
+    )
+    try:
+        return AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"target.path={config.path}: {one_line(error)}") from error
+
+
+def check_placement(
+    config: TargetConfig, hf_config: Any, placement: str, share: int, computes_fp8: bool = True
+) -> None:
+    """Raise UserError for a target that cannot be loaded so, whole or divided over `share` ranks: what its config alone
+    tells, before a weight is read. `computes_fp8`: whether the device does."""
+    quantised = getattr(hf_config, "quantization_config", None)
+    check(
+        not quantised or AutoHfQuantizer.supports_quant_method(quantised),
+        f"target.path={config.path}: transformers knows no quant_method={quantised and quantised.get('quant_method')}",
+    )
+    check(not config.offload or placement == "replicated", f"target.offload=true: not with parallel.target={placement}")
+    heads = getattr(hf_config.get_text_config(), "num_key_value_heads", None) or share
+    check(
+        placement != "tensor" or heads % share == 0,
+        f"parallel.target=tensor: {heads} key/value heads cannot be divided between {share} processes",
+    )
+    if quantised and placement != "replicated":
+        check(
+            quantised.get("quant_method", "bitsandbytes") != "bitsandbytes",  # whose configs may leave it out
+            f"parallel.target={placement}: bitsandbytes' weights cannot be divided; use parallel.target=replicated, or "
+            "a checkpoint in FP8",
+        )
+        if quantised.get("weight_block_size") and (placement == "tensor" or not computes_fp8):
+            check_blocks(config, hf_config, placement, share)
+
+
+BLOCK_DIMS = {"colwise": -2, "rowwise": -1, "packed_colwise": -2, "packed_rowwise": -1}  # divided by a plan's entry
+
+
+def check_blocks(config: TargetConfig, hf_config: Any, placement: str, share: int) -> None:
+    """Raise UserError unless each rank gets whole FP8 blocks of every weight.
+
+    transformers divides weights and their blocks' scales each for itself, and gives numbers the scales of others where
+    a block is cut. FSDP2 puts blocks together again before they are used, unless a rank makes numbers of its part.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+    quantised = hf_config.quantization_config
+    block, unquantised = quantised["weight_block_size"], quantised.get("modules_to_not_convert")
+    head = model.get_output_embeddings()
+    linears = {name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear) and each is not head}
+    for name, weight in model.named_parameters():
+        module = name.removesuffix(".weight")
+        if placement == "tensor":
+            entry = model.tp_plan.get(re.sub(r"\.\d+\.", ".*.", module))
+        else:  # rows, and of a stack of experts whole ones
+            entry = "colwise" if module in linears else None
+        if entry not in BLOCK_DIMS or not should_convert_module(module, unquantised):
+            continue
+        dim = BLOCK_DIMS[entry]
+        size = weight.shape[dim] // (2 if entry.startswith("packed") else 1)
+        check(
+            size % (share * block[dim]) == 0,
+            f"parallel.target={placement}: {size} of {name} must be a multiple of {share} processes * FP8 blocks of "
+            f"{block[dim]} = {share * block[dim]}; use fewer processes, or parallel.target=replicated",
+        )
+
+
+def load_target(
+    config: TargetConfig, device: torch.device | str = "cpu", placement: str = "replicated", world: World = ALONE
+) -> Target:
+    """The target and its tokenizer, whole or this rank's part. Raises UserError for a checkpoint that is not whole."""
+    hf_config = load_config(config)
+    check_placement(config, hf_config, placement, world.share, is_gpu(torch.device(device), FP8_GPU))
+    options = {"trust_remote_code": config.trust_remote_code}
+    if placement == "replicated":
+        options |= placed(config, torch.device(device))
+    dtype = DTYPES[config.dtype] or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            config=hf_config,
+            dtype=dtype,
+            output_loading_info=True,
+            **options,
+            **division(placement, world),
+        )
+    except RuntimeError as error:  # after transformers' report
+        reason = "cannot be converted" if "conversion" in str(error) else "has the wrong shape"
+        raise UserError(f"target.path={config.path}: a weight {reason}: {one_line(error)}") from error
+    except (OSError, ValueError, ImportError, SafetensorError) as error:  # ImportError: what its quantisation needs
+        raise UserError(f"target.path={config.path}: {one_line(error)}") from error
+    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    check(
+        not missing,
+        f"target.path={config.path}: {len(missing)} weights are missing or of the wrong shape, {missing[:1]} first; "
+        "give a complete checkpoint",
+    )
+    if placement == "tensor":
+        check_divided(model, world.share)
+    together = world.shares["share"].get_group() if placement == "tensor" and world.share > 1 else None
+    return Target(model, load_tokenizer(config), config.path, together)
+
+
+def division(placement: str, world: World) -> dict[str, Any]:
+    """What tells transformers to load each rank's part of the weights and nothing else, if they are divided."""
+    if placement == "replicated":
+        return {}
+    sizes = {"tp_size" if placement == "tensor" else "fsdp_size": world.share}
+    if world.share < world.size:
+        sizes["dp_replicate_size"] = world.size // world.share
+    known = {field.name for field in fields(DistributedConfig)}
+    check(
+        sizes.keys() <= known,
+        f"parallel.share={world.share}: transformers {transformers.__version__} divides a target over all "
+        f"{world.size} processes only; leave parallel.share out, or install 5.23 or newer",
+    )
+    return {"distributed_config": DistributedConfig(**sizes)}
+
+
+def placed(config: TargetConfig, device: torch.device) -> dict[str, Any]:
+    """What tells transformers to load each weight straight to where it belongs."""
+    own: str | int = "cpu"
+    if device.type != "cpu":
+        own = device.index if device.index is not None else torch.cuda.current_device()
+    if not config.offload:
+        return {"device_map": {"": own}}
+    room = {place: size for place, size in get_max_memory().items() if place in (own, "cpu")}
+    if config.device_gib is not None:
+        room[own] = round(config.device_gib * 2**30)
+    folder = tempfile.mkdtemp(prefix="eagle_train-offload-")  # for weights that are not in the checkpoint as they are
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return {"device_map": "auto", "max_memory": room, "offload_folder": folder}
+
+
+def check_divided(model: PreTrainedModel, share: int) -> None:
+    """Raise UserError unless the family's tensor-parallel plan divides at least half of the weights."""
+    parameters = list(model.parameters())
+    size = sum(parameter.numel() for parameter in parameters)
+    own = sum(x.to_local().numel() if isinstance(x, DTensor) else x.numel() for x in parameters)
+    check(
+        own <= size * (1 + 1 / share) / 2,
+        f"parallel.target=tensor: the plan of {model.config.model_type} leaves {own / size:.0%} of the weights on each "
+        f"of {share} ranks; use parallel.target=fsdp2",
+    )
+
+
+def training_dtype(config: TargetConfig, device: torch.device | str) -> TargetConfig:
+    """`auto` as training means it: bf16 on a GPU and on a CPU with bf16 instructions, fp32 on others."""
+    fast = torch.device(device).type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    return replace(config, dtype="bfloat16" if fast else "float32") if config.dtype == "auto" else config
+
+
+def load_tokenizer(config: TargetConfig) -> Any:
+    """The target's tokenizer, or None where a local directory has none."""
+    directory = Path(config.path)
+    if directory.is_dir() and not any(directory.glob("tokenizer*")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # the tokenizers library knows nothing more special
+        raise UserError(f"target.path={config.path}: its tokenizer cannot be read: {one_line(error)}") from error
