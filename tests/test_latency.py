@@ -202,7 +202,7 @@ def test_the_breakdown_by_hand(clock, monkeypatch):
     monkeypatch.setattr(ToldEngine, "sample", slow)
     before = [Target.hidden_states, Draft.forward, LMHead.__call__, Engine.stage]
     found = breakdown(
-        told_engine("chain3", shares=[1, 1, 1]), asked(*random_tokens(5, 9), max_tokens=9, ignore_eos=True)
+        told_engine("chain3", shares=[1, 1, 1]), asked(*random_tokens(5, 7), max_tokens=9, ignore_eos=True)
     )
     assert found["rounds"] == 2
     assert found["round_ms"] == 14_500

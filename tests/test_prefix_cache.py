@@ -9,7 +9,6 @@ from caches import check_cache, fresh, spoil
 from oracle import guide
 from tiny import continued, random_tokens, shared_target, tiny_draft
 
-from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.block_pool import BlockPool
 from eagle_train.inference.drafters.eagle import Eagle
@@ -236,15 +235,3 @@ def test_a_gap_ends_what_is_found():
     prefixes.fetch(sequence)
     assert sequence.read == 2 * BLOCK
     assert pool.named == {names[0]: sequence.blocks[0], names[1]: sequence.blocks[1]}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"host_kv_tokens": -1}, r"^host_kv_tokens=-1: must be 0 \(none\) or more$"),
-        ({"host_kv_tokens": 64}, r"^host_kv_tokens=64: needs prefix_cache=True$"),
-    ],
-)
-def test_settings_are_checked(settings, message):
-    with pytest.raises(UserError, match=message):
-        Engine(shared_target("llama"), **settings)

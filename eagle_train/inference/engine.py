@@ -302,6 +302,8 @@ class Engine:
 
         Those at most twice as long as each other are read together: what pads them is less than they are.
         """
+        if not chunks:
+            return None
         with self.stage("prefill"):
             groups = groupby(sorted(chunks, key=octave), octave)
             found = [self.read_chunks(list(alike)) for _, alike in groups]
