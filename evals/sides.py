@@ -6,7 +6,7 @@ Knows nothing of figures.
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +16,7 @@ from eagle_train.inference import Engine, paged_kv
 from eagle_train.inference.paged_kv import Masks
 from eagle_train.inference.sampling import verify
 from eagle_train.inference.sequence import Update
+from eagle_train.inference.tensor_parallel import Ranks
 from eagle_train.ops import attention, flash, linear
 from eagle_train.ops.attention import Rule, partial_attention, with_sinks
 from evals import loads
@@ -23,10 +24,10 @@ from evals.loads import GROUPS, Load, LoadConfig, Serve, serve_in_turn
 
 NO_SWITCH = (
     "Of the paper's optimisations these are no switch here: CUDA graphs (3.4), without a GPU; disaggregated prefill "
-    "(3.3), with one; sampling divided over ranks (3.2), which needs a target that is divided; the first token's "
-    "fusion with its own hidden state and iRoPE (3.4), which need drafts that were trained so (evals.ablations); and "
-    "paged keys and values (3.4), on which all else stands. Disaggregated prefill has a second process, with as many "
-    "threads of its own."
+    "(3.3) and sampling divided over ranks (3.2), with one; the first token's fusion with its own hidden state and "
+    "iRoPE (3.4), which need drafts that were trained so (evals.ablations); and paged keys and values (3.4), on which "
+    "all else stands. Disaggregated prefill has a second process, with as many threads of its own; divided sampling "
+    "has one on both sides, and the target is divided between the two."
 )
 
 
@@ -120,6 +121,21 @@ def compile_verification(engine: Engine) -> None:
     engine.verify = torch.compile(verify, dynamic=True)
 
 
+class SamplingAll(Ranks):
+    """Each rank samples the whole batch, and none needs to hear of it."""
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all(self, batch: int, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return own
+
+
+def sample_everywhere(engine: Engine) -> None:
+    """Whole batches on every rank."""
+    engine.ranks = SamplingAll(engine.ranks.group)
+
+
 def tell_after_round(engine: Engine) -> None:
     """A first token is told when the round that follows its sampling has ended, with that round's tokens."""
     step = engine.step
@@ -147,6 +163,7 @@ class Switch:
     load: Load = loads.GREEDY
     figure: str = "ttit"
     device: str | None = None
+    ranks: int = 1
 
 
 def one_batch(config: SideConfig, size: int) -> int:
@@ -223,5 +240,12 @@ SWITCHES = {
         load=loads.ARRIVALS,
         figure="wait",
         device="cpu",
+    ),
+    "divided_sampling": Switch(
+        "a batch's sampling divided over the ranks of a divided target (3.2)",
+        off=Side(change=sample_everywhere),
+        load=replace(loads.SAMPLED, least=2),
+        device="cpu",
+        ranks=2,
     ),
 }

@@ -22,16 +22,17 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.config import build, check, command, provenance, resolve_device, write_json, write_text
+from eagle_train.distributed import ALONE, World
 from eagle_train.inference import Engine, Output
 from eagle_train.inference.disaggregated import DecodeEngine, Line
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.models.artifact import load_draft
-from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_config, load_target
 from eagle_train.models.quantised import Quant, quantised
 from eagle_train.progress import progress
 from eagle_train.training.metrics import redact
 from evals import figures
-from evals.apart import prefill_process
+from evals.apart import beside, prefill_process
 from evals.figures import Together
 from evals.latency import median_ratio, take_turns
 from evals.mt_bench import Artifact, prepared
@@ -73,6 +74,13 @@ class Config(SideConfig):
         check(known, f"table={self.table}: no such file; python -m evals.tune_trees writes one for tree_dispatcher")
         known = "guided_speculation" not in names or find_spec("xgrammar") is not None
         check(known, "switches: guided_speculation needs xgrammar; pip install 'eagle-train[guided]', or name others")
+        ranks = max((SWITCHES[name].ranks for name in names), default=1)
+        heads = getattr(load_config(self.target).get_text_config(), "num_key_value_heads", None) or ranks
+        check(
+            heads % ranks == 0,
+            f"switches: divided_sampling: {heads} key/value heads cannot be divided between {ranks} processes; "
+            "name others",
+        )
 
     def shows(self, name: str) -> bool:
         """Whether there is such a switch on this device."""
@@ -88,10 +96,14 @@ class Config(SideConfig):
 
 
 class Bench:
-    """The models, from which the engine of each side is made, and what they are asked."""
+    """The models, from which the engine of each side is made, and what they are asked.
 
-    def __init__(self, config: Config, device: str):
-        self.config, self.target = config, load_target(config.target, device)
+    `world`: of the ranks that hold the target together, all of which are asked the same.
+    """
+
+    def __init__(self, config: Config, device: str, world: World = ALONE):
+        placement = "replicated" if world is ALONE else "tensor"
+        self.config, self.target = config, load_target(config.target, device, placement, world)
         self.draft = load_draft(config.draft.path, self.target.identity)
 
     def engine(self, side: Side, switch: Switch, size: int, lines: list[Line] | None = None) -> Engine:
@@ -107,8 +119,12 @@ class Bench:
             side.change(engine)
         return engine
 
-    def answered(self, switch: Switch, size: int) -> dict[str, list[Together]]:
+    def answered(self, name: str, size: int) -> dict[str, list[Together]]:
         """Both sides' answers to all batches."""
+        switch = SWITCHES[name]
+        if switch.ranks > 1 and self.target.together is None:
+            with beside(answer_along, self.config, name, size) as world:
+                return Bench(self.config, "cpu", world).answered(name, size)
         sides = {"off": switch.off, "on": switch.on}
         batches = switch.load.batches(self.config, self.target, size)
         apart = any(side.apart for side in sides.values())
@@ -116,6 +132,11 @@ class Bench:
             engines = {key: self.engine(side, switch, size, lines) for key, side in sides.items()}
             serving = {key: partial(answer, side, switch, engines[key]) for key, side in sides.items()}
             return take_turns(serving, batches, switch.load.warm_up)
+
+
+def answer_along(world: World, config: Config, name: str, size: int) -> None:
+    """What a second rank does while the first one measures."""
+    Bench(config, "cpu", world).answered(name, size)
 
 
 @command("switches")
@@ -147,7 +168,7 @@ def measured(bench: Bench) -> list[dict[str, Any]]:
     rows, bar = [], progress(len(cells), "switch")
     for count, (size, name) in enumerate(cells, 1):
         switch = SWITCHES[name]
-        found = compared(bench.answered(switch, size), switch.load.newcomers)
+        found = compared(bench.answered(name, size), switch.load.newcomers)
         rows.append({"switch": name, "batch_size": size, "load": switch.load.text, "figure": switch.figure, **found})
         bar.update(count)
     bar.close()

@@ -15,6 +15,7 @@ from eagle_train.inference import Engine, Output, Stats, paged_kv
 from eagle_train.inference.disaggregated import DecodeEngine
 from eagle_train.inference.paged_kv import Masks, Prefix
 from eagle_train.inference.sampling import verify
+from eagle_train.inference.tensor_parallel import Ranks
 from eagle_train.inference.tree import chain, full
 from eagle_train.models.loading import TargetConfig
 from eagle_train.ops import attention, linear
@@ -24,13 +25,13 @@ from evals.figures import Answer
 from evals.loads import GROUPS
 from evals.mt_bench import Artifact
 from evals.questions import Question
-from evals.sides import SWITCHES, over_one, plain_attention, plain_linear, whole_mask
+from evals.sides import SWITCHES, SamplingAll, over_one, plain_attention, plain_linear, whole_mask
 from evals.switches import Bench, Config, compared
 
 TABLE = "1: {parents: [-1, 0]}\n2: {parents: [-1, 0, 0]}\n3: {parents: [-1]}\n"
 SAMPLED = ("greedy_drafting", "compiled_sampling")
 # tests/test_compiled.py, tests/test_graphs.py, below
-ELSEWHERE = ("compiled_forwards", "compiled_sampling", "cuda_graphs", "disaggregated_prefill")
+ELSEWHERE = ("compiled_forwards", "compiled_sampling", "cuda_graphs", "disaggregated_prefill", "divided_sampling")
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +129,7 @@ def test_one_attention_under_a_whole_mask_is_both_merged(lengths, limits):
 
 @pytest.mark.parametrize("name", [name for name in SWITCHES if name not in (*SAMPLED, *ELSEWHERE)])
 def test_no_switch_changes_an_answer(bench, name):
-    off, on = bench.answered(SWITCHES[name], 2).values()
+    off, on = bench.answered(name, 2).values()
     tokens = [[answer.output.token_ids for batch in side for answer in batch] for side in (off, on)]
     assert tokens[0] == tokens[1]
     assert any(len(answer) > 1 for answer in tokens[0])
@@ -148,7 +149,7 @@ def test_what_the_store_lost_is_found_in_host_memory(home, tmp_path):
     bench = Bench(config_for(home, questions=str(questions), repeats=GROUPS), "cpu")
     cached = {
         side: [answer.output.stats.cached_tokens for batch in batches for answer in batch]
-        for side, batches in bench.answered(SWITCHES["host_kv"], 2).items()
+        for side, batches in bench.answered("host_kv", 2).items()
     }
     assert cached["on"] == [32] * 2 * GROUPS  # of 40 tokens, in blocks of 16
     assert sum(cached["off"]) == 0
@@ -250,11 +251,23 @@ def test_what_needs_a_gpu_is_left_out_without_one(home):
         config_for(home, switches=["cuda_graphs"])
 
 
-def test_what_needs_two_processes_is_left_out_on_a_gpu(home, monkeypatch):
+@pytest.mark.parametrize("name", ["disaggregated_prefill", "divided_sampling"])
+def test_what_needs_two_processes_is_left_out_on_a_gpu(home, monkeypatch, name):
     monkeypatch.setattr(switches, "resolve_device", lambda _: "cuda")
-    assert "disaggregated_prefill" not in {name for _, name in config_for(home).cells}
-    with pytest.raises(UserError, match=r"^switches: disaggregated_prefill needs device=cpu; name others$"):
-        config_for(home, switches=["disaggregated_prefill"])
+    assert name not in {name for _, name in config_for(home).cells}
+    with pytest.raises(UserError, match=rf"^switches: {name} needs device=cpu; name others$"):
+        config_for(home, switches=[name])
+
+
+def test_a_target_that_cannot_be_divided(home, tmp_path):
+    """Is told before anything is measured; other switches do not mind."""
+    config = json.loads((home / "target" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4, "num_key_value_heads": 1}))
+    target = TargetConfig(str(tmp_path))
+    assert config_for(home, target=target, switches=["speculation"]).cells
+    wanted = r"^switches: divided_sampling: 1 key/value heads cannot be divided between 2 processes; name others$"
+    with pytest.raises(UserError, match=wanted):
+        config_for(home, target=target)
 
 
 def test_prompts_are_read_apart(bench, monkeypatch):
@@ -266,12 +279,34 @@ def test_prompts_are_read_apart(bench, monkeypatch):
         return read(self, chunks)
 
     monkeypatch.setattr(Engine, "read", noting)
-    off, on = bench.answered(SWITCHES["disaggregated_prefill"], 2).values()
+    off, on = bench.answered("disaggregated_prefill", 2).values()
     assert [[each.output.token_ids for each in batch] for batch in off] == [
         [each.output.token_ids for each in batch] for batch in on
     ]
     assert sum(count for kind, count in here if kind is Engine) == 3 * len(off) + 3  # and those that warm up
     assert sum(count for kind, count in here if kind is DecodeEngine) == 0
+    assert not torch.distributed.is_initialized()
+    assert multiprocessing.active_children() == []
+
+
+def test_sampling_is_divided(bench, monkeypatch):
+    """Each of two ranks samples one of two rows; where it is not divided, both."""
+    rows = {"off": [], "on": []}
+    for side, kind in (("off", SamplingAll), ("on", Ranks)):
+
+        def noting(self, batch, *own, told=kind.all, seen=rows[side]):
+            seen.append((batch, len(own[0])))
+            return told(self, batch, *own)
+
+        monkeypatch.setattr(kind, "all", noting)
+    off, on = bench.answered("divided_sampling", 2).values()
+    assert set(rows["off"]) <= {(2, 2), (1, 1)}
+    assert set(rows["on"]) <= {(2, 1), (1, 1)}
+    assert (2, 2) in rows["off"]
+    assert (2, 1) in rows["on"]
+    assert [[each.output.token_ids for each in batch] for batch in off] == [
+        [each.output.token_ids for each in batch] for batch in on
+    ]
     assert not torch.distributed.is_initialized()
     assert multiprocessing.active_children() == []
 

@@ -242,10 +242,19 @@ def test_no_weights(copy):
     refused(copy, "model.safetensors")
 
 
-@pytest.mark.parametrize("text", ["{", '{"model_type": "nobody_knows"}', "{}"])
+@pytest.mark.parametrize("text", ["{", "{}", '{"model_type": "nobody_knows"}'])
 def test_config_that_says_nothing(copy, text):
     (copy / "config.json").write_text(text)
     refused(copy, str(copy))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"), [({"hidden_size": "wide"}, "wide"), ({"num_attention_heads": 3}, "(3)")]
+)
+def test_config_that_cannot_be(copy, values, message):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | values))
+    refused(copy, str(copy), message)
 
 
 def test_no_such_directory(tmp_path):

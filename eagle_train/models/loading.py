@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate.utils import get_max_memory
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -66,6 +67,8 @@ def load_config(config: TargetConfig) -> Any:
         return AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"target.path={config.path}: {one_line(error)}") from error
+    except StrictDataclassError as error:  # which says where, and its cause what
+        raise UserError(f"target.path={config.path}: config.json: {one_line(error.__cause__)}") from error
 
 
 def check_placement(
