@@ -13,8 +13,9 @@ from eagle_train.ops.quantise import dequantise, dynamic_fp8, fp8, int4
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 6, 7])
-def test_equals_the_plain_twin(rows: int, has_bias: bool, dtype: torch.dtype) -> None:
-    x, weight, bias = torch.randn(rows, 24), torch.randn(40, 24), torch.randn(40)
+@pytest.mark.parametrize("outputs", [40, 48])
+def test_equals_the_plain_twin(outputs: int, rows: int, has_bias: bool, dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(rows, 24), torch.randn(outputs, 24), torch.randn(outputs)
     arguments = (x.to(dtype), weight.to(dtype), bias.to(dtype) if has_bias else None)
     ours, plain = linear(*arguments), F.linear(*arguments)
     assert ours.dtype == dtype
@@ -24,15 +25,16 @@ def test_equals_the_plain_twin(rows: int, has_bias: bool, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("shape", [(1, 4, 24), (4, 1, 24), (2, 3, 24), (24,)])
 def test_keeps_the_leading_dimensions(shape: tuple[int, ...]) -> None:
-    x, weight = torch.randn(shape), torch.randn(40, 24)
+    x, weight = torch.randn(shape), torch.randn(48, 24)
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
     strided = torch.randn(*shape[:-1], 48)[..., ::2]
     torch.testing.assert_close(linear(strided, weight), F.linear(strided, weight))
 
 
-def test_gradients_equal_the_plain_twin() -> None:
+@pytest.mark.parametrize("rows", [1, 4])
+def test_gradients_equal_the_plain_twin(rows: int) -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(4, 24, requires_grad=True), (torch.randn(40, 24) / 24**0.5).requires_grad_()  # a layer's
+    x, weight = torch.randn(rows, 24, requires_grad=True), (torch.randn(48, 24) / 24**0.5).requires_grad_()  # a layer's
     ours = torch.autograd.grad(linear(x, weight).square().sum(), (x, weight))
     plain = torch.autograd.grad(F.linear(x, weight).square().sum(), (x, weight))
     torch.testing.assert_close(ours, plain)
@@ -43,9 +45,13 @@ def test_only_few_rows_of_small_weights_leave_the_plain_way(monkeypatch: pytest.
     monkeypatch.setattr(module.F, "linear", lambda x, *others: calls.append(tuple(x.shape)) or plain(x, *others))
     for rows in (1, 4, 7):
         linear(torch.randn(rows, 8), torch.randn(16, 8))
+    assert calls == [(7, 8)]
+    linear(torch.randn(1, 8), torch.randn(24, 8))  # no whole number of pieces
     monkeypatch.setattr(module, "SMALL_WEIGHT", 100)
-    linear(torch.randn(4, 8), torch.randn(16, 8))
-    assert calls == [(16, 8), (16, 8), (7, 8), (4, 8)]  # the weight is on the left, or what it is to be applied to
+    monkeypatch.setattr(module, "MOST_INPUTS", 7)
+    for rows in (1, 4):
+        linear(torch.randn(rows, 8), torch.randn(16, 8))
+    assert calls[1:] == [(1, 8), (1, 8), (4, 8)]
 
 
 def test_a_model_keeps_its_parameters_and_special_linears() -> None:

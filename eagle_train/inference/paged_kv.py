@@ -24,6 +24,7 @@ from eagle_train.ops.attention import (
 )
 from eagle_train.ops.transfer import to_device
 
+Write = Callable[[int, torch.Tensor, torch.Tensor], None]
 BLOCK = 16  # slots
 ZEROS, WASTE = 0, 1  # a block that is never written, read beyond a row's slots; one that is written for padding
 
@@ -103,22 +104,33 @@ class PagedKV:
         """Keys and values as [L, blocks, BLOCK, K, D]."""
         return [x.unflatten(1, (x.shape[1] // BLOCK, BLOCK)) for x in (self.keys, self.values)]
 
-    def write(self, layer: int, slots: torch.Tensor | slice, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store a layer's k, v [A, K, T, D] at slots [A, T], or at a slice of T where A is 1."""
-        self.keys[layer, slots] = k.transpose(1, 2)
-        self.values[layer, slots] = v.transpose(1, 2)
+    def writes(self, slots: torch.Tensor | slice) -> Write:
+        """What stores a layer's k, v [A, K, T, D] at slots [A, T], or at a slice of T where A is 1."""
+        if isinstance(slots, slice):
+            keys, values = (x[:, slots].unsqueeze(1).transpose(2, 3).unbind() for x in (self.keys, self.values))
+
+            def write(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+                keys[layer].copy_(k)
+                values[layer].copy_(v)
+        else:
+
+            def write(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+                self.keys[layer, slots] = k.transpose(1, 2)
+                self.values[layer, slots] = v.transpose(1, 2)
+
+        return write
 
     def extend(self, prefix: Prefix, positions: torch.Tensor) -> Attend:
         """`attend` of T tokens that follow each row's prefix; their keys and values are kept. `positions` [A, T].
 
         The s-th slot of a row is that of position s, so `slot <= position` is all of causality, whatever lies beyond.
         """
-        (rows, length), slots = positions.shape, prefix.next_slots(positions)
+        (rows, length), write = positions.shape, self.writes(prefix.next_slots(positions))
         if prefix.longest == 0:
             whole = packed_attention([[length]] * rows)
 
             def fresh(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-                self.write(layer, slots, k, v)
+                write(layer, k, v)
                 return whole(layer, q, k, v, rule)
 
             return fresh
@@ -127,7 +139,7 @@ class PagedKV:
         seen = Seen(positions, positions + 1, reach, whole=length == 1 and not prefix.ragged)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-            self.write(layer, slots, k, v)
+            write(layer, k, v)
             return with_sinks(*slot_attention(q, *committed(layer), seen, rule), rule)
 
         return attend

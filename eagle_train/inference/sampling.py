@@ -180,6 +180,8 @@ def propose(
     """
     assert mode in DRAFT_MODES, mode
     if mode == "greedy":
+        if num_children == 1:  # the faster one
+            return logits.argmax(-1, keepdim=True), None
         return logits.topk(num_children).indices, None
     q = over_temperature(at_least_float32(logits), temperature).softmax(-1)
     if mode == "multinomial":

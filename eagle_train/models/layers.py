@@ -76,7 +76,7 @@ def rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.
     width = cos.shape[-1]
     if width < x.shape[-1]:
         return torch.cat((rotate(x[..., :width], rotary), x[..., width:]), dim=-1)
-    return (x * cos + x.roll(width // 2, dims=-1) * sin).to(x.dtype)
+    return torch.addcmul(x * cos, x.roll(width // 2, dims=-1), sin).to(x.dtype)
 
 
 class Attention(nn.Module):

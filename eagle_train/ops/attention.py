@@ -20,7 +20,7 @@ Shapes: B batch, T new tokens, S keys, Q query heads, K key/value heads, G = Q /
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -63,6 +63,11 @@ class Rule:
     def sees_all(self) -> bool:
         """Whether causality is all there is."""
         return not self.is_local and not self.skip_first
+
+    @cached_property
+    def behind_first(self) -> "Rule":
+        """The same where position 0 is not among the keys."""
+        return replace(self, skip_first=False)
 
     def sees(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
         """Which keys there are for a query, bool; causality is the caller's. Both arguments broadcast."""
@@ -209,8 +214,7 @@ def slot_attention(
     if rule.softcap is None and few and flash.serves(q, k, v):
         return flash.attention(q, k, v, seen.sequences(rule, together), rule.scale)
     if rule.skip_first and not rule.is_local and seen.whole and seen.count > 1:
-        k, v, rule = k[:, :, 1:], v[:, :, 1:], replace(rule, skip_first=False)  # faster than a mask
-        return partial_attention(q, k, v, None, rule)
+        return partial_attention(q, k[:, :, 1:], v[:, :, 1:], None, rule.behind_first)  # faster than a mask
     return partial_attention(q, k, v, seen.mask(rule), rule)
 
 
