@@ -8,10 +8,12 @@ import sys
 from functools import cache
 from pathlib import Path
 from threading import Event
+from types import MappingProxyType
 
 import pytest
 import torch
 from disaggregated_job import answers
+from omegaconf import OmegaConf
 from oracle import GREEDY, PROMPTS, cut, token_ids
 from oracle import answers as answers_of
 from test_ranks import start_ranks
@@ -20,7 +22,7 @@ from tiny import random_tokens, shared_target, trained_draft
 from eagle_train.config import UserError
 from eagle_train.distributed import World
 from eagle_train.inference import Engine, SamplingParams, disaggregated
-from eagle_train.inference.disaggregated import DecodeEngine, connect
+from eagle_train.inference.disaggregated import DecodeEngine, as_json, connect
 from eagle_train.inference.paged_kv import BLOCK
 from eagle_train.models.artifact import save_draft
 from eagle_train.models.draft import Draft
@@ -62,7 +64,7 @@ class Nearby:
         self.open, self.changed = Event(), {}
 
     def tell(self, message, timeout):
-        self.request = json.loads(json.dumps(message))
+        self.request = json.loads(as_json(message))
 
     def hear(self, timeout):
         assert self.open.wait(60)
@@ -163,7 +165,11 @@ def test_another_target_or_draft_reads_nothing():
     request = {"number": 0, "target": "other", "texts": [[5, 6]], "starts": [0], "params": [{}], "size": 1}
     with pytest.raises(UserError, match=r"^target tiny-gemma2: the decode process has another$"):
         disaggregated.read(engine, request)
-    own = request | {"target": engine.target.identity.fingerprint}
+    own = request | {"target": engine.target.identity.fingerprint, "dtype": "torch.bfloat16"}
+    wanted = r"^target tiny-gemma2: it is in torch.float32 here, and the decode process has it in torch.bfloat16$"
+    with pytest.raises(UserError, match=wanted):
+        disaggregated.read(engine, own)
+    own |= {"dtype": "torch.float32"}
     with pytest.raises(UserError, match=r"^draft or prefix_cache: the decode process has another$"):
         disaggregated.read(engine, own)
 
@@ -174,12 +180,14 @@ def test_only_what_follows_a_prefix_is_sent():
     for start in (0, BLOCK + 5):
         request = {
             "target": engine.target.identity.fingerprint,
+            "dtype": "torch.float32",
             "texts": [text],
             "starts": [start],
             "params": [{}],
             "size": disaggregated.size_of(engine, start, len(text)),
         }
         packed.append(disaggregated.read(engine, request)[1])
+    assert not engine.advanced, "a request that was read is kept by nobody"
     whole, rest = packed
     for kept in engine.by_block:
         of_whole, whole = whole.tensor_split([4 * kept[:, 0].numel()])
@@ -241,8 +249,19 @@ def test_faults_of_prefill_processes(root):
     }
 
 
+@pytest.mark.parametrize("grammar", [OmegaConf.create({"regex": "[a-c]{2}"}), MappingProxyType({"regex": "[a-c]{2}"})])
+def test_a_grammar_in_a_mapping_of_any_kind(grammar):
+    params = SamplingParams(grammar=grammar)
+    assert SamplingParams(**json.loads(as_json(vars(params)))) == SamplingParams(grammar={"regex": "[a-c]{2}"})
+
+
 def test_what_cannot_be_disaggregated():
     with pytest.raises(UserError, match=r"^1 process was started: one decodes, and at least one more must read"):
         connect(World())
-    with pytest.raises(UserError, match=r"^timeout_s=0: must be above 0$"):
-        a_decoder(Nearby(), timeout_s=0)
+    for timeout in (0, float("inf"), "1"):
+        with pytest.raises(
+            UserError, match=rf"^timeout_s={timeout!r}: must be above 0, and at most 1000000000 seconds$"
+        ):
+            a_decoder(Nearby(), timeout_s=timeout)
+    with pytest.raises(UserError, match=r"^lines=\[\]: must be those to the prefill processes"):
+        a_decoder()

@@ -307,8 +307,35 @@ def test_gpu_gives_the_same_tokens(family):
         ({"graphs": "yes"}, "graphs='yes': must be True or False"),
         ({"drafting": "best"}, "drafting='best': must be one of greedy, multinomial, multinomial_without_replacement"),
         ({"draft": 42}, "draft=42: must be None, an artifact's directory, a Draft or a Drafter"),
+        ({"target": 42}, "target=42: must be a directory, a hub id, a TargetConfig or a Target"),
+        ({"target": "x", "device": "gpu"}, "device='gpu': must be cpu, cuda or cuda:N"),
+        ({"target": "x", "device": "cuda:99"}, "device=cuda:99: no such GPU is visible; use device=cpu"),
     ],
 )
 def test_options_that_make_no_sense(options, message):
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        Engine(shared_target(), **options)
+        Engine(**{"target": shared_target(), **options})
+
+
+def test_parameters_that_are_none():
+    engine = Engine(shared_target())
+    with pytest.raises(UserError, match=r"^params=\{'temperature': 1\}: must be SamplingParams$"):
+        engine.add(PROMPTS[0], {"temperature": 1})
+    assert not engine.scheduler.unfinished
+
+
+def test_a_draft_of_another_width():
+    wide = tiny_draft(tiny_target("llama", hidden_size=64))
+    with pytest.raises(UserError, match=r"^draft.hidden_size=64: must be the target's, 32$"):
+        Engine(shared_target(), wide)
+
+
+def test_two_engines_have_a_drafter_each():
+    """Else each would write into the other's blocks."""
+    drafter, message = Eagle(tiny_draft(shared_target()), shared_target()), "draft: this drafter is another engine's"
+    first = Engine(shared_target(), drafter)
+    Engine(shared_target(), drafter, kv_tokens=160)
+    with pytest.raises(UserError, match=f"^{message}; make one for each$"):
+        first.generate(PROMPTS[:1], GREEDY)
+    with pytest.raises(UserError, match=f"^{message}"):
+        Engine(shared_target(), drafter, kv_tokens=160)

@@ -15,6 +15,7 @@ from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.paged_kv import BLOCK, WASTE, PagedKV
 from eagle_train.inference.prefix_cache import HostKV, PrefixCache, names_of
 from eagle_train.inference.sequence import Sequence
+from eagle_train.inference.tree import chain
 
 LENGTH = 24
 GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
@@ -43,6 +44,34 @@ def check_pool(engine: Engine) -> None:
     assert sorted([*pool.free, *pool.idle]) == list(range(WASTE + 1, WASTE + 1 + pool.total))
     assert not any(pool.users)
     assert set(pool.named.values()) == set(pool.name_of) == set(pool.idle)
+
+
+@pytest.mark.parametrize(("depth", "overlap", "kept"), [(15, False, 2), (7, True, 2)])
+def test_an_answer_that_ends_early_in_its_first_round(depth, overlap, kept):
+    """A short prompt, and a round that brings far more than is kept."""
+    (prompt,), target = random_tokens(1, seed=3), shared_target("llama")
+    truth = continued(target, prompt, 40)
+    engine = Engine(target, tiny_draft(target), chain(depth), prefix_cache=True, overlap=overlap)
+    guide(engine, [truth], lambda _: depth)
+    params = SamplingParams(max_tokens=20, stop_token_ids=(truth[kept - 1],))
+    (output,) = engine.generate([prompt], params)
+    assert output.token_ids == truth[:kept]
+    check_pool(engine)
+
+
+def test_what_was_read_before_a_preemption_was_not_found():
+    """A prompt that nobody asked before has no cached tokens, though its own beginning is found when it comes back."""
+    long, short = random_tokens(100, 5)
+    engine = Engine(shared_target(), kv_tokens=9 * BLOCK, prefix_cache=True, prefill_tokens=2)
+    engine.add(short, SamplingParams(max_tokens=60, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    late, read, preempt = engine.add(long, SamplingParams(max_tokens=4, ignore_eos=True)), [], engine.scheduler.preempt
+    engine.scheduler.preempt = lambda sequence: read.append(sequence.read) or preempt(sequence)
+    while engine.scheduler.unfinished:
+        engine.step()
+    assert max(read) >= BLOCK
+    assert late.stats.cached_tokens == 0
 
 
 def shared_blocks(tokens: list[int], earlier: list[list[int]]) -> int:

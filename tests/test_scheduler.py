@@ -4,7 +4,7 @@ import random
 
 import pytest
 from oracle import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
-from tiny import shared_target, tiny_draft
+from tiny import continued, random_tokens, shared_target, tiny_draft
 
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
@@ -145,6 +145,30 @@ def test_who_reads_gives_way_first():
     scheduler.make_room()
     assert (scheduler.active, scheduler.reading, list(scheduler.waiting)) == ([first], [], [second])
     assert second.read == 0
+
+
+def test_who_came_last_gives_way_in_whatever_row():
+    """And waits behind those that came before it."""
+    scheduler = Scheduler(BlockPool(8), rows=2, ahead=4)
+    first, second, third = new(0, 20), new(1, 20), new(2, 20)
+    scheduler.waiting.extend([first, second, third])
+    scheduler.admit()
+    scheduler.activate([second])  # a shorter text was read sooner
+    scheduler.activate([first])
+    first.generated = second.generated = [1] * 45  # 64 committed ones, and 4: five blocks
+    scheduler.make_room()
+    assert (scheduler.active, list(scheduler.waiting)) == ([first], [second, third])
+
+
+def test_the_rows_that_stay_are_those_of_who_came_first(preempted):
+    """A long prompt, read behind a short one, keeps its blocks when the short one must go; nobody's tokens change."""
+    long, short = random_tokens(40, 5)
+    engine = Engine(shared_target(), max_batch_size=3, kv_tokens=7 * BLOCK)
+    requests = [engine.add(prompt, SamplingParams(max_tokens=50, ignore_eos=True)) for prompt in (long, short)]
+    while engine.scheduler.unfinished:
+        engine.step()
+    assert preempted == [1]
+    assert [each.generated for each in requests] == [continued(shared_target(), each.prompt, 50) for each in requests]
 
 
 def test_texts_are_read_in_chunks():

@@ -24,9 +24,10 @@ import itertools
 import json
 import math
 import warnings
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import reduce
 from typing import Any
@@ -34,16 +35,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from eagle_train.config import check, one_line
+from eagle_train.config import check, one_line, shown
 from eagle_train.distributed import World
 from eagle_train.inference.block_pool import blocks_for
 from eagle_train.inference.drafting import Pending
 from eagle_train.inference.engine import Engine
 from eagle_train.inference.paged_kv import BLOCK
-from eagle_train.inference.sequence import SamplingParams, Sequence
+from eagle_train.inference.sequence import SamplingParams, Sequence, is_number
 
 DECODER = 0  # its rank
 FOREVER = timedelta(days=365)
+LONGEST = 10**9  # seconds, that anything can be waited for
 A_MOMENT = 0.01  # seconds
 NUMBERS = itertools.count()
 
@@ -66,7 +68,7 @@ class Line:
 
     def tell(self, message: Any, timeout: timedelta = FOREVER) -> None:
         """Send what JSON can say."""
-        text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(as_json(message).encode()), dtype=torch.uint8)
         self.send(torch.tensor([len(text)]), timeout)
         self.send(text, timeout)
 
@@ -74,6 +76,11 @@ class Line:
         """The other end of `tell`."""
         length = self.receive(torch.empty(1, dtype=torch.int64), timeout)
         return json.loads(self.receive(torch.empty(int(length), dtype=torch.uint8), timeout).numpy().tobytes())
+
+
+def as_json(message: Any) -> str:
+    """Mappings of any kind as objects, and listings as arrays."""
+    return json.dumps(message, default=lambda value: dict(value) if isinstance(value, Mapping) else list(value))
 
 
 def connect(world: World) -> list[Line]:
@@ -102,7 +109,9 @@ class DecodeEngine(Engine):
     def __init__(self, *arguments: Any, lines: list[Line], timeout_s: float = 60.0, **options: Any):
         """An `Engine`'s arguments, and `timeout_s`: a prefill process that keeps what it was handed for longer is given
         up. Raises UserError where the target is divided over ranks."""
-        check(timeout_s > 0, f"timeout_s={timeout_s}: must be above 0")
+        right = is_number(timeout_s, 0, LONGEST) and timeout_s > 0
+        check(right, f"timeout_s={shown(timeout_s)}: must be above 0, and at most {LONGEST} seconds")
+        check(len(lines) > 0, "lines=[]: must be those to the prefill processes, as connect gives them")
         super().__init__(*arguments, **options)
         check(self.target.together is None, f"target {self.target.name}: disaggregated, it must be whole on every rank")
         self.timeout = timedelta(seconds=timeout_s)
@@ -131,9 +140,10 @@ class DecodeEngine(Engine):
             request = {
                 "number": next(NUMBERS),
                 "target": self.target.identity.fingerprint,
+                "dtype": str(self.target.dtype),
                 "texts": [sequence.to_prefill for sequence in some],
                 "starts": starts,
-                "params": [asdict(sequence.params) for sequence in some],
+                "params": [vars(sequence.params) for sequence in some],
                 "size": sum(sizes),
             }
             errand = Errand(some, starts, sizes)
@@ -201,6 +211,7 @@ def serve_prefill(engine: Engine, lines: list[Line]) -> None:
             for sequence in engine.scheduler.unfinished:
                 sequence.finish_reason = "failed"
             engine.scheduler.leave()
+            engine.advanced.clear()
             line.tell({"number": request["number"]})
         else:
             line.tell({"number": request["number"], "tokens": tokens})
@@ -217,6 +228,8 @@ def read(engine: Engine, request: dict) -> tuple[list[int], torch.Tensor]:
         sequences.append(Sequence(place, text, params, frozenset(), engine.requests.matcher_of(params)))
     same = engine.target.identity.fingerprint == request["target"]
     check(same, f"target {engine.target.name}: the decode process has another")
+    own, other = str(engine.target.dtype), request["dtype"]
+    check(own == other, f"target {engine.target.name}: it is in {own} here, and the decode process has it in {other}")
     engine.enqueue(sequences)
     packs = {}
     while engine.scheduler.unfinished:
@@ -225,6 +238,7 @@ def read(engine: Engine, request: dict) -> tuple[list[int], torch.Tensor]:
             packs[sequence] = pack(engine, sequence, request["starts"][sequence.index], engine.pending.hidden[row, 0])
             sequence.finish_reason = "read"
         engine.leave()
+    engine.advanced.clear()  # nobody here is told
     packed = torch.cat([packs[sequence] for sequence in sequences])
     check(len(packed) == request["size"], "draft or prefix_cache: the decode process has another")
     return [sequence.generated[0] for sequence in sequences], packed

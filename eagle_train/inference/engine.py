@@ -79,7 +79,8 @@ class Engine:
     ):
         """`tree`: a name in conf/tree, a Tree, or a mapping {largest batch size: tree}. Without a draft it is not used.
         Above temperature 0 a seed's tokens are another draw of the same distribution with another tree: a request has
-        the same ones in any company only if the tree is the same for all batch sizes.
+        the same ones in any company only if the tree is the same for all batch sizes, and drafts are those of its text
+        alone (`Eagle`'s alignment).
 
         `device`: where a target that is given by name is loaded; a Target stays on its own.
         `drafting`: how a node's children are chosen: greedy, multinomial or multinomial_without_replacement.
@@ -101,6 +102,8 @@ class Engine:
         GPU, or a forward has the host wait.
         """
         check_options(
+            target=target,
+            device=device,
             draft=draft,
             max_batch_size=max_batch_size,
             drafting=drafting,
@@ -192,7 +195,9 @@ class Engine:
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> Sequence:
         """A request that waits for its turn in `step`. Raises UserError as `generate` does."""
-        sequence = self.requests.sequence(self.num_added, prompt, params or SamplingParams())
+        params = SamplingParams() if params is None else params
+        check(isinstance(params, SamplingParams), f"params={shown(params)}: must be SamplingParams")
+        sequence = self.requests.sequence(self.num_added, prompt, params)
         self.enqueue([sequence])
         self.num_added += 1
         return sequence
@@ -227,6 +232,9 @@ class Engine:
     def reserve(self, blocks: int) -> None:
         """Have room for so many blocks of keys and values."""
         pool = self.scheduler.pool
+        held = pool.in_store if pool.total > 0 else 0
+        alone = all(x.shape[1] == held for x in self.by_block)
+        check(alone, "draft: this drafter is another engine's; make one for each")
         pool.grow(blocks)
         for store in self.stores:
             store.grow(pool.in_store)
@@ -291,10 +299,11 @@ class Engine:
             if not guided and self.scheduler.make_room(self.under_way.most):
                 return
             self.land()
-        before = len(self.active)
+        before = self.active
         self.scheduler.make_room()
-        if len(self.active) < before:
-            self.pending = self.pending.rows(slice(len(self.active)))
+        if len(self.active) < len(before):
+            stay = [row for row, sequence in enumerate(before) if sequence in self.active]
+            self.pending = self.pending.rows(to_device(stay, self.target.device, torch.long))
             self.leave()
 
     def read(self, chunks: list[tuple[Sequence, int]]) -> Pending | None:
@@ -463,7 +472,8 @@ class Engine:
                 if not sequence.finish_reason:  # else it has ended since the round began
                     sequence.advance(gain.tokens, len(gain.tokens) - 1, done.plan.tree.max_depth, now)
                     self.requests.cut_at_stop_strings(sequence)
-                    sequence.read = sequence.num_known - gain.unread
+                    # Where it ended early, `unread` counts what it did not get as well.
+                    sequence.read = max(sequence.read, sequence.num_known - gain.unread)
                     self.advanced[sequence] = None
             self.leave()
 
@@ -494,8 +504,17 @@ class Engine:
         self.stage_seconds[name] += time.perf_counter() - start
 
 
-def check_options(draft: Any, **options: Any) -> None:
+def check_options(target: Any, device: Any, draft: Any, **options: Any) -> None:
     """Raise UserError for an option of `Engine` that makes no sense."""
+    check(
+        isinstance(target, str | Path | TargetConfig | Target),
+        f"target={shown(target)}: must be a directory, a hub id, a TargetConfig or a Target",
+    )
+    kind, _, number = str(device).partition(":")
+    right = kind in ("cpu", "cuda") and (number.isdigit() or not number)
+    check(right, f"device={shown(device)}: must be cpu, cuda or cuda:N")
+    there = kind == "cpu" or isinstance(target, Target) or int(number or 0) < torch.cuda.device_count()
+    check(there, f"device={device}: no such GPU is visible; use device=cpu")
     drafts = draft is None or isinstance(draft, str | Path | Draft) or hasattr(draft, "propose")
     check(drafts, f"draft={shown(draft)}: must be None, an artifact's directory, a Draft or a Drafter")
     numbers = {"max_batch_size": 1, "kv_tokens": 1, "prefill_tokens": 1, "host_kv_tokens": 0}

@@ -14,6 +14,9 @@ MOST_NESTED = 1500  # times of three repetitions or more within each other, wher
 UNBOUNDED = 4
 MOST_IN_A_ROW = 32  # optional or repeated parts with nothing fixed between them; a token's time grows with the square
 ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\Z)|.", re.DOTALL)  # an escape, a class of characters, or one
+# What a backslash may make of a letter or digit; of others xgrammar takes the letter itself, or refuses them by name.
+ESCAPES, REFUSED = frozenset("dDwWsSfnrtvaexuc0"), frozenset("bBpPk123456789")
+ESCAPE = re.compile(r"\\(.)(\d?)", re.DOTALL)
 # What is no part of a grammar's structure: texts, classes, comments.
 EBNF_TEXT = re.compile(r'"(?:\\.|[^"\\])*(?:"|\Z)|\[(?:\\.|[^\]\\])*(?:\]|\Z)|#[^\n]*', re.DOTALL)
 TIMES = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
@@ -31,8 +34,21 @@ def as_whole(regex: str) -> str:
     atoms = ATOM.findall(regex)
     inside = "^" in atoms[1:] or "$" in atoms[:-1]
     check(not inside, "^ and $ may stand at the ends only: the whole answer is matched")
+    check_escapes(atoms)
     check_structure("".join(atom if len(atom) == 1 else "x" for atom in atoms))
     return "".join(r"[^\n\r]" if atom == "." else atom for atom in atoms)
+
+
+def check_escapes(atoms: list[str]) -> None:
+    """Raise UserError for what xgrammar would take for something else without a word."""
+    for atom, after in zip(atoms, [*atoms[1:], ""], strict=True):
+        is_class = len(atom) > 1 and atom[0] == "["
+        check(not re.match(r"\[\^?\]", atom), r"a class that begins with ] means different things; write \] for it")
+        known = ESCAPES | (frozenset("b") if is_class else REFUSED)
+        for letter, digit in ESCAPE.findall(atom if is_class else atom + after if len(atom) > 1 else ""):
+            strange = letter.isascii() and letter.isalnum() and letter not in known
+            check(not strange, f"\\{letter} is no escape that is known; without the backslash it is the letter")
+            check(letter != "0" or not digit, f"\\0{digit} is no escape that is known; write \\x and two digits")
 
 
 def check_ebnf(grammar: str) -> None:

@@ -3,6 +3,7 @@
 Knows nothing of tensors or models.
 """
 
+from bisect import bisect
 from collections import deque
 
 from eagle_train.inference.block_pool import BlockPool, blocks_for
@@ -11,7 +12,7 @@ from eagle_train.inference.sequence import Sequence
 
 
 class Scheduler:
-    """First come, first served. A sequence that has to give up its blocks waits in front and is recomputed.
+    """First come, first served: who came last gives up its blocks if need be, waits in its turn and is recomputed.
 
     A sequence waits, then its text is read in one or more chunks, then it is active: it decodes, in its row of the
     batch. `ahead`: slots that a round may need beyond the committed ones. `prefixes`: finds what was read before.
@@ -22,6 +23,11 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.reading: list[Sequence] = []
         self.active: list[Sequence] = []
+
+    @property
+    def placed(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Those that have blocks."""
+        return self.active, self.reading
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -49,8 +55,8 @@ class Scheduler:
         assert given
         if self.prefixes is not None:
             self.prefixes.fetch(sequence)
-        if not sequence.generated:
-            sequence.stats.cached_tokens = sequence.read
+        if not sequence.had_blocks:
+            sequence.had_blocks, sequence.stats.cached_tokens = True, sequence.read
 
     def chunks(self, budget: int | None) -> list[tuple[Sequence, int]]:
         """Who reads here next, and how many tokens, `budget` in all."""
@@ -74,21 +80,20 @@ class Scheduler:
         `under_way`: slots that a round may have taken whose results are not known. Nobody has to go then: False is
         returned where blocks are missing.
         """
-        row = 0
-        while row < len(self.active):
-            sequence = self.active[row]
-            if self.pool.extend(sequence.blocks, sequence.committed + under_way + self.ahead):
-                row += 1
-            elif under_way > 0:
-                return False
-            else:
-                self.preempt((self.reading or self.active).pop())
+        for sequence in list(self.active):
+            slots = sequence.committed + under_way + self.ahead
+            while sequence in self.active and not self.pool.extend(sequence.blocks, slots):
+                if under_way > 0:
+                    return False
+                self.preempt(max([*self.active, *self.reading], key=turn))
         return True
 
     def preempt(self, sequence: Sequence) -> None:
+        """It waits, behind those that came before it."""
         self.release(sequence)
         sequence.forget()
-        self.waiting.appendleft(sequence)
+        self.active, self.reading = ([each for each in some if each is not sequence] for some in self.placed)
+        self.waiting.insert(bisect(self.waiting, turn(sequence), key=turn), sequence)
 
     def leave(self) -> None:
         """The finished free their blocks."""
@@ -108,3 +113,8 @@ class Scheduler:
         """More of it was read."""
         if self.prefixes is not None:
             self.prefixes.note(sequence)
+
+
+def turn(sequence: Sequence) -> int:
+    """Its place among the unfinished ones, by when they came."""
+    return sequence.index

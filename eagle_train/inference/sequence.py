@@ -157,6 +157,7 @@ class Sequence:
     finish_reason: str | None = None
     last_token_at: float = 0.0
     blocks: list[int] = field(default_factory=list)  # of the store, in order
+    had_blocks: bool = False  # now, or before it had to give them up
     read: int = 0  # how many of its tokens both models have read
     reader: Any = None  # who reads its text in this process's place
     names: list[bytes] = field(default_factory=list)  # of its full blocks, see prefix_cache.py

@@ -29,11 +29,14 @@ class Eagle:
 
     `alignment`: which tokens of a round the draft reads again, with the target's hidden states instead of its own
     (paper section 3.4): all `accepted` ones, as EAGLE does; or the `last` alone, as the paper does, and the one before
-    it where that was a leaf, which the draft has not read at all.
+    it where that was a leaf, which the draft has not read at all. Drafts then hang on how the text came about: what is
+    read anew, after a preemption or for another request that begins alike, is read with the target's hidden states.
     """
 
     def __init__(self, draft: Draft, target: Target, alignment: str = "accepted"):
         check(alignment in ALIGNMENTS, f"alignment={alignment}: must be {' or '.join(ALIGNMENTS)}")
+        width, own = target.embedding.shape[1], draft.config.hidden_size
+        check(own == width, f"draft.hidden_size={own}: must be the target's, {width}")
         self.draft = fused(draft.to(target.device, target.dtype).eval().requires_grad_(False))
         use_kernels(self.draft, target.dtype)
         self.target, self.alignment = target, alignment
