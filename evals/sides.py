@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 
 from eagle_train.inference import Engine, paged_kv
 from eagle_train.inference.paged_kv import Masks
@@ -110,8 +111,8 @@ def over_one(
 
 @contextmanager
 def plain_linear() -> Iterator[None]:
-    """Products of few rows as those of many."""
-    with patch.object(linear, "FEW_ROWS", range(0)):
+    """A CPU's products as torch has them."""
+    with patch.object(linear, "linear_on_cpu", F.linear):
         yield
 
 
@@ -199,7 +200,7 @@ SWITCHES = {
     "fp8_draft": Switch("the draft's feed-forward in FP8 (3.4)", on=Side(quant="fp8")),
     "split_attention": Switch("prefix and tree attended apart (3.1)", off=Side(within=whole_mask), load=loads.LONG),
     "attention_kernel": Switch("the device's attention kernel (3.4)", off=Side(within=plain_attention)),
-    "linear_of_few_rows": Switch("products for a tree's few rows", off=Side(within=plain_linear)),
+    "fast_linear": Switch("a CPU's products for decoding", off=Side(within=plain_linear)),
     "guided_speculation": Switch("drafts under a grammar (3.4)", off=Side(drafts=False), load=loads.GUIDED),
     "first_token": Switch(
         "first tokens told before their first round (3.3)", off=Side(change=tell_after_round), figure="ttft"

@@ -20,6 +20,7 @@ from eagle_train.models.artifact import save_draft
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
+from eagle_train.ops.linear import Linear, packed_of
 
 BUNDLED = Path(__file__).parents[1] / "data" / "tiny_target"
 MODES = ["greedy", "multinomial", "multinomial_without_replacement"]
@@ -249,6 +250,23 @@ def test_verification_is_compiled_for_one_and_for_many_rows_only(trained, monkey
         for rows in (4, 2, 5, 1):  # at first as many as chain3 has nodes, then as many as n8's root has children
             assert token_ids(engine.generate(PROMPTS[:rows], params[:rows])) == token_ids(plain[:rows])
         assert counter.frame_count == 2 * number
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_weights_of_a_bf16_checkpoint(compile):
+    """Those of target and draft are packed (ops/linear.py), and the tokens are those of transformers."""
+    target = tiny_target("llama", dtype=torch.bfloat16)
+    target = Target(target.model.float())
+    draft = tiny_draft(target).bfloat16().float()
+    truth = [continued(target, prompt, LENGTH) for prompt in PROMPTS[:3]]
+    for tree in ("chain3", "n8"):
+        engine = Engine(target, draft, tree, compile=compile, max_batch_size=3)
+        linears = [m for model in (target.model, engine.drafter.draft) for m in model.modules() if type(m) is Linear]
+        weights = [target.lm_head.weight, *(each.weight for each in linears)]
+        if torch.backends.quantized.engine in ("x86", "fbgemm"):
+            assert all(packed_of(weight) is not None for weight in weights)
+        assert token_ids(engine.generate(PROMPTS[:3], GREEDY)) == cut(truth)
+        assert token_ids(engine.generate(PROMPTS[:1], GREEDY)) == cut(truth[:1])
 
 
 # --- objects and paths

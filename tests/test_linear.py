@@ -6,8 +6,21 @@ import torch.nn.functional as F
 from torch import nn
 
 from eagle_train.ops import linear as module
-from eagle_train.ops.linear import Fp8Linear, Int4Linear, Linear, linear, use_fast_linear, use_kernels
+from eagle_train.ops.linear import (
+    Fp8Linear,
+    Int4Linear,
+    Linear,
+    linear,
+    pack,
+    packed_of,
+    use_fast_linear,
+    use_kernels,
+)
 from eagle_train.ops.quantise import dequantise, dynamic_fp8, fp8, int4
+
+needs_packing = pytest.mark.skipif(
+    torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="this CPU has no product for fp16 weights"
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -52,6 +65,84 @@ def test_only_few_rows_of_small_weights_leave_the_plain_way(monkeypatch: pytest.
     for rows in (1, 4):
         linear(torch.randn(rows, 8), torch.randn(16, 8))
     assert calls[1:] == [(1, 8), (1, 8), (4, 8)]
+
+
+def packable(*shape: int) -> torch.Tensor:
+    """A frozen weight as bf16 checkpoints have them, packed."""
+    weight = torch.randn(shape).bfloat16().float() / 16
+    pack(weight)
+    return weight
+
+
+@pytest.fixture
+def packed_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of all products with a packed weight."""
+    rows, found = [], module.packed_of
+
+    def noting(weight: torch.Tensor) -> object:
+        packed = found(weight)
+        rows.append(packed is not None)
+        return packed
+
+    monkeypatch.setattr(module, "packed_of", noting)
+    return rows
+
+
+@needs_packing
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(24,), (1, 24), (2, 3, 24), (130, 24)])
+def test_packed_weights_equal_the_plain_twin(
+    shape: tuple[int, ...], has_bias: bool, packed_products: list[int]
+) -> None:
+    """To fp32's own precision: far closer than products of fp16 are."""
+    x, weight, bias = torch.randn(shape), packable(40, 24), torch.randn(40) if has_bias else None
+    packed_products.clear()
+    plain = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    ours = linear(x, weight, bias)
+    assert packed_products == [True]
+    assert ours.is_contiguous()
+    torch.testing.assert_close(ours, plain.float(), rtol=1e-6, atol=1e-6)
+    halves = F.linear(x.half().double(), weight.double(), None if bias is None else bias.double())
+    assert not torch.allclose(ours.double(), halves, rtol=1e-6, atol=1e-6)
+
+
+@needs_packing
+def test_what_is_packed() -> None:
+    """What fp16 holds as well as fp32 does, is frozen, and stays as it was."""
+    assert packed_of(packable(40, 24)) is not None
+    for weight in (
+        torch.randn(40, 24),
+        torch.randn(40, 24).bfloat16().float() * 1e5,
+        torch.randn(40, 24).bfloat16().float() * 2**-20,
+        torch.randn(40, 24).bfloat16(),
+        nn.Parameter(torch.randn(40, 24).bfloat16().float()),
+    ):
+        pack(weight)
+        assert packed_of(weight) is None
+    x, weight = torch.randn(4, 24), packable(40, 24)
+    weight.mul_(2)
+    assert packed_of(weight) is None
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+
+
+@needs_packing
+def test_packed_weights_and_gradients() -> None:
+    x, weight = torch.randn(4, 24, requires_grad=True), packable(40, 24)
+    (ours,) = torch.autograd.grad(linear(x, weight).square().sum(), x)
+    (plain,) = torch.autograd.grad(F.linear(x, weight).square().sum(), x)
+    torch.testing.assert_close(ours, plain)
+    assert not linear(x.detach(), weight).requires_grad
+
+
+@needs_packing
+def test_packed_weights_compiled(packed_products: list[int]) -> None:
+    weight = packable(40, 24)
+    with torch.no_grad():
+        product = torch.compile(lambda x: linear(x * 2, weight) + 1, dynamic=True, fullgraph=True)
+        for rows in (1, 4, 9):
+            x = torch.randn(rows, 24)
+            torch.testing.assert_close(product(x), F.linear(x * 2, weight) + 1)
+    assert packed_products[-3:] == [True] * 3
 
 
 def test_a_model_keeps_its_parameters_and_special_linears() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from command_line import call
 from talking import arguments, make_home, write_rows
 
@@ -99,12 +100,12 @@ def test_the_table_takes_the_trees_place(bench):
 
 
 def test_plain_twins_are_used_within_alone():
-    kernel, rows, both = attention.flash_partial, linear.FEW_ROWS, paged_kv.over_both
+    kernel, product, both = attention.flash_partial, linear.linear_on_cpu, paged_kv.over_both
     with plain_attention(), plain_linear(), whole_mask():
         assert attention.flash_partial is attention.plain_partial
-        assert 4 not in linear.FEW_ROWS
+        assert linear.linear_on_cpu is F.linear
         assert paged_kv.over_both is over_one
-    assert (attention.flash_partial, linear.FEW_ROWS, paged_kv.over_both) == (kernel, rows, both)
+    assert (attention.flash_partial, linear.linear_on_cpu, paged_kv.over_both) == (kernel, product, both)
 
 
 @pytest.mark.parametrize("lengths", [[9, 9], [9, 4]])

@@ -54,12 +54,17 @@ from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.ops.compiled import own_sizes
+from eagle_train.ops.linear import pack, use_kernels
 from eagle_train.ops.transfer import to_device
 from eagle_train.progress import progress
 
 
 class Engine:
-    """Generates with a target and, if there is one, a drafter. The outputs are the target's own, whoever drafts."""
+    """Generates with a target and, if there is one, a drafter. The outputs are the target's own, whoever drafts.
+
+    The target stays as it is from then on. On a CPU in fp32 its weights and the draft's are kept in fp16 besides, which
+    is half as much memory again, where that changes no result (ops/linear.py).
+    """
 
     def __init__(
         self,
@@ -122,6 +127,8 @@ class Engine:
             draft = Eagle(load_draft(draft, target.identity), target)
         elif isinstance(draft, Draft):
             draft = Eagle(copy.deepcopy(draft), target)
+        use_kernels(target.model, target.dtype)
+        pack(target.lm_head.weight)
         self.target, self.max_batch_size, self.drafting = target, max_batch_size, drafting
         self.cache = PagedKV(*target.kv_shape, 0, target.dtype, target.device)
         shape = DraftConfig.from_target(target.config)  # refuses what has no rotary positions

@@ -54,8 +54,8 @@ def own_sizes(compiled: Callable[..., Any]) -> Callable[..., Any]:
 class Compiled:
     """`forward` by torch.compile; what it computes otherwise, to the last bits.
 
-    It is compiled for one row and for several, for one token and for several, and for few products and many, see
-    ops/linear.py: seven graphs at most, all sizes else are theirs. The model must stay as it is from then on.
+    It is compiled for one row and for several, and for one token and for several: four graphs at most, all sizes else
+    are theirs. The model must stay as it is from then on.
     """
 
     def __init__(self, forward: Forward, device: torch.device | str):

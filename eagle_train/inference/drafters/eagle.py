@@ -19,7 +19,7 @@ from eagle_train.models.fused import fused
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import Attend
 from eagle_train.ops.compiled import Compiled, Forward
-from eagle_train.ops.linear import use_kernels
+from eagle_train.ops.linear import pack, use_kernels
 
 ALIGNMENTS = ("accepted", "last")
 
@@ -38,9 +38,10 @@ class Eagle:
         width, own = target.embedding.shape[1], draft.config.hidden_size
         check(own == width, f"draft.hidden_size={own}: must be the target's, {width}")
         self.draft = fused(draft.to(target.device, target.dtype).eval().requires_grad_(False))
-        use_kernels(self.draft, target.dtype)
         self.target, self.alignment = target, alignment
         self.head = Head(self.draft, target.lm_head)
+        use_kernels(self.draft, target.dtype)
+        pack(self.head.lm_head.weight)
         shape = self.draft.config
         self.cache = PagedKV(shape.num_layers, shape.num_kv_heads, shape.head_dim, 0, target.dtype, target.device)
         self.caches = [self.cache]
