@@ -44,7 +44,9 @@ class Rotary(nn.Module):
         Both are [B, 1, T, R].
         """
         angles = positions[:, None, :, None].float() * self.frequencies.view(torch.float32)
-        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale != 1.0:
+            cos, sin = cos * self.scale, sin * self.scale
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
