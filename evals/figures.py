@@ -92,15 +92,16 @@ def times(answers: Iterable[Answer]) -> dict[str, float]:
     return found
 
 
-def latency(batches: list[Together], stage_seconds: Mapping[str, float]) -> dict[str, Any]:
-    """`times`, and the engine's stages in milliseconds per round of a batch (prefill: per batch)."""
-    rounds = num_rounds(batches)
-    decoding = {name: seconds for name, seconds in stage_seconds.items() if name != "prefill"}
+def latency(batches: list[Together]) -> dict[str, Any]:
+    """`times`, and the rounds that they were taken over."""
+    return {**times(chain.from_iterable(batches)), "rounds": num_rounds(batches)}
+
+
+def stages(seconds: Mapping[str, float], rounds: int, batches: int) -> dict[str, Any]:
+    """An engine's stages in milliseconds per round (prefill: per batch). `seconds`: by stage, all rounds together."""
     return {
-        **times(chain.from_iterable(batches)),
-        "rounds": rounds,
-        "stage_ms_per_round": {name: seconds * 1e3 / rounds for name, seconds in decoding.items()},
-        "prefill_ms_per_batch": stage_seconds["prefill"] * 1e3 / len(batches),
+        "stage_ms_per_round": {name: spent * 1e3 / rounds for name, spent in seconds.items() if name != "prefill"},
+        "prefill_ms_per_batch": seconds["prefill"] * 1e3 / batches,
     }
 
 

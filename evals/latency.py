@@ -214,13 +214,16 @@ def swept(bench: Bench) -> dict[str, Any]:
     for number, (cell, batches) in enumerate(zip(cells, fixed, strict=True), 1):
         engines = bench.engines(cell.batch_size)
         serving = {name: partial(serve, engine) for name, engine in engines.items()}
-        rows += rows_of(config, cell, take_turns(serving | bench.others(cell.batch_size), batches), batches)
+        answered = take_turns(serving | bench.others(cell.batch_size), batches)
+        rows += rows_of(config, cell, answered, batches)
         if config.rate is not None:
             coming = prompts.batches(config.repeats, config.requests, cell.context_length)
             coming = arriving(coming, config.rate, config.seed)
             rows += rows_of(config, cell, take_turns(serving, coming), coming)
+        pairs = zip(batches, answered[PLAIN], strict=True)
+        watched = next(batch for batch, theirs in pairs if figures.intervals(theirs))  # it has rounds, whoever drafts
         for name, engine in engines.items():
-            breakdowns.append({**asdict(cell), "decoding": name, **breakdown(engine, batches[0])})
+            breakdowns.append({**asdict(cell), "decoding": name, **breakdown(engine, watched)})
         bar.update(number)
     bar.close()
     return {**headline(rows, breakdowns, next(iter(config.drafting))), "rows": rows, "breakdown": breakdowns}
@@ -262,8 +265,8 @@ def rows_of(
             "decoding": name,
             "tpc": figures.tpc(answers),
             "acceptance_per_depth": figures.acceptance(answers),
+            **figures.compare(answered[PLAIN], theirs),  # first, as it says so where nobody decoded
             **figures.times(answers),
-            **figures.compare(answered[PLAIN], theirs),
             "tokens_per_s": statistics.median(speeds[name]),
             "over": {other: median_ratio(speeds[name], speeds[other]) for other in answered if other != name},
             "answers": len(answers),

@@ -10,7 +10,7 @@ and 3.10. Knows nothing of a question's row, of the figures' arithmetic or of a 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,12 @@ from eagle_train.progress import progress
 from eagle_train.training.metrics import redact
 from evals import figures, replay, report
 from evals.figures import Answer, Together
+from evals.prompts import check_template, prompt_of
 from evals.questions import Question, read_questions
+from evals.stopwatch import Stopwatch, runs_ahead
 
 WARM_UP_TOKENS = 16
+NO_DRAFTS = "tree: no round was of a batch size that it drafts for, so there is nothing to measure; try chain3"
 TURN_SEEDS = 1 << 20  # far enough apart that no two requests of a run share a seed
 
 
@@ -83,8 +86,24 @@ class Config:
     def __post_init__(self) -> None:
         check(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1, or null")
         check(self.batch_size >= 1, f"batch_size={self.batch_size}: must be at least 1")
-        check(Dispatcher(self.tree).deepest > 0, "tree: it drafts nothing, so there is nothing to measure; try chain3")
+        check_tree(self.tree, self.batch_size)
         self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
+
+
+def check_tree(tree: Any, batch_size: int) -> None:
+    """Raise UserError for a tree, or a table of trees, that drafts for no batch of up to this size."""
+    drafts = any(tree.max_depth > 0 for tree, _ in dispatched(Dispatcher(tree), batch_size))
+    check(
+        drafts,
+        f"tree: it drafts nothing at batch sizes up to batch_size={batch_size}, so there is nothing to measure; try "
+        "chain3",
+    )
+
+
+def dispatched(dispatcher: Dispatcher, batch_size: int) -> list[tuple[Tree, list[int]]]:
+    """The trees that batches of 1 to `batch_size` rows get, and the sizes of each: a batch gets smaller by and by."""
+    by_tree = groupby(range(1, batch_size + 1), lambda size: dispatcher.dispatch(size).tree)
+    return [(tree, list(sizes)) for tree, sizes in by_tree]
 
 
 @dataclass
@@ -146,28 +165,6 @@ def prepared(out: Path) -> Path:
     return out
 
 
-def check_template(target: Target) -> None:
-    """Raise UserError for a target that no chat turn can be put to."""
-    found = target.tokenizer is not None and target.tokenizer.chat_template is not None
-    check(found, f"target.path={target.name}: no chat template there, and a question is a user's turn in a chat")
-
-
-def prompt_of(engine: Engine, question: Question, turn: int, messages: list[dict], before: int = 0) -> list[int]:
-    """The token ids that put a turn to the target. Raises UserError, naming the question, where they do not fit.
-
-    `before`: how many tokens earlier answers, not known yet, may take up.
-    """
-    name, limit = f"question {question.id}, turn {turn}", engine.target.max_positions
-    tokens = engine.requests.tokens_of(messages, name)
-    answers = f", {before} of them for earlier answers (lower max_tokens)" if before else ""
-    check(
-        len(tokens) + before < limit,
-        f"{name}: the prompt takes {len(tokens) + before} tokens{answers}; the context of {engine.target.name} holds "
-        f"{engine.target.context}, one of them for the answer",
-    )
-    return tokens
-
-
 def check_fit(engine: Engine, questions: Iterable[Question], max_tokens: int) -> None:
     """Raise UserError for a question whose prompts might not fit the context, before any is answered."""
     for question in questions:
@@ -187,13 +184,17 @@ def ask(engine: Engine, questions: Sequence[Question], params: SamplingParams) -
         for question, messages in asked:
             messages.append({"role": "user", "content": question.turns[turn - 1]})
         prompts = [prompt_of(engine, question, turn, messages) for question, messages in asked]
-        seeds = [params.seed + question.line + turn * TURN_SEEDS for question, _ in asked]
-        outputs = engine.generate(prompts, [replace(params, seed=seed) for seed in seeds])
+        outputs = engine.generate(prompts, [seeded(params, question, turn) for question, _ in asked])
         for (_, messages), output in zip(asked, outputs, strict=True):
             messages.append({"role": "assistant", "content": output.text})
         rows = zip(asked, prompts, outputs, strict=True)
         answered.append([Answer(question, turn, prompt, output) for (question, _), prompt, output in rows])
     return answered
+
+
+def seeded(params: SamplingParams, question: Question, turn: int) -> SamplingParams:
+    """With the seed that is this turn's own."""
+    return replace(params, seed=params.seed + question.line + turn * TURN_SEEDS)
 
 
 def measure(runs: Sequence[Run], questions: list[Question], params: SamplingParams, batch_size: int) -> None:
@@ -215,23 +216,25 @@ def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
     """What was measured, in seconds unless a name says otherwise. Raises UserError where nothing was decoded."""
     answers, engine = speculative.answers, speculative.engine
     compared = figures.compare(plain.batches, speculative.batches)
+    acceptance = figures.acceptance(answers)
+    check(len(acceptance) > 0, NO_DRAFTS)
     if config.temperature > 0:
         compared["differing_answers"] = None  # two samples may well differ
-    own, other = (figures.latency(run.batches, run.engine.stage_seconds) for run in (speculative, plain))
+    own, other = ({**figures.latency(run.batches), **stages(run, config)} for run in (speculative, plain))
     return {
         "tpc": figures.tpc(answers),
         **compared,
-        "acceptance_per_depth": figures.acceptance(answers),
+        "acceptance_per_depth": acceptance,
         **own,
         "draft_latency_ms": own["stage_ms_per_round"]["drafting"],
         **{f"plain_{name}": value for name, value in other.items()},
         "repeated_8grams": figures.repeated_ngrams(answer.output.token_ids for answer in answers),
         **figures.counts(answers, config.max_tokens),
         "per_category_and_turn": figures.groups(answers),
-        "train_serve_check": train_serve_check(speculative),
+        "train_serve_check": train_serve_check(speculative, config.batch_size),
         "alignment": config.draft.alignment,
         "quant": str(quant_of(engine.drafter.draft)),
-        "tree": label(engine.dispatcher.largest),
+        "tree": labels(engine.dispatcher, config.batch_size),
         "temperature": config.temperature,
         "batch_size": config.batch_size,
         "target": engine.target.name,
@@ -240,18 +243,54 @@ def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
     }
 
 
+def stages(run: Run, config: Config) -> dict[str, Any]:
+    """Milliseconds of each stage, see `figures.stages`: on a CPU those of the run itself.
+
+    A GPU is only told what to do while a stage lasts, and to wait for it slows rounds. There a batch is answered again,
+    apart, and watched: of those with drafts the one with the most rounds.
+    """
+    engine, batches = run.engine, run.batches
+    if not runs_ahead(engine.target.device):
+        return figures.stages(engine.stage_seconds, figures.num_rounds(batches), len(batches))
+    batch = max(batches, key=lambda batch: (len(figures.acceptance(batch)) > 0, figures.num_rounds([batch])))
+    params = [seeded(config.params, answer.question, answer.turn) for answer in batch]
+    watch = Stopwatch(engine.target.device)
+    with watch.watching(forwards=False):
+        engine.generate([answer.prompt for answer in batch], params)
+    return figures.stages(watch.stages, watch.rounds, 1)
+
+
+def labels(dispatcher: Dispatcher, batch_size: int) -> str:
+    """The trees that batches of up to this size get, in a few words."""
+    trees = dispatched(dispatcher, batch_size)
+    if len(trees) == 1:
+        return label(trees[0][0])
+    return ", ".join(f"{label(tree)} (batch size {' to '.join(map(str, ends(sizes)))})" for tree, sizes in trees)
+
+
 def label(tree: Tree) -> str:
     """A tree in a few words."""
+    if tree.max_depth == 0:
+        return "no draft"
     if tree.is_chain:
         return f"chain{tree.max_depth}"
     return f"tree of {tree.num_nodes - 1} nodes, depth {tree.max_depth}"
 
 
-def train_serve_check(run: Run) -> dict[str, float | None]:
-    """Acceptance at depth 1 as served and as training sees it; agreement on the target's text and on the file's."""
-    target, draft, children = run.engine.target, run.engine.drafter.draft, run.engine.dispatcher.largest.fanout[0]
+def ends(sizes: list[int]) -> list[int]:
+    return sorted({sizes[0], sizes[-1]})
+
+
+def train_serve_check(run: Run, batch_size: int) -> dict[str, float | None]:
+    """Acceptance at depth 1 as served and as training sees it; agreement on the target's text and on the file's.
+
+    As training sees it: None where the root has more children at one batch size than at another, as an answer does not
+    tell which of its rounds had how many.
+    """
+    target, draft = run.engine.target, run.engine.drafter.draft
+    children = {tree.fanout[0] for tree, _ in dispatched(run.engine.dispatcher, batch_size)}
     served = [(answer.prompt, answer.output) for answer in run.answers]
-    depth_1, own = replay.served_as_trained(target, draft, served, children)
+    depth_1, own = replay.served_as_trained(target, draft, served, max(children))
     references = []
     for answer in run.answers:
         if answer.question.reference:
@@ -259,7 +298,7 @@ def train_serve_check(run: Run) -> dict[str, float | None]:
             references.append((answer.prompt, tokens[: target.max_positions - len(answer.prompt)]))
     return {
         "depth_1_served": figures.acceptance(run.answers)[0],
-        "depth_1_as_trained": depth_1,
+        "depth_1_as_trained": depth_1 if len(children) == 1 else None,
         "agreement_on_own_answers": own,
         "agreement_on_reference_answers": replay.agreement(target, draft, references),
     }

@@ -1,4 +1,4 @@
-"""What is asked for a measurement: prompts of a given length, in batches, and when they arrive.
+"""What is asked for a measurement: questions as the target reads them, prompts of a given length, and when they arrive.
 
 Knows nothing of who answers.
 """
@@ -9,8 +9,30 @@ import torch
 
 from eagle_train.config import check
 from eagle_train.inference import Engine, SamplingParams
-from evals.mt_bench import check_template, prompt_of
+from eagle_train.models.target import Target
 from evals.questions import Question, read_questions
+
+
+def check_template(target: Target) -> None:
+    """Raise UserError for a target that no chat turn can be put to."""
+    found = target.tokenizer is not None and target.tokenizer.chat_template is not None
+    check(found, f"target.path={target.name}: no chat template there, and a question is a user's turn in a chat")
+
+
+def prompt_of(engine: Engine, question: Question, turn: int, messages: list[dict], before: int = 0) -> list[int]:
+    """The token ids that put a turn to the target. Raises UserError, naming the question, where they do not fit.
+
+    `before`: how many tokens earlier answers, not known yet, may take up.
+    """
+    name, limit = f"question {question.id}, turn {turn}", engine.target.max_positions
+    tokens = engine.requests.tokens_of(messages, name)
+    answers = f", {before} of them for earlier answers (lower max_tokens)" if before else ""
+    check(
+        len(tokens) + before < limit,
+        f"{name}: the prompt takes {len(tokens) + before} tokens{answers}; the context of {engine.target.name} holds "
+        f"{engine.target.context}, one of them for the answer",
+    )
+    return tokens
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,27 @@ from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.config import build, check, command, provenance, resolve_device, write_json, write_text
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.models.artifact import read_artifact
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import SCOPES, Quant
 from eagle_train.training.metrics import redact
 from evals import figures
-from evals.mt_bench import Artifact, Run, check_fit, check_template, drafter_of, label, measure, prepared
+from evals.mt_bench import (
+    NO_DRAFTS,
+    Artifact,
+    Run,
+    check_fit,
+    check_template,
+    check_tree,
+    drafter_of,
+    labels,
+    measure,
+    prepared,
+)
 from evals.questions import Question, read_questions
 from evals.report import made_on, number, percent, table
+from evals.stopwatch import Stopwatch
 
 LABELS = {"none": "as it is", "fp8": "FP8", "int4": "INT4"}
 
@@ -56,7 +67,7 @@ class Config:
     def __post_init__(self) -> None:
         check(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1, or null")
         check(self.batch_size >= 1, f"batch_size={self.batch_size}: must be at least 1")
-        check(Dispatcher(self.tree).deepest > 0, "tree: it drafts nothing, so there is nothing to measure; try chain3")
+        check_tree(self.tree, self.batch_size)
         check(self.scope in SCOPES, f"scope={self.scope}: must be {' or '.join(SCOPES)}")
         self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
         self.quants = {scheme: Quant(scheme, self.scope) for scheme in LABELS}
@@ -64,15 +75,18 @@ class Config:
 
 @dataclass
 class Timed(Run):
-    """A run that also knows, for each batch of questions, the seconds spent drafting and the rounds."""
+    """A run that also knows, for each batch of questions, the seconds spent drafting and the rounds that drafted.
+
+    A GPU is waited for around each stage, as nothing else of the run is timed.
+    """
 
     drafting: list[tuple[float, int]] = field(default_factory=list)
 
     def ask(self, questions: Sequence[Question], params: SamplingParams) -> None:
-        before, place = self.engine.stage_seconds["drafting"], len(self.batches)
-        super().ask(questions, params)
-        seconds = self.engine.stage_seconds["drafting"] - before
-        self.drafting.append((seconds, figures.num_rounds(self.batches[place:])))
+        watch = Stopwatch(self.engine.target.device)
+        with watch.watching(forwards=False):
+            super().ask(questions, params)
+        self.drafting.append((watch.stages["drafting"], watch.entered["drafting"]))
 
 
 @command("quantisation")
@@ -105,7 +119,7 @@ def main(values: DictConfig) -> None:
         "schemes": {scheme: measured(run, runs["none"]) for scheme, run in runs.items()},
         "scope": config.scope,
         "draft_source": source,
-        "tree": label(runs["none"].engine.dispatcher.largest),
+        "tree": labels(runs["none"].engine.dispatcher, config.batch_size),
         "temperature": config.temperature,
         "batch_size": config.batch_size,
         "prompts": len(runs["none"].answers),
@@ -127,10 +141,11 @@ def measured(run: Timed, plain: Timed) -> dict[str, Any]:
     A round's drafting is the tree's whole growth, LM head included: the paper's time to generate three tokens.
     Latencies are medians over the batches of questions, ratios those of the same batch.
     """
-    pairs = [pair for pair in zip(run.drafting, plain.drafting, strict=True) if all(rounds for _, rounds in pair)]
-    check(len(pairs) > 0, "no answer has a second token, so no decoding was measured; raise max_tokens")
-    times = [[seconds * 1e3 / rounds for seconds, rounds in pair] for pair in pairs]
     tpc, stats = figures.tpc(run.answers), [answer.output.stats for answer in run.answers]
+    check(tpc is not None, "no answer has a second token, so no decoding was measured; raise max_tokens")
+    pairs = [pair for pair in zip(run.drafting, plain.drafting, strict=True) if all(rounds for _, rounds in pair)]
+    check(len(pairs) > 0, NO_DRAFTS)
+    times = [[seconds * 1e3 / rounds for seconds, rounds in pair] for pair in pairs]
     answers = zip(run.answers, plain.answers, strict=True)
     return {
         "tpc": tpc,

@@ -46,8 +46,11 @@ def question_of(row: Row, place: str) -> Question:
         history, turns, reference = parts_of(row)
     except UserError as error:
         raise UserError(f"{place}: {error}") from error
-    line = int(place.rpartition(":")[2])
-    return Question(line, row.get("question_id", row.get("id", line)), row.get("category"), history, turns, reference)
+    line, category = int(place.rpartition(":")[2]), row.get("category")
+    named = category is None or (isinstance(category, str | int | float) and not isinstance(category, bool))
+    check(named, f"{place}: category={category}: must be a text or a number, or left out")
+    category = None if category is None else str(category)  # they are sorted, whichever of them a file has
+    return Question(line, row.get("question_id", row.get("id", line)), category, history, turns, reference)
 
 
 def parts_of(row: Row) -> tuple[list[Message], list[str], str | None]:

@@ -133,8 +133,8 @@ def by_stage(found: Found) -> str:
     rows.append(["all of a round", number(sum(stages.values()), 3), number(sum(plain.values()), 3)])
     prefill = [number(found[key], 3) for key in ("prefill_ms_per_batch", "plain_prefill_ms_per_batch")]
     text = table(["stage, ms a round", "speculative", "plain"], [*rows, ["prefill, ms a batch", *prefill]])
-    launches = "\n\nOn a GPU these are the times to launch a stage; TTIT is the time that passed."
-    return text + (launches if found["device"] != "cpu" else "")
+    apart = "\n\nOf a batch of its own, in which the GPU is waited for around each stage; TTIT is of rounds left alone."
+    return text + (apart if found["device"] != "cpu" else "")
 
 
 def diagnosis(found: Found) -> list[str]:
@@ -142,12 +142,18 @@ def diagnosis(found: Found) -> list[str]:
     check, shares, findings = found["train_serve_check"], found["acceptance_per_depth"], []
     served, trained = check["depth_1_served"], check["depth_1_as_trained"]
     own, reference = check["agreement_on_own_answers"], check["agreement_on_reference_answers"]
-    agree = abs(served - trained) <= SERVING_GAP
-    findings.append(
-        f"Train/serve check: the target took the first drafted token in {percent(served)} of the rounds; run over the "
-        f"same tokens as in training, the draft proposes it in {percent(trained)}. "
-        + ("Both ways agree." if agree else "They disagree: look for positions, norms or hidden states that differ.")
-    )
+    if trained is None:
+        findings.append(
+            "Train/serve check: left out, as the root has more children at one batch size than at another; "
+            "try batch_size=1, or one tree for all."
+        )
+    else:
+        agree = abs(served - trained) <= SERVING_GAP
+        said = "Both ways agree." if agree else "They disagree: look for positions, norms or hidden states that differ."
+        findings.append(
+            f"Train/serve check: the target took the first drafted token in {percent(served)} of the rounds; run over "
+            f"the same tokens as in training, the draft proposes it in {percent(trained)}. {said}"
+        )
     policy = f"Draft and target would go on alike at {percent(own)} of the tokens of the target's own answers"
     if reference is None:
         findings.append(f"{policy}.")

@@ -1,11 +1,11 @@
 """Where the time of a round goes: the stages of paper figure 4b, and the models' forwards within them.
 
-The device is waited for around each of them, which costs a GPU some of its speed: latency is measured elsewhere, on
-rounds that nobody watches. Knows nothing of prompts or reports.
+A GPU is waited for around each of them, which costs it some of its speed: latency is measured elsewhere, on rounds that
+nobody watches. Knows nothing of prompts or reports.
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 
+from eagle_train.config import check
 from eagle_train.inference import Engine
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import LMHead, Target
@@ -27,6 +28,11 @@ FORWARDS = (
     (LMHead, "__call__"),
     (Recording, "__call__"),
 )
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Whether a stage only tells the device what to do, so that it ends before the work does."""
+    return device.type == "cuda"
 
 
 def wait_for_gpu() -> None:
@@ -50,19 +56,31 @@ def timed(function: Callable, told: Callable[[float], None], wait: Callable[[], 
 
 
 class Stopwatch:
-    """Seconds by stage, and how much of them the target, the draft and the LM head took, or CUDA graphs of them."""
+    """Seconds by stage, and how much of them the target, the draft and the LM head took, or CUDA graphs of them.
+
+    `entered`: how often each stage was. `rounds`: how many were launched; with overlap there is a step more than that,
+    and maybe a round more than any answer counts.
+    """
 
     def __init__(self, device: torch.device):
-        self.wait = wait_for_gpu if device.type == "cuda" else lambda: None
+        self.wait = wait_for_gpu if runs_ahead(device) else lambda: None
         self.stages: dict[str, float] = defaultdict(float)
         self.forwards: dict[str, float] = defaultdict(float)
+        self.entered: Counter[str] = Counter()
         self.stage = ""
 
+    @property
+    def rounds(self) -> int:
+        return self.entered["validation"]
+
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within, every engine's stages and every model's forwards are timed."""
+    def watching(self, forwards: bool = True) -> Iterator[None]:
+        """Within, every engine's stages are timed, in the place of its own clock, and every model's forwards.
+
+        `forwards`: False leaves these alone, so that a stage is not slowed by waits within it.
+        """
         with ExitStack() as stack:
-            for owner, name in FORWARDS:
+            for owner, name in FORWARDS if forwards else ():
                 stack.enter_context(patch.object(owner, name, timed(getattr(owner, name), self.forward, self.wait)))
             stack.enter_context(patch.object(Engine, "stage", lambda _, name: self.around(name)))
             yield
@@ -74,6 +92,7 @@ class Stopwatch:
     def around(self, stage: str) -> Iterator[None]:
         self.wait()
         self.stage, started = stage, time.perf_counter()
+        self.entered[stage] += 1
         yield
         self.wait()
         self.stages[stage] += time.perf_counter() - started
@@ -83,12 +102,12 @@ def breakdown(engine: Engine, asked: Sequence[Asked]) -> dict[str, Any]:
     """A batch is read, then decoded; milliseconds, those of decoding per round.
 
     `outside`: the share of a round that no forward of target, draft or LM head takes. `rest`: what is in no stage, the
-    dispatcher's work among it.
+    dispatcher's work among it. Raises UserError where every answer ends with its first token.
     """
     watch = Stopwatch(engine.target.device)
     for each in asked:
         engine.add(each.prompt, each.params)
-    rounds, seconds = 0, 0.0
+    seconds = 0.0
     with watch.watching():
         while engine.scheduler.waiting or engine.scheduler.reading:
             engine.prefill()
@@ -99,7 +118,8 @@ def breakdown(engine: Engine, asked: Sequence[Asked]) -> dict[str, Any]:
             engine.step()
             watch.wait()
             seconds += time.perf_counter() - started
-            rounds += 1
+    rounds = watch.rounds
+    check(rounds > 0, "no answer has a second token, so there is no round to watch; raise max_tokens")
     each = {stage: 1e3 * spent / rounds for stage, spent in watch.stages.items()}
     return {
         "rounds": rounds,

@@ -36,6 +36,10 @@ Ranks = torch.Tensor
 """int64 [roots, depth]: of the token that followed, `depth` after each root of an answer; `children` where it is not
 among so many proposals, or where the answer has ended."""
 
+AT_ONCE: dict[str, Any] = {"overlap": False, "prefill_tokens": None}
+"""A step is then one round from its beginning to its end: no text is left to read, and no other tree's round to wait
+for."""
+
 
 @dataclass
 class Config:
@@ -95,7 +99,8 @@ def main(values: DictConfig) -> None:
     check_template(target)
     drafter = drafter_of(target, config.draft, config.quant)
     largest = max(config.batch_sizes)
-    plain = Run(Engine(target, max_batch_size=largest))
+    options = {"max_batch_size": largest, **AT_ONCE}
+    plain = Run(Engine(target, **options))
     check_fit(plain.engine, questions, config.max_tokens)
     bar = progress(-(-len(questions) // largest), "batch")
     for number, start in enumerate(range(0, len(questions), largest), 1):
@@ -106,7 +111,7 @@ def main(values: DictConfig) -> None:
     ranks = [ranks_of(target, drafter.draft, *answer, config.depth, config.children) for answer in answers]
     shares = acceptance(ranks, config.depth, config.children)
     tried = candidates(config, shares, ranks)
-    drafting = Engine(target, drafter, chain(config.depth), max_batch_size=largest)  # room for the deepest
+    drafting = Engine(target, drafter, chain(config.depth), **options)  # room for the deepest
     seconds = round_seconds(plain.engine, drafting, tried, [prompt for prompt, _ in answers], config)
     found = {
         "acceptance": shares,
@@ -191,7 +196,8 @@ def candidates(config: Config, shares: list[list[float]], ranks: list[Ranks]) ->
 def round_seconds(
     plain: Engine, drafting: Engine, tried: list[Candidate], asked: list[list[int]], config: Config
 ) -> dict[int, list[float]]:
-    """Each candidate's median time of a round, for each batch size. The trees take turns, round by round.
+    """Each candidate's median time of a round, for each batch size. The trees take turns, round by round; the engines
+    are `AT_ONCE`.
 
     Plain rounds are those of an engine without a draft, which has nothing to keep up to date. Its sequences grow more
     slowly; in each turn the trees' are begun anew where the plain ones stand, so that all see contexts of like length.

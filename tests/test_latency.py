@@ -213,6 +213,33 @@ def test_the_breakdown_by_hand(clock, monkeypatch):
     assert [Target.hidden_states, Draft.forward, LMHead.__call__, Engine.stage] == before
 
 
+def test_the_breakdown_counts_the_rounds_that_were_launched(clock, monkeypatch):
+    """With overlap a last step only waits for the last round. Seconds: target 3, LM head 0."""
+    taking(monkeypatch, clock, Target, "hidden_states", 3)
+    batch = asked(*random_tokens(9), max_tokens=9, ignore_eos=True)
+    for overlap in (False, True):
+        found = breakdown(Engine(shared_target(), overlap=overlap), batch)
+        assert (found["rounds"], found["round_ms"], found["stages_ms"]["validation"]) == (8, 3000, 3000)
+
+
+def test_a_batch_without_a_round_has_no_breakdown():
+    with pytest.raises(UserError, match="no answer has a second token, so there is no round to watch"):
+        breakdown(Engine(shared_target()), asked(*random_tokens(9), max_tokens=1))
+
+
+def test_the_batch_that_is_watched_has_rounds(monkeypatch):
+    """Another one, where the first batch's answers end with their first tokens."""
+    target, prompts = shared_target(), random_tokens(9, 12)
+    first = Engine(target).generate(prompts[:1], SamplingParams(max_tokens=1))[0].token_ids
+    batches = [asked(prompt, max_tokens=6, stop_token_ids=tuple(first)) for prompt in prompts]
+    bench = latency.Bench(small_config(questions=None, context_lengths=[9]), target, tiny_draft(target))
+    monkeypatch.setattr(bench.prompts, "batches", lambda *_: batches)
+    monkeypatch.setattr(figures, "check_timing", lambda found: None)
+    found = latency.swept(bench)
+    assert [each["decoding"] for each in found["breakdown"]] == ["plain", "chain3"]
+    assert all(each["rounds"] > 0 for each in found["breakdown"])
+
+
 # Rows
 
 
@@ -262,6 +289,11 @@ def test_rows_by_hand():
     assert chain3["speedup"] == pytest.approx(4.0 / 2.5)
     assert chain3["differing_answers"] == 1
     assert (chain3["tpc"], chain3["ttft_s"], theirs["ttit_s"]) == (2.0, 2.0, 6.5)
+
+
+def test_rows_without_decoding_are_one_clear_line():
+    with pytest.raises(UserError, match="no decoding was measured; raise max_tokens"):
+        rows_of(small_config(), Cell(1, None), {PLAIN: [[answer([1], 1.0, [], 0)]]}, [asked([7])])
 
 
 @pytest.mark.parametrize("arrival", [0.0, 0.1])

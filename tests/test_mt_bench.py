@@ -7,9 +7,11 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_line import call
@@ -17,10 +19,12 @@ from talking import CONTEXT, arguments, make_home, write_rows
 
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, Output, SamplingParams, Stats
+from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.tree import chain, full
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
-from evals import figures, mt_bench, replay, report
+from eagle_train.models.target import Target
+from evals import figures, mt_bench, quantisation, replay, report, stopwatch
 from evals.figures import Answer
 from evals.mt_bench import Run, ask, check_fit, measure
 from evals.questions import Question, read_questions
@@ -34,6 +38,30 @@ def home(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def target(home):
     return load_target(TargetConfig(str(home / "target")))
+
+
+@pytest.fixture
+def late(clock, monkeypatch) -> None:
+    """A device that does its work when it is waited for. Seconds: target 3, draft 2."""
+    work = [0.0]
+
+    def wait() -> None:
+        clock[0], work[0] = clock[0] + work[0], 0.0
+
+    def told(owner: type, name: str, seconds: float) -> None:
+        real = getattr(owner, name)
+
+        def launched(*arguments, **options):
+            work[0] += seconds
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, launched)
+
+    told(Target, "hidden_states", 3)
+    told(Draft, "forward", 2)
+    monkeypatch.setattr(stopwatch, "wait_for_gpu", wait)
+    for module in (stopwatch, mt_bench):
+        monkeypatch.setattr(module, "runs_ahead", lambda device: True)
 
 
 def answer(token_ids=(), category=None, turn=1, line=1, reason="stop", **stats) -> Answer:
@@ -70,11 +98,12 @@ def test_latency():
         ],
         [answer(ttft_s=1.0, intervals_s=[104.0], calls=1)],
     ]
-    found = figures.latency(batches, {"prefill": 3.0, "drafting": 0.4, "validation": 1.6})
+    found = figures.latency(batches)
     assert (found["ttft_s"], found["ttft_p50_s"]) == (1.0, 1.0)
     assert (found["ttit_s"], found["ttit_p50_s"]) == (12.8, 3.0)
     assert found["ttit_p99_s"] == pytest.approx(3.0 + 0.91 * 101)  # between the 9th and the 10th of ten
     assert found["rounds"] == 8  # a batch's rounds are its longest answer's
+    found = figures.stages({"prefill": 3.0, "drafting": 0.4, "validation": 1.6}, rounds=8, batches=2)
     assert found["stage_ms_per_round"] == pytest.approx({"drafting": 50.0, "validation": 200.0})
     assert found["prefill_ms_per_batch"] == 1500
 
@@ -146,12 +175,14 @@ def test_the_shapes_of_rows(tmp_path):
         {"question_id": 5, "category": "maths", "turns": ["a", "b"], "reference": ["x", "y"]},
         {"id": "os:walk", "messages": [system, user, model, {"role": "user", "content": "c"}, model]},
         "",
-        {"prompt": "d"},
+        {"prompt": "d", "category": 7},
+        {"prompt": "e", "category": None},
     ]
     assert read_questions(str(write_rows(tmp_path / "q.jsonl", rows))) == [
         Question(1, 5, "maths", [], ["a", "b"], None),
         Question(2, "os:walk", None, [system, user, model], ["c"], "a"),
-        Question(4, 4, None, [], ["d"], None),
+        Question(4, 4, "7", [], ["d"], None),
+        Question(5, 5, None, [], ["e"], None),
     ]
 
 
@@ -174,6 +205,8 @@ def test_a_limit_is_spread_over_the_file(tmp_path):
         ([{"prompt": 3}], r"q\.jsonl:1: prompt: a turn must be a text, not 3"),
         ([{"messages": []}], r"q\.jsonl:1: the row has no turns"),
         ([{"messages": [{"role": "system", "content": "a"}]}], r"q\.jsonl:1: the row has no turns of a user"),
+        ([{"prompt": "a", "category": ["b"]}], r"q\.jsonl:1: category=\['b'\]: must be a text or a number"),
+        ([{"prompt": "a", "category": True}], r"q\.jsonl:1: category=True: must be a text or a number"),
         ([{"messages": [{"role": "user"}]}], r"q\.jsonl:1: the content of a turn of user must be text"),
     ],
 )
@@ -259,13 +292,115 @@ def test_what_is_served_is_what_was_trained(home, target, tree, children, temper
     questions = read_questions(str(home / "questions.jsonl"))
     params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=3)
     run.batches = ask(run.engine, questions, params)
-    found = mt_bench.train_serve_check(run)
+    found = mt_bench.train_serve_check(run, 16)
     assert 0.2 < found["depth_1_served"] < 0.95
     assert found["depth_1_as_trained"] == pytest.approx(found["depth_1_served"], abs=1e-12)
     assert found["agreement_on_reference_answers"] is None
     other = Draft(run.engine.drafter.draft.config).init_weights(1)
     served = [(a.prompt, a.output) for a in run.answers]
     assert replay.served_as_trained(target, other, served, children)[0] < found["depth_1_served"] - 0.1
+
+
+# Stages, on a device that does what it is told while the host goes on
+
+
+def test_a_gpu_is_waited_for_around_each_stage(home, target, late):
+    """Seconds: target 3, draft 2, which pass when they are waited for; a round of chain3 drafts three times."""
+    engine, params = Engine(target, str(home / "draft"), overlap=True), SamplingParams(max_tokens=9, ignore_eos=True)
+    run = Run(engine)
+    for question in read_questions(str(home / "questions.jsonl")):
+        run.ask([question], params)
+    told, batches = dict(engine.stage_seconds), list(run.batches)
+    found = mt_bench.stages(run, SimpleNamespace(params=params))
+    decoding = {"drafting": 6000, "validation": 3000, "sampling": 0, "bookkeeping": 0}
+    assert found == {"stage_ms_per_round": decoding, "prefill_ms_per_batch": 5000}
+    assert (engine.stage_seconds, run.batches) == (told, batches)  # it was a batch apart
+
+
+@pytest.mark.usefixtures("noisy")
+def test_the_run_itself_waits_for_no_gpu(home, tmp_path, monkeypatch):
+    """20 ms a wait: a stage has one in it, and a token's time none."""
+    for module in (stopwatch, mt_bench):
+        monkeypatch.setattr(module, "runs_ahead", lambda device: True)
+    waits, measure = [], mt_bench.measure
+    monkeypatch.setattr(stopwatch, "wait_for_gpu", lambda: (waits.append(1), time.sleep(0.02)))
+
+    def left_alone(*arguments):
+        measure(*arguments)
+        assert not waits
+
+    monkeypatch.setattr(mt_bench, "measure", left_alone)
+    assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", "limit=1", "max_tokens=4")) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["draft_latency_ms"] == found["stage_ms_per_round"]["drafting"] >= 20
+    assert found["plain_stage_ms_per_round"]["validation"] >= 20
+
+
+def test_the_report_says_where_stages_were_watched():
+    assert "GPU" not in report.by_stage(found_figures())
+    assert "Of a batch of its own, in which the GPU is waited for" in report.by_stage(found_figures(device="cuda"))
+
+
+# A table of trees
+
+
+def served(home, target, tree, batch_size: int) -> Run:
+    run = Run(Engine(target, str(home / "draft"), tree, max_batch_size=batch_size))
+    questions = read_questions(str(home / "questions.jsonl"))[:batch_size]
+    run.batches = ask(run.engine, questions, SamplingParams(max_tokens=40, ignore_eos=True))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("table", "batch_size", "trees"),
+    [
+        (chain(3), 2, "chain3"),
+        ({1: chain(3), 4: full(3, 2)}, 1, "chain3"),
+        ({1: chain(3), 4: full(3, 2)}, 3, "chain3 (batch size 1), tree of 14 nodes, depth 3 (batch size 2 to 3)"),
+        ({1: chain(0), 4: chain(3)}, 2, "no draft (batch size 1), chain3 (batch size 2)"),
+        ({1: chain(2), 2: chain(2), 4: chain(3)}, 2, "chain2"),
+    ],
+)
+def test_the_trees_that_batches_of_this_size_get(table, batch_size, trees):
+    assert mt_bench.labels(Dispatcher(table), batch_size) == trees
+
+
+@pytest.mark.parametrize(
+    ("table", "batch_size", "checked"),
+    [
+        ({1: chain(3), 4: full(3, 2)}, 1, True),
+        ({1: chain(3), 4: full(3, 2)}, 2, False),
+        ({1: chain(3), 4: chain(1)}, 2, True),
+        ({1: chain(0), 4: chain(3)}, 2, False),
+    ],
+)
+def test_the_check_is_of_trees_whose_roots_have_as_many_children(home, target, table, batch_size, checked):
+    found = mt_bench.train_serve_check(served(home, target, table, batch_size), batch_size)
+    if checked:
+        assert found["depth_1_as_trained"] == pytest.approx(found["depth_1_served"], abs=1e-12)
+    else:
+        assert found["depth_1_as_trained"] is None
+    assert 0 < found["agreement_on_own_answers"] < 1
+
+
+def test_a_table_that_drafts_only_for_larger_batches_is_refused(home, tmp_path, capsys):
+    table = tmp_path / "table.yaml"
+    table.write_text("1: {parents: [-1]}\n4: {parents: [-1, 0, 1]}\n")
+    given = arguments(home, f"out={tmp_path}/out", f"tree={table}")
+    for command in (mt_bench.main, quantisation.main):
+        assert call(command, *given) == 2
+        assert "error: tree: it drafts nothing at batch sizes up to batch_size=1, so" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+def test_where_no_batch_had_a_size_that_is_drafted_for_a_line_says_so(home, tmp_path, capsys):
+    """Both questions' answers end together, so that there never is a batch of one."""
+    table = tmp_path / "table.yaml"
+    table.write_text("1: {parents: [-1, 0]}\n2: {parents: [-1]}\n")
+    write_rows(tmp_path / "questions.jsonl", [{"prompt": "a"}] * 2)
+    given = [f"out={tmp_path}/out", f"tree={table}", "batch_size=2", f"questions={tmp_path}/questions.jsonl"]
+    assert call(mt_bench.main, *arguments(home, *given)) == 2
+    assert "error: tree: no round was of a batch size that it drafts for" in capsys.readouterr().err
 
 
 # The report
@@ -329,6 +464,7 @@ CHECK = found_figures()["train_serve_check"]
     [
         ({}, "Both ways agree."),
         ({"train_serve_check": {**CHECK, "depth_1_as_trained": 0.9}}, "They disagree"),
+        ({"train_serve_check": {**CHECK, "depth_1_as_trained": None}}, "Train/serve check: left out"),
         ({"train_serve_check": {**CHECK, "agreement_on_reference_answers": 0.9}}, "train it on the target's answers"),
         ({"acceptance_per_depth": [0.5, 0.4]}, "trained on 12,345 tokens. Train it longer"),
         ({"acceptance_per_depth": [0.8, 0.4]}, "falls from 80.0 % to 50.0 %: its features drift"),

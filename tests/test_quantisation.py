@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import call
-from talking import arguments, make_home
+from talking import arguments, make_home, write_rows
 
 from eagle_train import export
 from eagle_train.inference import Engine, Output, SamplingParams, Stats
 from eagle_train.models.artifact import load_draft, read_artifact, save_draft
+from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
-from evals import mt_bench, quantisation
+from evals import mt_bench, quantisation, stopwatch
 from evals.figures import Answer
 from evals.quantisation import Timed, feed_forward_bytes, measured
 from evals.questions import Question
@@ -52,16 +53,36 @@ def test_ratios_are_those_of_the_same_batch(home, target):
     assert measured(plain, plain)["differing_answers"] == 0
 
 
-def test_a_batchs_drafting_is_its_own(home, target):
-    timed, plain = (Timed(Engine(target, load_draft(home / "draft"))) for _ in range(2))
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_batchs_drafting_is_its_own(home, target, clock, monkeypatch, gpu):
+    """Two seconds a forward of the draft, three of them a round; a GPU takes them when it is waited for."""
+    timed, plain = (Timed(Engine(target, load_draft(home / "draft"), overlap=gpu)) for _ in range(2))
+    forward, work = Draft.forward, [0.0]
+
+    def wait() -> None:
+        clock[0], work[0] = clock[0] + work[0], 0.0
+
+    def launched(*arguments, **options):
+        work[0] += 2
+        if not gpu:
+            wait()
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(Draft, "forward", launched)
+    monkeypatch.setattr(stopwatch, "runs_ahead", lambda device: gpu)
+    monkeypatch.setattr(stopwatch, "wait_for_gpu", wait)
     questions = [Question(1, 1, None, [], ["Why?", "Is it?"]), Question(2, 2, None, [], ["So?"])]
     for question in questions:
         timed.ask([question], SamplingParams(max_tokens=9, ignore_eos=True))
         plain.ask([question], SamplingParams(max_tokens=9, ignore_eos=True))
-    assert sum(seconds for seconds, _ in timed.drafting) == pytest.approx(timed.engine.stage_seconds["drafting"])
     calls = [[answer.output.stats.calls for answer in timed.answers if answer.question is q] for q in questions]
-    assert [rounds for _, rounds in timed.drafting] == [sum(theirs) for theirs in calls]
     assert [len(theirs) for theirs in calls] == [2, 1]
+    rounds = [rounds for _, rounds in timed.drafting]
+    assert [seconds for seconds, _ in timed.drafting] == [6 * each for each in rounds]
+    if gpu:  # which may have begun a round more than an answer needs
+        assert all(sum(own) <= each <= sum(own) + len(own) for own, each in zip(calls, rounds, strict=True))
+    else:
+        assert rounds == list(map(sum, calls))
 
 
 def test_the_bytes_held(home, target):
@@ -139,6 +160,16 @@ def test_mistakes_are_one_line(home, tmp_path, capsys, override, message):
     assert len(lines) == 1
     assert lines[0].startswith(message)
     assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_where_no_batch_had_a_size_that_is_drafted_for_a_line_says_so(home, tmp_path, capsys):
+    """Both questions' answers end together, so that there never is a batch of one."""
+    table = tmp_path / "table.yaml"
+    table.write_text("1: {parents: [-1, 0]}\n2: {parents: [-1]}\n")
+    write_rows(tmp_path / "questions.jsonl", [{"prompt": "a"}] * 2)
+    given = [f"out={tmp_path}/out", f"tree={table}", "batch_size=2", f"questions={tmp_path}/questions.jsonl"]
+    assert call(quantisation.main, *arguments(home, *given)) == 2
+    assert "error: tree: no round was of a batch size that it drafts for" in capsys.readouterr().err
 
 
 def test_a_draft_too_narrow_for_int4_is_refused(tmp_path, capsys):

@@ -11,11 +11,11 @@ from talking import arguments, make_home
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
-from eagle_train.inference.tree import chain, full, load_tree, pruned
+from eagle_train.inference.tree import Tree, chain, full, load_tree, pruned
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.loading import TargetConfig, load_target
 from evals import mt_bench, tune_trees
-from evals.tune_trees import Candidate, acceptance, ranks_of, table, table_yaml, text, tpc_of
+from evals.tune_trees import Candidate, acceptance, ranks_of, round_seconds, table, table_yaml, text, tpc_of
 
 PROMPTS = [[5, 9, 60], [7], [100, 3, 200, 41, 8], [66, 120]]
 
@@ -128,6 +128,39 @@ def test_the_whole_command(home, tmp_path, capsys):
     status = call(mt_bench.main, *again)
     largest = Dispatcher({"table": str(out / "table.yaml")}).deepest
     assert status == (0 if largest else 2)  # nothing is measured where speculation never pays
+
+
+@pytest.mark.usefixtures("noisy")
+def test_what_is_timed_is_a_round_of_the_tree(home, tmp_path, monkeypatch):
+    """Also where an engine would read prompts by chunks, and tell of a round one step later, as it does on a GPU."""
+    done: list[tuple[Tree, list[Tree]]] = []
+
+    class Watched(Engine):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **{"overlap": True, "prefill_tokens": 8} | options)
+            self.finished: list[Tree] = []
+
+        def finish(self, round_):
+            self.finished += [] if round_ is None else [round_.plan.tree]
+            super().finish(round_)
+
+        def step(self):
+            self.finished.clear()
+            told = super().step()
+            done.append((self.dispatcher.dispatch(len(told)).tree, list(self.finished)))
+            return told
+
+    def timed(*arguments):
+        done.clear()
+        return round_seconds(*arguments)
+
+    monkeypatch.setattr(tune_trees, "Engine", Watched)
+    monkeypatch.setattr(tune_trees, "round_seconds", timed)
+    small = ["batch_sizes=[1,3]", "depth=2", "children=2", "nodes=[3]", "full=[]", "rounds=2"]
+    assert call(tune_trees.main, *arguments(home, f"out={tmp_path}/out", *small)) == 0
+    trees = [tree["parents"] for tree in json.loads((tmp_path / "out" / "tune_trees.json").read_text())["trees"]]
+    assert [list(tree.parents) for tree, _ in done] == trees * 2 * 3
+    assert all(finished == [tree] for tree, finished in done)
 
 
 @pytest.mark.parametrize(
