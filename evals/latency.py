@@ -123,7 +123,8 @@ class Config:
         told = len(shares) >= max(deepest) and sorted(shares, reverse=True) == shares
         check(
             told and all(0 <= share <= 1 for share in shares),
-            f"acceptance={self.acceptance}: must be {max(deepest)} shares, by depth, none above the one before",
+            f"acceptance={self.acceptance}: must be {max(deepest)} shares, by depth, none above the one before; "
+            f"one of trees={self.trees} is so deep",
         )
 
 

@@ -1,9 +1,17 @@
 #!/usr/bin/env bash
 # Set-up and the main job on the bundled target: make chat data, train a draft, export it, measure what it is worth.
-# Usage: bash launch/quickstart.sh [overrides for eagle-train, e.g. train.steps=100]
+# Usage: [OUT=DIR] bash launch/quickstart.sh [overrides for eagle-train, e.g. train.steps=100]
+# OUT: where all of it is written, outputs/quickstart unless told; what is there is replaced.
 . "$(dirname "$0")/setup.sh"
 set_up
-out=outputs/quickstart
+out="${OUT:-outputs/quickstart}"
+for override in "$@"; do
+    if [[ $override == out=* ]]; then
+        echo "error: $override: give the directory as OUT=DIR before the command" >&2
+        exit 2
+    fi
+done
+eagle-train experiment=quickstart "$@" --cfg job >/dev/null # a mistake must not cost what is there
 rm -rf "$out"
 
 echo "1/4  chat data from Python's standard library"

@@ -66,6 +66,17 @@ def test_overrides_are_the_commands_and_not_the_set_ups(tmp_path):
     calls = (tmp_path / "calls").read_text().splitlines()
     assert "eagle-train experiment=quickstart out=outputs/quickstart/train train.steps=7 seed=1" in calls
     assert not any("pip" in call for call in calls)
+    subprocess.run(["bash", "launch/quickstart.sh"], cwd=tmp_path, check=True, env=os.environ | {"OUT": "other"})
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert "eagle-train experiment=quickstart out=other/train" in calls
+    assert "python -m evals.mt_bench draft=other/draft limit=48 max_tokens=96 threads=1 out=other" in calls
+    # a mistake is told, and what was there stays
+    (tmp_path / "other").mkdir()
+    (programs / "eagle-train").write_text("#!/bin/bash\nexit 2\n")
+    for overrides in (["train.step=7"], ["out=elsewhere"]):
+        command = ["bash", "launch/quickstart.sh", *overrides]
+        assert subprocess.run(command, cwd=tmp_path, env=os.environ | {"OUT": "other"}).returncode == 2
+        assert (tmp_path / "other").is_dir()
 
 
 def test_vllm_is_not_installed_twice(tmp_path):

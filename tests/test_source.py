@@ -127,7 +127,9 @@ def test_jsonl_is_read_line_by_line(tmp_path):
     [
         (b"", "has no rows"),
         (b"\n \n", "has no rows"),
-        (b"[1]\n", r"jsonl:1: a row must be a JSON object, not list"),
+        (b"[1]\n", r"jsonl:1: a row must be a JSON object, not list; of an array jq -c '\.\[\]' makes a line of each"),
+        (b'[\n{"a": 1}]\n', r"jsonl:1: not JSON: .*; of an array jq -c '\.\[\]' makes a line of each object$"),
+        (b"5\n", r"jsonl:1: a row must be a JSON object, not int$"),
         (b'{"a": "\xff"}\n', r"jsonl:1: not JSON"),
     ],
 )

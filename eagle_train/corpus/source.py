@@ -227,11 +227,12 @@ def parse(place: str, row: Row | bytes | ArrowRow) -> Row:
         return row
     if isinstance(row, ArrowRow):
         return row.read()
+    hint = "; of an array jq -c '.[]' makes a line of each object" if row.lstrip().startswith(b"[") else ""
     try:
         value = json.loads(row)
     except ValueError as error:
-        raise UserError(f"{place}: not JSON: {one_line(error)}") from error
-    check(isinstance(value, dict), f"{place}: a row must be a JSON object, not {type(value).__name__}")
+        raise UserError(f"{place}: not JSON: {one_line(error)}{hint}") from error
+    check(isinstance(value, dict), f"{place}: a row must be a JSON object, not {type(value).__name__}{hint}")
     return value
 
 

@@ -113,7 +113,8 @@ def worth(evaluations: Sequence[Mapping[str, Any]]) -> str:
     """A row for each measurement."""
     if not evaluations:
         return (
-            "Not measured yet: `python -m evals.quantisation draft=DIR`, then export again with `evaluations=[FILE]`."
+            "Not measured yet: `python -m evals.quantisation draft=DIR` of an export without quantisation, then export "
+            "again with `evaluations=[FILE]`."
         )
     header = ["weights", "tree", "temperature", "prompts", "TPC", "acceptance by depth"]
     rows = [

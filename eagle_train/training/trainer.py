@@ -290,7 +290,8 @@ class Trainer:
         if self.step > self.saved:
             self.save()
         self.saver.wait()
-        raise Interrupted(f"told to stop, {self.step} of {self.config.steps} steps done: the same command goes on")
+        again = "the same command" if self.config.resume else "the same command with train.resume=true"
+        raise Interrupted(f"told to stop, {self.step} of {self.config.steps} steps done: {again} goes on")
 
     def is_due(self, every: int) -> bool:
         return self.step == self.config.steps or (every > 0 and self.step % every == 0)
