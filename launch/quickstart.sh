@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set-up and the main job on the bundled target: make chat data, train a draft, export it, measure what it is worth.
 # Usage: [OUT=DIR] bash launch/quickstart.sh [overrides for eagle-train, e.g. train.steps=100]
-# OUT: where all of it is written, outputs/quickstart unless told; what is there is replaced.
+# OUT: where all of it is written, outputs/quickstart unless told; an earlier quickstart there is replaced.
 . "$(dirname "$0")/setup.sh"
 set_up
 out="${OUT:-outputs/quickstart}"
@@ -11,6 +11,10 @@ for override in "$@"; do
         exit 2
     fi
 done
+if [ -d "$out" ] && [ ! -e "$out/train" ] && [ -n "$(ls -A "$out")" ]; then
+    echo "error: OUT=$out: there is something else than a quickstart's results; name another directory" >&2
+    exit 2
+fi
 eagle-train experiment=quickstart "$@" --cfg job >/dev/null # a mistake must not cost what is there
 rm -rf "$out"
 

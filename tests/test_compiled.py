@@ -18,7 +18,7 @@ from eagle_train.models.target import Target
 from eagle_train.ops.attention import Attend, Rule, causal_attention
 from eagle_train.ops.compiled import Compiled
 
-MOST = 7  # graphs of a forward
+MOST = 4  # graphs of a forward
 SEEDED = SamplingParams(temperature=0.2, seed=5, max_tokens=24, ignore_eos=True)
 
 

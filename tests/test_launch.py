@@ -70,7 +70,12 @@ def test_overrides_are_the_commands_and_not_the_set_ups(tmp_path):
     calls = (tmp_path / "calls").read_text().splitlines()
     assert "eagle-train experiment=quickstart out=other/train" in calls
     assert "python -m evals.mt_bench draft=other/draft limit=48 max_tokens=96 threads=1 out=other" in calls
-    # a mistake is told, and what was there stays
+    # a mistake is told, and what was there stays; so does what is no quickstart's
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis").touch()
+    environment = os.environ | {"OUT": "mine"}
+    assert subprocess.run(["bash", "launch/quickstart.sh"], cwd=tmp_path, env=environment).returncode == 2
+    assert (tmp_path / "mine/thesis").is_file()
     (tmp_path / "other").mkdir()
     (programs / "eagle-train").write_text("#!/bin/bash\nexit 2\n")
     for overrides in (["train.step=7"], ["out=elsewhere"]):

@@ -25,11 +25,6 @@ class Scheduler:
         self.active: list[Sequence] = []
 
     @property
-    def placed(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Those that have blocks."""
-        return self.active, self.reading
-
-    @property
     def unfinished(self) -> list[Sequence]:
         return [*self.active, *self.reading, *self.waiting]
 
@@ -92,7 +87,8 @@ class Scheduler:
         """It waits, behind those that came before it."""
         self.release(sequence)
         sequence.forget()
-        self.active, self.reading = ([each for each in some if each is not sequence] for some in self.placed)
+        self.active = [each for each in self.active if each is not sequence]
+        self.reading = [each for each in self.reading if each is not sequence]
         self.waiting.insert(bisect(self.waiting, turn(sequence), key=turn), sequence)
 
     def leave(self) -> None:
