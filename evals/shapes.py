@@ -74,5 +74,4 @@ class ToldEngine(Engine):
         verified = super().sample(plan, tokens, logits, q)
         drawn = uniform(self.settings.seeds, self.prefix.lengths, 1)
         accepted = (drawn < self.acceptance[: plan.tree.max_depth]).sum(1)
-        node = torch.searchsorted(plan.tree.depth, accepted)
-        return Verified(plan.tree.path_to[node], accepted, verified.next_token)
+        return Verified(torch.searchsorted(plan.tree.depth, accepted), verified.next_token)

@@ -158,8 +158,8 @@ class Prover:
 
         def holds(coin: torch.Tensor) -> torch.Tensor:
             coins[rows, nodes] = coin
-            path = self.run(courses, coins, torch.zeros(len(rows), dtype=torch.float64)).path
-            return path[rows, self.tree.depth[nodes]] == nodes
+            last = self.run(courses, coins, torch.zeros(len(rows), dtype=torch.float64)).node
+            return self.tree.ancestors[last, nodes]
 
         return threshold(holds, len(kids)).tolist() if kids else []
 

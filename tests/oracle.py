@@ -63,10 +63,13 @@ def guide(engine: Engine, truth: list[list[int]], depth_of: DepthOf) -> None:
     tokens_for, wanted = right_as_told(engine, truth, depth_of), {}
 
     def children(hidden, level, choice):
+        tree = engine.dispatcher.dispatch(len(engine.active)).tree
         if level.parents.tolist() == [0]:
-            wanted["tokens"] = tokens_for(engine.dispatcher.dispatch(len(engine.active)).tree)
+            wanted["tokens"] = tokens_for(tree)
         proposed = torch.zeros(len(engine.active), len(level.parents), level.most, dtype=torch.long)
-        proposed.flatten(1)[:, level.proposal] = wanted["tokens"][:, level.children]
+        places = slice(None) if level.proposal is None else level.proposal
+        below = slice(*tree.levels[tree.depth[level.parents[0]] + 1])
+        proposed.flatten(1)[:, places] = wanted["tokens"][:, below]
         return proposed, None
 
     engine.drafter.children = children

@@ -80,7 +80,7 @@ def a_cache(rule_name, length, tree, lengths=(6, 0, 3), groups=2):
     q, k, v = random_qkv(batch=3, kv_heads=4 // groups, queries=length, keys=10 + length)
     prefix = torch.tensor(lengths)
     positions = prefix.unsqueeze(1) + (torch.arange(length) // 2 if tree else torch.arange(length))
-    ends = prefix.unsqueeze(1) if tree else positions + 1
+    ends = prefix.unsqueeze(1) if tree else None
     return q, k, v, Seen(positions, ends, k.shape[2], whole=False), RULES[rule_name]
 
 
@@ -135,7 +135,7 @@ def test_the_host_asks_the_device_for_nothing(name, length):
         out = packed_attention([[4, 2], [6]])(0, q, k, v, rule)
         assert (out.shape, out.dtype) == (q.shape, q.dtype)
         positions = torch.empty(2, length, dtype=torch.int64, device=meta)
-        seen = Seen(positions, positions + 1, 6, whole=False)
+        seen = Seen(positions, None, 6, whole=False)
         out, lse = slot_attention(q[:, :, :length], k, v, seen, rule)
         assert (out.shape, out.dtype) == ((2, 4, length, 64), torch.bfloat16)
         assert (lse.shape, lse.dtype) == ((2, 4, length), torch.float32)
@@ -230,7 +230,7 @@ def test_slots_on_a_gpu(name, length, tree, few, monkeypatch):
         q, k, v, seen, _ = a_cache(name, length, tree, groups=groups)
         for lengths, repeats in ((torch.tensor([6, 0, 3]), 1), (torch.tensor([2900, 0, 300]), 300)):
             positions = (lengths.unsqueeze(1) - lengths[:, None].new_tensor([[6], [0], [3]]) + seen.positions).cuda()
-            ends = lengths.unsqueeze(1).cuda() if tree else positions + 1
+            ends = lengths.unsqueeze(1).cuda() if tree else None
             keys, values = (x.repeat(1, 1, repeats, 1) for x in (k, v))
             sight = Seen(positions, ends, keys.shape[2], whole=False)
             out, lse = check_slots(*on_gpu(q / 4, keys / 4, values), sight, rule_on_gpu(name))

@@ -215,7 +215,7 @@ def test_a_round_that_was_recorded_is_copies_and_replays():
     with patch.object(Eagle, "propose"), patch.object(graphs, "validate"):  # nobody calls them any more
         assert all_of(engine.generate(PROMPTS, PARAMS)) == all_of(wanted)
     sent = {"lift_fresh", "detach_", "to"}  # where nothing is under way, the host tells how much the draft has read
-    assert launches.names <= {"slice", "copy_", "fill_", "add", "sub"} | sent, launches.names
+    assert launches.names <= {"slice", "copy_", "clone", "fill_", "add", "sub"} | sent, launches.names
 
 
 def test_a_store_that_grew_is_recorded_anew():

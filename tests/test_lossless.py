@@ -131,8 +131,8 @@ def one_coin(tree, tokens, p, coins, final, q=None, replacement=True):
 def no_residual_update(tree, tokens, p, coins, final, q=None, replacement=True):
     """What is drawn after a rejection comes from the target's distribution, not from what the rejected left of it."""
     found = sampling.verify(tree, tokens, p, coins, final, q, replacement)
-    last = found.path[:, -1]
-    return found._replace(next_token=sampling.sample(p[torch.arange(len(last)), last], final))
+    last = p[torch.arange(len(p)), found.node]
+    return found._replace(next_token=sampling.sample(last, final))
 
 
 @pytest.mark.parametrize(("mutant", "tree"), [(one_coin, "chain3"), (no_residual_update, "d3_bf2")])

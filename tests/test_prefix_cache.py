@@ -243,8 +243,8 @@ def test_host_memory_keeps_the_most_recently_used():
     assert host.touch(b"1")
     host.put([3, 1, 4], [b"3", b"1", b"4"])  # 1 is there already: 2 makes room
     assert list(host.place) == [b"1", b"3", b"4"]
-    before = store.keys.clone()
-    store.keys.zero_()
+    before = store.store.clone()
+    store.store.zero_()
     host.get([b"4", b"1"], [0, 5])
     blocks = store.by_block[0]
     assert torch.equal(blocks[:, [0, 5]], before.unflatten(1, (6, BLOCK))[:, [4, 1]])

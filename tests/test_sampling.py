@@ -136,8 +136,8 @@ def sampled_p_value(toy: Toy, tree: Tree, mode: str, verifier: Callable[..., sam
         q[:, node] = 0 if share is None else share[:, 0]
     histories = toy.histories(tree, tokens)
     p, q = toy.p[histories].float(), None if mode == "greedy" else q
-    path, accepted, token = verifier(tree, tokens, p, coins, final, q, mode == WITH)
-    history = child(histories[seeds, path[:, -1]], token, vocabulary)
+    node, token = verifier(tree, tokens, p, coins, final, q, mode == WITH)
+    history, accepted = child(histories[seeds, node], token, vocabulary), tree.depth[node]
     for extra in range(tree.max_depth):  # rows that accepted less go on alone
         further = sample(
             toy.p[history.clamp(max=len(toy.p) - 1)], uniform(seeds, torch.full_like(seeds, extra + 1), 1)[:, 0]
@@ -183,10 +183,9 @@ def test_verify_greedy_is_verify_at_temperature_0(tree, replacement):
 def test_accepted_path_is_the_first_that_matches():
     tokens = torch.tensor([[9, 5, 7, 5, 1, 6, 8, 3]])  # RAGGED: children of the root 5, 7, 5; of node 1 1, 6; ...
     best = torch.tensor([[5, 6, 8, 0, 0, 3, 0, 4]])
-    path, accepted, token = verify_greedy(RAGGED, tokens, best)
-    assert (path.tolist(), accepted.tolist(), token.tolist()) == ([[0, 1, 5, 7]], [3], [4])
-    path, accepted, token = verify_greedy(RAGGED, tokens, best + torch.tensor([0, 9, 0, 0, 0, 0, 0, 0]))
-    assert (path.tolist(), accepted.tolist(), token.tolist()) == ([[0, 1, 1, 1]], [1], [15])
+    assert [x.tolist() for x in verify_greedy(RAGGED, tokens, best)] == [[7], [4]]  # 0, 1, 5, 7
+    best = best + torch.tensor([0, 9, 0, 0, 0, 0, 0, 0])
+    assert [x.tolist() for x in verify_greedy(RAGGED, tokens, best)] == [[1], [15]]
 
 
 # --- compiled

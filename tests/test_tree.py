@@ -40,15 +40,17 @@ def test_tables_agree(tree):
         assert tree.levels[len(path) - 1][0] <= node < tree.levels[len(path) - 1][1]
         assert tree.path_to[node].tolist() == path + [node] * (tree.max_depth + 1 - len(path))
         assert tree.ancestors[node].nonzero().flatten().tolist() == path
-        assert (~tree.excused[node]).nonzero().flatten().tolist() == path[1:]
+        mine = tree.priority[node]
+        assert [j for j, left in enumerate(tree.if_rejected[node]) if left != mine] == path[1:]
+        assert tree.if_rejected[node].min() == (-1 if node else mine)
         if node:
             assert tree.children[parent, tree.child_rank[node]] == node
     leaves = [node for node in range(tree.num_nodes) if node not in tree.parents]
     assert tree.paths.tolist() == [[*p[: d + 1], *[-1] * (tree.max_depth - d)] for p, d in of_leaves(tree, leaves)]
     assert (tree.children >= 0).sum() == tree.num_nodes - 1
-    for name in ("depth", "child_rank", "parent", "children", "paths", "path_to", "priority"):
+    for name in ("depth", "child_rank", "parent", "children", "paths", "path_to", "priority", "if_rejected"):
         assert getattr(tree, name).dtype == torch.int64
-    assert tree.ancestors.dtype == tree.excused.dtype == torch.bool
+    assert tree.ancestors.dtype == torch.bool
 
 
 def of_leaves(tree: Tree, leaves: list[int]) -> list[tuple[list[int], int]]:

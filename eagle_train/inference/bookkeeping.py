@@ -12,12 +12,14 @@ from eagle_train.inference.drafting import Pending, Plan
 from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.sampling import Verified
 from eagle_train.inference.sequence import Sequence
+from eagle_train.inference.tree import Tree
 from eagle_train.ops.transfer import Arriving
 
 
 def commit(
     cache: PagedKV,
     prefix: Prefix,
+    tree: Tree,
     suffix: Suffix | None,
     hidden: torch.Tensor,
     tokens: torch.Tensor,
@@ -25,18 +27,19 @@ def commit(
 ) -> Pending:
     """Write the accepted nodes to the target's cache and keep what the draft needs to follow.
 
-    hidden [A, N, H] and tokens [A, N] are the tree's; `suffix` is None where the cache has its nodes already. The
-    draft's next slots pair each accepted token, and the target's own after them, with the hidden state of the token
+    hidden [A, N, H] and tokens [A, N] are the tree's; `suffix` is None for a chain, whose nodes the cache has already.
+    The draft's next slots pair each accepted token, and the target's own after them, with the hidden state of the token
     before it.
     """
-    path = verified.path  # its end repeats the last accepted node: safe to gather, and overwritten by the next round
+    accepted = verified.node  # how many: a chain's nodes are numbered so
     if suffix is not None:
+        path = tree.path_to[accepted]  # its end repeats the last accepted node, to be overwritten by the next round
         cache.commit(suffix, prefix, path)
-    accepted = tokens.gather(1, path)
-    follow = torch.cat((accepted[:, 1:], accepted[:, :1]), dim=1)
-    follow.scatter_(1, verified.num_accepted.unsqueeze(1), verified.next_token.unsqueeze(1))
-    counts = verified.num_accepted + 1
-    return Pending(follow, hidden.take_along_dim(path.unsqueeze(2), dim=1), counts, prefix.lengths + counts)
+        tokens, hidden = tokens.gather(1, path), hidden.take_along_dim(path.unsqueeze(2), dim=1)
+        accepted = tree.depth[accepted]
+    follow = tokens.roll(-1, 1).scatter_(1, accepted.unsqueeze(1), verified.next_token.unsqueeze(1))
+    counts = accepted + 1
+    return Pending(follow, hidden, counts, prefix.lengths + counts)
 
 
 @dataclass(frozen=True)

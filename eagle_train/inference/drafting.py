@@ -35,10 +35,15 @@ class Pending:
     counts: torch.Tensor
     lengths: torch.Tensor
 
+    @cached_property
+    def end(self) -> torch.Tensor:
+        """Where the pending token is [A, 1]."""
+        return self.counts.unsqueeze(1) - 1
+
     @property
     def last(self) -> torch.Tensor:
-        """The pending token [A]."""
-        return self.tokens.gather(1, self.counts.unsqueeze(1) - 1).squeeze(1)
+        """The pending token [A, 1]."""
+        return self.tokens.gather(1, self.end)
 
     @property
     def read(self) -> torch.Tensor:
@@ -134,13 +139,12 @@ class Drafter(Protocol):
         """
 
     def rewind(
-        self, plan: "Plan", prefix: Prefix, suffix: Suffix | None, path: torch.Tensor, accepted: torch.Tensor
-    ) -> tuple[torch.Tensor, int]:
-        """The nodes `path` [A, P] of the proposed tree were accepted, `accepted` [A] of each row beside the root.
-        `prefix`: as for `propose`; `suffix`: its result's.
+        self, plan: "Plan", prefix: Prefix, suffix: Suffix | None, node: torch.Tensor, pending: Pending
+    ) -> Pending:
+        """The proposed tree's nodes down to `node` [A] were accepted, which left `pending` of the round. `prefix`: as
+        for `propose`; `suffix`: its result's.
 
-        Returns how many of each row's newest tokens, the pending one included, `propose` is to be given next [A], and
-        how many that are at most.
+        Returns what of it `propose` is to be given next: the newest tokens, the pending one at least.
         """
 
 
@@ -149,10 +153,10 @@ class Level:
     """A level of a tree as the drafting needs it: which nodes get children, and where those go."""
 
     parents: torch.Tensor  # nodes of this level that have children, as indices into the tree
-    above: torch.Tensor  # each parent's own parent, as an index into the level before's `parents`
+    inner: torch.Tensor | None  # the same as indices into the level; None: all of it
+    above: torch.Tensor | None  # each one's own parent, as an index into the level before's `parents`; None: the same
     ancestors: torch.Tensor  # bool [parents, inner nodes so far, root left out]
-    children: torch.Tensor  # the next level's nodes
-    proposal: torch.Tensor  # which of the tokens proposed for the level [parents * most] each child is
+    proposal: torch.Tensor | None  # which of the tokens proposed [parents * most] the next level's are; None: all
     most: int  # children of one node
     noise: slice  # which of a round's random numbers the multinomial modes use here
 
@@ -188,11 +192,11 @@ class Plan:
 
 def levels_of(tree: Tree) -> list[Level]:
     """The levels that have children, from the root's down."""
-    device = tree.depth.device  # an index from elsewhere would have the host wait
-    depth, parent = tree.depth.tolist(), list(tree.parents)
-    levels, inner, before, drawn = [], [], [], 0
+    device, parent = tree.depth.device, tree.parents  # an index from elsewhere would have the host wait
+    levels, inner, before, drawn = [], [], [0], 0
     for d in range(tree.max_depth):
-        children = [node for node in range(tree.num_nodes) if depth[node] == d + 1]
+        (first, end), (_, last) = tree.levels[d : d + 2]
+        children = list(range(end, last))
         parents = sorted({parent[node] for node in children})
         inner += parents if d > 0 else []
         ranks = tree.child_rank[children].tolist()
@@ -201,13 +205,23 @@ def levels_of(tree: Tree) -> list[Level]:
         levels.append(
             Level(
                 parents=torch.tensor(parents, device=device),
-                above=torch.tensor([before.index(parent[node]) for node in parents] if d > 0 else [], device=device),
+                inner=index([node - first for node in parents], end - first, device),
+                above=index([before.index(max(parent[node], 0)) for node in parents], len(before), device),
                 ancestors=tree.ancestors[parents][:, inner],
-                children=torch.tensor(children, device=device),
-                proposal=torch.tensor(places, device=device),
+                proposal=index(places, len(parents) * most, device),
                 most=most,
                 noise=slice(drawn, drawn + len(parents) * most),
             )
         )
         before, drawn = parents, levels[-1].noise.stop
     return levels
+
+
+def index(places: list[int], count: int, device: torch.device) -> torch.Tensor | None:
+    """`places` of `count`; None: all of them as they are."""
+    return None if places == list(range(count)) else torch.tensor(places, device=device)
+
+
+def pick(x: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    """x [A, n, ...] at some of its n places, or at all of them."""
+    return x if places is None else x.index_select(1, places)

@@ -383,7 +383,7 @@ class Engine:
         if self.under_way is None:  # else only the device knows how much is unread
             self.pending = self.pending.narrow(max(each.num_known - each.read for each in self.active))
         lengths, blocks = [s.committed for s in self.active], [s.blocks for s in self.active]
-        self.prefix = Prefix.of(lengths, blocks, self.target.device)
+        self.prefix = Prefix.of(lengths, blocks, self.target.device, self.pending.lengths)
         if self.under_way is not None:
             self.prefix = self.prefix.at_most(self.pending.lengths, self.prefix.longest + self.under_way.most)
         self.guidance = self.guidance_of(self.active, plan.tree)
@@ -406,7 +406,7 @@ class Engine:
 
     def draft_tree(self, plan: Plan) -> Drafted:
         if not self.asks_drafter(plan):
-            return Drafted(self.pending.last.unsqueeze(1), None, None)
+            return Drafted(self.pending.last, None, None)
         with self.stage("drafting"):
             if self.under_way is None:
                 read = self.prefix.at([sequence.read for sequence in self.active])
@@ -457,14 +457,13 @@ class Engine:
     ) -> Round:
         """The device's half of the bookkeeping, after which the next round can begin."""
         with self.stage("bookkeeping"):
-            pending = commit(self.cache, self.prefix, suffix, hidden, drafted.tokens, verified)
+            pending = commit(self.cache, self.prefix, plan.tree, suffix, hidden, drafted.tokens, verified)
             if self.ends is not None:
                 self.ends.write(self.prefix, pending.hidden)
             if self.drafter is None:
                 self.pending = pending
             elif self.asks_drafter(plan):
-                unread = self.drafter.rewind(plan, self.prefix, drafted.suffix, *verified[:2])
-                self.pending = pending.newest(*unread)
+                self.pending = self.drafter.rewind(plan, self.prefix, drafted.suffix, verified.node, pending)
             else:
                 self.pending = self.pending.then(pending)
             return Round(self.active, plan, pending, self.pending.counts)

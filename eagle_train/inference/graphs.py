@@ -54,8 +54,8 @@ def launcher(graphs: bool, target: Target, rows: int, pending: int) -> "Eager | 
 
 
 class Graphs:
-    """`Drafter.propose` and `validate`, recorded. What they return is to be read before they are called again, and
-    suffixes may have more rows than there are."""
+    """`Drafter.propose` and `validate`, recorded. What they return is to be read before they are called again, but
+    for `validate`'s hidden states; suffixes may have more rows than there are."""
 
     def __init__(self, recorder: Callable[[], Record], rows: int, pending: int):
         """`recorder`: makes what records. At most: `rows` of a batch, `pending` tokens that a round leaves of a row."""
@@ -90,7 +90,7 @@ class Graphs:
             counts: torch.Tensor,
             *drawn: torch.Tensor,
         ) -> Drafted:
-            whole, last = Prefix(lengths, blocks, slots, True, None), Pending(tokens, hidden, counts, lengths)
+            whole, last = Prefix(lengths, blocks, slots, ragged=True), Pending(tokens, hidden, counts, lengths)
             return drafter.propose(plan, whole, whole.at_most(lengths_read, slots), last, Choice(mode, *drawn))
 
         inputs = [
@@ -120,11 +120,11 @@ class Graphs:
         def work(
             lengths: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor, Suffix | None]:
-            return validate(target, read, cache, Prefix(lengths, blocks, slots, True, None), tree, tokens, ranks)
+            return validate(target, read, cache, Prefix(lengths, blocks, slots, ragged=True), tree, tokens, ranks)
 
         inputs = [*padded_prefix(prefix, rows, slots), Padded(tokens, (rows, tree.num_nodes))]
         hidden, logits, suffix = self.validation((rows, slots, tree), work, inputs)
-        return hidden[:active], logits[:active], suffix
+        return hidden[:active].clone(), logits[:active], suffix  # hidden states wait for the drafter
 
 
 def padded_prefix(prefix: Prefix, rows: int, slots: int) -> tuple[Padded, Padded]:

@@ -7,7 +7,7 @@ Shapes: L layers, A active rows, W blocks of a row, S slots, K key/value heads, 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -29,94 +29,147 @@ BLOCK = 16  # slots
 ZEROS, WASTE = 0, 1  # a block that is never written, read beyond a row's slots; one that is written for padding
 
 
-@dataclass(frozen=True)
 class Prefix:
     """How many slots of each active row are committed, and the blocks that hold them and those of the next round."""
 
-    lengths: torch.Tensor  # [A] int64
-    blocks: torch.Tensor  # [A, W] int64
-    longest: int  # or more
-    ragged: bool  # unless all are as long as `longest`
-    first_slot: int | None  # of a batch of one whose length is known, if its blocks follow one another
+    first_slot: int | None = None  # where the slots lie one behind the other
 
-    @classmethod
-    def of(cls, lengths: list[int], blocks: list[list[int]], device: torch.device) -> "Prefix":
+    def __init__(self, lengths: torch.Tensor, blocks: torch.Tensor, longest: int, ragged: bool):
+        """lengths int64 [A], `longest` of them or more; `ragged` unless all are. blocks int64 [A, W]."""
+        self.lengths, self.blocks, self.longest, self.ragged = lengths, blocks, longest, ragged
+
+    @staticmethod
+    def of(
+        lengths: list[int], blocks: list[list[int]], device: torch.device, there: torch.Tensor | None = None
+    ) -> "Prefix":
+        """`there`: the lengths, where the device has them already."""
+        if len(blocks) == 1 and blocks[0] == list(range(blocks[0][0], blocks[0][0] + len(blocks[0]))):
+            return Alone(lengths[0], blocks[0], device, there)
         width = max(map(len, blocks))
-        table = [row + [WASTE] * (width - len(row)) for row in blocks]
-        alone = len(blocks) == 1 and blocks[0] == list(range(blocks[0][0], blocks[0][0] + width))
-        return cls(
-            to_device(lengths, device),
-            to_device(table, device),
-            max(lengths),
-            len(set(lengths)) > 1,
-            blocks[0][0] * BLOCK if alone else None,
-        )
+        table = to_device([row + [WASTE] * (width - len(row)) for row in blocks], device)
+        tensor = to_device(lengths, device) if there is None else there
+        return Prefix(tensor, table, max(lengths), len(set(lengths)) > 1)
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a row."""
+        return self.blocks.shape[1] * BLOCK
 
     def at(self, lengths: list[int]) -> "Prefix":
         """The same rows with other lengths."""
         tensor = to_device(lengths, self.lengths.device)
-        return replace(self, lengths=tensor, longest=max(lengths), ragged=len(set(lengths)) > 1)
+        return Prefix(tensor, self.blocks, max(lengths), len(set(lengths)) > 1)
 
     def at_most(self, lengths: torch.Tensor, longest: int) -> "Prefix":
         """The same rows with lengths [A] that the device alone knows."""
-        return replace(self, lengths=lengths, longest=longest, ragged=True, first_slot=None)
+        return Prefix(lengths, self.blocks, longest, ragged=True)
 
     def grown(self, tokens: int) -> "Prefix":
         """The prefix after every row got `tokens` more."""
-        return replace(self, lengths=self.lengths + tokens, longest=self.longest + tokens)
+        return Prefix(self.lengths + tokens, self.blocks, self.longest + tokens, self.ragged)
+
+    def positions(self, count: int) -> torch.Tensor:
+        """Those of each row's next `count` tokens, int64 [A, count]."""
+        return self.lengths.unsqueeze(1) + torch.arange(count, device=self.lengths.device)
 
     def next_slots(self, positions: torch.Tensor) -> torch.Tensor | slice:
         """`slots` of the positions [A, T] that follow the prefix: a slice where they follow one another."""
-        count = positions.shape[1]
-        if self.first_slot is not None and count <= self.blocks.shape[1] * BLOCK - self.longest:
-            return slice(self.first_slot + self.longest, self.first_slot + self.longest + count)
         return self.slots(positions)
 
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
         """Where the store keeps what is at these positions [A, T]; padding beyond a row's blocks goes to waste."""
-        if self.first_slot is not None and positions.shape[1] <= self.blocks.shape[1] * BLOCK - self.longest:
-            return positions + self.first_slot
         place = positions // BLOCK
         block = self.blocks.gather(1, place.clamp(max=self.blocks.shape[1] - 1))
         block = block.masked_fill(place >= self.blocks.shape[1], WASTE)
         return block * BLOCK + positions % BLOCK
 
 
+class Alone(Prefix):
+    """That of a batch of one, where the host knows the length and the blocks follow one another: slots are a range.
+
+    So hardly anything need be computed: tensors are made when they are asked for.
+    """
+
+    ragged = False
+
+    def __init__(self, length: int, blocks: list[int], device: torch.device, there: torch.Tensor | None = None):
+        self.longest, self.row, self.device, self.first_slot = length, blocks, device, blocks[0] * BLOCK
+        self.there = there
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        return to_device([self.longest], self.device) if self.there is None else self.there
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        return to_device([self.row], self.device)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.row) * BLOCK
+
+    def at(self, lengths: list[int]) -> "Alone":
+        return Alone(lengths[0], self.row, self.device)
+
+    def grown(self, tokens: int) -> "Alone":
+        return Alone(self.longest + tokens, self.row, self.device)
+
+    def positions(self, count: int) -> torch.Tensor:
+        return torch.arange(self.longest, self.longest + count, device=self.device).unsqueeze(0)
+
+    def next_slots(self, positions: torch.Tensor) -> torch.Tensor | slice:
+        count = positions.shape[1]
+        if self.longest + count > self.capacity:
+            return self.slots(positions)
+        return slice(self.first_slot + self.longest, self.first_slot + self.longest + count)
+
+
 class PagedKV:
-    """Keys and values [L, slots, K, D] of all blocks."""
+    """Keys and values of all blocks, [2L, slots, K, D]: a layer's keys, then its values."""
 
     def __init__(
         self, layers: int, heads: int, width: int, blocks: int, dtype: torch.dtype, device: torch.device | str
     ):
-        self.keys = torch.zeros(layers, blocks * BLOCK, heads, width, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        self.store = torch.zeros(2 * layers, blocks * BLOCK, heads, width, dtype=dtype, device=device)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[L, slots, K, D]."""
+        return self.store[0::2]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[L, slots, K, D]."""
+        return self.store[1::2]
+
+    def run(self, first: int, count: int) -> tuple[torch.Tensor, ...]:
+        """A layer's keys, then its values, in `count` slots from `first` on, where they lie; 2L of [1, K, count, D]."""
+        return self.store.narrow(1, first, count).unsqueeze(1).transpose(2, 3).unbind()
 
     def grow(self, blocks: int) -> None:
         """Have so many blocks in all, and keep what is in those there are."""
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_zeros(old.shape[0], blocks * BLOCK, *old.shape[2:])
-            new[:, : old.shape[1]] = old
-            setattr(self, name, new)
+        old = self.store
+        self.store = old.new_zeros(old.shape[0], blocks * BLOCK, *old.shape[2:])
+        self.store[:, : old.shape[1]] = old
 
     @property
     def by_block(self) -> list[torch.Tensor]:
-        """Keys and values as [L, blocks, BLOCK, K, D]."""
-        return [x.unflatten(1, (x.shape[1] // BLOCK, BLOCK)) for x in (self.keys, self.values)]
+        """As [2L, blocks, BLOCK, K, D]."""
+        return [self.store.unflatten(1, (self.store.shape[1] // BLOCK, BLOCK))]
 
     def writes(self, slots: torch.Tensor | slice) -> Write:
         """What stores a layer's k, v [A, K, T, D] at slots [A, T], or at a slice of T where A is 1."""
         if isinstance(slots, slice):
-            keys, values = (x[:, slots].unsqueeze(1).transpose(2, 3).unbind() for x in (self.keys, self.values))
+            there = self.run(slots.start, slots.stop - slots.start)
 
             def write(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-                keys[layer].copy_(k)
-                values[layer].copy_(v)
+                there[2 * layer].copy_(k)
+                there[2 * layer + 1].copy_(v)
         else:
 
             def write(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-                self.keys[layer, slots] = k.transpose(1, 2)
-                self.values[layer, slots] = v.transpose(1, 2)
+                self.store[2 * layer, slots] = k.transpose(1, 2)
+                self.store[2 * layer + 1, slots] = v.transpose(1, 2)
 
         return write
 
@@ -135,8 +188,8 @@ class PagedKV:
 
             return fresh
         reach = prefix.longest + length
-        committed = self.committed(prefix, reach, prefix.lengths + length)
-        seen = Seen(positions, positions + 1, reach, whole=length == 1 and not prefix.ragged)
+        committed = self.committed(prefix, reach, length)
+        seen = Seen(positions, None, reach, whole=length == 1 and not prefix.ragged)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
             write(layer, k, v)
@@ -151,7 +204,7 @@ class PagedKV:
         """
         suffix.positions = append(suffix.positions, positions, 1)
         masks = Masks(prefix, positions, suffix.positions, ancestors)
-        committed = self.committed(prefix, prefix.longest, prefix.lengths)
+        committed = self.committed(prefix, prefix.longest)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
             k, v = suffix.append(layer, k, v)
@@ -160,24 +213,25 @@ class PagedKV:
         return attend
 
     def committed(
-        self, prefix: Prefix, slots: int, held: torch.Tensor
+        self, prefix: Prefix, slots: int, more: int = 0
     ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-        """A layer's keys and values in each row's first `slots` slots, [A, K, slots, D]; zeros beyond `held` [A].
+        """A layer's keys and values in each row's first `slots` slots, [A, K, slots, D]; zeros beyond the prefix and
+        `more` tokens.
 
         Blocks that follow one another are read where they lie; others are gathered.
         """
         if prefix.first_slot is not None:
-            assert slots <= prefix.blocks.shape[1] * BLOCK, (slots, prefix)
-            run = slice(prefix.first_slot, prefix.first_slot + slots)
-            keys, values = (x[:, run].unsqueeze(1).transpose(2, 3).unbind() for x in (self.keys, self.values))
-            return lambda layer: (keys[layer], values[layer])
+            assert slots <= prefix.capacity, (slots, prefix)
+            there = self.run(prefix.first_slot, slots)
+            return lambda layer: there[2 * layer : 2 * layer + 2]
+        held = prefix.lengths + more
         positions = torch.arange(slots, device=held.device).expand(len(held), -1)
         index = prefix.slots(positions).masked_fill(positions >= held.unsqueeze(1), ZEROS * BLOCK)
         flat = index.flatten()  # index_select takes half the time of an index of two dimensions, on a CPU
 
         def gathered(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-            keys, values = (x[layer].index_select(0, flat).unflatten(0, index.shape) for x in (self.keys, self.values))
-            return keys.transpose(1, 2), values.transpose(1, 2)
+            pair = (self.store[place].index_select(0, flat) for place in (2 * layer, 2 * layer + 1))
+            return tuple(x.unflatten(0, index.shape).transpose(1, 2) for x in pair)
 
         return gathered
 
@@ -188,7 +242,7 @@ class PagedKV:
         The suffix may have more rows, which are left out.
         """
         active, length = path.shape
-        slots = prefix.slots(prefix.lengths.unsqueeze(1) + torch.arange(length, device=path.device))
+        slots = prefix.slots(prefix.positions(length))
         index = path.view(1, active, 1, length, 1)
         for store, kept in ((self.keys, suffix.keys), (self.values, suffix.values)):
             store[:, slots] = torch.stack(kept)[:, :active].take_along_dim(index, dim=3).transpose(2, 3)
@@ -212,7 +266,7 @@ class BlockEnds:
 
     def write(self, prefix: Prefix, hidden: torch.Tensor) -> None:
         """Of the tokens that follow each row's prefix, with hidden states [A, T, H], note those that end a block."""
-        slots = prefix.slots(prefix.lengths.unsqueeze(1) + torch.arange(hidden.shape[1], device=hidden.device))
+        slots = prefix.slots(prefix.positions(hidden.shape[1]))
         self.hidden[torch.where(slots % BLOCK == BLOCK - 1, slots // BLOCK, WASTE)] = hidden
 
 

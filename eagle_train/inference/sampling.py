@@ -194,10 +194,9 @@ def propose(
 
 
 class Verified(NamedTuple):
-    """What a round gave each row: num_accepted drafted tokens, and next_token behind them, the next tree's root."""
+    """What a round gave each row: the drafted tokens down to `node`, and behind them `next_token`, the next root."""
 
-    path: torch.Tensor  # int64 [B, D + 1]: the root, accepted nodes, then the last again: every entry can be gathered
-    num_accepted: torch.Tensor  # int64 [B]: 0 to D, the root not counted
+    node: torch.Tensor  # int64 [B]: the last that was accepted, the root where none was
     next_token: torch.Tensor  # int64 [B]
 
 
@@ -254,7 +253,7 @@ def verify(
             accepted = waiting & (coins[rows, child] < accept)
             residual = torch.where((waiting & ~accepted)[:, None], residual_if_rejected, residual)
             node = torch.where(accepted, child, node)
-    return Verified(tree.path_to[node], tree.depth[node], sample(residual, final))
+    return Verified(node, sample(residual, final))
 
 
 def verify_greedy(tree: Tree, tokens: torch.Tensor, best: torch.Tensor) -> Verified:
@@ -264,7 +263,5 @@ def verify_greedy(tree: Tree, tokens: torch.Tensor, best: torch.Tensor) -> Verif
     token the first counts, as in `verify`.
     """
     match = tokens == best.index_select(1, tree.parent)
-    accepted = (match[:, None] | tree.excused).all(-1)
-    node = (accepted * tree.priority).argmax(-1)
-    next_token = best.gather(1, node[:, None])[:, 0]
-    return Verified(tree.path_to[node], tree.depth[node], next_token)
+    node = torch.where(match[:, None], tree.priority[:, None], tree.if_rejected).amin(-1).argmax(-1)
+    return Verified(node, best.gather(1, node[:, None])[:, 0])

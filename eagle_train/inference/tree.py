@@ -31,10 +31,10 @@ class TreeTables:
     parent: torch.Tensor  # int64 [N]: `parents`, with the root its own, so that it can index
     children: torch.Tensor  # int64 [N, C], then -1
     ancestors: torch.Tensor  # bool [N, N]: j is i, or above i
-    excused: torch.Tensor  # bool [N, N]: whether i is accepted does not depend on j's token
     paths: torch.Tensor  # int64 [leaves, D + 1]: root to leaf, then -1
     path_to: torch.Tensor  # int64 [N, D + 1]: root to node, then the node again
     priority: torch.Tensor  # int64 [N]: a node beats its ancestors, and its later siblings with all below them
+    if_rejected: torch.Tensor  # int64 [N, N]: i's priority where j's token is rejected: -1 if j is i, or above i
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Tree(TreeTables):
         depth = [len(path) - 1 for path in paths]
         width, levels = depth[-1] + 1, level_ranges(depth)
         ancestors = [[node in path for node in range(len(depth))] for path in map(set, paths)]
+        priority = priorities(kids)
         values: dict[str, Any] = {
             "num_nodes": len(depth),
             "max_depth": depth[-1],
@@ -69,10 +70,13 @@ class Tree(TreeTables):
             "parent": [0, *self.parents[1:]],
             "children": [padded(row, max(1, *map(len, kids)), -1) for row in kids],
             "ancestors": ancestors,
-            "excused": [[node == 0 or not above for node, above in enumerate(row)] for row in ancestors],
             "paths": [padded(path, width, -1) for path, below in zip(paths, kids, strict=True) if not below],
             "path_to": [padded(path, width, path[-1]) for path in paths],
-            "priority": priorities(kids),
+            "priority": priority,
+            "if_rejected": [
+                [-1 if above and node > 0 else mine for node, above in enumerate(row)]
+                for mine, row in zip(priority, ancestors, strict=True)
+            ],
         }
         values |= {name: torch.tensor(table, device=self.device) for name, table in tables.items()}
         for name, value in values.items():

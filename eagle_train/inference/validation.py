@@ -18,11 +18,11 @@ def validate(
     rank's own rows, and the nodes' keys and values, which are not in the cache yet; None for a chain: it is causal as
     any text, so its nodes are written at once where they would be committed.
     """
-    positions = prefix.lengths.unsqueeze(1) + tree.depth
     if tree.is_chain:
-        suffix, attend = None, cache.extend(prefix, positions)
+        suffix, positions = None, prefix.positions(tree.num_nodes)
+        attend = cache.extend(prefix, positions)
     else:
-        suffix = Suffix(target.config.num_hidden_layers)
+        suffix, positions = Suffix(target.config.num_hidden_layers), prefix.lengths.unsqueeze(1) + tree.depth
         attend = cache.tree(prefix, suffix, positions, tree.ancestors)
     hidden = read(tokens, positions, attend)
     return hidden, target.lm_head(ranks.own(hidden)), suffix

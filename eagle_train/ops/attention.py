@@ -146,14 +146,20 @@ def flash_partial(
 class Seen:
     """Which of its row's slots a query sees, a slot for each position: those before its end that the rule lets it see.
 
-    `positions` int64 [A, T] of the queries, `ends` int64 [A, T], or [A, 1] for all queries of a row, of `count` slots;
-    `whole`: every end is `count`. What the kernels are told is made once for all layers of the same reach.
+    `positions` int64 [A, T] of the queries; `ends` int64 [A, 1] for all queries of a row, None for causality: each
+    query's own slot is its last. Of `count` slots; `whole`: every end is `count`. What the kernels are told is made
+    once for all layers of the same reach.
     """
 
-    def __init__(self, positions: torch.Tensor, ends: torch.Tensor, count: int, whole: bool):
-        self.positions, self.ends, self.count, self.whole = positions, ends, count, whole
-        self.causal = ends.shape[1] > 1
+    def __init__(self, positions: torch.Tensor, ends: torch.Tensor | None, count: int, whole: bool):
+        self.positions, self.given, self.count, self.whole = positions, ends, count, whole
+        self.causal = ends is None and positions.shape[1] > 1
         self.made: dict[tuple, torch.Tensor | flash.Sequences | None] = {}
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """int64 [A, 1 or T]."""
+        return self.positions + 1 if self.given is None else self.given
 
     def mask(self, rule: Rule) -> torch.Tensor | None:
         """`additive` [A, 1, 1 or T, count]; None where every slot is seen."""

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from eagle_train.config import check
-from eagle_train.inference.drafting import MOST_UNREAD, Choice, Drafted, Level, Pending, Plan
+from eagle_train.inference.drafting import MOST_UNREAD, Choice, Drafted, Level, Pending, Plan, pick
 from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.sampling import propose, restrict
 from eagle_train.models.draft import Draft, Head, shift_hidden
@@ -97,41 +97,41 @@ class Eagle:
 
     def propose(self, plan: Plan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice) -> Drafted:
         hidden = self.align(read, pending)
-        return self.grow(plan, hidden, pending.last, prefix.grown(1), choice)
+        return self.grow(plan, hidden, pending.last, prefix, choice)
 
     def align(self, prefix: Prefix, pending: Pending) -> torch.Tensor:
         """Read the pending tokens with the target's hidden states. Returns the draft's at the last one [A, 1, H]."""
-        steps = torch.arange(pending.tokens.shape[1], device=pending.tokens.device)
-        positions = prefix.lengths.unsqueeze(1) + steps
+        count = pending.tokens.shape[1]
+        positions = prefix.positions(count)
         attend = self.cache.extend(prefix, positions)
-        if len(steps) == 1:
+        if count == 1:
             return self.read(pending.tokens, pending.hidden, positions, attend)
-        return self.read_for(pending.tokens, pending.hidden, positions, pending.counts.unsqueeze(1) - 1, attend)
+        return self.read_for(pending.tokens, pending.hidden, positions, pending.end, attend)
 
     def grow(
         self, plan: Plan, root_hidden: torch.Tensor, root_token: torch.Tensor, prefix: Prefix, choice: Choice
     ) -> Drafted:
-        """The tree below the root [A], whose hidden state [A, 1, H] is the draft's. Returns what `propose` does."""
+        """The tree below the root [A, 1], whose hidden state [A, 1, H] is the draft's, behind `prefix`. Returns what
+        `propose` does."""
         active, suffix = len(root_token), None if plan.is_chain else Suffix(self.draft.config.num_layers)
-        tokens = root_token.unsqueeze(1).repeat(1, plan.tree.num_nodes)
-        hidden, q = root_hidden, None
+        tokens, hidden, q = [root_token], root_hidden, None  # tokens [A, nodes] of each level
         for depth, level in enumerate(plan.levels):
             if depth > 0:
                 if choice.guidance is not None:
-                    choice.guidance.read(tokens)
-                inner = tokens.index_select(1, level.parents)
-                positions = (prefix.lengths + (depth - 1)).unsqueeze(1).expand(active, inner.shape[1])
+                    choice.guidance.read(torch.cat(tokens, 1))
+                inner, before = pick(tokens[-1], level.inner), prefix.grown(depth)
+                positions = before.positions(1).expand(active, inner.shape[1])
                 if suffix is None:  # nothing stands beside a node that the cache must not show it
-                    attend = self.cache.extend(prefix.grown(depth - 1), positions)
+                    attend = self.cache.extend(before, positions)
                 else:
-                    attend = self.cache.tree(prefix, suffix, positions, level.ancestors)
-                hidden = self.read(inner, hidden.index_select(1, level.above), positions, attend)
+                    attend = self.cache.tree(prefix.grown(1), suffix, positions, level.ancestors)
+                hidden = self.read(inner, pick(hidden, level.above), positions, attend)
             proposed, distribution = self.children(hidden, level, choice)
-            tokens.index_copy_(1, level.children, proposed.flatten(1).index_select(1, level.proposal))
+            tokens.append(pick(proposed.flatten(1), level.proposal))
             if distribution is not None:
                 q = q if q is not None else distribution.new_zeros(active, plan.tree.num_nodes, distribution.shape[-1])
                 q[:, level.parents] = distribution
-        return Drafted(tokens, q, suffix)
+        return Drafted(torch.cat(tokens, 1), q, suffix)
 
     def children(self, hidden: torch.Tensor, level: Level, choice: Choice) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The most tokens a parent of the level has, for each [A, parents, most], and what they were drawn from."""
@@ -143,11 +143,11 @@ class Eagle:
         return self.head.tokens(proposed), None if q is None else self.head.spread(q)
 
     def rewind(
-        self, plan: Plan, prefix: Prefix, suffix: Suffix | None, path: torch.Tensor, accepted: torch.Tensor
-    ) -> tuple[torch.Tensor, int]:
+        self, plan: Plan, prefix: Prefix, suffix: Suffix | None, node: torch.Tensor, pending: Pending
+    ) -> Pending:
         if self.alignment == "accepted":
-            return accepted + 1, path.shape[1]
+            return pending
         if suffix is not None:  # a leaf on the path has nothing to write; its slot is read again before it is seen
-            self.cache.commit(suffix, prefix.grown(1), plan.place[path[:, 1:]])
-        is_leaf = plan.tree.children[path[:, -1], 0] < 0
-        return 1 + (is_leaf & (accepted > 0)).long(), min(2, path.shape[1])
+            self.cache.commit(suffix, prefix.grown(1), plan.place[plan.tree.path_to[node][:, 1:]])
+        is_leaf = plan.tree.children[node, 0] < 0
+        return pending.newest(1 + (is_leaf & (node > 0)).long(), min(2, pending.tokens.shape[1]))
