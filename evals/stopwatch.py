@@ -25,6 +25,7 @@ FORWARDS = (
     (Target, "hidden_states"),
     (Draft, "forward"),
     (Compiled, "__call__"),
+    (Target, "embed"),  # the draft has no embedding of its own
     (LMHead, "__call__"),
     (Recording, "__call__"),
 )
