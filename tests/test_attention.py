@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from eagle_train.ops.attention import (
+    FEW_QUERIES,
     Rule,
+    Seen,
     additive,
     causal_attention,
     flash_partial,
@@ -15,6 +17,7 @@ from eagle_train.ops.attention import (
     packed_attention,
     partial_attention,
     plain_partial,
+    slot_attention,
     with_sinks,
 )
 
@@ -131,6 +134,23 @@ def test_query_that_sees_no_key_adds_nothing():
         merged = merge(*order)
         torch.testing.assert_close(merged[0][1, :, 2], something[0][1, :, 2])
         torch.testing.assert_close(merged[1][1, :, 2], something[1][1, :, 2])
+
+
+@pytest.mark.parametrize(
+    ("length", "count"), [(1, 1), (1, 5), (2, 5), (5, 5), (4, 8), (3, 9), (FEW_QUERIES, 41), (FEW_QUERIES + 1, 41)]
+)
+@pytest.mark.parametrize("name", RULES)
+def test_the_last_of_the_slots_see_all_before_them(name, length, count):
+    """Masks that are kept for whoever comes are those that are made."""
+    rule, (q, k, v) = RULES[name], random_qkv(queries=length, keys=count)
+    positions = torch.arange(count - length, count).repeat(2, 1)
+    seen = near((positions[:, :, None] >= torch.arange(count)), (positions[0], torch.arange(count)), rule)
+    for found, exact in zip(
+        slot_attention(q, k, v, Seen(positions, None, count, whole=True), rule),
+        dense(q, k, v, seen, rule, sinks=False),
+        strict=True,
+    ):
+        close(found, exact)
 
 
 @pytest.mark.parametrize("split", [1, 4, 6])

@@ -189,7 +189,7 @@ class PagedKV:
             return fresh
         reach = prefix.longest + length
         committed = self.committed(prefix, reach, length)
-        seen = Seen(positions, None, reach, whole=length == 1 and not prefix.ragged)
+        seen = Seen(positions, None, reach, whole=not prefix.ragged)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
             write(layer, k, v)

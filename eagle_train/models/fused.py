@@ -1,10 +1,11 @@
 """A draft with fewer and larger products, for decoding: q, k and v are one, and so are gate and up.
 
 A product of few rows takes as long as its weights take to be read and its call to be made. Training knows nothing of
-it: parameters there are those of checkpoints.
+it: parameters there are those of checkpoints, and modules may have hooks.
 """
 
 import copy
+from functools import lru_cache
 from itertools import chain
 
 import torch
@@ -18,7 +19,8 @@ from eagle_train.ops.linear import joined
 
 
 def fused(draft: Draft) -> Draft:
-    """The draft with one product for what reads the same input; `draft` is left alone, and shares what stays.
+    """The draft with one product for what reads the same input, and without hooks; `draft` is left alone, and shares
+    what stays.
 
     Quantised modules are to be given before they use a device's kernel.
     """
@@ -28,7 +30,16 @@ def fused(draft: Draft) -> Draft:
         for name, module in parent.named_children():
             if type(module) in FUSED:
                 setattr(parent, name, FUSED[type(module)](module))
+    for module in draft.modules():
+        if module is not draft:
+            module.__class__ = direct(type(module))
     return draft
+
+
+@lru_cache
+def direct(own: type[nn.Module]) -> type[nn.Module]:
+    """The class whose call is its forward: a module's own looks for hooks, which takes as long as a small operation."""
+    return type(own.__name__, (own,), {"__call__": own.forward})
 
 
 class FusedAttention(nn.Module):

@@ -35,8 +35,9 @@ class Rotary(nn.Module):
     def __init__(self, config: DraftConfig):
         super().__init__()
         frequencies, self.scale = rope_frequencies(config)
+        turning = torch.cat((-frequencies, frequencies))
         # As bits: a model's conversion to bf16 would round them, and angles at long distances with them.
-        self.register_buffer("frequencies", frequencies.view(torch.int32), persistent=False)
+        self.register_buffer("frequencies", turning.view(torch.int32), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What `rotate` takes, in fp32, for int64 positions [B, T]: cos, and sin with its first half negated.
@@ -45,9 +46,7 @@ class Rotary(nn.Module):
         """
         angles = positions[:, None, :, None].float() * self.frequencies.view(torch.float32)
         cos, sin = angles.cos(), angles.sin()
-        if self.scale != 1.0:
-            cos, sin = cos * self.scale, sin * self.scale
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return (cos, sin) if self.scale == 1.0 else (cos * self.scale, sin * self.scale)
 
 
 def rope_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:

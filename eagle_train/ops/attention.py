@@ -30,6 +30,7 @@ from eagle_train.ops import flash
 from eagle_train.ops.transfer import to_device
 
 MATMUL_LENGTH = 1024  # up to this length a document's scores may exist whole
+FEW_QUERIES = 32  # up to so many, their mask is kept for those who come
 FEW = 256  # queries times key/value heads: about two for each processor of a large GPU
 
 
@@ -147,8 +148,8 @@ class Seen:
     """Which of its row's slots a query sees, a slot for each position: those before its end that the rule lets it see.
 
     `positions` int64 [A, T] of the queries; `ends` int64 [A, 1] for all queries of a row, None for causality: each
-    query's own slot is its last. Of `count` slots; `whole`: every end is `count`. What the kernels are told is made
-    once for all layers of the same reach.
+    query's own slot is its last. Of `count` slots; `whole`: every row's last end is `count`. What the kernels are told
+    is made once for all layers of the same reach.
     """
 
     def __init__(self, positions: torch.Tensor, ends: torch.Tensor | None, count: int, whole: bool):
@@ -162,15 +163,16 @@ class Seen:
         return self.positions + 1 if self.given is None else self.given
 
     def mask(self, rule: Rule) -> torch.Tensor | None:
-        """`additive` [A, 1, 1 or T, count]; None where every slot is seen."""
+        """`additive` [A or 1, 1, 1 or T, count]; None where every slot is seen."""
         key = ("mask", *rule.reach)
         if key not in self.made:
             self.made[key] = self.new_mask(rule)
         return self.made[key]
 
     def new_mask(self, rule: Rule) -> torch.Tensor | None:
-        if self.whole and rule.sees_all:
-            return None
+        length = self.positions.shape[1]
+        if self.whole and rule.sees_all and (not self.causal or length <= FEW_QUERIES):
+            return causal_end(length, self.count, self.positions.device) if self.causal else None
         slots = torch.arange(self.count, device=self.ends.device)
         seen = slots < self.ends.unsqueeze(2)
         if not rule.sees_all:
@@ -219,8 +221,10 @@ def slot_attention(
     few = together or q.shape[0] * q.shape[2] <= flash.MOST
     if rule.softcap is None and few and flash.serves(q, k, v):
         return flash.attention(q, k, v, seen.sequences(rule, together), rule.scale)
-    if rule.skip_first and not rule.is_local and seen.whole and seen.count > 1:
-        return partial_attention(q, k[:, :, 1:], v[:, :, 1:], None, rule.behind_first)  # faster than a mask
+    if rule.skip_first and not rule.is_local and seen.whole and seen.count > q.shape[2]:  # faster than a mask
+        mask = seen.mask(rule.behind_first)
+        mask = None if mask is None else mask[..., 1:]
+        return partial_attention(q, k[:, :, 1:], v[:, :, 1:], mask, rule.behind_first)
     return partial_attention(q, k, v, seen.mask(rule), rule)
 
 
@@ -273,6 +277,20 @@ def causal_mask(length: int, groups: int) -> torch.Tensor:
     with torch.inference_mode(False):  # training must be able to save what inference cached
         seen = torch.ones(length, length, dtype=torch.bool).tril()
         return additive(seen).to(torch.bfloat16).repeat(groups, 1).unsqueeze(0)
+
+
+def causal_end(length: int, count: int, device: torch.device) -> torch.Tensor:
+    """`additive` [1, 1, length, count] for queries in the last `length` of `count` slots."""
+    room = 1 << (count - 1).bit_length()
+    return causal_ends(length, room, device)[..., room - count :]
+
+
+@lru_cache(maxsize=16)
+def causal_ends(length: int, count: int, device: torch.device) -> torch.Tensor:
+    """`causal_end`, whose last columns are those of fewer slots."""
+    with torch.inference_mode(False):
+        seen = torch.ones(length, count, dtype=torch.bool, device=device).tril(count - length)
+        return additive(seen[None, None])
 
 
 def lengths_of(positions: torch.Tensor) -> list[list[int]]:
