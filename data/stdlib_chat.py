@@ -133,6 +133,6 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python data/stdlib_chat.py OUT_DIRECTORY")
     main(Path(sys.argv[1]))

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import reprlib
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -64,7 +65,8 @@ def build(cls: type[T], values: Any, field: str) -> T:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
     except OmegaConfBaseException as error:
         key = ".".join(part for part in (field, error.full_key) if part)
-        raise UserError(f"{key}: {one_line(error)}") from error
+        no_list = "is not a ListConfig" in str(error)
+        raise UserError(f"{key}: {f'must be a list, as {key}=[...]' if no_list else one_line(error)}") from error
 
 
 def is_value(override: str, parser: OverridesParser) -> bool:
@@ -118,13 +120,16 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
         with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
             return hydra.compose(config_name, overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"{one_line(error)} (the keys are listed by --cfg job)") from error
+        options = getattr(error, "options", None)  # of a group that has none of that name
+        hint = f"there are {', '.join(options)}" if options else "the keys are listed by --cfg job"
+        raise UserError(f"{one_line(error)} ({hint})") from error
 
 
 def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """Makes `task(config)` a command with Hydra's overrides.
 
-    A UserError ends it with one line on stderr and status 2; so do an unknown override and a value left at `???`.
+    A UserError ends it with one line on stderr and status 2; so do an unknown override and a value left at `???`. An
+    interrupt ends it with one line, too.
     """
 
     def decorate(task: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -139,6 +144,12 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
                 sys.exit(report(UserError(one_line(error))))
             except UserError as error:  # caught here, because Hydra would add its own lines to it
                 sys.exit(report(error))
+            except KeyboardInterrupt:
+                print("interrupted", file=sys.stderr)
+                sys.exit(128 + signal.SIGINT)  # as shells have it
+            except BrokenPipeError:  # who read what is printed has enough of it
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at its end
+                sys.exit(128 + signal.SIGPIPE)
 
         @functools.wraps(task)
         def main() -> None:

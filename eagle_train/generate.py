@@ -56,6 +56,8 @@ def job(config: DictConfig) -> int:
     world = distributed.start(device, share=None)
     target = load_target(given, device, "tensor" if world.size > 1 else "replicated", world)
     check(target.tokenizer is not None, f"target.path={given.path}: no tokenizer there, and the prompt is text")
+    has_template = not config.chat or target.tokenizer.chat_template is not None
+    check(has_template, f"chat=true: {given.path} has no chat template; give chat=false, and the prompt is continued")
     draft = None if path is None else quantised(load_draft(path, target.identity), quant)
     options = {"max_batch_size": 1, "compile": config.compile, "graphs": config.graphs}
     engine = Engine(target, draft, OmegaConf.to_container(config.tree), **options)

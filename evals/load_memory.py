@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eagle_train import distributed
-from eagle_train.config import UserError, build, check, provenance, report, write_json
+from eagle_train.config import UserError, check, provenance, report, write_json
 from eagle_train.models.loading import TargetConfig, load_target
-from evals.memory import peak_bytes, resident_bytes, status
+from evals.memory import options, peak_bytes, resident_bytes, status
 
 PLACEMENTS = ("fsdp2", "tensor")
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -110,7 +109,7 @@ def measure(folder: str, placement: str, ranks: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    config = build(Config, OmegaConf.from_dotlist(sys.argv[1:]), "")
+    config = options(Config, __doc__)
     with tempfile.TemporaryDirectory() as folder:
         size = write_checkpoint(folder, config)
         found = {placement: measure(folder, placement, config.ranks) for placement in PLACEMENTS}

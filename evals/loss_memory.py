@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
-from eagle_train.config import UserError, build, check, provenance, report, write_json
+from eagle_train.config import UserError, check, provenance, report, write_json
 from eagle_train.models.target import LMHead
 from eagle_train.training.losses import default_chunk_rows, distillation_loss
-from evals.memory import peak_bytes, resident_bytes
+from evals.memory import options, peak_bytes, resident_bytes
 
 RESULT = Path(__file__).with_name("results") / "loss_memory.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -54,7 +53,7 @@ def measure(config: Config) -> tuple[int, float]:
 
 
 def main() -> int:
-    config = build(Config, OmegaConf.from_dotlist(sys.argv[1:]), "")
+    config = options(Config, __doc__)
     print(f"measuring {config.rows:,} rows x {config.vocab:,} x {config.hidden} in {config.dtype}", flush=True)
     extra, seconds = measure(config)
     results = {

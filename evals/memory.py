@@ -1,6 +1,25 @@
-"""What this process holds in memory, as Linux tells it. Knows nothing of what is held."""
+"""What this process holds in memory, as Linux tells it, and how commands that measure it are told what to do.
 
+Knows nothing of what is held.
+"""
+
+import sys
 from pathlib import Path
+from typing import TypeVar
+
+from omegaconf import OmegaConf
+
+from eagle_train.config import build
+
+T = TypeVar("T")
+
+
+def options(cls: type[T], usage: str) -> T:
+    """The command line's `key=value`s as the dataclass `cls`; `--help` prints `usage` and ends. Raises UserError."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(usage.strip())
+        sys.exit()
+    return build(cls, OmegaConf.from_dotlist(sys.argv[1:]), "")
 
 
 def resident_bytes() -> int:

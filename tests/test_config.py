@@ -3,6 +3,8 @@
 import dataclasses
 import os
 import resource
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -45,11 +47,11 @@ TEXTS = [
 @pytest.fixture
 def given(monkeypatch) -> SimpleNamespace:
     """What eagle-generate loads and gives its engine, which is not run: `target`, `draft`, `tree`, `prompt`."""
-    seen = SimpleNamespace(prompt=None)
+    seen = SimpleNamespace(prompt=None, template="{{ messages }}")
 
     def target(config, *_):
         seen.target = config
-        return SimpleNamespace(tokenizer=True, identity=None)
+        return SimpleNamespace(tokenizer=SimpleNamespace(chat_template=seen.template), identity=None)
 
     class StandIn:
         def __init__(self, target, draft, tree, **options):
@@ -115,7 +117,7 @@ def test_what_hydra_understands_is_left_to_it(override):
         (["prompt="], "prompt is empty: give prompt=TEXT"),
         (["prompt=x", "nosuch=1"], "Could not override 'nosuch'"),
         (["prompt=x", "target.nosuch=1"], "Could not override 'target.nosuch'"),
-        (["prompt=x", "tree=nosuch"], "Could not find 'tree/nosuch'"),
+        (["prompt=x", "tree=nosuch"], "Could not find 'tree/nosuch' (there are chain1, chain2, chain3, chain5, d3_bf2"),
         (["prompt=x", "nosuch"], "nosuch"),
         (["prompt=x", "~nosuch"], "'nosuch' does not exist"),
         (["prompt=x", "=1"], ""),
@@ -157,6 +159,37 @@ def test_a_mistake_found_later_is_one_line_too(capsys):
     assert call(task, "checkpoint=c", "out=there") == 2
     assert error_line(capsys) == "out=there: is taken"
     assert call(task, "checkpoint=c", "out=here") == 0
+
+
+def test_a_target_without_a_chat_template(given, capsys):
+    given.template = None
+    assert call(generate.main, "prompt=x", "target=/models/mine") == 2
+    assert error_line(capsys).startswith("chat=true: /models/mine has no chat template; give chat=false")
+    assert call(generate.main, "prompt=x", "target=/models/mine", "chat=false") == 2
+    assert error_line(capsys) == "enough"
+
+
+def test_an_interrupt_is_one_line(capsys):
+    @command("export")
+    def task(config: DictConfig) -> None:
+        raise KeyboardInterrupt
+
+    assert call(task, "checkpoint=c", "out=d") == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
+def test_a_reader_that_leaves_is_no_mistake():
+    """`eagle-generate ... | head -1`; the rest is written to nobody."""
+    code = (
+        "from eagle_train.config import command\n"
+        "@command('export')\n"
+        "def task(config):\n"
+        "    for _ in range(10_000): print('x' * 100)\n"
+        "task()"
+    )
+    run = f'{sys.executable} -c "{code}" checkpoint=c out=d | head -1; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", run], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (141, "x" * 100 + "\n", "")
 
 
 def test_what_is_no_mistake_of_the_user_keeps_its_traceback():

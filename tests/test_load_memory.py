@@ -1,6 +1,7 @@
 """evals/load_memory.py: ranks that divide a target hold their parts of it; one that loads all of it is found out."""
 
 import json
+import sys
 
 import pytest
 
@@ -21,6 +22,14 @@ def measured(tmp_path, monkeypatch):
         return status, json.loads((tmp_path / "found.json").read_text())["peak_share"]
 
     return run
+
+
+def test_help_is_what_the_file_begins_with(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["load_memory", "--help"])
+    with pytest.raises(SystemExit) as end:
+        load_memory.main()
+    assert end.value.code is None
+    assert "python -m evals.load_memory [gigabytes=1.5]" in capsys.readouterr().out
 
 
 def test_a_rank_that_holds_its_part_is_told_from_one_that_holds_all(measured):

@@ -16,7 +16,7 @@ import pytest
 from eagle_train.config import CONF_DIR, UserError, build
 from eagle_train.corpus import source as source_module
 from eagle_train.corpus.chat import to_messages
-from eagle_train.corpus.source import DataConfig, SourceConfig, open_source, parse
+from eagle_train.corpus.source import DataConfig, SourceConfig, check_found, open_source, parse
 
 
 def make_rows(num_rows: int) -> list[dict]:
@@ -158,6 +158,13 @@ def test_missing_files_are_named(tmp_path, monkeypatch, path):
         open_source(DataConfig(path))
     with pytest.raises(UserError, match=r"data\.heldout is .*there is no such file"):
         open_source(DataConfig("x", heldout=path), "heldout")
+    mixed = DataConfig(mix={"a": SourceConfig(path)})
+    with pytest.raises(UserError, match=r"data\.mix\.a\.path is .*there is no such file"):
+        open_source(mixed.sources["a"], name="a")
+    with pytest.raises(UserError, match=r"data\.mix\.a\.path is .*there is no such file"):
+        check_found(mixed)
+    with pytest.raises(UserError, match=r"data\.heldout is .*there is no such file"):
+        check_found(DataConfig("owner/name", heldout=path))
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ class Feed:
 
     def __init__(self, config: DataConfig, renderer: ChatRenderer, world: World):
         self.config, self.renderer, self.world = config, renderer, world
-        self.sources = {name: open_source(source) for name, source in config.sources.items()}
+        self.sources = {name: open_source(source, name=name) for name, source in config.sources.items()}
         self.pool: ProcessPoolExecutor | None = None
 
     def identity(self) -> list[str]:

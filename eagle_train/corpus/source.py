@@ -134,26 +134,43 @@ class Source(Protocol):
         """Changes when the data do, as far as that shows without reading them."""
 
 
-def open_source(config: SourceConfig, key: str = "path") -> Source:
-    """The data at config.path, or at another path of the config (`key`: heldout).
+def check_found(config: DataConfig) -> None:
+    """Raise UserError for files that are not there, or of no known kind. Hubs are not asked."""
+    for name, source in config.sources.items():
+        files_of(source.path, field_of(name, "path"))
+    if config.heldout is not None:
+        files_of(config.heldout, field_of("", "heldout"))
+
+
+def open_source(config: SourceConfig, key: str = "path", name: str = "") -> Source:
+    """The data at config.path, or at another path of the config (`key`: heldout). `name`: the data set's in a mixture.
 
     Raises UserError if they are missing, of no known kind, empty, or if their first row cannot be read.
     """
-    path = getattr(config, key)
-    files = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
-    files = [file for file in files if Path(file).is_file()]
-    if files and all(file.endswith(JSONL_SUFFIXES) for file in files):
-        source: Source = JsonLines(files)
-    elif files and all(file.endswith(".parquet") for file in files):
-        source = Parquet(files)
+    path, field = getattr(config, key), field_of(name, key)
+    files = files_of(path, field)
+    if not files:
+        source: Source = Hub(path, config.name, config.split, field)
     else:
-        check(not files, f"data.{key} is {path}; files must be all JSONL ({', '.join(JSONL_SUFFIXES)}) or all .parquet")
-        check(is_hub_name(path) or Path(path).is_dir(), f"data.{key} is {path}; there is no such file")
-        source = Hub(path, config.name, config.split, key)
+        source = Parquet(files) if files[0].endswith(".parquet") else JsonLines(files)
     first = next(source.rows(), None)
-    check(first is not None, f"data.{key} is {path}; it has no rows")
+    check(first is not None, f"{field} is {path}; it has no rows")
     parse(*first)
     return source
+
+
+def field_of(name: str, key: str) -> str:
+    return f"data.mix.{name}.{key}" if name else f"data.{key}"
+
+
+def files_of(path: str, field: str) -> list[str]:
+    """A path's files, all JSONL or all Parquet; none where it may be a hub's data set. Raises UserError."""
+    files = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
+    files = [file for file in files if Path(file).is_file()]
+    alike = any(all(file.endswith(kind) for file in files) for kind in (JSONL_SUFFIXES, ".parquet"))
+    check(alike, f"{field} is {path}; files must be all JSONL ({', '.join(JSONL_SUFFIXES)}) or all .parquet")
+    check(files or is_hub_name(path) or Path(path).is_dir(), f"{field} is {path}; there is no such file")
+    return files
 
 
 def is_hub_name(path: str) -> bool:
@@ -287,7 +304,7 @@ class Hub:
     """A hub data set, or a directory laid out like one, through `datasets`. Raises UserError where it does not load, or
     not all of it."""
 
-    def __init__(self, path: str, name: str | None, split: str, key: str):
+    def __init__(self, path: str, name: str | None, split: str, field: str):
         # Loaded where needed: it takes a second.
         import datasets
 
@@ -295,7 +312,7 @@ class Hub:
         try:
             self.dataset = datasets.load_dataset(path, name, split=split, streaming=True)
         except (OSError, ValueError) as error:
-            raise UserError(f"data.{key} is {path}; it is no file, and no data set: {one_line(error)}") from error
+            raise UserError(f"{field} is {path}; it is no file, and no data set: {one_line(error)}") from error
 
     def identity(self) -> str:
         info = self.dataset.info  # told by the hub, as far as it knows

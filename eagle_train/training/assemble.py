@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.config import build, check, resolve_device
 from eagle_train.corpus.chat import ChatRenderer
-from eagle_train.corpus.source import DataConfig
+from eagle_train.corpus.source import DataConfig, check_found
 from eagle_train.corpus.stream import Stream, heldout_batches
 from eagle_train.distributed import World
 from eagle_train.models.artifact import load_draft, read_artifact
@@ -45,6 +45,7 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
         train.resume or not checkpoints(out),
         f"out={out} holds checkpoints: name another directory, remove them, or give train.resume=true",
     )
+    check_found(data)
     if train.init_from is not None:
         read_artifact(train.init_from, INIT_FROM)
     sound = isinstance(config.seed, int) and 0 <= config.seed < 2**63
