@@ -77,7 +77,7 @@ class Prefix:
         return self.slots(positions)
 
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where the store keeps what is at these positions [A, T]; padding beyond a row's blocks goes to waste."""
+        """Where the store keeps the positions [A, T] that follow; padding beyond a row's blocks goes to waste."""
         place = positions // BLOCK
         block = self.blocks.gather(1, place.clamp(max=self.blocks.shape[1] - 1))
         block = block.masked_fill(place >= self.blocks.shape[1], WASTE)
@@ -117,11 +117,16 @@ class Alone(Prefix):
     def positions(self, count: int) -> torch.Tensor:
         return torch.arange(self.longest, self.longest + count, device=self.device).unsqueeze(0)
 
+    def has_room(self, count: int) -> bool:
+        return self.longest + count <= self.capacity
+
     def next_slots(self, positions: torch.Tensor) -> torch.Tensor | slice:
-        count = positions.shape[1]
-        if self.longest + count > self.capacity:
-            return self.slots(positions)
-        return slice(self.first_slot + self.longest, self.first_slot + self.longest + count)
+        count, first = positions.shape[1], self.first_slot + self.longest
+        return slice(first, first + count) if self.has_room(count) else super().slots(positions)
+
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
+        has_room = self.has_room(positions.shape[1])
+        return positions + self.first_slot if has_room else super().slots(positions)
 
 
 class PagedKV:
