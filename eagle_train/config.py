@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import reprlib
+import select
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -64,9 +65,19 @@ def build(cls: type[T], values: Any, field: str) -> T:
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
     except OmegaConfBaseException as error:
-        key = ".".join(part for part in (field, error.full_key) if part)
+        key = ".".join(part for part in (field, error.full_key or misfit(cls, values)) if part)
         no_list = "is not a ListConfig" in str(error)
         raise UserError(f"{key}: {f'must be a list, as {key}=[...]' if no_list else one_line(error)}") from error
+
+
+def misfit(cls: type, values: Mapping[str, Any]) -> str:
+    """The first key whose value the dataclass does not take; of a list within a list OmegaConf does not tell."""
+    for key in values:
+        try:
+            OmegaConf.merge(OmegaConf.structured(cls), {key: values[key]})
+        except OmegaConfBaseException:
+            return key
+    return ""
 
 
 def is_value(override: str, parser: OverridesParser) -> bool:
@@ -140,6 +151,7 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
                 for key in OmegaConf.missing_keys(config):
                     raise UserError(f"{key} is needed: give {key}=VALUE")
                 task(config)
+                sys.stdout.flush()
             except OmegaConfBaseException as error:
                 sys.exit(report(UserError(one_line(error))))
             except UserError as error:  # caught here, because Hydra would add its own lines to it
@@ -147,7 +159,9 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
             except KeyboardInterrupt:
                 print("interrupted", file=sys.stderr)
                 sys.exit(128 + signal.SIGINT)  # as shells have it
-            except BrokenPipeError:  # who read what is printed has enough of it
+            except BrokenPipeError:
+                if not reader_left():
+                    raise
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at its end
                 sys.exit(128 + signal.SIGPIPE)
 
@@ -167,6 +181,13 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
         return main
 
     return decorate
+
+
+def reader_left() -> bool:
+    """Whether nobody reads any more what is printed."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors are told whatever is asked for
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def resolve_device(name: str) -> str:

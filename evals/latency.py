@@ -25,6 +25,7 @@ from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.graphs import check_graphs
+from eagle_train.inference.sequence import is_whole
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
@@ -92,7 +93,8 @@ class Config:
         check(self.rate is None or self.rate > 0, f"rate={self.rate}: must be above 0, or null")
         for key in ("batch_sizes", "context_lengths"):
             sizes = [1] if getattr(self, key) is None else getattr(self, key)
-            check(bool(sizes) and min(sizes) >= 1, f"{key}={sizes}: must be numbers from 1 on")
+            right = bool(sizes) and all(is_whole(size, 1) for size in sizes)
+            check(right, f"{key}={sizes}: must be numbers from 1 on")
         check(bool(self.quants), "quants=[]: must name none, int4 or fp8")
         self.check_models()
         random = self.questions is None and self.context_lengths is None
@@ -286,7 +288,7 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def headline(rows: list[dict[str, Any]], breakdowns: list[dict[str, Any]], tree: str) -> dict[str, Any]:
-    """The first tree's figures in the first cell, as every evaluation tells them. DESIGN section 3.10."""
+    """The first tree's figures in the first cell, as evals.mt_bench tells them. DESIGN section 3.10."""
     own, plain = (next(row for row in rows if row["decoding"] == name) for name in (tree, PLAIN))
     stages = next(each for each in breakdowns if each["decoding"] == tree)
     keys = ("tpc", "acceptance_per_depth", "speedup", "speedup_batch_median", "differing_answers")

@@ -178,18 +178,32 @@ def test_an_interrupt_is_one_line(capsys):
     assert capsys.readouterr() == ("", "interrupted\n")
 
 
-def test_a_reader_that_leaves_is_no_mistake():
-    """`eagle-generate ... | head -1`; the rest is written to nobody."""
+@pytest.mark.parametrize(("lines", "reader", "seen"), [(10_000, "head -1", "x" * 100 + "\n"), (2, "true", "")])
+def test_a_reader_that_leaves_is_no_mistake(lines, reader, seen):
+    """`eagle-generate ... | head -1`; the rest is written to nobody, at the end if it is little."""
     code = (
         "from eagle_train.config import command\n"
         "@command('export')\n"
         "def task(config):\n"
-        "    for _ in range(10_000): print('x' * 100)\n"
+        f"    for _ in range({lines}): print('x' * 100)\n"
         "task()"
     )
-    run = f'{sys.executable} -c "{code}" checkpoint=c out=d | head -1; exit ${{PIPESTATUS[0]}}'
-    done = subprocess.run(["bash", "-c", run], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (141, "x" * 100 + "\n", "")
+    run = f'{sys.executable} -c "{code}" checkpoint=c out=d | {reader}; exit ${{PIPESTATUS[0]}}'
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["bash", "-c", run], capture_output=True, text=True, env=buffered)
+    assert (done.returncode, done.stdout, done.stderr) == (141, seen, "")
+
+
+def test_another_pipe_that_breaks_keeps_its_traceback():
+    @command("export")
+    def task(config: DictConfig) -> None:
+        there, here = os.pipe()
+        os.close(there)
+        with os.fdopen(here, "wb", buffering=0) as pipe:
+            pipe.write(b"x")
+
+    with pytest.raises(BrokenPipeError):
+        call(task, "checkpoint=c", "out=d")
 
 
 def test_what_is_no_mistake_of_the_user_keeps_its_traceback():

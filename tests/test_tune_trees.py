@@ -169,6 +169,7 @@ def test_what_is_timed_is_a_round_of_the_tree(home, tmp_path, monkeypatch):
         ("depth=0", "error: depth=0: must be at least 1"),
         ("batch_sizes=[]", "error: batch_sizes=[]: must be numbers from 1 on"),
         ("nodes=[0]", "error: nodes=[0]: must be numbers from 1 on"),
+        ("full=[3]", "error: full: must be a list, as full=[...]"),
         ("full=[[9,2]]", "error: full=[[9, 2]]: [9, 2] goes beyond depth=5 and children=4"),
         ("full=[[2]]", "error: full=[[2]]: must be pairs of depth and branching"),
         ("rounds=500", "error: rounds=500: "),

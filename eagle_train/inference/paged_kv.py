@@ -77,7 +77,7 @@ class Prefix:
         return self.slots(positions)
 
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where the store keeps the positions [A, T] that follow; padding beyond a row's blocks goes to waste."""
+        """Where the store keeps what is at these positions [A, T]; padding beyond a row's blocks goes to waste."""
         place = positions // BLOCK
         block = self.blocks.gather(1, place.clamp(max=self.blocks.shape[1] - 1))
         block = block.masked_fill(place >= self.blocks.shape[1], WASTE)
@@ -125,6 +125,7 @@ class Alone(Prefix):
         return slice(first, first + count) if self.has_room(count) else super().slots(positions)
 
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """Those of positions that follow the prefix."""
         has_room = self.has_room(positions.shape[1])
         return positions + self.first_slot if has_room else super().slots(positions)
 

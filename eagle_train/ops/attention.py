@@ -282,14 +282,14 @@ def causal_mask(length: int, groups: int) -> torch.Tensor:
 def causal_end(length: int, count: int, device: torch.device) -> torch.Tensor:
     """`additive` [1, 1, length, count] for queries in the last `length` of `count` slots."""
     room = 1 << (count - 1).bit_length()
-    return causal_ends(length, room, device)[..., room - count :]
+    return causal_ends(room, device)[..., FEW_QUERIES - length :, room - count :]
 
 
 @lru_cache(maxsize=16)
-def causal_ends(length: int, count: int, device: torch.device) -> torch.Tensor:
-    """`causal_end`, whose last columns are those of fewer slots."""
+def causal_ends(count: int, device: torch.device) -> torch.Tensor:
+    """`causal_end` of FEW_QUERIES: its last rows and columns are those of fewer queries and slots."""
     with torch.inference_mode(False):
-        seen = torch.ones(length, count, dtype=torch.bool, device=device).tril(count - length)
+        seen = torch.ones(FEW_QUERIES, count, dtype=torch.bool, device=device).tril(count - FEW_QUERIES)
         return additive(seen[None, None])
 
 
