@@ -28,7 +28,7 @@ def test_help_is_what_the_file_begins_with(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["load_memory", "--help"])
     with pytest.raises(SystemExit) as end:
         load_memory.main()
-    assert end.value.code is None
+    assert not end.value.code
     assert "python -m evals.load_memory [gigabytes=1.5]" in capsys.readouterr().out
 
 
