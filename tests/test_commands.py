@@ -274,6 +274,7 @@ STOP = """
 import os, signal
 from eagle_train.train import Stop
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell starts in the background
 signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
 stop = Stop()
 os.kill(os.getpid(), signal.SIGHUP)
@@ -340,6 +341,11 @@ def without_weights(root: Path, target: Path) -> list[str]:
     return [f"target={target}"]
 
 
+def without_weights_and_data(root: Path, target: Path) -> list[str]:
+    """What takes no time to see is told first."""
+    return [*without_weights(root, target), "data.path=nowhere.jsonl"]
+
+
 def without_one_tensor(root: Path, target: Path) -> list[str]:
     tensors = load_file(target / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -364,6 +370,7 @@ def that_masks_everything(root: Path, target: Path) -> list[str]:
     ("broken", "message"),
     [
         (without_weights, "/target: "),
+        (without_weights_and_data, "data.path is nowhere.jsonl; there is no such file"),
         (
             without_one_tensor,
             "1 weights are missing or of the wrong shape, ['model.layers.1.mlp.up_proj.weight'] first",

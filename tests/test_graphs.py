@@ -201,6 +201,22 @@ class Launches(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
+def test_hidden_states_outlive_the_next_replay():
+    """A drafter may read them later, where nothing is drafted in between."""
+    engine, kept = recorded(Engine(shared_target("llama"), a_draft(), "chain3")), []
+    validate = engine.validate
+
+    def keeping(plan, tokens):
+        found = validate(plan, tokens)
+        kept.append((found[0], found[0].clone()))
+        return found
+
+    engine.validate = keeping
+    engine.generate(PROMPTS, PARAMS)
+    assert len(kept) > 2
+    assert all(torch.equal(now, then) for now, then in kept)
+
+
 def test_a_round_that_was_recorded_is_copies_and_replays():
     engine, launches = recorded(Engine(shared_target("llama"), a_draft(), "n8", overlap=True)), Launches()
     stage = engine.stage

@@ -50,11 +50,6 @@ class Prefix:
         tensor = to_device(lengths, device) if there is None else there
         return Prefix(tensor, table, max(lengths), len(set(lengths)) > 1)
 
-    @property
-    def capacity(self) -> int:
-        """Slots of a row."""
-        return self.blocks.shape[1] * BLOCK
-
     def at(self, lengths: list[int]) -> "Prefix":
         """The same rows with other lengths."""
         tensor = to_device(lengths, self.lengths.device)
@@ -106,6 +101,7 @@ class Alone(Prefix):
 
     @property
     def capacity(self) -> int:
+        """How many slots there are."""
         return len(self.row) * BLOCK
 
     def at(self, lengths: list[int]) -> "Alone":

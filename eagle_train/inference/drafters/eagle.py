@@ -115,16 +115,17 @@ class Eagle:
         `propose` does."""
         active, suffix = len(root_token), None if plan.is_chain else Suffix(self.draft.config.num_layers)
         tokens, hidden, q = [root_token], root_hidden, None  # tokens [A, nodes] of each level
+        behind_root = prefix.grown(1)
         for depth, level in enumerate(plan.levels):
             if depth > 0:
                 if choice.guidance is not None:
                     choice.guidance.read(torch.cat(tokens, 1))
-                inner, before = pick(tokens[-1], level.inner), prefix.grown(depth)
+                inner, before = pick(tokens[-1], level.inner), behind_root.grown(depth - 1)
                 positions = before.positions(1).expand(active, inner.shape[1])
                 if suffix is None:  # nothing stands beside a node that the cache must not show it
                     attend = self.cache.extend(before, positions)
                 else:
-                    attend = self.cache.tree(prefix.grown(1), suffix, positions, level.ancestors)
+                    attend = self.cache.tree(behind_root, suffix, positions, level.ancestors)
                 hidden = self.read(inner, pick(hidden, level.above), positions, attend)
             proposed, distribution = self.children(hidden, level, choice)
             tokens.append(pick(proposed.flatten(1), level.proposal))
