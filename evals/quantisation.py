@@ -97,9 +97,11 @@ def main(values: DictConfig) -> None:
         torch.set_num_threads(config.threads)
     questions = read_questions(config.questions, config.limit)
     out = prepared(Path(str(config.out)))
+    about = read_artifact(config.draft.path)
+    source, quant = about.source, about.quant
+    check(quant.scheme == "none", f"draft={config.draft.path}: quantised already, {quant}; export it with quant=none")
     target = load_target(config.target, device)
     check_template(target)
-    source = read_artifact(config.draft.path).source
     drafters = {scheme: drafter_of(target, config.draft, quant) for scheme, quant in config.quants.items()}
     for path in config.also:
         about = read_artifact(path)

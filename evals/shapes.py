@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eagle_train.config import CONF_DIR, check
+from eagle_train.config import CONF_DIR, UserError, check, one_line
 from eagle_train.inference import Engine
 from eagle_train.inference.drafting import Plan
 from eagle_train.inference.sampling import Verified, uniform
@@ -33,8 +34,12 @@ class ShapesConfig:
 
     @property
     def target(self) -> Any:
-        """The target's Hugging Face config."""
-        return AutoConfig.for_model(**self.config)
+        """The target's Hugging Face config. Raises UserError for one that transformers refuses."""
+        check("model_type" in self.config, "shapes.config: must have a model_type")
+        try:
+            return AutoConfig.for_model(**self.config)
+        except (ValueError, StrictDataclassError) as error:
+            raise UserError(f"shapes.config: {one_line(error.__cause__ or error)}") from error
 
     @property
     def draft(self) -> DraftConfig:

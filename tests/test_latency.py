@@ -397,6 +397,8 @@ def test_the_whole_command_on_questions_and_arrivals(home, tmp_path, capsys):
         (["shapes=huge"], "Could not find 'shapes/huge'"),
         ([*SHAPES, "batch_sizes=2"], "batch_sizes: must be a list, as batch_sizes=[...]"),
         ([*SHAPES, "batch_sizes=[[2]]"], "batch_sizes=[[2]]: must be numbers from 1 on"),
+        ([*SHAPES, "shapes.config.model_type=lama"], "shapes.config: Unrecognized model identifier: lama"),
+        ([*SHAPES, "shapes.config.hidden_size=x"], "shapes.config: Field 'hidden_size' expected int, got str"),
         (["shapes=tiny"], "acceptance=None: must be 3 shares"),
         (["shapes=tiny", "acceptance=[0.8,0.6]"], "acceptance=[0.8, 0.6]: must be 3 shares"),
         (["shapes=tiny", "acceptance=[0.8,0.6,0.7]"], "acceptance=[0.8, 0.6, 0.7]: must be 3 shares"),
