@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from eagle_train.inference import Engine, paged_kv
 from eagle_train.inference.paged_kv import Masks
-from eagle_train.inference.sampling import verify
 from eagle_train.inference.sequence import Update
 from eagle_train.inference.tensor_parallel import Ranks
 from eagle_train.ops import attention, flash, linear
@@ -117,9 +116,10 @@ def plain_linear() -> Iterator[None]:
 
 
 def compile_verification(engine: Engine) -> None:
-    """Of drafts, alone."""
-    torch._dynamo.config.recompile_limit += 2
-    engine.verify = torch.compile(verify, dynamic=True)
+    """Alone, for the batches of one engine."""
+    size = engine.max_batch_size
+    for job in engine.compile_sampling([(size, engine.dispatcher.dispatch(size))]):
+        job()
 
 
 class SamplingAll(Ranks):

@@ -1,7 +1,7 @@
 """The exact distribution of what drafting and verification commit, for a toy target and draft on a small vocabulary.
 
-`verify` is a black box here: each of its decisions depends on one number through a threshold, halving finds the
-threshold to the last bit of float64, and the product of the decisions along a course of a round is its probability.
+Verification is a black box here: each of its decisions depends on one number through thresholds, halving finds them
+to the last bit of float64, and the product of the decisions along a course of a round is its probability.
 What the target's distribution should be is worked out without the code under test. DESIGN section 3.7.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from eagle_train.inference.sampling import SamplingTensors, Verified, probabilities, verify
+from eagle_train.inference.sampling import SamplingTensors, Verified, probabilities, sample, verify, verify_chosen
 from eagle_train.inference.tree import Tree
 
 WITH, WITHOUT = "multinomial", "multinomial_without_replacement"
@@ -81,9 +81,7 @@ def make_toy(vocabulary: int, max_depth: int, top_p: float = 1.0, draft_support:
 
 
 def draws(q: list[float], num_children: int, mode: str) -> list[tuple[tuple[int, ...], float]]:
-    """Every way to choose a node's children, with its probability."""
-    if mode == "greedy":
-        return [(tuple(sorted(range(len(q)), key=lambda token: -q[token])[:num_children]), 1.0)]
+    """Every way to draw a node's children, with its probability."""
     ways: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     for _ in range(num_children):
         ways = [
@@ -135,7 +133,7 @@ def threshold(holds: Callable[[torch.Tensor], torch.Tensor], rows: int) -> torch
 
 @dataclass(frozen=True)
 class Prover:
-    """Follows all courses of a round of drafting (enumerated) and verification (a black box)."""
+    """Follows all courses of a round of drawing drafts (enumerated) and verifying them (a black box)."""
 
     toy: Toy
     tree: Tree
@@ -148,8 +146,8 @@ class Prover:
     def run(self, courses: list[Course], coins: torch.Tensor, final: torch.Tensor) -> Verified:
         tokens = torch.tensor([course.tokens for course in courses])
         histories = self.toy.histories(self.tree, tokens)
-        q = None if self.mode == "greedy" else self.toy.draft[histories]
-        return self.verifier(self.tree, tokens, self.toy.p[histories], coins, final, q, self.mode == WITH)
+        p, q = self.toy.p[histories], self.toy.draft[histories]
+        return self.verifier(self.tree, tokens, p, coins, final, q, self.mode == WITH)
 
     def acceptance(self, courses: list[Course], kids: list[int]) -> list[float]:
         """Per course the probability that its kid is accepted, given the other coins."""
@@ -210,6 +208,86 @@ class Prover:
         return self.toy.continued(mass)
 
 
-def error(toy: Toy, tree: Tree, mode: str, verifier: Callable[..., Verified] = verify) -> float:
+def by_depth(tree: Tree, tokens: torch.Tensor, p: torch.Tensor, numbers: torch.Tensor) -> Verified:
+    """Greedy drafts' verification, `verify_sampled` without what comes before: numbers [B, D + 1], one for a depth."""
+    return verify_chosen(tree, tokens, sample(p, numbers[:, tree.depth]))
+
+
+@dataclass(frozen=True)
+class GreedyCourse:
+    """One course of a round as far as `node`: its probability, the tokens drafted, and numbers that lead there."""
+
+    node: int
+    weight: float
+    tokens: tuple[int, ...]
+    numbers: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class GreedyProver:
+    """Follows all courses of a round whose drafts are the most likely tokens: each depth's token hangs on a number."""
+
+    toy: Toy
+    tree: Tree
+    verifier: Callable[..., Verified]
+
+    def drafted(self, course: GreedyCourse) -> GreedyCourse:
+        """With the children of the node where it stands."""
+        tokens = torch.tensor([course.tokens])
+        best = self.toy.draft[self.toy.histories(self.tree, tokens)[0, course.node]].argsort(descending=True).tolist()
+        kids = [kid for kid in self.tree.children[course.node].tolist() if kid >= 0]
+        for token, kid in zip(best[: len(kids)], kids, strict=True):
+            tokens[0, kid] = token
+        return replace(course, tokens=tuple(tokens[0].tolist()))
+
+    def committed(
+        self, courses: list[GreedyCourse], depth: int, numbers: torch.Tensor
+    ) -> tuple[torch.Tensor, Verified]:
+        """The token [courses] that a round commits below a depth for these numbers of it, and the round's result."""
+        tokens = torch.tensor([course.tokens for course in courses])
+        all_numbers = torch.tensor([course.numbers for course in courses], dtype=torch.float64)
+        all_numbers[:, depth] = numbers
+        p = self.toy.p[self.toy.histories(self.tree, tokens)]
+        found = self.verifier(self.tree, tokens, p, all_numbers)
+        rows, below = torch.arange(len(courses)), min(depth + 1, self.tree.max_depth)
+        accepted = tokens[rows, self.tree.path_to[found.node, below]]
+        return torch.where(self.tree.depth[found.node] > depth, accepted, found.next_token), found
+
+    def step(self, courses: list[GreedyCourse], depth: int, mass: torch.Tensor) -> list[GreedyCourse]:
+        """One level down: the courses that go on to a child. Those that end add what they come to to `mass`."""
+        size = self.toy.vocabulary
+        courses = [course for course in map(self.drafted, courses) for _ in range(size)]
+        token = torch.arange(len(courses)) % size
+        up_to = threshold(lambda u: self.committed(courses, depth, u)[0] <= token, len(courses)).view(-1, size)
+        before = torch.cat((torch.zeros_like(up_to[:, :1]), up_to[:, :-1]), 1)
+        share, middle = (up_to - before).flatten(), ((up_to + before) / 2).flatten()
+        _, found = self.committed(courses, depth, middle)
+        going_on = []
+        histories = self.toy.histories(self.tree, torch.tensor([course.tokens for course in courses]))
+        for row, course in enumerate(courses):
+            weight, node = course.weight * float(share[row]), int(found.node[row])
+            numbers = (*course.numbers[:depth], float(middle[row]), *course.numbers[depth + 1 :])
+            if self.tree.depth[node] > depth:
+                kid = int(self.tree.path_to[node, depth + 1])
+                going_on.append(GreedyCourse(kid, weight, course.tokens, numbers))
+            else:
+                mass[child(int(histories[row, course.node]), int(token[row]), size)] += weight
+        return [course for course in going_on if course.weight > 0]
+
+    def joint(self) -> torch.Tensor:
+        mass = self.toy.nothing()
+        unseen = tuple(node % self.toy.vocabulary for node in range(self.tree.num_nodes))
+        # All but certain to go on nowhere: what is below the node in question must not matter yet.
+        courses = [GreedyCourse(0, 1.0, unseen, (REJECT,) * (self.tree.max_depth + 1))]
+        for depth in range(self.tree.max_depth + 1):
+            courses = self.step(courses, depth, mass) if courses else []
+        return self.toy.continued(mass)
+
+
+def error(toy: Toy, tree: Tree, mode: str, verifier: Callable[..., Verified] | None = None) -> float:
     """How far what is committed is from the target's distribution."""
-    return float((Prover(toy, tree, mode, verifier).joint() - toy.joint()).abs().max())
+    if mode == "greedy":
+        prover: Prover | GreedyProver = GreedyProver(toy, tree, verifier or by_depth)
+    else:
+        prover = Prover(toy, tree, mode, verifier or verify)
+    return float((prover.joint() - toy.joint()).abs().max())

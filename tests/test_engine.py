@@ -2,6 +2,7 @@
 
 import random
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.drafting import MOST_UNREAD
-from eagle_train.inference.sampling import verify
 from eagle_train.inference.tree import chain, full
 from eagle_train.models.artifact import save_draft
 from eagle_train.models.draft import Draft
@@ -215,6 +215,23 @@ def test_sampled_tokens_do_not_depend_on_the_batch(mode, tree, trained):
     assert any(max(output.rounds) > 1 for output in together), "some drafts must be accepted"
 
 
+@pytest.mark.parametrize("alignment", ["accepted", "last"])
+@pytest.mark.parametrize("tree", ["chain3", "n8", {1: "d3_bf2", 2: "n8", 3: "chain3"}], ids=["chain", "tree", "table"])
+def test_a_seeds_tokens_are_those_without_drafts(tree, alignment, trained):
+    """Greedy drafts leave more than the distribution as it is: a token hangs on its text, its seed and its place."""
+    target = shared_target()
+    settings = [(1.0, 0, 1.0), (0.7, 0, 0.9), (1.3, 20, 1.0), (0.0, 0, 1.0), (0.9, 10, 0.8)]
+    params = [
+        SamplingParams(temperature, top_p, top_k, max_tokens=24, seed=seed, ignore_eos=True)
+        for seed, (temperature, top_k, top_p) in enumerate(settings)
+    ]
+    plain = token_ids(Engine(target).generate(PROMPTS, params))
+    assert len({tuple(tokens) for tokens in plain}) == len(plain)
+    outputs = Engine(target, Eagle(trained, target, alignment), tree).generate(PROMPTS, params)
+    assert token_ids(outputs) == plain
+    assert any(max(output.rounds) > 1 for output in outputs), "some drafts must be accepted"
+
+
 def test_seeds():
     """One set of parameters for all gives request i the seed + i."""
     target = shared_target()
@@ -236,20 +253,26 @@ def test_top_k_of_one_is_greedy(mode, trained):
     )
 
 
-def test_verification_is_compiled_for_one_and_for_many_rows_only(trained, monkeypatch):
-    """Paper section 3.2: rows come and go, and there are two compilations for each of two trees."""
+@pytest.mark.parametrize("drafting", ["greedy", "multinomial"])
+def test_verification_is_compiled_for_one_and_for_many_rows_only(drafting, trained, monkeypatch):
+    """Paper section 3.2: rows come and go, and there are two compilations, and two more for top-p and top-k; all of
+    them before the first request. Greedy drafts' are for any tree, drawn ones' for each."""
     counter, compiled = CompileCounter(), torch.compile
-    backends = {verify: counter}
-    monkeypatch.setattr(
-        torch, "compile", lambda given, **options: compiled(given, **options, backend=backends.get(given, "eager"))
-    )
-    params = [SamplingParams(temperature=1.0, seed=s, ignore_eos=True, max_tokens=4 + 3 * s) for s in range(5)]
-    for number, tree in enumerate(("chain3", "n8"), start=1):
-        plain = Engine(shared_target(), trained, tree).generate(PROMPTS, params)
-        engine = Engine(shared_target(), trained, tree, compile=True)
+    monkeypatch.setattr(torch, "compile", partial(compiled, backend=counter))
+    params = [
+        SamplingParams(1.0, top_p, seed=s, ignore_eos=True, max_tokens=4 + 3 * s)
+        for s, top_p in enumerate((1.0, 0.9, 1.0, 0.9, 1.0))
+    ]
+    for tree, number in (("chain3", 4), ("n8", 4 if drafting == "greedy" else 8)):
+        plain = Engine(shared_target(), trained, tree, drafting=drafting).generate(PROMPTS, params)
+        engine = Engine(shared_target(), trained, tree, drafting=drafting)
+        with torch.inference_mode():
+            for job in engine.compile_sampling([(rows, engine.dispatcher.dispatch(rows)) for rows in (1, 2, 5)]):
+                job()
+        assert counter.frame_count == number
         for rows in (4, 2, 5, 1):  # at first as many as chain3 has nodes, then as many as n8's root has children
             assert token_ids(engine.generate(PROMPTS[:rows], params[:rows])) == token_ids(plain[:rows])
-        assert counter.frame_count == 2 * number
+        assert counter.frame_count == number
 
 
 @pytest.mark.parametrize("compile", [False, True])

@@ -1,5 +1,5 @@
 """The engine's switches together, in positions drawn at random, for every family: greedy tokens stay transformers' own,
-and drawn ones those of a request that is alone.
+drawn ones those of plain decoding, and with drafts that are drawn too those of a request that is alone.
 
 Requests share beginnings, arrive a few at a time, are cancelled, give their memory up and come back; after each round
 every slot without a committed token is NaN.
@@ -75,18 +75,37 @@ def test_the_tokens_are_the_targets_own(family, seed):
     check_tokens(engine_for(family, at, rng), rng, at, *greedy(family))
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_drawn_is_as_if_alone(family, seed):
-    """Whatever stands otherwise: the tree and how it is drafted are part of what a seed stands for."""
-    rng = random.Random(f"{family} {seed} drawn")
-    at = positions(rng) | {"tree": rng.choice(SWITCHES["tree"][:3])}
-    if at["alignment"] == "last":  # who is begun anew has its own tokens read with the target's hidden states
-        at["kv_tokens"] = None
+@cache
+def drawn(family: str) -> tuple[list[SamplingParams], list[list[int]]]:
+    """The same above temperature 0: what plain decoding draws."""
     params = [
         SamplingParams(temperature=0.6, top_p=0.9, seed=seed, max_tokens=LENGTH, ignore_eos=True)
         for seed in range(len(PROMPTS))
     ]
+    return params, [output.token_ids for output in Engine(shared_target(family)).generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_drawn_is_what_plain_decoding_draws(family, seed):
+    rng = random.Random(f"{family} {seed} sampled")
+    at = positions(rng) | {"drafting": "greedy"}
+    engine = engine_for(family, at, rng, lambda *_: None, partial(trained_draft, steps=60))
+    check_tokens(engine, rng, at, *drawn(family))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_drawn_drafts_come_to_is_as_if_alone(family, seed):
+    """Whatever stands otherwise: the tree and its drafts are then part of what a seed stands for."""
+    rng = random.Random(f"{family} {seed} drawn")
+    at = positions(rng) | {
+        "tree": rng.choice(SWITCHES["tree"][:3]),
+        "drafting": rng.choice(SWITCHES["drafting"][1:]),
+    }
+    if at["alignment"] == "last":  # who is begun anew has its own tokens read with the target's hidden states
+        at["kv_tokens"] = None
+    params, _ = drawn(family)
     others = {name: SWITCHES[name][0] for name in ("max_batch_size", "prefix_cache", "overlap")}
     others |= {"kv_tokens": None, "prefill_tokens": None}
     trained = partial(trained_draft, steps=60)

@@ -124,19 +124,24 @@ def test_with_a_draft_of_few_tokens(toy, drafting):
     assert p_value(replace(toy, draft=draft), 10_000, 4, "d3_bf2", drafting=drafting) > 1e-3
 
 
-def one_coin(tree, tokens, p, coins, final, q=None, replacement=True):
-    return sampling.verify(tree, tokens, p, coins[:, :1].expand_as(coins), final, q, replacement)
+def one_number(tree, tokens, logits, settings, seeds, lengths):
+    """The root's for all nodes."""
+    draws = sampling.uniform(seeds, lengths, 1).expand_as(tokens)
+    return sampling.verify_chosen(tree, tokens, sampling.sample(sampling.probabilities(logits, settings), draws))
 
 
-def no_residual_update(tree, tokens, p, coins, final, q=None, replacement=True):
+def no_residual_update(tree, tokens, logits, settings, draws, q, replacement):
     """What is drawn after a rejection comes from the target's distribution, not from what the rejected left of it."""
-    found = sampling.verify(tree, tokens, p, coins, final, q, replacement)
-    last = p[torch.arange(len(p)), found.node]
-    return found._replace(next_token=sampling.sample(last, final))
+    found = sampling.verify_drawn(tree, tokens, logits, settings, draws, q, replacement)
+    last = sampling.probabilities(logits, settings)[torch.arange(len(tokens)), found.node]
+    return found._replace(next_token=sampling.sample(last, draws[:, 0]))
 
 
-@pytest.mark.parametrize(("mutant", "tree"), [(one_coin, "chain3"), (no_residual_update, "d3_bf2")])
-def test_the_test_can_tell(toy, mutant, tree, monkeypatch):
+@pytest.mark.parametrize(
+    ("verifier", "mutant", "tree", "drafting"),
+    [("verify_sampled", one_number, "chain3", "greedy"), ("verify_drawn", no_residual_update, "d3_bf2", "multinomial")],
+)
+def test_the_test_can_tell(toy, verifier, mutant, tree, drafting, monkeypatch):
     """Broken verification is seen with a tenth of the samples."""
-    monkeypatch.setattr(engine_module, "verify", mutant)
-    assert p_value(toy, 10_000, 4, tree) < 1e-9
+    monkeypatch.setattr(engine_module, verifier, mutant)
+    assert p_value(toy, 10_000, 4, tree, drafting=drafting) < 1e-9

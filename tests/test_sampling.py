@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exact import GRID, REJECT, WITH, WITHOUT, Toy, child, error, make_toy, one_row
+from exact import GRID, REJECT, WITH, WITHOUT, Toy, by_depth, child, error, make_toy, one_row
 from torch._dynamo.testing import CompileCounter
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -18,7 +18,9 @@ from eagle_train.inference.sampling import (
     sample,
     uniform,
     verify,
-    verify_greedy,
+    verify_chosen,
+    verify_drawn,
+    verify_sampled,
 )
 from eagle_train.inference.tree import Tree, chain, full
 from eagle_train.ops.compiled import own_sizes
@@ -50,8 +52,7 @@ def test_draft_that_runs_out_of_tokens_is_exact(mode):
 
 def p_not_renormalised(p, q, token, replacement):
     accept, _, q_next = child_round(p, q, token, replacement)
-    mass = torch.zeros_like(p).scatter(1, token[:, None], p) if q is None else q
-    return accept, (p - mass).clamp(min=0), q_next
+    return accept, (p - q).clamp(min=0), q_next
 
 
 def no_residual_update(p, q, token, replacement):
@@ -69,18 +70,27 @@ def top_p_on_the_residual(p, q, token, replacement):
     return accept, probabilities(p_next.log()[:, None], one_row(top_p=0.7))[:, 0], q_next
 
 
-def one_coin_for_all_children(tree, tokens, p, coins, final, q=None, replacement=True):
+def one_coin_for_all_children(tree, tokens, p, coins, final, q, replacement):
     return verify(tree, tokens, p, coins[:, 1:2].expand_as(coins), final, q, replacement)
 
 
-def drawn_with_replacement_taken_for_without(tree, tokens, p, coins, final, q=None, replacement=True):
+def drawn_with_replacement_taken_for_without(tree, tokens, p, coins, final, q, replacement):
     return verify(tree, tokens, p, coins, final, q, not replacement)
 
 
+def one_number_for_all_depths(tree, tokens, p, numbers):
+    return by_depth(tree, tokens, p, numbers[:, :1].expand_as(numbers))
+
+
+def a_leaf_that_is_always_accepted(tree, tokens, p, numbers):
+    """The last child of the node that a round ends at is accepted whatever the target chose."""
+    found = by_depth(tree, tokens, p, numbers)
+    kids = tree.children[found.node, 0]
+    return found._replace(node=torch.where(kids >= 0, kids, found.node))
+
+
 BROKEN_ROUNDS = [
-    (p_not_renormalised, "greedy"),
     (p_not_renormalised, WITH),
-    (no_residual_update, "greedy"),
     (no_residual_update, WITHOUT),
     (q_not_renormalised, WITHOUT),
 ]
@@ -92,16 +102,27 @@ def test_broken_round_is_caught(broken, mode, monkeypatch):
     assert error(make_toy(3, 2), full(2, 2), mode) > 1e-3
 
 
-@pytest.mark.parametrize("mode", ["greedy", WITH, WITHOUT])
+@pytest.mark.parametrize("mode", [WITH, WITHOUT])
 def test_top_p_on_the_residual_alone_is_caught(mode, monkeypatch):
     monkeypatch.setattr(sampling, "child_round", top_p_on_the_residual)
     toy = make_toy(3, 2, top_p=0.7)
     assert error(replace(toy, p=make_toy(3, 2).p), full(2, 2), mode) > 1e-3
 
 
-@pytest.mark.parametrize("mode", ["greedy", WITH, WITHOUT])
+@pytest.mark.parametrize("mode", [WITH, WITHOUT])
 def test_reused_coin_is_caught(mode):
     assert error(make_toy(3, 2), full(2, 2), mode, one_coin_for_all_children) > 1e-3
+
+
+@pytest.mark.parametrize("broken", [one_number_for_all_depths, a_leaf_that_is_always_accepted])
+@pytest.mark.parametrize("tree", [chain(2), full(2, 2)], ids=["chain", "tree"])
+def test_broken_choice_is_caught(broken, tree):
+    assert error(make_toy(3, 2), tree, "greedy", broken) > 1e-3
+
+
+def test_no_top_p_is_caught():
+    toy = make_toy(3, 2, top_p=0.7)
+    assert error(replace(toy, p=make_toy(3, 2).p), full(2, 2), "greedy") > 1e-3
 
 
 @pytest.mark.parametrize("mode", [WITH, WITHOUT])
@@ -135,8 +156,9 @@ def sampled_p_value(toy: Toy, tree: Tree, mode: str, verifier: Callable[..., sam
         tokens[:, kids] = drawn[:, 0, : len(kids)]
         q[:, node] = 0 if share is None else share[:, 0]
     histories = toy.histories(tree, tokens)
-    p, q = toy.p[histories].float(), None if mode == "greedy" else q
-    node, token = verifier(tree, tokens, p, coins, final, q, mode == WITH)
+    p = toy.p[histories].float()
+    given = (coins,) if mode == "greedy" else (coins, final, q, mode == WITH)
+    node, token = verifier(tree, tokens, p, *given)
     history, accepted = child(histories[seeds, node], token, vocabulary), tree.depth[node]
     for extra in range(tree.max_depth):  # rows that accepted less go on alone
         further = sample(
@@ -151,11 +173,15 @@ def sampled_p_value(toy: Toy, tree: Tree, mode: str, verifier: Callable[..., sam
 @pytest.mark.parametrize("name", ["chain3", "d2_bf2"])
 def test_sampled_tokens_have_the_targets_distribution(name, mode):
     toy = make_toy(4, TREES[name].max_depth, top_p=0.9)
-    assert sampled_p_value(toy, TREES[name], mode, verify, 100_000) > 1e-3
+    verifier = by_depth if mode == "greedy" else verify
+    assert sampled_p_value(toy, TREES[name], mode, verifier, 100_000) > 1e-3
 
 
-def test_sampled_tokens_show_a_reused_coin():
-    assert sampled_p_value(make_toy(4, 2), full(2, 2), WITHOUT, one_coin_for_all_children, 100_000) < 1e-9
+@pytest.mark.parametrize(
+    ("mode", "broken"), [(WITHOUT, one_coin_for_all_children), ("greedy", one_number_for_all_depths)]
+)
+def test_sampled_tokens_show_a_reused_coin(mode, broken):
+    assert sampled_p_value(make_toy(4, 2), full(2, 2), mode, broken, 100_000) < 1e-9
 
 
 # --- temperature 0
@@ -165,48 +191,51 @@ def one_hot(best: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return torch.nn.functional.one_hot(best, vocabulary).double()
 
 
-@pytest.mark.parametrize("replacement", [True, False, None])
+@pytest.mark.parametrize("replacement", [True, False])
 @pytest.mark.parametrize("tree", [chain(0), *TREES.values()], ids=lambda tree: str(tree.num_nodes))
-def test_verify_greedy_is_verify_at_temperature_0(tree, replacement):
+def test_verify_chosen_is_verify_at_temperature_0(tree, replacement):
     """Tokens of a vocabulary of 2, so that long paths are accepted and siblings often share a token."""
     torch.manual_seed(0)
     tokens, best = torch.randint(2, (2, 400, tree.num_nodes))
     p, coins = one_hot(best, 2), torch.rand(400, tree.num_nodes, dtype=torch.float64)
-    q = None if replacement is None else torch.full_like(p, 0.5)
-    if replacement is False:  # then siblings differ
+    q = torch.full_like(p, 0.5)
+    if not replacement:  # then siblings differ
         tokens = torch.where(tree.child_rank == 1, 1 - tokens[:, tree.children[tree.parent, 0]], tokens)
-    expected = verify(tree, tokens, p, coins, torch.rand(400, dtype=torch.float64), q, bool(replacement))
-    for ours, theirs in zip(verify_greedy(tree, tokens, best), expected, strict=True):
+    expected = verify(tree, tokens, p, coins, torch.rand(400, dtype=torch.float64), q, replacement)
+    for ours, theirs in zip(verify_chosen(tree, tokens, best), expected, strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_accepted_path_is_the_first_that_matches():
     tokens = torch.tensor([[9, 5, 7, 5, 1, 6, 8, 3]])  # RAGGED: children of the root 5, 7, 5; of node 1 1, 6; ...
     best = torch.tensor([[5, 6, 8, 0, 0, 3, 0, 4]])
-    assert [x.tolist() for x in verify_greedy(RAGGED, tokens, best)] == [[7], [4]]  # 0, 1, 5, 7
+    assert [x.tolist() for x in verify_chosen(RAGGED, tokens, best)] == [[7], [4]]  # 0, 1, 5, 7
     best = best + torch.tensor([0, 9, 0, 0, 0, 0, 0, 0])
-    assert [x.tolist() for x in verify_greedy(RAGGED, tokens, best)] == [[1], [15]]
+    assert [x.tolist() for x in verify_chosen(RAGGED, tokens, best)] == [[1], [15]]
 
 
 # --- compiled
 
 
-def test_compiles_for_one_and_for_many_rows_only():
+def compile_arguments(verifier: Callable[..., sampling.Verified], rows: int) -> tuple:
+    """Of 7 nodes, and 2 children of each."""
+    tokens, logits, seeds = torch.randint(50, (rows, 7)), torch.randn(rows, 7, 50), torch.arange(rows)
+    temperature = [[0.5, 1.0, 0.0][row % 3] for row in range(rows)]
+    settings = SamplingTensors.from_lists(temperature, [0] * rows, [0.9] * rows, "cpu")
+    if verifier is verify_sampled:
+        return full(2, 2), tokens, logits, settings, seeds, seeds + 3
+    return full(2, 2), tokens, logits, settings, uniform(seeds, seeds, 20), logits.softmax(-1), False
+
+
+@pytest.mark.parametrize("verifier", [verify_sampled, verify_drawn])
+def test_compiles_for_one_and_for_many_rows_only(verifier):
     """Paper section 3.2: a dynamic batch dimension leaves two compilations."""
-
-    def stage(tree, tokens, logits, settings, seeds, positions, q):
-        draws = uniform(seeds, positions, tree.num_nodes + 1)
-        return verify(tree, tokens, probabilities(logits, settings), draws[:, 1:], draws[:, 0], q, False)
-
     torch.manual_seed(0)
     counter = CompileCounter()
-    compiled = own_sizes(torch.compile(stage, backend=counter, dynamic=True, fullgraph=True))
-    for rows in (7, 2, 3, 5, 8, 1):  # 7 nodes, and 2 children of each
-        tokens, logits = torch.randint(50, (rows, 7)), torch.randn(rows, 7, 50)
-        temperature = [[0.5, 1.0, 0.0][row % 3] for row in range(rows)]
-        settings = SamplingTensors.from_lists(temperature, [0] * rows, [0.9] * rows, "cpu")
-        arguments = (full(2, 2), tokens, logits, settings, torch.arange(rows), torch.arange(rows), logits.softmax(-1))
-        for ours, theirs in zip(compiled(*arguments), stage(*arguments), strict=True):
+    compiled = own_sizes(torch.compile(verifier, backend=counter, dynamic=True, fullgraph=True))
+    for rows in (7, 2, 3, 5, 8, 1):
+        arguments = compile_arguments(verifier, rows)
+        for ours, theirs in zip(compiled(*arguments), verifier(*arguments), strict=True):
             assert torch.equal(ours, theirs)
     assert counter.frame_count == 2
 

@@ -15,7 +15,7 @@ from eagle_train.config import UserError
 from eagle_train.inference import Engine, Output, Stats, paged_kv
 from eagle_train.inference.disaggregated import DecodeEngine
 from eagle_train.inference.paged_kv import Masks, Prefix
-from eagle_train.inference.sampling import verify
+from eagle_train.inference.sampling import verify_sampled
 from eagle_train.inference.tensor_parallel import Ranks
 from eagle_train.inference.tree import chain, full
 from eagle_train.models.loading import TargetConfig
@@ -89,7 +89,7 @@ def test_sides_differ_in_what_they_say(bench):
         assert (off.drafter is None, on.drafter is None) == (True, False)
     assert [engine.drafter.alignment for engine in engines(bench, "last_alignment")] == ["accepted", "last"]
     assert [engine.drafting for engine in engines(bench, "greedy_drafting")] == ["multinomial", "greedy"]
-    assert [engine.verify is verify for engine in engines(bench, "compiled_sampling")] == [True, False]
+    assert [engine.verify_sampled is verify_sampled for engine in engines(bench, "compiled_sampling")] == [True, False]
     assert not engines(bench, "compiled_sampling")[1].compiled
 
 

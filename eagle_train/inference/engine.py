@@ -11,7 +11,7 @@ the same order: all that is decided then follows from tokens, which are the same
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,8 +42,9 @@ from eagle_train.inference.sampling import (
     restrict,
     sample,
     uniform,
-    verify,
-    verify_greedy,
+    verify_chosen,
+    verify_drawn,
+    verify_sampled,
 )
 from eagle_train.inference.scheduler import Scheduler
 from eagle_train.inference.sequence import Output, SamplingParams, Sequence, Update, is_whole
@@ -83,22 +84,21 @@ class Engine:
         graphs: bool = False,
     ):
         """`tree`: a name in conf/tree, a Tree, or a mapping {largest batch size: tree}. Without a draft it is not used.
-        Above temperature 0 a seed's tokens are another draw of the same distribution with another tree: a request has
-        the same ones in any company only if the tree is the same for all batch sizes, and drafts are those of its text
-        alone (`Eagle`'s alignment).
 
         `device`: where a target that is given by name is loaded; a Target stays on its own.
-        `drafting`: how a node's children are chosen: greedy, multinomial or multinomial_without_replacement.
+        `drafting`: how a node's children are chosen: greedy, multinomial or multinomial_without_replacement. Greedy
+        drafts leave a request the tokens that it has without drafts, at any temperature; with the others a seed's
+        tokens are another draw of the same distribution for each tree, and so for each batch size that has its own.
         `kv_tokens`: of how many tokens keys and values are kept at most, drafted ones included; sequences wait for
         room, or give theirs up and are recomputed. None: as many as `max_batch_size` of the requests may need.
         `prefill_tokens`: how many tokens of prompts are read between two rounds, so that who decodes does not wait for
         long for who comes. None: all there are.
         `prefix_cache`: prompts that begin as an earlier text did are read from there on; the store's blocks keep what
         they hold until others need them, and then go to host memory, which has room for `host_kv_tokens`.
-        `compile`: the forwards of target and drafter in decoding, and the verification of sampled drafts (paper section
-        3.2), by torch.compile. Forwards are compiled here, for a batch of one and, if `max_batch_size` is more, for
-        larger ones; verification when it is first needed, for both and for each tree. Reading prompts stays as it is,
-        and so does the forward of a target that is divided over ranks. Raises UserError where torch.compile fails.
+        `compile`: the forwards of target and drafter in decoding and, on a GPU, the verification of sampled rounds
+        (paper section 3.2), by torch.compile: here, for a batch of one and, if `max_batch_size` is more, for larger
+        ones. Reading prompts stays as it is, and so does the forward of a target that is divided over ranks. Raises
+        UserError where torch.compile fails.
         `overlap`: a round begins before what came of the one before it is known to the host, which sees to that while
         the device works (paper section 3.3); `step` tells of each round one call later, and a sequence that ends may
         have been in one round too many. Who has a grammar waits for its results. None: on a GPU.
@@ -136,7 +136,8 @@ class Engine:
         self.ranks, self.requests = Ranks(target.together), Requests(target)
         self.kv_tokens, self.prefill_tokens = kv_tokens, prefill_tokens
         self.dispatcher = Dispatcher(tree if draft is not None else chain(0), target.device)
-        self.verify, self.compiled = verify, compile and target.together is None
+        self.verify_sampled, self.verify_drawn = verify_sampled, verify_drawn
+        self.compiled = compile and target.together is None
         if compile:
             self.compile()
         self.overlap = target.device.type == "cuda" if overlap is None else overlap
@@ -159,9 +160,8 @@ class Engine:
 
     @torch.inference_mode()
     def compile(self) -> None:
-        """Run verification, and the forwards of target and drafter in decoding, by torch.compile from now on."""
-        self.verify = own_sizes(torch.compile(verify, dynamic=True))
-        torch._dynamo.config.recompile_limit += 2 * len(self.dispatcher.table)
+        """Run the forwards of target and drafter in decoding by torch.compile from now on, and verification on a GPU:
+        on a CPU its few operations gain nothing by it."""
         ends = {1, 2, self.max_batch_size, *(size + n for size, _ in self.dispatcher.table for n in (0, 1))}
         sizes = [(rows, self.dispatcher.dispatch(rows)) for rows in sorted(ends) if rows <= self.max_batch_size]
         jobs = [] if self.drafter is None else self.drafter.compile(sizes)
@@ -169,11 +169,37 @@ class Engine:
             for rows, plan in sizes:
                 tokens = torch.zeros(rows, plan.tree.num_nodes, dtype=torch.long, device=self.target.device)
                 jobs.append(partial(self.target.compiled.prepare, tokens, tokens))
+        if self.target.device.type == "cuda":
+            jobs += self.compile_sampling(sizes)
         bar = progress(len(jobs), "compiled shape", shown=self.ranks.rank == 0)
         for done, job in enumerate(jobs, 1):
             job()
             bar.update(done)
         bar.close()
+
+    def compile_sampling(self, sizes: list[tuple[int, Plan]]) -> list[Callable[[], None]]:
+        """Run the verification of sampled rounds by torch.compile from now on. Returns calls that have it done for
+        these batch sizes, each with its plan. Paper section 3.2: one row, and several; each with top-k or top-p or not.
+        """
+        self.verify_sampled = own_sizes(torch.compile(verify_sampled, dynamic=True))
+        self.verify_drawn = own_sizes(torch.compile(verify_drawn, dynamic=True))
+        shapes = {(min(rows, 2), plan): None for rows, plan in sizes}
+        jobs = [partial(self.prepare_sampling, rows, plan, top_p) for rows, plan in shapes for top_p in (1.0, 0.5)]
+        torch._dynamo.config.recompile_limit += len(jobs)
+        return jobs
+
+    def prepare_sampling(self, rows: int, plan: Plan, top_p: float) -> None:
+        """Have verification compiled for so many rows; 1 is for those without top-k and top-p."""
+        device, weight = self.target.device, self.target.lm_head.weight
+        sampling = SamplingTensors.from_lists([1.0] * rows, [0] * rows, [top_p] * rows, device)
+        tree, tokens = plan.tree, torch.zeros(rows, plan.tree.num_nodes, dtype=torch.long, device=device)
+        logits = weight.new_zeros(*tokens.shape, len(weight))
+        seeds, lengths = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(2))
+        if self.drafting == "greedy" or tree.num_nodes == 1:
+            self.verify_sampled(tree, tokens, logits, sampling, seeds, lengths)
+        else:
+            draws, q = uniform(seeds, lengths, plan.num_draws), torch.zeros_like(logits, dtype=torch.float32)
+            self.verify_drawn(tree, tokens, logits, sampling, draws, q, self.drafting == "multinomial")
 
     def generate(
         self, prompts: Listing[Prompt], params: SamplingParams | Listing[SamplingParams] | None = None
@@ -389,7 +415,7 @@ class Engine:
         self.guidance = self.guidance_of(self.active, plan.tree)
         self.run = self.launcher if self.guidance is None else EAGER  # the host has a part in what obeys a grammar
         self.draws = None
-        if not self.settings.sampling.all_greedy:
+        if self.drafting != "greedy" and not self.settings.sampling.all_greedy:
             self.draws = uniform(self.settings.seeds, self.prefix.lengths, plan.num_draws)
         return plan
 
@@ -422,7 +448,7 @@ class Engine:
 
     def choice(self, plan: Plan) -> Choice:
         """At temperature 0 every way of choosing proposes the most likely tokens."""
-        if self.drafting == "greedy" or self.draws is None:
+        if self.draws is None:
             return Choice(guidance=self.guidance)
         noise = self.draws[:, 1 + plan.tree.num_nodes :]
         return Choice(self.drafting, self.settings.sampling.temperature, noise, self.guidance)
@@ -444,13 +470,15 @@ class Engine:
 
     def sample_own(self, plan: Plan, tokens: torch.Tensor, logits: torch.Tensor, q: torch.Tensor | None) -> Verified:
         """Of this rank's rows."""
-        if self.draws is None:
-            return verify_greedy(plan.tree, tokens, logits.argmax(-1))
-        own = self.ranks.own
-        p, draws = probabilities(logits, self.settings.sampling.rows(own)), own(self.draws)
-        coins, final = draws[:, 1 : 1 + plan.tree.num_nodes], draws[:, 0]
-        q = None if q is None else own(q)
-        return self.verify(plan.tree, tokens, p, coins, final, q, replacement=self.drafting == "multinomial")
+        own, settings = self.ranks.own, self.settings
+        if settings.sampling.all_greedy:
+            return verify_chosen(plan.tree, tokens, logits.argmax(-1))
+        sampling = settings.sampling.rows(own)
+        if q is None:
+            seeds, lengths = own(settings.seeds), own(self.prefix.lengths)
+            return self.verify_sampled(plan.tree, tokens, logits, sampling, seeds, lengths)
+        replacement = self.drafting == "multinomial"
+        return self.verify_drawn(plan.tree, tokens, logits, sampling, own(self.draws), own(q), replacement)
 
     def commit(
         self, plan: Plan, drafted: Drafted, hidden: torch.Tensor, suffix: Suffix | None, verified: Verified

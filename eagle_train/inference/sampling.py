@@ -46,13 +46,13 @@ def mix(x: torch.Tensor) -> torch.Tensor:
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
     """`count` random numbers per row that depend on its seed and position alone, not on the rest of the batch.
 
-    seeds, positions: int64 [B]; the position is the absolute one of the token whose logits are sampled, or of the
-    tree's root, so that no two steps of a request share numbers. Returns float64 [B, count] in [0, 1), multiples of
-    2^-53: with float32's 24 bits, tokens rarer than that could not be drawn.
+    seeds, positions: int64 [...], broadcast against each other; the position is the absolute one of the token whose
+    logits are sampled, or of the tree's root, so that no two steps of a request share numbers. Returns float64
+    [..., count] in [0, 1), multiples of 2^-53: with float32's 24 bits, tokens rarer than that could not be drawn.
     """
     key = mix(mix(seeds * GOLDEN) + positions * GOLDEN)
     draws = torch.arange(1, count + 1, device=seeds.device)
-    return shift_right(mix(key[:, None] + draws * GOLDEN), 11).double() * 2.0**-53
+    return shift_right(mix(key[..., None] + draws * GOLDEN), 11).double() * 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -200,24 +200,50 @@ class Verified(NamedTuple):
     next_token: torch.Tensor  # int64 [B]
 
 
+def verify_sampled(
+    tree: Tree,
+    tokens: torch.Tensor,
+    logits: torch.Tensor,
+    sampling: SamplingTensors,
+    seeds: torch.Tensor,
+    lengths: torch.Tensor,
+) -> Verified:
+    """`verify_chosen` above temperature 0, from logits to what is committed; to be compiled as one.
+
+    tokens int64 [B, N]; logits [B, N, V]; seeds and lengths int64 [B], the latter the root's position.
+    """
+    draws = uniform(seeds[:, None], lengths[:, None] + tree.depth, 1).squeeze(-1)
+    return verify_chosen(tree, tokens, sample(probabilities(logits, sampling), draws))
+
+
+def verify_chosen(tree: Tree, tokens: torch.Tensor, chosen: torch.Tensor) -> Verified:
+    """A node is accepted if it and all above it are what the target has chosen itself.
+
+    tokens, chosen int64 [B, N]; `chosen` is the target's own token after each node: its most likely one, or one drawn
+    from p. For greedy drafts this is multi-round speculative sampling: their q is a point mass, so the first child is
+    accepted with probability p(x), the next with p(y) of what is left, and what no child is comes from the rest; one
+    draw from p does all three. As a draw hangs on seed and position alone (`uniform`), the tokens are those of decoding
+    without drafts, whatever the tree. Among siblings with the same token the first counts.
+    """
+    match = tokens == chosen.index_select(1, tree.parent)
+    node = torch.where(match[:, None], tree.priority[:, None], tree.if_rejected).amin(-1).argmax(-1)
+    return Verified(node, chosen.gather(1, node[:, None])[:, 0])
+
+
 def child_round(
-    p: torch.Tensor, q: torch.Tensor | None, token: torch.Tensor, replacement: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    p: torch.Tensor, q: torch.Tensor, token: torch.Tensor, replacement: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One round of multi-round speculative sampling: `token` [B], drawn from q, stands for p. DESIGN section 3.7.
 
-    p, q [B, V], q None for a point mass on `token`. Returns the probability of acceptance [B], and p and q for the next
-    sibling, should this one be rejected. A token that q does not hold is never accepted and leaves p as it is.
+    p, q [B, V]. Returns the probability of acceptance [B], and p and q for the next sibling, should this one be
+    rejected. A token that q does not hold is never accepted and leaves p as it is.
     """
     column = token[:, None]
-    p_x = p.gather(1, column)[:, 0]
-    if q is None:
-        accept, rest = p_x, p.scatter(1, column, 0.0)
-    else:
-        q_x = q.gather(1, column)[:, 0]
-        accept = torch.where(q_x > 0, p_x / q_x, 0.0).clamp(max=1.0)
-        rest = (p - q).clamp(min=0.0)
-        if not replacement:
-            q = normalised(q.scatter(1, column, 0.0))
+    p_x, q_x = p.gather(1, column)[:, 0], q.gather(1, column)[:, 0]
+    accept = torch.where(q_x > 0, p_x / q_x, 0.0).clamp(max=1.0)
+    rest = (p - q).clamp(min=0.0)
+    if not replacement:
+        q = normalised(q.scatter(1, column, 0.0))
     # No rest means that acceptance was certain but for rounding; p itself is then as good.
     has_rest = (rest > 0).any(-1, keepdim=True)
     return accept, torch.where(has_rest, normalised(rest), p), q
@@ -229,14 +255,14 @@ def verify(
     p: torch.Tensor,
     coins: torch.Tensor,
     final: torch.Tensor,
-    q: torch.Tensor | None = None,
+    q: torch.Tensor,
     replacement: bool = True,
 ) -> Verified:
-    """Multi-round speculative sampling over a tree; the tokens it commits are distributed as the target's own.
+    """Multi-round speculative sampling over a tree of drawn tokens; what it commits is distributed as the target's own.
 
     tokens int64 [B, N]; p [B, N, V] the target's distribution after each node; coins [B, N] and final [B] independent
     uniforms in [0, 1), the root's coin unused; q [B, N, V] the distribution each node's children were drawn from, with
-    or without replacement, None for greedy drafting. A tree of the root alone is plain sampling.
+    or without replacement.
     """
     rows = torch.arange(tokens.shape[0], device=tokens.device)
     node = torch.zeros_like(tokens[:, 0])  # the last accepted
@@ -245,7 +271,7 @@ def verify(
         parent = node
         here = tree.depth[parent] == depth  # the other rows have stopped above
         residual = torch.where(here[:, None], p[rows, parent], residual)
-        q_r = None if q is None else q[rows, parent]
+        q_r = q[rows, parent]
         for rank in range(fanout):
             child = tree.children[parent, rank]
             waiting = here & (child >= 0) & (node == parent)
@@ -256,12 +282,19 @@ def verify(
     return Verified(node, sample(residual, final))
 
 
-def verify_greedy(tree: Tree, tokens: torch.Tensor, best: torch.Tensor) -> Verified:
-    """`verify` at temperature 0, without its loop: a node is accepted if it and all above it are the target's choice.
+def verify_drawn(
+    tree: Tree,
+    tokens: torch.Tensor,
+    logits: torch.Tensor,
+    sampling: SamplingTensors,
+    draws: torch.Tensor,
+    q: torch.Tensor,
+    replacement: bool,
+) -> Verified:
+    """`verify` from logits to what is committed; to be compiled as one.
 
-    tokens, best int64 [B, N]; best is the target's most likely token after each node. Among siblings with the same
-    token the first counts, as in `verify`.
+    tokens int64 [B, N]; logits [B, N, V]; draws [B, 1 + N or more]: the number of the token that ends the round, then
+    the nodes' coins; q and `replacement` as for `verify`.
     """
-    match = tokens == best.index_select(1, tree.parent)
-    node = torch.where(match[:, None], tree.priority[:, None], tree.if_rejected).amin(-1).argmax(-1)
-    return Verified(node, best.gather(1, node[:, None])[:, 0])
+    p, coins = probabilities(logits, sampling), draws[:, 1 : 1 + tree.num_nodes]
+    return verify(tree, tokens, p, coins, draws[:, 0], q, replacement)
