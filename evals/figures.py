@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise, zip_longest
+from math import comb
 from typing import Any
 
 import torch
@@ -75,6 +76,16 @@ def repeated_ngrams(texts: Iterable[Sequence[int]], n: int = NGRAM) -> float:
 def percentile(values: Sequence[float], share: float) -> float:
     """The value below which `share` of the values lie, interpolated."""
     return torch.tensor(values, dtype=torch.float64).quantile(share).item()
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Two of the values, between which the median of all that might have been measured lies with at least 95 %
+    confidence, whatever they are distributed as (the sign test's interval). None for fewer than 6.
+    """
+    ordered, count, left_out = sorted(values), len(values), 0
+    while 2 * sum(comb(count, k) for k in range(left_out + 1)) <= 0.05 * 2**count:
+        left_out += 1
+    return (ordered[left_out - 1], ordered[-left_out]) if left_out else None
 
 
 def num_rounds(batches: Iterable[Together]) -> int:

@@ -34,11 +34,11 @@ from eagle_train.training.metrics import redact
 from evals import figures
 from evals.apart import beside, prefill_process
 from evals.figures import Together
-from evals.latency import median_ratio, take_turns
+from evals.latency import take_turns
 from evals.mt_bench import Artifact, prepared
 from evals.prompts import Asked
 from evals.report import made_on, number, table
-from evals.sides import NO_SWITCH, SWITCHES, Side, SideConfig, Switch
+from evals.sides import NO_SWITCH, PLACEBO, SWITCHES, Side, SideConfig, Switch
 
 FIGURES = {"ttit": "TTIT", "ttft": "TTFT", "wait": "longest wait"}
 """The times, by the names they have in the report: means between tokens and to the first token, and the longest time
@@ -88,11 +88,15 @@ class Config(SideConfig):
 
     @property
     def cells(self) -> list[tuple[int, str]]:
-        """Batch sizes and switches, each with each that shows there."""
+        """Batch sizes and switches, each with each that shows there, behind the placebo."""
         names = self.switches
         if names is None:
             names = [name for name in SWITCHES if self.shows(name)]
-        return [(size, name) for size in self.batch_sizes for name in names if size >= SWITCHES[name].load.least]
+        cells = []
+        for size in self.batch_sizes:
+            there = [name for name in names if size >= SWITCHES[name].load.least]
+            cells += [(size, name) for name in dict.fromkeys([PLACEBO, *there]) if there]
+        return cells
 
 
 class Bench:
@@ -181,7 +185,8 @@ def answer(side: Side, switch: Switch, engine: Engine, asked: Sequence[Asked]) -
 
 
 def compared(answered: dict[str, list[Together]], newcomers: int = 0) -> dict[str, Any]:
-    """Each side's TPC and times in seconds, medians of the batches, and off's times over on's, the median as well.
+    """Each side's TPC and times in seconds, medians of the batches, and off's times over on's, the median as well, with
+    its 95 % interval, None of fewer than 6 batches.
 
     `newcomers`: see evals/loads.py.
     """
@@ -198,29 +203,41 @@ def compared(answered: dict[str, list[Together]], newcomers: int = 0) -> dict[st
         }
         found |= {f"{side}_{key}_s": statistics.median(each) for key, each in times[side].items()}
     for key in FIGURES:
-        found[f"{key}_speedup"] = median_ratio(times["off"][key], times["on"][key])
+        ratios = [off / on for off, on in zip(times["off"][key], times["on"][key], strict=True)]
+        found[f"{key}_speedup"] = statistics.median(ratios)
+        found[f"{key}_speedup_interval"] = figures.median_interval(ratios)
     return found
 
 
 def comparison(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A row each: TPC, the figure that shows what the switch is worth, and how many times shorter each time is."""
-    header = ["switched on", "load", "batch", "TPC off", "TPC on", "", "off, ms", "on, ms", *FIGURES.values()]
+    """A row each: TPC, the figure that shows what the switch is worth, how many times shorter each time is, and whether
+    noise may be all of that."""
+    header = ["switched on", "load", "batch", "TPC off", "TPC on", "its figure", "on, ms", *FIGURES.values(), "with it"]
     return table(header, [line(row) for row in rows])
 
 
 def line(row: Mapping[str, Any]) -> list[str]:
     own = row["figure"]
+    interval = row[f"{own}_speedup_interval"]
     ratios = {key: f"{row[f'{key}_speedup']:.2f}×" for key in FIGURES}
-    ratios[own] = f"**{ratios[own]}**"
+    ratios[own] = f"**{ratios[own]}**" + ("" if interval is None else " ({:.2f} to {:.2f})".format(*interval))
     return [
         SWITCHES[row["switch"]].what,
         row["load"],
         str(row["batch_size"]),
         *(number(row[f"{side}_tpc"]) for side in ("off", "on")),
         FIGURES[own],
-        *(number(row[f"{side}_{own}_s"] * 1e3) for side in ("off", "on")),
+        number(row[f"on_{own}_s"] * 1e3),
         *ratios.values(),
+        verdict(interval),
     ]
+
+
+def verdict(interval: Sequence[float] | None) -> str:
+    """What a ratio's interval says of its figure."""
+    if interval is None or interval[0] <= 1 <= interval[1]:
+        return "not told from noise"
+    return "shorter" if interval[0] > 1 else "longer"
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -232,8 +249,13 @@ def markdown(found: Mapping[str, Any]) -> str:
         f"{config['max_tokens']} tokens."
     )
     note = (
-        "The last three columns: the time without it over the time with it, medians over the batches, taken in turn; "
-        "in bold the figure that it is for. A prompt that comes late, and alone, is the one whose TTFT counts."
+        "TTIT, TTFT and longest wait: the time without it over the time with it, the median of the batches' ratios, "
+        "which both sides answer in turn; in bold the figure that it is for, with the median's 95 % interval (order "
+        "statistics). That figure in ms is with it, the median of the batches. Where the interval holds 1, or there "
+        "are fewer than 6 batches, the row is not told from noise. Intervals are those of other batches, not of other "
+        "runs: how far from 1 this run puts sides that are alike is in each batch size's first row. Batches have "
+        "prompts of their own, but where the load has them asked again. A prompt that comes late, and alone, is the "
+        "one whose TTFT counts."
     )
     parts = [
         "# What each optimisation is worth",

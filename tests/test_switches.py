@@ -2,8 +2,12 @@
 
 import json
 import multiprocessing
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,13 +25,13 @@ from eagle_train.inference.tree import chain, full
 from eagle_train.models.loading import TargetConfig
 from eagle_train.ops import attention, linear
 from eagle_train.ops.attention import Rule
-from evals import figures, loads, switches
+from evals import figures, loads, sides, switches
 from evals.figures import Answer
 from evals.loads import GROUPS
 from evals.mt_bench import Artifact
 from evals.questions import Question
-from evals.sides import SWITCHES, SamplingAll, over_one, plain_attention, plain_linear, whole_mask
-from evals.switches import Bench, Config, compared
+from evals.sides import PLACEBO, SWITCHES, SamplingAll, over_one, plain_attention, plain_linear, whole_mask
+from evals.switches import Bench, Config, compared, line
 
 TABLE = "1: {parents: [-1, 0]}\n2: {parents: [-1, 0, 0]}\n3: {parents: [-1]}\n"
 SAMPLED = ("greedy_drafting", "compiled_sampling")
@@ -78,8 +82,8 @@ def engines(bench: Bench, name: str, size: int = 2) -> list:
 
 
 def test_sides_differ_in_what_they_say(bench):
-    for switch in SWITCHES.values():
-        assert switch.off != switch.on
+    for name, switch in SWITCHES.items():
+        assert (switch.off == switch.on) == (name == PLACEBO)
         assert switch.figure in switches.FIGURES
         assert not switch.off.apart
     off, on = engines(bench, "persistent_kv")
@@ -106,6 +110,43 @@ def test_plain_twins_are_used_within_alone():
         assert linear.linear_on_cpu is F.linear
         assert paged_kv.over_both is over_one
     assert (attention.flash_partial, linear.linear_on_cpu, paged_kv.over_both) == (kernel, product, both)
+
+
+class NotingPatch:
+    """In the place of `unittest.mock.patch`: counts the calls of what is patched in."""
+
+    def __init__(self):
+        self.calls: Counter[str] = Counter()
+
+    def object(self, owner: Any, name: str, twin: Any) -> Any:
+        self.calls[name] += 0
+
+        def noting(*args, **kwargs):
+            self.calls[name] += 1
+            return twin(*args, **kwargs)
+
+        return patch.object(owner, name, noting)
+
+
+PATCHED = [
+    (name, key)
+    for name, switch in SWITCHES.items()
+    for key in ("off", "on")
+    if getattr(switch, key).within is not nullcontext
+]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("name", "key"), PATCHED)
+def test_what_is_patched_in_is_called(bench, monkeypatch, name, key, size):
+    """Else both sides run the same code. The tree is a chain, as in what is published."""
+    switch, noting = SWITCHES[name], NotingPatch()
+    side = getattr(switch, key)
+    engine = bench.engine(side, switch, size)
+    monkeypatch.setattr(sides, "patch", noting)
+    switches.answer(side, switch, engine, switch.load.batches(bench.config, bench.target, size)[0])
+    assert noting.calls
+    assert all(noting.calls.values()), noting.calls
 
 
 @pytest.mark.parametrize("lengths", [[9, 9], [9, 4]])
@@ -199,6 +240,41 @@ def test_ratios_are_those_of_the_same_batch():
     assert found["off_tpc"] == 1.5
 
 
+def test_intervals_are_those_of_the_batches_ratios():
+    """Of 12, from the third to the third last; one batch that was disturbed is not in them, and few have none."""
+    off = [answers(0.1 * number, 0.01 * number) for number in [*range(12, 1, -1), 900]]
+    found = compared({"off": off, "on": [answers(0.1, 0.01)] * 12})
+    assert found["ttft_speedup"] == pytest.approx(7.5)
+    for key in switches.FIGURES:
+        assert found[f"{key}_speedup_interval"] == pytest.approx((4, 11))
+    assert compared({"off": off[:5], "on": off[:5]})["ttit_speedup_interval"] is None
+
+
+@pytest.mark.parametrize(
+    ("interval", "ratio", "verdict"),
+    [
+        ((1.1, 1.4), "**1.20×** (1.10 to 1.40)", "shorter"),
+        ((0.7, 0.9), "**1.20×** (0.70 to 0.90)", "longer"),
+        ((0.9, 1.3), "**1.20×** (0.90 to 1.30)", "not told from noise"),
+        ((1.0, 1.3), "**1.20×** (1.00 to 1.30)", "not told from noise"),
+        (None, "**1.20×**", "not told from noise"),
+    ],
+)
+def test_rows_say_whether_they_are_told_from_noise(interval, ratio, verdict):
+    found = compared({"off": [answers(0.3, 0.02)], "on": [answers(0.1, 0.01)]})
+    found |= {"ttft_speedup": 1.2, "ttft_speedup_interval": interval}
+    cells = line({"switch": "first_token", "load": "some", "batch_size": 1, "figure": "ttft", **found})
+    assert cells[5:] == ["TTFT", "100.00", "2.00×", ratio, "2.00×", verdict]
+
+
+def test_the_placebo_comes_with_any(home):
+    config = config_for(home, switches=["continuous_batching", PLACEBO], batch_sizes=[1, 2])
+    assert config.cells == [(1, PLACEBO), (2, PLACEBO), (2, "continuous_batching")]
+    config = config_for(home, switches=["continuous_batching"], batch_sizes=[1, 2])
+    assert config.cells == [(2, PLACEBO), (2, "continuous_batching")]
+    assert [size for size, name in config_for(home, batch_sizes=[1, 2]).cells if name == PLACEBO] == [1, 2]
+
+
 def test_the_first_token_of_the_newcomer_counts():
     off, on = ([answers(9.0, 0.1) + answers(ttft, 0.1)] for ttft in (0.4, 0.1))
     assert compared({"off": off, "on": on}, newcomers=1)["ttft_speedup"] == pytest.approx(4)
@@ -218,11 +294,13 @@ def test_the_whole_command(home, tmp_path, capsys):
     overrides = [f"switches=[{','.join(names)}]", "batch_sizes=[1,2]", "repeats=1", f"table={home}/table.yaml"]
     assert call(switches.main, *arguments(home, f"out={out}", *overrides, *lengths)) == 0
     found = json.loads((out / "results.json").read_text())
-    wanted = [(1, name) for name in names if SWITCHES[name].load.least == 1] + [(2, name) for name in names]
+    at_1 = [name for name in names if SWITCHES[name].load.least == 1]
+    wanted = [(size, name) for size, there in ((1, at_1), (2, names)) for name in (PLACEBO, *there)]
     assert [(row["batch_size"], row["switch"]) for row in found["rows"]] == wanted
     by_name = {row["switch"]: row for row in found["rows"]}
     assert by_name["speculation"]["off_tpc"] == 1 < by_name["speculation"]["on_tpc"]
     assert by_name["attention_kernel"]["off_tpc"] == by_name["attention_kernel"]["on_tpc"]
+    assert by_name["speculation"]["ttit_speedup_interval"] is None  # of one batch
     assert found["provenance"]["torch"]
     report = (out / "report.md").read_text()
     assert all(SWITCHES[name].what in report for name in names)
@@ -232,7 +310,7 @@ def test_the_whole_command(home, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("switches=[magic]", "switches: magic is none of speculation, tree_dispatcher"),
+        ("switches=[magic]", "switches: magic is none of placebo, speculation"),
         ("batch_sizes=[]", "batch_sizes=[]: must be numbers from 1 on"),
         ("repeats=0", "repeats=0: must be at least 1"),
         ("rate=0", "rate=0.0: must be above 0"),
@@ -252,8 +330,8 @@ def test_what_needs_a_gpu_is_left_out_without_one(home):
         config_for(home, switches=["cuda_graphs"])
 
 
-@pytest.mark.parametrize("name", ["disaggregated_prefill", "divided_sampling"])
-def test_what_needs_two_processes_is_left_out_on_a_gpu(home, monkeypatch, name):
+@pytest.mark.parametrize("name", ["disaggregated_prefill", "divided_sampling", "fast_linear"])
+def test_what_is_there_on_a_cpu_alone_is_left_out_on_a_gpu(home, monkeypatch, name):
     monkeypatch.setattr(switches, "resolve_device", lambda _: "cuda")
     assert name not in {name for _, name in config_for(home).cells}
     with pytest.raises(UserError, match=rf"^switches: {name} needs device=cpu; name others$"):
