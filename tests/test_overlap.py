@@ -13,6 +13,8 @@ from tiny import continued, random_tokens, shared_target, tiny_draft, tiny_targe
 
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
+from eagle_train.inference.paged_kv import BLOCK
+from eagle_train.inference.prefix_cache import HostKV
 from eagle_train.inference.sampling import DRAFT_MODES
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
@@ -130,7 +132,7 @@ def nobody_waits():
             return to_device(values, device, dtype)
 
     to_device = transfer.to_device
-    modules = ["engine", "paged_kv", "sampling"]
+    modules = ["engine", "paged_kv", "sampling", "prefill", "prefix_cache"]
     with no_values():
         for name in modules:
             patch(f"eagle_train.inference.{name}.to_device", sent).start()
@@ -156,6 +158,36 @@ def test_nothing_in_a_round_waits_for_the_device(family, tree, drafting):
             engine.step()
         (done,) = finished
         assert [gain.tokens for _, gain in done.gains()]
+
+
+@pytest.mark.parametrize("family", ["llama", *FAMILIES])
+def test_nor_does_the_reading_of_a_chunk(family, monkeypatch):
+    """Between two rounds, while blocks that others left go to host memory, and those of its text come back from there.
+
+    Only the first token of a text that was read to its end is waited for.
+    """
+    target, (early, late) = shared_target(family), random_tokens(20, 75)
+    options = {"max_batch_size": 2, "prefill_tokens": 8, "overlap": True, "prefix_cache": True}
+    moved = []
+    for way, move in (("put", HostKV.put), ("get", HostKV.get)):
+        monkeypatch.setattr(HostKV, way, lambda *given, way=way, move=move: (moved.append(way), move(*given)))
+    engine = Engine(target, tiny_draft(target), "n8", **options, kv_tokens=13 * BLOCK, host_kv_tokens=40 * BLOCK)
+    engine.generate([late[:40], *random_tokens(90, 90)], SamplingParams(max_tokens=2))
+    first, answer = engine.add(early, GREEDY), SamplingParams(max_tokens=4, ignore_eos=True)
+    while len(first.generated) < 5:
+        engine.step()
+    second, finished, finish = engine.add(late, answer), [], engine.finish
+    moved.clear()
+    engine.finish = finished.append
+    with nobody_waits():
+        engine.step()
+    assert set(moved) == {"put", "get"}
+    assert 32 < second.read < len(late)
+    engine.finish = finish
+    finish(*finished)
+    while engine.scheduler.unfinished:
+        engine.step()
+    assert second.generated == Engine(target).generate([late], answer)[0].token_ids
 
 
 @pytest.mark.gpu

@@ -3,13 +3,14 @@
 import random
 
 import pytest
+import torch
 from oracle import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
 from tiny import continued, random_tokens, shared_target, tiny_draft
 
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.block_pool import BlockPool, blocks_for
-from eagle_train.inference.paged_kv import BLOCK, WASTE
+from eagle_train.inference.paged_kv import BLOCK, WASTE, PagedKV
 from eagle_train.inference.scheduler import Scheduler
 from eagle_train.inference.sequence import Sequence
 
@@ -25,6 +26,42 @@ def preempted(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(Scheduler, "preempt", counting)
     return seen
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
+def test_who_there_is_no_memory_for_is_refused_and_the_others_go_on(error, monkeypatch):
+    """Whichever of the stores is the one too much."""
+    target = shared_target()
+    engine, grown = Engine(target, tiny_draft(target), "chain3"), PagedKV.grown
+
+    def short(self, blocks):
+        if self is engine.drafter.cache and blocks > 20:
+            raise error
+        return grown(self, blocks)
+
+    monkeypatch.setattr(PagedKV, "grown", short)
+    first = engine.add(PROMPTS[0], GREEDY)
+    engine.step()
+    wanted = r"^kv_tokens=None: no memory for the keys and values of \d+ tokens, \d+.\d GiB; give fewer"
+    for _ in range(2):
+        with pytest.raises(UserError, match=wanted):
+            engine.add(PROMPTS[1], SamplingParams(max_tokens=50 * BLOCK))
+    others = [engine.add(prompt, GREEDY) for prompt in PROMPTS[1:3]]
+    while engine.scheduler.unfinished:
+        engine.step()
+    assert [request.generated for request in (first, *others)] == cut(answers("llama"))[:3]
+
+
+def test_where_memory_is_short_they_wait_for_each_other(preempted, monkeypatch):
+    """As many blocks as there is memory for, and never fewer than one sequence needs."""
+    target = shared_target()
+    for affordable in (1, 6):
+        monkeypatch.setattr(Engine, "affordable", lambda _, affordable=affordable: affordable)
+        engine = Engine(target, tiny_draft(target), "chain3", max_batch_size=4)
+        needs = [blocks_for(len(prompt) + GREEDY.max_tokens + 4) for prompt in PROMPTS]
+        assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+        assert engine.scheduler.pool.total == max(affordable, *needs)
+    assert preempted
 
 
 @pytest.mark.parametrize("tree", TREES)

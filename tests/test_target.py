@@ -517,8 +517,20 @@ def test_weights_of_quantised_types_are_looked_at():
         refuse_unloaded(model, "x")
 
 
+def test_a_target_that_cannot_run_here_is_one_line(saved, monkeypatch):
+    """transformers looks for an FP8 checkpoint's kernels when the model first runs."""
+
+    def missing(*_):
+        raise ImportError("needs kernels:\npip install kernels")
+
+    monkeypatch.setattr(Target, "check_states", missing)
+    with pytest.raises(UserError, match=f"^target.path={saved}: needs kernels:$"):
+        load_target(TargetConfig(str(saved)))
+
+
 @pytest.mark.gpu
 def test_a_quantised_target_stays_so_on_a_gpu(saved, tmp_path):
+    pytest.importorskip("kernels", reason="transformers' FP8 products are in a kernel of the hub")
     directory = tmp_path / "wide"
     tiny_model("llama", std=0.05, **WIDE).save_pretrained(directory)
     values = quantise(directory, 128)

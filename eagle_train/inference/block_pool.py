@@ -34,7 +34,12 @@ class BlockPool:
     @property
     def in_store(self) -> int:
         """How many blocks the store must have."""
-        return WASTE + 1 + self.total
+        return self.held_by(self.total)
+
+    @staticmethod
+    def held_by(blocks: int) -> int:
+        """How many blocks a store has of which sequences can have so many."""
+        return WASTE + 1 + blocks
 
     @property
     def available(self) -> int:

@@ -13,9 +13,9 @@ its own and decodes. What a prefill process cannot read, or does not in time, th
     else:
         serve_prefill(Engine(target, draft), lines)
 
-Messages are JSON, then one tensor, which travels by the backend of its device (Gloo or NCCL). Under torchrun a process
-that dies takes the others with it; started one by one, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, the rest
-goes on.
+Messages are JSON, then one tensor, through host memory and Gloo on any device: a process that NCCL waits for in vain
+takes the waiting one with it. Under torchrun one that dies takes the others with it all the same; started one by one,
+with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, the rest goes on.
 
 Shapes: A sequences, T tokens of a text, H hidden.
 """
@@ -87,7 +87,7 @@ def connect(world: World) -> list[Line]:
     """The decode process's lines to the prefill processes, or a prefill process's one; all ranks must call it, once.
     Raises UserError where there is one process only."""
     check(world.size > 1, "1 process was started: one decodes, and at least one more must read the prompts")
-    groups = {rank: dist.new_group([DECODER, rank]) for rank in range(world.size) if rank != DECODER}
+    groups = {rank: dist.new_group([DECODER, rank], backend="gloo") for rank in range(world.size) if rank != DECODER}
     if world.rank == DECODER:
         return [Line(rank, group) for rank, group in groups.items()]
     return [Line(DECODER, groups[world.rank])]
@@ -162,11 +162,9 @@ class DecodeEngine(Engine):
             raise RuntimeError("its answer is to something else")
         if "tokens" not in answer:
             return None
-        packed = torch.empty(request["size"], dtype=self.target.dtype, device=self.target.device)
-        line.receive(packed, self.timeout)
-        if packed.is_cuda:
-            torch.cuda.current_stream(packed.device).synchronize()
-        return answer["tokens"], packed
+        is_gpu = self.target.device.type == "cuda"
+        packed = torch.empty(request["size"], dtype=self.target.dtype, pin_memory=is_gpu)
+        return answer["tokens"], line.receive(packed, self.timeout)
 
     def collect(self, line: Line) -> Pending | None:
         """What a prefill process has sent, if it has: its sequences become active, or are to be read here. Some may
@@ -187,7 +185,7 @@ class DecodeEngine(Engine):
             self.unread.update(new)
             return None
         tokens, packed = answer
-        parts = packed.split(errand.sizes)
+        parts = packed.to(self.target.device, non_blocking=True).split(errand.sizes)
         hidden = torch.stack([unpack(self, errand.sequences[row], errand.starts[row], parts[row]) for row in rows])
         return self.begin(new, [tokens[row] for row in rows], hidden)
 
@@ -215,7 +213,7 @@ def serve_prefill(engine: Engine, lines: list[Line]) -> None:
             line.tell({"number": request["number"]})
         else:
             line.tell({"number": request["number"], "tokens": tokens})
-            line.send(packed)
+            line.send(packed.cpu())
 
 
 @torch.inference_mode()

@@ -9,6 +9,8 @@ the same order: all that is decided then follows from tokens, which are the same
 """
 
 import copy
+import math
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 
-from eagle_train.config import check, shown
+from eagle_train.config import UserError, check, one_line, shown
 from eagle_train.inference.block_pool import BlockPool, blocks_for
 from eagle_train.inference.bookkeeping import Round, commit
 from eagle_train.inference.dispatcher import Dispatcher, Plan
@@ -59,6 +61,8 @@ from eagle_train.ops.linear import pack, use_kernels
 from eagle_train.ops.transfer import to_device
 from eagle_train.progress import progress
 
+MEMORY_SHARE = 0.9  # of a GPU's free memory, that keys and values may take unasked: forwards need some, too
+
 
 class Engine:
     """Generates with a target and, if there is one, a drafter. The outputs are the target's own, whoever drafts.
@@ -90,7 +94,8 @@ class Engine:
         drafts leave a request the tokens that it has without drafts, at any temperature; with the others a seed's
         tokens are another draw of the same distribution for each tree, and so for each batch size that has its own.
         `kv_tokens`: of how many tokens keys and values are kept at most, drafted ones included; sequences wait for
-        room, or give theirs up and are recomputed. None: as many as `max_batch_size` of the requests may need.
+        room, or give theirs up and are recomputed. None: as many as `max_batch_size` of the requests may need, on a GPU
+        as many of these as there is memory for.
         `prefill_tokens`: how many tokens of prompts are read between two rounds, so that who decodes does not wait for
         long for who comes. None: all there are.
         `prefix_cache`: prompts that begin as an earlier text did are read from there on; the store's blocks keep what
@@ -254,7 +259,9 @@ class Engine:
             )
         blocks = (max(needs, default=0) + 1) * min(self.max_batch_size, len(needs))
         if self.kv_tokens is None and blocks > total:
-            self.reserve(blocks)
+            blocks = max(min(blocks, self.affordable()), *needs)  # where memory is short, they wait for each other
+            if blocks > total:
+                self.reserve(blocks)
         self.scheduler.waiting.extend(sequences)
 
     def longest(self, sequence: Sequence) -> int:
@@ -268,10 +275,35 @@ class Engine:
         held = pool.in_store if pool.total > 0 else 0
         alone = all(x.shape[1] == held for x in self.by_block)
         check(alone, "draft: this drafter is another engine's; make one for each")
+        grown = self.grown(pool.held_by(blocks))
         pool.grow(blocks)
-        for store in self.stores:
-            store.grow(pool.in_store)
+        for store, memory in zip(self.stores, grown, strict=True):
+            store.hold(memory)
         self.launcher.forget(pool.total * BLOCK)
+
+    def grown(self, blocks: int) -> list[torch.Tensor]:
+        """What the stores are to hold with so many blocks. Raises UserError, with all as it was, for want of memory."""
+        try:
+            return [store.grown(blocks) for store in self.stores]
+        except RuntimeError as error:  # of the allocator
+            gib = blocks * self.block_bytes / 2**30
+            raise UserError(
+                f"kv_tokens={self.kv_tokens}: no memory for the keys and values of {blocks * BLOCK} tokens, {gib:.1f} "
+                f"GiB; give fewer, or a smaller max_tokens: {one_line(error)}"
+            ) from error
+
+    @property
+    def block_bytes(self) -> int:
+        """What a block takes in all stores."""
+        return sum(x.shape[0] * math.prod(x.shape[2:]) * x.element_size() for x in self.by_block)
+
+    def affordable(self) -> int:
+        """Blocks that there is memory for beside what is held; on a CPU that is not asked."""
+        device = self.target.device
+        if device.type != "cuda":
+            return sys.maxsize
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((torch.cuda.mem_get_info(device)[0] + cached) * MEMORY_SHARE) // self.block_bytes
 
     @property
     def by_block(self) -> list[torch.Tensor]:
@@ -363,14 +395,15 @@ class Engine:
         hidden = prefill(self.target, self.cache, self.drafter, prefix, texts, before)
         if self.ends is not None:
             self.ends.write(prefix, hidden)
-        hidden = hidden[torch.arange(len(new), device=device), [len(text) - 1 for text in texts]]
+        ends = to_device([len(text) - 1 for text in texts], device)
+        hidden = hidden[torch.arange(len(new), device=device), ends]
         for sequence, text, state in zip(new, texts, hidden, strict=True):
             sequence.read, sequence.last_hidden = sequence.read + len(text), state
             self.scheduler.note(sequence)
         done = [row for row, sequence in enumerate(new) if sequence.read == len(sequence.to_prefill)]
         if not done:
             return None
-        new, hidden = [new[row] for row in done], hidden[done]
+        new, hidden = [new[row] for row in done], hidden[to_device(done, device)]
         settings = Settings.of(new, device)
         last = to_device([sequence.read - 1 for sequence in new], device)
         own, coins = self.ranks.own, uniform(settings.seeds, last, 1).squeeze(1)

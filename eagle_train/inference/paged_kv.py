@@ -148,11 +148,15 @@ class PagedKV:
         """A layer's keys, then its values, in `count` slots from `first` on, where they lie; 2L of [1, K, count, D]."""
         return self.store.narrow(1, first, count).unsqueeze(1).transpose(2, 3).unbind()
 
-    def grow(self, blocks: int) -> None:
-        """Have so many blocks in all, and keep what is in those there are."""
-        old = self.store
-        self.store = old.new_zeros(old.shape[0], blocks * BLOCK, *old.shape[2:])
-        self.store[:, : old.shape[1]] = old
+    def grown(self, blocks: int) -> torch.Tensor:
+        """What is to be held with so many blocks in all: those there are, and empty ones."""
+        grown = self.store.new_zeros(self.store.shape[0], blocks * BLOCK, *self.store.shape[2:])
+        grown[:, : self.store.shape[1]] = self.store
+        return grown
+
+    def hold(self, memory: torch.Tensor) -> None:
+        """Go on with what `grown` gave."""
+        self.store = memory
 
     @property
     def by_block(self) -> list[torch.Tensor]:
@@ -256,10 +260,13 @@ class BlockEnds:
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device | str):
         self.hidden = torch.zeros(0, width, dtype=dtype, device=device)
 
-    def grow(self, blocks: int) -> None:
-        """As `PagedKV.grow`."""
-        old = self.hidden
-        self.hidden = torch.cat((old, old.new_zeros(blocks - len(old), old.shape[1])))
+    def grown(self, blocks: int) -> torch.Tensor:
+        """As `PagedKV.grown`."""
+        return torch.cat((self.hidden, self.hidden.new_zeros(blocks - len(self.hidden), self.hidden.shape[1])))
+
+    def hold(self, memory: torch.Tensor) -> None:
+        """As `PagedKV.hold`."""
+        self.hidden = memory
 
     @property
     def by_block(self) -> list[torch.Tensor]:

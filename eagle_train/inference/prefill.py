@@ -8,6 +8,7 @@ import torch
 from eagle_train.inference.drafting import Drafter
 from eagle_train.inference.paged_kv import PagedKV, Prefix
 from eagle_train.models.target import Target
+from eagle_train.ops.transfer import to_device
 
 
 def prefill(
@@ -25,7 +26,7 @@ def prefill(
     """
     device = prefix.lengths.device
     longest = max(len(text) for text in texts)
-    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
+    tokens = to_device([text + [0] * (longest - len(text)) for text in texts], device)
     positions = prefix.lengths.unsqueeze(1) + torch.arange(longest, device=device)
     hidden = target.hidden_states(tokens, positions, cache.extend(prefix, positions))
     if drafter is not None:

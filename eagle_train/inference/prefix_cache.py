@@ -16,6 +16,7 @@ import torch
 from eagle_train.inference.block_pool import BlockPool
 from eagle_train.inference.paged_kv import BLOCK
 from eagle_train.inference.sequence import Sequence
+from eagle_train.ops.transfer import pinned, to_device
 
 
 class Store(Protocol):
@@ -47,8 +48,8 @@ class HostKV:
         return [tensor for store in self.stores for tensor in store.by_block]
 
     def room_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        shape = (tensor.shape[0], self.blocks, *tensor.shape[2:])
-        return torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        """[blocks, L, ...]: each block in one piece, which is copied while the host goes on."""
+        return pinned((self.blocks, tensor.shape[0], *tensor.shape[2:]), tensor.dtype, tensor.device)
 
     def put(self, blocks: list[int], names: list[bytes]) -> None:
         """Keep what the stores hold in these blocks, the last ones where there is no room for all."""
@@ -56,15 +57,17 @@ class HostKV:
         for _, name in new:
             full = len(self.place) == self.blocks
             self.place[name] = self.place.pop(next(iter(self.place))) if full else len(self.place)
-        to = torch.tensor([self.place[name] for _, name in new], dtype=torch.long)
         for kept, source in zip(self.kept, self.by_block, strict=True):
-            kept[:, to] = source[:, [block for block, _ in new]].to(kept.device)
+            index = to_device([block for block, _ in new], source.device, torch.long)
+            there = source.index_select(1, index).transpose(0, 1).contiguous()
+            for (_, name), block in zip(new, there, strict=True):
+                kept[self.place[name]].copy_(block, non_blocking=True)
 
     def get(self, names: list[bytes], blocks: list[int]) -> None:
         """Write what is kept under these names into the stores' blocks."""
-        place = [self.place[name] for name in names]
         for kept, stored in zip(self.kept, self.by_block, strict=True):
-            stored[:, blocks] = kept[:, place].to(stored.device)
+            found = [kept[self.place[name]].to(stored.device, non_blocking=True) for name in names]
+            stored[:, to_device(blocks, stored.device, torch.long)] = torch.stack(found, 1)
 
     def touch(self, name: bytes) -> bool:
         """Whether it is kept; it is the most recently used one then."""

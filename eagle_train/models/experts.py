@@ -1,9 +1,10 @@
 """Llama 4's experts, each on the tokens that chose it. Knows nothing of training or inference.
 
 transformers runs every expert on every token, most of them on zeros: with 16 experts that multiplies seven times as
-much for the whole model, with 128 more than twenty times. Here the host does not even ask how many chose whom. Models
-that are built while this is imported have the classes here, whatever is put around their `forward` afterwards (tensor
-parallelism, offload); `route_experts` turns it on.
+much for the whole model, with 128 more than twenty times. Here the host does not even ask how many chose whom, in bf16
+on Hopper and newer GPUs; elsewhere torch's own grouped product does. Models that are built while this is imported have
+the classes here, whatever is put around their `forward` afterwards (tensor parallelism, offload); `route_experts` turns
+it on.
 """
 
 import torch

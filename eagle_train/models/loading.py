@@ -162,7 +162,11 @@ def load_target(
     if placement == "tensor":
         check_divided(model, world.share)
     together = world.shares["share"].get_group() if placement == "tensor" and world.share > 1 else None
-    return Target(model, load_tokenizer(config), config.path, together)
+    tokenizer = load_tokenizer(config)
+    try:
+        return Target(model, tokenizer, config.path, together)
+    except ImportError as error:  # transformers looks for kernels when a model first runs
+        raise UserError(f"target.path={config.path}: {one_line(error)}") from error
 
 
 def division(placement: str, world: World) -> dict[str, Any]:

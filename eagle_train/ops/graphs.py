@@ -31,8 +31,10 @@ class CudaGraphs:
             try:  # other threads may use the device meanwhile
                 with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
                     result = work()
-            except RuntimeError as error:
-                raise UserError(f"graphs=True: CUDA cannot record the forwards: {one_line(error)}") from error
+            except RuntimeError as error:  # the end of a recording that failed fails too, and hides why
+                raise UserError(
+                    f"graphs=True: CUDA cannot record the forwards: {one_line(error.__context__ or error)}"
+                ) from error
         main.wait_stream(self.stream)
         return result, graph.replay
 

@@ -3,9 +3,12 @@
 A copy that is not from or to pinned memory would have the host wait for all the device was told before.
 """
 
+import weakref
 from typing import Any
 
 import torch
+
+PORTABLE = 1  # for all GPUs of the process
 
 
 def to_device(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -16,6 +19,19 @@ def to_device(values: Any, device: torch.device | str, dtype: torch.dtype | None
     return tensor.to(device, non_blocking=True)
 
 
+def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Host memory, not initialised, that this device copies from and to while the host goes on.
+
+    For what is large and stays: torch's own pinned memory takes the next power of two.
+    """
+    host = torch.empty(shape, dtype=dtype)
+    if torch.device(device).type == "cuda":
+        runtime, address = torch.cuda.cudart(), host.data_ptr()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(address, host.nbytes, PORTABLE)))
+        weakref.finalize(host, runtime.cudaHostUnregister, address)
+    return host
+
+
 class Arriving:
     """A tensor on its way to the host, which may see to something else meanwhile. Nobody may write to it."""
 
@@ -24,7 +40,7 @@ class Arriving:
         if tensor.is_cuda:
             self.host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
             self.arrived = torch.cuda.Event()
-            self.arrived.record()
+            self.arrived.record(torch.cuda.current_stream(tensor.device))  # not that of the current device
 
     def wait(self) -> torch.Tensor:
         """The tensor, in host memory."""
