@@ -12,6 +12,7 @@ from eagle_train import distributed
 from eagle_train.config import build, check, command, resolve_device
 from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.inference.detokenizer import Detokenizer
+from eagle_train.inference.drafting import check_drafting
 from eagle_train.inference.graphs import check_graphs
 from eagle_train.inference.sequence import Sequence
 from eagle_train.models.artifact import load_draft
@@ -41,6 +42,7 @@ def job(config: DictConfig) -> int:
     check(config.color in COLORS, f"color={config.color}: must be one of {', '.join(COLORS)}")
     for name in ("compile", "graphs"):
         check(isinstance(config[name], bool), f"{name}={config[name]}: must be true or false")
+    check_drafting(config.drafting)
     check(bool(config.prompt), "prompt is empty: give prompt=TEXT")
     stop = OmegaConf.to_container(config.stop) if OmegaConf.is_config(config.stop) else config.stop
     numbers = build(Numbers, {k: config[k] for k in ("temperature", "top_p", "top_k", "max_tokens", "seed")}, "")
@@ -54,13 +56,14 @@ def job(config: DictConfig) -> int:
         path is not None or quant.scheme == "none", f"quant.scheme={quant.scheme}: no draft to quantise; give draft=DIR"
     )
     world = distributed.start(device, share=None)
+    check_graphs(config.graphs, device, is_divided=world.size > 1)
     target = load_target(given, device, "tensor" if world.size > 1 else "replicated", world)
     check(target.tokenizer is not None, f"target.path={given.path}: no tokenizer there, and the prompt is text")
     has_template = not config.chat or target.tokenizer.chat_template is not None
     check(has_template, f"chat=true: {given.path} has no chat template; give chat=false, and the prompt is continued")
     draft = None if path is None else quantised(load_draft(path, target.identity), quant)
-    options = {"max_batch_size": 1, "compile": config.compile, "graphs": config.graphs}
-    engine = Engine(target, draft, OmegaConf.to_container(config.tree), **options)
+    options = {name: config[name] for name in ("drafting", "compile", "graphs")}
+    engine = Engine(target, draft, OmegaConf.to_container(config.tree), max_batch_size=1, **options)
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
     request = engine.add(prompt, params)
     color = config.color == "always" or (config.color == "auto" and sys.stdout.isatty())

@@ -24,6 +24,7 @@ from eagle_train.config import build, check, command, provenance, resolve_device
 from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
+from eagle_train.inference.drafting import check_drafting
 from eagle_train.inference.graphs import check_graphs
 from eagle_train.inference.sequence import is_whole
 from eagle_train.models.artifact import load_draft
@@ -36,7 +37,7 @@ from eagle_train.training.metrics import redact
 from evals import figures, latency_report
 from evals.contenders import Transformers, as_it_comes, serve
 from evals.figures import Answer, Together
-from evals.mt_bench import prepared
+from evals.mt_bench import labels, prepared
 from evals.prompts import Asked, Prompts, arriving
 from evals.shapes import ShapesConfig, ToldEngine, models_of
 from evals.stopwatch import breakdown
@@ -78,6 +79,7 @@ class Config:
     top_k: int
     seed: int
     prompt_lookup: int
+    drafting: str
     compile: bool
     graphs: bool
     device: str
@@ -96,6 +98,7 @@ class Config:
             right = bool(sizes) and all(is_whole(size, 1) for size in sizes)
             check(right, f"{key}={sizes}: must be numbers from 1 on")
         check(bool(self.quants), "quants=[]: must name none, int4 or fp8")
+        check_drafting(self.drafting)
         self.check_models()
         random = self.questions is None and self.context_lengths is None
         check(not random, "context_lengths is needed: random tokens have no length of their own; give [512], say")
@@ -104,14 +107,21 @@ class Config:
         )
 
     @property
-    def drafting(self) -> dict[str, tuple[str, Quant]]:
-        """Trees and quantised drafts, each with each, by the names they have in the report."""
+    def drafters(self) -> dict[str, tuple[Any, Quant]]:
+        """Trees, or tables of them, and quantised drafts, each with each, by the names they have in the report."""
         pairs = [(tree, Quant(scheme)) for tree in self.trees for scheme in self.quants]
-        return {tree if quant.scheme == "none" else f"{tree} {quant.scheme}": (tree, quant) for tree, quant in pairs}
+        names = [tree if quant.scheme == "none" else f"{tree} {quant.scheme}" for tree, quant in pairs]
+        specs = [(self.tables.get(tree, tree), quant) for tree, quant in pairs]
+        return dict(zip(names, specs, strict=True))
+
+    @property
+    def tables(self) -> dict[str, dict[str, str]]:
+        """Those of `trees` that are files, as the dispatcher takes them."""
+        return {tree: {"table": tree} for tree in self.trees if tree.endswith(".yaml")}
 
     def check_models(self) -> None:
         """A checkpoint and a draft, or shapes and what they are to accept; and trees that draft."""
-        deepest = [Dispatcher(tree).deepest for tree, _ in self.drafting.values()]
+        deepest = [Dispatcher(tree).deepest for tree, _ in self.drafters.values()]
         check(
             min(deepest, default=0) > 0, f"trees={self.trees}: must be trees that draft; plain decoding is always there"
         )
@@ -152,11 +162,12 @@ class Bench:
 
     def engines(self, batch_size: int) -> dict[str, Engine]:
         """Plain decoding's, and one for each tree and quantised draft."""
-        options = {"max_batch_size": batch_size, "compile": self.config.compile, "graphs": self.config.graphs}
+        options = {name: getattr(self.config, name) for name in ("drafting", "compile", "graphs")}
+        options["max_batch_size"] = batch_size
         engines = {PLAIN: Engine(self.target, **options)}
         told = self.config.acceptance
         make = Engine if told is None else partial(ToldEngine, told)
-        for name, (tree, quant) in self.config.drafting.items():
+        for name, (tree, quant) in self.config.drafters.items():
             draft = quantised(copy.deepcopy(self.draft), quant)  # before an engine rounds it
             drafter = Eagle(draft, self.target, self.config.draft.alignment)
             engines[name] = make(self.target, drafter, tree, **options)
@@ -185,6 +196,7 @@ def main(values: DictConfig) -> None:
         "target": target.name if config.shapes is None else described(target),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": target.device.type,
+        "tables": {name: labels(Dispatcher(table), max(config.batch_sizes)) for name, table in config.tables.items()},
         "config": redact(OmegaConf.to_container(values)),
         "provenance": provenance(),
     }
@@ -229,7 +241,7 @@ def swept(bench: Bench) -> dict[str, Any]:
             breakdowns.append({**asdict(cell), "decoding": name, **breakdown(engine, watched)})
         bar.update(number)
     bar.close()
-    return {**headline(rows, breakdowns, next(iter(config.drafting))), "rows": rows, "breakdown": breakdowns}
+    return {**headline(rows, breakdowns, next(iter(config.drafters))), "rows": rows, "breakdown": breakdowns}
 
 
 def take_turns(
@@ -276,7 +288,8 @@ def rows_of(
         }
         if config.temperature > 0 or config.acceptance is not None:
             found["differing_answers"] = None  # samples may well differ, and so may what is told
-        if name in config.drafting and not poisson:
+        drafts = bool(found["acceptance_per_depth"])  # a table may say that nothing is drafted at this size
+        if name in config.drafters and drafts and not poisson:
             figures.check_timing(found)
         rows.append(found)
     return rows
@@ -297,7 +310,7 @@ def headline(rows: list[dict[str, Any]], breakdowns: list[dict[str, Any]], tree:
         "tree": tree,
         **{key: own[key] for key in (*keys, *times)},
         **{f"plain_{key}": plain[key] for key in times},
-        "draft_latency_ms": stages["stages_ms"]["drafting"],
+        "draft_latency_ms": stages["stages_ms"].get("drafting", 0.0),
         "outside": stages["outside"],
     }
 

@@ -14,13 +14,15 @@ SHARES = ("drafting", "validation", "sampling", "bookkeeping", "rest")  # of a r
 
 def summary(found: Found) -> str:
     """A few lines for the terminal: a line a row."""
+    wide = max(28, *(len(name(row)) + 2 for row in found["rows"]))
     lines = [
-        f"{'batch':>5} {'context':>8}  {'decoding':<28}{'TPC':>5}{'TTFT':>12}{'TTIT':>11}{'tokens/s':>10}{'plain':>7}"
+        f"{'batch':>5} {'context':>8}  {'decoding':<{wide}}"
+        f"{'TPC':>5}{'TTFT':>12}{'TTIT':>11}{'tokens/s':>10}{'plain':>7}"
     ]
     for row in found["rows"]:
         lines.append(
-            f"{row['batch_size']:>5} {context(row):>8}  {name(row):<28}{number(row['tpc']):>5}{ms(row['ttft_s']):>12}"
-            f"{ms(row['ttit_s']):>11}{row['tokens_per_s']:>10,.1f}{over(row, 'plain'):>7}"
+            f"{row['batch_size']:>5} {context(row):>8}  {name(row):<{wide}}{number(row['tpc']):>5}"
+            f"{ms(row['ttft_s']):>12}{ms(row['ttit_s']):>11}{row['tokens_per_s']:>10,.1f}{over(row, 'plain'):>7}"
         )
     return "\n".join([*lines, outside(found)])
 
@@ -38,6 +40,8 @@ def markdown(found: Found) -> str:
         f"{config['temperature']:g}; answers of up to {config['max_tokens']} tokens; {config['repeats']} batches of "
         "each size, in turn. Tokens/s count the prefill; the columns behind are medians of the batches' ratios."
     )
+    for path, trees in found["tables"].items():
+        setting += f" `{path}` is {trees}."
     if config["acceptance"]:
         setting += f" Weights are random, and rounds accept as told: {config['acceptance']}."
     sections = {f"{found['tree']} is {found['speedup']:.2f} times as fast as plain decoding": setting}

@@ -31,6 +31,7 @@ from eagle_train.config import (
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
+from eagle_train.inference.drafting import check_drafting
 from eagle_train.inference.graphs import check_graphs
 from eagle_train.inference.tree import Tree
 from eagle_train.models.artifact import load_draft, read_artifact
@@ -78,6 +79,7 @@ class Config:
     top_p: float
     top_k: int
     seed: int
+    drafting: str
     compile: bool
     graphs: bool
     device: str
@@ -87,6 +89,7 @@ class Config:
         check(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1, or null")
         check(self.batch_size >= 1, f"batch_size={self.batch_size}: must be at least 1")
         check_tree(self.tree, self.batch_size)
+        check_drafting(self.drafting)
         self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
 
 
@@ -133,7 +136,8 @@ def main(values: DictConfig) -> None:
     out = prepared(Path(str(config.out)))
     target = load_target(config.target, device)
     check_template(target)
-    options = {"max_batch_size": config.batch_size, "compile": config.compile, "graphs": config.graphs}
+    options = {name: getattr(config, name) for name in ("drafting", "compile", "graphs")}
+    options["max_batch_size"] = config.batch_size
     plain = Run(Engine(target, **options))
     drafter = drafter_of(target, config.draft, config.quant)
     speculative = Run(Engine(target, drafter, config.tree, **options))
@@ -285,7 +289,7 @@ def train_serve_check(run: Run, batch_size: int) -> dict[str, float | None]:
     """Acceptance at depth 1 as served and as training sees it; agreement on the target's text and on the file's.
 
     As training sees it: None where the root has more children at one batch size than at another, as an answer does not
-    tell which of its rounds had how many.
+    tell which of its rounds had how many; and where drafts may be other than the most likely tokens.
     """
     target, draft = run.engine.target, run.engine.drafter.draft
     children = {tree.fanout[0] for tree, _ in dispatched(run.engine.dispatcher, batch_size)}
@@ -298,7 +302,7 @@ def train_serve_check(run: Run, batch_size: int) -> dict[str, float | None]:
             references.append((answer.prompt, tokens[: target.max_positions - len(answer.prompt)]))
     return {
         "depth_1_served": figures.acceptance(run.answers)[0],
-        "depth_1_as_trained": depth_1 if len(children) == 1 else None,
+        "depth_1_as_trained": depth_1 if len(children) == 1 and run.engine.drafting == "greedy" else None,
         "agreement_on_own_answers": own,
         "agreement_on_reference_answers": replay.agreement(target, draft, references),
     }

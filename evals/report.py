@@ -144,8 +144,8 @@ def diagnosis(found: Found) -> list[str]:
     own, reference = check["agreement_on_own_answers"], check["agreement_on_reference_answers"]
     if trained is None:
         findings.append(
-            "Train/serve check: left out, as the root has more children at one batch size than at another; "
-            "try batch_size=1, or one tree for all."
+            "Train/serve check: left out, as the root has more children at one batch size than at another, or drafts "
+            "are drawn; try batch_size=1, or one tree for all, and drafting=greedy."
         )
     else:
         agree = abs(served - trained) <= SERVING_GAP

@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from eagle_train.config import build, check, command, provenance, resolve_device, write_json, write_text
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
+from eagle_train.inference.graphs import check_graphs
 from eagle_train.inference.tree import Tree, chain, full, pruned
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.loading import TargetConfig, load_target
@@ -62,6 +63,8 @@ class Config:
     nodes: list[int]
     full: list[list[int]]
     rounds: int
+    compile: bool
+    graphs: bool
     device: str
     threads: int | None
 
@@ -92,6 +95,7 @@ class Candidate:
 def main(values: DictConfig) -> None:
     config = build(Config, values, "")
     device = resolve_device(config.device)
+    check_graphs(config.graphs, device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     questions = read_questions(config.questions, config.limit)
@@ -99,7 +103,7 @@ def main(values: DictConfig) -> None:
     check_template(target)
     drafter = drafter_of(target, config.draft, config.quant)
     largest = max(config.batch_sizes)
-    options = {"max_batch_size": largest, **AT_ONCE}
+    options = {"max_batch_size": largest, "compile": config.compile, "graphs": config.graphs, **AT_ONCE}
     plain = Run(Engine(target, **options))
     check_fit(plain.engine, questions, config.max_tokens)
     bar = progress(-(-len(questions) // largest), "batch")
@@ -111,7 +115,7 @@ def main(values: DictConfig) -> None:
     ranks = [ranks_of(target, drafter.draft, *answer, config.depth, config.children) for answer in answers]
     shares = acceptance(ranks, config.depth, config.children)
     tried = candidates(config, shares, ranks)
-    drafting = Engine(target, drafter, chain(config.depth), **options)  # room for the deepest
+    drafting = Engine(target, drafter, two_chains(config.depth), **options)
     seconds = round_seconds(plain.engine, drafting, tried, [prompt for prompt, _ in answers], config)
     found = {
         "acceptance": shares,
@@ -123,7 +127,7 @@ def main(values: DictConfig) -> None:
         "provenance": provenance(),
     }
     out = Path(config.out)
-    write_text(out / "table.yaml", table_yaml(tried, seconds))
+    write_text(out / "table.yaml", table_yaml(tried, seconds, config))
     write_json(out / "tune_trees.json", found)
     print(text(tried, seconds))
     print(f"written to {out}: table.yaml (tree={out / 'table.yaml'}), tune_trees.json")
@@ -193,6 +197,12 @@ def candidates(config: Config, shares: list[list[float]], ranks: list[Ranks]) ->
     return [Candidate(name, tree, tpc_of(tree, ranks)) for tree, name in kept.items()]
 
 
+def two_chains(depth: int) -> Tree:
+    """Two side by side: with it an engine has room for the deepest candidate, and is compiled for one node and for
+    several at once, as any of them may ask."""
+    return Tree((-1, 0, *range(2 * depth - 1)))
+
+
 def round_seconds(
     plain: Engine, drafting: Engine, tried: list[Candidate], asked: list[list[int]], config: Config
 ) -> dict[int, list[float]]:
@@ -254,9 +264,10 @@ def table(tried: list[Candidate], seconds: dict[int, list[float]]) -> list[dict[
     return rows
 
 
-def table_yaml(tried: list[Candidate], seconds: dict[int, list[float]]) -> str:
+def table_yaml(tried: list[Candidate], seconds: dict[int, list[float]], config: Config) -> str:
     """What the dispatcher reads: the tree of each largest batch size."""
-    lines = ["# Largest batch size: its tree, by python -m evals.tune_trees. A root alone is no speculation."]
+    made = f"python -m evals.tune_trees compile={config.compile} graphs={config.graphs}".lower()
+    lines = [f"# Largest batch size: its tree, by {made}. A root alone is no speculation."]
     for size, row in seconds.items():
         best = tried[best_of(tried, row)]
         lines.append(f"{size}: {{parents: {list(best.tree.parents)}}} # {best.name}")

@@ -1,16 +1,19 @@
 """What all tests run under: no network, few threads that sleep while they wait, and `gpu` tests only where one is.
 
-And a clock that only models move, for those that ask for it.
+And a clock that only models move, and a list of what was compiled, for those that ask for them.
 """
 
 import os
 import time
+from collections.abc import Callable
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # read when torch is loaded; spinning threads starve each other (DESIGN 5)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
+from torch.fx import GraphModule
 
 from evals import figures
 
@@ -38,3 +41,16 @@ def clock(monkeypatch) -> list[float]:
 def noisy(monkeypatch):
     """No evaluation is refused because of its times: on a machine that does something else as well they are any."""
     monkeypatch.setattr(figures, "check_timing", lambda results: None)
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[GraphModule]:
+    """Those that torch.compile has made so far: as ever, but for the C++."""
+    made, compiled = [], torch.compile
+
+    def backend(graph: GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        made.append(graph)
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", lambda *given, **options: compiled(*given, **options, backend=backend))
+    return made

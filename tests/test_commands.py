@@ -186,6 +186,15 @@ def test_an_answer_with_a_draft_is_the_targets_own(made, capsys):
     assert len(plain.out.strip()) > 0
 
 
+def test_drafts_are_chosen_as_told(made, monkeypatch):
+    seen, step = [], Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: seen.append(engine.drafting) or step(engine))
+    arguments = [f"target={made}/target", f"draft={made}/draft", "max_tokens=4", "temperature=1", "prompt=abc"]
+    for override in ([], ["drafting=multinomial"]):
+        assert call(generate.main, *arguments, *override) == 0
+    assert list(dict.fromkeys(seen)) == ["greedy", "multinomial"]
+
+
 def test_an_answer_is_told_as_it_comes(made, capsys, monkeypatch):
     """A round's text is there before the next round; TPC is told at the end."""
     pieces, step = [], Engine.step
@@ -512,6 +521,7 @@ def test_bad_exports(made, tmp_path, capsys, arguments, message):
         (["tree={{parents:[-1,3]}}"], "tree"),
         (["temperature=-1"], "temperature=-1.0: must be 0 or more"),
         (["compile=maybe"], "compile=maybe: must be true or false"),
+        (["drafting=best"], "drafting='best': must be one of greedy, multinomial, multinomial_without_replacement"),
         (["graphs=maybe"], "graphs=maybe: must be true or false"),
         (["graphs=true", "device=cpu"], "graphs=True: needs a GPU; the device is cpu"),
         (["grammar.regex=(a"], "grammar.regex='(a': Regex parsing error"),

@@ -2,15 +2,12 @@
 
 import random
 import shutil
-from collections.abc import Callable
 
 import pytest
 import torch
 from oracle import GREEDY, PROMPTS, answers, cut, guide, token_ids
 from tiny import FAMILIES, shared_target, tiny_draft, tiny_target, trained_draft
-from torch._dynamo.backends.debugging import aot_eager
 from torch._inductor import config as inductor
-from torch.fx import GraphModule
 
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
@@ -20,19 +17,6 @@ from eagle_train.ops.compiled import Compiled
 
 MOST = 4  # graphs of a forward
 SEEDED = SamplingParams(temperature=0.2, seed=5, max_tokens=24, ignore_eos=True)
-
-
-@pytest.fixture
-def graphs(monkeypatch) -> list[GraphModule]:
-    """Those made so far: as ever, but for the C++."""
-    made, compiled = [], torch.compile
-
-    def backend(graph: GraphModule, inputs: list[torch.Tensor]) -> Callable:
-        made.append(graph)
-        return aot_eager(graph, inputs)
-
-    monkeypatch.setattr(torch, "compile", lambda *given, **options: compiled(*given, **options, backend=backend))
-    return made
 
 
 def fresh(family: str = "llama") -> Target:

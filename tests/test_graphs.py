@@ -4,7 +4,6 @@ import copy
 import random
 from contextlib import contextmanager
 from functools import cache
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -264,10 +263,17 @@ def test_graphs_need_a_gpu():
         Engine(shared_target("llama"), graphs=True)
 
 
-@pytest.mark.parametrize(("together", "is_offloaded"), [(object(), False), (None, True)])
-def test_targets_that_are_divided_or_offloaded_are_not_recorded(together, is_offloaded):
-    target = SimpleNamespace(device=torch.device("cuda"), together=together, is_offloaded=is_offloaded)
-    assert graphs.launcher(True, target, rows=4, pending=4) is graphs.EAGER
+def test_targets_that_are_divided_or_offloaded_are_refused():
+    """Before anything is compiled."""
+    target, refused = tiny_target("llama"), r"^graphs=True: the target is {}, .*; must be False$"
+    with patch.object(Target, "device", torch.device("cuda")):
+        with (
+            patch.object(target, "together", object()),
+            pytest.raises(UserError, match=refused.format("divided over ranks")),
+        ):
+            Engine(target, graphs=True, compile=True)
+        with patch.object(Target, "is_offloaded", True), pytest.raises(UserError, match=refused.format("offloaded")):
+            Engine(target, graphs=True, compile=True)
 
 
 # --- what is beside the rows

@@ -242,6 +242,7 @@ def test_the_batch_that_is_watched_has_rounds(monkeypatch):
 
 def answer(token_ids: list[int], ttft: float, intervals: list[float], calls: int = 1) -> Answer:
     counts = {"calls": calls, "tokens": len(intervals), "ttft_s": ttft, "intervals_s": intervals}
+    counts |= {"accepted_per_depth": [calls] * bool(calls), "drafted_per_depth": [calls] * bool(calls)}
     return Answer(NOBODY, 1, [7], Output(token_ids, None, "length", Stats(**counts), []))
 
 
@@ -264,7 +265,15 @@ def small_config(**changes) -> latency.Config:
             "top_p": 1.0,
             "top_k": 0,
         },
-        **{"seed": 0, "prompt_lookup": 10, "compile": False, "graphs": False, "device": "cpu", "threads": None},
+        **{
+            "seed": 0,
+            "prompt_lookup": 10,
+            "drafting": "greedy",
+            "compile": False,
+            "graphs": False,
+            "device": "cpu",
+            "threads": None,
+        },
     }
     return latency.Config(**values | changes)
 
@@ -353,6 +362,14 @@ def test_a_prompt_that_leaves_no_room_is_refused(prompts):
 # The command
 
 
+def test_drafts_are_chosen_as_told():
+    target = shared_target()
+    bench = latency.Bench(
+        small_config(questions=None, context_lengths=[9], drafting="multinomial"), target, tiny_draft(target)
+    )
+    assert [engine.drafting for engine in bench.engines(1).values()] == ["multinomial"] * 2
+
+
 SHAPES = ["shapes=tiny", "acceptance=[0.8,0.6,0.3]", "context_lengths=[12,20]", "max_tokens=8", "repeats=2"]
 
 
@@ -360,6 +377,7 @@ SHAPES = ["shapes=tiny", "acceptance=[0.8,0.6,0.3]", "context_lengths=[12,20]", 
 def test_the_whole_command_without_a_checkpoint(tmp_path, capsys):
     out = tmp_path / "out"
     sweep = ["batch_sizes=[1,2]", "trees=[chain3,d3_bf2]", "quants=[none,fp8]"]
+    sweep += ["temperature=1", "drafting=multinomial_without_replacement"]
     status = call(latency.main, *SHAPES, *sweep, f"out={out}", "device=cpu")
     assert status == 0
     found = json.loads((out / "results.json").read_text())
@@ -372,11 +390,32 @@ def test_the_whole_command_without_a_checkpoint(tmp_path, capsys):
     assert len(found["breakdown"]) == 4 * len(engines)
     assert all(0 < each["outside"] < 1 for each in found["breakdown"])
     assert found["provenance"]["load_average"]
+    assert found["config"]["drafting"] == "multinomial_without_replacement"
     printed, report = capsys.readouterr().out, (out / "report.md").read_text()
     assert f"written to {out}" in printed
     assert "rounds accept as told: [0.8, 0.6, 0.3]" in report
     assert report.count("| chain3 |") == 8
     assert report.count("| transformers | 1 |") == report.count("| transformers | 2 |") == 2
+
+
+def test_a_table_of_trees(tmp_path, capsys, monkeypatch):
+    """At batch size 2 it drafts nothing, which is no speed-up that could be too great."""
+    table = tmp_path / "table.yaml"
+    table.write_text("1: {parents: [-1, 0, 1]}\n2: {parents: [-1]}\n")
+    given = ["batch_sizes=[1,2]", f"trees=[{table},chain1]", "context_lengths=[12]", "max_tokens=6", "ignore_eos=true"]
+    checked = []
+    monkeypatch.setattr(figures, "check_timing", lambda row: checked.append((row["batch_size"], row["decoding"])))
+    assert call(latency.main, *SHAPES, *given, f"out={tmp_path}/out", "device=cpu") == 0
+    assert checked == [(1, str(table)), (1, "chain1"), (2, "chain1")]
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    own = [row for row in found["rows"] if row["decoding"] == str(table)]
+    assert [(row["batch_size"], len(row["acceptance_per_depth"])) for row in own] == [(1, 2), (2, 0)]
+    told = "chain2 (batch size 1), no draft (batch size 2)"
+    assert (found["tree"], found["tables"]) == (str(table), {str(table): told})
+    assert f"`{table}` is {told}." in (tmp_path / "out" / "report.md").read_text()
+    header, *rows = capsys.readouterr().out.splitlines()[:6]
+    end = header.index("TPC") + 3
+    assert all(1 <= float(row[end - 4 : end]) <= 3 for row in rows)
 
 
 @pytest.mark.usefixtures("noisy")
@@ -414,6 +453,8 @@ def test_the_whole_command_on_questions_and_arrivals(home, tmp_path, capsys):
         ([*SHAPES, "quants=[]"], "quants=[]: must name none, int4 or fp8"),
         ([*SHAPES, "quants=[int2]"], "quant.scheme=int2: must be one of none, int4, fp8"),
         ([*SHAPES, "trees=[chain9]"], "tree is 'chain9'; known trees are"),
+        ([*SHAPES, "drafting=best"], "drafting='best': must be one of greedy, multinomial, "),
+        ([*SHAPES, "trees=[nowhere.yaml]"], "tree.table=nowhere.yaml: no such file"),
         ([*SHAPES, "rate=0"], "rate=0.0: must be above 0, or null"),
         ([*SHAPES, "repeats=0"], "repeats=0: must be at least 1"),
         ([*SHAPES, "max_tokens=1"], "max_tokens=1: must be at least 2"),

@@ -510,6 +510,7 @@ def test_the_table_of_categories_and_turns():
         (["draft.path=nowhere"], "error: draft=nowhere: no config.json"),
         (["tree.length=0"], "error: tree: it drafts nothing"),
         (["draft.alignment=first"], "error: draft.alignment=first: must be accepted or last"),
+        (["drafting=best"], "error: drafting='best': must be one of greedy, multinomial, "),
         (["limit=few"], "error: limit: Value 'few'"),
         (["batch_size=0"], "error: batch_size=0: must be at least 1"),
         (["max_tokens=1"], "error: no answer has a second token"),
@@ -540,6 +541,16 @@ def test_the_alignment_is_the_drafters(home, tmp_path, monkeypatch):
         assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", *override)) == 0
         assert json.loads((tmp_path / "out" / "results.json").read_text())["alignment"] == seen[-1]
     assert seen == ["accepted", "last"]
+
+
+@pytest.mark.usefixtures("noisy")
+def test_drafts_that_are_drawn(home, tmp_path):
+    drawn = ["drafting=multinomial_without_replacement", "temperature=0.5", "tree=d3_bf2"]
+    assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", *drawn)) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["config"]["drafting"] == "multinomial_without_replacement"
+    assert found["train_serve_check"]["depth_1_as_trained"] is None
+    assert "left out" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_the_whole_command(home, tmp_path):

@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from command_line import call
+from omegaconf import OmegaConf
+from recorder import recorded
 from talking import arguments, make_home
 
-from eagle_train.config import UserError
+from eagle_train.config import CONF_DIR, UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.tree import Tree, chain, full, load_tree, pruned
@@ -76,7 +79,8 @@ def test_the_fastest_tree_of_each_batch_size():
 
 def test_the_dispatcher_reads_the_table(tmp_path):
     path = tmp_path / "table.yaml"
-    path.write_text(table_yaml(TRIED, SECONDS))
+    path.write_text(table_yaml(TRIED, SECONDS, SimpleNamespace(compile=True, graphs=False)))
+    assert "by python -m evals.tune_trees compile=true graphs=false. " in path.read_text()
     dispatcher = Dispatcher({"table": str(path)})
     assert [dispatcher.dispatch(size).tree for size in (1, 2, 99)] == [full(1, 3), chain(0), chain(0)]
 
@@ -85,6 +89,8 @@ def test_the_bundled_tree_is_the_one_that_was_measured():
     published = json.loads((Path(tune_trees.__file__).parent / "results" / "tune_trees.json").read_text())
     parents = {tree["name"]: tree["parents"] for tree in published["trees"]}
     assert list(load_tree("n8").parents) == parents["n8"]
+    bundled = OmegaConf.load(CONF_DIR / "tree" / "n8.yaml").acceptance
+    assert bundled == [[round(share, 3) for share in row] for row in published["acceptance"]]
 
 
 @pytest.mark.parametrize(
@@ -163,12 +169,71 @@ def test_what_is_timed_is_a_round_of_the_tree(home, tmp_path, monkeypatch):
     assert all(finished == [tree] for tree, finished in done)
 
 
+@pytest.mark.usefixtures("noisy")
+def test_what_is_timed_is_compiled_before(home, tmp_path, monkeypatch, graphs):
+    made = []
+
+    def timed(*arguments):
+        made.append(len(graphs))
+        seconds = round_seconds(*arguments)
+        made.append(len(graphs))
+        return seconds
+
+    monkeypatch.setattr(tune_trees, "round_seconds", timed)
+    small = [
+        "batch_sizes=[1,3]",
+        "depth=3",
+        "children=2",
+        "nodes=[5,7]",
+        "full=[[2,2]]",
+        "rounds=2",
+        "compile=true",
+        "device=cpu",
+    ]
+    assert call(tune_trees.main, *arguments(home, f"out={tmp_path}/out", *small)) == 0
+    assert made[0] == made[1] > 0
+    assert json.loads((tmp_path / "out" / "tune_trees.json").read_text())["config"]["compile"] is True
+
+
+def test_what_is_timed_is_recorded(home, tmp_path, monkeypatch):
+    """Drafting and validation of each tree, where an engine would."""
+    engines = []
+
+    def recording(*arguments, graphs, **options):
+        engine = Engine(*arguments, **options)
+        engines.append(recorded(engine) if graphs else engine)
+        return engine
+
+    monkeypatch.setattr(tune_trees, "Engine", recording)
+    monkeypatch.setattr(tune_trees, "check_graphs", lambda *_: None)
+    small = [
+        "batch_sizes=[1,3]",
+        "depth=3",
+        "children=2",
+        "nodes=[5]",
+        "full=[[2,2]]",
+        "rounds=2",
+        "graphs=true",
+        "device=cpu",
+    ]
+    assert call(tune_trees.main, *arguments(home, f"out={tmp_path}/out", *small)) == 0
+    found = json.loads((tmp_path / "out" / "tune_trees.json").read_text())
+    assert found["config"]["graphs"] is True
+    plain, drafting = (engine.launcher for engine in engines)
+    assert {plan.tree.parents for _, _, plan, _ in drafting.drafting.made} == {
+        tuple(tree["parents"]) for tree in found["trees"][1:]
+    }
+    assert plain.validation.made
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("depth=0", "error: depth=0: must be at least 1"),
         ("batch_sizes=[]", "error: batch_sizes=[]: must be numbers from 1 on"),
         ("nodes=[0]", "error: nodes=[0]: must be numbers from 1 on"),
+        ("compile=maybe", "error: compile: Value 'maybe'"),
+        ("graphs=true", "error: graphs=True: needs a GPU; the device is cpu"),
         ("full=[3]", "error: full: must be a list, as full=[...]"),
         ("full=[[9,2]]", "error: full=[[9, 2]]: [9, 2] goes beyond depth=5 and children=4"),
         ("full=[[2]]", "error: full=[[2]]: must be pairs of depth and branching"),
@@ -177,7 +242,7 @@ def test_what_is_timed_is_a_round_of_the_tree(home, tmp_path, monkeypatch):
     ],
 )
 def test_mistakes_are_one_line(home, tmp_path, capsys, override, message):
-    assert call(tune_trees.main, *arguments(home, f"out={tmp_path}/out", override)) == 2
+    assert call(tune_trees.main, *arguments(home, f"out={tmp_path}/out", "device=cpu", override)) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert len(lines) == 1
     assert lines[0].startswith(message)

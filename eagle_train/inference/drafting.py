@@ -10,13 +10,15 @@ V vocabulary.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from eagle_train.config import check, shown
 from eagle_train.inference.guided import Guidance
 from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
+from eagle_train.inference.sampling import DRAFT_MODES
 from eagle_train.inference.tree import Tree
 
 MOST_UNREAD = 32  # tokens of a row, with a hidden state each, that may wait for a drafter while nothing is drafted
@@ -97,6 +99,11 @@ class Choice:
     temperature: torch.Tensor | None = None
     noise: torch.Tensor | None = None
     guidance: Guidance | None = None
+
+
+def check_drafting(drafting: Any) -> None:
+    """Raise UserError for what is no way to choose a node's children."""
+    check(drafting in DRAFT_MODES, f"drafting={shown(drafting)}: must be one of {', '.join(DRAFT_MODES)}")
 
 
 class Drafted(NamedTuple):

@@ -29,7 +29,7 @@ from eagle_train.inference.block_pool import BlockPool, blocks_for
 from eagle_train.inference.bookkeeping import Round, commit
 from eagle_train.inference.dispatcher import Dispatcher, Plan
 from eagle_train.inference.drafters.eagle import Eagle
-from eagle_train.inference.drafting import MOST_UNREAD, Choice, Drafted, Drafter, Pending
+from eagle_train.inference.drafting import MOST_UNREAD, Choice, Drafted, Drafter, Pending, check_drafting
 from eagle_train.inference.graphs import EAGER, check_graphs, launcher
 from eagle_train.inference.guided import Guidance
 from eagle_train.inference.paged_kv import BLOCK, BlockEnds, PagedKV, Prefix, Suffix
@@ -37,7 +37,6 @@ from eagle_train.inference.prefill import prefill
 from eagle_train.inference.prefix_cache import PrefixCache
 from eagle_train.inference.requests import Prompt, Requests, params_of
 from eagle_train.inference.sampling import (
-    DRAFT_MODES,
     SamplingTensors,
     Verified,
     probabilities,
@@ -108,8 +107,8 @@ class Engine:
         the device works (paper section 3.3); `step` tells of each round one call later, and a sequence that ends may
         have been in one round too many. Who has a grammar waits for its results. None: on a GPU.
         `graphs`: drafting and validation are CUDA graphs (paper section 3.4), recorded when a round first needs them;
-        not with a grammar, nor for targets that are divided over ranks or offloaded. Raises UserError where there is no
-        GPU, or a forward has the host wait.
+        not with a grammar. Raises UserError where there is no GPU, where the target is divided over ranks or offloaded,
+        and where a forward has the host wait.
         """
         check_options(
             target=target,
@@ -128,6 +127,7 @@ class Engine:
         check_graphs(graphs, target.device if isinstance(target, Target) else device)
         if not isinstance(target, Target):
             target = load_target(target if isinstance(target, TargetConfig) else TargetConfig(str(target)), device)
+        check_graphs(graphs, target.device, target.together is not None, target.is_offloaded)
         if isinstance(draft, str | Path):
             draft = Eagle(load_draft(draft, target.identity), target)
         elif isinstance(draft, Draft):
@@ -146,7 +146,7 @@ class Engine:
         if compile:
             self.compile()
         self.overlap = target.device.type == "cuda" if overlap is None else overlap
-        self.launcher = launcher(graphs, target, max_batch_size, self.dispatcher.deepest + 1)
+        self.launcher = launcher(graphs, target.device, max_batch_size, self.dispatcher.deepest + 1)
         self.under_way: Round | None = None  # what came of it is not known yet
         self.stage_seconds: dict[str, float] = defaultdict(float)
         self.num_added = 0
@@ -593,8 +593,8 @@ def check_options(target: Any, device: Any, draft: Any, **options: Any) -> None:
         value = options[name]
         is_switch = isinstance(value, bool) or (name == "overlap" and value is None)
         check(is_switch, f"{name}={shown(value)}: must be True or False" + (", or None" if name == "overlap" else ""))
-    drafting, host = options["drafting"], options["host_kv_tokens"]
-    check(drafting in DRAFT_MODES, f"drafting={shown(drafting)}: must be one of {', '.join(DRAFT_MODES)}")
+    check_drafting(options["drafting"])
+    host = options["host_kv_tokens"]
     check(host == 0 or options["prefix_cache"], f"host_kv_tokens={host}: needs prefix_cache=True")
     check(host == 0 or host >= BLOCK, f"host_kv_tokens={host}: a block has {BLOCK}; must be 0 (none) or so many")
 

@@ -39,18 +39,25 @@ class Eager:
 EAGER = Eager()
 
 
-def check_graphs(graphs: bool, device: torch.device | str) -> None:
-    """Raise UserError for graphs without a GPU."""
+def check_graphs(
+    graphs: bool, device: torch.device | str, is_divided: bool = False, is_offloaded: bool = False
+) -> None:
+    """Raise UserError for graphs without a GPU, or of a target that is divided over ranks or offloaded."""
     kind = torch.device(device).type
     check(not graphs or kind == "cuda", f"graphs=True: needs a GPU; the device is {kind}")
+    check(
+        not graphs or not is_divided,
+        "graphs=True: the target is divided over ranks, which talk to each other within a forward; must be False",
+    )
+    check(
+        not graphs or not is_offloaded,
+        "graphs=True: the target is offloaded, and its weights are fetched within a forward; must be False",
+    )
 
 
-def launcher(graphs: bool, target: Target, rows: int, pending: int) -> "Eager | Graphs":
+def launcher(graphs: bool, device: torch.device, rows: int, pending: int) -> "Eager | Graphs":
     """What an engine launches with; sizes as for `Graphs`."""
-    # Ranks talk to each other within a forward, and hooks fetch what is offloaded.
-    if not graphs or target.together is not None or target.is_offloaded:
-        return EAGER
-    return Graphs(partial(CudaGraphs, target.device), rows, pending)
+    return Graphs(partial(CudaGraphs, device), rows, pending) if graphs else EAGER
 
 
 class Graphs:

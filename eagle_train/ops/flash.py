@@ -1,7 +1,9 @@
 """Torch's own flash attention kernel (FlashAttention-2, arXiv 2307.08691) on CUDA, with its log-sum-exp.
 
-Sequences lie one behind another, and any may read its keys anywhere: documents of packed rows, or runs of a cache's
-slots. That is all we would ask of flash-attn or FlashInfer, so neither is needed. Knows nothing of rules or caches.
+Sequences lie one behind another, and any may read its keys anywhere, as one run: documents of packed rows, or a row's
+slots. Keys in blocks that do not follow one another are not read where they lie: whoever asks gathers them into a copy
+first, for each layer (inference/paged_kv.py). flash-attn, FlashInfer and newer releases of this operator read them
+through a block table and spare that copy, which is not done here. Knows nothing of rules or caches.
 
 `torch.nn.attention.varlen` calls the same operator; this module does too, because its arguments are one and the same
 in every torch from 2.11 on, and because it takes its own keys for each sequence and is differentiable besides.
