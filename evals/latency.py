@@ -286,7 +286,8 @@ def rows_of(
             "over": {other: median_ratio(speeds[name], speeds[other]) for other in answered if other != name},
             "answers": len(answers),
         }
-        if config.temperature > 0 or config.acceptance is not None:
+        own_draws = name in config.drafters and config.drafting != "greedy"  # or transformers' own
+        if config.acceptance is not None or (config.temperature > 0 and (own_draws or name in (TRANSFORMERS, LOOKUP))):
             found["differing_answers"] = None  # samples may well differ, and so may what is told
         drafts = bool(found["acceptance_per_depth"])  # a table may say that nothing is drafted at this size
         if name in config.drafters and drafts and not poisson:

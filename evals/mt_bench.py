@@ -222,7 +222,7 @@ def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
     compared = figures.compare(plain.batches, speculative.batches)
     acceptance = figures.acceptance(answers)
     check(len(acceptance) > 0, NO_DRAFTS)
-    if config.temperature > 0:
+    if config.temperature > 0 and config.drafting != "greedy":
         compared["differing_answers"] = None  # two samples may well differ
     own, other = ({**figures.latency(run.batches), **stages(run, config)} for run in (speculative, plain))
     return {

@@ -197,10 +197,9 @@ def markdown(found: Mapping[str, Any]) -> str:
     notes = [
         "Drafting: medians over the batches of questions, which all took in turn. Bytes: as held in memory in this run."
     ]
-    if found["temperature"] == 0:
-        differing = {name: each["differing_answers"] for name, each in schemes.items() if name != "none"}
-        said = ", ".join(f"{LABELS.get(name, name)} {count}" for name, count in differing.items())
-        notes.append(f"Answers that differ from those with the draft as it is: {said}.")
+    differing = {name: each["differing_answers"] for name, each in schemes.items() if name != "none"}
+    said = ", ".join(f"{LABELS.get(name, name)} {count}" for name, count in differing.items())
+    notes.append(f"Answers that differ from those with the draft as it is: {said}.")
     parts = ["# A draft in few bits", setting, comparison(schemes), *notes, "## Made on", made_on(found)]
     return "\n\n".join(parts) + "\n"
 

@@ -297,6 +297,24 @@ def test_rows_by_hand():
     assert (chain3["tpc"], chain3["ttft_s"], theirs["ttit_s"]) == (2.0, 2.0, 6.5)
 
 
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"temperature": 1.0}, [0, 1, None]),
+        ({"temperature": 1.0, "drafting": "multinomial"}, [0, None, None]),
+        ({"drafting": "multinomial"}, [0, 1, 0]),
+    ],
+)
+def test_samples_of_greedy_drafts_are_held_to_plain_decodings(changes, wanted):
+    answered = {
+        PLAIN: [[answer([1, 2, 3], 2.0, [2.0, 2.0], 2)]],
+        "chain3": [[answer([1, 9, 3], 2.0, [2.0, 2.0])]],
+        TRANSFORMERS: [[answer([1, 2, 3], 3.0, [3.0, 3.0], 2)]],
+    }
+    rows = rows_of(small_config(**changes), Cell(1, 64), answered, [asked([7])])
+    assert [row["differing_answers"] for row in rows] == wanted
+
+
 def test_rows_without_decoding_are_one_clear_line():
     with pytest.raises(UserError, match="no decoding was measured; raise max_tokens"):
         rows_of(small_config(), Cell(1, None), {PLAIN: [[answer([1], 1.0, [], 0)]]}, [asked([7])])

@@ -550,7 +550,11 @@ def test_drafts_that_are_drawn(home, tmp_path):
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert found["config"]["drafting"] == "multinomial_without_replacement"
     assert found["train_serve_check"]["depth_1_as_trained"] is None
+    assert found["differing_answers"] is None
     assert "left out" in (tmp_path / "out" / "report.md").read_text()
+
+    assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", *drawn[1:])) == 0
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["differing_answers"] == 0
 
 
 def test_the_whole_command(home, tmp_path):
