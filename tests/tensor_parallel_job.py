@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 tests/tensor_parallel_job.py ROOT '[{"family": ..., 
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -47,7 +48,10 @@ def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
     target.lm_head = Noting(**vars(own))
     count = case["count"]
     greedy = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
-    outputs = engine.generate(PROMPTS[:count], params_of(count) if case["sampled"] else greedy)
+    params = params_of(count) if case["sampled"] else [greedy] * count
+    if case["guided"]:
+        params[::2] = [replace(each, grammar={"regex": "[a-f]{2,9}(xy|z)?"}) for each in params[::2]]
+    outputs = engine.generate(PROMPTS[:count], params)
     target.lm_head = own
     pool = engine.scheduler.pool
     return {

@@ -23,13 +23,18 @@ from eagle_train.models.artifact import save_draft
 from eagle_train.models.loading import TargetConfig, load_target
 
 FAMILIES = {"llama": {}, "qwen3": {}, "mixtral": {}, "llama4": {}}
+OTHERS = {"qwen3_moe": {}, "gpt_oss": {}, "gemma2": {}}
 DRAFTS = {"qwen3": {"first_token": "skip"}}
 # With heads that three ranks can share.
 THREE = {"three": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}}
 
 
-def case(family: str, count: int, sampled: bool, drafts_differ: bool = False, **engine) -> dict:
-    return {"family": family, "count": count, "sampled": sampled, "drafts_differ": drafts_differ, "engine": engine}
+EVERYTHING = {"overlap": True, "prefix_cache": True, "host_kv_tokens": 160, "kv_tokens": 80, "prefill_tokens": 5}
+
+
+def case(family: str, count: int, sampled: bool, drafts_differ: bool = False, guided: bool = False, **engine) -> dict:
+    told = {"drafts_differ": drafts_differ, "guided": guided}
+    return {"family": family, "count": count, "sampled": sampled, **told, "engine": engine}
 
 
 CASES = {
@@ -43,6 +48,8 @@ CASES = {
         case("llama", 5, True, tree="n8", max_batch_size=3, kv_tokens=80, prefill_tokens=5),
         *(case("llama", 5, sampled, drafts_differ=True, tree="n8") for sampled in (False, True)),
         case("llama", 5, True, drafts_differ=True, tree="n8", drafting="multinomial_without_replacement"),
+        *(case(family, 5, True, tree="n8", max_batch_size=3, **EVERYTHING) for family in FAMILIES | OTHERS),
+        *(case("llama", 5, True, guided=True, tree="n8", max_batch_size=3, **options) for options in ({}, EVERYTHING)),
     ],
     3: [
         case("three", count, sampled, tree=tree)
@@ -60,8 +67,9 @@ def ranks(request) -> int:
 def root(tmp_path_factory) -> Path:
     """A directory with a target and a trained draft for each family."""
     root = tmp_path_factory.mktemp("ranks")
-    for name, changes in (FAMILIES | THREE).items():
+    for name, changes in (FAMILIES | OTHERS | THREE).items():
         tiny_model("llama" if name == "three" else name, **changes).save_pretrained(root / name)
+        tiny_tokenizer().save_pretrained(root / name)
         target = load_target(TargetConfig(str(root / name)))
         draft = trained_draft(target, steps=60, **DRAFTS.get(name, {}))
         save_draft(draft, root / f"{name}-draft", target.identity, dtype=torch.float32)
@@ -78,7 +86,7 @@ def found(root, ranks) -> list[list[dict]]:
 @pytest.fixture(scope="module")
 def alone(root, ranks) -> list[dict]:
     """What one process finds."""
-    targets = {name: load_target(TargetConfig(str(root / name))) for name in FAMILIES | THREE}
+    targets = {name: load_target(TargetConfig(str(root / name))) for name in FAMILIES | OTHERS | THREE}
     return [outcome(case, targets[case["family"]], root / f"{case['family']}-draft") for case in CASES[ranks]]
 
 
@@ -115,7 +123,6 @@ def test_shares_are_of_one_size_and_make_up_the_batch(batch, size):
 
 
 def test_the_command_divides_the_target_over_its_processes(root, capsys):
-    tiny_tokenizer().save_pretrained(root / "llama")
     arguments = [f"target={root}/llama", f"draft={root}/llama-draft", "prompt=abc", "max_tokens=12", "device=cpu"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
