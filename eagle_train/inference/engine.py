@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from eagle_train.config import UserError, check, one_line, shown
 from eagle_train.inference.block_pool import BlockPool, blocks_for
@@ -57,6 +58,7 @@ from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.ops.compiled import own_sizes
 from eagle_train.ops.linear import pack, use_kernels
+from eagle_train.ops.threads import threads_for
 from eagle_train.ops.transfer import to_device
 from eagle_train.progress import progress
 
@@ -143,8 +145,11 @@ class Engine:
         self.dispatcher = Dispatcher(tree if draft is not None else chain(0), target.device)
         self.verify_sampled, self.verify_drawn = verify_sampled, verify_drawn
         self.compiled = compile and target.together is None
-        if compile:
-            self.compile()
+        self.matrix, self.compiled_rows = mean_matrix(target.model), 0
+        if compile:  # for one number of threads, that of the largest rounds
+            self.compiled_rows = max_batch_size * self.dispatcher.largest.num_nodes
+            with threads_for(self.compiled_rows * self.matrix):
+                self.compile()
         self.overlap = target.device.type == "cuda" if overlap is None else overlap
         self.launcher = launcher(graphs, target.device, max_batch_size, self.dispatcher.deepest + 1)
         self.under_way: Round | None = None  # what came of it is not known yet
@@ -333,14 +338,20 @@ class Engine:
         before, fresh = self.under_way, None
         if any(map(self.may_go_on, self.active)):
             plan = self.dispatch()
-            drafted = self.draft_tree(plan)
-            hidden, logits, suffix = self.validate(plan, drafted.tokens)
-            verified = self.sample(plan, drafted.tokens, logits, drafted.q)
-            fresh = self.commit(plan, drafted, hidden, suffix, verified)
+            rows = self.compiled_rows or len(self.active) * plan.tree.num_nodes
+            with threads_for(rows * self.matrix):
+                fresh = self.round(plan)
         self.under_way = fresh
         self.finish(before)
         if not self.overlap:
             self.land()
+
+    def round(self, plan: Plan) -> Round:
+        """Drafting, validation, sampling, and the device's half of the bookkeeping."""
+        drafted = self.draft_tree(plan)
+        hidden, logits, suffix = self.validate(plan, drafted.tokens)
+        verified = self.sample(plan, drafted.tokens, logits, drafted.q)
+        return self.commit(plan, drafted, hidden, suffix, verified)
 
     @torch.inference_mode()
     def prefill(self) -> bool:
@@ -392,7 +403,8 @@ class Engine:
         texts = [sequence.to_prefill[sequence.read : sequence.read + count] for sequence, count in chunks]
         prefix = Prefix.of([sequence.read for sequence in new], [sequence.blocks for sequence in new], device)
         before = torch.stack([self.hidden_before(each) for each in new]) if prefix.longest > 0 else None
-        hidden = prefill(self.target, self.cache, self.drafter, prefix, texts, before)
+        with threads_for(len(texts) * max(map(len, texts)) * self.matrix):
+            hidden = prefill(self.target, self.cache, self.drafter, prefix, texts, before)
         if self.ends is not None:
             self.ends.write(prefix, hidden)
         ends = to_device([len(text) - 1 for text in texts], device)
@@ -597,6 +609,12 @@ def check_options(target: Any, device: Any, draft: Any, **options: Any) -> None:
     host = options["host_kv_tokens"]
     check(host == 0 or options["prefix_cache"], f"host_kv_tokens={host}: needs prefix_cache=True")
     check(host == 0 or host >= BLOCK, f"host_kv_tokens={host}: a block has {BLOCK}; must be 0 (none) or so many")
+
+
+def mean_matrix(model: nn.Module) -> float:
+    """How many elements a matrix of the model has, on average; infinitely many where a CPU's threads do nothing."""
+    sizes = [math.prod(weight.shape[-2:]) for weight in model.parameters() if weight.ndim > 1]
+    return sum(sizes) / len(sizes) if model.device.type == "cpu" else math.inf
 
 
 def octave(chunk: tuple[Sequence, int]) -> int:
