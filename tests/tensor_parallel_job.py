@@ -58,7 +58,7 @@ def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
         "tokens": [output.token_ids for output in outputs],
         "rounds": [output.rounds for output in outputs],
         "rows": seen,
-        "free": len(pool.free) == pool.total,
+        "free": pool.available == pool.total,
         "heads": engine.cache.keys.shape[2],
     }
 
