@@ -83,7 +83,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
     confidence, whatever they are distributed as (the sign test's interval). None for fewer than 6.
     """
     ordered, count, left_out = sorted(values), len(values), 0
-    while 2 * sum(comb(count, k) for k in range(left_out + 1)) <= 0.05 * 2**count:
+    while 40 * sum(comb(count, k) for k in range(left_out + 1)) <= 2**count:
         left_out += 1
     return (ordered[left_out - 1], ordered[-left_out]) if left_out else None
 

@@ -19,6 +19,7 @@ from eagle_train.inference.sequence import Update
 from eagle_train.inference.tensor_parallel import Ranks
 from eagle_train.ops import attention, flash, linear
 from eagle_train.ops.attention import Rule, partial_attention, with_sinks
+from eagle_train.ops.threads import threads_for
 from evals import loads
 from evals.loads import GROUPS, Load, LoadConfig, Serve, serve_in_turn
 
@@ -121,9 +122,11 @@ def plain_linear() -> Iterator[None]:
 
 def compile_verification(engine: Engine) -> None:
     """Alone, for the batches of one engine."""
-    size = engine.max_batch_size
-    for job in engine.compile_sampling([(size, engine.dispatcher.dispatch(size))]):
-        job()
+    sizes = [(size, engine.dispatcher.dispatch(size)) for size in {1, engine.max_batch_size}]
+    engine.compiled_rows = max(size * plan.tree.num_nodes for size, plan in sizes)
+    with torch.inference_mode(), threads_for(engine.compiled_rows, engine.elements):
+        for job in engine.compile_sampling(sizes):
+            job()
 
 
 class SamplingAll(Ranks):

@@ -42,7 +42,7 @@ def test_who_there_is_no_memory_for_is_refused_and_the_others_go_on(error, monke
     monkeypatch.setattr(PagedKV, "grown", short)
     first = engine.add(PROMPTS[0], GREEDY)
     engine.step()
-    wanted = r"^kv_tokens=None: no memory for the keys and values of \d+ tokens, \d+.\d GiB; give fewer"
+    wanted = r"^kv_tokens=None: no memory for the keys and values of \d+ tokens, \d+.\d GiB; give a smaller"
     for _ in range(2):
         with pytest.raises(UserError, match=wanted):
             engine.add(PROMPTS[1], SamplingParams(max_tokens=50 * BLOCK))
@@ -55,13 +55,32 @@ def test_who_there_is_no_memory_for_is_refused_and_the_others_go_on(error, monke
 def test_where_memory_is_short_they_wait_for_each_other(preempted, monkeypatch):
     """As many blocks as there is memory for, and never fewer than one sequence needs."""
     target = shared_target()
+    needs = [blocks_for(len(prompt) + GREEDY.max_tokens + 4) for prompt in PROMPTS]
     for affordable in (1, 6):
         monkeypatch.setattr(Engine, "affordable", lambda _, affordable=affordable: affordable)
         engine = Engine(target, tiny_draft(target), "chain3", max_batch_size=4)
-        needs = [blocks_for(len(prompt) + GREEDY.max_tokens + 4) for prompt in PROMPTS]
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
         assert engine.scheduler.pool.total == max(affordable, *needs)
+        requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]  # none of whom needs more than there is
+        assert engine.scheduler.pool.total == max(affordable, *needs)
+        while engine.scheduler.unfinished:
+            engine.step()
+        assert [request.generated for request in requests] == cut(answers("llama"))
     assert preempted
+
+
+def test_where_free_memory_lies_in_pieces_they_wait_too(monkeypatch):
+    target, grown = shared_target(), PagedKV.grown
+    engine = Engine(target, tiny_draft(target), "chain3", max_batch_size=4)
+    engine.generate(PROMPTS[:1], GREEDY)
+    monkeypatch.setattr(PagedKV, "grown", lambda *_: torch.zeros(2**62))
+    before = engine.scheduler.pool.total
+    assert token_ids(engine.generate(PROMPTS[:1] * 4, GREEDY)) == cut(answers("llama"))[:1] * 4
+    assert engine.scheduler.pool.total == before
+    with pytest.raises(UserError, match="no memory"):
+        engine.generate(PROMPTS, SamplingParams(max_tokens=50 * BLOCK))
+    monkeypatch.setattr(PagedKV, "grown", grown)
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
 
 
 @pytest.mark.parametrize("tree", TREES)

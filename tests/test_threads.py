@@ -6,9 +6,9 @@ from oracle import PROMPTS, answers, token_ids
 from tiny import shared_target, tiny_draft
 
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.engine import mean_matrix
+from eagle_train.inference.engine import mean_elements
 from eagle_train.ops import threads
-from eagle_train.ops.threads import LEAST_WORK, threads_for
+from eagle_train.ops.threads import LEAST_ELEMENTS, LEAST_WORK, threads_for
 
 
 @pytest.fixture(autouse=True)
@@ -20,11 +20,13 @@ def three_threads():
 
 
 def test_little_work_has_one_thread():
-    for work, wanted in ((0, 1), (LEAST_WORK - 1, 1), (LEAST_WORK, 3), (float("inf"), 3)):
-        with threads_for(work):
+    large = LEAST_ELEMENTS
+    cases = [(1, 9, 1), (LEAST_WORK // 64 - 1, 64, 1), (LEAST_WORK // 64, 64, 3), (1, large - 1, 1), (1, large, 3)]
+    for rows, elements, wanted in [*cases, (1, float("inf"), 3)]:
+        with threads_for(rows, elements):
             assert torch.get_num_threads() == wanted
         assert torch.get_num_threads() == 3
-    with pytest.raises(KeyError), threads_for(0):
+    with pytest.raises(KeyError), threads_for(1, 1):
         raise KeyError
     assert torch.get_num_threads() == 3
 
@@ -34,7 +36,7 @@ def test_rounds_have_threads_by_their_rows(compile, graphs, monkeypatch):
     """Rows of four nodes that end one by one. What is compiled is so for one number of threads, the largest rounds'."""
     target = shared_target()
     target.__dict__.pop("compiled", None)
-    monkeypatch.setattr(threads, "LEAST_WORK", 9 * mean_matrix(target.model))
+    monkeypatch.setattr(threads, "LEAST_WORK", 9 * mean_elements(target))
     engine = Engine(target, tiny_draft(target), "chain3", max_batch_size=4, compile=compile)
     made, seen, engine_round = len(graphs), set(), engine.round
 

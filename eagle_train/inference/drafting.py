@@ -193,7 +193,7 @@ class Plan:
 
     @property
     def num_draws(self) -> int:
-        """Random numbers a round uses for each row: one at its end, a coin per node, the multinomial drafts' noise."""
+        """Random numbers of a row's round with drawn drafts: one at its end, a coin per node, the drafts' noise."""
         return 1 + self.tree.num_nodes + (self.levels[-1].noise.stop if self.levels else 0)
 
 

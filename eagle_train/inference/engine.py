@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import groupby
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from eagle_train.config import UserError, check, one_line, shown
 from eagle_train.inference.block_pool import BlockPool, blocks_for
@@ -92,8 +91,9 @@ class Engine:
 
         `device`: where a target that is given by name is loaded; a Target stays on its own.
         `drafting`: how a node's children are chosen: greedy, multinomial or multinomial_without_replacement. Greedy
-        drafts leave a request the tokens that it has without drafts, at any temperature; with the others a seed's
-        tokens are another draw of the same distribution for each tree, and so for each batch size that has its own.
+        drafts leave a request the tokens that it has without drafts, at any temperature, but for roundings. With the
+        others a seed's tokens are another draw of the same distribution for each tree, and so for each batch size that
+        has its own; with `Eagle`'s alignment `last` also where its text was found in the cache or is read anew.
         `kv_tokens`: of how many tokens keys and values are kept at most, drafted ones included; sequences wait for
         room, or give theirs up and are recomputed. None: as many as `max_batch_size` of the requests may need, on a GPU
         as many of these as there is memory for.
@@ -140,15 +140,15 @@ class Engine:
         self.cache = PagedKV(*target.kv_shape, 0, target.dtype, target.device)
         shape = DraftConfig.from_target(target.config)  # refuses what has no rotary positions
         self.drafter: Drafter | None = draft
-        self.ranks, self.requests = Ranks(target.together), Requests(target)
+        self.ranks, self.requests = Ranks(target.together, target.device), Requests(target)
         self.kv_tokens, self.prefill_tokens = kv_tokens, prefill_tokens
         self.dispatcher = Dispatcher(tree if draft is not None else chain(0), target.device)
         self.verify_sampled, self.verify_drawn = verify_sampled, verify_drawn
         self.compiled = compile and target.together is None
-        self.matrix, self.compiled_rows = mean_matrix(target.model), 0
+        self.elements, self.compiled_rows = mean_elements(target), 0
         if compile:  # for one number of threads, that of the largest rounds
             self.compiled_rows = max_batch_size * self.dispatcher.largest.num_nodes
-            with threads_for(self.compiled_rows * self.matrix):
+            with threads_for(self.compiled_rows, self.elements):
                 self.compile()
         self.overlap = target.device.type == "cuda" if overlap is None else overlap
         self.launcher = launcher(graphs, target.device, max_batch_size, self.dispatcher.deepest + 1)
@@ -193,7 +193,7 @@ class Engine:
         """
         self.verify_sampled = own_sizes(torch.compile(verify_sampled, dynamic=True))
         self.verify_drawn = own_sizes(torch.compile(verify_drawn, dynamic=True))
-        shapes = {(min(rows, 2), plan): None for rows, plan in sizes}
+        shapes = {(min(-(-rows // self.ranks.size), 2), plan): None for rows, plan in sizes}
         jobs = [partial(self.prepare_sampling, rows, plan, top_p) for rows, plan in shapes for top_p in (1.0, 0.5)]
         torch._dynamo.config.recompile_limit += len(jobs)
         return jobs
@@ -264,10 +264,18 @@ class Engine:
             )
         blocks = (max(needs, default=0) + 1) * min(self.max_batch_size, len(needs))
         if self.kv_tokens is None and blocks > total:
-            blocks = max(min(blocks, self.affordable()), *needs)  # where memory is short, they wait for each other
-            if blocks > total:
-                self.reserve(blocks)
+            self.grow(blocks, least=max(needs))
         self.scheduler.waiting.extend(sequences)
+
+    def grow(self, blocks: int, least: int) -> None:
+        """Have room for so many blocks, if there is memory; for `least` in any case. With less than all, they wait for
+        each other."""
+        affordable = self.ranks.least(self.affordable())
+        if least > self.scheduler.pool.total:
+            self.reserve(max(least, min(blocks, affordable)))
+        elif blocks <= affordable:
+            with suppress(UserError):  # free memory may lie in pieces
+                self.reserve(blocks)
 
     def longest(self, sequence: Sequence) -> int:
         """Slots that a sequence may need."""
@@ -288,14 +296,18 @@ class Engine:
 
     def grown(self, blocks: int) -> list[torch.Tensor]:
         """What the stores are to hold with so many blocks. Raises UserError, with all as it was, for want of memory."""
+        grown, reason = [], "on another rank"
         try:
-            return [store.grown(blocks) for store in self.stores]
+            grown = [store.grown(blocks) for store in self.stores]
         except RuntimeError as error:  # of the allocator
-            gib = blocks * self.block_bytes / 2**30
-            raise UserError(
-                f"kv_tokens={self.kv_tokens}: no memory for the keys and values of {blocks * BLOCK} tokens, {gib:.1f} "
-                f"GiB; give fewer, or a smaller max_tokens: {one_line(error)}"
-            ) from error
+            reason = one_line(error)
+        gib = blocks * self.block_bytes / 2**30
+        check(
+            self.ranks.least(len(grown)) > 0,
+            f"kv_tokens={self.kv_tokens}: no memory for the keys and values of {blocks * BLOCK} tokens, {gib:.1f} GiB; "
+            f"give a smaller max_tokens or kv_tokens: {reason}",
+        )
+        return grown
 
     @property
     def block_bytes(self) -> int:
@@ -339,7 +351,7 @@ class Engine:
         if any(map(self.may_go_on, self.active)):
             plan = self.dispatch()
             rows = self.compiled_rows or len(self.active) * plan.tree.num_nodes
-            with threads_for(rows * self.matrix):
+            with threads_for(rows, self.elements):
                 fresh = self.round(plan)
         self.under_way = fresh
         self.finish(before)
@@ -403,7 +415,7 @@ class Engine:
         texts = [sequence.to_prefill[sequence.read : sequence.read + count] for sequence, count in chunks]
         prefix = Prefix.of([sequence.read for sequence in new], [sequence.blocks for sequence in new], device)
         before = torch.stack([self.hidden_before(each) for each in new]) if prefix.longest > 0 else None
-        with threads_for(len(texts) * max(map(len, texts)) * self.matrix):
+        with threads_for(len(texts) * max(map(len, texts)), self.elements):
             hidden = prefill(self.target, self.cache, self.drafter, prefix, texts, before)
         if self.ends is not None:
             self.ends.write(prefix, hidden)
@@ -460,7 +472,7 @@ class Engine:
         self.guidance = self.guidance_of(self.active, plan.tree)
         self.run = self.launcher if self.guidance is None else EAGER  # the host has a part in what obeys a grammar
         self.draws = None
-        if self.drafting != "greedy" and not self.settings.sampling.all_greedy:
+        if self.drafting != "greedy" and plan.tree.num_nodes > 1 and not self.settings.sampling.all_greedy:
             self.draws = uniform(self.settings.seeds, self.prefix.lengths, plan.num_draws)
         return plan
 
@@ -519,7 +531,7 @@ class Engine:
         if settings.sampling.all_greedy:
             return verify_chosen(plan.tree, tokens, logits.argmax(-1))
         sampling = settings.sampling.rows(own)
-        if q is None:
+        if q is None or self.draws is None:  # a drafter may draw unasked; the target's own draw is right for any
             seeds, lengths = own(settings.seeds), own(self.prefix.lengths)
             return self.verify_sampled(plan.tree, tokens, logits, sampling, seeds, lengths)
         replacement = self.drafting == "multinomial"
@@ -611,10 +623,10 @@ def check_options(target: Any, device: Any, draft: Any, **options: Any) -> None:
     check(host == 0 or host >= BLOCK, f"host_kv_tokens={host}: a block has {BLOCK}; must be 0 (none) or so many")
 
 
-def mean_matrix(model: nn.Module) -> float:
-    """How many elements a matrix of the model has, on average; infinitely many where a CPU's threads do nothing."""
-    sizes = [math.prod(weight.shape[-2:]) for weight in model.parameters() if weight.ndim > 1]
-    return sum(sizes) / len(sizes) if model.device.type == "cpu" else math.inf
+def mean_elements(target: Target) -> float:
+    """Of a matrix of the target; infinite where a CPU's threads have no part in it."""
+    sizes = [math.prod(weight.shape[-2:]) for weight in target.model.parameters() if weight.ndim > 1]
+    return sum(sizes) / len(sizes) if target.device.type == "cpu" else math.inf
 
 
 def octave(chunk: tuple[Sequence, int]) -> int:

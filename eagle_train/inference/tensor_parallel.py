@@ -2,8 +2,8 @@
 
 Paper section 3.2, DESIGN section 3.7. Every rank computes the same hidden states, so that any of them could sample any
 row. The batch is divided instead, padded to a multiple of the ranks: each applies the LM head, the probabilities and
-the verification to its own rows only. Random numbers are drawn for the whole batch on every rank, which then uses those
-of its rows. Knows nothing of models or requests.
+the verification to its own rows only. Random numbers hang on a row's seed and place, so that whoever samples it has the
+same ones. Knows nothing of models or requests.
 
 Shapes: A active rows, R rows of a rank.
 """
@@ -17,8 +17,8 @@ import torch.distributed as dist
 class Ranks:
     """The ranks of a process group; None: this process alone, and everything here costs nothing."""
 
-    def __init__(self, group: Any = None):
-        self.group = group
+    def __init__(self, group: Any = None, device: torch.device | str = "cpu"):
+        self.group, self.device = group, device
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,6 +38,14 @@ class Ranks:
         dist.all_gather_into_tensor(everyone, columns, group=self.group)
         parts = everyone[:batch].split([x[0].numel() for x in own], dim=1)
         return tuple(part.reshape(batch, *x.shape[1:]) for part, x in zip(parts, own, strict=True))
+
+    def least(self, number: int) -> int:
+        """The smallest of the ranks' numbers, on every rank; waited for."""
+        if self.group is None:
+            return number
+        least = torch.tensor(number, device=self.device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return int(least)
 
     def agreed(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """The first rank's x, on every rank: drafts may hang on a rounding, and the target must read the same tokens.

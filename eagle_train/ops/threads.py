@@ -5,20 +5,23 @@ from contextlib import contextmanager
 
 import torch
 
-LEAST_WORK = 2**23
-"""Multiplications of a product, from which on a second thread brings more than it costs to wake it.
+LEAST_WORK, LEAST_ELEMENTS = 2**23, 2**18
+"""Multiplications of a product, and elements of its matrix, from which on a second thread brings more than it costs to
+wake it: much work, or much to be read from memory.
 
 Two Zen 4 cores, torch 2.13, threads that wait asleep (OMP_WAIT_POLICY=passive), matrices of 124,000 elements on
 average: a round of 1 token takes 0.82 of the time with one thread that it takes with two, one of 4 rows in chains of
-three 0.72, of 16 rows 0.89; with one of the cores busy.
+three 0.72, of 16 rows 0.89; with one of the cores busy. Matrices of 800,000 elements take a thread 0.26 ms, and were
+not measured with more.
 """
 
 
 @contextmanager
-def threads_for(work: float) -> Iterator[None]:
-    """One thread meanwhile, where products have fewer than LEAST_WORK multiplications; else as many as there are."""
+def threads_for(rows: int, elements: float) -> Iterator[None]:
+    """One thread meanwhile, where products of so many rows with matrices of so many elements are small; else as many as
+    there are. A thread of the process that uses torch for the first time meanwhile keeps the one."""
     before = torch.get_num_threads()
-    if before == 1 or work >= LEAST_WORK:
+    if before == 1 or rows * elements >= LEAST_WORK or elements >= LEAST_ELEMENTS:
         yield
         return
     torch.set_num_threads(1)
