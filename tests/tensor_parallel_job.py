@@ -8,11 +8,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from oracle import LENGTH, PROMPTS
 from tiny import tiny_draft
 
 from eagle_train import distributed
+from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.draft import Draft
@@ -35,9 +37,25 @@ def draft_of(case: dict, target: Target, directory: Path, rank: int) -> Draft:
     return tiny_draft(target, seed=rank) if case.get("drafts_differ") else load_draft(directory, target.identity)
 
 
+def fall_short(engine: Engine, rank: int) -> None:
+    """Memory is another on each rank, and at first there is none on the last: all refuse what that has no room for."""
+
+    def none(*_: int) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    engine.affordable = lambda: 6 + 4 * rank
+    if rank == engine.ranks.size - 1:
+        engine.cache.grown = none
+    with pytest.raises(UserError, match="no memory for the keys and values"):
+        engine.generate(PROMPTS[:1])
+    vars(engine.cache).pop("grown", None)
+
+
 def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
     """What an engine answers, in how many rounds, and of how many rows it computed the logits."""
     engine = Engine(target, draft_of(case, target, directory, rank), **case["engine"])
+    if case["short"]:
+        fall_short(engine, rank)
     own, seen = target.lm_head, []
 
     class Noting(LMHead):
@@ -59,6 +77,7 @@ def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
         "rounds": [output.rounds for output in outputs],
         "rows": seen,
         "free": pool.available == pool.total,
+        "blocks": pool.total,
         "heads": engine.cache.keys.shape[2],
     }
 

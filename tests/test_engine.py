@@ -232,6 +232,22 @@ def test_a_seeds_tokens_are_those_without_drafts(tree, alignment, trained):
     assert any(max(output.rounds) > 1 for output in outputs), "some drafts must be accepted"
 
 
+@pytest.mark.parametrize(("tree", "drafting"), [("n8", "greedy"), (chain(0), "multinomial")], ids=["unasked", "none"])
+def test_what_is_drawn_unasked_or_not_at_all_leaves_a_seed_its_tokens(tree, drafting, trained):
+    """A drafter that gives the distribution of its drafts though nobody asked it to draw; and no drafts."""
+    target = shared_target()
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=LENGTH, ignore_eos=True)
+    engine = Engine(target, trained, tree, drafting=drafting)
+    propose = engine.drafter.propose
+
+    def drawn(*given):
+        drafted = propose(*given)
+        return drafted._replace(q=torch.rand(*drafted.tokens.shape, len(target.lm_head.weight)).softmax(-1))
+
+    engine.drafter.propose = drawn
+    assert token_ids(engine.generate(PROMPTS, params)) == token_ids(Engine(target).generate(PROMPTS, params))
+
+
 def test_seeds():
     """One set of parameters for all gives request i the seed + i."""
     target = shared_target()

@@ -35,8 +35,16 @@ THREE = {"three": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_h
 EVERYTHING = {"overlap": True, "prefix_cache": True, "host_kv_tokens": 160, "kv_tokens": 80, "prefill_tokens": 5}
 
 
-def case(family: str, count: int, sampled: bool, drafts_differ: bool = False, guided: bool = False, **engine) -> dict:
-    told = {"drafts_differ": drafts_differ, "guided": guided}
+def case(
+    family: str,
+    count: int,
+    sampled: bool,
+    drafts_differ: bool = False,
+    guided: bool = False,
+    short: bool = False,
+    **engine,
+) -> dict:
+    told = {"drafts_differ": drafts_differ, "guided": guided, "short": short}
     return {"family": family, "count": count, "sampled": sampled, **told, "engine": engine}
 
 
@@ -52,6 +60,7 @@ CASES = {
         *(case("llama", 5, sampled, drafts_differ=True, tree="n8") for sampled in (False, True)),
         case("llama", 5, True, drafts_differ=True, tree="n8", drafting="multinomial_without_replacement"),
         *(case(family, 5, True, tree="n8", max_batch_size=3, **EVERYTHING) for family in FAMILIES | OTHERS),
+        case("llama", 5, True, short=True, tree="n8", max_batch_size=3),
         *(case("llama", 5, True, guided=True, tree="n8", max_batch_size=3, **options) for options in ({}, EVERYTHING)),
     ],
     3: [
@@ -99,6 +108,7 @@ def test_they_answer_as_one_process_does(ranks, found, alone):
             assert of_rank[number]["free"], case
             assert of_rank[number]["tokens"] == expected["tokens"], case
             assert of_rank[number]["rounds"] == expected["rounds"], case
+            assert of_rank[number]["blocks"] == expected["blocks"], case
             assert of_rank[number]["heads"] * ranks == expected["heads"]
     assert {count for one in alone for rounds in one["rounds"] for count in rounds} >= {1, 2, 3}, "accepted and not"
 
