@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set-up and tests, on a machine with Python and nothing else: lint, format, then the test suite.
-# Usage: bash launch/test.sh [pytest's arguments]
+# Usage: bash launch/test.sh [pytest's arguments], e.g. tests/test_tree.py, or -n 0 for one process
 . "$(dirname "$0")/setup.sh"
 set_up test
 # The tests start many processes, and each would compile all that it imports anew.
@@ -8,4 +8,5 @@ unset PYTHONDONTWRITEBYTECODE
 ruff check .
 ruff format --check .
 shellcheck .ci/run launch/*.sh launch/slurm/*
-pytest "$@"
+# A process for each core, four at most: what one of them waits for, another does not.
+pytest --numprocesses logical --maxprocesses 4 --dist worksteal "$@"

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from evals import figures
 
-torch.set_num_threads(min(2, torch.get_num_threads()))
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

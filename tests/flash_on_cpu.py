@@ -105,9 +105,9 @@ calls: list[tuple[int, int]] = []
 
 @contextmanager
 def flash_on_cpu() -> Iterator[list[tuple[int, int]]]:
-    """The CPU passes for a GPU whose kernel takes fp32 too. Gives `calls`, empty."""
+    """The CPU passes for a GPU whose kernel takes fp32 and fp64 too. Gives `calls`, empty."""
     calls.clear()
-    dtypes = (*flash.DTYPES, torch.float32)
+    dtypes = (*flash.DTYPES, torch.float32, torch.float64)
     with (
         torch.library._scoped_library("aten", "IMPL") as library,
         patch.object(flash, "runs_on", lambda device: True),

@@ -43,7 +43,7 @@ def fall_short(engine: Engine, rank: int) -> None:
     def none(*_: int) -> torch.Tensor:
         raise RuntimeError("can't allocate memory")
 
-    engine.affordable = lambda: 6 + 4 * rank
+    engine.memory.affordable = lambda: 6 + 4 * rank
     if rank == engine.ranks.size - 1:
         engine.cache.grown = none
     with pytest.raises(UserError, match="no memory for the keys and values"):

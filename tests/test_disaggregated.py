@@ -189,7 +189,7 @@ def test_only_what_follows_a_prefix_is_sent():
         packed.append(disaggregated.read(engine, request)[1])
     assert not engine.advanced, "a request that was read is kept by nobody"
     whole, rest = packed
-    for kept in engine.by_block:
+    for kept in engine.memory.by_block:
         of_whole, whole = whole.tensor_split([4 * kept[:, 0].numel()])
         of_rest, rest = rest.tensor_split([3 * kept[:, 0].numel()])
         assert torch.equal(of_whole.view(len(kept), 4, -1)[:, 1:], of_rest.view(len(kept), 3, -1))

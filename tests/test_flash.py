@@ -110,7 +110,7 @@ def test_packed_documents_and_their_gradients(name, lengths):
     rule, results = RULES[name], []
     for way in (flash_on_cpu(), nullcontext()):
         with way as calls:
-            q, k, v = (x.clone().requires_grad_() for x in random_qkv(queries=12, keys=12))
+            q, k, v = (x.double().requires_grad_() for x in random_qkv(queries=12, keys=12))
             out = packed_attention(lengths)(0, q, k, v, rule)
             (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
             results.append([out.detach(), q.grad, k.grad, v.grad])

@@ -292,11 +292,11 @@ def test_rows_that_are_not_there_write_nowhere(tree):
     while engine.scheduler.unfinished:
         free = set(engine.scheduler.pool.free) | {ZEROS}
         read = [slot for each in engine.active for slot in slots_of(each)[: each.read]]
-        before = [tensor.flatten(1, 2).clone() for tensor in engine.by_block]
+        before = [tensor.flatten(1, 2).clone() for tensor in engine.memory.by_block]
         engine.step()
         free &= set(engine.scheduler.pool.free) | {ZEROS}
         kept = [block * BLOCK + i for block in free for i in range(BLOCK)] + read
-        for was, now in zip(before, engine.by_block, strict=True):
+        for was, now in zip(before, engine.memory.by_block, strict=True):
             assert torch.equal(was[:, kept], now.flatten(1, 2)[:, kept])
         alone.append(len(engine.active) == 3)
     assert any(alone)

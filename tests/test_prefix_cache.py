@@ -10,11 +10,13 @@ from oracle import guide
 from tiny import continued, random_tokens, shared_target, tiny_draft
 
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.block_memory import BlockMemory
 from eagle_train.inference.block_pool import BlockPool
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.paged_kv import BLOCK, WASTE, PagedKV
 from eagle_train.inference.prefix_cache import HostKV, PrefixCache, names_of
 from eagle_train.inference.sequence import Sequence
+from eagle_train.inference.tensor_parallel import Ranks
 from eagle_train.inference.tree import chain
 
 LENGTH = 24
@@ -234,11 +236,15 @@ def test_the_pool_empties_the_least_recently_used_end_of_a_text_first():
     assert (sorted(pool.free), list(pool.idle)) == ([3, 4, 5, 6], [2])
 
 
+def memory_of(store: PagedKV, pool: BlockPool) -> BlockMemory:
+    return BlockMemory([store], pool, Ranks(), None, moved=lambda _: None)
+
+
 def test_host_memory_keeps_the_most_recently_used():
     store = PagedKV(2, 1, 4, 6, torch.float32, "cpu")
     store.keys.copy_(torch.arange(6 * BLOCK).view(1, -1, 1, 1))
     store.values.copy_(-store.keys)
-    host = HostKV([store], 3)
+    host = HostKV(memory_of(store, BlockPool(4)), 3)
     host.put([1, 2], [b"1", b"2"])
     assert host.touch(b"1")
     host.put([3, 1, 4], [b"3", b"1", b"4"])  # 1 is there already: 2 makes room
@@ -256,7 +262,7 @@ def test_host_memory_keeps_the_most_recently_used():
 
 def test_a_gap_ends_what_is_found():
     pool, store, text = BlockPool(8), PagedKV(1, 1, 4, 10, torch.float32, "cpu"), random_tokens(5 * BLOCK)[0]
-    prefixes, names = PrefixCache(pool, [store], 4), names_of(text, [])
+    prefixes, names = PrefixCache(memory_of(store, pool), 4), names_of(text, [])
     prefixes.host.put([2, 3, 5], [names[0], names[1], names[3]])
     sequence = Sequence(0, text, GREEDY, frozenset())
     prefixes.take(sequence)

@@ -9,6 +9,7 @@ from tiny import continued, random_tokens, shared_target, tiny_draft
 
 from eagle_train.config import UserError
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.block_memory import BlockMemory
 from eagle_train.inference.block_pool import BlockPool, blocks_for
 from eagle_train.inference.paged_kv import BLOCK, WASTE, PagedKV
 from eagle_train.inference.scheduler import Scheduler
@@ -57,7 +58,7 @@ def test_where_memory_is_short_they_wait_for_each_other(preempted, monkeypatch):
     target = shared_target()
     needs = [blocks_for(len(prompt) + GREEDY.max_tokens + 4) for prompt in PROMPTS]
     for affordable in (1, 6):
-        monkeypatch.setattr(Engine, "affordable", lambda _, affordable=affordable: affordable)
+        monkeypatch.setattr(BlockMemory, "affordable", lambda _, affordable=affordable: affordable)
         engine = Engine(target, tiny_draft(target), "chain3", max_batch_size=4)
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
         assert engine.scheduler.pool.total == max(affordable, *needs)

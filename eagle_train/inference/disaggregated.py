@@ -250,7 +250,7 @@ def blocks_of(sequence: Sequence, start: int) -> list[int]:
 def size_of(engine: Engine, start: int, end: int) -> int:
     """Numbers that `pack` makes of a text of `end` tokens."""
     blocks = blocks_for(end) - start // BLOCK
-    return blocks * sum(map(block_size, engine.by_block)) + engine.target.embedding.shape[1]
+    return blocks * sum(map(block_size, engine.memory.by_block)) + engine.target.embedding.shape[1]
 
 
 def block_size(x: torch.Tensor) -> int:
@@ -261,13 +261,13 @@ def block_size(x: torch.Tensor) -> int:
 def pack(engine: Engine, sequence: Sequence, start: int, hidden: torch.Tensor) -> torch.Tensor:
     """All that is kept of a text from `start` on, whole blocks, and the target's hidden state [H] at its end; a row."""
     blocks = blocks_of(sequence, start)
-    return torch.cat([*(x[:, blocks].flatten() for x in engine.by_block), hidden])
+    return torch.cat([*(x[:, blocks].flatten() for x in engine.memory.by_block), hidden])
 
 
 def unpack(engine: Engine, sequence: Sequence, start: int, packed: torch.Tensor) -> torch.Tensor:
     """Put what `pack` gave into a sequence's own blocks; returns the hidden state [H]."""
     blocks = blocks_of(sequence, start)
-    for x in engine.by_block:
+    for x in engine.memory.by_block:
         own, packed = packed.tensor_split([len(blocks) * block_size(x)])
         x[:, blocks] = own.view(x.shape[0], len(blocks), *x.shape[2:])
     sequence.read = len(sequence.to_prefill)

@@ -10,12 +10,11 @@ the same order: all that is decided then follows from tokens, which are the same
 
 import copy
 import math
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import groupby
@@ -24,7 +23,8 @@ from typing import Any
 
 import torch
 
-from eagle_train.config import UserError, check, one_line, shown
+from eagle_train.config import check, shown
+from eagle_train.inference.block_memory import BlockMemory
 from eagle_train.inference.block_pool import BlockPool, blocks_for
 from eagle_train.inference.bookkeeping import Round, commit
 from eagle_train.inference.dispatcher import Dispatcher, Plan
@@ -60,8 +60,6 @@ from eagle_train.ops.linear import pack, use_kernels
 from eagle_train.ops.threads import threads_for
 from eagle_train.ops.transfer import to_device
 from eagle_train.progress import progress
-
-MEMORY_SHARE = 0.9  # of a GPU's free memory, that keys and values may take unasked: forwards need some, too
 
 
 class Engine:
@@ -141,7 +139,7 @@ class Engine:
         shape = DraftConfig.from_target(target.config)  # refuses what has no rotary positions
         self.drafter: Drafter | None = draft
         self.ranks, self.requests = Ranks(target.together, target.device), Requests(target)
-        self.kv_tokens, self.prefill_tokens = kv_tokens, prefill_tokens
+        self.prefill_tokens = prefill_tokens
         self.dispatcher = Dispatcher(tree if draft is not None else chain(0), target.device)
         self.verify_sampled, self.verify_drawn = verify_sampled, verify_drawn
         self.compiled = compile and target.together is None
@@ -158,15 +156,13 @@ class Engine:
         self.advanced: dict[Sequence, None] = {}  # who got tokens in this step, in order
         self.seated: list[Sequence] = []  # whose settings are at hand
         self.told_first = False  # the step before told first tokens: this one's round is due
-        self.stores = [self.cache, *(draft.caches if draft is not None else [])]
-        self.ends, prefixes, pool = None, None, BlockPool(0)
-        if prefix_cache:
-            self.ends = BlockEnds(shape.hidden_size, target.dtype, target.device)
-            self.stores.append(self.ends)
-            prefixes = PrefixCache(pool, self.stores, host_kv_tokens // BLOCK)
-        self.scheduler = Scheduler(pool, max_batch_size, self.dispatcher.deepest + 1, prefixes)
-        if kv_tokens is not None:
-            self.reserve(kv_tokens // BLOCK)
+        self.ends = BlockEnds(shape.hidden_size, target.dtype, target.device) if prefix_cache else None
+        stores = [self.cache, *(draft.caches if draft is not None else []), *([self.ends] if prefix_cache else [])]
+        self.memory = BlockMemory(
+            stores, BlockPool(0), self.ranks, kv_tokens, moved=lambda slots: self.launcher.forget(slots)
+        )
+        prefixes = PrefixCache(self.memory, host_kv_tokens // BLOCK) if prefix_cache else None
+        self.scheduler = Scheduler(self.memory.pool, max_batch_size, self.dispatcher.deepest + 1, prefixes)
 
     @torch.inference_mode()
     def compile(self) -> None:
@@ -256,76 +252,20 @@ class Engine:
         """Let sequences wait, and have room for them. Raises UserError where one alone would not fit."""
         unfinished = [*self.scheduler.unfinished, *sequences]
         needs = [blocks_for(self.longest(each)) for each in unfinished]
-        total = self.scheduler.pool.total
+        kv_tokens, total = self.memory.kv_tokens, self.scheduler.pool.total
         for sequence, need in zip(unfinished, needs, strict=True):
             check(
-                self.kv_tokens is None or need <= total,
-                f"kv_tokens={self.kv_tokens}: prompt {sequence.index} and its answer need {need * BLOCK}",
+                kv_tokens is None or need <= total,
+                f"kv_tokens={kv_tokens}: prompt {sequence.index} and its answer need {need * BLOCK}",
             )
         blocks = (max(needs, default=0) + 1) * min(self.max_batch_size, len(needs))
-        if self.kv_tokens is None and blocks > total:
-            self.grow(blocks, least=max(needs))
+        if kv_tokens is None and blocks > total:
+            self.memory.grow(blocks, least=max(needs))
         self.scheduler.waiting.extend(sequences)
-
-    def grow(self, blocks: int, least: int) -> None:
-        """Have room for so many blocks, if there is memory; for `least` in any case. With less than all, they wait for
-        each other."""
-        affordable = self.ranks.least(self.affordable())
-        if least > self.scheduler.pool.total:
-            self.reserve(max(least, min(blocks, affordable)))
-        elif blocks <= affordable:
-            with suppress(UserError):  # free memory may lie in pieces
-                self.reserve(blocks)
 
     def longest(self, sequence: Sequence) -> int:
         """Slots that a sequence may need."""
         return len(sequence.prompt) + sequence.params.max_tokens + self.scheduler.ahead
-
-    @torch.inference_mode()
-    def reserve(self, blocks: int) -> None:
-        """Have room for so many blocks of keys and values."""
-        pool = self.scheduler.pool
-        held = pool.in_store if pool.total > 0 else 0
-        alone = all(x.shape[1] == held for x in self.by_block)
-        check(alone, "draft: this drafter is another engine's; make one for each")
-        grown = self.grown(pool.held_by(blocks))
-        pool.grow(blocks)
-        for store, memory in zip(self.stores, grown, strict=True):
-            store.hold(memory)
-        self.launcher.forget(pool.total * BLOCK)
-
-    def grown(self, blocks: int) -> list[torch.Tensor]:
-        """What the stores are to hold with so many blocks. Raises UserError, with all as it was, for want of memory."""
-        grown, reason = [], "on another rank"
-        try:
-            grown = [store.grown(blocks) for store in self.stores]
-        except RuntimeError as error:  # of the allocator
-            reason = one_line(error)
-        gib = blocks * self.block_bytes / 2**30
-        check(
-            self.ranks.least(len(grown)) > 0,
-            f"kv_tokens={self.kv_tokens}: no memory for the keys and values of {blocks * BLOCK} tokens, {gib:.1f} GiB; "
-            f"give a smaller max_tokens or kv_tokens: {reason}",
-        )
-        return grown
-
-    @property
-    def block_bytes(self) -> int:
-        """What a block takes in all stores."""
-        return sum(x.shape[0] * math.prod(x.shape[2:]) * x.element_size() for x in self.by_block)
-
-    def affordable(self) -> int:
-        """Blocks that there is memory for beside what is held; on a CPU that is not asked."""
-        device = self.target.device
-        if device.type != "cuda":
-            return sys.maxsize
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int((torch.cuda.mem_get_info(device)[0] + cached) * MEMORY_SHARE) // self.block_bytes
-
-    @property
-    def by_block(self) -> list[torch.Tensor]:
-        """All that is kept of the blocks, as [L, blocks, ...] each."""
-        return [tensor for store in self.stores for tensor in store.by_block]
 
     @property
     def active(self) -> list[Sequence]:

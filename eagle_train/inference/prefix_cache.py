@@ -7,24 +7,14 @@ token, which the next slot of a draft is paired with. Knows nothing of models or
 """
 
 from array import array
-from collections.abc import Sequence as Listing
 from hashlib import blake2b
-from typing import Protocol
 
 import torch
 
-from eagle_train.inference.block_pool import BlockPool
+from eagle_train.inference.block_memory import BlockMemory
 from eagle_train.inference.paged_kv import BLOCK
 from eagle_train.inference.sequence import Sequence
 from eagle_train.ops.transfer import pinned, to_device
-
-
-class Store(Protocol):
-    """Something that is kept for each block: a PagedKV, or a BlockEnds."""
-
-    @property
-    def by_block(self) -> list[torch.Tensor]:
-        """Tensors [L, blocks, ...], to be read and written."""
 
 
 def names_of(tokens: list[int], names: list[bytes]) -> list[bytes]:
@@ -38,14 +28,10 @@ def names_of(tokens: list[int], names: list[bytes]) -> list[bytes]:
 class HostKV:
     """Blocks in host memory; the least recently used make room."""
 
-    def __init__(self, stores: Listing[Store], blocks: int):
-        self.stores, self.blocks = stores, blocks
+    def __init__(self, memory: BlockMemory, blocks: int):
+        self.memory, self.blocks = memory, blocks
         self.place: dict[bytes, int] = {}  # the least recently used first
-        self.kept = [self.room_for(tensor) for tensor in self.by_block]
-
-    @property
-    def by_block(self) -> list[torch.Tensor]:
-        return [tensor for store in self.stores for tensor in store.by_block]
+        self.kept = [self.room_for(tensor) for tensor in memory.by_block]
 
     def room_for(self, tensor: torch.Tensor) -> torch.Tensor:
         """[blocks, L, ...]: each block in one piece, which is copied while the host goes on."""
@@ -57,7 +43,7 @@ class HostKV:
         for _, name in new:
             full = len(self.place) == self.blocks
             self.place[name] = self.place.pop(next(iter(self.place))) if full else len(self.place)
-        for kept, source in zip(self.kept, self.by_block, strict=True):
+        for kept, source in zip(self.kept, self.memory.by_block, strict=True):
             index = to_device([block for block, _ in new], source.device, torch.long)
             there = source.index_select(1, index).transpose(0, 1).contiguous()
             for (_, name), block in zip(new, there, strict=True):
@@ -65,7 +51,7 @@ class HostKV:
 
     def get(self, names: list[bytes], blocks: list[int]) -> None:
         """Write what is kept under these names into the stores' blocks."""
-        for kept, stored in zip(self.kept, self.by_block, strict=True):
+        for kept, stored in zip(self.kept, self.memory.by_block, strict=True):
             found = [kept[self.place[name]].to(stored.device, non_blocking=True) for name in names]
             stored[:, to_device(blocks, stored.device, torch.long)] = torch.stack(found, 1)
 
@@ -80,11 +66,11 @@ class HostKV:
 class PrefixCache:
     """Finds what the caches have of a text, and notes what they get."""
 
-    def __init__(self, pool: BlockPool, stores: Listing[Store], host_blocks: int):
-        self.pool = pool
-        self.host = HostKV(stores, host_blocks) if host_blocks > 0 else None
+    def __init__(self, memory: BlockMemory, host_blocks: int):
+        self.pool = memory.pool
+        self.host = HostKV(memory, host_blocks) if host_blocks > 0 else None
         if self.host is not None:
-            pool.evict = self.host.put
+            self.pool.evict = self.host.put
 
     def shared(self, sequence: Sequence) -> list[int]:
         """The store's blocks that hold the beginning of the sequence's text; at least one token is left to read."""
