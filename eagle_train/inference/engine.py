@@ -158,9 +158,11 @@ class Engine:
         self.told_first = False  # the step before told first tokens: this one's round is due
         self.ends = BlockEnds(shape.hidden_size, target.dtype, target.device) if prefix_cache else None
         stores = [self.cache, *(draft.caches if draft is not None else []), *([self.ends] if prefix_cache else [])]
-        self.memory = BlockMemory(
-            stores, BlockPool(0), self.ranks, kv_tokens, moved=lambda slots: self.launcher.forget(slots)
-        )
+
+        def moved(slots: int) -> None:
+            self.launcher.forget(slots)  # the one there is then: it may be given another
+
+        self.memory = BlockMemory(stores, BlockPool(0), self.ranks, kv_tokens, moved)
         prefixes = PrefixCache(self.memory, host_kv_tokens // BLOCK) if prefix_cache else None
         self.scheduler = Scheduler(self.memory.pool, max_batch_size, self.dispatcher.deepest + 1, prefixes)
 
