@@ -138,14 +138,21 @@ def run(job: Callable[[], int]) -> None:
 def leave(status: int = 0, failed: bool = False) -> None:
     """Leave the job. A process alone goes on, unless it has a `status` to end with; a rank of several ends here.
 
-    One that `failed` does not wait for the others, who may be waiting for it.
+    It waits until all are leaving, for Gloo fails what another rank is still ending when this one's connections close,
+    though all of it had come. One that `failed` does not wait for the others, who may be waiting for it.
 
     It ends as the interpreter would end it, but without tearing the interpreter down: Gloo's threads still let go of
     the last tensors then, need the interpreter for it, and abort the process (pytorch issue 190489).
     """
     several = place()[1] > 1
     if dist.is_initialized() and not failed:
+        store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), range(dist.get_world_size())
+        store.set(f"leaving/{rank}", "")
+        store.wait([f"leaving/{each}" for each in ranks])
         dist.destroy_process_group()
+        store.set(f"left/{rank}", "")
+        if rank == 0:  # without a launcher that keeps it, the store ends with rank 0
+            store.wait([f"left/{each}" for each in ranks])
     if several:
         if not failed:
             threading._shutdown()  # as multiprocessing ends its children
