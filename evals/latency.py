@@ -4,7 +4,7 @@ All who are compared answer the same batches in turn, so that whatever else the 
 time of a round goes is watched afterwards, on rounds of its own. Paper sections 2.4, 3.3 and figure 4b; DESIGN sections
 3.8 and 3.10. Knows nothing of how prompts and answers come about, nor of a report's looks.
 
-    python -m evals.latency draft=DIR batch_sizes=[1,2,4] context_lengths=[512,2048] trees=[chain3] out=DIR
+    python -m evals.latency draft=DIR batch_sizes=[1,2,4] context_lengths=[512,1024] trees=[chain3] out=DIR
     python -m evals.latency shapes=llama3_1_8b acceptance=[0.8,0.65,0.55] context_lengths=[2048] out=DIR
 """
 
