@@ -1,5 +1,8 @@
 """corpus/chat.py: every row format becomes messages; the mask holds what the assistant produced and nothing else."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -93,6 +96,19 @@ def test_mask_is_the_librarys_where_the_librarys_is_right():
     chat = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "return a + b"}]
     expected = tokenizer.apply_chat_template(chat, return_assistant_tokens_mask=True)["assistant_masks"]
     assert ChatRenderer(tokenizer)(chat).produced.tolist() == [bool(one) for one in expected]
+
+
+def test_threads_do_not_spoil_one_anothers_masks():
+    """Training data are drawn in a thread while held-out data are read in another."""
+    renderers = [ChatRenderer(make_tokenizer(MARKED)) for _ in range(3)]
+    wanted, interval = renderers[0](CHAT).produced.tolist(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(renderers)) as pool:
+            found = pool.map(lambda renderer: [renderer(CHAT).produced.tolist() for _ in range(400)], renderers)
+            assert all(mask == wanted for masks in found for mask in masks)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_the_users_tokenizer_is_left_alone():

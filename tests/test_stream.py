@@ -318,7 +318,18 @@ class Together:
         for world in worlds:
             object.__setattr__(world, "exchange", functools.partial(self.exchange, world.rank))
         with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(task, worlds))
+            running = [pool.submit(self.one, task, world) for world in worlds]
+        failed = [each.exception() for each in running if each.exception() is not None]
+        if failed:  # what went wrong, not that the others were left alone
+            raise min(failed, key=lambda error: isinstance(error, threading.BrokenBarrierError))
+        return [each.result() for each in running]
+
+    def one(self, task: Callable[[World], Any], world: World) -> Any:
+        try:
+            return task(world)
+        except BaseException:
+            self.barrier.abort()
+            raise
 
     def exchange(self, rank: int, own: Any) -> list[Any]:
         self.given[rank] = own

@@ -5,6 +5,7 @@ Knows nothing of files, packing or training: a row comes in, a document goes out
 
 import copy
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,9 @@ SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistan
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # characters [start, end) of a rendered text
+
+# transformers keeps a template, and in it the spans of the rendering under way, for all threads of the process.
+RENDERING = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +163,8 @@ class ChatRenderer:
         """The rendered text and, with return_assistant_tokens_mask, the spans between generation markers."""
         variables = {**self.tokenizer.special_tokens_map, **options}
         try:
-            texts, spans = render_jinja_template([messages], chat_template=self.template, **variables)
+            with RENDERING:
+                texts, spans = render_jinja_template([messages], chat_template=self.template, **variables)
         except TemplateError as error:
             raise UserError(f"the chat template refuses the conversation: {one_line(error)}") from error
         return texts[0], spans[0] if spans else []
