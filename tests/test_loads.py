@@ -33,6 +33,14 @@ def test_who_comes_joins_or_waits(seconds):
     assert [output.stats.intervals_s for output in (joined[0], waited[0])] == [[1.0, 2.0], [1.0, 1.0]]
 
 
+def test_first_tokens_that_are_told_together_have_one_time(seconds):
+    """Short and long prompts are read apart, a second each, and told by one step."""
+    prompts = random_tokens(5, 40)
+    outputs = serve(Engine(shared_target(), max_batch_size=2), asked(*prompts, max_tokens=3, ignore_eos=True))
+    assert [output.stats.ttft_s for output in outputs] == [2.0, 2.0]
+    assert [output.stats.intervals_s for output in outputs] == [[1.0, 1.0]] * 2
+
+
 def test_nobody_takes_a_row_before_all_are_done(seconds):
     first, second, third = asked(*random_tokens(5, 6, 7), max_tokens=4, ignore_eos=True)
     first = replace(first, params=replace(first.params, max_tokens=2))

@@ -29,7 +29,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import reduce
 from typing import Any
 
 import torch
@@ -38,8 +37,7 @@ import torch.distributed as dist
 from eagle_train.config import check, one_line, shown
 from eagle_train.distributed import World
 from eagle_train.inference.block_pool import blocks_for
-from eagle_train.inference.drafting import Pending
-from eagle_train.inference.engine import Engine
+from eagle_train.inference.engine import Engine, First
 from eagle_train.inference.paged_kv import BLOCK
 from eagle_train.inference.sequence import SamplingParams, Sequence, is_number
 
@@ -119,16 +117,15 @@ class DecodeEngine(Engine):
         self.threads = ThreadPoolExecutor(len(lines))
         self.unread: set[Sequence] = set()  # whose texts came back as they were
 
-    def read(self, chunks: list[tuple[Sequence, int]]) -> Pending | None:
+    def read(self, chunks: list[tuple[Sequence, int]]) -> list[First]:
         if not self.active and (not chunks or None not in self.errands.values()):  # there is nothing to do but to wait
             answers = [errand.answer for errand in self.errands.values() if errand is not None]
             wait(answers, timeout=A_MOMENT, return_when=FIRST_COMPLETED)
-        fresh = [self.collect(line) for line in list(self.errands)]
+        ready = [first for line in list(self.errands) for first in self.collect(line)]
         self.hand_out([sequence for sequence, _ in chunks if sequence not in self.unread])
-        fresh.append(super().read([chunk for chunk in chunks if chunk[0] in self.unread or not self.errands]))
+        ready += super().read([chunk for chunk in chunks if chunk[0] in self.unread or not self.errands])
         self.unread.intersection_update(self.scheduler.unfinished)
-        found = [pending for pending in fresh if pending is not None]
-        return reduce(Pending.followed_by, found) if found else None
+        return ready
 
     def hand_out(self, sequences: list[Sequence]) -> None:
         """Divide the texts between the prefill processes that have nothing to do, whose turns come round."""
@@ -166,12 +163,12 @@ class DecodeEngine(Engine):
         packed = torch.empty(request["size"], dtype=self.target.dtype, pin_memory=is_gpu)
         return answer["tokens"], line.receive(packed, self.timeout)
 
-    def collect(self, line: Line) -> Pending | None:
-        """What a prefill process has sent, if it has: its sequences become active, or are to be read here. Some may
-        have been cancelled by now, or had to give up their blocks."""
+    def collect(self, line: Line) -> list[First]:
+        """What a prefill process has sent, if it has: its sequences are ready, or are to be read here. Some may have
+        been cancelled by now, or had to give up their blocks."""
         errand = self.errands[line]
         if errand is None or not errand.answer.done():
-            return None
+            return []
         self.errands[line] = None
         if error := errand.answer.exception():
             del self.errands[line]
@@ -183,11 +180,11 @@ class DecodeEngine(Engine):
             sequence.reader = None
         if answer is None or not new:
             self.unread.update(new)
-            return None
+            return []
         tokens, packed = answer
         parts = packed.to(self.target.device, non_blocking=True).split(errand.sizes)
-        hidden = torch.stack([unpack(self, errand.sequences[row], errand.starts[row], parts[row]) for row in rows])
-        return self.begin(new, [tokens[row] for row in rows], hidden)
+        hidden = [unpack(self, errand.sequences[row], errand.starts[row], parts[row]) for row in rows]
+        return list(map(First, new, [tokens[row] for row in rows], hidden))
 
     def close(self) -> None:
         """Let the prefill processes end. Nothing may be handed out afterwards."""

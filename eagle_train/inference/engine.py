@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,6 +60,14 @@ from eagle_train.ops.linear import pack, use_kernels
 from eagle_train.ops.threads import threads_for
 from eagle_train.ops.transfer import to_device
 from eagle_train.progress import progress
+
+
+class First(NamedTuple):
+    """Who has read all of its text, its first token, and the target's hidden state before that [H]."""
+
+    sequence: Sequence
+    token: int
+    hidden: torch.Tensor
 
 
 class Engine:
@@ -316,11 +324,12 @@ class Engine:
         self.make_room()
         staying = len(self.active)
         self.scheduler.admit()
-        fresh = self.read(self.scheduler.chunks(self.prefill_tokens))
-        if fresh is not None:
+        ready = self.read(self.scheduler.chunks(self.prefill_tokens))
+        if ready:
+            fresh = self.begin(ready)
             self.pending = self.pending.followed_by(fresh) if staying else fresh
             self.leave()
-        return fresh is not None
+        return bool(ready)
 
     def make_room(self) -> None:
         """Active sequences get blocks for the next round. What is under way is waited for where it decides on that."""
@@ -336,22 +345,21 @@ class Engine:
             self.pending = self.pending.rows(to_device(stay, self.target.device, torch.long))
             self.leave()
 
-    def read(self, chunks: list[tuple[Sequence, int]]) -> Pending | None:
-        """Read chunks of texts; who has read all of its text becomes active.
+    def read(self, chunks: list[tuple[Sequence, int]]) -> list[First]:
+        """Read chunks of texts; returns who has read all of its text.
 
         Those at most twice as long as each other are read together: what pads them is less than they are.
         """
         if not chunks:
-            return None
+            return []
         with self.stage("prefill"):
             groups = groupby(sorted(chunks, key=octave), octave)
-            found = [self.read_chunks(list(alike)) for _, alike in groups]
-        ready = [pending for pending in found if pending is not None]
-        return reduce(Pending.followed_by, ready) if ready else None
+            ready = [each for _, alike in groups for each in self.read_together(list(alike))]
+            return self.firsts(*zip(*ready, strict=True)) if ready else []
 
-    def read_chunks(self, chunks: list[tuple[Sequence, int]]) -> Pending | None:
-        """Run chunks of texts through target and drafter. Who has read all of its text becomes active, with its first
-        token; one that comes back has its pending token already."""
+    def read_together(self, chunks: list[tuple[Sequence, int]]) -> list[tuple[Sequence, torch.Tensor]]:
+        """Run chunks of texts through target and drafter. Returns who has read all of its text, each with the target's
+        hidden state [H] at its end."""
         device = self.target.device
         new = [sequence for sequence, _ in chunks]
         texts = [sequence.to_prefill[sequence.read : sequence.read + count] for sequence, count in chunks]
@@ -366,30 +374,34 @@ class Engine:
         for sequence, text, state in zip(new, texts, hidden, strict=True):
             sequence.read, sequence.last_hidden = sequence.read + len(text), state
             self.scheduler.note(sequence)
-        done = [row for row, sequence in enumerate(new) if sequence.read == len(sequence.to_prefill)]
-        if not done:
-            return None
-        new, hidden = [new[row] for row in done], hidden[to_device(done, device)]
+        return [(each, each.last_hidden) for each in new if each.read == len(each.to_prefill)]
+
+    def firsts(self, new: tuple[Sequence, ...], hidden: tuple[torch.Tensor, ...]) -> list[First]:
+        """The first tokens of those who have read all of their texts, drawn after `hidden`, [H] each."""
+        device, new = self.target.device, list(new)
         settings = Settings.of(new, device)
         last = to_device([sequence.read - 1 for sequence in new], device)
         own, coins = self.ranks.own, uniform(settings.seeds, last, 1).squeeze(1)
-        logits = self.target.lm_head(own(hidden)).unsqueeze(1)
+        logits = self.target.lm_head(own(torch.stack(hidden))).unsqueeze(1)
         if guidance := self.guidance_of(new, chain(0)):
             logits = restrict(logits, own(guidance.allowed([0])))
-        firsts = sample(probabilities(logits, settings.sampling.rows(own)).squeeze(1), own(coins))
-        (firsts,) = self.ranks.all(len(new), firsts)
-        return self.begin(new, firsts.tolist(), hidden)
+        tokens = sample(probabilities(logits, settings.sampling.rows(own)).squeeze(1), own(coins))
+        (tokens,) = self.ranks.all(len(new), tokens)
+        return list(map(First, new, tokens.tolist(), hidden))
 
-    def begin(self, new: list[Sequence], tokens: list[int], hidden: torch.Tensor) -> Pending:
-        """These have read all of their texts and become active: with their first tokens, and `hidden` [A, H] before."""
+    def begin(self, ready: list[First]) -> Pending:
+        """These have read all of their texts and become active: with their first tokens, or, where one comes back, with
+        the pending token that it has already. What `step` tells together has one time."""
         now = time.perf_counter()
-        for sequence, token in zip(new, tokens, strict=True):
+        new = [each.sequence for each in ready]
+        for sequence, token, _ in ready:
             sequence.last_hidden = None
             if not sequence.generated:
                 sequence.start(token, now)
                 self.requests.cut_at_stop_strings(sequence)
                 self.advanced[sequence] = None
         self.scheduler.activate(new)
+        hidden = torch.stack([each.hidden for each in ready])
         first = to_device([[sequence.generated[-1]] for sequence in new], hidden.device)
         lengths = to_device([sequence.committed for sequence in new], hidden.device)
         return Pending(first, hidden.unsqueeze(1), torch.ones_like(lengths), lengths)
