@@ -2,8 +2,8 @@
 
 The target answers the questions once; the draft is unrolled over its answers, which ranks the answer's next token among
 the draft's proposals at every depth. From these ranks come the shares by (depth, child rank), the pruned trees N_i, and
-the exact TPC of any tree, without decoding again. Rounds of each tree are then timed at each batch size, in turn with
-plain ones. Knows nothing of training or reports.
+the TPC of any tree, without decoding again: exactly that with draft.alignment=accepted, and about that with `last`.
+Rounds of each tree are then timed at each batch size, in turn with plain ones. Knows nothing of training or reports.
 
     python -m evals.tune_trees draft=DIR questions=FILE.jsonl batch_sizes=[1,4,16] out=DIR
 """
@@ -23,6 +23,7 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.graphs import check_graphs
 from eagle_train.inference.tree import Tree, chain, full, pruned
+from eagle_train.models.artifact import read_artifact
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant
@@ -30,7 +31,7 @@ from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.progress import progress
 from eagle_train.training.unroll import unroll
-from evals.mt_bench import Artifact, Run, ask, check_fit, check_template, drafter_of
+from evals.mt_bench import Artifact, Run, ask, check_fit, check_template, drafter_of, prepared
 from evals.questions import read_questions
 
 Ranks = torch.Tensor
@@ -71,14 +72,22 @@ class Config:
     def __post_init__(self) -> None:
         for key in ("depth", "children", "rounds"):
             check(getattr(self, key) >= 1, f"{key}={getattr(self, key)}: must be at least 1")
+        check(self.max_tokens >= 2, f"max_tokens={self.max_tokens}: must be at least 2, for there to be decoding")
         for key in ("batch_sizes", "nodes"):
             sizes = getattr(self, key)
             check(bool(sizes) and min(sizes) >= 1, f"{key}={sizes}: must be numbers from 1 on")
+        most = sum(self.children**d for d in range(1, self.depth + 1))
+        check(
+            max(self.nodes) <= most,
+            f"nodes={self.nodes}: depth={self.depth} and children={self.children} make trees of at most {most}",
+        )
         for pair in self.full:
             check(len(pair) == 2, f"full={self.full}: must be pairs of depth and branching")
             known = pair[0] <= self.depth and pair[1] <= self.children
             check(known, f"full={self.full}: {pair} goes beyond depth={self.depth} and children={self.children}")
         check(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1, or null")
+        depths = [*range(self.depth + 1), *(depth for depth, _ in self.full), *(min(n, self.depth) for n in self.nodes)]
+        self.tokens = 2 * (self.rounds + 1 + sum(depth + 1 for depth in depths))  # that timing may take, see below
         self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
 
 
@@ -99,8 +108,15 @@ def main(values: DictConfig) -> None:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     questions = read_questions(config.questions, config.limit)
+    about = read_artifact(config.draft.path)
     target = load_target(config.target, device)
     check_template(target)
+    check(
+        config.tokens < target.max_positions,
+        f"rounds={config.rounds}: with these trees they may take {config.tokens} tokens, and the context of "
+        f"{target.name} holds {target.context}",
+    )
+    out = prepared(Path(str(config.out)))
     drafter = drafter_of(target, config.draft, config.quant)
     largest = max(config.batch_sizes)
     options = {"max_batch_size": largest, "compile": config.compile, "graphs": config.graphs, **AT_ONCE}
@@ -123,10 +139,10 @@ def main(values: DictConfig) -> None:
         "trees": [{"name": each.name, "parents": list(each.tree.parents), "tpc": each.tpc} for each in tried],
         "round_s": {size: dict(zip([each.name for each in tried], row, strict=True)) for size, row in seconds.items()},
         "answers": len(answers),
+        "draft_source": about.source,
         "config": asdict(config),
         "provenance": provenance(),
     }
-    out = Path(config.out)
     write_text(out / "table.yaml", table_yaml(tried, seconds, config))
     write_json(out / "tune_trees.json", found)
     print(text(tried, seconds))
@@ -187,10 +203,9 @@ def tpc_of(tree: Tree, ranks: Iterable[Ranks]) -> float:
 
 def candidates(config: Config, shares: list[list[float]], ranks: list[Ranks]) -> list[Candidate]:
     """No speculation, chains, full trees and pruned trees; a tree that came up before is left out."""
-    possible = sum(config.children**d for d in range(1, config.depth + 1))
     named = [("plain", chain(0)), *((f"chain{length}", chain(length)) for length in range(1, config.depth + 1))]
     named += [(f"d{depth}_bf{branching}", full(depth, branching)) for depth, branching in config.full]
-    named += [(f"n{nodes}", pruned(nodes, shares)) for nodes in config.nodes if nodes <= possible]
+    named += [(f"n{nodes}", pruned(nodes, shares)) for nodes in config.nodes]
     kept: dict[Tree, str] = {}
     for name, tree in named:
         kept.setdefault(tree, name)
@@ -209,21 +224,17 @@ def round_seconds(
     """Each candidate's median time of a round, for each batch size. The trees take turns, round by round; the engines
     are `AT_ONCE`.
 
-    Plain rounds are those of an engine without a draft, which has nothing to keep up to date. Its sequences grow more
-    slowly; in each turn the trees' are begun anew where the plain ones stand, so that all see contexts of like length.
+    Each has two rounds in its turn, and the second is timed: the first leaves the draft what this tree's rounds leave
+    it to read, and not another's. Plain rounds are those of an engine without a draft, which has nothing to keep up to
+    date. Its sequences grow more slowly; in each turn the trees' are begun anew where the plain ones stand, so that all
+    see contexts of like length. Of a prompt that leaves too little of the context the end is taken.
     """
     seconds: dict[int, list[float]] = {}
     plans = [Dispatcher(each.tree, plain.target.device) for each in tried]
     bar = progress(len(config.batch_sizes), "batch size")
     for number, size in enumerate(sorted(config.batch_sizes), 1):
-        prompts = [asked[i % len(asked)] for i in range(size)]
-        left = plain.target.max_positions - max(map(len, prompts))
-        wanted = config.rounds + 1 + sum(each.tree.max_depth + 1 for each in tried)
-        check(
-            wanted <= left,
-            f"rounds={config.rounds}: {len(tried)} trees may take {wanted} tokens, and the context has {left} left",
-        )
-        params = SamplingParams(max_tokens=wanted, ignore_eos=True)
+        prompts = [asked[i % len(asked)][config.tokens - plain.target.max_positions :] for i in range(size)]
+        params = SamplingParams(max_tokens=config.tokens, ignore_eos=True)
         requests = {plain: [plain.add(prompt, params) for prompt in prompts], drafting: []}
         times: list[list[float]] = [[] for _ in tried]
         for turn in range(config.rounds + 1):
@@ -236,6 +247,7 @@ def round_seconds(
             for plan, taken in zip(plans, times, strict=True):
                 engine = drafting if plan.deepest else plain
                 engine.dispatcher = plan
+                engine.step()
                 started = time.perf_counter()
                 engine.step()
                 if turn > 0:  # the first warms up

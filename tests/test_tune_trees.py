@@ -138,7 +138,8 @@ def test_the_whole_command(home, tmp_path, capsys):
 
 @pytest.mark.usefixtures("noisy")
 def test_what_is_timed_is_a_round_of_the_tree(home, tmp_path, monkeypatch):
-    """Also where an engine would read prompts by chunks, and tell of a round one step later, as it does on a GPU."""
+    """And stands behind another of the same tree, whose tokens the draft reads. Also where an engine would read prompts
+    by chunks, and tell of a round one step later, as it does on a GPU."""
     done: list[tuple[Tree, list[Tree]]] = []
 
     class Watched(Engine):
@@ -165,7 +166,7 @@ def test_what_is_timed_is_a_round_of_the_tree(home, tmp_path, monkeypatch):
     small = ["batch_sizes=[1,3]", "depth=2", "children=2", "nodes=[3]", "full=[]", "rounds=2"]
     assert call(tune_trees.main, *arguments(home, f"out={tmp_path}/out", *small)) == 0
     trees = [tree["parents"] for tree in json.loads((tmp_path / "out" / "tune_trees.json").read_text())["trees"]]
-    assert [list(tree.parents) for tree, _ in done] == trees * 2 * 3
+    assert [list(tree.parents) for tree, _ in done] == [tree for tree in trees * 2 * 3 for _ in range(2)]
     assert all(finished == [tree] for tree, finished in done)
 
 
@@ -232,6 +233,8 @@ def test_what_is_timed_is_recorded(home, tmp_path, monkeypatch):
         ("depth=0", "error: depth=0: must be at least 1"),
         ("batch_sizes=[]", "error: batch_sizes=[]: must be numbers from 1 on"),
         ("nodes=[0]", "error: nodes=[0]: must be numbers from 1 on"),
+        ("nodes=[2,1400]", "error: nodes=[2, 1400]: depth=5 and children=4 make trees of at most 1364"),
+        ("max_tokens=1", "error: max_tokens=1: must be at least 2, for there to be decoding"),
         ("compile=maybe", "error: compile: Value 'maybe'"),
         ("graphs=true", "error: graphs=True: needs a GPU; the device is cpu"),
         ("full=[3]", "error: full: must be a list, as full=[...]"),
