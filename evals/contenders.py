@@ -4,6 +4,7 @@ Each takes a batch of what is asked and gives one output for each. Knows nothing
 """
 
 import copy
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from eagle_train.models.target import Target
 from eagle_train.ops.linear import Linear
 from eagle_train.ops.norm import FastNorm
 from evals.prompts import Asked
+
+TRIALS = 3  # of each number of threads
 
 
 def serve(engine: Engine, asked: Sequence[Asked]) -> list[Output]:
@@ -58,12 +61,38 @@ def as_it_comes(target: Target) -> PreTrainedModel:
 
 
 class Transformers:
-    """`transformers.generate`; with `prompt_lookup`, its prompt lookup decoding with so many tokens, for one prompt."""
+    """`transformers.generate`; with `prompt_lookup`, its prompt lookup decoding with so many tokens, for one prompt.
+
+    `threads` of a CPU, of those that torch has been given: all, until `tune` has found how many suit it.
+    """
 
     def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int], prompt_lookup: int | None = None):
         self.model, self.stop_ids, self.prompt_lookup = model, stop_ids, prompt_lookup
+        self.threads = torch.get_num_threads()
+
+    def tune(self, asked: Sequence[Asked]) -> None:
+        """Take as many threads as this is answered fastest with: small products are slower with many, and our engine
+        takes one for them by itself. Tried are 1, 2, 4, ... and all, in turn, after one to warm up."""
+        if self.model.device.type != "cpu":
+            return
+        counts = sorted({min(2**power, self.threads) for power in range(self.threads.bit_length() + 1)})
+        seconds: dict[int, list[float]] = {number: [] for number in counts}
+        for _ in range(1 + TRIALS):
+            for self.threads in counts:
+                started = time.perf_counter()
+                self(asked)
+                seconds[self.threads].append(time.perf_counter() - started)
+        self.threads = min(counts, key=lambda number: statistics.median(seconds[number][1:]))
 
     def __call__(self, asked: Sequence[Asked]) -> list[Output]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            return self.answers(asked)
+        finally:
+            torch.set_num_threads(before)
+
+    def answers(self, asked: Sequence[Asked]) -> list[Output]:
         clock = Clock()
         prompts, params = [each.prompt for each in asked], asked[0].params
         width = max(map(len, prompts))

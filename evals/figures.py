@@ -108,12 +108,22 @@ def latency(batches: list[Together]) -> dict[str, Any]:
     return {**times(chain.from_iterable(batches)), "rounds": num_rounds(batches)}
 
 
-def stages(seconds: Mapping[str, float], rounds: int, batches: int) -> dict[str, Any]:
-    """An engine's stages in milliseconds per round (prefill: per batch). `seconds`: by stage, all rounds together."""
-    return {
-        "stage_ms_per_round": {name: spent * 1e3 / rounds for name, spent in seconds.items() if name != "prefill"},
-        "prefill_ms_per_batch": seconds["prefill"] * 1e3 / batches,
-    }
+def conditional(shares: Sequence[float]) -> list[float | None]:
+    """Acceptance at each depth among the rounds that accepted the depth before, from shares of the same rounds; None
+    where there were none."""
+    return [share / before if before else None for before, share in zip([1.0, *shares], shares, strict=False)]
+
+
+def stages(seconds: Mapping[str, float], entered: Mapping[str, int], batches: int) -> dict[str, Any]:
+    """An engine's stages in milliseconds per round, the prefill per batch, drafting also per round that drafts.
+
+    `seconds` and `entered`: of each stage, all rounds together, and how often it was.
+    """
+    each = {name: spent * 1e3 / entered["validation"] for name, spent in seconds.items() if name != "prefill"}
+    found = {"stage_ms_per_round": each, "prefill_ms_per_batch": seconds["prefill"] * 1e3 / batches}
+    if "drafting" in each:
+        found["draft_latency_ms"] = seconds["drafting"] * 1e3 / entered["drafting"]
+    return found
 
 
 def tokens_per_s(batch: Together, arrivals: Sequence[float]) -> float:
@@ -173,10 +183,14 @@ def compare(plain: list[Together], speculative: list[Together]) -> dict[str, Any
 
 
 def check_timing(results: Mapping[str, Any]) -> None:
-    """Raise UserError where speed-up exceeds tokens per call: a draft makes no target call faster. DESIGN 3.8."""
-    fastest = max(results["speedup"], results["speedup_batch_median"])
+    """Raise UserError where the speed-up of single prompts exceeds tokens per call: a draft makes no target call
+    faster. DESIGN 3.8.
+
+    In a batch it may: who accepts much is done early, and what is left is a smaller and faster batch. Nor does it bind
+    the median of batches that accept more than others.
+    """
     check(
-        fastest <= results["tpc"],
-        f"speed-up {fastest:.3f} exceeds {results['tpc']:.3f} tokens per call, so the timing cannot be right and no "
-        "result was written; run again with more questions on a quieter machine",
+        results["speedup"] <= results["tpc"],
+        f"speed-up {results['speedup']:.3f} exceeds {results['tpc']:.3f} tokens per call, so the timing cannot be "
+        "right and no result was written; run again with more questions on a quieter machine",
     )

@@ -10,7 +10,7 @@ time of a round goes is watched afterwards, on rounds of its own. Paper sections
 
 import copy
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -27,7 +27,7 @@ from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.drafting import check_drafting
 from eagle_train.inference.graphs import check_graphs
 from eagle_train.inference.sequence import is_whole
-from eagle_train.models.artifact import load_draft
+from eagle_train.models.artifact import load_draft, read_artifact
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
@@ -43,6 +43,7 @@ from evals.shapes import ShapesConfig, ToldEngine, models_of
 from evals.stopwatch import breakdown
 
 PLAIN, TRANSFORMERS, LOOKUP = "plain", "transformers", "transformers, prompt lookup"
+WATCHED = 8  # batches of a cell, at most, over which a breakdown is taken
 Answering = Callable[[Sequence[Asked]], list[Output]]
 
 
@@ -173,12 +174,14 @@ class Bench:
             engines[name] = make(self.target, drafter, tree, **options)
         return engines
 
-    def others(self, batch_size: int) -> dict[str, Answering]:
-        """transformers; its prompt lookup is for one prompt at a time."""
+    def others(self, batch: list[Asked]) -> dict[str, Transformers]:
+        """transformers, with the threads that suit it for such a batch; its prompt lookup is for a single prompt."""
         stops = self.plain.requests.stop_ids
         found = {TRANSFORMERS: Transformers(self.model, stops)}
-        if batch_size == 1:
+        if len(batch) == 1:
             found[LOOKUP] = Transformers(self.model, stops, self.config.prompt_lookup)
+        for other in found.values():
+            other.tune(batch)
         return found
 
 
@@ -191,17 +194,18 @@ def main(values: DictConfig) -> None:
         torch.set_num_threads(config.threads)
     out = prepared(Path(str(config.out)))
     target, draft = models(config, device)
-    found = {
-        **swept(Bench(config, target, draft)),
+    about = {
+        "draft_source": None if config.draft.path is None else read_artifact(config.draft.path).source,
         "target": target.name if config.shapes is None else described(target),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": target.device.type,
         "tables": {name: labels(Dispatcher(table), max(config.batch_sizes)) for name, table in config.tables.items()},
         "config": redact(OmegaConf.to_container(values)),
-        "provenance": provenance(),
     }
-    write_text(out / "report.md", latency_report.markdown(found))
-    write_json(out / "results.json", found)
+    for cells in swept(Bench(config, target, draft)):  # each is written when it is there: a later one may fail
+        found = {**cells, **about, "provenance": provenance()}
+        write_text(out / "report.md", latency_report.markdown(found))
+        write_json(out / "results.json", found)
     print(latency_report.summary(found))
     print(f"written to {out}: report.md, results.json")
 
@@ -219,29 +223,36 @@ def described(target: Target) -> str:
     return f"a random {target.config.model_type} of {size / 1e9:.3g} B parameters"
 
 
-def swept(bench: Bench) -> dict[str, Any]:
-    """A row for each cell and contender, the breakdown of each cell and engine, and the first tree's figures on top."""
+def swept(bench: Bench) -> Iterator[dict[str, Any]]:
+    """A row for each cell and contender, the breakdown of each cell and engine, and the first tree's figures on top:
+    after each cell those so far. What cannot be asked is refused before the first."""
     config, prompts = bench.config, bench.prompts
     cells = [Cell(size, length) for size in config.batch_sizes for length in config.context_lengths or [None]]
     fixed = [prompts.batches(config.repeats, cell.batch_size, cell.context_length) for cell in cells]
+    coming = [[] for _ in cells]
+    if config.rate is not None:
+        coming = [prompts.batches(config.repeats, config.requests, cell.context_length) for cell in cells]
+        coming = [arriving(batches, config.rate, config.seed) for batches in coming]
     rows, breakdowns = [], []
     bar = progress(len(cells), "cell")
-    for number, (cell, batches) in enumerate(zip(cells, fixed, strict=True), 1):
+    for number, (cell, batches, arrivals) in enumerate(zip(cells, fixed, coming, strict=True), 1):
         engines = bench.engines(cell.batch_size)
         serving = {name: partial(serve, engine) for name, engine in engines.items()}
-        answered = take_turns(serving | bench.others(cell.batch_size), batches)
-        rows += rows_of(config, cell, answered, batches)
-        if config.rate is not None:
-            coming = prompts.batches(config.repeats, config.requests, cell.context_length)
-            coming = arriving(coming, config.rate, config.seed)
-            rows += rows_of(config, cell, take_turns(serving, coming), coming)
+        others = bench.others(batches[0])
+        answered = take_turns(serving | others, batches)
+        threads = {name: other.threads for name, other in others.items() if bench.target.device.type == "cpu"}
+        rows += rows_of(config, cell, answered, batches, threads)
+        if arrivals:
+            rows += rows_of(config, cell, take_turns(serving, arrivals), arrivals)
         pairs = zip(batches, answered[PLAIN], strict=True)
-        watched = next(batch for batch, theirs in pairs if figures.intervals(theirs))  # it has rounds, whoever drafts
+        watched = [batch for batch, theirs in pairs if figures.intervals(theirs)]  # they have rounds, whoever drafts
+        watched = watched[:: -(-len(watched) // WATCHED)]
         for name, engine in engines.items():
             breakdowns.append({**asdict(cell), "decoding": name, **breakdown(engine, watched)})
         bar.update(number)
+        top = headline(rows, breakdowns, next(iter(config.drafters)))
+        yield {**top, "rows": rows, "breakdown": breakdowns, "cells": {"measured": number, "of": len(cells)}}
     bar.close()
-    return {**headline(rows, breakdowns, next(iter(config.drafters))), "rows": rows, "breakdown": breakdowns}
 
 
 def take_turns(
@@ -262,12 +273,14 @@ def take_turns(
 
 
 def rows_of(
-    config: Config, cell: Cell, answered: dict[str, list[Together]], batches: list[list[Asked]]
+    config: Config,
+    cell: Cell,
+    answered: dict[str, list[Together]],
+    batches: list[list[Asked]],
+    threads: Mapping[str, int] | None = None,
 ) -> list[dict[str, Any]]:
-    """A row for each contender. Raises UserError where a fixed batch's speed-up exceeds tokens per call.
-
-    Where requests arrive at random, who is slower has more of them at once, so that there no such bound holds.
-    """
+    """A row for each contender; `threads`: of those whose number was tuned. Raises UserError where the speed-up of
+    single prompts exceeds tokens per call."""
     at = [[each.arrival for each in batch] for batch in batches]
     speeds = {name: list(map(figures.tokens_per_s, answered[name], at)) for name in answered}
     poisson = any(chain.from_iterable(at))
@@ -285,12 +298,13 @@ def rows_of(
             "tokens_per_s": statistics.median(speeds[name]),
             "over": {other: median_ratio(speeds[name], speeds[other]) for other in answered if other != name},
             "answers": len(answers),
+            "threads": (threads or {}).get(name),
         }
         own_draws = name in config.drafters and config.drafting != "greedy"  # or transformers' own
         if config.acceptance is not None or (config.temperature > 0 and (own_draws or name in (TRANSFORMERS, LOOKUP))):
             found["differing_answers"] = None  # samples may well differ, and so may what is told
         drafts = bool(found["acceptance_per_depth"])  # a table may say that nothing is drafted at this size
-        if name in config.drafters and drafts and not poisson:
+        if name in config.drafters and drafts and cell.batch_size == 1 and not poisson:
             figures.check_timing(found)
         rows.append(found)
     return rows
@@ -311,7 +325,7 @@ def headline(rows: list[dict[str, Any]], breakdowns: list[dict[str, Any]], tree:
         "tree": tree,
         **{key: own[key] for key in (*keys, *times)},
         **{f"plain_{key}": plain[key] for key in times},
-        "draft_latency_ms": stages["stages_ms"].get("drafting", 0.0),
+        "draft_latency_ms": stages["draft_latency_ms"],
         "outside": stages["outside"],
     }
 

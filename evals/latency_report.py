@@ -40,6 +40,8 @@ def markdown(found: Found) -> str:
         f"{config['temperature']:g}; answers of up to {config['max_tokens']} tokens; {config['repeats']} batches of "
         "each size, in turn. Tokens/s count the prefill; the columns behind are medians of the batches' ratios."
     )
+    if found["cells"]["measured"] < found["cells"]["of"]:
+        setting += " Of {of} batch sizes and contexts {measured} so far.".format(**found["cells"])
     for path, trees in found["tables"].items():
         setting += f" `{path}` is {trees}."
     if config["acceptance"]:
@@ -68,11 +70,25 @@ def over(row: Found, other: str) -> str:
 
 
 def latencies(rows: list[Found]) -> str:
-    header = ["decoding", "batch", "context", "TPC", "TTFT", "p50", "p99", "TTIT", "p50", "p99", "TTIT of plain / own"]
+    header = [
+        "decoding",
+        "threads",
+        "batch",
+        "context",
+        "TPC",
+        "TTFT",
+        "p50",
+        "p99",
+        "TTIT",
+        "p50",
+        "p99",
+        "TTIT of plain / own",
+    ]
     header += ["tokens/s", "/ plain", "/ transformers", "answers that differ from plain's"]
     cells = [
         [
             row["decoding"],
+            "own choice" if row["threads"] is None else str(row["threads"]),
             str(row["batch_size"]),
             context(row),
             number(row["tpc"]),

@@ -150,7 +150,8 @@ def main(values: DictConfig) -> None:
         "config": redact(OmegaConf.to_container(values)),
         "provenance": provenance(),
     }
-    figures.check_timing(found)
+    if config.batch_size == 1:
+        figures.check_timing(found)
     write(out, found, plain.answers, speculative.answers)
     print(report.summary(found))
     print(f"written to {out}: report.md, results.json, acceptance.png, answers.jsonl")
@@ -207,6 +208,7 @@ def measure(runs: Sequence[Run], questions: list[Question], params: SamplingPara
     for run in runs:
         ask(run.engine, batches[0], replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens)))
         run.engine.stage_seconds.clear()
+        run.engine.stages_entered.clear()
     bar = progress(len(batches), "batch")
     for number, batch in enumerate(batches):
         first = number % len(runs)
@@ -224,13 +226,14 @@ def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
     check(len(acceptance) > 0, NO_DRAFTS)
     if config.temperature > 0 and config.drafting != "greedy":
         compared["differing_answers"] = None  # two samples may well differ
+    depths = {tree.max_depth for tree, _ in dispatched(engine.dispatcher, config.batch_size)} - {0}
     own, other = ({**figures.latency(run.batches), **stages(run, config)} for run in (speculative, plain))
     return {
         "tpc": figures.tpc(answers),
         **compared,
         "acceptance_per_depth": acceptance,
+        "acceptance_after_depth_before": figures.conditional(acceptance) if len(depths) == 1 else None,
         **own,
-        "draft_latency_ms": own["stage_ms_per_round"]["drafting"],
         **{f"plain_{name}": value for name, value in other.items()},
         "repeated_8grams": figures.repeated_ngrams(answer.output.token_ids for answer in answers),
         **figures.counts(answers, config.max_tokens),
@@ -255,13 +258,13 @@ def stages(run: Run, config: Config) -> dict[str, Any]:
     """
     engine, batches = run.engine, run.batches
     if not runs_ahead(engine.target.device):
-        return figures.stages(engine.stage_seconds, figures.num_rounds(batches), len(batches))
+        return figures.stages(engine.stage_seconds, engine.stages_entered, len(batches))
     batch = max(batches, key=lambda batch: (len(figures.acceptance(batch)) > 0, figures.num_rounds([batch])))
     params = [seeded(config.params, answer.question, answer.turn) for answer in batch]
     watch = Stopwatch(engine.target.device)
     with watch.watching(forwards=False):
         engine.generate([answer.prompt for answer in batch], params)
-    return figures.stages(watch.stages, watch.rounds, 1)
+    return figures.stages(watch.stages, watch.entered, 1)
 
 
 def labels(dispatcher: Dispatcher, batch_size: int) -> str:
@@ -324,7 +327,7 @@ def write(out: Path, found: dict[str, Any], plain: list[Answer], answers: list[A
         for answer, other in zip(answers, plain, strict=True)
     ]
     write_text(out / "answers.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    report.plot_acceptance(found["acceptance_per_depth"], out / "acceptance.png")
+    report.plot_acceptance(found, out / "acceptance.png")
     write_text(out / "report.md", report.markdown(found))
     write_json(out / "results.json", found)
 

@@ -69,7 +69,7 @@ def markdown(found: Found) -> str:
         f"TPC {found['tpc']:.2f}, {found['speedup']:.2f} times as fast as plain decoding": setting,
         "Headline": headline(found),
         "By category and turn": by_category_and_turn(found["per_category_and_turn"]),
-        "Acceptance by depth": by_depth(found["acceptance_per_depth"]),
+        "Acceptance by depth": by_depth(found),
         "Time by stage": by_stage(found),
         "What it says about the draft": "\n".join(f"- {finding}" for finding in diagnosis(found)),
         "Made on": made_on(found),
@@ -115,15 +115,14 @@ def by_category_and_turn(groups: Sequence[Found]) -> str:
     return table(["category", "prompts", *names, "acceptance by depth"], rows)
 
 
-def conditional(shares: Sequence[float]) -> list[float | None]:
-    """Acceptance at each depth among the rounds that accepted the depth before; None where there were none."""
-    return [share / before if before else None for before, share in zip([1.0, *shares], shares, strict=False)]
-
-
-def by_depth(shares: Sequence[float]) -> str:
-    given = conditional(shares)
-    rows = [[str(depth), percent(a), percent(b)] for depth, (a, b) in enumerate(zip(shares, given, strict=True), 1)]
-    header = ["depth", "accepted, of all rounds", "of rounds that accepted the depth before"]
+def by_depth(found: Found) -> str:
+    """Trees of several depths have other rounds at each, of which none can be said to follow on the depth before."""
+    shares, given = found["acceptance_per_depth"], found["acceptance_after_depth_before"]
+    header, rows = ["depth", "accepted, of rounds that draft so deep"], [[percent(share)] for share in shares]
+    if given is not None:
+        header.append("of rounds that accepted the depth before")
+        rows = [[*row, percent(share)] for row, share in zip(rows, given, strict=True)]
+    rows = [[str(depth), *row] for depth, row in enumerate(rows, 1)]
     return f"{table(header, rows)}\n\n![Acceptance by depth](acceptance.png)"
 
 
@@ -168,11 +167,11 @@ def diagnosis(found: Found) -> list[str]:
             f"Depth 1 is drafted from the target's own hidden states, so {percent(shares[0])} is what the draft itself "
             f"has learnt{seen}. Train it longer, on conversations like these under the same chat template."
         )
-    given = conditional(shares)[1:2]
-    if given and given[0] is not None and shares[0] - given[0] > FEATURE_DROP:
+    second = (found["acceptance_after_depth_before"] or [])[1:2]
+    if second and second[0] is not None and shares[0] - second[0] > FEATURE_DROP:
         findings.append(
             f"From depth 2 on the draft reads its own hidden states, and acceptance falls from {percent(shares[0])} to "
-            f"{percent(given[0])}: its features drift. Train it on its own features too."
+            f"{percent(second[0])}: its features drift. Train it on its own features too."
         )
     return findings + cost_findings(found) + answer_findings(found)
 
@@ -208,17 +207,19 @@ def made_on(found: Found) -> str:
     return table(["", ""], [[name.replace("_", " "), str(value)] for name, value in rows.items() if value is not None])
 
 
-def plot_acceptance(shares: Sequence[float], path: Path) -> None:
+def plot_acceptance(found: Found, path: Path) -> None:
     """Acceptance by depth as a PNG, whole or not there."""
+    shares, given = found["acceptance_per_depth"], found["acceptance_after_depth_before"]
     figure = Figure(figsize=(5, 3.2), layout="constrained")
     axes = figure.subplots()
     depths = range(1, len(shares) + 1)
     for values, style, name in (
-        (shares, "o-", "of all rounds"),
-        (conditional(shares), "o--", "of rounds that accepted the depth before"),
+        (shares, "o-", "of rounds that draft so deep"),
+        (given or [], "o--", "of rounds that accepted the depth before"),
     ):
         heights = [float("nan") if value is None else value for value in values]
-        axes.plot(depths, heights, style, label=name, clip_on=False)
+        if heights:
+            axes.plot(depths, heights, style, label=name, clip_on=False)
     axes.set(xlabel="depth in the tree", ylabel="accepted", ylim=(0, 1), xlim=(0.7, len(shares) + 0.3), xticks=depths)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.spines[["top", "right"]].set_visible(False)

@@ -99,33 +99,37 @@ class Stopwatch:
         self.stages[stage] += time.perf_counter() - started
 
 
-def breakdown(engine: Engine, asked: Sequence[Asked]) -> dict[str, Any]:
-    """A batch is read, then decoded; milliseconds, those of decoding per round.
+def breakdown(engine: Engine, batches: Sequence[Sequence[Asked]]) -> dict[str, Any]:
+    """Batch by batch is read, then decoded; milliseconds, those of decoding per round, `prefill_ms` per batch.
 
-    `outside`: the share of a round that no forward of target, draft or LM head takes. `rest`: what is in no stage, the
-    dispatcher's work among it. Raises UserError where every answer ends with its first token.
+    `draft_latency_ms`: per round that drafts. `outside`: the share of decoding that no forward of target, draft or LM
+    head takes. `rest`: what is in no stage, the dispatcher's work among it. Raises UserError where every answer ends
+    with its first token.
     """
     watch = Stopwatch(engine.target.device)
-    for each in asked:
-        engine.add(each.prompt, each.params)
     seconds = 0.0
     with watch.watching():
-        while engine.scheduler.waiting or engine.scheduler.reading:
-            engine.prefill()
-        prefill = watch.stages.pop("prefill")
-        watch.forwards.clear()
-        while engine.scheduler.unfinished:
-            started = time.perf_counter()
-            engine.step()
-            watch.wait()
-            seconds += time.perf_counter() - started
+        for batch in batches:
+            for each in batch:
+                engine.add(each.prompt, each.params)
+            while engine.scheduler.waiting or engine.scheduler.reading:
+                engine.prefill()
+            while engine.scheduler.unfinished:
+                started = time.perf_counter()
+                engine.step()
+                watch.wait()
+                seconds += time.perf_counter() - started
+    prefill = watch.stages.pop("prefill")
+    watch.forwards.pop("prefill")
     rounds = watch.rounds
     check(rounds > 0, "no answer has a second token, so there is no round to watch; raise max_tokens")
     each = {stage: 1e3 * spent / rounds for stage, spent in watch.stages.items()}
+    drafted = max(watch.entered["drafting"], 1)
     return {
         "rounds": rounds,
         "round_ms": 1e3 * seconds / rounds,
-        "prefill_ms": 1e3 * prefill,
+        "prefill_ms": 1e3 * prefill / len(batches),
+        "draft_latency_ms": 1e3 * watch.stages["drafting"] / drafted,
         "stages_ms": {**each, "rest": 1e3 * seconds / rounds - sum(each.values())},
         "forwards_ms": {stage: 1e3 * spent / rounds for stage, spent in watch.forwards.items()},
         "outside": 1 - sum(watch.forwards.values()) / seconds,

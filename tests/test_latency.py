@@ -4,6 +4,7 @@ Targets are tiny and random; that `transformers.generate` is the baseline and th
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from talking import arguments, make_home
 from tiny import random_tokens, shared_target, tiny_draft
 from torch import nn
 
-from eagle_train.config import UserError
+from eagle_train.config import UserError, check
 from eagle_train.inference import Engine, Output, SamplingParams, Stats
+from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.tree import chain
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import LMHead, Target
@@ -199,14 +202,14 @@ def test_the_breakdown_by_hand(clock, monkeypatch):
     monkeypatch.setattr(ToldEngine, "sample", slow)
     before = [Target.hidden_states, Draft.forward, LMHead.__call__, Engine.stage]
     found = breakdown(
-        told_engine("chain3", shares=[1, 1, 1]), asked(*random_tokens(5, 7), max_tokens=9, ignore_eos=True)
+        told_engine("chain3", shares=[1, 1, 1]), [asked(*random_tokens(5, 7), max_tokens=9, ignore_eos=True)]
     )
     assert found["rounds"] == 2
     assert found["round_ms"] == 14_500
     assert found["stages_ms"] == {"drafting": 9000, "validation": 4000, "sampling": 1000, "bookkeeping": 0, "rest": 500}
     assert found["forwards_ms"] == {"drafting": 9000, "validation": 4000}
     assert found["outside"] == pytest.approx(1.5 / 14.5)
-    assert found["prefill_ms"] == 6000
+    assert (found["prefill_ms"], found["draft_latency_ms"]) == (6000, 9000)
     assert [Target.hidden_states, Draft.forward, LMHead.__call__, Engine.stage] == before
 
 
@@ -215,13 +218,31 @@ def test_the_breakdown_counts_the_rounds_that_were_launched(clock, monkeypatch):
     taking(monkeypatch, clock, Target, "hidden_states", 3)
     batch = asked(*random_tokens(9), max_tokens=9, ignore_eos=True)
     for overlap in (False, True):
-        found = breakdown(Engine(shared_target(), overlap=overlap), batch)
+        found = breakdown(Engine(shared_target(), overlap=overlap), [batch])
         assert (found["rounds"], found["round_ms"], found["stages_ms"]["validation"]) == (8, 3000, 3000)
+
+
+def test_the_breakdown_of_several_batches(clock, monkeypatch):
+    """Rounds of all together; a table's rounds without drafts do not count where the draft's time is told. Seconds:
+    target 3, draft 2; two rows until the first is done, then one, for which alone chain2 drafts."""
+    for owner, name, seconds in ((Target, "hidden_states", 3), (Draft, "forward", 2)):
+        taking(monkeypatch, clock, owner, name, seconds)
+    engine = told_engine("chain2", rows=2, shares=[1, 1])
+    engine.dispatcher = Dispatcher({1: chain(2), 2: chain(0)}, engine.target.device)
+    pair = asked(*random_tokens(5, 7), max_tokens=12, ignore_eos=True)
+    pair[0] = replace(pair[0], params=replace(pair[0].params, max_tokens=3))
+    alone = asked(*random_tokens(6), max_tokens=7, ignore_eos=True)
+    found = breakdown(engine, [pair, alone])
+    # The pair: 2 plain rounds, then 9 tokens in 3 drafted ones; the one alone: 6 in 2.
+    assert found["rounds"] == 2 + 3 + 2
+    assert found["draft_latency_ms"] == 2 * 2000
+    assert found["stages_ms"]["drafting"] == pytest.approx(5 * 4000 / 7)
+    assert found["prefill_ms"] == pytest.approx((3 + 2) * 1000)
 
 
 def test_a_batch_without_a_round_has_no_breakdown():
     with pytest.raises(UserError, match="no answer has a second token, so there is no round to watch"):
-        breakdown(Engine(shared_target()), asked(*random_tokens(9), max_tokens=1))
+        breakdown(Engine(shared_target()), [asked(*random_tokens(9), max_tokens=1)])
 
 
 def test_the_batch_that_is_watched_has_rounds(monkeypatch):
@@ -232,9 +253,31 @@ def test_the_batch_that_is_watched_has_rounds(monkeypatch):
     bench = latency.Bench(small_config(questions=None, context_lengths=[9]), target, tiny_draft(target))
     monkeypatch.setattr(bench.prompts, "batches", lambda *_: batches)
     monkeypatch.setattr(figures, "check_timing", lambda found: None)
-    found = latency.swept(bench)
+    *_, found = latency.swept(bench)
     assert [each["decoding"] for each in found["breakdown"]] == ["plain", "chain3"]
     assert all(each["rounds"] > 0 for each in found["breakdown"])
+
+
+# transformers' threads
+
+
+@pytest.mark.parametrize(("all_of_them", "tried", "fastest"), [(1, [1], 1), (6, [1, 2, 4, 6], 4), (4, [1, 2, 4], 1)])
+def test_transformers_takes_the_threads_that_suit_it(clock, monkeypatch, all_of_them, tried, fastest):
+    """Medians of three trials in turn: the first warms up, and one disturbance says nothing."""
+    target, now = shared_target(), []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: all_of_them)
+    monkeypatch.setattr(torch, "set_num_threads", now.append)
+    other = Transformers(target.model, frozenset())
+    disturbed = iter([True] * len(tried) + [False] * 2 * len(tried) + [True] * len(tried))
+
+    def slow(asked):
+        clock[0] += 100.0 if next(disturbed) else 1.0 + abs(now[-1] - fastest)
+        return []
+
+    monkeypatch.setattr(other, "answers", slow)
+    other.tune(asked([7]))
+    assert now == [number for count in tried * 4 for number in (count, all_of_them)]
+    assert other.threads == fastest
 
 
 # Rows
@@ -320,18 +363,18 @@ def test_rows_without_decoding_are_one_clear_line():
         rows_of(small_config(), Cell(1, None), {PLAIN: [[answer([1], 1.0, [], 0)]]}, [asked([7])])
 
 
-@pytest.mark.parametrize("arrival", [0.0, 0.1])
-def test_a_speed_up_beyond_tpc_is_an_error_in_a_fixed_batch(arrival):
+@pytest.mark.parametrize(("size", "arrival"), [(1, 0.0), (1, 0.1), (2, 0.0)])
+def test_a_speed_up_beyond_tpc_is_an_error_of_single_prompts(size, arrival):
     answered = {
         PLAIN: [[answer([1, 2, 3], 1.0, [9.0, 9.0], 2)]],
         "chain3": [[answer([1, 2, 3], 1.0, [1.0, 1.0])]],
     }
     batches = [asked([7], arrivals=[arrival])]
-    if arrival:
-        assert rows_of(small_config(), Cell(1, None), answered, batches)[1]["speedup"] == 9.0
+    if arrival or size > 1:
+        assert rows_of(small_config(), Cell(size, None), answered, batches)[1]["speedup"] == 9.0
     else:
         with pytest.raises(UserError, match=r"speed-up 9\.000 exceeds 2\.000"):
-            rows_of(small_config(), Cell(1, None), answered, batches)
+            rows_of(small_config(), Cell(size, None), answered, batches)
 
 
 def test_everyone_takes_every_batch_in_turn_after_a_warm_up():
@@ -409,11 +452,47 @@ def test_the_whole_command_without_a_checkpoint(tmp_path, capsys):
     assert all(0 < each["outside"] < 1 for each in found["breakdown"])
     assert found["provenance"]["load_average"]
     assert found["config"]["drafting"] == "multinomial_without_replacement"
+    assert {(row["decoding"], row["threads"] is None) for row in found["rows"] if row["batch_size"] == 2} == {
+        *((name, True) for name in engines),
+        (TRANSFORMERS, False),
+    }
+    assert found["cells"] == {"measured": 4, "of": 4}
     printed, report = capsys.readouterr().out, (out / "report.md").read_text()
     assert f"written to {out}" in printed
     assert "rounds accept as told: [0.8, 0.6, 0.3]" in report
     assert report.count("| chain3 |") == 8
-    assert report.count("| transformers | 1 |") == report.count("| transformers | 2 |") == 2
+    assert "so far" not in report
+    rows = [line.split(" | ") for line in report.splitlines() if line.startswith("| transformers | ")]
+    assert [row[2] for row in rows if len(row) > 2] == ["1", "1", "2", "2"]
+
+
+def test_cells_that_were_measured_are_kept_where_a_later_one_fails(tmp_path, capsys, monkeypatch):
+    def told(config, cell, *arguments):
+        check(cell.context_length != 20, "it cannot be")
+        return rows_of(config, cell, *arguments)
+
+    monkeypatch.setattr(latency, "rows_of", told)
+    monkeypatch.setattr(figures, "check_timing", lambda found: None)
+    assert call(latency.main, *SHAPES, f"out={tmp_path}", "device=cpu") == 2
+    assert "error: it cannot be" in capsys.readouterr().err
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert {row["context_length"] for row in found["rows"]} == {12}
+    assert (found["tree"], found["cells"]) == ("chain3", {"measured": 1, "of": 2})
+    assert "Of 2 batch sizes and contexts 1 so far." in (tmp_path / "report.md").read_text()
+
+
+def test_arrivals_that_do_not_fit_are_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    """With one request there is room for each, and of three one is too long."""
+    monkeypatch.setattr(latency, "take_turns", None)
+    given = ["rate=9", "requests=3", "repeats=1", f"out={tmp_path}/out", "device=cpu"]
+    prompt = Prompts.prompt
+    monkeypatch.setattr(
+        Prompts,
+        "prompt",
+        lambda self, number, count, length: prompt(self, number, count, 505 if number == 2 else length),
+    )
+    assert call(latency.main, *SHAPES, *given) == 2
+    assert "max_tokens=8: a prompt has 505 tokens" in capsys.readouterr().err
 
 
 def test_a_table_of_trees(tmp_path, capsys, monkeypatch):
@@ -424,7 +503,7 @@ def test_a_table_of_trees(tmp_path, capsys, monkeypatch):
     checked = []
     monkeypatch.setattr(figures, "check_timing", lambda row: checked.append((row["batch_size"], row["decoding"])))
     assert call(latency.main, *SHAPES, *given, f"out={tmp_path}/out", "device=cpu") == 0
-    assert checked == [(1, str(table)), (1, "chain1"), (2, "chain1")]
+    assert checked == [(1, str(table)), (1, "chain1")]
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     own = [row for row in found["rows"] if row["decoding"] == str(table)]
     assert [(row["batch_size"], len(row["acceptance_per_depth"])) for row in own] == [(1, 2), (2, 0)]

@@ -11,7 +11,7 @@ the same order: all that is decided then follows from tokens, which are the same
 import copy
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
 from contextlib import contextmanager
@@ -160,6 +160,7 @@ class Engine:
         self.launcher = launcher(graphs, target.device, max_batch_size, self.dispatcher.deepest + 1)
         self.under_way: Round | None = None  # what came of it is not known yet
         self.stage_seconds: dict[str, float] = defaultdict(float)
+        self.stages_entered: Counter[str] = Counter()
         self.num_added = 0
         self.advanced: dict[Sequence, None] = {}  # who got tokens in this step, in order
         self.seated: list[Sequence] = []  # whose settings are at hand
@@ -543,10 +544,11 @@ class Engine:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds a stage's wall time to `stage_seconds`. On a GPU that is the time to launch it."""
+        """Adds a stage's wall time to `stage_seconds`, on a GPU the time to launch it, and 1 to `stages_entered`."""
         start = time.perf_counter()
         yield
         self.stage_seconds[name] += time.perf_counter() - start
+        self.stages_entered[name] += 1
 
 
 def check_options(target: Any, device: Any, draft: Any, **options: Any) -> None:
