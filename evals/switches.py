@@ -9,7 +9,7 @@ alike. Paper section 3. Knows nothing of how an optimisation works.
 
 import copy
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from eagle_train.distributed import ALONE, World
 from eagle_train.inference import Engine, Output
 from eagle_train.inference.disaggregated import DecodeEngine, Line
 from eagle_train.inference.drafters.eagle import Eagle
-from eagle_train.models.artifact import load_draft
+from eagle_train.models.artifact import load_draft, read_artifact
 from eagle_train.models.loading import TargetConfig, load_config, load_target
 from eagle_train.models.quantised import Quant, quantised
 from eagle_train.progress import progress
@@ -110,6 +110,11 @@ class Bench:
         self.config, self.target = config, load_target(config.target, device, placement, world)
         self.draft = load_draft(config.draft.path, self.target.identity)
 
+    def check_loads(self) -> None:
+        """Raise UserError for a prompt that does not fit, before anything is measured."""
+        for size, name in self.config.cells:
+            SWITCHES[name].load.batches(self.config, self.target, size)
+
     def engine(self, side: Side, switch: Switch, size: int, lines: list[Line] | None = None) -> Engine:
         """`lines`: to who reads the prompts of a side that has them read apart."""
         config, drafter = self.config, None
@@ -151,23 +156,25 @@ def main(values: DictConfig) -> None:
         torch.set_num_threads(config.threads)
     out = prepared(Path(str(config.out)))
     bench = Bench(config, device)
-    found = {
-        "rows": measured(bench),
+    bench.check_loads()
+    about = {
+        "draft_source": read_artifact(config.draft.path).source,
         "tree": config.tree,
         "target": bench.target.name,
         "dtype": str(bench.target.dtype).removeprefix("torch."),
         "device": bench.target.device.type,
         "config": redact(OmegaConf.to_container(values)),
-        "provenance": provenance(),
     }
-    write_text(out / "report.md", markdown(found))
-    write_json(out / "results.json", found)
-    print(comparison(found["rows"]))
+    for rows in measured(bench):  # each is written when it is there: a later one may fail
+        found = {"rows": rows, "left": len(config.cells) - len(rows), **about, "provenance": provenance()}
+        write_text(out / "report.md", markdown(found))
+        write_json(out / "results.json", found)
+    print(comparison(rows))
     print(f"written to {out}: report.md, results.json")
 
 
-def measured(bench: Bench) -> list[dict[str, Any]]:
-    """A row for each batch size and switch."""
+def measured(bench: Bench) -> Iterator[list[dict[str, Any]]]:
+    """A row for each batch size and switch: after each those so far."""
     cells = bench.config.cells
     rows, bar = [], progress(len(cells), "switch")
     for count, (size, name) in enumerate(cells, 1):
@@ -175,8 +182,8 @@ def measured(bench: Bench) -> list[dict[str, Any]]:
         found = compared(bench.answered(name, size), switch.load.newcomers)
         rows.append({"switch": name, "batch_size": size, "load": switch.load.text, "figure": switch.figure, **found})
         bar.update(count)
+        yield rows
     bar.close()
-    return rows
 
 
 def answer(side: Side, switch: Switch, engine: Engine, asked: Sequence[Asked]) -> list[Output]:
@@ -213,10 +220,11 @@ def comparison(rows: Sequence[Mapping[str, Any]]) -> str:
     """A row each: TPC, the figure that shows what the switch is worth, how many times shorter each time is, and whether
     noise may be all of that."""
     header = ["switched on", "load", "batch", "TPC off", "TPC on", "its figure", "on, ms", *FIGURES.values(), "with it"]
-    return table(header, [line(row) for row in rows])
+    noise = {row["batch_size"]: row for row in rows if row["switch"] == PLACEBO}
+    return table(header, [line(row, noise[row["batch_size"]]) for row in rows])
 
 
-def line(row: Mapping[str, Any]) -> list[str]:
+def line(row: Mapping[str, Any], placebo: Mapping[str, Any]) -> list[str]:
     own = row["figure"]
     interval = row[f"{own}_speedup_interval"]
     ratios = {key: f"{row[f'{key}_speedup']:.2f}×" for key in FIGURES}
@@ -229,15 +237,17 @@ def line(row: Mapping[str, Any]) -> list[str]:
         FIGURES[own],
         number(row[f"on_{own}_s"] * 1e3),
         *ratios.values(),
-        verdict(interval),
+        "" if row is placebo else verdict(interval, placebo[f"{own}_speedup_interval"]),
     ]
 
 
-def verdict(interval: Sequence[float] | None) -> str:
-    """What a ratio's interval says of its figure."""
-    if interval is None or interval[0] <= 1 <= interval[1]:
+def verdict(interval: Sequence[float] | None, noise: Sequence[float] | None) -> str:
+    """What a ratio's interval says of its figure; `noise`: that of two sides that are alike, which need not hold 1."""
+    if interval is None or noise is None:
         return "not told from noise"
-    return "shorter" if interval[0] > 1 else "longer"
+    if interval[0] > max(1, noise[1]):
+        return "shorter"
+    return "longer" if interval[1] < min(1, noise[0]) else "not told from noise"
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -251,12 +261,14 @@ def markdown(found: Mapping[str, Any]) -> str:
     note = (
         "TTIT, TTFT and longest wait: the time without it over the time with it, the median of the batches' ratios, "
         "which both sides answer in turn; in bold the figure that it is for, with the median's 95 % interval (order "
-        "statistics). That figure in ms is with it, the median of the batches. Where the interval holds 1, or there "
-        "are fewer than 6 batches, the row is not told from noise. Intervals are those of other batches, not of other "
-        "runs: how far from 1 this run puts sides that are alike is in each batch size's first row. Batches have "
-        "prompts of their own, but where the load has them asked again. A prompt that comes late, and alone, is the "
-        "one whose TTFT counts."
+        "statistics). That figure in ms is with it, the median of the batches. Intervals are those of other batches, "
+        "not of other runs: how far from 1 this run puts sides that are alike is in each batch size's first row. A row "
+        "is told from noise where its interval lies beyond 1 and beyond that row's interval of the same figure; of "
+        "fewer than 6 batches there is none. Batches have prompts of their own, but where the load has them asked "
+        "again. A prompt that comes late, and alone, is the one whose TTFT counts."
     )
+    if found["left"]:
+        note = f"Rows still to come: {found['left']}.\n\n{note}"
     parts = [
         "# What each optimisation is worth",
         setting,

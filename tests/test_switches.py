@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from command_line import call
 from talking import arguments, make_home, write_rows
 
-from eagle_train.config import UserError
+from eagle_train.config import UserError, check
 from eagle_train.inference import Engine, Output, Stats, paged_kv
 from eagle_train.inference.disaggregated import DecodeEngine
 from eagle_train.inference.paged_kv import Masks, Prefix
@@ -31,7 +31,7 @@ from evals.loads import GROUPS
 from evals.mt_bench import Artifact
 from evals.questions import Question
 from evals.sides import PLACEBO, SWITCHES, SamplingAll, over_one, plain_attention, plain_linear, whole_mask
-from evals.switches import Bench, Config, compared, line
+from evals.switches import Bench, Config, compared, comparison, line
 
 TABLE = "1: {parents: [-1, 0]}\n2: {parents: [-1, 0, 0]}\n3: {parents: [-1]}\n"
 SAMPLED = ("greedy_drafting", "compiled_sampling")
@@ -251,20 +251,28 @@ def test_intervals_are_those_of_the_batches_ratios():
 
 
 @pytest.mark.parametrize(
-    ("interval", "ratio", "verdict"),
+    ("interval", "noise", "ratio", "verdict"),
     [
-        ((1.1, 1.4), "**1.20×** (1.10 to 1.40)", "shorter"),
-        ((0.7, 0.9), "**1.20×** (0.70 to 0.90)", "longer"),
-        ((0.9, 1.3), "**1.20×** (0.90 to 1.30)", "not told from noise"),
-        ((1.0, 1.3), "**1.20×** (1.00 to 1.30)", "not told from noise"),
-        (None, "**1.20×**", "not told from noise"),
+        ((1.1, 1.4), (0.9, 1.05), "**1.20×** (1.10 to 1.40)", "shorter"),
+        ((1.1, 1.4), (1.02, 1.15), "**1.20×** (1.10 to 1.40)", "not told from noise"),
+        ((0.7, 0.9), (0.95, 1.1), "**1.20×** (0.70 to 0.90)", "longer"),
+        ((0.7, 0.9), (0.88, 0.99), "**1.20×** (0.70 to 0.90)", "not told from noise"),
+        ((0.9, 1.3), (0.7, 0.8), "**1.20×** (0.90 to 1.30)", "not told from noise"),
+        ((1.0, 1.3), (0.7, 0.8), "**1.20×** (1.00 to 1.30)", "not told from noise"),
+        (None, None, "**1.20×**", "not told from noise"),
     ],
 )
-def test_rows_say_whether_they_are_told_from_noise(interval, ratio, verdict):
+def test_rows_say_whether_they_are_told_from_noise(interval, noise, ratio, verdict):
+    """From what the placebo of the same batch size shows in the same figure, and from 1."""
     found = compared({"off": [answers(0.3, 0.02)], "on": [answers(0.1, 0.01)]})
+    placebo = {"switch": PLACEBO, "load": "some", "batch_size": 1, "figure": "ttit", **found}
+    placebo |= {"ttft_speedup_interval": noise, "ttit_speedup_interval": (0.1, 0.2)}
     found |= {"ttft_speedup": 1.2, "ttft_speedup_interval": interval}
-    cells = line({"switch": "first_token", "load": "some", "batch_size": 1, "figure": "ttft", **found})
-    assert cells[5:] == ["TTFT", "100.00", "2.00×", ratio, "2.00×", verdict]
+    row = {"switch": "first_token", "load": "some", "batch_size": 1, "figure": "ttft", **found}
+    assert line(row, placebo)[5:] == ["TTFT", "100.00", "2.00×", ratio, "2.00×", verdict]
+    assert line(placebo, placebo)[-1] == ""
+    other = {**placebo, "batch_size": 8, "ttft_speedup_interval": (1, 9)}
+    assert comparison([placebo, row, other]).splitlines()[3].endswith(f"| {verdict} |")
 
 
 def test_the_placebo_comes_with_any(home):
@@ -305,6 +313,27 @@ def test_the_whole_command(home, tmp_path, capsys):
     report = (out / "report.md").read_text()
     assert all(SWITCHES[name].what in report for name in names)
     assert "TPC off" in capsys.readouterr().out
+
+
+def test_rows_that_were_measured_are_kept_where_a_later_one_fails(home, tmp_path, capsys, monkeypatch):
+    def told(bench, name, size):
+        check(name != "overlap", "it cannot be")
+        return {side: [answers(0.1, 0.1)] for side in ("off", "on")}
+
+    monkeypatch.setattr(Bench, "answered", told)
+    given = [f"out={tmp_path}", "switches=[speculation,overlap]", "batch_sizes=[1]", "long_tokens=70"]
+    assert call(switches.main, *arguments(home, *given)) == 2
+    assert "error: it cannot be" in capsys.readouterr().err
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert ([row["switch"] for row in found["rows"]], found["left"]) == ([PLACEBO, "speculation"], 1)
+    assert "Rows still to come: 1." in (tmp_path / "report.md").read_text()
+
+
+def test_prompts_that_do_not_fit_are_refused_before_anything_is_measured(home, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Bench, "answered", None)
+    given = [f"out={tmp_path}", "switches=[chunked_prefill]", "batch_sizes=[1]", "long_tokens=250", "max_tokens=9"]
+    assert call(switches.main, *arguments(home, *given)) == 2
+    assert "\nerror: max_tokens=9: a prompt has 250 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
