@@ -1,9 +1,9 @@
 """What each option of the training is worth at equal time: tokens per call of drafts trained as long as the base's.
 
 A variant's step is timed against the base's, each in a process of its own, in turn; by their ratio it gets fewer or
-more steps. It is trained by eagle-train itself, and its draft answers held-out questions. What is done lies in a file
-and is not done again, and a training that was stopped goes on, so that variants can be run one at a time. Paper section
-2.3; DESIGN section 3.8. Knows nothing of what the options do.
+more steps, or as many where noise may be all of the difference. It is trained by eagle-train itself, and its draft
+answers held-out questions. What is done lies in a file and is not done again, and a training that was stopped goes on,
+so that variants can be run one at a time. Paper section 2.3; DESIGN section 3.8. Knows nothing of what the options do.
 
     python -m evals.ablations only=[base,unroll2] steps=280
     python -m evals.ablations "+variants.wider=['draft.intermediate_size=1536']" only=[base,wider]
@@ -47,8 +47,8 @@ from eagle_train.training.assemble import assemble
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.lookahead import Lookahead
 from evals import figures
-from evals.mt_bench import ask, check_fit, check_template
-from evals.questions import read_questions
+from evals.mt_bench import ask, check_fit, check_template, prepared
+from evals.questions import Question, read_questions
 from evals.report import table
 from evals.worker import ALLOCATOR, Worker
 
@@ -81,10 +81,12 @@ class Config:
         for key in ("steps", "rounds", "timed_steps", "batch_size"):
             check(getattr(self, key) >= 1, f"{key}={getattr(self, key)}: must be at least 1")
         check(len(self.seeds) > 0, "seeds=[]: give at least one")
+        check(self.max_tokens >= 2, f"max_tokens={self.max_tokens}: must be at least 2, for there to be decoding")
         check(BASE not in self.variants, f"variants.{BASE}: it is the name of what all are compared to")
         self.variants = {BASE: [], **self.variants}
         for name in self.only or []:
             check(name in self.variants, f"only={self.only}: {name} is none of {', '.join(self.variants)}")
+        self.params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
 
     def overrides(self, name: str) -> list[str]:
         """A variant's, for eagle-train."""
@@ -98,15 +100,17 @@ def main(values: DictConfig) -> None:
     composed = {
         name: compose("train", config.overrides(name)) for name in [BASE, *chosen]
     }  # mistakes, before it starts
-    out = Path(config.out)
+    questions = read_questions(config.questions, config.limit)
+    out = prepared(Path(config.out))
     target = load_target(build(TargetConfig, composed[BASE].target, "target"), resolve_device(config.device))
     check_template(target)
+    check_fit(Engine(target), questions, config.max_tokens)
     for seed in config.seeds:
         for name in chosen:
             print(f"{name}, seed {seed}", flush=True)
             once(out / f"step-{name}.json", timing_of(config, name), lambda name=name: cost(config, name))
             asked = run_of(config, name, seed)
-            once(out / f"{name}-{seed}.json", asked, lambda asked=asked: run(asked, target, config))
+            once(out / f"{name}-{seed}.json", asked, lambda asked=asked: run(asked, target, questions, config))
     runs = {name: done for name in config.variants if (done := finished(config, name))}
     found = {
         "variants": {name: summed(config, name, runs) for name in runs},
@@ -135,9 +139,10 @@ def timing_of(config: Config, name: str) -> Found:
 
 
 def cost(config: Config, name: str) -> Found:
-    """`ratio`: how many times as long as the base's a variant's step takes; seconds of both."""
+    """`ratio`: how many times as long as the base's a variant's step takes, the median of the rounds, and `interval`,
+    the median's 95 % interval, None of fewer than 6 rounds; seconds of both."""
     if name == BASE:
-        return {"ratio": 1.0}
+        return {"ratio": 1.0, "interval": None}
     workers = {which: Worker(train_steps, config.overrides(which)) for which in (BASE, name)}
     rounds = []
     for number in range(config.rounds + 1):
@@ -147,8 +152,10 @@ def cost(config: Config, name: str) -> Found:
     for worker in workers.values():
         worker.close()
     del rounds[0]  # caches, compiled kernels, the optimiser's state
+    ratios = [each[name] / each[BASE] for each in rounds]
     return {
-        "ratio": statistics.median(each[name] / each[BASE] for each in rounds),
+        "ratio": statistics.median(ratios),
+        "interval": figures.median_interval(ratios),
         "base_s": statistics.median(each[BASE] for each in rounds),
         "step_s": statistics.median(each[name] for each in rounds),
     }
@@ -180,27 +187,36 @@ def train_steps(overrides: list[str], line: Connection) -> None:
 
 
 def run_of(config: Config, name: str, seed: int) -> Found | None:
-    """What a run follows from: eagle-train's overrides, for as many steps as take the base's time, and the questions.
-
-    None where the variant has not been timed.
+    """What a run follows from: `training`, eagle-train's overrides, for as many steps as take the base's time, and the
+    questions. None where the variant has not been timed.
     """
     timed = once(Path(config.out) / f"step-{name}.json", timing_of(config, name))
     if timed is None:
         return None
-    steps, usual = max(1, round(config.steps / timed["ratio"])), compose("train", config.overrides(name))
+    low, high = timed["interval"] or (timed["ratio"], timed["ratio"])
+    ratio = 1.0 if low <= 1 <= high else timed["ratio"]
+    steps, usual = max(1, round(config.steps / ratio)), compose("train", config.overrides(name))
     decay = round(usual.optim.decay_steps * steps / usual.train.steps)
     given = [f"seed={seed}", f"train.steps={steps}", f"optim.decay_steps={decay}"]
     questions = {key: getattr(config, key) for key in ("questions", "limit", "max_tokens")}
-    return {"name": f"{name}-{seed}", "overrides": [*config.overrides(name), *given], "steps": steps, **questions}
+    training = {"overrides": [*config.overrides(name), *given], "steps": steps}
+    return {"name": f"{name}-{seed}", "training": training, **questions}
 
 
-def run(asked: Found, target: Target, config: Config) -> Found:
-    """Train a draft and let it answer. Raises UserError where either cannot be done."""
+def run(asked: Found, target: Target, questions: list[Question], config: Config) -> Found:
+    """Train a draft and let it answer. Raises UserError where either cannot be done; a training stays until its draft
+    has answered, whatever it is asked."""
     folder = Path(config.out) / "training" / asked["name"]
-    if once(folder / "asked.json", asked) is None:
+    if once(folder / "asked.json", asked["training"]) is None:
         shutil.rmtree(folder, ignore_errors=True)
-        once(folder / "asked.json", asked, dict)  # one that is stopped goes on from its checkpoint
-    given = [*asked["overrides"], f"out={folder}", "train.save_every=0", "train.eval_every=0", "train.resume=true"]
+        once(folder / "asked.json", asked["training"], dict)  # one that is stopped goes on from its checkpoint
+    given = [
+        *asked["training"]["overrides"],
+        f"out={folder}",
+        "train.save_every=0",
+        "train.eval_every=0",
+        "train.resume=true",
+    ]
     environment = {"GLIBC_TUNABLES": ALLOCATOR} | os.environ
     ended = subprocess.run([sys.executable, "-m", "eagle_train.train", *given], env=environment).returncode
     check(ended == 0, f"{asked['name']}: eagle-train ended with status {ended}; what it said is above")
@@ -208,18 +224,15 @@ def run(asked: Found, target: Target, config: Config) -> Found:
     same = checkpoint.state["target"]["fingerprint"] == target.identity.fingerprint
     check(same, f"{asked['name']}: trained for another target than {BASE}; variants share one")
     found = {"tokens": checkpoint.state["tokens"], "parameters": draft.num_parameters}
-    found |= answered(Engine(target, draft, chain(DEPTH), max_batch_size=config.batch_size), config)
+    found |= answered(Engine(target, draft, chain(DEPTH), max_batch_size=config.batch_size), questions, config)
     shutil.rmtree(folder)
     return found
 
 
-def answered(engine: Engine, config: Config) -> Found:
+def answered(engine: Engine, questions: list[Question], config: Config) -> Found:
     """TPC and acceptance over the questions; tokens and calls of each, by which two drafts are compared."""
-    questions = read_questions(config.questions, config.limit)
-    check_fit(engine, questions, config.max_tokens)
-    params = SamplingParams(temperature=0.0, max_tokens=config.max_tokens)
     batches = [questions[start : start + config.batch_size] for start in range(0, len(questions), config.batch_size)]
-    answers = [answer for batch in batches for together in ask(engine, batch, params) for answer in together]
+    answers = [answer for batch in batches for together in ask(engine, batch, config.params) for answer in together]
     return {
         "tpc": figures.tpc(answers),
         "acceptance_per_depth": figures.acceptance(answers),
@@ -248,7 +261,7 @@ def summed(config: Config, name: str, runs: dict[str, dict[int, Found]]) -> Foun
         "overrides": config.variants[name],
         "parameters": first["parameters"],
         "step_time": {key: value for key, value in timed.items() if key != "asked"},
-        "steps": first["asked"]["steps"],
+        "steps": first["asked"]["training"]["steps"],
         "tpc": statistics.fmean(one["tpc"] for one in own.values()),
         "tpc_by_seed": {seed: one["tpc"] for seed, one in own.items()},
         "acceptance_per_depth": [statistics.fmean(depth) for depth in depths],
@@ -281,7 +294,7 @@ def markdown(found: Found) -> str:
             [
                 f"{name} {' '.join(f'`{override}`' for override in one['overrides'])}".strip(),
                 f"{one['parameters'] / 1e6:.1f}",
-                f"{one['step_time']['ratio']:.2f}",
+                step_time(one["step_time"]),
                 str(one["steps"]),
                 str(len(one["tpc_by_seed"])),
                 f"{one['tpc']:.3f}",
@@ -289,14 +302,28 @@ def markdown(found: Found) -> str:
                 " ".join(f"{share:.2f}" for share in one["acceptance_per_depth"]),
             ]
         )
-    header = ["variant", "M parameters", "step time", "steps", "seeds", "TPC", "gain (95 %)", "acceptance by depth"]
+    header = [
+        "variant",
+        "M parameters",
+        "step time (95 %)",
+        "steps",
+        "seeds",
+        "TPC",
+        "gain (95 %)",
+        "acceptance by depth",
+    ]
     asked = "all questions" if config["limit"] is None else f"{config['limit']} questions"
     return (
         f"# Ablations at equal time\n\nBase `{' '.join(config['base'])}`, {config['steps']} steps; a variant has the "
-        f"steps that take as long. TPC of a chain of {DEPTH} at temperature 0 over {asked} of "
-        f"`{config['questions']}`, {config['max_tokens']} tokens an answer at most. The interval is that of other "
-        f"questions, not of other seeds.\n\n{table(header, rows)}\n"
+        "steps that take as long, and as many where the interval of its step's time holds 1. TPC of a chain of "
+        f"{DEPTH} at temperature 0 over {asked} of `{config['questions']}`, {config['max_tokens']} tokens an answer at "
+        f"most. The interval of a gain is that of other questions, not of other seeds.\n\n{table(header, rows)}\n"
     )
+
+
+def step_time(found: Found) -> str:
+    spread = "" if found["interval"] is None else " ({:.2f} to {:.2f})".format(*found["interval"])
+    return f"{found['ratio']:.2f}{spread}"
 
 
 if __name__ == "__main__":

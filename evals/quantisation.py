@@ -8,6 +8,7 @@ weights are rounded.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,14 +104,8 @@ def main(values: DictConfig) -> None:
     target = load_target(config.target, device)
     check_template(target)
     drafters = {scheme: drafter_of(target, config.draft, quant) for scheme, quant in config.quants.items()}
-    for path in config.also:
-        about = read_artifact(path)
-        same = about.source == source
-        check(
-            same,
-            f"also={path}: made from a draft of fingerprint {about.source}, and draft={config.draft.path} is {source}",
-        )
-        drafters[f"{about.quant}, {about.rounding}"] = drafter_of(target, replace(config.draft, path=path), Quant())
+    for name, path in names_of(config.also, source, config.draft.path).items():
+        drafters[name] = drafter_of(target, replace(config.draft, path=path), Quant())
     runs = {
         scheme: Timed(Engine(target, drafter, config.tree, max_batch_size=config.batch_size))
         for scheme, drafter in drafters.items()
@@ -135,6 +130,18 @@ def main(values: DictConfig) -> None:
     write_json(out / "results.json", found)
     print(comparison(found["schemes"]))
     print(f"written to {out}: report.md, results.json")
+
+
+def names_of(exports: Sequence[str], source: str, draft: str) -> dict[str, str]:
+    """The directories of exports by how they were rounded, and by the directory besides where several were rounded
+    alike. Raises UserError for one of another draft."""
+    abouts = {path: read_artifact(path) for path in exports}
+    for path, about in abouts.items():
+        same = about.source == source
+        check(same, f"also={path}: made from a draft of fingerprint {about.source}, and draft={draft} is {source}")
+    names = {path: f"{about.quant}, {about.rounding}" for path, about in abouts.items()}
+    alike = Counter(names.values())
+    return {name if alike[name] == 1 else f"{name}, {path}": path for path, name in names.items()}
 
 
 def measured(run: Timed, plain: Timed) -> dict[str, Any]:

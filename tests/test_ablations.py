@@ -47,7 +47,7 @@ def in_process(monkeypatch) -> list[list[str]]:
 
     monkeypatch.setattr(ablations.subprocess, "run", started)
     timed = {"base": 1.0, "plain": 2.0, "lk": 2.0}
-    monkeypatch.setattr(ablations, "cost", lambda config, name: {"ratio": timed[name]})
+    monkeypatch.setattr(ablations, "cost", lambda config, name: {"ratio": timed[name], "interval": None})
     return runs
 
 
@@ -79,12 +79,59 @@ def test_variants_train_for_the_bases_time_and_once(home, in_process, capsys):
     assert not (home / "out" / "training" / "lk-0").exists()
 
 
+@pytest.mark.parametrize(
+    ("ratio", "interval", "steps"),
+    [(0.9, None, 9), (0.9, (0.8, 1.1), 8), (0.9, (0.8, 0.95), 9), (2.0, (1.5, 2.5), 4), (1.1, (1.0, 1.2), 8)],
+)
+def test_a_step_whose_time_is_not_told_from_the_bases_is_worth_as_many(home, tmp_path, ratio, interval, steps):
+    config = build(ablations.Config, compose("ablations", given(home, f"out={tmp_path}")), "")
+    ablations.once(
+        tmp_path / "step-lk.json", ablations.timing_of(config, "lk"), lambda: {"ratio": ratio, "interval": interval}
+    )
+    training = ablations.run_of(config, "lk", 0)["training"]
+    assert training["steps"] == steps
+    assert f"train.steps={steps}" in training["overrides"]
+
+
+def test_a_training_is_kept_until_its_draft_has_answered(home, in_process, tmp_path, monkeypatch, capsys):
+    """Whatever was wrong with the questions: the one that is asked otherwise goes on with the same training."""
+    answered, arguments = ablations.answered, ["only=[base]", f"out={tmp_path}"]
+
+    def failing(*_):
+        raise UserError("an answer that cannot be")
+
+    monkeypatch.setattr(ablations, "answered", failing)
+    assert call(ablations.main, *given(home, *arguments)) == 2
+    assert "step 8/8" in capsys.readouterr().err
+    monkeypatch.setattr(ablations, "answered", answered)
+    assert call(ablations.main, *given(home, *arguments, "max_tokens=11")) == 0
+    assert "step " not in capsys.readouterr().err
+    assert json.loads((tmp_path / "base-0.json").read_text())["tokens"] > 0
+    assert not (tmp_path / "training" / "base-0").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("questions=nowhere.jsonl", "error: questions=nowhere.jsonl: no such file"),
+        ("limit=0", "error: limit=0: must be at least 1"),
+        ("max_tokens=1", "error: max_tokens=1: must be at least 2"),
+        ("max_tokens=300", "error: question "),
+    ],
+)
+def test_questions_are_looked_at_before_anything_is_trained(home, in_process, tmp_path, capsys, override, message):
+    assert call(ablations.main, *given(home, f"out={tmp_path}/out", override)) == 2
+    assert message in capsys.readouterr().err
+    assert in_process == []
+
+
 def test_steps_are_timed_in_turn_in_processes_of_their_own(home, capsys):
     values = compose("ablations", given(home))
     config = build(ablations.Config, values, "")
     found = ablations.cost(config, "lk")
     assert found["ratio"] == pytest.approx(found["step_s"] / found["base_s"])
     assert 0.001 < found["step_s"] < 5
+    assert found["interval"] is None  # of one round
     broken = Worker(ablations.train_steps, [*config.overrides("lk"), "train.unroll=0"])
     with pytest.raises(UserError, match=r"^train\.unroll=0"):
         broken.ask(1)

@@ -135,6 +135,12 @@ def test_exports_are_measured_beside_and_go_into_a_card(home, tmp_path, capsys):
         (small / "README.md").read_text()
     )
 
+    other = tmp_path / "other"  # rounded alike, it is another row
+    assert call(export.main, f"checkpoint={home}/draft", f"out={other}", "dtype=float32", "quant=int4") == 0
+    assert call(quantisation.main, *arguments(home, f"out={out}", f"also=[{small},{other}]", "limit=1")) == 0
+    schemes = json.loads((out / "results.json").read_text())["schemes"]
+    assert list(schemes)[3:] == [f"int4 (ffn), nearest, {path}" for path in (small, other)]
+
     assert call(quantisation.main, *arguments(home, f"out={tmp_path}/none", f"draft={small}")) == 2
     assert f"error: draft={small}: quantised already, int4 (ffn); export it with quant=none" in capsys.readouterr().err
 
