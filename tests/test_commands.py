@@ -422,6 +422,26 @@ def test_bad_data(root, tmp_path, capsys, key, lines, message):
     assert message in mistake(capsys, tmp_path / "out", train.main, *arguments)
 
 
+def test_a_bad_row_costs_no_step(root, tmp_path, capsys):
+    """The steps before it are kept, and the run can go on without it; metrics and draft are then those of a run that
+    left it out from the beginning."""
+    rows = [json.dumps(row) for row in chats(40)]
+    path = as_jsonl(tmp_path / "some.jsonl", *rows[:30], rows[0][:-3], *rows[30:])
+    given = training(root, f"data.path={path}", "data.shuffle_window=0", f"train.steps={STEPS}")
+    assert call(train.main, *given, f"out={tmp_path}/run") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    found = re.fullmatch(r"error: \S+/some\.jsonl:31: not JSON: .*; (\d) of 6 steps are done and kept, and .*", error)
+    done = int(found[1])
+    assert 0 < done < STEPS
+    assert checkpoint.latest(tmp_path / "run").name == f"step-{done:08d}"
+    for name in ("run", "whole"):
+        assert call(train.main, *given, f"out={tmp_path}/{name}", "data.malformed=skip") == 0
+    assert " skipped, 1 malformed\n" in capsys.readouterr().out
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    for name, tensor in weights(tmp_path / "whole").items():
+        assert torch.equal(tensor, weights(tmp_path / "run")[name])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -15,8 +15,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -526,6 +527,75 @@ def test_a_row_that_cannot_be_rendered_is_named(tmp_path):
     path = write_jsonl(tmp_path / "train.jsonl", [*make_rows(2), {"messages": []}])
     with pytest.raises(UserError, match=r"train\.jsonl:3: the row has no turns"):
         list(Stream(DataConfig(path, shuffle_window=0), make_renderer(), 1))
+
+
+BAD = [{"messages": []}, {"turns": []}]
+BROKEN = '{"messages": '
+
+
+def with_bad_rows(tmp_path: Path, rows: list[dict]) -> str:
+    """A file of `rows` with three that are none between them."""
+    lines = [json.dumps(row) for row in [*rows[:5], BAD[0], *rows[5:20], BAD[1], *rows[20:]]]
+    path = tmp_path / "some_bad.jsonl"
+    path.write_text("\n".join([*lines[:30], BROKEN, *lines[30:]]) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_malformed_rows_are_left_out_if_asked(tmp_path, workers):
+    """The rest is what it is without them; they are told of and counted, each time they come."""
+    rows = make_rows(40)
+    config = DataConfig(write_jsonl(tmp_path / "good.jsonl", rows), row_tokens=40, shuffle_window=0)
+    bad = replace(config, path=with_bad_rows(tmp_path, rows), malformed="skip", workers=workers)
+    expected, stream = Stream(config, make_renderer(), 1), Stream(bad, make_renderer(), 1)
+    with pytest.warns(UserWarning, match=r"^left out: \S+some_bad\.jsonl:\d+: ") as told:
+        assert all(same(next(stream), next(expected)) for _ in range(30))
+    stream.close()
+    places = [str(each.message).split(":")[2] for each in told]
+    assert places[:3] == ["6", "22", "31"]
+    passes = expected.counts["documents"] // len(rows)
+    assert passes >= 1
+    assert (
+        len(places)
+        == stream.counts["malformed"]
+        == 3 * passes + sum(expected.position.sources[""][1] > n for n in (5, 20, 28))
+    )
+    assert {**stream.counts, "malformed": 0} == expected.counts
+
+
+def test_a_run_that_met_a_malformed_row_goes_on_without_such_rows(tmp_path):
+    """Bit for bit as if it had left them out from the beginning; and heldout data and a draft's vocabulary can too."""
+    path = with_bad_rows(tmp_path, make_rows(40))
+    refusing, skipping = (DataConfig(path, row_tokens=40, malformed=how) for how in ("refuse", "skip"))
+    stream, states = Stream(refusing, make_renderer(), 1), []
+    with pytest.raises(feed.MalformedRow, match=r"some_bad\.jsonl:(6|22|31): "):
+        states.extend(stream.state_dict() for _ in stream)
+    whole, resumed = (Stream(skipping, make_renderer(), 1) for _ in range(2))
+    resumed.load_state_dict(states[-1])
+    with pytest.warns(UserWarning, match="left out"):
+        batches = list(islice(whole, len(states) + 20))
+    with pytest.warns(UserWarning, match="left out"):
+        assert all(map(same, resumed, batches[len(states) :]))
+    assert len(whole.frequent_tokens(7)) == 7
+    for config in (refusing, skipping):
+        config.path, config.heldout = "x", path
+    with pytest.raises(UserError, match=r"some_bad\.jsonl:6: the row has no turns"):
+        heldout_batches(refusing, make_renderer(), 1, 10)
+    assert len(heldout_batches(skipping, make_renderer(), 1, 10)) == 10
+
+
+@pytest.mark.parametrize(("good", "bad", "refused"), [(0, 101, True), (800, 100, False), (800, 102, True)])
+def test_too_many_malformed_rows_are_refused(tmp_path, good, bad, refused):
+    """A tenth, from a hundred on: then it is the config that does not fit the data."""
+    path = write_jsonl(tmp_path / "train.jsonl", [*make_rows(good), *BAD[:1] * bad, *make_rows(1)])
+    stream = Stream(DataConfig(path, row_tokens=40, malformed="skip", shuffle_window=0), make_renderer(), 1)
+    drawn = takewhile(lambda _: stream.position.drawn < good + bad, stream)
+    with pytest.warns(UserWarning, match="left out"), pytest.raises(UserError) if refused else nullcontext() as error:
+        list(drawn)
+    assert stream.counts["malformed"] == (101 if refused else bad)
+    if refused:
+        wanted = f"data.malformed=skip: 101 of {good + 101} rows are malformed, as "
+        assert str(error.value).startswith(wanted)
 
 
 def test_data_without_anything_to_learn_is_refused(tmp_path):

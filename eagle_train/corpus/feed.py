@@ -39,7 +39,13 @@ from eagle_train.distributed import STOP, World
 BLOCK = 1024  # draws whose data sets are chosen together
 CHUNK = 32  # rows that a rank tokenises before it shares them
 
-Rendered = tuple[np.ndarray, np.ndarray] | UserError  # a document as it travels: tokens int32 [n], produced bool [n]
+
+class MalformedRow(UserError):
+    """What is wrong with a row, by its place. All ranks meet it at the same draw."""
+
+
+Rendered = tuple[np.ndarray, np.ndarray] | MalformedRow
+"""A document as it travels: tokens int32 [n], produced bool [n]."""
 
 
 @dataclass
@@ -97,19 +103,21 @@ def choices(config: DataConfig, drawn: int) -> Iterator[str]:
 
 
 def render(placed: PlacedRow, config: SourceConfig, renderer: ChatRenderer) -> Rendered:
-    """A row's document, or what is wrong with the row, to be raised when its turn comes."""
+    """A row's document, or what is wrong with the row, for when its turn comes."""
     place = placed[0]
     try:
         document = render_row(parse(*placed), config.format, config.columns, renderer)
     except UserError as error:
-        return error if str(error).startswith(place) else UserError(f"{place}: {error}")
+        return MalformedRow(str(error) if str(error).startswith(place) else f"{place}: {error}")
     return document.tokens.numpy().astype(np.int32), document.produced.numpy()
 
 
-def received(rendered: Rendered) -> Document:
-    """The document that travelled. Raises its UserError."""
-    if isinstance(rendered, UserError):
-        raise rendered
+def received(rendered: Rendered, config: DataConfig) -> Document | MalformedRow:
+    """The document that travelled. Raises the MalformedRow in its place, unless the config wants such rows skipped."""
+    if isinstance(rendered, MalformedRow):
+        if config.malformed == "refuse":
+            raise rendered
+        return rendered
     tokens, produced = map(torch.from_numpy, rendered)
     return Document(tokens.long(), produced)
 
@@ -143,11 +151,9 @@ class Feed:
         rows = {name: epochs(self.sources[name], self.config, name, *at) for name, at in position.sources.items()}
         return (next(rows[name]) for name in choices(self.config, position.drawn))
 
-    def documents(self, position: Position) -> Iterator[tuple[Drawn, Document]]:
-        """Rows with their documents from `position` on, for ever; the same on every rank.
-
-        Raises UserError for a row that is none, when its turn comes.
-        """
+    def documents(self, position: Position) -> Iterator[tuple[Drawn, Document | MalformedRow]]:
+        """Rows with their documents from `position` on, for ever; the same on every rank. Raises as `received` does,
+        when the row's turn comes."""
         draws, size = self.draws(position), self.world.size
         ahead: deque[tuple[list[Drawn], list[Rendered] | Future]] = deque()
         while True:
@@ -157,7 +163,7 @@ class Feed:
             chunk, own = ahead.popleft()
             everyone = self.world.exchange(own.result() if isinstance(own, Future) else own)
             for place, drawn in enumerate(chunk):
-                yield drawn, received(everyone[place % size][place // size])
+                yield drawn, received(everyone[place % size][place // size], self.config)
 
     def submit(self, rows: list[Drawn]) -> list[Rendered] | Future:
         """The rows' documents, or their future where a worker makes them."""

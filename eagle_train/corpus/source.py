@@ -22,6 +22,7 @@ JSONL_SUFFIXES = tuple(suffix + packed for suffix in (".jsonl", ".json", ".ndjso
 FILE_SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
 BATCH_ROWS = 256  # of Arrow, in memory at a time
 LONG_DOCUMENTS = ("split", "drop")
+MALFORMED = ("refuse", "skip")
 MARK_ROWS = 4096  # of JSONL, about as many as are read in vain when a run goes on
 MIN_TOKENS = 3  # a shorter document has no supervised slot (DESIGN section 3.1)
 
@@ -83,7 +84,8 @@ class DataConfig(SourceConfig):
 
     `mix`: data sets by name, drawn by weight, instead of the one at `path`; each starts anew when it is through.
     `heldout`: a path as `path`, of the same format, or None. `row_tokens`: length of a packed row; a longer document
-    is, by `long_documents`, split or dropped. `shuffle_window`: documents shuffled among themselves; 0 keeps the data's
+    is, by `long_documents`, split or dropped. `malformed`: whether a row that is none ends the run, or is left out and
+    counted. `shuffle_window`: documents shuffled among themselves; 0 keeps the data's
     order. `supervise`: what counts as produced in a conversation; all of a text does. `workers`: processes of each rank
     that tokenise, 0 for none but its own. `prefetch`: optimiser steps drawn ahead.
     """
@@ -93,13 +95,14 @@ class DataConfig(SourceConfig):
     supervise: str = "assistant"
     row_tokens: int = 2048
     long_documents: str = "split"
+    malformed: str = "refuse"
     shuffle_window: int = 4096
     seed: int = 0
     workers: int = 0
     prefetch: int = 2
 
     def __post_init__(self) -> None:
-        for key, allowed in (("supervise", SUPERVISE), ("long_documents", LONG_DOCUMENTS)):
+        for key, allowed in (("supervise", SUPERVISE), ("long_documents", LONG_DOCUMENTS), ("malformed", MALFORMED)):
             value = getattr(self, key)
             check(value in allowed, f"data.{key} is {value!r}; it must be one of {', '.join(allowed)}")
         check(not (self.mix and self.path), f"data.path is {self.path}; with data.mix it must be null")

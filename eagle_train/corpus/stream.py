@@ -6,6 +6,7 @@ Shapes: B rows of a batch, N tokens of a row (`data.row_tokens`).
 """
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -16,13 +17,15 @@ import torch
 
 from eagle_train.config import check
 from eagle_train.corpus.chat import ChatRenderer, Document
-from eagle_train.corpus.feed import Drawn, Feed, Position, received, render
+from eagle_train.corpus.feed import Drawn, Feed, MalformedRow, Position, received, render
 from eagle_train.corpus.source import MIN_TOKENS, DataConfig, open_source
 from eagle_train.distributed import ALONE, World
 
 OPEN_ROWS = 16  # rows that wait for a document that fits; more waste less padding and hold more in the state
 COUNTED = 20_000  # documents in which a draft's vocabulary is counted
-COUNTS = ("documents", "tokens", "padding", "split", "dropped", "skipped")
+COUNTS = ("documents", "tokens", "padding", "split", "dropped", "skipped", "malformed")
+FEW_MALFORMED, MOST_MALFORMED = 100, 0.1  # rows, and the share of rows beyond which the config must be wrong
+TOLD = 10  # malformed rows that are told of
 
 
 TENSORS = ("tokens", "positions", "supervised")  # of a batch
@@ -72,7 +75,8 @@ class Packer:
     """Documents in, full packed rows out; counts what it does.
 
     counts: documents that came; tokens and padding of the rows that went out; documents split and dropped for their
-    length; documents, and pieces of split ones, skipped because they have no supervised slot.
+    length; documents, and pieces of split ones, skipped because they have no supervised slot; malformed rows, which
+    are no documents.
     """
 
     def __init__(self, config: DataConfig):
@@ -80,8 +84,14 @@ class Packer:
         self.open: list[PackedRow] = []
         self.counts = dict.fromkeys(COUNTS, 0)
 
-    def add(self, document: Document) -> list[PackedRow]:
-        """Pack a document; returns the packed rows that this fills."""
+    def add(self, document: Document | MalformedRow) -> list[PackedRow]:
+        """Pack a document; returns the packed rows that this fills. Raises UserError where too many are malformed."""
+        if isinstance(document, MalformedRow):
+            self.counts["malformed"] += 1
+            malformed, rows = self.counts["malformed"], self.counts["malformed"] + self.counts["documents"]
+            most = max(FEW_MALFORMED, MOST_MALFORMED * rows)
+            check(malformed <= most, f"data.malformed=skip: {malformed} of {rows} rows are malformed, as {document}")
+            return []
         self.counts["documents"] += 1
         return [full for piece in self.pieces(document) for full in self.pack(piece)]
 
@@ -185,6 +195,8 @@ class Stream:
             drawn, document = next(self.documents)
             self.pass_by(drawn)
             self.ready += self.packer.add(document)
+            if isinstance(document, MalformedRow) and self.world.is_main and self.counts["malformed"] <= TOLD:
+                warnings.warn(f"left out: {document}", stacklevel=1)
         rows, self.ready = self.ready[:number], self.ready[number:]
         return rows
 
@@ -205,6 +217,8 @@ class Stream:
         for drawn, document in islice(self.feed.documents(self.feed.start()), COUNTED):
             if drawn.epoch > 0:
                 break
+            if isinstance(document, MalformedRow):
+                continue
             counts.update(document.tokens[document.produced].tolist())
         # Tokens that were not seen fill the rest.
         ranked = sorted(counts, key=lambda token: (-counts[token], token))[:number]
@@ -249,7 +263,7 @@ class Stream:
     def made_of(self) -> dict[str, Any]:
         """What the order and the content of the batches follow from."""
         values = asdict(self.config)
-        for key in ("heldout", "workers", "prefetch"):
+        for key in ("heldout", "workers", "prefetch", "malformed"):
             del values[key]
         return {**values, "path (names and sizes of the files)": self.feed.identity()}
 
@@ -271,5 +285,5 @@ def heldout_batches(config: DataConfig, renderer: ChatRenderer, rows: int, numbe
 def heldout_rows(config: DataConfig, renderer: ChatRenderer, packer: Packer) -> Iterator[PackedRow]:
     """One pass over config.heldout, packed as it is read."""
     for placed in open_source(config, "heldout").rows():
-        yield from packer.add(received(render(placed, config, renderer)))
+        yield from packer.add(received(render(placed, config, renderer), config))
     yield from packer.flush()

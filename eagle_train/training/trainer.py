@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from eagle_train.config import UserError, build, check
+from eagle_train.corpus.feed import MalformedRow
 from eagle_train.corpus.stream import TENSORS, Batch, Stream
 from eagle_train.distributed import ALONE, World
 from eagle_train.models.draft import Draft, DraftConfig, Head, shift_hidden
@@ -264,7 +265,12 @@ class Trainer:
         heldout: Record = {}
         while self.step < self.config.steps:
             started, tokens, waited = time.perf_counter(), self.tokens, self.ahead.waited
-            record = self.train_step()
+            try:
+                record = self.train_step()
+            except MalformedRow as error:  # the same on every rank: what was learnt before it can be kept
+                self.keep()
+                done = f"{self.step} of {self.config.steps} steps are done and kept"
+                raise UserError(f"{error}; {done}, and data.malformed=skip goes on without such rows") from error
             if record is None:
                 self.interrupt()
             seconds = time.perf_counter() - started
@@ -285,11 +291,15 @@ class Trainer:
         bar.close()
         return heldout
 
-    def interrupt(self) -> NoReturn:
-        """Raise Interrupted, when there is a checkpoint of the last whole step; at the very beginning it takes none."""
+    def keep(self) -> None:
+        """See that there is a checkpoint of the last whole step; at the very beginning it takes none."""
         if self.step > self.saved:
             self.save()
         self.saver.wait()
+
+    def interrupt(self) -> NoReturn:
+        """Raise Interrupted, when what was learnt is kept."""
+        self.keep()
         again = "the same command" if self.config.resume else "the same command with train.resume=true"
         raise Interrupted(f"told to stop, {self.step} of {self.config.steps} steps done: {again} goes on")
 
