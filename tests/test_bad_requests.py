@@ -183,6 +183,15 @@ def test_prompts(prompt, message):
 
 
 STRING, INTEGER, ARRAY = {"type": "string"}, {"type": "integer"}, {"type": "array", "items": True}
+
+
+def defined(*schemas: dict) -> dict:
+    """One of them, each by its name."""
+    names = [f"m{number}" for number in range(len(schemas))]
+    one_of = [{"$ref": f"#/$defs/{name}"} for name in names]
+    return {"anyOf": one_of, "$defs": dict(zip(names, schemas, strict=True))}
+
+
 KILLERS = [  # what xgrammar takes for another grammar, compiles for minutes, or says nothing clear about
     ({"regex": "a{4294967297}"}, "4294967297 repetitions; at most 2147483647"),
     ({"ebnf": 'root ::= "a"{1, 99999999999999999999}'}, "repetitions; at most 2147483647"),
@@ -220,9 +229,20 @@ KILLERS = [  # what xgrammar takes for another grammar, compiles for minutes, or
     ({"json_schema": {"allOf": 5}}, "#: allOf cannot be guaranteed for more than one schema, or none"),
     (
         {"json_schema": {"anyOf": [STRING | {"maxLength": i} for i in range(200)]}},
-        "one of 200 bounded forms; at most 50",
+        "200 strings of bounds or patterns of their own; at most 32",
     ),
+    ({"json_schema": {"anyOf": [{"allOf": [STRING | {"maxLength": i}]} for i in range(33)]}}, "33 strings of bounds"),
+    ({"json_schema": defined(*(STRING | {"maxLength": i} for i in range(33)))}, "33 strings of bounds"),
+    ({"json_schema": defined(*(STRING | {"pattern": f"[a-z]{{1,{i}}}"} for i in range(50, 150)))}, "100 strings of"),
+    ({"json_schema": defined(*(ARRAY | {"maxItems": i} for i in range(999)))}, "999 arrays of bounds"),
     ({"json_schema": {"anyOf": [INTEGER | {"multipleOf": 1000 + i} for i in range(20)]}}, "at most 4096"),
+    ({"json_schema": defined(*([INTEGER | {"multipleOf": 1000}] * 5))}, "multiples of 5000 in all; at most 4096"),
+    ({"json_schema": {"type": ["integer", "number"], "multipleOf": 5}}, "#: multipleOf cannot be guaranteed for type"),
+    ({"json_schema": {"$ref": "#/default", "default": INTEGER | {"not": {}}}}, "#: .ref '#/default' must lead to a"),
+    ({"json_schema": {"$ref": "#/$defs", "$defs": INTEGER | {"not": {}}}}, "'#/.defs' must lead to a schema"),
+    ({"json_schema": {"$ref": "#/$defs/a/const", "$defs": {"a": {"const": {"not": {}}}}}}, "must lead to a schema"),
+    ({"json_schema": {"$ref": "#/$defs/a/b", "$defs": {"a/b": INTEGER, "a": {"title": "b"}}}}, "must lead to a schema"),
+    ({"json_schema": {"anyOf": [{"$ref": "#/$defs/b"}], "$defs": {"a": INTEGER}}}, "#/anyOf/0: .ref .* must lead to"),
     ({"json_schema": {"const": list(range(100_000))}}, "characters; at most 32768"),
     ({"json_schema": {"anyOf": [INTEGER] * 4000}}, "more than 3000 schemas"),
     ({"json_schema": {"type": "object", "properties": {"a\nb": {"not": {}}}}}, r"#/properties/'a\\nb': not cannot be"),
@@ -259,6 +279,18 @@ FINE = [
     ({"json_schema": ARRAY | {"minItems": 1, "maxItems": 10**6}}, '[1, "a"]'),
     ({"json_schema": {"anyOf": [{"type": "object", "properties": {f"p{i}": True}} for i in range(200)]}}, '{"p7": 1}'),
     ({"json_schema": {"type": "object", "properties": {f"p{i}": STRING | {"maxLength": 9} for i in range(300)}}}, "{}"),
+    ({"json_schema": defined(*(STRING | {"title": f"T{i}", "maxLength": 9} for i in range(99)))}, '"abc"'),
+    ({"json_schema": defined(*(STRING | {"maxLength": 1000 + i} for i in range(32)))}, '"abc"'),
+    (
+        {
+            "json_schema": {
+                "type": "object",
+                "properties": {"a": INTEGER, "b": {"$ref": "#//properties/a"}},
+                "required": ["a", "b"],
+            }
+        },
+        '{"a": 1, "b": 2}',
+    ),
     (
         {
             "json_schema": {

@@ -152,3 +152,46 @@ def test_texts_of_like_length_are_read_together(monkeypatch):
     while engine.scheduler.unfinished:
         engine.step()
     assert [request.generated for request in requests] == [continued(target, prompt, LENGTH) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        ("read_together", 2),
+        ("firsts", 1),
+        ("begin", 1),
+        ("draft_tree", 2),
+        ("validate", 2),
+        ("sample", 2),
+        ("commit", 2),
+    ],
+)
+def test_a_step_that_failed_loses_nobody(monkeypatch, method, call):
+    """Short and long prompts are read apart: the short ones' reading was done when the long ones' failed."""
+    prompts = random_tokens(5, 40, 6, 45)
+    target, params = shared_target(), SamplingParams(max_tokens=12, ignore_eos=True)
+    wanted = token_ids(Engine(target, max_batch_size=4).generate(prompts, params))
+    engine, calls = Engine(target, tiny_draft(target), "d3_bf2", max_batch_size=4), []
+    guide(engine, [tokens + [0] * 4 for tokens in wanted], lambda _: 2)
+    real = getattr(engine, method)
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == call:
+            raise MemoryError
+        return real(*arguments)
+
+    monkeypatch.setattr(engine, method, failing)
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    told = {request: [] for request in requests}
+
+    def go_on() -> None:
+        while engine.scheduler.unfinished:
+            for update in engine.step():
+                told[update.request] += update.token_ids
+
+    with pytest.raises(MemoryError):
+        go_on()
+    go_on()
+    assert [request.generated for request in requests] == list(told.values()) == wanted
+    assert len(engine.scheduler.pool.free) == engine.scheduler.pool.total

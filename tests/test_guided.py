@@ -399,6 +399,34 @@ def nothing_allowed() -> tuple:
     return guide, chain(0), [matcher]
 
 
+@pytest.mark.parametrize("owner", [Engine, Guidance])
+@pytest.mark.parametrize("call", [1, 2, 5])
+def test_a_round_that_failed_on_its_way_through_a_grammar(trained, monkeypatch, owner, call):
+    """Once nodes were drafted, or when the logits were known: the next round stands where the failed one began."""
+    name = "validate" if owner is Engine else "rewind"
+    calls, real = [], getattr(owner, name)
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == call:
+            raise MemoryError
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, failing)
+    engine = Engine(target(), trained, "d3_bf2", max_batch_size=4)
+    params = [SamplingParams(max_tokens=LONG, grammar=grammar_of(kind)) for kind in KINDS]
+    requests = [engine.add(PROMPTS[0], own) for own in params]
+    failed = 0
+    while engine.scheduler.unfinished:
+        try:
+            engine.step()
+        except MemoryError:
+            failed += 1
+    assert failed == 1
+    for request, kind in zip(requests, KINDS, strict=True):
+        assert request.generated == truth(kind, tuple(PROMPTS[0]))
+
+
 def test_a_grammar_that_counts_when_blocks_are_given_up(trained, monkeypatch):
     """Who is preempted is read anew by the models, and not by its grammar, which would let it end too early."""
     preempted, preempt = [], Scheduler.preempt

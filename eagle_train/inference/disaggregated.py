@@ -37,7 +37,7 @@ import torch.distributed as dist
 from eagle_train.config import check, one_line, shown
 from eagle_train.distributed import World
 from eagle_train.inference.block_pool import blocks_for
-from eagle_train.inference.engine import Engine, First
+from eagle_train.inference.engine import Engine
 from eagle_train.inference.paged_kv import BLOCK
 from eagle_train.inference.sequence import SamplingParams, Sequence, is_number
 
@@ -116,16 +116,25 @@ class DecodeEngine(Engine):
         self.errands: dict[Line, Errand | None] = dict.fromkeys(lines)
         self.threads = ThreadPoolExecutor(len(lines))
         self.unread: set[Sequence] = set()  # whose texts came back as they were
+        self.first_tokens: dict[Sequence, int] = {}  # of those whose texts were read apart, until they decode
 
-    def read(self, chunks: list[tuple[Sequence, int]]) -> list[First]:
-        if not self.active and (not chunks or None not in self.errands.values()):  # there is nothing to do but to wait
+    def read(self, chunks: list[tuple[Sequence, int]]) -> None:
+        here = any(sequence in self.unread for sequence, _ in chunks)
+        if not self.active and not here and (not chunks or None not in self.errands.values()):  # nothing but to wait
             answers = [errand.answer for errand in self.errands.values() if errand is not None]
             wait(answers, timeout=A_MOMENT, return_when=FIRST_COMPLETED)
-        ready = [first for line in list(self.errands) for first in self.collect(line)]
+        for line in list(self.errands):
+            self.collect(line)
         self.hand_out([sequence for sequence, _ in chunks if sequence not in self.unread])
-        ready += super().read([chunk for chunk in chunks if chunk[0] in self.unread or not self.errands])
+        super().read([chunk for chunk in chunks if chunk[0] in self.unread or not self.errands])
         self.unread.intersection_update(self.scheduler.unfinished)
-        return ready
+
+    def firsts(self, new: list[Sequence]) -> list[int]:
+        own = [sequence for sequence in new if sequence not in self.first_tokens]
+        drawn = dict(zip(own, super().firsts(own), strict=True)) if own else {}
+        drawn |= self.first_tokens
+        self.first_tokens.clear()
+        return [drawn[sequence] for sequence in new]
 
     def hand_out(self, sequences: list[Sequence]) -> None:
         """Divide the texts between the prefill processes that have nothing to do, whose turns come round."""
@@ -163,12 +172,12 @@ class DecodeEngine(Engine):
         packed = torch.empty(request["size"], dtype=self.target.dtype, pin_memory=is_gpu)
         return answer["tokens"], line.receive(packed, self.timeout)
 
-    def collect(self, line: Line) -> list[First]:
-        """What a prefill process has sent, if it has: its sequences are ready, or are to be read here. Some may have
-        been cancelled by now, or had to give up their blocks."""
+    def collect(self, line: Line) -> None:
+        """What a prefill process has sent, if it has: its sequences have read their texts, or are to be read here. Some
+        may have been cancelled by now, or had to give up their blocks."""
         errand = self.errands[line]
         if errand is None or not errand.answer.done():
-            return []
+            return
         self.errands[line] = None
         if error := errand.answer.exception():
             del self.errands[line]
@@ -180,11 +189,12 @@ class DecodeEngine(Engine):
             sequence.reader = None
         if answer is None or not new:
             self.unread.update(new)
-            return []
+            return
         tokens, packed = answer
         parts = packed.to(self.target.device, non_blocking=True).split(errand.sizes)
-        hidden = [unpack(self, errand.sequences[row], errand.starts[row], parts[row]) for row in rows]
-        return list(map(First, new, [tokens[row] for row in rows], hidden))
+        for row, sequence in zip(rows, new, strict=True):
+            sequence.last_hidden = unpack(self, sequence, errand.starts[row], parts[row])
+            self.first_tokens[sequence] = tokens[row]
 
     def close(self) -> None:
         """Let the prefill processes end. Nothing may be handed out afterwards."""

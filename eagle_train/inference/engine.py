@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -60,14 +60,6 @@ from eagle_train.ops.linear import pack, use_kernels
 from eagle_train.ops.threads import threads_for
 from eagle_train.ops.transfer import to_device
 from eagle_train.progress import progress
-
-
-class First(NamedTuple):
-    """Who has read all of its text, its first token, and the target's hidden state before that [H]."""
-
-    sequence: Sequence
-    token: int
-    hidden: torch.Tensor
 
 
 class Engine:
@@ -325,9 +317,12 @@ class Engine:
         self.make_room()
         staying = len(self.active)
         self.scheduler.admit()
-        ready = self.read(self.scheduler.chunks(self.prefill_tokens))
+        self.read(self.scheduler.chunks(self.prefill_tokens))
+        ready = self.scheduler.ready
         if ready:
-            fresh = self.begin(ready)
+            with self.stage("prefill"):
+                tokens = self.firsts(ready)
+            fresh = self.begin(ready, tokens)
             self.pending = self.pending.followed_by(fresh) if staying else fresh
             self.leave()
         return bool(ready)
@@ -346,21 +341,15 @@ class Engine:
             self.pending = self.pending.rows(to_device(stay, self.target.device, torch.long))
             self.leave()
 
-    def read(self, chunks: list[tuple[Sequence, int]]) -> list[First]:
-        """Read chunks of texts; returns who has read all of its text.
+    def read(self, chunks: list[tuple[Sequence, int]]) -> None:
+        """Read chunks of texts. Those at most twice as long as each other are read together: what pads them is less
+        than they are."""
+        for _, alike in groupby(sorted(chunks, key=octave), octave):
+            with self.stage("prefill"):
+                self.read_together(list(alike))
 
-        Those at most twice as long as each other are read together: what pads them is less than they are.
-        """
-        if not chunks:
-            return []
-        with self.stage("prefill"):
-            groups = groupby(sorted(chunks, key=octave), octave)
-            ready = [each for _, alike in groups for each in self.read_together(list(alike))]
-            return self.firsts(*zip(*ready, strict=True)) if ready else []
-
-    def read_together(self, chunks: list[tuple[Sequence, int]]) -> list[tuple[Sequence, torch.Tensor]]:
-        """Run chunks of texts through target and drafter. Returns who has read all of its text, each with the target's
-        hidden state [H] at its end."""
+    def read_together(self, chunks: list[tuple[Sequence, int]]) -> None:
+        """Run chunks of texts through target and drafter."""
         device = self.target.device
         new = [sequence for sequence, _ in chunks]
         texts = [sequence.to_prefill[sequence.read : sequence.read + count] for sequence, count in chunks]
@@ -375,34 +364,31 @@ class Engine:
         for sequence, text, state in zip(new, texts, hidden, strict=True):
             sequence.read, sequence.last_hidden = sequence.read + len(text), state
             self.scheduler.note(sequence)
-        return [(each, each.last_hidden) for each in new if each.read == len(each.to_prefill)]
 
-    def firsts(self, new: tuple[Sequence, ...], hidden: tuple[torch.Tensor, ...]) -> list[First]:
-        """The first tokens of those who have read all of their texts, drawn after `hidden`, [H] each."""
-        device, new = self.target.device, list(new)
+    def firsts(self, new: list[Sequence]) -> list[int]:
+        """The first tokens of those who have read all of their texts."""
+        device = self.target.device
         settings = Settings.of(new, device)
         last = to_device([sequence.read - 1 for sequence in new], device)
         own, coins = self.ranks.own, uniform(settings.seeds, last, 1).squeeze(1)
-        logits = self.target.lm_head(own(torch.stack(hidden))).unsqueeze(1)
+        logits = self.target.lm_head(own(torch.stack([each.last_hidden for each in new]))).unsqueeze(1)
         if guidance := self.guidance_of(new, chain(0)):
             logits = restrict(logits, own(guidance.allowed([0])))
         tokens = sample(probabilities(logits, settings.sampling.rows(own)).squeeze(1), own(coins))
         (tokens,) = self.ranks.all(len(new), tokens)
-        return list(map(First, new, tokens.tolist(), hidden))
+        return tokens.tolist()
 
-    def begin(self, ready: list[First]) -> Pending:
+    def begin(self, new: list[Sequence], tokens: list[int]) -> Pending:
         """These have read all of their texts and become active: with their first tokens, or, where one comes back, with
         the pending token that it has already. What `step` tells together has one time."""
-        now = time.perf_counter()
-        new = [each.sequence for each in ready]
-        for sequence, token, _ in ready:
+        now, hidden = time.perf_counter(), torch.stack([each.last_hidden for each in new])
+        for sequence, token in zip(new, tokens, strict=True):
             sequence.last_hidden = None
             if not sequence.generated:
                 sequence.start(token, now)
                 self.requests.cut_at_stop_strings(sequence)
                 self.advanced[sequence] = None
         self.scheduler.activate(new)
-        hidden = torch.stack([each.hidden for each in ready])
         first = to_device([[sequence.generated[-1]] for sequence in new], hidden.device)
         lengths = to_device([sequence.committed for sequence in new], hidden.device)
         return Pending(first, hidden.unsqueeze(1), torch.ones_like(lengths), lengths)

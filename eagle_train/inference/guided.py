@@ -122,10 +122,11 @@ def unpack(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 class Matcher:
-    """Where a sequence stands in its grammar: all its tokens were read, and between rounds no others."""
+    """Where a sequence stands in its grammar: all its tokens were read, and within a round `ahead` others."""
 
     def __init__(self, state: Any, longest: bool):
         self.state, self.longest = state, longest
+        self.ahead = 0
 
     def accept(self, token: int) -> bool:
         """Read a token. False for one that the grammar forbids, which is not read."""
@@ -137,6 +138,12 @@ class Walk:
 
     def __init__(self, matcher: Matcher, parents: tuple[int, ...]):
         self.matcher, self.parents, self.path = matcher, parents, [0]
+        self.back(matcher.ahead)  # a round that failed may have left it on its way
+
+    def back(self, steps: int) -> None:
+        if steps > 0:
+            self.matcher.state.rollback(steps)
+            self.matcher.ahead -= steps
 
     def go(self, node: int, tokens: list[int]) -> bool:
         """Have read the tokens [N] of exactly the nodes down to `node`. False where the grammar forbids one of them."""
@@ -144,12 +151,12 @@ class Walk:
         while node not in self.path:
             missing.append(node)
             node = self.parents[node]
-        if beyond := len(self.path) - 1 - self.path.index(node):
-            self.matcher.state.rollback(beyond)
-            del self.path[-beyond:]
+        self.back(len(self.path) - 1 - self.path.index(node))
+        del self.path[self.path.index(node) + 1 :]
         for node in reversed(missing):
             if self.matcher.state.is_terminated() or not self.matcher.accept(tokens[node]):
                 return False
+            self.matcher.ahead += 1
             self.path.append(node)
         return True
 

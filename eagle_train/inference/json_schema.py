@@ -4,7 +4,7 @@ Knows nothing of tokens. Every form below was tried against answers that violate
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from eagle_train.config import check, shown
@@ -12,8 +12,9 @@ from eagle_train.inference.expressions import MOST_TIMES, as_whole, check_length
 
 DEEPEST, MOST_PROPERTIES = 32, 500  # the time to compile grows with their cubes
 MOST_SCHEMAS = 3000  # in all
-MOST_BOUNDED = 50  # among which one is chosen; the time grows with their fourth power
-MOST_MULTIPLES = 4096  # the sum of those among which one is chosen
+MOST_STRINGS = 32  # of bounds or patterns of their own; the time grows with their third to fourth power
+MOST_ARRAYS = 200  # the same
+MOST_MULTIPLES = 4096  # their sum
 NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 NOTES |= {"$schema", "$id", "$comment", "$defs", "definitions"}
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
@@ -26,26 +27,34 @@ OF_TYPE = {
     "boolean": set[str](),
     "null": set[str](),
 }
+STRINGS, ARRAYS = {"minLength", "maxLength", "pattern"}, {"minItems", "maxItems"}
 COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 LARGEST_MULTIPLE = 1024
 FORMATS = {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"}
 FORMATS |= {"uri-reference", "uri-template", "json-pointer", "relative-json-pointer"}
 ALONE = ("$ref", "anyOf", "allOf", "enum", "const")  # beside one of these xgrammar ignores all others
 APART = [{"pattern"}, {"format"}, {"minLength", "maxLength"}], [{"multipleOf"}, BOUNDS]  # of each it keeps the first
+Path = tuple[str, ...]
+"""Of keywords, names and numbers: where a schema is."""
 PYTHON = {"string": str, "integer": int, "number": (int, float), "array": list, "object": dict, "boolean": bool}
 
 
 def check_schema(schema: Any) -> None:
     """Raise UserError, naming the place, if an answer could be given that violates `schema`, or none in time."""
-    inside, count = [("#", schema, 0)], 0
+    inside: list[tuple[Path, Any, int]] = [((), schema, 0)]
+    found: dict[Path, Any] = {}
     while inside:
-        where, each, depth = inside.pop()
-        check(depth <= DEEPEST, f"{where}: deeper than {DEEPEST} schemas")
-        count += 1
-        check(count <= MOST_SCHEMAS, f"more than {MOST_SCHEMAS} schemas")
+        path, each, depth = inside.pop()
+        check(depth <= DEEPEST, f"{place(path)}: deeper than {DEEPEST} schemas")
+        found[path] = each
+        check(len(found) <= MOST_SCHEMAS, f"more than {MOST_SCHEMAS} schemas")
         if isinstance(each, Mapping):  # else true, or what xgrammar refuses
-            check_one(each, where)
-            inside += [(f"{where}/{place}", inner, depth + 1) for place, inner in reversed(parts(each))]
+            check_one(each, place(path))
+            inside += [((*path, *name), inner, depth + 1) for name, inner in reversed(parts(each))]
+    schemas = {path: each for path, each in found.items() if isinstance(each, Mapping)}
+    for path, each in schemas.items():
+        check_reference(each, place(path), found)
+    check_work(list(schemas.values()))
 
 
 def check_one(schema: Mapping[str, Any], where: str) -> None:
@@ -58,6 +67,8 @@ def check_one(schema: Mapping[str, Any], where: str) -> None:
     if first in ("enum", "const") and "type" in keys:
         check_values(schema, where)
         allowed |= {"type"}
+    if isinstance(schema.get("type"), list) and "number" in schema["type"]:
+        allowed -= {"multipleOf"}  # beside it, it would be kept for whole numbers alone
     unknown = sorted(map(str, keys - allowed))
     reason = f"beside {first}" if first else f"for type {schema.get('type')!r}"
     check(not unknown, f"{where}: {', '.join(unknown)} cannot be guaranteed {reason}")
@@ -68,8 +79,6 @@ def check_one(schema: Mapping[str, Any], where: str) -> None:
     single = first != "allOf" or (isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1)
     check(single, f"{where}: allOf cannot be guaranteed for more than one schema, or none")
     check(schema.get("anyOf") != [] and schema.get("type") != [], f"{where}: nothing is left to choose from")
-    reference = schema.get("$ref", "#")
-    check(str(reference)[:2] in ("#", "#/"), f"{where}: $ref {reference!r} must begin with #/")
     for key in sorted(keys):
         check_value(key, schema[key], where)
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -102,20 +111,28 @@ def check_value(key: str, value: Any, where: str) -> None:
         as_whole(value)
     elif key in ("const", "enum"):
         check_length(json.dumps(value))
-    elif key == "anyOf":
-        bounded = sum(bool((COUNTS | {"multipleOf", "pattern"}) & set(each)) for each in choices(value))
-        check(bounded <= MOST_BOUNDED, f"{where}: one of {bounded} bounded forms; at most {MOST_BOUNDED} are possible")
-        multiples = [each.get("multipleOf") for each in choices(value)]
-        total = sum(number for number in multiples if isinstance(number, int))
-        check(total <= MOST_MULTIPLES, f"{where}: multiples of {total} in all; at most {MOST_MULTIPLES} are possible")
 
 
-def choices(value: Any) -> Iterator[Mapping[str, Any]]:
-    """The schemas of an anyOf, and of those directly inside."""
-    for each in value if isinstance(value, list) else []:
-        if isinstance(each, Mapping):
-            yield each
-            yield from choices(each.get("anyOf"))
+def check_reference(schema: Mapping[str, Any], where: str, found: Mapping[Path, Any]) -> None:
+    """Raise UserError unless what is referred to is one of the schemas that were `found`, and so looked at: xgrammar
+    takes whatever lies there for one."""
+    reference = schema.get("$ref", "#")
+    begins = isinstance(reference, str) and reference[:2] in ("#", "#/")
+    check(begins, f"{where}: $ref {shown(reference)} must begin with #/")
+    known = tuple(filter(None, reference[1:].split("/"))) in found
+    check(known, f"{where}: $ref {shown(reference)} must lead to a schema, as #/$defs/NAME does")
+
+
+def check_work(schemas: list[Mapping[str, Any]]) -> None:
+    """Raise UserError where all of them together take too long. What is the same costs once, but for multiples."""
+    for keys, kind, most in ((STRINGS, "strings", MOST_STRINGS), (ARRAYS, "arrays", MOST_ARRAYS)):
+        bounded = [{key: each[key] for key in each.keys() - NOTES} for each in schemas if keys & set(each)]
+        bounded = {json.dumps(each, sort_keys=True) for each in bounded}
+        said = f"{len(bounded)} {kind} of bounds or patterns of their own; at most {most} are possible"
+        check(len(bounded) <= most, said)
+    multiples = [each.get("multipleOf") for each in schemas]
+    total = sum(number for number in multiples if isinstance(number, int))
+    check(total <= MOST_MULTIPLES, f"multiples of {total} in all; at most {MOST_MULTIPLES} are possible")
 
 
 def check_values(schema: Mapping[str, Any], where: str) -> None:
@@ -127,18 +144,20 @@ def check_values(schema: Mapping[str, Any], where: str) -> None:
     check(right, f"{where}: enum and const cannot be guaranteed beside type {schema['type']!r}")
 
 
-def parts(schema: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The schemas directly inside one, by their places."""
-    found = [(key, schema[key]) for key in ("items", "additionalProperties") if key in schema]
+def parts(schema: Mapping[str, Any]) -> list[tuple[Path, Any]]:
+    """The schemas directly inside one, by their places in it."""
+    found: list[tuple[Path, Any]] = [
+        ((key,), schema[key]) for key in ("items", "additionalProperties") if key in schema
+    ]
     for key in ("properties", "$defs", "definitions"):
         inner = schema.get(key)
-        found += [(f"{key}/{named(name)}", each) for name, each in inner.items()] if isinstance(inner, Mapping) else []
+        found += [((key, name), each) for name, each in inner.items()] if isinstance(inner, Mapping) else []
     for key in ("anyOf", "allOf", "prefixItems"):
         inner = schema.get(key)
-        found += [(f"{key}/{i}", each) for i, each in enumerate(inner)] if isinstance(inner, list | tuple) else []
+        found += [((key, str(i)), each) for i, each in enumerate(inner)] if isinstance(inner, list | tuple) else []
     return found
 
 
-def named(name: str) -> str:
-    """A property's name as an error may show it."""
-    return name if name.isprintable() and len(name) < 40 else shown(name)
+def place(path: Path) -> str:
+    """A schema's place as an error may show it."""
+    return "/".join(["#", *(name if name.isprintable() and len(name) < 40 else shown(name) for name in path)])

@@ -64,6 +64,11 @@ class Scheduler:
                 found.append((sequence, count))
         return found
 
+    @property
+    def ready(self) -> list[Sequence]:
+        """Who has read all of its text, and does not decode yet: now, or before a step that failed."""
+        return [each for each in self.reading if each.reader is None and each.read == len(each.to_prefill)]
+
     def activate(self, sequences: list[Sequence]) -> None:
         """These have read all there is to read."""
         self.reading = [sequence for sequence in self.reading if sequence not in sequences]

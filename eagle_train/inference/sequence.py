@@ -161,7 +161,7 @@ class Sequence:
     read: int = 0  # how many of its tokens both models have read
     reader: Any = None  # who reads its text in this process's place
     names: list[bytes] = field(default_factory=list)  # of its full blocks, see prefix_cache.py
-    last_hidden: Any = None  # the target's hidden state at the last of them [H], while there are some to come
+    last_hidden: Any = None  # the target's hidden state at the last of them [H], until it decodes
     reported: int = 0  # how many of the generated tokens were told
 
     @property
