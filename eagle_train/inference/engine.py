@@ -279,6 +279,7 @@ class Engine:
     def step(self) -> list[Update]:
         """One round of the decoding cycle. Paper section 3, figure 4. Returns what it brought, and to whom; with
         `overlap`, what the round before it did. Where first tokens are there to be told, the round is the next step's.
+        Where it fails, for want of memory, say, nobody is lost: the next one goes on.
         """
         began = not self.told_first and self.prefill()
         self.told_first = began and bool(self.advanced)
