@@ -151,12 +151,15 @@ def main(values: DictConfig) -> None:
 
 
 def conversation(number: int, placed: PlacedRow, data: DataConfig) -> Conversation:
-    """A row as the messages before each of its answers. Raises UserError, with its place, for another format."""
-    row = parse(*placed)
+    """A row as the messages before each of its answers. One of another format is left out where `data.malformed` says
+    so; else raises UserError, with its place."""
     try:
-        messages = to_messages(row, data.format, data.columns)
+        messages = to_messages(parse(*placed), data.format, data.columns)
     except UserError as error:
-        raise UserError(f"{placed[0]}: {error}") from error
+        told = str(error) if str(error).startswith(placed[0]) else f"{placed[0]}: {error}"
+        if data.malformed == "skip":
+            return Conversation(number, [], told)
+        raise UserError(f"{told}; data.malformed=skip leaves such rows out") from error
     turns: list[list[Message]] = [[]]
     for message in messages:
         if message["role"] != "assistant":

@@ -37,6 +37,9 @@ PACKAGE = Path(__file__).parent
 CONF_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 
 
+SURROGATE = re.compile("[\\ud800-\\udfff]")  # what a text of JSON may hold and UTF-8 may not
+
+
 class UserError(Exception):
     """A user's mistake, told in one line: the field, its value, and what would be right."""
 

@@ -5,6 +5,7 @@ them a job is one process, and everything here costs nothing.
 """
 
 import atexit
+import multiprocessing
 import os
 import signal
 import sys
@@ -25,6 +26,10 @@ T = TypeVar("T")
 SIDES = ("data", "files", "votes")
 # What launchers, clusters and terminals stop a job with. All its processes may be sent it; its ranks alone see to it.
 STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+
+class CommonError(UserError):
+    """One that every rank meets at the same point: what was learnt before it can be kept, and all end together."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ def run(job: Callable[[], int]) -> None:
     except UserError as error:
         if place()[1] == 1:
             raise
-        leave(report(error), failed=True)
+        leave(report(error), failed=not isinstance(error, CommonError))
     leave(status)
 
 
@@ -154,7 +159,10 @@ def leave(status: int = 0, failed: bool = False) -> None:
         if rank == 0:  # without a launcher that keeps it, the store ends with rank 0
             store.wait([f"left/{each}" for each in ranks])
     if several:
-        if not failed:
+        if failed:
+            for child in multiprocessing.active_children():
+                child.terminate()  # nobody told them to end, and what follows waits for them
+        else:
             threading._shutdown()  # as multiprocessing ends its children
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -1,7 +1,9 @@
 """The launch scripts, as far as they can be checked without a cluster: a stub of Slurm starts two local ranks."""
 
 import contextlib
+import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -33,6 +35,7 @@ for rank in range(int(os.environ["SLURM_NTASKS"])):
     file = open(log.replace("%t", str(rank)), "ab")
     ranks.append(subprocess.Popen(command, env=variables, stdout=file, stderr=file))
 signal.signal(signal.SIGUSR2, lambda *_: [rank.send_signal(signal.SIGUSR1) for rank in ranks])
+open(os.environ["STUB"] + "/cpus", "w").write(os.environ.get("SRUN_CPUS_PER_TASK", ""))
 open(os.environ["STUB"] + "/srun.pid", "w").write(str(os.getpid()))
 while not all(rank.poll() is not None for rank in ranks) and not any(rank.poll() for rank in ranks):
     time.sleep(0.01)
@@ -165,7 +168,10 @@ def test_the_first_rank_to_fail_ends_the_job_with_its_reason(cluster, tmp_path, 
     told = capfd.readouterr().err
     assert "the first to fail, rank 1:" in told
     assert f"error: data.path is {tmp_path}/1.jsonl; there is no such file" in told
+    assert Path(cluster["STUB"], "cpus").read_text() == ""
+    cluster["SLURM_CPUS_PER_TASK"] = "3"  # which some of Slurm's releases keep from srun
     assert submit(cluster, *given, "data.path=nowhere.jsonl").wait(timeout=120) == 2
+    assert Path(cluster["STUB"], "cpus").read_text() == "3"
     assert "error: data.path is nowhere.jsonl; there is no such file" in capfd.readouterr().err
 
 
@@ -258,6 +264,34 @@ def test_two_nodes_train_as_one_process_does(torchrun, tmp_path, monkeypatch):
         assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-5)
 
 
+def test_a_malformed_row_ends_all_ranks_and_costs_no_step(torchrun, tmp_path, capfd):
+    """With processes that tokenise, which a rank must not wait for. The run goes on without the row."""
+    rows = [json.dumps(row) for row in chats(300)]
+    (tmp_path / "train.jsonl").write_text("\n".join([*rows[:200], rows[0][:-3], *rows[200:]]) + "\n")
+    out, given = tmp_path / "run", ["data.workers=1", "data.shuffle_window=0"]
+    assert torchrun(600, out, *given, PROCESSES="2").wait(timeout=120) != 0
+    (checkpoint,) = out.glob("step-*")
+    done = int(checkpoint.name.removeprefix("step-"))
+    assert len(read_jsonl(out / "metrics.jsonl")) == done > 5
+    told = capfd.readouterr().err
+    kept = f"data.malformed=skip leaves such rows out; {done} of 600 steps are done and kept"
+    assert len(re.findall(rf"^error: train\.jsonl:201: not JSON: .*; {re.escape(kept)}$", told, re.MULTILINE)) == 2
+    steps = done + 10
+    assert torchrun(steps, out, *given, "data.malformed=skip", PROCESSES="2").wait(timeout=120) == 0
+    assert [record["step"] for record in read_jsonl(out / "metrics.jsonl")] == list(range(1, steps + 1))
+
+
+def test_a_directory_that_ranks_do_not_share_is_told_before_the_first_step(torchrun, tmp_path, capfd):
+    given = "out=" + str(tmp_path) + "/run-${oc.env:RANK}"
+    assert torchrun(6000, tmp_path, given, PROCESSES="2").wait(timeout=120) != 0
+    told = capfd.readouterr().err
+    assert (
+        len(re.findall(r"^error: out=\S+/run-[01]: rank 0 does not see there what others write", told, re.MULTILINE))
+        == 2
+    )
+    assert [list((tmp_path / f"run-{rank}").iterdir()) for rank in range(2)] == [[], []]
+
+
 def test_a_node_that_dies_ends_the_other(torchrun, tmp_path):
     dead, other = nodes = two_nodes(torchrun, 6000, tmp_path / "run")
     wait_for_steps(tmp_path / "run", 2, *nodes)
@@ -314,3 +348,32 @@ def test_a_rank_ends_well_whatever_its_threads_still_do_and_when_all_are_leaving
     ended, leaves = ([float(at) for what, at in told if what == which] for which in ("ended", "leaves"))
     assert len(ended) == len(leaves) == 2
     assert min(ended) >= max(leaves)
+
+
+FAIL = """
+import sys, time
+from concurrent.futures import ProcessPoolExecutor
+from eagle_train import distributed
+from eagle_train.config import UserError
+
+def job():
+    distributed.start("cpu")
+    pool = ProcessPoolExecutor(1)
+    assert pool.submit(abs, -1).result() == 1
+    if distributed.place()[0] == 1:
+        raise UserError("a mistake")
+    time.sleep(600)
+
+if __name__ == "__main__":
+    distributed.run(job)
+"""
+
+
+def test_a_rank_that_fails_waits_for_no_process_of_its_own(tmp_path):
+    """Else the launcher would never know of it, and the other rank wait as long."""
+    (tmp_path / "job.py").write_text(FAIL)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "job.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "error: a mistake" in done.stderr

@@ -222,10 +222,15 @@ def test_mistakes_are_one_line(made, tmp_path, capsys, overrides, message):
 
 def test_a_bad_row_is_named_and_the_rows_before_it_are_kept(made, tmp_path, capsys):
     rows = read_jsonl(made / "chats.jsonl")[:20]
-    path = write_jsonl(tmp_path / "rows.jsonl", [*rows, {"messages": []}])
+    path = write_jsonl(tmp_path / "rows.jsonl", [*rows, {"messages": []}, rows[0]])
     assert run(made, tmp_path / "out.jsonl", f"data.path={path}") == 2
-    assert f"{path}:21: the row has no turns" in capsys.readouterr().err
+    told = f"{path}:21: the row has no turns"
+    assert told in (error := capsys.readouterr().err)
+    assert error.endswith("; data.malformed=skip leaves such rows out\n")
     assert len(read_jsonl(tmp_path / "out.jsonl")) == 16
+    assert run(made, tmp_path / "out.jsonl", f"data.path={path}", "data.malformed=skip") == 0
+    assert [row["row"] for row in read_jsonl(tmp_path / "out.jsonl")] == [*range(1, 21), 22]
+    assert f"row 21: {told}" in capsys.readouterr().err
 
 
 def test_another_runs_file_is_not_gone_on_with(made, tmp_path, answers, capsys):

@@ -584,6 +584,26 @@ def test_a_run_that_met_a_malformed_row_goes_on_without_such_rows(tmp_path):
     assert len(heldout_batches(skipping, make_renderer(), 1, 10)) == 10
 
 
+@pytest.mark.parametrize(
+    ("template", "content", "told"),
+    [
+        (TEMPLATE, "1 \ud83d", "the text holds half of a surrogate pair"),
+        ("{{ messages[0]['content'] + 1 }}", "1", "cannot be rendered: TypeError: can only concatenate str"),
+        ("{{ messages[0]['content'].nothing.at_all }}", "1", "the chat template refuses the conversation"),
+    ],
+)
+def test_whatever_a_row_breaks_it_is_the_row(tmp_path, template, content, told):
+    """One rank has it, and all are to meet it."""
+    path = write_jsonl(tmp_path / "train.jsonl", [*make_rows(3), chat([1], [2])])
+    text = Path(path).read_text().replace('"content": "1"', f'"content": {json.dumps(content)}')
+    Path(path).write_text(text)
+    renderer = make_renderer("all")
+    stream = Stream(DataConfig(path, row_tokens=40, shuffle_window=0), renderer, 1)
+    renderer.tokenizer.chat_template = template
+    with pytest.raises(feed.MalformedRow, match=rf"train\.jsonl:\d: {told}"):
+        list(stream)
+
+
 @pytest.mark.parametrize(("good", "bad", "refused"), [(0, 101, True), (800, 100, False), (800, 102, True)])
 def test_too_many_malformed_rows_are_refused(tmp_path, good, bad, refused):
     """A tenth, from a hundred on: then it is the config that does not fit the data."""

@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from eagle_train.config import UserError, check, one_line
+from eagle_train.config import SURROGATE, UserError, check, one_line
 
 # What each format reads: the keys of `data.columns`, each naming a column of the row.
 FORMATS = {
@@ -34,6 +34,11 @@ Span = tuple[int, int]  # characters [start, end) of a rendered text
 
 # transformers keeps a template, and in it the spans of the rendering under way, for all threads of the process.
 RENDERING = threading.Lock()
+
+
+def check_text(text: str) -> None:
+    """Raise UserError for what no token can be made of."""
+    check(SURROGATE.search(text) is None, "the text holds half of a surrogate pair")
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +147,7 @@ class ChatRenderer:
 
     def render_text(self, text: str) -> Document:
         """Plain text between the tokenizer's BOS and EOS, where it has them; every token counts as produced."""
+        check_text(text)
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         tokens = [token for token in (bos, *tokens, eos) if token is not None]
@@ -201,6 +207,7 @@ class ChatRenderer:
 
     def encode(self, text: str, spans: list[Span] | None = None) -> Document:
         """Tokens of the text; produced are those that hold a character of a span, or all without spans."""
+        check_text(text)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         tokens = torch.tensor(encoded["input_ids"], dtype=torch.int64)
         if spans is None:

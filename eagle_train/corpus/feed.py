@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from eagle_train.config import UserError
+from eagle_train.config import UserError, one_line
 from eagle_train.corpus.chat import ChatRenderer, Document, render_row
 from eagle_train.corpus.source import (
     DataConfig,
@@ -34,14 +34,14 @@ from eagle_train.corpus.source import (
     open_source,
     parse,
 )
-from eagle_train.distributed import STOP, World
+from eagle_train.distributed import STOP, CommonError, World
 
 BLOCK = 1024  # draws whose data sets are chosen together
 CHUNK = 32  # rows that a rank tokenises before it shares them
 
 
-class MalformedRow(UserError):
-    """What is wrong with a row, by its place. All ranks meet it at the same draw."""
+class MalformedRow(CommonError):
+    """What is wrong with a row, by its place."""
 
 
 Rendered = tuple[np.ndarray, np.ndarray] | MalformedRow
@@ -109,6 +109,8 @@ def render(placed: PlacedRow, config: SourceConfig, renderer: ChatRenderer) -> R
         document = render_row(parse(*placed), config.format, config.columns, renderer)
     except UserError as error:
         return MalformedRow(str(error) if str(error).startswith(place) else f"{place}: {error}")
+    except Exception as error:  # a template or a tokenizer raises what it likes, and on the one rank that has the row
+        return MalformedRow(f"{place}: cannot be rendered: {type(error).__name__}: {one_line(error)}")
     return document.tokens.numpy().astype(np.int32), document.produced.numpy()
 
 
@@ -116,7 +118,7 @@ def received(rendered: Rendered, config: DataConfig) -> Document | MalformedRow:
     """The document that travelled. Raises the MalformedRow in its place, unless the config wants such rows skipped."""
     if isinstance(rendered, MalformedRow):
         if config.malformed == "refuse":
-            raise rendered
+            raise MalformedRow(f"{rendered}; data.malformed=skip leaves such rows out")
         return rendered
     tokens, produced = map(torch.from_numpy, rendered)
     return Document(tokens.long(), produced)

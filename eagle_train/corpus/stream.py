@@ -19,7 +19,7 @@ from eagle_train.config import check
 from eagle_train.corpus.chat import ChatRenderer, Document
 from eagle_train.corpus.feed import Drawn, Feed, MalformedRow, Position, received, render
 from eagle_train.corpus.source import MIN_TOKENS, DataConfig, open_source
-from eagle_train.distributed import ALONE, World
+from eagle_train.distributed import ALONE, CommonError, World
 
 OPEN_ROWS = 16  # rows that wait for a document that fits; more waste less padding and hold more in the state
 COUNTED = 20_000  # documents in which a draft's vocabulary is counted
@@ -85,12 +85,13 @@ class Packer:
         self.counts = dict.fromkeys(COUNTS, 0)
 
     def add(self, document: Document | MalformedRow) -> list[PackedRow]:
-        """Pack a document; returns the packed rows that this fills. Raises UserError where too many are malformed."""
+        """Pack a document; returns the packed rows that this fills. Raises CommonError where too many are malformed."""
         if isinstance(document, MalformedRow):
             self.counts["malformed"] += 1
             malformed, rows = self.counts["malformed"], self.counts["malformed"] + self.counts["documents"]
             most = max(FEW_MALFORMED, MOST_MALFORMED * rows)
-            check(malformed <= most, f"data.malformed=skip: {malformed} of {rows} rows are malformed, as {document}")
+            if malformed > most:
+                raise CommonError(f"data.malformed=skip: {malformed} of {rows} rows are malformed, as {document}")
             return []
         self.counts["documents"] += 1
         return [full for piece in self.pieces(document) for full in self.pack(piece)]

@@ -3,17 +3,15 @@
 DESIGN sections 3.8, 3.9.
 """
 
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle_train.config import check, shown
+from eagle_train.config import SURROGATE, check, shown
 from eagle_train.inference.detokenizer import Detokenizer
 from eagle_train.inference.guided import Matcher, check_grammar
 
-SURROGATE = re.compile("[\\ud800-\\udfff]")  # what JSON may hold and UTF-8 may not
 LARGEST = (1 << 63) - 1  # of the numbers that a tensor holds
 
 

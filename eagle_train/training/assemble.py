@@ -23,7 +23,7 @@ from eagle_train.models.loading import TargetConfig, check_placement, load_confi
 from eagle_train.models.quantised import quant_of
 from eagle_train.models.target import Target, context_of
 from eagle_train.training.backend import ParallelConfig
-from eagle_train.training.checkpoint import checkpoints
+from eagle_train.training.checkpoint import check_shared, checkpoints
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
 from eagle_train.training.trainer import TrainConfig, Trainer, accumulation
@@ -46,6 +46,8 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
         f"out={out} holds checkpoints: name another directory, remove them, or give train.resume=true",
     )
     check_found(data)
+    if world.size > 1:
+        check_shared(out, world.exchange, world.rank)
     if train.init_from is not None:
         read_artifact(train.init_from, INIT_FROM)
     sound = isinstance(config.seed, int) and 0 <= config.seed < 2**63

@@ -18,6 +18,7 @@ import random
 import re
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,8 +36,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from eagle_train.config import UserError, check, one_line
-from eagle_train.distributed import ALONE, World
+from eagle_train.config import check, one_line
+from eagle_train.distributed import ALONE, CommonError, World
 
 FORMAT = 2
 DRAFT, CONFIG, TRAINER, MANIFEST = "draft.safetensors", "draft.json", "trainer.pt", "manifest.json"
@@ -207,10 +208,34 @@ def save(
         if not isinstance(error, DiskError):
             raise
         message = f"checkpoint directory {directory}: step {step} could not be written: {error}"
-        raise UserError(f"{message}; earlier checkpoints are untouched") from error
+        raise CommonError(f"{message}; earlier checkpoints are untouched") from error
     if keep and rank == 0:
         prune(directory, step, keep)
     return final
+
+
+def check_shared(directory: Path, exchange: Exchange, rank: int) -> None:
+    """Raise CommonError unless every rank can write into the directory and sees what the others write. All call it."""
+    number = exchange(time.time_ns())[0]  # another each time: file systems remember what was not there
+    mine = directory / f".seen-{number}-{rank}"
+
+    def write() -> str:
+        directory.mkdir(parents=True, exist_ok=True)
+        mine.touch()
+        return mine.name
+
+    try:
+        names = together(exchange, write)
+        seen = exchange(all((directory / name).exists() for name in names))
+    except DiskError as error:
+        raise CommonError(f"out={directory}: cannot be written: {error}") from error
+    finally:
+        mine.unlink(missing_ok=True)
+    if not all(seen):
+        raise CommonError(
+            f"out={directory}: rank {seen.index(False)} does not see there what others write: checkpoints "
+            "are written by all, so give a directory that all nodes share"
+        )
 
 
 def prune(directory: Path, step: int, keep: int) -> None:

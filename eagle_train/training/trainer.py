@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 import torch
 
 from eagle_train.config import UserError, build, check
-from eagle_train.corpus.feed import MalformedRow
 from eagle_train.corpus.stream import TENSORS, Batch, Stream
-from eagle_train.distributed import ALONE, World
+from eagle_train.distributed import ALONE, CommonError, World
 from eagle_train.models.draft import Draft, DraftConfig, Head, shift_hidden
 from eagle_train.models.target import LMHead, Target
 from eagle_train.ops.attention import packed_attention
@@ -267,10 +266,9 @@ class Trainer:
             started, tokens, waited = time.perf_counter(), self.tokens, self.ahead.waited
             try:
                 record = self.train_step()
-            except MalformedRow as error:  # the same on every rank: what was learnt before it can be kept
+            except CommonError as error:
                 self.keep()
-                done = f"{self.step} of {self.config.steps} steps are done and kept"
-                raise UserError(f"{error}; {done}, and data.malformed=skip goes on without such rows") from error
+                raise CommonError(f"{error}; {self.step} of {self.config.steps} steps are done and kept") from error
             if record is None:
                 self.interrupt()
             seconds = time.perf_counter() - started
