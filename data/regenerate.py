@@ -237,8 +237,7 @@ def connection(server: ServerConfig, at_once: int) -> requests.Session:
     session = requests.Session()
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=at_once, max_retries=retry))
-    key = os.environ.get("OPENAI_API_KEY")
-    if key:
+    if key := os.environ.get("OPENAI_API_KEY", "").strip():  # a line's end would be told with it, as no header
         session.headers["Authorization"] = f"Bearer {key}"
     return session
 
@@ -262,9 +261,16 @@ def request(session: requests.Session, config: Config, told: Conversation) -> No
         if response.status_code in REFUSED:
             told.failed = f"the server says {response.status_code}: {' '.join(response.text.split())[:300]}"
             return
-        response.raise_for_status()
+        if not response.ok:
+            said = " ".join(response.text.split())[:300]
+            raise UserError(
+                f"server.url={server.url}: {response.status_code}: {said}; the same command goes on from here"
+            )
         choice = response.json()["choices"][0]
-        answer = {key: choice["message"][key] for key in ("content", "reasoning_content") if choice["message"].get(key)}
+        message = choice["message"]
+        reasoning = message.get("reasoning_content") or message.get("reasoning")  # vLLM's older name and its newer one
+        answer = {"content": message.get("content"), "reasoning_content": reasoning}
+        answer = {key: value for key, value in answer.items() if value}
     except requests.RequestException as error:
         raise UserError(f"server.url={server.url}: {one_line(error)}; the same command goes on from here") from error
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -284,7 +290,7 @@ def settings(config: Config, identity: str) -> dict[str, Any]:
 
 def notes_of(out: Path) -> Path:
     """Where it is told what the answers in `out` were made with."""
-    return out.with_suffix(".json")
+    return out.with_name(f"{out.name}.settings.json")
 
 
 def rows_done(out: Path, asked: dict[str, Any]) -> int:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.config import UserError, build, check, command, one_line, resolve_device
 from eagle_train.corpus.chat import ChatRenderer
-from eagle_train.corpus.source import DataConfig
+from eagle_train.corpus.source import DataConfig, check_found
 from eagle_train.corpus.stream import Stream
 from eagle_train.exporting.calibrate import calibrated
 from eagle_train.exporting.card import card, caveat, read_evaluations
@@ -26,6 +26,7 @@ from eagle_train.models.artifact import (
     DTYPES,
     ROUNDINGS,
     Artifact,
+    check_replaceable,
     check_target,
     fingerprint,
     load_draft,
@@ -94,6 +95,11 @@ class Source:
 def main(values: DictConfig) -> None:
     config = build(Config, values, "")
     out = Path(config.out)
+    check_replaceable(out)
+    data = None
+    if config.rounding != "nearest":
+        data = build(DataConfig, config.data, "data")
+        check_found(data)
     target = None if config.target is None else load_target(config.target, resolve_device(config.device))
     source = find(config.checkpoint, target)
     measured = read_evaluations(config.evaluations, source.about.source)
@@ -104,7 +110,7 @@ def main(values: DictConfig) -> None:
     layouts.check_runs(about.engine, about.draft, about.quant)
     if about.engine != "native":
         about, source.draft = as_served(about, source.draft)
-    draft = rounded(config, source.draft, target)
+    draft = rounded(config, source.draft, target, data)
     text = card(about, file_tensors(draft, getattr(torch, about.dtype)), config.push_to or out.name)
     off = []
 
@@ -130,12 +136,11 @@ def as_served(about: Artifact, draft: Draft) -> tuple[Artifact, Draft]:
     return replace(about, draft=draft.config, training=told), draft
 
 
-def rounded(config: Config, draft: Draft, target: Target | None) -> Draft:
+def rounded(config: Config, draft: Draft, target: Target | None, data: DataConfig | None) -> Draft:
     """The draft quantised as asked. Raises UserError as `quantised` and the stream of `data` do."""
     if config.rounding == "nearest":
         return quantised(draft, config.quant)
     check(target.tokenizer is not None, f"target.path={target.name}: no tokenizer there, and rounding=gptq reads text")
-    data = build(DataConfig, config.data, "data")
     fits = data.row_tokens <= target.max_positions
     check(fits, f"data.row_tokens={data.row_tokens}: must be at most the context, {target.context}")
     stream = Stream(data, ChatRenderer(target.tokenizer, data.supervise), CALIBRATION_ROWS)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,6 +207,34 @@ def test_replaces_a_draft_but_nothing_else(draft, saved, tmp_path):
     with pytest.raises(UserError, match="holds no draft"):
         save_draft(draft, other, IDENTITY)
     assert (other / "thesis.txt").read_text() == "important"
+
+
+def test_what_cannot_be_replaced_is_still_there(draft, saved, tmp_path, monkeypatch):
+    """A mount point that cannot be moved, and a name that is gone between the two moves."""
+    save_draft(draft, saved, IDENTITY, {"steps": 1})
+    rename = os.rename
+    for last in (1, 2):
+        moves = []
+
+        def failing(source, place, moves=moves, last=last):
+            moves.append(place)
+            if len(moves) == last:
+                raise OSError(16, "Device or resource busy")
+            rename(source, place)
+
+        monkeypatch.setattr(artifact.os, "rename", failing)
+        with pytest.raises(UserError, match=r"^out=.*: cannot be written: .*busy"):
+            save_draft(draft, saved, IDENTITY, {"steps": 8})
+        monkeypatch.setattr(artifact.os, "rename", rename)
+        assert read_artifact(saved).training == {"steps": 1}
+        assert [path for path in saved.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_link_leads_where_it_led(draft, saved, tmp_path):
+    (tmp_path / "link").symlink_to(saved)
+    save_draft(draft, tmp_path / "link", IDENTITY, {"steps": 8})
+    assert (tmp_path / "link").is_symlink()
+    assert read_artifact(saved).training == {"steps": 8}
 
 
 def test_never_replaces_a_target(draft, tmp_path):

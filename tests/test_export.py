@@ -26,6 +26,7 @@ from eagle_train.models import artifact, layouts
 from eagle_train.models.artifact import load_draft, read_artifact, save_draft
 from eagle_train.models.compressed import file_tensors
 from eagle_train.models.draft import Draft
+from eagle_train.models.foreign import refuse_other
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
 from eagle_train.ops.quantise import dequantise
@@ -382,6 +383,29 @@ def test_drafts_of_others_that_are_none(home, target, tmp_path, capsys, changes,
     foreign(target, tmp_path / "theirs", "sglang", **changes)
     arguments = [f"checkpoint={tmp_path}/theirs", f"out={tmp_path}/out", f"target={home}/target"]
     assert message in refusal(capsys, *arguments)
+
+
+def test_fp16_has_no_numbers_as_small_as_bf16(target, tmp_path):
+    """And an embedding that was rounded so is still the target's."""
+    own = target.embedding.bfloat16() * torch.logspace(0, -30, len(target.embedding), base=2)[:, None].bfloat16()
+    assert not torch.equal(own.half().bfloat16(), own)
+    known = SimpleNamespace(embedding=own, name="t")
+    refuse_other("embed_tokens.weight", "embedding", own.half(), known, tmp_path)
+    with pytest.raises(UserError, match="is not the embedding of t"):
+        refuse_other("embed_tokens.weight", "embedding", own.half().flip(0), known, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "given", [["out={taken}"], ["rounding=gptq", "quant=int4", "data=messages", "data.path=no.jsonl"]]
+)
+def test_what_is_wrong_beforehand_costs_no_target(home, tmp_path, capsys, monkeypatch, given):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.txt").write_text("important")
+    monkeypatch.setattr(export, "load_target", None)
+    given = [argument.format(taken=tmp_path / "taken") for argument in given]
+    given = given if given[0].startswith("out=") else [f"out={tmp_path}/out", *given]
+    refused = refusal(capsys, f"checkpoint={home}/eagle1", f"target={home}/target", *given)
+    assert "holds no draft" in refused or "data.path is no.jsonl; there is no such file" in refused
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def completion(text: str) -> dict:
 
 
 def test_a_server_gives_the_engines_answers_though_it_is_busy_now_and_then(made, tmp_path, answers, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\r\n")
     monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
     known = {}
     for row in read_jsonl(answers):
@@ -195,6 +195,25 @@ def test_what_is_no_chat_completion_is_said_in_a_line(made, tmp_path, capsys, st
         assert run(made, tmp_path / "out.jsonl", f"server.url={url}") == 2
     printed = capsys.readouterr().err.splitlines()
     assert printed[-1].startswith(f"error: server.url={url}")
+    assert ("404: no such model; the same command goes on" in printed[-1]) == (status == 404)
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_what_the_target_thought_is_kept_by_either_name(made, tmp_path, name):
+    told = {"role": "assistant", "content": "x", name: "so"}
+    with server(lambda *_: (200, {"choices": [{"message": told, "finish_reason": "stop"}]})) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", "limit=1") == 0
+    (row,) = read_jsonl(tmp_path / "out.jsonl")
+    assert row["messages"][1] == {"role": "assistant", "content": "x", "reasoning_content": "so"}
+
+
+def test_notes_take_nobodys_file(made, tmp_path):
+    """Rows may be read from a .json of the answers' name."""
+    rows = (made / "chats.jsonl").read_text()
+    (tmp_path / "rows.json").write_text(rows)
+    assert run(made, tmp_path / "rows.jsonl", f"data.path={tmp_path}/rows.json", "limit=2") == 0
+    assert (tmp_path / "rows.json").read_text() == rows
+    assert len(read_jsonl(tmp_path / "rows.jsonl")) == 2
 
 
 @pytest.mark.parametrize(
@@ -240,7 +259,7 @@ def test_another_runs_file_is_not_gone_on_with(made, tmp_path, answers, capsys):
     assert answers.read_bytes() == before
     (tmp_path / "other.jsonl").write_text("mine\n")
     assert run(made, tmp_path / "other.jsonl") == 2
-    assert "is there, but not other.json" in capsys.readouterr().err
+    assert "is there, but not other.jsonl.settings.json" in capsys.readouterr().err
     assert (tmp_path / "other.jsonl").read_text() == "mine\n"
 
 

@@ -115,14 +115,14 @@ def write_artifact(
     same bytes. Raises UserError if the directory cannot be written, if it holds something that is no draft, and for a
     draft that `about.engine` cannot run.
     """
-    directory = Path(directory)
-    check(is_replaceable(directory), f"out={directory}: exists and holds no draft; name another directory")
+    directory = Path(directory).resolve()  # a link stays, and where it leads is replaced
+    check_replaceable(directory)
     tensors = file_tensors(draft, getattr(torch, about.dtype))
     check_finite(tensors, f"out={directory}")
     tensors = layouts.to_engine(about.engine, about.draft, tensors, embedding)
     values = layouts.engine_config(about.engine, about.draft, about.quant, about.dtype, about.target)
     values[KEY] = dataclasses.asdict(about)
-    partial = None
+    partial = replaced = None
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
@@ -137,14 +137,24 @@ def write_artifact(
         if prove is not None:
             prove(partial)
         if directory.exists():
-            shutil.rmtree(directory)
+            replaced = partial.with_name(f"{partial.name}.replaced")
+            os.rename(directory, replaced)  # what cannot be moved is still whole
         os.rename(partial, directory)
     except (OSError, SafetensorError) as error:
         raise UserError(f"out={directory}: cannot be written: {error}") from error
     finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)  # not there any more if all went well
+        if replaced is not None and replaced.exists() and not directory.exists():
+            os.rename(replaced, directory)
+        elif replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
     return directory
+
+
+def check_replaceable(directory: Path) -> None:
+    """Raise UserError where no draft may be written."""
+    check(is_replaceable(directory), f"out={directory}: exists and holds no draft; name another directory")
 
 
 def is_replaceable(directory: Path) -> bool:
