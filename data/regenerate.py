@@ -26,7 +26,7 @@ from urllib3.util import Retry
 
 from eagle_train.config import UserError, build, check, command, one_line, provenance, resolve_device, write_json
 from eagle_train.corpus.chat import Message, to_messages
-from eagle_train.corpus.source import DataConfig, PlacedRow, open_source, parse
+from eagle_train.corpus.source import CAN_SKIP, DataConfig, PlacedRow, behind_place, open_source, parse
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.loading import TargetConfig
 from eagle_train.progress import progress
@@ -156,10 +156,10 @@ def conversation(number: int, placed: PlacedRow, data: DataConfig) -> Conversati
     try:
         messages = to_messages(parse(*placed), data.format, data.columns)
     except UserError as error:
-        told = str(error) if str(error).startswith(placed[0]) else f"{placed[0]}: {error}"
+        told = behind_place(placed[0], error)
         if data.malformed == "skip":
             return Conversation(number, [], told)
-        raise UserError(f"{told}; data.malformed=skip leaves such rows out") from error
+        raise UserError(f"{told}; {CAN_SKIP}") from error
     turns: list[list[Message]] = [[]]
     for message in messages:
         if message["role"] != "assistant":
@@ -237,7 +237,7 @@ def connection(server: ServerConfig, at_once: int) -> requests.Session:
     session = requests.Session()
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=at_once, max_retries=retry))
-    if key := os.environ.get("OPENAI_API_KEY", "").strip():  # a line's end would be told with it, as no header
+    if key := os.environ.get("OPENAI_API_KEY", "").strip():  # a header with a line's end is refused and quoted
         session.headers["Authorization"] = f"Bearer {key}"
     return session
 

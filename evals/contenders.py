@@ -19,6 +19,7 @@ from eagle_train.models.experts import RoutedMoe
 from eagle_train.models.target import Target
 from eagle_train.ops.linear import Linear
 from eagle_train.ops.norm import FastNorm
+from eagle_train.ops.threads import num_threads
 from evals.prompts import Asked
 
 TRIALS = 3  # of each number of threads
@@ -85,12 +86,8 @@ class Transformers:
         self.threads = min(counts, key=lambda number: statistics.median(seconds[number][1:]))
 
     def __call__(self, asked: Sequence[Asked]) -> list[Output]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-        try:
+        with num_threads(self.threads):
             return self.answers(asked)
-        finally:
-            torch.set_num_threads(before)
 
     def answers(self, asked: Sequence[Asked]) -> list[Output]:
         clock = Clock()

@@ -87,7 +87,7 @@ class Config:
             check(known, f"full={self.full}: {pair} goes beyond depth={self.depth} and children={self.children}")
         check(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1, or null")
         depths = [*range(self.depth + 1), *(depth for depth, _ in self.full), *(min(n, self.depth) for n in self.nodes)]
-        self.tokens = 2 * (self.rounds + 1 + sum(depth + 1 for depth in depths))  # that timing may take, see below
+        self.tokens = 2 * (self.rounds + 1 + sum(depth + 1 for depth in depths))  # that `round_seconds` may take
         self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
 
 

@@ -7,6 +7,8 @@ path of acceptance is committed, rewound and followed.
 import random
 from collections.abc import Callable
 from functools import cache
+from itertools import count
+from typing import Any
 
 import torch
 from tiny import continued, random_tokens, shared_target
@@ -84,6 +86,18 @@ def guide_from_outside(engine: Engine, truth: list[list[int]], depth_of: DepthOf
         return drafted._replace(tokens=torch.where(plan.tree.depth > 0, wanted, drafted.tokens))
 
     engine.draft_tree = replaced
+
+
+def fail_at(monkeypatch, owner: Any, name: str, call: int) -> None:
+    """Let one call of a method fail, and none before or after it."""
+    calls, real = count(1), getattr(owner, name)
+
+    def failing(*arguments):
+        if next(calls) == call:
+            raise MemoryError
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, failing)
 
 
 def finish_without_waiting(engine: Engine) -> None:

@@ -13,9 +13,18 @@ from command_line import disk_for
 from torch.nn.functional import mse_loss
 
 from eagle_train.config import UserError
-from eagle_train.distributed import ALONE
+from eagle_train.distributed import ALONE, CommonError
 from eagle_train.training import checkpoint
-from eagle_train.training.checkpoint import Parts, Saver, latest, load, random_state, save, set_random_state
+from eagle_train.training.checkpoint import (
+    Parts,
+    Saver,
+    check_shared,
+    latest,
+    load,
+    random_state,
+    save,
+    set_random_state,
+)
 
 # For each scenario and each k: a fork saves and is killed at the k-th thing it does to the file system, until a fork
 # reaches the end. Two more are killed in the middle of a file.
@@ -330,3 +339,9 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     assert {path.name for path in final.iterdir()} < set(events[:place])
     assert any("partial" in event for event in events[:place])
     assert events[place + 1 :] == [tmp_path.name]
+
+
+def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CommonError, match=rf"^out={tmp_path}/file/run: cannot be written: "):
+        check_shared(tmp_path / "file" / "run", lambda own: [own], 0)

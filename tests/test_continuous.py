@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from caches import check_cache, fresh, spoil
-from oracle import GREEDY, LENGTH, PROMPTS, answers, cut, guide, token_ids
+from oracle import GREEDY, LENGTH, PROMPTS, answers, cut, fail_at, guide, token_ids
 from tiny import continued, random_tokens, shared_target, tiny_draft
 
 from eagle_train.config import UserError
@@ -171,17 +171,9 @@ def test_a_step_that_failed_loses_nobody(monkeypatch, method, call):
     prompts = random_tokens(5, 40, 6, 45)
     target, params = shared_target(), SamplingParams(max_tokens=12, ignore_eos=True)
     wanted = token_ids(Engine(target, max_batch_size=4).generate(prompts, params))
-    engine, calls = Engine(target, tiny_draft(target), "d3_bf2", max_batch_size=4), []
+    engine = Engine(target, tiny_draft(target), "d3_bf2", max_batch_size=4)
     guide(engine, [tokens + [0] * 4 for tokens in wanted], lambda _: 2)
-    real = getattr(engine, method)
-
-    def failing(*arguments):
-        calls.append(arguments)
-        if len(calls) == call:
-            raise MemoryError
-        return real(*arguments)
-
-    monkeypatch.setattr(engine, method, failing)
+    fail_at(monkeypatch, engine, method, call)
     requests = [engine.add(prompt, params) for prompt in prompts]
     told = {request: [] for request in requests}
 

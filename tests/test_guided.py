@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import regex
 import torch
-from oracle import LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
+from oracle import LENGTH, PROMPTS, TREES, answers, cut, fail_at, guide, token_ids
 from scipy import stats
 from tiny import CHARACTERS, tiny_model, tiny_target, tiny_tokenizer, trained_draft
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -403,16 +403,7 @@ def nothing_allowed() -> tuple:
 @pytest.mark.parametrize("call", [1, 2, 5])
 def test_a_round_that_failed_on_its_way_through_a_grammar(trained, monkeypatch, owner, call):
     """Once nodes were drafted, or when the logits were known: the next round stands where the failed one began."""
-    name = "validate" if owner is Engine else "rewind"
-    calls, real = [], getattr(owner, name)
-
-    def failing(*arguments):
-        calls.append(arguments)
-        if len(calls) == call:
-            raise MemoryError
-        return real(*arguments)
-
-    monkeypatch.setattr(owner, name, failing)
+    fail_at(monkeypatch, owner, "validate" if owner is Engine else "rewind", call)
     engine = Engine(target(), trained, "d3_bf2", max_batch_size=4)
     params = [SamplingParams(max_tokens=LONG, grammar=grammar_of(kind)) for kind in KINDS]
     requests = [engine.add(PROMPTS[0], own) for own in params]

@@ -25,12 +25,14 @@ import torch
 from eagle_train.config import UserError, one_line
 from eagle_train.corpus.chat import ChatRenderer, Document, render_row
 from eagle_train.corpus.source import (
+    CAN_SKIP,
     DataConfig,
     JsonLines,
     Mark,
     PlacedRow,
     Source,
     SourceConfig,
+    behind_place,
     open_source,
     parse,
 )
@@ -108,7 +110,7 @@ def render(placed: PlacedRow, config: SourceConfig, renderer: ChatRenderer) -> R
     try:
         document = render_row(parse(*placed), config.format, config.columns, renderer)
     except UserError as error:
-        return MalformedRow(str(error) if str(error).startswith(place) else f"{place}: {error}")
+        return MalformedRow(behind_place(place, error))
     except Exception as error:  # a template or a tokenizer raises what it likes, and on the one rank that has the row
         return MalformedRow(f"{place}: cannot be rendered: {type(error).__name__}: {one_line(error)}")
     return document.tokens.numpy().astype(np.int32), document.produced.numpy()
@@ -118,7 +120,7 @@ def received(rendered: Rendered, config: DataConfig) -> Document | MalformedRow:
     """The document that travelled. Raises the MalformedRow in its place, unless the config wants such rows skipped."""
     if isinstance(rendered, MalformedRow):
         if config.malformed == "refuse":
-            raise MalformedRow(f"{rendered}; data.malformed=skip leaves such rows out")
+            raise MalformedRow(f"{rendered}; {CAN_SKIP}")
         return rendered
     tokens, produced = map(torch.from_numpy, rendered)
     return Document(tokens.long(), produced)

@@ -23,6 +23,7 @@ FILE_SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
 BATCH_ROWS = 256  # of Arrow, in memory at a time
 LONG_DOCUMENTS = ("split", "drop")
 MALFORMED = ("refuse", "skip")
+CAN_SKIP = "data.malformed=skip leaves such rows out"
 MARK_ROWS = 4096  # of JSONL, about as many as are read in vain when a run goes on
 MIN_TOKENS = 3  # a shorter document has no supervised slot (DESIGN section 3.1)
 
@@ -239,6 +240,11 @@ def lines_of(file: str, offset: int = 0) -> Iterator[bytes]:
         raise UserError(f"{file}: not gzip, or not all of it: {one_line(error)}") from error
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {one_line(error)}") from error
+
+
+def behind_place(place: str, error: UserError) -> str:
+    """What is wrong with a row, behind its place, which the error may tell itself."""
+    return str(error) if str(error).startswith(place) else f"{place}: {error}"
 
 
 def parse(place: str, row: Row | bytes | ArrowRow) -> Row:

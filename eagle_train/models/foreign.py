@@ -80,9 +80,10 @@ def refuse_other(name: str, what: str, found: torch.Tensor | None, target: Targe
     if found is None:
         return
     own = (target.embedding if what == "embedding" else target.lm_head.weight).cpu()
-    # They may be of different precisions, and fp16 has no numbers as small as bf16's; an LM head that nobody reads may
-    # hold anything of another shape.
-    same = found.shape == own.shape and torch.allclose(found.float(), own.float(), rtol=2**-7, atol=2**-24)
+    # They may be of different precisions, and fp16 has no numbers as small as bf16's: alike in either is alike. An LM
+    # head that nobody reads may hold anything of another shape.
+    alike = (torch.equal(found.to(dtype), own.to(dtype)) for dtype in (torch.bfloat16, found.dtype))
+    same = found.shape == own.shape and any(alike)
     check(same, f"checkpoint={directory}: its {name} is not the {what} of {target.name}; give the target it is for")
 
 

@@ -17,15 +17,22 @@ not measured with more.
 
 
 @contextmanager
-def threads_for(rows: int, elements: float) -> Iterator[None]:
-    """One thread meanwhile, where products of so many rows with matrices of so many elements are small; else as many as
-    there are. A thread of the process that uses torch for the first time meanwhile keeps the one."""
+def num_threads(number: int) -> Iterator[None]:
+    """So many threads meanwhile."""
     before = torch.get_num_threads()
-    if before == 1 or rows * elements >= LEAST_WORK or elements >= LEAST_ELEMENTS:
-        yield
-        return
-    torch.set_num_threads(1)
+    torch.set_num_threads(number)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def threads_for(rows: int, elements: float) -> Iterator[None]:
+    """One thread meanwhile, where products of so many rows with matrices of so many elements are small; else as many as
+    there are. A thread of the process that uses torch for the first time meanwhile keeps the one."""
+    if torch.get_num_threads() == 1 or rows * elements >= LEAST_WORK or elements >= LEAST_ELEMENTS:
+        yield
+        return
+    with num_threads(1):
+        yield

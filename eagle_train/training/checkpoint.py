@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -230,7 +231,8 @@ def check_shared(directory: Path, exchange: Exchange, rank: int) -> None:
     except DiskError as error:
         raise CommonError(f"out={directory}: cannot be written: {error}") from error
     finally:
-        mine.unlink(missing_ok=True)
+        with suppress(OSError):  # what could not be written may not be there
+            mine.unlink()
     if not all(seen):
         raise CommonError(
             f"out={directory}: rank {seen.index(False)} does not see there what others write: checkpoints "
