@@ -5,6 +5,7 @@ Targets are tiny and random; that `transformers.generate` is the baseline and th
 
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -263,20 +264,21 @@ def test_the_batch_that_is_watched_has_rounds(monkeypatch):
 
 @pytest.mark.parametrize(("all_of_them", "tried", "fastest"), [(1, [1], 1), (6, [1, 2, 4, 6], 4), (4, [1, 2, 4], 1)])
 def test_transformers_takes_the_threads_that_suit_it(clock, monkeypatch, all_of_them, tried, fastest):
-    """Medians of three trials in turn: the first warms up, and one disturbance says nothing."""
-    target, now = shared_target(), []
+    """Medians of three trials in turn: the first calls warm up, and one disturbance says nothing."""
+    target, now, calls = shared_target(), [], count()
     monkeypatch.setattr(torch, "get_num_threads", lambda: all_of_them)
     monkeypatch.setattr(torch, "set_num_threads", now.append)
     other = Transformers(target.model, frozenset())
-    disturbed = iter([True] * len(tried) + [False] * 2 * len(tried) + [True] * len(tried))
 
     def slow(asked):
-        clock[0] += 100.0 if next(disturbed) else 1.0 + abs(now[-1] - fastest)
+        turn, number = next(calls) // len(tried), now[-1]
+        disturbed = number == fastest if turn == 0 else turn == 3
+        clock[0] += 100.0 if disturbed else 1.0 + abs(number - fastest)
         return []
 
     monkeypatch.setattr(other, "answers", slow)
     other.tune(asked([7]))
-    assert now == [number for count in tried * 4 for number in (count, all_of_them)]
+    assert now == [number for each in tried * 4 for number in (each, all_of_them)]
     assert other.threads == fastest
 
 
