@@ -1,8 +1,8 @@
 """Trains the bundled target: a small Llama that writes functions of Python's standard library. DESIGN section 4.
 
-Reads what `stdlib_chat.py` wrote; trains the tokenizer, then the model (Muon for matrices, AdamW for the rest, bf16
-autocast) for a given time; then lets it answer and unlearns what it repeats; and writes a Hugging Face directory with a
-card. Run once; its output is committed. Knows nothing of drafts.
+Reads what `stdlib_chat.py` wrote; trains the tokenizer, then the model (Muon for matrices, AdamW for the rest, autocast
+to bf16 where the CPU computes in it) for a given time; then lets it answer and unlearns what it repeats; and writes a
+Hugging Face directory with a card. Run once; its output is committed. Knows nothing of drafts.
 
     python data/train_target.py outputs/stdlib_chat outputs/tiny_target --minutes 28 --refine 5:14 3:20 3.5:16
 """
@@ -27,9 +27,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from eagle_train.hardware import low_precision
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import causal_matmul
+from eagle_train.training.muon import Muon
 
 VOCAB_SIZE = 4096
 MAX_TOKENS = 1024  # of a document; longer ones are left out and counted
@@ -148,9 +150,14 @@ def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
     return [
-        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.05),
+        Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.05),
         torch.optim.AdamW(rest, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
+
+
+def autocast() -> torch.autocast:
+    dtype = low_precision("cpu")
+    return torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
 
 
 def learning_rate(progress: float) -> float:
@@ -164,7 +171,7 @@ def heldout_loss(model: LlamaForCausalLM, documents: list[torch.Tensor]) -> floa
     total = tokens = 0
     for batch in batches(documents, random.Random(0)):
         count = int((batch[:, 1:] >= 0).sum())
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with autocast():
             total += loss_of(model, batch).item() * count
         tokens += count
     return total / tokens
@@ -173,7 +180,7 @@ def heldout_loss(model: LlamaForCausalLM, documents: list[torch.Tensor]) -> floa
 def train(model: LlamaForCausalLM, pools: dict[str, list[torch.Tensor]], minutes: float, out: Path) -> dict:
     """Trains in place for `minutes`; returns what the card says of the run."""
     compiled = torch.compile(loss_of, dynamic=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # compiled before the clock starts
+    with autocast():  # compiled before the clock starts
         compiled(model, torch.randint(0, VOCAB_SIZE, (16, 256))).backward()
     groups = optimizers(model)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in groups]
@@ -192,7 +199,7 @@ def train(model: LlamaForCausalLM, pools: dict[str, list[torch.Tensor]], minutes
         for optimizer, peak in zip(groups, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * learning_rate(progress)
             optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with autocast():
             loss = compiled(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -262,12 +269,12 @@ def refine(
         for optimizer, peak in zip(groups, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * (1 - progress)
             optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with autocast():
             loss = loss_of(model, batch)
             loss.backward()
         asked = [text[: text.tolist().index(assistant) + 1] for text in rng.sample(documents, ANSWERS)]
         answers, repeats = own_answers(model, asked)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with autocast():
             unlikelihood(model, answers, repeats).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in groups:

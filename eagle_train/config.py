@@ -107,6 +107,17 @@ def quoted(value: str) -> str:
     return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + m[2].replace("'", "\\'"), value) + "'"
 
 
+# Of these one holds; given on the command line, it takes the place of the other, which a preset may have.
+EITHER = {"train.steps": "train.minutes", "train.minutes": "train.steps"}
+
+
+def with_others_off(overrides: list[str]) -> list[str]:
+    """The overrides, and null for the other of `EITHER` where one is given alone."""
+    given = {override.partition("=")[0] for override in overrides}
+    chosen = {key for key in EITHER.keys() & given if f"{key}=null" not in overrides}
+    return [*overrides, *(f"{EITHER[key]}=null" for key in sorted(chosen) if EITHER[key] not in given)]
+
+
 def named_path(override: str) -> list[str]:
     """`target=X`, `draft=X` and `tree=X.yaml`, where X is no YAML of that group: a directory, a hub id or a table."""
     key, _, value = override.partition("=")
@@ -128,6 +139,7 @@ def check_overrides(config_name: str, arguments: list[str]) -> None:
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
     """A command's config with these overrides. Raises UserError for one that does not fit."""
+    overrides = with_others_off(overrides)
     try:
         if GlobalHydra.instance().is_initialized():  # a command is running
             return hydra.compose(config_name, overrides)
@@ -173,6 +185,7 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
             parser = OverridesParser.create()
             multirun = bool({"-m", "--multirun"} & set(sys.argv))
             arguments = [override for argument in sys.argv[1:] for override in named_path(argument)]
+            arguments = with_others_off(arguments)
             sys.argv[1:] = arguments if multirun else [as_typed(argument, parser) for argument in arguments]
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # what is no user's mistake keeps its traceback
             try:

@@ -3,17 +3,21 @@
 import math
 import sys
 import time
+from typing import Union
 
 from tqdm import tqdm
 
 LINE_SECONDS = 5  # between two lines
 
 
-def progress(total: int | None, unit: str, initial: int = 0, shown: bool = True) -> "Bar | Lines | Silence":
+def progress(total: int | None, unit: str, initial: int = 0, shown: bool = True) -> "Progress":
     """Progress from `initial` to `total` (None: not known) of what is counted in `unit`: "step", say."""
     if not shown:
         return Silence()
     return (Bar if sys.stderr.isatty() else Lines)(total, unit, initial)
+
+
+Progress = Union["Bar", "Lines", "Silence"]
 
 
 class Silence:

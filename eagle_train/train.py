@@ -97,6 +97,7 @@ def open_log(config: DictConfig, trainer: Trainer) -> MetricsLog:
 
 def summarise(trainer: Trainer, heldout: Record) -> None:
     """What the run came to, in a few lines."""
+    print(f"steps: {trainer.step:,}, of them {trainer.skipped:,} skipped because of their gradients")
     print(f"data: {', '.join(f'{count:,} {name}' for name, count in trainer.stream.counts.items())}")
     if heldout:
         depths = ", ".join(f"{share:.2f}" for share in heldout["acceptance_per_depth"])

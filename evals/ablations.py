@@ -195,9 +195,8 @@ def run_of(config: Config, name: str, seed: int) -> Found | None:
         return None
     low, high = timed["interval"] or (timed["ratio"], timed["ratio"])
     ratio = 1.0 if low <= 1 <= high else timed["ratio"]
-    steps, usual = max(1, round(config.steps / ratio)), compose("train", config.overrides(name))
-    decay = round(usual.optim.decay_steps * steps / usual.train.steps)
-    given = [f"seed={seed}", f"train.steps={steps}", f"optim.decay_steps={decay}"]
+    steps = max(1, round(config.steps / ratio))
+    given = [f"seed={seed}", f"train.steps={steps}"]
     questions = {key: getattr(config, key) for key in ("questions", "limit", "max_tokens")}
     training = {"overrides": [*config.overrides(name), *given], "steps": steps}
     return {"name": f"{name}-{seed}", "training": training, **questions}

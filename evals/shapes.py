@@ -13,11 +13,12 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eagle_train.config import CONF_DIR, UserError, check, one_line
+from eagle_train.hardware import warn_of_emulation
 from eagle_train.inference import Engine
 from eagle_train.inference.drafting import Plan
 from eagle_train.inference.sampling import Verified, uniform
 from eagle_train.models.draft import Draft, DraftConfig
-from eagle_train.models.loading import DTYPES
+from eagle_train.models.loading import DTYPES, default_dtype
 from eagle_train.models.target import Target
 
 
@@ -58,8 +59,9 @@ def random_target(config: Any, dtype: torch.dtype, device: str, tokenizer: Any =
 
 
 def models_of(shapes: ShapesConfig, device: str, seed: int) -> tuple[Target, Draft]:
-    """Target and draft; `dtype` auto is bf16 on a GPU and fp32 on a CPU."""
-    dtype = DTYPES[shapes.dtype] or (torch.float32 if device == "cpu" else torch.bfloat16)
+    """Target and draft; `dtype` auto is what a target is loaded in on that device."""
+    dtype = DTYPES[shapes.dtype] or default_dtype(device)
+    warn_of_emulation("shapes.dtype", dtype, device)
     torch.manual_seed(seed)
     return random_target(shapes.target, dtype, device), Draft(shapes.draft).init_weights(seed)
 

@@ -27,9 +27,9 @@ def given(home: Path, *overrides: str) -> list[str]:
     base = [
         *(f"target.path={home}/target", "data=messages", f"data.path={home}/chats.jsonl", "data.row_tokens=64"),
         *("train.micro_batch_rows=1", "optim.tokens_per_step=64", "draft.num_layers=1"),
-        *("train.steps=100", "optim.decay_steps=50"),
+        *("train.steps=100", "optim.decay_share=0.5"),
     ]
-    variants = ["+variants.plain=['optim.decay_steps=0']", "only=[base,plain,lk]"]
+    variants = ["+variants.plain=['optim.decay_share=0']", "only=[base,plain,lk]"]
     sizes = ["steps=8", "rounds=1", "timed_steps=1", "max_tokens=12", "limit=null", "batch_size=2", "device=cpu"]
     paths = [f"questions={home}/questions.jsonl", f"out={home}/out"]
     quoted = ",".join(f"'{override}'" for override in base)
@@ -52,12 +52,12 @@ def in_process(monkeypatch) -> list[list[str]]:
 
 
 def test_variants_train_for_the_bases_time_and_once(home, in_process, capsys):
-    def steps() -> dict[str, tuple[int, int]]:
+    def steps() -> dict[str, tuple[int, float]]:
         settings = [dict(override.split("=", 1) for override in run) for run in in_process]
-        return {Path(s["out"]).name: (int(s["train.steps"]), int(s["optim.decay_steps"])) for s in settings}
+        return {Path(s["out"]).name: (int(s["train.steps"]), float(s["optim.decay_share"])) for s in settings}
 
     assert call(ablations.main, *given(home, "only=[base,lk]")) == 0
-    assert steps() == {"base-0": (8, 4), "lk-0": (4, 2)}  # the decay's share of the run is the base's
+    assert steps() == {"base-0": (8, 0.5), "lk-0": (4, 0.5)}  # the decay's share of the run is the base's
     assert call(ablations.main, *given(home, "seeds=[0,1]")) == 0
     names = [Path(override[4:]).name for run in in_process for override in run if override.startswith("out=")]
     assert names == ["base-0", "lk-0", "plain-0", "base-1", "plain-1", "lk-1"]

@@ -324,7 +324,7 @@ def test_the_defaults_are_the_papers():
     train, optim = build(TrainConfig, config.train, "train"), build(OptimConfig, config.optim, "optim")
     assert set(config.train) == set(vars(train))
     assert (optim.name, optim.lr, optim.weight_decay, optim.tokens_per_step) == ("adamw", 2e-4, 0.1, 2_097_152)
-    assert (optim.warmup_steps, optim.decay_steps) == (0, 0)
+    assert (optim.warmup_steps, optim.decay_share) == (0, 0)
     assert (train.steps, train.l1_weight, train.ce_weight) == (48_000, 1.0, 0.1)
     assert {
         "num_layers": 3,

@@ -11,6 +11,7 @@ FLOORS = {
     "eagle_train": 0,  # the package's __init__, which is empty
     "eagle_train.ops": 1,
     "eagle_train.config": 1,
+    "eagle_train.hardware": 1,
     "eagle_train.progress": 1,
     "eagle_train.distributed": 1,
     "eagle_train.models": 2,

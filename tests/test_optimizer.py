@@ -28,19 +28,21 @@ def set_gradients(module: nn.Module, seed: int) -> None:
 
 def course(total_steps: int, **config) -> list[float]:
     optim = OptimConfig(lr=1.0, **config)
-    return [optim.lr_at(step, total_steps) for step in range(1, total_steps + 1)]
+    return [optim.lr_at(step, (step - 1) / total_steps) for step in range(1, total_steps + 1)]
 
 
 def test_the_learning_rate_is_constant_by_default():
     assert course(5) == [1.0] * 5
-    assert OptimConfig().lr_at(17, 48_000) == 2e-4
+    assert OptimConfig().lr_at(17, 16 / 48_000) == 2e-4
 
 
 def test_the_learning_rate_climbs_and_falls():
     assert course(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert course(6, decay_steps=4) == [1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
-    assert course(8, warmup_steps=2, decay_steps=4) == [0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
-    assert course(4, warmup_steps=4, decay_steps=4) == [0.25, 0.5, 0.5, 0.25]  # a short run gets the lesser of both
+    assert course(6, decay_share=4 / 6) == pytest.approx([1.0, 1.0, 1.0, 0.75, 0.5, 0.25])
+    assert course(8, warmup_steps=2, decay_share=0.5) == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25])
+    assert course(4, warmup_steps=4, decay_share=1.0) == pytest.approx(
+        [0.25, 0.5, 0.5, 0.25]
+    )  # a short run gets the lesser of both
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,7 +163,8 @@ def test_state_goes_on_exactly_on_as_many_cores_and_on_fewer(name, monkeypatch):
         ("tokens_per_step", 0),
         ("weight_decay", -0.1),
         ("warmup_steps", -1),
-        ("decay_steps", -1),
+        ("decay_share", -0.1),
+        ("decay_share", 1.5),
         ("betas", (0.9, 1.0)),
         ("betas", (0.9,)),
         ("momentum", 1.0),

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from eagle_train import train
+from eagle_train import hardware, train
 from eagle_train.config import CONF_DIR, build
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.loading import TargetConfig
@@ -172,7 +172,7 @@ ROWS = {"row_tokens": 512, "micro_batch_rows": 2, "tokens_per_step": 2048, "roun
 def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed, unroll):
     """Within 5 %, part by part: the weights, what stays after a step, and its peak. Where a CPU has ways of its own
     (two threads, small blocks, attention in products) it takes a GPU's here."""
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: low)
+    monkeypatch.setattr(hardware, "_cpu_computes_bf16", lambda: low)
     monkeypatch.setattr(attention, "MATMUL_LENGTH", 0)
     monkeypatch.setattr(losses, "MAX_WORKERS", 1)
     monkeypatch.setattr(losses, "BLOCK_LOGITS", 2**40)

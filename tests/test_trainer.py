@@ -26,6 +26,7 @@ from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training import trainer as trainer_module
 from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.budget import Budget
 from eagle_train.training.checkpoint import checkpoints, score_of
 from eagle_train.training.metrics import MetricsLog, NoTracker
 from eagle_train.training.optimizer import OptimConfig
@@ -277,10 +278,9 @@ def test_feature_noise_is_another_for_each_micro_batch_step_and_rank(tmp_path, d
 
 
 def test_the_weight_of_smooth_l1_goes_evenly_to_its_end(tmp_path, data):
-    assert [TrainConfig(steps=5, l1_weight_end=0.2).l1_weight_at(step) for step in range(1, 6)] == pytest.approx(
-        [1.0, 0.8, 0.6, 0.4, 0.2]
-    )
-    assert TrainConfig(steps=5, l1_weight=0.7).l1_weight_at(4) == 0.7
+    falling = [TrainConfig(steps=5, l1_weight_end=0.2).l1_weight_at(Budget(5).course(step)) for step in range(1, 6)]
+    assert falling == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    assert TrainConfig(steps=5, l1_weight=0.7).l1_weight_at(0.75) == 0.7
     trainer = make_trainer(tmp_path, data, steps=3, l1_weight_end=0.0)
     records = [trainer.train_step() for _ in range(3)]
     for weight, record in zip((1.0, 0.5, 0.0), records, strict=True):
@@ -320,7 +320,7 @@ def same_weights(one: Trainer, other: Trainer) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-SCHEDULE = {"warmup_steps": 2, "decay_steps": 3}
+SCHEDULE = {"warmup_steps": 2, "decay_share": 0.5}
 
 
 def breaking(trainer: Trainer, done: int) -> Callable[[], dict]:

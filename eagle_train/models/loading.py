@@ -25,13 +25,14 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from eagle_train.config import UserError, check, one_line
 from eagle_train.distributed import ALONE, World
+from eagle_train.hardware import FP8_GPU, is_gpu, low_precision, warn_of_emulation
 from eagle_train.models.target import Target
-from eagle_train.ops.linear import FP8_GPU, is_gpu
 
 
 @dataclass
 class TargetConfig:
-    """Which target, and how it is loaded. `dtype`: auto (bf16 on a GPU, fp32 on a CPU), float32 or bfloat16.
+    """Which target, and how it is loaded. `dtype`: float32, bfloat16 or auto: bf16 on a GPU that computes in
+    it, and to train also on a CPU that does, else fp32.
 
     `offload`: layers that do not fit on the device, or into `device_gib` of it, wait in the host's memory and, where
     that is full, on the disk; Accelerate fetches each when its turn comes.
@@ -138,7 +139,8 @@ def load_target(
     options = {"trust_remote_code": config.trust_remote_code}
     if placement == "replicated":
         options |= placed(config, torch.device(device))
-    dtype = DTYPES[config.dtype] or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
+    dtype = DTYPES[config.dtype] or default_dtype(device)
+    warn_of_emulation("target.dtype", dtype, device)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             config.path,
@@ -212,10 +214,15 @@ def check_divided(model: PreTrainedModel, share: int) -> None:
     )
 
 
+def default_dtype(device: torch.device | str) -> torch.dtype:
+    """`auto` as inference means it: on a CPU fp32, whose few rows are bound by memory and are packed besides."""
+    return torch.float32 if torch.device(device).type == "cpu" else low_precision(device)
+
+
 def training_dtype(config: TargetConfig, device: torch.device | str) -> TargetConfig:
-    """`auto` as training means it: bf16 on a GPU and on a CPU with bf16 instructions, fp32 on others."""
-    fast = torch.device(device).type != "cpu" or torch.cpu._is_avx512_bf16_supported()
-    return replace(config, dtype="bfloat16" if fast else "float32") if config.dtype == "auto" else config
+    """`auto` as training means it: bf16 where the device is made for it, else fp32."""
+    name = str(low_precision(device)).removeprefix("torch.")
+    return replace(config, dtype=name) if config.dtype == "auto" else config
 
 
 def load_tokenizer(config: TargetConfig) -> Any:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_train.hardware import is_gpu
+
 DTYPES = (torch.bfloat16, torch.float16)
 WIDEST = 256  # head, in numbers
 MOST = 65535  # sequences of a call: a CUDA grid has no more blocks in that direction
@@ -23,9 +25,9 @@ MOST = 65535  # sequences of a call: a CUDA grid has no more blocks in that dire
 @cache
 def runs_on(device: torch.device) -> bool:
     """Whether the device is an NVIDIA GPU that torch's kernel was written for: Ampere or newer."""
-    if device.type != "cuda" or torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
+    if torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return is_gpu(device, (8, 0))
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

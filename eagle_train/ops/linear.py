@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from eagle_train.hardware import FP8_GPU, INT4_GPU, is_gpu
 from eagle_train.ops.quantise import FP8, GROUP, dequantise, dynamic_fp8, fp8, int4, one_a_byte, two_a_byte
 
 FEW_ROWS = range(1, 7)
@@ -18,7 +19,6 @@ MOST_INPUTS = 2048  # beyond, the plain product is the faster one of one row
 PIECE = 16  # outputs
 
 INNER_TILES = 8  # of the GPU's INT4 layout; 16 inputs each, so that a group is a whole number of them
-INT4_GPU, FP8_GPU = (8, 0), (8, 9)  # compute capability from which on the GPU has the product
 
 
 class Linear(nn.Linear):
@@ -222,11 +222,6 @@ def joined(*modules: Linear | QuantisedLinear) -> Linear | QuantisedLinear:
     one = Linear(*reversed(weight.shape), bias=False, device="meta")
     one.weight = nn.Parameter(weight, requires_grad=False)
     return one
-
-
-def is_gpu(device: torch.device, capability: tuple[int, int]) -> bool:
-    """Whether it is a GPU with at least this compute capability."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= capability
 
 
 def use_kernels(model: nn.Module, dtype: torch.dtype) -> None:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -22,18 +23,30 @@ from eagle_train.corpus.stream import TENSORS, Batch, Stream
 
 
 class Drawer:
-    """A thread that draws `steps` steps, `ahead` of them at most, each with the state of the stream after it.
+    """A thread that draws `steps` steps (None: as many as are taken), `ahead` of them at most, each with the state of
+    the stream after it.
 
     All ranks draw the same number, so that none waits for another in a last exchange.
     """
 
-    def __init__(self, draw: Callable[[], list[Batch]], state: Callable[[], dict[str, Any]], steps: int, ahead: int):
-        self.draw, self.state, self.steps = draw, state, steps
+    def __init__(
+        self, draw: Callable[[], list[Batch]], state: Callable[[], dict[str, Any]], steps: int | None, ahead: int
+    ):
+        self.draw, self.state, self.limit = draw, state, steps
+        self.begun, self.counting = 0, threading.Lock()
         self.ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
-        threading.Thread(target=self.run, daemon=True).start()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def may_draw(self) -> bool:
+        """Whether one more step is to be drawn; it is then counted."""
+        with self.counting:
+            wanted = self.limit is None or self.begun < self.limit
+            self.begun += wanted
+            return wanted
 
     def run(self) -> None:
-        for _ in range(self.steps):
+        while self.may_draw():
             try:
                 step: Any = self.draw(), self.state()
             except Exception as error:  # told to who waits for the step
@@ -48,6 +61,18 @@ class Drawer:
         if isinstance(step, Exception):
             raise step
         return step
+
+    def finish(self, most: Callable[[int], int]) -> None:
+        """Draw no more than some rank has begun to: `most` gives the largest of all ranks' numbers."""
+        if self.limit is None:
+            with self.counting:
+                self.limit = self.begun
+            wanted = most(self.limit)
+            while self.thread.is_alive():  # it may be waiting for room, or for a rank that has drawn less
+                with suppress(queue.Empty):
+                    self.ready.get(timeout=0.01)
+            for _ in range(wanted - self.limit):
+                self.draw()
 
 
 def ready(batch: Batch, device: torch.device) -> Batch:
@@ -70,7 +95,7 @@ class Lookahead:
         self,
         stream: Stream,
         accumulation: int,
-        steps: int,
+        steps: int | None,
         place: Callable[[Batch], Batch],
         hidden_states: Callable[[Batch], torch.Tensor],
         device: torch.device,
@@ -91,7 +116,7 @@ class Lookahead:
         self.drawer = Drawer(
             lambda: [ready(next(stream), device) for _ in range(accumulation)],
             stream.state_dict,
-            steps + self.STEPS,  # the last step looks ahead too
+            None if steps is None else steps + self.STEPS,  # the last step looks ahead too
             stream.config.prefetch,
         )
         self.upcoming = deque(self.take() for _ in range(self.STEPS))
@@ -157,7 +182,8 @@ class Lookahead:
                     self.failure = failure
 
     def close(self) -> None:
-        """Give the cores back, when all steps were handed out."""
+        """Give the cores back, when the last step was handed out."""
+        self.drawer.finish(lambda own: max(self.stream.world.exchange(own, side="files")))
         self.stream.close()
         if self.pool is not None:
             self.pool.shutdown(cancel_futures=True)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from eagle_train.config import check
+from eagle_train.training.muon import Muon
 
 NAMES = ("adamw", "muon")
 
@@ -16,10 +17,10 @@ NAMES = ("adamw", "muon")
 class OptimConfig:
     """The group `optim`.
 
-    `name`: adamw, or muon (torch's Muon for matrices, AdamW for norms and biases; `lr` is scaled so that both take
-    steps of like size). `betas` are AdamW's under either name, `momentum` is Muon's. The learning rate climbs for
-    `warmup_steps`, stays at `lr`, and falls linearly to 0 over the last `decay_steps`. `tokens_per_step` counts the
-    tokens of an optimiser step, padding included.
+    `name`: adamw, or muon (Muon for matrices, AdamW for norms and biases, with steps of like size).
+    `betas` are AdamW's under either name, `momentum` is Muon's. The learning rate climbs for `warmup_steps`, stays at
+    `lr`, and falls linearly to 0 over the last `decay_share` of the run's steps or minutes. `tokens_per_step` counts
+    the tokens of an optimiser step, padding included.
     """
 
     name: str = "adamw"
@@ -28,7 +29,7 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     momentum: float = 0.95
     warmup_steps: int = 0
-    decay_steps: int = 0
+    decay_share: float = 0.0
     max_grad_norm: float = 1.0
     tokens_per_step: int = 2_097_152
 
@@ -36,17 +37,19 @@ class OptimConfig:
         check(self.name in NAMES, f"optim.name={self.name}: must be {' or '.join(NAMES)}")
         for field in ("lr", "max_grad_norm", "tokens_per_step"):
             check(getattr(self, field) > 0, f"optim.{field}={getattr(self, field)}: must be above 0")
-        for field in ("weight_decay", "warmup_steps", "decay_steps"):
+        for field in ("weight_decay", "warmup_steps"):
             check(getattr(self, field) >= 0, f"optim.{field}={getattr(self, field)}: must be 0 or more")
+        share = self.decay_share
+        check(0 <= share <= 1, f"optim.decay_share={share}: must be from 0 to 1, a share of the run")
         sound = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         check(sound, f"optim.betas={list(self.betas)}: must be two numbers in [0, 1)")
         check(0 <= self.momentum < 1, f"optim.momentum={self.momentum}: must be 0 or more and below 1")
 
-    def lr_at(self, step: int, total_steps: int) -> float:
-        """The learning rate of step 1, 2, ... total_steps."""
+    def lr_at(self, step: int, used: float) -> float:
+        """The learning rate of step 1, 2, ..., before which the share `used` of the run was used."""
         share = min(1.0, step / max(1, self.warmup_steps))
-        if self.decay_steps:
-            share = min(share, (total_steps - step + 1) / self.decay_steps)
+        if self.decay_share:
+            share = min(share, (1 - used) / self.decay_share)
         return self.lr * share
 
 
@@ -65,7 +68,7 @@ class Optimizer:
         groups = [{"params": vectors, "weight_decay": 0.0}]
         if config.name == "muon":
             muon = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
-            muons = [torch.optim.Muon(share, **muon, adjust_lr_fn="match_rms_adamw") for share in shares(matrices)]
+            muons = [Muon(share, **muon, adjust_lr_fn="match_rms_adamw") for share in shares(matrices)]
             self.parts, self.beside = [*muons, torch.optim.AdamW(groups, **adamw)], muons[1:]
         else:
             groups.append({"params": matrices, "weight_decay": config.weight_decay})

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from eagle_train.config import build, check
 from eagle_train.corpus.source import DataConfig
 from eagle_train.models.draft import Draft, DraftConfig
-from eagle_train.models.loading import DTYPES, TargetConfig, load_config, training_dtype
+from eagle_train.models.loading import DTYPES, TargetConfig, load_config
 from eagle_train.training.assemble import check_job
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.losses import default_chunk_rows
@@ -137,7 +137,7 @@ def planned(config: DictConfig, ranks: int) -> str:
     check_job(train, optim, parallel, data, target, hf_config, ranks, config.device)
     shape = {key: value for key, value in OmegaConf.to_container(config.draft).items() if value is not None}
     draft = DraftConfig.from_target(hf_config, **shape)
-    dtype = DTYPES[training_dtype(target, "cuda").dtype]
+    dtype = DTYPES[target.dtype] or torch.bfloat16  # which the GPUs to plan for compute in
     cost = plan(
         TargetShape.of(hf_config, target.trust_remote_code),
         draft,

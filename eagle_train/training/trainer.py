@@ -22,9 +22,10 @@ from eagle_train.distributed import ALONE, CommonError, World
 from eagle_train.models.draft import Draft, DraftConfig, Head, shift_hidden
 from eagle_train.models.target import LMHead, Target
 from eagle_train.ops.attention import packed_attention
-from eagle_train.progress import progress
+from eagle_train.progress import Progress, progress
 from eagle_train.training import checkpoint
 from eagle_train.training.backend import Backend
+from eagle_train.training.budget import Budget
 from eagle_train.training.lookahead import Lookahead
 from eagle_train.training.losses import LOGITS_LOSSES, LossSums, distillation_loss
 from eagle_train.training.metrics import Meter, MetricsLog, NoTracker, Record, summary
@@ -38,8 +39,9 @@ FEWEST_NORMS = 4  # from which a usual one can be told: one that is odd does not
 
 @dataclass
 class TrainConfig:
-    """The group `train`. `save_every` and `eval_every` are in steps; 0 is at the end only. `keep` 0 keeps all. A step
-    that saves measures as well: the best checkpoint is kept by its own held-out score.
+    """The group `train`. One of `steps` and `minutes` says how long the run is; minutes are those of training, and a
+    resumed run has what is left of them. `save_every` and `eval_every` are in steps; 0 is at the end only. `keep` 0
+    keeps all. A step that saves measures as well: the best checkpoint is kept by its own held-out score.
 
     Beyond the paper: `l1_weight_end` is what `l1_weight` has become by the last step, falling or rising evenly; null
     leaves it. `logits_loss`: ce, or lk (losses.py). `unroll`: how many passes the draft learns from, each after the
@@ -53,7 +55,8 @@ class TrainConfig:
     `max_skipped` such steps end the run. At the beginning the median is of FEWEST_NORMS or more.
     """
 
-    steps: int
+    steps: int | None = None
+    minutes: float | None = None
     init_from: str | None = None
     micro_batch_rows: int = 1
     l1_weight: float = 1.0
@@ -72,7 +75,11 @@ class TrainConfig:
     max_skipped: int = 20
 
     def __post_init__(self) -> None:
-        for field in ("steps", "micro_batch_rows", "unroll", "eval_batches", "eval_depth"):
+        both = f"train.steps={self.steps} and train.minutes={self.minutes}"
+        check((self.steps is None) != (self.minutes is None), f"{both}: give one of them, and the other as null")
+        check(self.steps is None or self.steps >= 1, f"train.steps={self.steps}: must be at least 1")
+        check(self.minutes is None or self.minutes > 0, f"train.minutes={self.minutes}: must be above 0")
+        for field in ("micro_batch_rows", "unroll", "eval_batches", "eval_depth"):
             check(getattr(self, field) >= 1, f"train.{field}={getattr(self, field)}: must be at least 1")
         for field in ("l1_weight", "ce_weight", "save_every", "keep", "eval_every", "max_skipped", "feature_noise"):
             check(getattr(self, field) >= 0, f"train.{field}={getattr(self, field)}: must be 0 or more")
@@ -82,10 +89,10 @@ class TrainConfig:
         check(self.logits_loss in LOGITS_LOSSES, f"train.logits_loss={self.logits_loss}: must be {kinds}")
         check(self.runaway > 1, f"train.runaway={self.runaway}: must be above 1")
 
-    def l1_weight_at(self, step: int) -> float:
-        """The weight of smooth-L1 in step 1, 2, ... steps."""
+    def l1_weight_at(self, course: float) -> float:
+        """The weight of smooth-L1, from course 0 in the first step to 1 in the last."""
         end = self.l1_weight if self.l1_weight_end is None else self.l1_weight_end
-        return self.l1_weight + (end - self.l1_weight) * (step - 1) / max(1, self.steps - 1)
+        return self.l1_weight + (end - self.l1_weight) * course
 
 
 class Interrupted(Exception):
@@ -124,6 +131,7 @@ class Trainer:
         self.target, self.draft, self.stream, self.heldout = target, draft, stream, heldout
         self.backend, self.world, self.directory = backend, world, directory
         self.head = Head(draft, target.lm_head)
+        self.budget = Budget(train.steps, train.minutes)
         self.accumulation = accumulation(optim, train, stream.config.row_tokens, world.size)
         self.saver = checkpoint.Saver(world)
         self.step = self.tokens = self.skipped = 0
@@ -136,7 +144,7 @@ class Trainer:
 
     def __str__(self) -> str:
         size = self.draft.num_parameters / 1e6
-        return f"{size:.1f} M draft parameters for {self.target.name}, steps {self.step}-{self.config.steps}"
+        return f"{size:.1f} M draft parameters for {self.target.name}, {self.budget}, from step {self.step} on"
 
     def forward_backward_step(self, batch: Batch, hidden: torch.Tensor, scale: float) -> LossSums:
         """One micro-batch's sums; its gradients, multiplied by `scale`, are added to the draft's.
@@ -158,7 +166,7 @@ class Trainer:
                     predicted[rows],
                     hidden[rows],
                     self.head.lm_head,
-                    l1_weight=config.l1_weight_at(self.step + 1),
+                    l1_weight=config.l1_weight_at(self.budget.course(self.step + 1)),
                     ce_weight=config.ce_weight,
                     logits_loss=config.logits_loss,
                     scale=scale / len(passes),
@@ -179,7 +187,8 @@ class Trainer:
     @cached_property
     def ahead(self) -> Lookahead:
         """The stream's batches with their hidden states, from where the stream stands when training begins."""
-        steps, beside = self.config.steps - self.step, self.world.share == 1
+        steps = None if self.config.steps is None else self.config.steps - self.step
+        beside = self.world.share == 1
         given = self.stream, self.accumulation, steps, self.placed, self.hidden_states, self.target.device
         return Lookahead(*given, beside=beside)
 
@@ -190,7 +199,7 @@ class Trainer:
         """
         micro_batches = self.ahead.step()
         own = sum(int(batch.supervised.sum()) for batch in micro_batches)
-        supervised = self.sum_of(own)
+        supervised = self.begin(own)
         scale = self.backend.divisor / max(supervised, 1)
         meter = Meter()
         for number, (batch, hidden) in enumerate(self.ahead.with_hidden_states(micro_batches), 1):
@@ -203,7 +212,7 @@ class Trainer:
                 return None
         norm = self.backend.clip().item()
         self.step += 1
-        lr = self.optim.lr_at(self.step, self.config.steps)
+        lr = self.optim.lr_at(self.step, self.budget.used)
         if self.is_sound(norm):
             self.backend.step(lr)
         else:
@@ -234,9 +243,13 @@ class Trainer:
         self.forward_backward_step(batch, hidden, scale=0.0)
         self.backend.skip()
 
-    def sum_of(self, number: int) -> int:
-        """Over all ranks."""
-        return int(self.world.sum(torch.tensor(number, dtype=torch.int64, device=self.target.device)))
+    def begin(self, supervised: int) -> int:
+        """A step begins, at the first rank's time. Returns the supervised slots of all ranks."""
+        milliseconds = round(1000 * self.budget.seconds) if self.world.is_main else 0
+        own = torch.tensor([supervised, milliseconds], dtype=torch.int64, device=self.target.device)
+        supervised, milliseconds = self.world.sum(own).tolist()
+        self.budget.begin(self.step, milliseconds / 1000)
+        return supervised
 
     def is_sound(self, norm: float) -> bool:
         """Whether a step with a gradient of this norm is to be made. Raises UserError where too many were not."""
@@ -258,19 +271,21 @@ class Trainer:
 
         Raises Interrupted where `stop_asked` on the way: after a micro-batch, or with several ranks after the next.
         """
-        if self.step == self.config.steps:  # a finished run: nothing is to be drawn
+        if self.budget.is_over(self.step):  # a finished run: nothing is to be drawn
             return {}
-        bar = progress(self.config.steps, "step", self.step, shown=self.world.is_main)
+        self.budget.start()
+        bar = self.progress()
         heldout: Record = {}
-        while self.step < self.config.steps:
+        while not self.budget.is_last:
             started, tokens, waited = time.perf_counter(), self.tokens, self.ahead.waited
             try:
                 record = self.train_step()
             except CommonError as error:
                 self.keep()
-                raise CommonError(f"{error}; {self.step} of {self.config.steps} steps are done and kept") from error
+                raise CommonError(f"{error}; {self.budget.done(self.step)} are done and kept") from error
             if record is None:
                 self.interrupt()
+            self.check_learnt()
             seconds = time.perf_counter() - started
             record |= {"tokens": self.tokens, "tokens_per_s": (self.tokens - tokens) / seconds}
             record["data_wait"] = (self.ahead.waited - waited) / seconds
@@ -279,15 +294,36 @@ class Trainer:
                 heldout = measured = self.evaluate()
                 record |= {f"heldout_{name}": value for name, value in heldout.items()}
             log.log(self.step, record)
-            bar.update(self.step, summary(record["loss"], record["tokens_per_s"]))
+            self.show(bar, summary(record["loss"], record["tokens_per_s"]))
             if self.is_due(self.config.save_every):
                 self.save(measured.get("simulated_tpc"))
-            if self.is_stopped() and self.step < self.config.steps:
+            if self.is_stopped() and not self.budget.is_last:
                 self.interrupt()
         self.saver.wait()
         self.ahead.close()
         bar.close()
         return heldout
+
+    def check_learnt(self) -> None:
+        """Raise UserError after a last step where no step at all was made."""
+        check(
+            not self.budget.is_last or self.skipped < self.step,
+            f"all {self.step} steps were skipped, for their gradients were not finite or too long, and nothing was "
+            f"learnt; is a weight of target.path={self.target.name} not finite, or optim.lr={self.optim.lr} too high?",
+        )
+
+    def progress(self) -> Progress:
+        """A bar of the budget: of steps, or of seconds."""
+        minutes, shown = self.config.minutes, self.world.is_main
+        if minutes is None:
+            return progress(self.config.steps, "step", self.step, shown)
+        return progress(round(60 * minutes), "second", round(self.budget.before), shown)
+
+    def show(self, bar: Progress, note: str) -> None:
+        if self.config.minutes is None:
+            bar.update(self.step, note)
+        else:
+            bar.update(min(round(60 * self.config.minutes), round(self.budget.seconds)), f"step {self.step}, {note}")
 
     def keep(self) -> None:
         """See that there is a checkpoint of the last whole step; at the very beginning it takes none."""
@@ -299,10 +335,10 @@ class Trainer:
         """Raise Interrupted, when what was learnt is kept."""
         self.keep()
         again = "the same command" if self.config.resume else "the same command with train.resume=true"
-        raise Interrupted(f"told to stop, {self.step} of {self.config.steps} steps done: {again} goes on")
+        raise Interrupted(f"told to stop, {self.budget.done(self.step)} done: {again} goes on")
 
     def is_due(self, every: int) -> bool:
-        return self.step == self.config.steps or (every > 0 and self.step % every == 0)
+        return self.budget.is_last or (every > 0 and self.step % every == 0)
 
     @torch.no_grad()
     def evaluate(self) -> Record:
@@ -365,6 +401,7 @@ class Trainer:
             "stream": self.stream_state,
             "random": checkpoint.random_state(),
             "tokens": self.tokens,
+            "seconds": self.budget.seconds,
             "skipped": self.skipped,
             "norms": self.norms,
             "target": dataclasses.asdict(self.target.identity),
@@ -383,8 +420,7 @@ class Trainer:
         if path is None:
             return False
         found = checkpoint.load(path, self.world.exchange, self.world.rank)
-        steps = self.config.steps
-        check(found.step <= steps, f"train.steps={steps}: {path} has made {found.step} already; give as many or more")
+        self.check_budget(path, found.step, found.state["seconds"])
         trained = build(DraftConfig, found.config, f"{path}: draft")
         for name, value in dataclasses.asdict(self.draft.config).items():
             then = getattr(trained, name)
@@ -400,5 +436,18 @@ class Trainer:
         self.stream.load_state_dict(found.state["stream"])
         checkpoint.set_random_state(found.state["random"])
         self.step, self.saved, self.tokens = found.step, found.step, found.state["tokens"]
+        self.budget.before = found.state["seconds"]
         self.skipped, self.norms = found.state["skipped"], found.state["norms"]
         return True
+
+    def check_budget(self, path: Path, step: int, seconds: float) -> None:
+        """Raise UserError where a checkpoint has used more than the run is to have."""
+        steps, minutes = self.config.steps, self.config.minutes
+        check(
+            steps is None or step <= steps,
+            f"train.steps={steps}: {path} has made {step} already; give as many or more",
+        )
+        check(
+            minutes is None or seconds <= 60 * minutes,
+            f"train.minutes={minutes}: {path} has used {seconds / 60:.1f} already; give as many or more",
+        )

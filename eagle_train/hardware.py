@@ -1,0 +1,62 @@
+"""What a device is made for: each choice of a precision, a kernel or a path asks here. DESIGN section 3.0.
+
+Knows nothing of models. An environment that limits what a library may use (ONEDNN_MAX_CPU_ISA) counts like a CPU
+without it.
+"""
+
+import os
+import platform
+import warnings
+from functools import cache
+
+import torch
+
+INT4_GPU, FP8_GPU = (8, 0), (8, 9)  # compute capability from which on a GPU has the product
+# Values of ONEDNN_MAX_CPU_ISA with which oneDNN has bf16 products: AVX-512 BF16, AMX, AVX10 and newer.
+_BF16_ISAS = ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX10", "DEFAULT", "ALL")
+_COST = "computes in bf16 by emulation, 5 to 15 times as slow as in fp32"
+
+
+def is_gpu(device: torch.device, capability: tuple[int, int] = (0, 0)) -> bool:
+    """Whether it is a GPU with at least this compute capability."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= capability
+
+
+def computes_bf16(device: torch.device | str) -> bool:
+    """Whether the device has bf16 products of its own. Where it has none they are emulated, and fp32 is faster.
+
+    A CPU: AVX-512 BF16 or AMX, or Arm's BF16. A GPU: Ampere or newer, or what ROCm says.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and _cpu_computes_bf16()
+
+
+def low_precision(device: torch.device | str) -> torch.dtype:
+    """What to compute in where rounding to bf16 does no harm: bf16 where the device is made for it, else fp32."""
+    return torch.bfloat16 if computes_bf16(device) else torch.float32
+
+
+def warn_of_emulation(field: str, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Say what a precision costs that the user named in `field` and the device does not have."""
+    if dtype == torch.bfloat16 and not computes_bf16(device):
+        warnings.warn(f"{field}=bfloat16: this {torch.device(device).type} {_COST}; auto is faster", stacklevel=2)
+
+
+def instructions() -> str:
+    """The vector instructions that torch uses on this CPU, for reports: AVX2, AVX512, AVX512 BF16 AMX."""
+    own = [torch.backends.cpu.get_cpu_capability()]
+    own += ["BF16"] if _cpu_computes_bf16() else []
+    own += ["AMX"] if _cpu_computes_bf16() and torch.cpu._is_amx_tile_supported() else []
+    return " ".join(own)
+
+
+@cache
+def _cpu_computes_bf16() -> bool:
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "DEFAULT"
+    allowed = limit.upper().startswith(_BF16_ISAS)
+    return allowed and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
