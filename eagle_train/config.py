@@ -26,6 +26,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from eagle_train.hardware import instructions
+
 T = TypeVar("T")
 
 PLACEHOLDER = re.compile(r"(\\*)\$\{")  # what OmegaConf would fill in
@@ -244,6 +246,7 @@ def provenance() -> dict[str, Any]:
         "python": platform.python_version(),
         **{package: version(package) for package in packages},
         "cpu": cpu_name(),
+        "instructions": instructions(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

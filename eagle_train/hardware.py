@@ -6,6 +6,7 @@ without it.
 
 import os
 import platform
+import time
 import warnings
 from functools import cache
 
@@ -43,6 +44,25 @@ def warn_of_emulation(field: str, dtype: torch.dtype, device: torch.device | str
     """Say what a precision costs that the user named in `field` and the device does not have."""
     if dtype == torch.bfloat16 and not computes_bf16(device):
         warnings.warn(f"{field}=bfloat16: this {torch.device(device).type} {_COST}; auto is faster", stacklevel=2)
+
+
+def measured_speed(device: torch.device | str, dtype: torch.dtype, seconds: float = 0.5) -> float:
+    """FLOP/s of products of matrices that fill the device, on all its threads, measured for about so long."""
+    device = torch.device(device)
+    size = 1024 if device.type == "cpu" else 8192
+    x = torch.randn(size, size, device=device).to(dtype)
+
+    def products(number: int) -> float:
+        started = time.perf_counter()
+        for _ in range(number):
+            x @ x
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started
+
+    products(2)  # which load libraries and wake threads
+    number = max(3, round(seconds / (products(3) / 3)))
+    return number * 2 * size**3 / products(number)
 
 
 def instructions() -> str:

@@ -22,10 +22,12 @@ find_python() {
 }
 
 set_up() {
-  local extra="${1:-}" stamp wanted python
+  local extra="${1:-}" stamp stamps wanted python
   stamp=".venv/.installed${extra:+-$extra}"
   wanted=$(cat pyproject.toml launch/constraints.txt | cksum)
-  if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+  stamps=("$stamp")
+  [ -n "$extra" ] || stamps+=(.venv/.installed-*) # which have more
+  if ! grep -qsxF "$wanted" "${stamps[@]}"; then
     if [ ! -x .venv/bin/python ]; then
       python=$(find_python)
       echo "creating .venv with $("$python" --version)"

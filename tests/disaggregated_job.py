@@ -1,13 +1,8 @@
-r"""What test_disaggregated.py starts: rank 0 decodes, the others read prompts for it, some of them with faults.
-
-RANK=0 WORLD_SIZE=3 MASTER_ADDR=... MASTER_PORT=... \
-    python tests/disaggregated_job.py ROOT '{"stages": [...], "faults": {"2": "raises"}}'
-"""
+"""What test_disaggregated.py starts: rank 0 decodes, the others read prompts for it, some of them with faults."""
 
 import json
 import os
 import random
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -56,7 +51,7 @@ def break_down(engine: Engine, fault: str, rng: random.Random) -> None:
     def last(line, message):
         told.append(message)
         if fault == "is slow" and len(told) == 1:
-            time.sleep(8)
+            time.sleep(600)
         tell(line, message)
         if fault == "dies" and len(told) == 1:
             os._exit(1)  # with what it announced unsent
@@ -97,8 +92,8 @@ def decode(target, draft, stage: dict, lines) -> dict:
     }
 
 
-if __name__ == "__main__":
-    root, job = Path(sys.argv[1]), json.loads(sys.argv[2])
+def main(root: Path, job: dict) -> None:
+    """`job`: {"stages": [...], "faults": {"2": "raises"}}."""
     world = distributed.start("cpu")
     target = load_target(TargetConfig(str(root / "target")))
     draft = load_draft(root / "draft", target.identity)

@@ -1,11 +1,7 @@
-"""What test_plan.py starts on several ranks: how much a draft that FSDP2 divides holds at the peak of a step.
-
-torchrun --nproc-per-node 2 tests/memory_job.py OUT '[{"layers": 4, "micro_batches": 2}, ...]'
-"""
+"""What test_plan.py starts on several ranks: how much a draft that FSDP2 divides holds at the peak of a step."""
 
 import gc
 import json
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -70,9 +66,10 @@ def most_held(layers: int, micro_batches: int, world: World) -> int:
     return held.most
 
 
-if __name__ == "__main__":
+def main(out: Path, cases: list[dict]) -> None:
+    """`cases`: {"layers": 4, "micro_batches": 2} and the like."""
     world = distributed.start("cpu", share=None, group=True)
-    found = [most_held(**case, world=world) for case in json.loads(sys.argv[2])]
+    found = [most_held(**case, world=world) for case in cases]
     if world.is_main:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        out.write_text(json.dumps(found))
     distributed.leave()

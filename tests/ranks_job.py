@@ -1,12 +1,7 @@
-"""What test_ranks.py starts on several ranks: one run after another, each with its own backend.
-
-torchrun --nproc-per-node 2 tests/ranks_job.py DATA '[{"out": ..., "parallel": {...}, "train": {...}}, ...]'
-"""
+"""What test_ranks.py starts on several ranks: one run after another, each with its own backend."""
 
 import contextlib
-import json
 import math
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -144,8 +139,8 @@ def a_row(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([one + other]), torch.cat((torch.arange(9), torch.arange(11)))[None]
 
 
-if __name__ == "__main__":
-    cases = json.loads(sys.argv[2])
+def main(data: Path, cases: list[dict]) -> None:
+    """`cases`: {"out": ..., "parallel": {...}, "train": {...}} and what else `one_run` reads, or `hidden_states`."""
     world = distributed.start("cpu", share=cases[0].get("share"), group=True)
     for case in cases:
         if "samples" in case:
@@ -153,5 +148,5 @@ if __name__ == "__main__":
         elif "target" in case:
             hidden_states(case, world)
         else:
-            one_run(Path(sys.argv[1]), case, world)
+            one_run(data, case, world)
     distributed.leave()

@@ -1,10 +1,6 @@
-"""What test_tensor_parallel.py starts on several ranks: engines whose target is divided between them.
-
-torchrun --nproc-per-node 2 tests/tensor_parallel_job.py ROOT '[{"family": ..., "count": ..., "engine": {...}}, ...]'
-"""
+"""What test_tensor_parallel.py starts on several ranks: engines whose target is divided between them."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,8 +78,8 @@ def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
     }
 
 
-if __name__ == "__main__":
-    root, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+def main(root: Path, cases: list[dict]) -> None:
+    """`cases`: {"family": ..., "count": ..., "engine": {...}} and what else `outcome` reads."""
     world = distributed.start("cpu", share=None, group=True)
     targets, found = {}, []
     for case in cases:

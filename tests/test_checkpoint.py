@@ -3,13 +3,13 @@
 import errno
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import disk_for
+from processes import run
 from torch.nn.functional import mse_loss
 
 from eagle_train.config import UserError
@@ -86,7 +86,8 @@ def killed_saves(tmp_path_factory) -> Path:
     """Directories scenario/point, as each killed save left them."""
     root = tmp_path_factory.mktemp("killed")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", KILLED_SAVES, root], check=True, timeout=120, env=environment)
+    done = run([sys.executable, "-c", KILLED_SAVES, root], env=environment)
+    assert done.returncode == 0, done.stderr
     return root
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from command_line import TEMPLATE, call, chats, disk_for, read_jsonl, save_target, write_jsonl
 from omegaconf import OmegaConf
+from processes import run
 from safetensors.torch import load_file, save_file
 from tiny import CHARACTERS
 
@@ -170,7 +171,7 @@ def in_a_process(*arguments: object) -> subprocess.CompletedProcess:
     """Python with these arguments, and with the modules that this process sees."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return run(command, env=environment)
 
 
 def test_an_answer_with_a_draft_is_the_targets_own(made, capsys):
@@ -268,15 +269,15 @@ def test_two_runs_with_one_seed_are_the_same(root, runs):
 def test_a_run_that_was_killed_is_resumed_as_if_it_had_not_been(root, runs):
     whole, killed = weights(root / "whole"), sorted(root.glob("killed-*"))
     assert len(killed) == 2
-    for run in killed:
+    for each in killed:
         two_steps = EVENTS * 2 // STEPS
-        saved = (int(run.name.removeprefix("killed-")) - 1) // two_steps
+        saved = (int(each.name.removeprefix("killed-")) - 1) // two_steps
         # Nothing was done twice but since the last checkpoint, which may have been on its way to the disk.
         done = {saved * two_steps, max(0, saved - 1) * two_steps}
-        assert EVENTS - runs[run.name] in done, run.name
-        assert metrics(run) == metrics(root / "whole"), run.name
-        assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(run).items()), run.name
-        assert sorted(os.listdir(run)) == sorted(os.listdir(root / "whole")), run.name
+        assert EVENTS - runs[each.name] in done, each.name
+        assert metrics(each) == metrics(root / "whole"), each.name
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(each).items()), each.name
+        assert sorted(os.listdir(each)) == sorted(os.listdir(root / "whole")), each.name
 
 
 STOP = """

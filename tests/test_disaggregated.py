@@ -1,10 +1,6 @@
 """Prefill and decoding in processes of their own: the tokens of one engine, whatever befalls those that prefill."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from threading import Event
@@ -16,7 +12,7 @@ from disaggregated_job import answers
 from omegaconf import OmegaConf
 from oracle import GREEDY, PROMPTS, cut, token_ids
 from oracle import answers as answers_of
-from test_ranks import start_ranks
+from processes import start_ranks
 from tiny import random_tokens, shared_target, trained_draft
 
 from eagle_train.config import UserError
@@ -26,8 +22,6 @@ from eagle_train.inference.disaggregated import DecodeEngine, as_json, connect
 from eagle_train.inference.paged_kv import BLOCK
 from eagle_train.models.artifact import save_draft
 from eagle_train.models.draft import Draft
-
-JOB = Path(__file__).with_name("disaggregated_job.py")
 
 
 def stage(sampled: bool = False, cancelling: bool = False, **engine) -> dict:
@@ -196,24 +190,6 @@ def test_only_what_follows_a_prefix_is_sent():
     assert torch.equal(whole, rest)
 
 
-def start_apart(root: Path, ranks: int, job: dict) -> None:
-    """Start the processes one by one, and wait for the first two alone."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    processes = [
-        subprocess.Popen([sys.executable, JOB, root, json.dumps(job)], env=os.environ | settings | {"RANK": str(rank)})
-        for rank in range(ranks)
-    ]
-    try:
-        assert [process.wait(timeout=240) for process in processes[:2]] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 def check_found(root: Path, stages: list[dict]) -> list[dict]:
     """Every stage's tokens are those of one engine, and every block is free again."""
     found = json.loads((root / "found.json").read_text())
@@ -229,17 +205,20 @@ def check_found(root: Path, stages: list[dict]) -> list[dict]:
     return found
 
 
+@pytest.mark.ranks
 def test_prompts_are_read_elsewhere(root):
-    """Under torchrun, by two processes."""
-    start_ranks(3, root, {"stages": STAGES, "faults": {}}, job=JOB.name)
+    """By two processes."""
+    start_ranks(3, "disaggregated_job", root, {"stages": STAGES, "faults": {}})
     for one in check_found(root, STAGES):
         assert (one["here"], one["left"], one["warned"]) == (0, 2, [])
 
 
+@pytest.mark.ranks
 def test_faults_of_prefill_processes(root):
     """One fails at random, one dies in the middle of an answer, one is so slow that it is given up."""
-    stages = [stage | {"engine": stage["engine"] | {"timeout_s": 4.0}} for stage in STAGES[1:]]
-    start_apart(root, 4, {"stages": stages, "faults": {"1": "raises", "2": "dies", "3": "is slow"}})
+    stages = [stage | {"engine": stage["engine"] | {"timeout_s": 20.0}} for stage in STAGES[1:]]
+    faults = {"1": "raises", "2": "dies", "3": "is slow"}
+    start_ranks(4, "disaggregated_job", root, {"stages": stages, "faults": faults}, awaited=2)
     found = check_found(root, stages)
     assert found[0]["here"] > 0, "what was not read elsewhere is read here"
     assert found[0]["left"] == 1

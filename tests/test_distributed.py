@@ -1,11 +1,10 @@
 """What a job's environment may say of its processes."""
 
-import os
 import socket
-import subprocess
 import sys
 
 import pytest
+from processes import run
 
 from eagle_train import distributed
 from eagle_train.config import UserError
@@ -36,7 +35,7 @@ def test_a_port_that_another_job_has_is_one_line():
         port = taken.getsockname()[1]
         environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [sys.executable, "-m", "eagle_train.train", "experiment=quickstart", "parallel=ddp", "device=cpu"]
-        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+        done = run(command, env=environment)
     assert done.returncode == 2
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1

@@ -5,10 +5,11 @@ KILLS=50 STEPS=450 pytest tests/test_kills.py    makes it a long one
 
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
+import pytest
 from command_line import chats, write_jsonl
 from test_ranks import metrics_of
 from test_trainer import assert_same, make_trainer, run
@@ -16,14 +17,14 @@ from test_trainer import assert_same, make_trainer, run
 KILLS, STEPS = int(os.environ.get("KILLS", 4)), int(os.environ.get("STEPS", 40))
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_killed_ranks_lose_nothing(tmp_path):
     for seed, (name, count) in enumerate({"train": 60, "heldout": 12}.items()):
         write_jsonl(tmp_path / f"{name}.jsonl", chats(count, seed))
     seed = os.environ.get("SEED") or str(random.randrange(10**6))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     job = [sys.executable, Path(__file__).with_name("kill_job.py"), tmp_path, tmp_path / "killed"]
-    command, limit = [*job, str(KILLS), str(STEPS), seed], 120 * (KILLS + 2)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+    done = processes.run([*job, str(KILLS), str(STEPS), seed], env=processes.SETTINGS)
     told = f"SEED={seed}\n{done.stdout[-3000:]}{done.stderr[-6000:]}"
     assert done.returncode == 0, told
     assert f"KILLS {KILLS}\n" in done.stdout, told

@@ -1,13 +1,10 @@
 """The launch scripts, as far as they can be checked without a cluster: a stub of Slurm starts two local ranks."""
 
-import contextlib
 import json
 import os
 import re
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,8 +13,10 @@ from pathlib import Path
 
 import pytest
 from command_line import TEMPLATE, call, chats, read_jsonl, save_target, write_jsonl
+from processes import free_port, run, wait
 
 from eagle_train import train
+from eagle_train.hardware import instructions
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/slurm/*")])
@@ -26,6 +25,8 @@ SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/slurm/*")])
 # scontrol knows one host and notes what is requeued.
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys, time
+
+pytestmark = pytest.mark.ranks
 options = [argument for argument in sys.argv[1:] if argument.startswith("--")]
 command = sys.argv[1 + len(options):]
 log = next(option for option in options if option.startswith("--output=")).removeprefix("--output=")
@@ -91,6 +92,22 @@ def test_overrides_are_the_commands_and_not_the_set_ups(tmp_path):
         assert (tmp_path / "other").is_dir()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".venv/bin/eagle-train").exists(), reason="launch/setup.sh has not made .venv")
+def test_the_quickstart_with_a_budget_of_half_a_minute(tmp_path):
+    """Set-up, data, training, export, evaluation: the script itself, on the bundled target."""
+    done = run(["bash", "launch/quickstart.sh", "train.minutes=0.5"], cwd=ROOT, env={"OUT": str(tmp_path / "quick")})
+    assert done.returncode == 0, done.stderr
+    assert "4/4  tokens per call" in done.stdout
+    assert (tmp_path / "quick/report.md").exists()
+    results = json.loads((tmp_path / "quick/results.json").read_text())
+    assert 1 < results["tpc"] < 4
+    assert results["provenance"]["instructions"] == instructions()
+    records = read_jsonl(tmp_path / "quick/train/metrics.jsonl")
+    assert len(records) > 1
+    assert records[-1]["lr"] < 0.5 * max(record["lr"] for record in records)  # the schedule came to its end
+
+
 def test_vllm_is_not_installed_twice(tmp_path):
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     programs = tmp_path / ".venv-vllm/bin"
@@ -104,12 +121,8 @@ def test_vllm_is_not_installed_twice(tmp_path):
 
 
 def free_job() -> str:
-    """The id of a job that none on this machine meets with: train.sbatch takes port 20000 + id, from 20000 to 39999."""
-    while True:
-        job = 1 + secrets.randbelow(19999)
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(("127.0.0.1", 20000 + job))
-            return str(job)
+    """The id of a job that none on this machine meets with: train.sbatch takes port 20000 + id."""
+    return str(free_port() - 10_000)
 
 
 @pytest.fixture
@@ -148,12 +161,12 @@ def test_a_preempted_job_is_queued_again_and_goes_on(cluster, tmp_path):
         assert job.poll() is None
         time.sleep(0.2)
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(timeout=120) == 75
+    assert wait(job)[0] == 75
     assert (Path(cluster["STUB"]) / "requeued").read_text() == f"requeue {cluster['SLURM_JOB_ID']}\n"
     (checkpoint,) = out.glob("step-*")
     done = int(checkpoint.name.removeprefix("step-"))
     assert len(read_jsonl(out / "metrics.jsonl")) == done < 600
-    assert submit(cluster, *overrides, f"train.steps={done + 3}").wait(timeout=120) == 0
+    assert wait(submit(cluster, *overrides, f"train.steps={done + 3}"))[0] == 0
     assert [record["step"] for record in read_jsonl(out / "metrics.jsonl")] == list(range(1, done + 4))
 
 
@@ -164,13 +177,13 @@ def test_the_first_rank_to_fail_ends_the_job_with_its_reason(cluster, tmp_path, 
     given = [f"target={tmp_path}/target", "data=messages", "data.row_tokens=32", "parallel=ddp"]
     given += ["device=cpu", "optim.tokens_per_step=512", "train.steps=4", f"out={tmp_path}/run"]
     path = str(tmp_path) + "/${oc.env:RANK}.jsonl"
-    assert submit(cluster, *given, f"data.path={path}").wait(timeout=120) != 0
+    assert wait(submit(cluster, *given, f"data.path={path}"))[0] != 0
     told = capfd.readouterr().err
     assert "the first to fail, rank 1:" in told
     assert f"error: data.path is {tmp_path}/1.jsonl; there is no such file" in told
     assert Path(cluster["STUB"], "cpus").read_text() == ""
     cluster["SLURM_CPUS_PER_TASK"] = "3"  # which some of Slurm's releases keep from srun
-    assert submit(cluster, *given, "data.path=nowhere.jsonl").wait(timeout=120) == 2
+    assert wait(submit(cluster, *given, "data.path=nowhere.jsonl"))[0] == 2
     assert Path(cluster["STUB"], "cpus").read_text() == "3"
     assert "error: data.path is nowhere.jsonl; there is no such file" in capfd.readouterr().err
 
@@ -220,11 +233,11 @@ def test_torchrun_passes_a_signal_on_and_the_run_goes_on(torchrun, tmp_path):
     job = torchrun(600, out, PROCESSES="2")
     wait_for_steps(out, 5, job)
     job.send_signal(signal.SIGINT)
-    assert job.wait(timeout=120) != 0
+    assert wait(job)[0] != 0
     (checkpoint,) = out.glob("step-*")
     done = int(checkpoint.name.removeprefix("step-"))
     assert len(read_jsonl(out / "metrics.jsonl")) == done < 600
-    assert torchrun(done + 3, out, PROCESSES="2").wait(timeout=120) == 0
+    assert wait(torchrun(done + 3, out, PROCESSES="2"))[0] == 0
     assert [record["step"] for record in read_jsonl(out / "metrics.jsonl")] == list(range(1, done + 4))
 
 
@@ -240,17 +253,14 @@ def test_a_signal_to_the_whole_group_leaves_the_tokenisers_at_work(tmp_path):
     job = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
     wait_for_steps(out, 1, job)
     os.killpg(job.pid, signal.SIGTERM)
-    assert job.wait(timeout=60) == train.INTERRUPTED
+    assert wait(job)[0] == train.INTERRUPTED
     (checkpoint,) = out.glob("step-*")
     assert len(read_jsonl(out / "metrics.jsonl")) == int(checkpoint.name.removeprefix("step-")) < 600
 
 
 def two_nodes(torchrun: Launcher, steps: int, out: Path) -> list[subprocess.Popen]:
     """The same line twice, as on two nodes that share a file system; each holds half of the target."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        master = f"127.0.0.1:{free.getsockname()[1]}"
-    variables = {"PROCESSES": "1", "NODES": "2", "MASTER": master, "JOB": out.name}
+    variables = {"PROCESSES": "1", "NODES": "2", "MASTER": f"127.0.0.1:{free_port()}", "JOB": out.name}
     return [torchrun(steps, out, "parallel.target=fsdp2", "parallel.share=2", **variables) for _ in range(2)]
 
 
@@ -258,7 +268,7 @@ def test_two_nodes_train_as_one_process_does(torchrun, tmp_path, monkeypatch):
     nodes = two_nodes(torchrun, 3, tmp_path / "nodes")
     monkeypatch.chdir(tmp_path)
     assert call(train.main, *a_run(3, tmp_path / "alone")) == 0
-    assert [node.wait(timeout=120) for node in nodes] == [0, 0]
+    assert wait(*nodes) == [0, 0]
     found, expected = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("nodes", "alone"))
     for name in ("loss", "grad_norm", "supervised"):
         assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-5)
@@ -269,7 +279,7 @@ def test_a_malformed_row_ends_all_ranks_and_costs_no_step(torchrun, tmp_path, ca
     rows = [json.dumps(row) for row in chats(300)]
     (tmp_path / "train.jsonl").write_text("\n".join([*rows[:200], rows[0][:-3], *rows[200:]]) + "\n")
     out, given = tmp_path / "run", ["data.workers=1", "data.shuffle_window=0"]
-    assert torchrun(600, out, *given, PROCESSES="2").wait(timeout=120) != 0
+    assert wait(torchrun(600, out, *given, PROCESSES="2"))[0] != 0
     (checkpoint,) = out.glob("step-*")
     done = int(checkpoint.name.removeprefix("step-"))
     assert len(read_jsonl(out / "metrics.jsonl")) == done > 5
@@ -277,13 +287,13 @@ def test_a_malformed_row_ends_all_ranks_and_costs_no_step(torchrun, tmp_path, ca
     kept = f"data.malformed=skip leaves such rows out; {done} of 600 steps are done and kept"
     assert len(re.findall(rf"^error: train\.jsonl:201: not JSON: .*; {re.escape(kept)}$", told, re.MULTILINE)) == 2
     steps = done + 10
-    assert torchrun(steps, out, *given, "data.malformed=skip", PROCESSES="2").wait(timeout=120) == 0
+    assert wait(torchrun(steps, out, *given, "data.malformed=skip", PROCESSES="2"))[0] == 0
     assert [record["step"] for record in read_jsonl(out / "metrics.jsonl")] == list(range(1, steps + 1))
 
 
 def test_a_directory_that_ranks_do_not_share_is_told_before_the_first_step(torchrun, tmp_path, capfd):
     given = "out=" + str(tmp_path) + "/run-${oc.env:RANK}"
-    assert torchrun(6000, tmp_path, given, PROCESSES="2").wait(timeout=120) != 0
+    assert wait(torchrun(6000, tmp_path, given, PROCESSES="2"))[0] != 0
     told = capfd.readouterr().err
     assert (
         len(re.findall(r"^error: out=\S+/run-[01]: rank 0 does not see there what others write", told, re.MULTILINE))
@@ -298,7 +308,7 @@ def test_a_node_that_dies_ends_the_other(torchrun, tmp_path):
     for process in descendants(dead.pid):
         os.kill(process, signal.SIGKILL)
     dead.wait()
-    assert other.wait(timeout=120) > 0
+    assert wait(other)[0] > 0
 
 
 def descendants(process: int) -> list[int]:
@@ -314,9 +324,9 @@ def test_accelerate_launch_starts_a_run_as_well(tmp_path):
     short = ["train.steps=2", "train.micro_batch_rows=2", "optim.tokens_per_step=256", "parallel=ddp"]
     accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     command = [*accelerate, "-m", "eagle_train.train", *given, *short]
-    refused = subprocess.run([*command, "parallel=single"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    refused = run([*command, "parallel=single"], cwd=ROOT)
     assert "error: parallel=single: 2 processes" in refused.stderr
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    assert run(command, cwd=ROOT).returncode == 0
     assert [row["step"] for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [1, 2]
 
 
@@ -342,7 +352,7 @@ def test_a_rank_ends_well_whatever_its_threads_still_do_and_when_all_are_leaving
     (tmp_path / "job.py").write_text(LEAVE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "job.py"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = run(command, env=environment)
     assert done.returncode == 0, done.stderr
     told = [line.split() for line in done.stdout.splitlines()]
     ended, leaves = ([float(at) for what, at in told if what == which] for which in ("ended", "leaves"))
@@ -374,6 +384,6 @@ def test_a_rank_that_fails_waits_for_no_process_of_its_own(tmp_path):
     (tmp_path / "job.py").write_text(FAIL)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "job.py"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = run(command, env=environment)
     assert done.returncode != 0
     assert "error: a mistake" in done.stderr

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from processes import run
 
 from eagle_train.config import CONF_DIR, UserError
 from eagle_train.training import metrics
@@ -192,7 +192,7 @@ def test_wandb_without_a_key_records_offline_and_asks_nothing(tmp_path):
     arguments = [sys.executable, "-c", RUN, str(CONF_DIR.resolve() / "tracking"), directory, HF_KEY]
     # Standard input is closed, not empty: a prompt would fail at once or hang.
     command = ["sh", "-c", 'exec "$@" <&-', "sh", *arguments]
-    done = subprocess.run(command, env=without_wandb_settings(home), timeout=120, capture_output=True, text=True)
+    done = run(command, env=without_wandb_settings(home))
     assert done.returncode == 0, done.stderr
     assert "no API key, so the run is recorded offline" in done.stderr
 

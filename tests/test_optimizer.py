@@ -10,6 +10,7 @@ from torch import nn
 
 from eagle_train.config import UserError
 from eagle_train.training.backend import Torch
+from eagle_train.training.muon import Muon, by_gram, directly
 from eagle_train.training.optimizer import NAMES, OptimConfig, Optimizer
 
 
@@ -173,3 +174,31 @@ def test_state_goes_on_exactly_on_as_many_cores_and_on_fewer(name, monkeypatch):
 def test_impossible_values_are_refused(field, value):
     with pytest.raises(UserError, match=rf"^optim\.{field}=.* must be"):
         OptimConfig(**{field: value})
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (6, 24), (24, 6), (7, 15), (1, 5)])
+def test_the_small_iteration_is_the_plain_one(shape):
+    """By the Gram matrix in fp32, against the iteration as it is written in float64; also for next to no rank."""
+    torch.manual_seed(0)
+    for scale in (torch.ones(shape[0], 1), torch.logspace(0, -3, shape[0]).unsqueeze(1)):
+        matrix = torch.randn(shape) * scale
+        wide = matrix.T if shape[0] > shape[1] else matrix
+        expected = directly((wide / wide.norm()).double())
+        found = by_gram(wide / wide.norm())
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["match_rms_adamw", "original"])
+def test_a_step_of_muon_is_torchs(rule):
+    """Which computes in bf16."""
+    ours, theirs = model(), model()
+    optimizers = [
+        made([each for each in module.parameters() if each.ndim == 2], lr=0.01, adjust_lr_fn=rule)
+        for made, module in ((Muon, ours), (torch.optim.Muon, theirs))
+    ]
+    for seed in range(3):
+        for module, optimizer in zip((ours, theirs), optimizers, strict=True):
+            set_gradients(module, seed)
+            optimizer.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=5e-4)

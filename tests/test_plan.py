@@ -13,7 +13,7 @@ import pytest
 import torch
 from command_line import call, save_target, write_jsonl
 from omegaconf import OmegaConf
-from test_ranks import start_ranks
+from processes import start_ranks
 from tiny import GROUPED_FLOPS, tiny_model, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -203,10 +203,11 @@ def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed
     assert sum(said.values()) - said["CUDA"] == pytest.approx(held.most, rel=0.05)
 
 
+@pytest.mark.ranks
 def test_what_fsdp2_gathers_of_a_draft_is_the_plans(tmp_path):
     """Two ranks' real steps, within 5 %: of one micro-batch, and of two, through which gradients are not divided."""
     cases = [{"layers": layers, "micro_batches": count} for layers in (1, 4) for count in (1, 2)]
-    start_ranks(2, tmp_path / "found.json", cases, job="memory_job.py")
+    start_ranks(2, "memory_job", tmp_path / "found.json", cases)
     for case, measured in zip(cases, json.loads((tmp_path / "found.json").read_text()), strict=True):
         draft = Draft(DraftConfig.from_target(tiny_model(**memory_job.WIDE).config, num_layers=case["layers"]))
         given = draft, OptimConfig(), ParallelConfig("fsdp2"), 2, torch.bfloat16

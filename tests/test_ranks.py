@@ -3,16 +3,15 @@
 import importlib.util
 import itertools
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import chats, write_jsonl
+from processes import start_ranks
 from ranks_job import a_row, leave_out, spoil
 from safetensors.torch import load_file
 from test_trainer import a_target, assert_same, make_trainer, run
@@ -22,6 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training.checkpoint import checkpoints
+
+pytestmark = pytest.mark.ranks
 
 STEPS, SAVED = 20, 10
 TRAIN = {"steps": STEPS, "rows": 1, "rows_per_step": 6, "save_every": SAVED, "eval_every": SAVED, "keep": 0}
@@ -45,20 +46,7 @@ if importlib.util.find_spec("deepspeed") and shutil.which("c++"):  # it compiles
 FEW = [name for name in CASES if name not in ("fsdp2", "fsdp2-offloaded")]
 
 WITH_MUON = ["ddp", "fsdp2"]
-MUON_NOISE = 5e-4  # relative; its products are in bf16 wherever it runs, and 20 steps differ by 5e-5 at most
-
-
-def start_ranks(number: int, data: Path, cases: list[dict], threads: int = 1, job: str = "ranks_job.py") -> None:
-    """Run a job's file on so many ranks; its output is shown where it fails."""
-    # A rank that aborts shows where each of its threads was.
-    settings = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "PYTHONFAULTHANDLER": "1"}
-    environment = os.environ | settings
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
-    file = Path(__file__).with_name(job)
-    done = subprocess.run(
-        [*command, file, data, json.dumps(cases)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+MUON_NOISE = 5e-4  # relative; its products are in bf16 where the CPU has them, and 20 steps differ by 5e-5 at most
 
 
 @pytest.fixture(scope="module")
@@ -89,33 +77,38 @@ def first_half(source: Path, directory: Path) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def together(data, alone, alone_with_muon, tmp_path_factory) -> Path:
-    """Two ranks' runs: CASE from the start, resumed-CASE from one process's checkpoint, beyond-CASE with options beyond
-    the paper, low-CASE in bf16; muon-CASE and resumed-muon-CASE; told, which is left in a step.
+KINDS = {"": TRAIN, "resumed-": TRAIN, "beyond-": BEYOND, "low-": TRAIN, "muon-": MUON, "resumed-muon-": MUON}
+
+
+def case_of(kind: str, name: str, out: Path) -> dict:
+    """What two ranks do: CASE from the start, resumed-CASE from one process's checkpoint, beyond-CASE with options
+    beyond the paper, low-CASE in bf16; muon-CASE and resumed-muon-CASE; told-CASE, which is left in a step.
 
     In beyond- and low-CASE steps are left out, some for what their gradients are; in CASE and low-CASE parts of steps
     are dropped. Of DeepSpeed's, CASE-RANK tells what a checkpoint's tensors took.
     """
-    root, cases = tmp_path_factory.mktemp("together"), []
-    for name, values in CASES.items():
-        first_half(alone[0], root / f"resumed-{name}")
-        kinds = {"": TRAIN, "resumed-": TRAIN} | ({"beyond-": BEYOND, "low-": TRAIN} if name in FEW else {})
-        for kind, train in kinds.items():
-            dtype = "bfloat16" if kind == "low-" else "float32"
-            out = str(root / f"{kind}{name}")
-            case = {"out": out, "parallel": values, "train": train, "dtype": dtype}
-            case |= {"left_out": LEFT_OUT, "spoilt": SPOILT} if kind in ("beyond-", "low-") else {}
-            case |= {"dropped": DROPPED} if kind in ("", "low-") else {}
-            cases.append(case | ({"gathered": out} if name in DEEPSPEED and not kind else {}))
-    for name in WITH_MUON:
-        first_half(alone_with_muon[0], root / f"resumed-muon-{name}")
-        for kind in ("muon-", "resumed-muon-"):
-            cases.append({"out": str(root / f"{kind}{name}"), "parallel": CASES[name], "train": MUON})
-    # The last, because its batches go on being drawn.
-    cases.append({"out": str(root / "told"), "parallel": CASES["fsdp2"], "train": TRAIN, "told": TOLD})
-    start_ranks(2, data, cases)
-    return root
+    case = {"out": str(out), "parallel": CASES[name], "train": KINDS.get(kind, TRAIN)}
+    case |= {"dtype": "bfloat16" if kind == "low-" else "float32"}
+    case |= {"left_out": LEFT_OUT, "spoilt": SPOILT} if kind in ("beyond-", "low-") else {}
+    case |= {"dropped": DROPPED} if kind in ("", "low-") else {}
+    case |= {"told": TOLD} if kind == "told-" else {}
+    return case | ({"gathered": str(out)} if name in DEEPSPEED and not kind else {})
+
+
+@pytest.fixture(scope="module")
+def together(data, alone, alone_with_muon, tmp_path_factory) -> Callable[..., Path]:
+    """Two ranks' runs by kind and name (`case_of`), each made when it is first asked for: one costs one test."""
+    root = tmp_path_factory.mktemp("together")
+
+    def made(name: str, kind: str = "") -> Path:
+        out = root / f"{kind}{name}"
+        if not out.exists():
+            if kind.startswith("resumed-"):
+                first_half((alone_with_muon if "muon" in kind else alone)[0], out)
+            start_ranks(2, "ranks_job", data, [case_of(kind, name, out)])
+        return out
+
+    return made
 
 
 def metrics_of(directory: Path) -> list[dict]:
@@ -141,12 +134,12 @@ def assert_same_run(found: list[dict], expected: list[dict], tolerance: float = 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one_process_does(alone, together, name):
-    assert_same_run(metrics_of(together / name), alone[1])
+    assert_same_run(metrics_of(together(name)), alone[1])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_go_on_from_one_processs_checkpoint(alone, together, name):
-    assert_same_run(metrics_of(together / f"resumed-{name}"), alone[1])
+    assert_same_run(metrics_of(together(name, "resumed-")), alone[1])
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -154,7 +147,7 @@ def test_two_ranks_train_beyond_the_paper_as_one_process_does(data, together, tm
     trainer = make_trainer(tmp_path, data, **BEYOND)
     leave_out(trainer, LEFT_OUT)
     spoil(trainer, SPOILT)
-    assert_same_run(known(metrics_of(together / f"beyond-{name}")), known(run(trainer)))
+    assert_same_run(known(metrics_of(together(name, "beyond-"))), known(run(trainer)))
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -162,7 +155,7 @@ def test_two_ranks_train_in_bf16_as_one_process_does(data, together, tmp_path, n
     trainer = make_trainer(tmp_path, data, target=a_target(dtype=torch.bfloat16), **TRAIN)
     leave_out(trainer, LEFT_OUT)
     spoil(trainer, SPOILT)
-    found, expected = (continuous(known(rows)) for rows in (metrics_of(together / f"low-{name}"), run(trainer)))
+    found, expected = (continuous(known(rows)) for rows in (metrics_of(together(name, "low-")), run(trainer)))
     assert_same_run(found, expected, BF16_NOISE)
 
 
@@ -171,15 +164,15 @@ def test_two_ranks_train_with_muon_as_one_process_does(alone_with_muon, together
     """From the start, from one process's checkpoint, and one process from theirs."""
     expected = continuous(alone_with_muon[1])
     for kind in ("muon-", "resumed-muon-"):
-        assert_same_run(continuous(metrics_of(together / f"{kind}{name}")), expected, MUON_NOISE)
-    trainer = make_trainer(first_half(together / f"muon-{name}", tmp_path / "run"), data, **MUON)
+        assert_same_run(continuous(metrics_of(together(name, kind))), expected, MUON_NOISE)
+    trainer = make_trainer(first_half(together(name, "muon-"), tmp_path / "run"), data, **MUON)
     assert trainer.resume()
     assert_same_run(continuous(run(trainer, resumed=True)), expected, MUON_NOISE)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_goes_on_from_two_ranks_checkpoint(alone, together, data, tmp_path, name):
-    directory = first_half(together / name, tmp_path / "run")
+    directory = first_half(together(name), tmp_path / "run")
     trainer = make_trainer(directory, data, **TRAIN)
     assert trainer.resume()
     assert trainer.step == SAVED
@@ -188,9 +181,10 @@ def test_one_process_goes_on_from_two_ranks_checkpoint(alone, together, data, tm
 
 def test_a_rank_that_is_told_to_stop_stops_both_in_their_step(alone, together, data, tmp_path):
     """One process goes on from their checkpoint as if it had not been."""
-    assert [path.name for path in checkpoints(together / "told")] == [f"step-{step:08d}" for step in (SAVED, TOLD[1])]
-    assert len(metrics_of(together / "told")) == TOLD[1]
-    trainer = make_trainer(shutil.copytree(together / "told", tmp_path / "run"), data, **TRAIN)
+    told = together("fsdp2", "told-")
+    assert [path.name for path in checkpoints(told)] == [f"step-{step:08d}" for step in (SAVED, TOLD[1])]
+    assert len(metrics_of(told)) == TOLD[1]
+    trainer = make_trainer(shutil.copytree(told, tmp_path / "run"), data, **TRAIN)
     assert trainer.resume()
     assert trainer.step == TOLD[1]
     assert_same_run(run(trainer, resumed=True), alone[1])
@@ -199,18 +193,19 @@ def test_a_rank_that_is_told_to_stop_stops_both_in_their_step(alone, together, d
 @pytest.mark.parametrize("name", [name for name in CASES if name in DEEPSPEED])
 def test_deepspeed_gathers_a_checkpoint_tensor_by_tensor(together, name):
     """The first rank keeps the draft, each a half of the optimiser's, and nobody what is the other's."""
-    first, second = (torch.load(together / f"{name}-{rank}", weights_only=True) for rank in (0, 1))
+    out = together(name)
+    first, second = (torch.load(out.with_name(f"{name}-{rank}"), weights_only=True) for rank in (0, 1))
     assert first["most"] == second["most"] == 1
     assert first["left"] == second["left"] == 0
-    weights = len(load_file(together / name / f"step-{STEPS:08d}" / "draft.safetensors"))
+    weights = len(load_file(out / f"step-{STEPS:08d}" / "draft.safetensors"))
     assert (first["draft"], second["draft"]) == (weights, 0)
     assert first["optimizer"] + second["optimizer"] == 3 * weights
     assert abs(first["optimizer"] - second["optimizer"]) <= 1
 
 
 def test_three_ranks_go_on_from_two_ranks_checkpoint(alone, together, data, tmp_path):
-    directory = first_half(together / "fsdp2", tmp_path / "run")
-    start_ranks(3, data, [{"out": str(directory), "parallel": CASES["fsdp2"], "train": TRAIN}])
+    directory = first_half(together("fsdp2"), tmp_path / "run")
+    start_ranks(3, "ranks_job", data, [{"out": str(directory), "parallel": CASES["fsdp2"], "train": TRAIN}])
     assert_same_run(metrics_of(directory), alone[1])
 
 
@@ -218,17 +213,24 @@ FAMILIES = ("llama", "qwen3", "mixtral", "gpt_oss", "llama4")
 
 
 @pytest.fixture(scope="module")
-def divided(data, tmp_path_factory) -> Path:
-    """What two ranks make of targets that they divide: FAMILY-PLACEMENT-RANK."""
-    root, cases = tmp_path_factory.mktemp("divided"), [{"samples": True}]
-    for family in FAMILIES:
-        tiny_model(family).save_pretrained(root / family)
-        for placement in ("fsdp2", "tensor"):
-            cases.append(
-                {"out": str(root / f"{family}-{placement}"), "target": str(root / family), "placement": placement}
-            )
-    start_ranks(2, data, cases)
-    return root
+def divided(data, tmp_path_factory) -> Callable[[str], Path]:
+    """What two ranks make of a family's target that they divide: FAMILY-PLACEMENT-RANK in the directory."""
+    root = tmp_path_factory.mktemp("divided")
+
+    def made(family: str) -> Path:
+        if not (root / family).exists():
+            tiny_model(family).save_pretrained(root / family)
+            start_ranks(2, "ranks_job", data, [case(root, family, placement) for placement in ("fsdp2", "tensor")])
+        return root
+
+    def case(root: Path, family: str, placement: str) -> dict:
+        return {"out": str(root / f"{family}-{placement}"), "target": str(root / family), "placement": placement}
+
+    return made
+
+
+def test_a_divided_tensors_sample_is_the_whole_ones(data):
+    start_ranks(2, "ranks_job", data, [{"samples": True}])
 
 
 DIVIDED = {
@@ -249,7 +251,7 @@ def test_a_divided_target_trains_as_a_whole_one_does(data, tmp_path, family):
         for out in (tmp_path / name, first_half(tmp_path / "whole", tmp_path / f"resumed-{name}")):
             case = {"out": str(out), "weights": str(tmp_path / "target"), "parallel": parallel, "train": TRAIN}
             cases.append({**case, "share": 2})
-    start_ranks(2, data, cases, threads=2)
+    start_ranks(2, "ranks_job", data, cases, threads=2)
     for case in cases:
         assert_same_run(metrics_of(Path(case["out"])), expected)
 
@@ -262,10 +264,11 @@ WHOLE = ("gpt_oss", "tensor")  # whose plan divides next to nothing
     [case for case in itertools.product(FAMILIES, ("fsdp2", "tensor")) if case != WHOLE],
 )
 def test_a_divided_target_gives_the_whole_ones_hidden_states(divided, family, placement):
-    target = load_target(TargetConfig(str(divided / family)), "cpu")
+    root = divided(family)
+    target = load_target(TargetConfig(str(root / family)), "cpu")
     size = sum(parameter.numel() for parameter in target.model.parameters())
     for rank in (0, 1):
-        found = torch.load(divided / f"{family}-{placement}-{rank}", weights_only=True)
+        found = torch.load(root / f"{family}-{placement}-{rank}", weights_only=True)
         with FlopCounterMode(display=False) as counter:
             expected = target.hidden_states(*a_row(rank), packed_attention([[9, 11]]))
         torch.testing.assert_close(found["hidden"], expected, rtol=1e-5, atol=1e-5)
@@ -281,7 +284,7 @@ def test_a_target_may_be_held_by_a_part_of_the_ranks(data, tmp_path):
         {"out": str(tmp_path / placement), "target": str(tmp_path / "llama"), "placement": placement, "share": 2}
         for placement in ("fsdp2", "tensor")
     ]
-    start_ranks(4, data, cases)
+    start_ranks(4, "ranks_job", data, cases)
     target = load_target(TargetConfig(str(tmp_path / "llama")), "cpu")
     size = sum(parameter.numel() for parameter in target.model.parameters())
     for placement, rank in itertools.product(("fsdp2", "tensor"), range(4)):
@@ -293,5 +296,5 @@ def test_a_target_may_be_held_by_a_part_of_the_ranks(data, tmp_path):
 
 
 def test_a_plan_that_divides_next_to_nothing_is_refused(divided):
-    found = torch.load(divided / "-".join((*WHOLE, "0")), weights_only=True)
+    found = torch.load(divided("gpt_oss") / "-".join((*WHOLE, "0")), weights_only=True)
     assert re.match(r"parallel\.target=tensor: the plan of gpt_oss leaves 98% of the weights on each", found["refused"])

@@ -2,17 +2,15 @@
 
 import itertools
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import call
+from processes import run, start_ranks
 from tensor_parallel_job import outcome
-from test_ranks import start_ranks
 from tiny import tiny_model, tiny_tokenizer, trained_draft
 
 from eagle_train import generate
@@ -70,7 +68,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[pytest.param(size, marks=pytest.mark.ranks) for size in CASES])
 def ranks(request) -> int:
     return request.param
 
@@ -91,7 +89,7 @@ def root(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def found(root, ranks) -> list[list[dict]]:
     """What each rank found in each case."""
-    start_ranks(ranks, root, CASES[ranks], job="tensor_parallel_job.py")
+    start_ranks(ranks, "tensor_parallel_job", root, CASES[ranks])
     return [json.loads((root / f"found-{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -135,16 +133,11 @@ def test_shares_are_of_one_size_and_make_up_the_batch(batch, size):
     assert torch.equal(torch.cat(shares)[:batch], rows)
 
 
+@pytest.mark.ranks
 def test_the_command_divides_the_target_over_its_processes(root, capsys):
     arguments = [f"target={root}/llama", f"draft={root}/llama-draft", "prompt=abc", "max_tokens=12", "device=cpu"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, "-m", "eagle_train.generate", *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run([*launcher, "-m", "eagle_train.generate", *arguments], env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert call(generate.main, *arguments) == 0
     assert done.stdout == capsys.readouterr().out

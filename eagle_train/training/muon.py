@@ -55,6 +55,14 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
     return x.T if len(matrix) > matrix.shape[1] else x
 
 
+def flops(shape: torch.Size, wide: bool = True) -> int:
+    """Multiplications and additions of a matrix's `orthogonalised`; `wide`: in fp32, where `by_gram` may serve."""
+    few, many = min(shape), max(shape)
+    if wide and many >= TALL * few:
+        return 2 * (2 * few * few * many + (4 * ITERATIONS - 3) * few**3)
+    return 2 * ITERATIONS * (2 * few * few * many + few**3)
+
+
 def directly(x: torch.Tensor) -> torch.Tensor:
     """The iteration as it is written: x becomes a x + b (x x') x + c (x x')^2 x."""
     a, b, c = COEFFICIENTS

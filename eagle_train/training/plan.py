@@ -16,12 +16,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoModelForCausalLM
 
-from eagle_train.config import build, check
+from eagle_train.config import build, check, resolve_device
 from eagle_train.corpus.source import DataConfig
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import DTYPES, TargetConfig, load_config
 from eagle_train.training.assemble import check_job
 from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.forecast import steps_here
 from eagle_train.training.losses import default_chunk_rows
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.trainer import TrainConfig
@@ -150,7 +151,11 @@ def planned(config: DictConfig, ranks: int) -> str:
         dtype,
         target,
     )
-    return text(cost, train, optim, cluster, advice(cost, parallel, train, cluster))
+    lines = text(cost, train, optim, cluster, advice(cost, parallel, train, cluster))
+    if train.minutes is None:
+        return lines
+    here = steps_here(train.minutes, sum(cost.flops.values()), draft, optim, resolve_device(config.device))
+    return f"{lines}\n{here}"
 
 
 def plan(
@@ -200,7 +205,7 @@ def plan(
         host,
         ranks,
         tokens_per_s,
-        train.steps * optim.tokens_per_step / tokens_per_s,
+        60 * train.minutes if train.steps is None else train.steps * optim.tokens_per_step / tokens_per_s,
     )
 
 
@@ -358,7 +363,8 @@ def text(plan: Plan, train: TrainConfig, optim: OptimConfig, cluster: ClusterCon
     """The plan as lines to read."""
     total = sum(plan.memory.values())
     all_flops, hours = sum(plan.flops.values()), plan.seconds / 3600
-    target, run = plan.target, f"{train.steps:,} steps of {optim.tokens_per_step:,} tokens"
+    target, steps = plan.target, train.steps or int(plan.seconds * plan.tokens_per_s / optim.tokens_per_step)
+    run = f"{steps:,} steps of {optim.tokens_per_step:,} tokens"
     width = max(map(len, [*plan.flops, *plan.memory])) + 2
     lines = [
         f"target: {target.parameters / 1e9:.4g} B parameters, of its layers {target.active / 1e9:.4g} B for a token",

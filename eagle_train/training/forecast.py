@@ -1,0 +1,37 @@
+"""What a run of minutes comes to on the machine at hand. Knows products and their speed; runs no model."""
+
+import torch
+
+from eagle_train.config import cpu_name
+from eagle_train.hardware import low_precision, measured_speed
+from eagle_train.models.draft import Draft
+from eagle_train.models.draft_config import DraftConfig
+from eagle_train.training import muon
+from eagle_train.training.optimizer import OptimConfig
+
+# The share of the measured speed that a step's products reach, all else in its time included: the quickstart's steps on
+# an AMD EPYC with AVX2, two cores.
+REACH = 0.6
+
+
+def step_flops(flops: float, draft: DraftConfig, optim: OptimConfig, dtype: torch.dtype) -> float:
+    """Of an optimiser step: `flops` for each of its tokens, and Muon's own."""
+    whole = flops * optim.tokens_per_step
+    if optim.name == "muon":
+        with torch.device("meta"):
+            matrices = [parameter.shape for parameter in Draft(draft).parameters() if parameter.ndim == 2]
+        whole += sum(muon.flops(shape, wide=dtype == torch.float32) for shape in matrices)
+    return whole
+
+
+def steps_here(minutes: float, flops: float, draft: DraftConfig, optim: OptimConfig, device: str) -> str:
+    """One line: how long a step takes on this machine, by a measurement of half a second, and how many there are."""
+    dtype = low_precision(device)
+    speed = measured_speed(device, dtype)
+    seconds = step_flops(flops, draft, optim, dtype) / (REACH * speed)
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{cpu_name()}, {torch.get_num_threads()} threads"
+    steps = max(1, round(60 * minutes / seconds))
+    return (
+        f"on this machine ({name}; {speed / 1e9:,.0f} GFLOP/s in {str(dtype).removeprefix('torch.')}): about "
+        f"{seconds:.2g} s a step, {steps:,} steps in train.minutes={minutes:g}"
+    )

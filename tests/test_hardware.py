@@ -1,0 +1,85 @@
+"""What a device is made for decides every precision that nobody named."""
+
+import pytest
+import torch
+
+from eagle_train import hardware
+from eagle_train.hardware import computes_bf16, low_precision, warn_of_emulation
+from eagle_train.models.loading import TargetConfig, load_target, training_dtype
+from eagle_train.ops import attention
+from eagle_train.training import muon
+
+
+@pytest.fixture
+def made_for(monkeypatch):
+    """Let the CPU be one that has bf16 products, or has none."""
+    return lambda has: monkeypatch.setattr(hardware, "_cpu_computes_bf16", lambda: has)
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "expected"),
+    [
+        ((False, False), None, False),
+        ((True, False), None, True),
+        ((False, True), None, True),
+        ((True, True), "AVX2", False),  # as one emulates a lesser CPU
+        ((True, True), "AVX512_CORE", False),
+        ((True, True), "avx512_core_amx", True),
+        ((True, True), "DEFAULT", True),
+        ((True, True), "", True),
+    ],
+)
+def test_a_cpu_computes_bf16_where_it_has_the_instructions_and_may_use_them(monkeypatch, flags, limit, expected):
+    monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: flags[0])
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: flags[1])
+    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.setattr(hardware, "_cpu_computes_bf16", hardware._cpu_computes_bf16.__wrapped__)
+    assert computes_bf16("cpu") == expected
+    assert low_precision("cpu") == (torch.bfloat16 if expected else torch.float32)
+    assert ("BF16" in hardware.instructions()) == expected
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_training_and_attention_ask_it(made_for, monkeypatch, has):
+    made_for(has)
+    assert training_dtype(TargetConfig("x"), "cpu").dtype == ("bfloat16" if has else "float32")
+    assert training_dtype(TargetConfig("x", dtype="bfloat16"), "cpu").dtype == "bfloat16"
+    asked = []
+    monkeypatch.setattr(attention, "causal_matmul", lambda *given: asked.append(given))
+    q, k = torch.randn(1, 2, 5, 8).bfloat16(), torch.randn(1, 1, 5, 8).bfloat16()
+    attention.causal_attention(q, k, k, attention.Rule(0.3))
+    assert bool(asked) == has
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_muon_computes_in_what_the_device_has(made_for, monkeypatch, has):
+    made_for(has)
+    seen, mm = set(), torch.Tensor.__matmul__
+
+    def noting(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        seen.add(x.dtype)
+        return mm(x, y)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", noting)
+    muon.orthogonalised(torch.randn(6, 4))
+    assert seen == {torch.bfloat16 if has else torch.float32}
+
+
+def test_a_precision_that_was_named_and_is_emulated_is_warned_of(made_for, tmp_path):
+    made_for(False)
+    with pytest.warns(UserWarning, match=r"^target\.dtype=bfloat16: this cpu computes in bf16 by emulation, 5 to 15"):
+        warn_of_emulation("target.dtype", torch.bfloat16, "cpu")
+    with pytest.warns(UserWarning, match=r"^target\.dtype=bfloat16: "):
+        load_target(TargetConfig("data/tiny_target", dtype="bfloat16"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_said_where_nothing_is_emulated(made_for):
+    made_for(True)
+    warn_of_emulation("target.dtype", torch.bfloat16, "cpu")
+    made_for(False)
+    warn_of_emulation("target.dtype", torch.float32, "cpu")
