@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from eagle_train.config import UserError, check, provenance, report, write_json
+from eagle_train.hardware import warn_of_emulation
 from eagle_train.models.target import LMHead
 from eagle_train.training.losses import default_chunk_rows, distillation_loss
 from evals.memory import options, peak_bytes, resident_bytes
@@ -54,6 +55,7 @@ def measure(config: Config) -> tuple[int, float]:
 
 def main() -> int:
     config = options(Config, __doc__)
+    warn_of_emulation("dtype", DTYPES[config.dtype], "cpu")
     print(f"measuring {config.rows:,} rows x {config.vocab:,} x {config.hidden} in {config.dtype}", flush=True)
     extra, seconds = measure(config)
     results = {
