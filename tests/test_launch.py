@@ -18,6 +18,7 @@ from processes import free_port, run, wait
 from eagle_train import train
 from eagle_train.hardware import instructions
 
+pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/slurm/*")])
 
@@ -25,8 +26,6 @@ SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/slurm/*")])
 # scontrol knows one host and notes what is requeued.
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys, time
-
-pytestmark = pytest.mark.ranks
 options = [argument for argument in sys.argv[1:] if argument.startswith("--")]
 command = sys.argv[1 + len(options):]
 log = next(option for option in options if option.startswith("--output=")).removeprefix("--output=")
