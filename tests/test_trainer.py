@@ -630,3 +630,19 @@ def test_weights_and_intervals_are_not_negative(field):
 def test_options_beyond_the_paper_are_checked(field, value, right):
     with pytest.raises(UserError, match=rf"^train\.{field}={value}: must be {right}$"):
         TrainConfig(**{"steps": 1, field: value})
+
+
+def test_a_run_in_which_every_step_was_skipped_fails(tmp_path, data):
+    """A weight of the target that is not finite, which the samples that are looked at while loading do not show."""
+    target = a_target()
+    with torch.no_grad():
+        target.model.get_input_embeddings().weight[:] = math.nan
+    trainer = make_trainer(tmp_path, data, target=target, steps=3)
+    with pytest.raises(UserError, match=r"^all 3 steps were skipped, for their gradients were not finite or too long"):
+        run(trainer)
+    assert not checkpoints(tmp_path)
+    sound = make_trainer(tmp_path, data, steps=3)
+    backward = sound.backend.backward
+    sound.backend.backward = lambda loss: backward(loss * (math.nan if sound.step < 2 else 1.0))
+    records = run(sound)  # one step is enough
+    assert records[-1]["skipped"] == 2
