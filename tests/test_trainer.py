@@ -634,7 +634,7 @@ def test_options_beyond_the_paper_are_checked(field, value, right):
 
 def test_a_run_in_which_every_step_was_skipped_fails(tmp_path, data):
     """A weight of the target that is not finite, which the samples that are looked at while loading do not show."""
-    target = a_target()
+    target = a_target.__wrapped__()
     with torch.no_grad():
         target.model.get_input_embeddings().weight[:] = math.nan
     trainer = make_trainer(tmp_path, data, target=target, steps=3)
