@@ -26,7 +26,8 @@ from urllib3.util import Retry
 
 from eagle_train.config import UserError, build, check, command, one_line, provenance, resolve_device, write_json
 from eagle_train.corpus.chat import Message, to_messages
-from eagle_train.corpus.source import CAN_SKIP, DataConfig, PlacedRow, behind_place, open_source, parse
+from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, behind_place, parse
+from eagle_train.corpus.source import DataConfig, open_source
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.loading import TargetConfig
 from eagle_train.progress import progress

@@ -24,18 +24,9 @@ import torch
 
 from eagle_train.config import UserError, one_line
 from eagle_train.corpus.chat import ChatRenderer, Document, render_row
-from eagle_train.corpus.source import (
-    CAN_SKIP,
-    DataConfig,
-    JsonLines,
-    Mark,
-    PlacedRow,
-    Source,
-    SourceConfig,
-    behind_place,
-    open_source,
-    parse,
-)
+from eagle_train.corpus.json_files import JsonFiles, Mark
+from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, behind_place, parse
+from eagle_train.corpus.source import DataConfig, Source, SourceConfig, open_source
 from eagle_train.distributed import STOP, CommonError, World
 
 BLOCK = 1024  # draws whose data sets are chosen together
@@ -141,10 +132,10 @@ class Feed:
         return Position(0, {name: [0, 0] for name in self.sources})
 
     def marks(self, position: Position) -> dict[str, Mark]:
-        """Where the windows of `position` begin in files of lines, so that `remember` lets another feed go there."""
+        """Where the windows of `position` begin in JSON files, so that `remember` lets another feed go there."""
         size = max(1, self.config.shuffle_window)
-        lines = {name: source for name, source in self.sources.items() if isinstance(source, JsonLines)}
-        return {name: source.mark(position.sources[name][1] // size * size) for name, source in lines.items()}
+        files = {name: source for name, source in self.sources.items() if isinstance(source, JsonFiles)}
+        return {name: source.mark(position.sources[name][1] // size * size) for name, source in files.items()}
 
     def remember(self, marks: dict[str, Mark]) -> None:
         for name, mark in marks.items():
