@@ -1,4 +1,4 @@
-"""Questions to be answered: MT-Bench's own file, or any JSONL of prompts. Knows nothing of targets or tokens."""
+"""Questions to be answered: MT-Bench's own file, or any JSON file of prompts. Knows nothing of targets or tokens."""
 
 import re
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def read_questions(path: str, limit: int | None = None) -> list[Question]:
     reference) or `prompt`; also `question_id` or `id`, and `category`, where it likes. Raises UserError for a file that
     is missing or empty and, with its line, for a row that is malformed or has no turns.
     """
-    check(Path(path).is_file(), f"questions={path}: no such file; give a JSONL file")
+    check(Path(path).is_file(), f"questions={path}: no such file; give a JSON file")
     check(limit is None or limit >= 1, f"limit={limit}: must be at least 1, or null for all questions")
     check_contents(path)
     questions = [question_of(parse(place, row), place) for place, row in JsonFiles([path]).rows()]

@@ -154,7 +154,9 @@ def test_files_of_no_known_kind_are_refused(tmp_path):
         open_source(DataConfig(str(tmp_path / "empty.parquet")))
 
 
-@pytest.mark.parametrize("path", ["train.jsonl", "data/train.parquet", "/nowhere/data", "part-*.jsonl", "a/b/c"])
+@pytest.mark.parametrize(
+    "path", ["train.jsonl", "data/train.parquet", "/nowhere/data", "part-*.jsonl", "a/b/c", "x" * 300 + ".jsonl"]
+)
 def test_missing_files_are_named(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"data\.path is .*there is no such file"):

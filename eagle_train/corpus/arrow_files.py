@@ -1,6 +1,7 @@
 """Rows of Parquet and Arrow files, of a directory that `datasets` saved, and of a hub data set: all are Arrow's."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,7 +99,7 @@ def map_arrow(file: str) -> Any:
 
 def is_saved(path: str) -> bool:
     """Whether a directory is what `save_to_disk` of `datasets` wrote."""
-    return any(all((Path(path) / name).is_file() for name in names) for names in ((INFO, STATE), (SPLITS,)))
+    return any(all(os.path.isfile(os.path.join(path, name)) for name in names) for names in ((INFO, STATE), (SPLITS,)))
 
 
 def saved_files(path: str, split: str, field: str) -> list[str]:
@@ -148,8 +149,6 @@ class Hub:
         # Loaded where needed: it takes a second.
         import datasets
 
-        if Path(path).is_dir():
-            check_directory(Path(path), field)
         self.place = f"{path} ({f'{name}, ' if name else ''}{split})"
         try:
             self.dataset = datasets.load_dataset(path, name, split=split, streaming=True)

@@ -4,6 +4,7 @@ Knows nothing of tokens: a row is handed on with its place (file and line, or ro
 """
 
 import glob
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from eagle_train.config import check
-from eagle_train.corpus.arrow_files import Arrow, Hub, Parquet, is_saved, saved_files
+from eagle_train.corpus.arrow_files import Arrow, Hub, Parquet, check_directory, is_saved, saved_files
 from eagle_train.corpus.chat import FORMATS, SUPERVISE
 from eagle_train.corpus.json_files import JsonFiles
 from eagle_train.corpus.kinds import FILE_SUFFIXES, KINDS, advice, check_contents, kind_of
@@ -143,10 +144,13 @@ def files_of(config: SourceConfig, key: str, field: str) -> list[str]:
     path = getattr(config, key)
     if is_saved(path):
         return saved_files(path, config.split, field)
-    files = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
-    files = [file for file in files if Path(file).is_file()]
+    # os.path's own questions are answered with no where nobody may look.
+    files = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
     check_kinds(files, f"{field} is {path}")
-    check(files or is_hub_name(path) or Path(path).is_dir(), f"{field} is {path}; there is no such file{hint(path)}")
+    is_directory = os.path.isdir(path)
+    check(files or is_directory or is_hub_name(path), f"{field} is {path}; there is no such file{hint(path)}")
+    if is_directory and not files:
+        check_directory(Path(path), field)
     for file in files:
         check_contents(file)
     return files
