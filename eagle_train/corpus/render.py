@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle_train.config import UserError, check
-from eagle_train.corpus.chat import SUPERVISE, Conversation, Message, column, conversation_of, is_answer
+from eagle_train.corpus.chat import REASONING, SUPERVISE, Conversation, Message, column, conversation_of, is_answer
 from eagle_train.corpus.contents import check_read, check_tools
 from eagle_train.corpus.source import SourceConfig
 from eagle_train.corpus.template import ChatTemplate, Refused, TemplateFault
@@ -130,9 +130,13 @@ class ChatRenderer:
         check_read(conversation.messages, 0, text)
         check_tools(conversation.tools, text)
         found = self.encode.whole(text)
-        for turn in self.finder.turns(conversation, muted):
-            check(text.startswith(turn.text), "weight 0: the chat template renders the turn in another way later on")
-            found.produced[self.encode.whole(text, [(len(turn.prompt), len(turn.text))]).produced] = False
+        for number in muted:
+            prompt = self.template.render(conversation.messages[:number], conversation.tools, prompt=True)
+            check(text.startswith(prompt), f"turn {number + 1}: weight 0, and the whole rendering begins otherwise")
+            thoughtless = {key: value for key, value in conversation.messages[number].items() if key not in REASONING}
+            said = Conversation([*conversation.messages[:number], thoughtless], conversation.tools)
+            written = self.finder.to_its_stop(prompt, text[len(prompt) :], said, number)
+            found.produced[self.encode.whole(text, [(len(prompt), len(prompt + written))]).produced] = False
         return found
 
     def render_text(self, text: str, pattern: str | None = None) -> Document:

@@ -7,7 +7,8 @@ it cannot do, is found out by rendering, never by a model's name.
 import datetime
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -109,8 +110,7 @@ class ChatTemplate:
         compiled = self.compiled(source)
         given = {**self.tokenizer.special_tokens_map, **self.kwargs, **options}
         try:
-            with RENDERING:
-                compiled.globals[CLOCK] = self.now
+            with RENDERING, self.clock_of(compiled):
                 texts, spans = render_jinja_template([messages], tools, chat_template=source, **given)
         except TemplateError as error:
             raise Refused(f"the chat template refuses the conversation: {one_line(error)}") from error
@@ -118,6 +118,15 @@ class ChatTemplate:
             kind = type(error).__name__
             raise Refused(f"the chat template fails on the conversation: {kind}: {one_line(error)}") from error
         return texts[0], spans[0] if spans else []
+
+    @contextmanager
+    def clock_of(self, compiled: Any) -> Iterator[None]:
+        """Meanwhile a compiled template, which the whole process shares, is told our time."""
+        compiled.globals[CLOCK] = self.now
+        try:
+            yield
+        finally:
+            del compiled.globals[CLOCK]
 
     def now(self, format: str) -> str:
         """The clock that templates read."""
@@ -136,9 +145,10 @@ class ChatTemplate:
         found = [frozenset(meta.find_undeclared_variables(tree)) for tree in trees]
         return found[0], found[1]
 
-    @cached_property
+    @property
     def reads_clock(self) -> bool:
-        return any(CLOCK in names for names in self._variables)
+        """Whether the template may read the clock."""
+        return any(CLOCK in self.source(tools) for tools in (None, [{}]))
 
     def has_markers(self, tools: list[dict] | None = None) -> bool:
         """Whether the template says itself, by {% generation %}, what the assistant produces."""

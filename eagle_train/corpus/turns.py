@@ -75,7 +75,7 @@ class TurnFinder:
             written = answered[len(prompt) :]
         else:
             written = self.after_other_prompt(prompt, answered, conversation, number)
-        written = self.to_its_stop(prompt, written, answered, conversation, number)
+        written = self.to_its_stop(prompt, written, conversation, number)
         if spans is None or not begun:
             return Turn(prompt, written)
         return self.marked(Turn(prompt, written), spans)
@@ -163,13 +163,13 @@ class TurnFinder:
         thought, closer, _ = content_of(message).rpartition(tags[1])
         return thought.strip().removeprefix(tags[0]) if closer else None
 
-    def to_its_stop(self, prompt: str, written: str, answered: str, conversation: Conversation, number: int) -> str:
+    def to_its_stop(self, prompt: str, written: str, conversation: Conversation, number: int) -> str:
         """What was written up to and including the first stop after all that the message says."""
         message = behind_tag(conversation.messages[number], prompt)
         said = end_of_answer(message, written, f"turn {number + 1}")
         if self.stops and (stop := self.stops.search(written, said)):
             return written[: stop.end()]
-        if stop := self.next_header(answered, conversation, number):
+        if stop := self.next_header(conversation, number):
             return written + stop
         special = self.specials.search(written, said) if self.specials else None
         if special is None:
@@ -181,18 +181,22 @@ class TurnFinder:
         )
         return written[: special.end()]
 
-    def next_header(self, answered: str, conversation: Conversation, number: int) -> str:
-        """The stop token with which the next message's header begins: models of such templates end a turn with it."""
-        messages = conversation.messages[: number + 1]
-        calls = messages[-1].get("tool_calls")
-        result = {"role": "tool", "content": "x", "tool_call_id": (calls or [CALL_PROBE])[0].get("id"), "name": "x"}
-        after = conversation.messages[number + 1 : number + 2] or [
-            result if calls else {"role": "user", "content": "x"}
-        ]
+    def next_header(self, conversation: Conversation, number: int) -> str:
+        """The stop token with which the next message's header begins: models of such templates end a turn with it.
+
+        It is looked for behind an answer without reasoning, which stays as it is when something follows.
+        """
         if not self.stops:
             return ""
+        before, message = conversation.messages[:number], conversation.messages[number]
+        calls = message.get("tool_calls")
+        plain = {"role": "assistant", "content": SENTINELS[0]} | ({"content": "", "tool_calls": calls} if calls else {})
+        result = {"role": "tool", "content": "x", "tool_call_id": (calls or [CALL_PROBE])[0].get("id"), "name": "x"}
+        question = {"role": "user", "content": "x"}
+        after = conversation.messages[number + 1 : number + 2] or [result if calls else question]
         try:
-            text = self.template.render([*messages, *after], conversation.tools)
+            answered = self.template.render([*before, plain], conversation.tools)
+            text = self.template.render([*before, plain, *after], conversation.tools)
         except Refused:
             return ""
         stop = self.stops.match(text, len(answered)) if text.startswith(answered) else None

@@ -90,7 +90,11 @@ def day_of(out: Path, resume: bool) -> str:
     """The day that the run in `out` began if it goes on, else today."""
     composed = out / "config.yaml"
     told = OmegaConf.load(composed) if resume and composed.is_file() else None
-    return str((told and OmegaConf.select(told, "data.date")) or datetime.date.today())
+    return str((told and OmegaConf.select(told, "data.date")) or today())
+
+
+def today() -> str:
+    return str(datetime.date.today())
 
 
 def check_planned_data(target: TargetConfig, data: DataConfig, hf_config: Any) -> list[str]:
