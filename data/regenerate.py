@@ -154,7 +154,7 @@ def conversation(number: int, placed: PlacedRow, data: DataConfig) -> Conversati
     """A row as the messages before each of its answers. One of another format is left out where `data.malformed` says
     so; else raises UserError, with its place."""
     try:
-        messages = to_messages(parse(*placed), data.format, data.columns)
+        messages = to_messages(parse(*placed), data.format, data.columns, data.speakers)
     except UserError as error:
         told = behind_place(placed[0], error)
         if data.malformed == "skip":
@@ -255,6 +255,8 @@ def request(session: requests.Session, config: Config, told: Conversation) -> No
     }
     if params.top_k:
         body["top_k"] = params.top_k
+    if config.data.template_kwargs:
+        body["chat_template_kwargs"] = config.data.template_kwargs
     url = server.url.rstrip("/") + "/chat/completions"
     try:
         response = session.post(url, json=body, timeout=server.timeout_s)
@@ -280,12 +282,12 @@ def request(session: requests.Session, config: Config, told: Conversation) -> No
 
 def settings(config: Config, identity: str) -> dict[str, Any]:
     """What the answers depend on: a run goes on with the file of another only if these are the same."""
-    data = config.data
-    shape = {"path": data.path, "name": data.name, "split": data.split, "format": data.format, "columns": data.columns}
-    target = (config.server.model if config.server.url else None) or config.target.path
-    return {"target": target, **{f"data.{key}": value for key, value in shape.items()}, "data": identity} | {
-        key: getattr(config.params, key) for key in ("max_tokens", "temperature", "top_p", "top_k", "seed")
-    }
+    data, target = config.data, config.target
+    read = {key: getattr(data, key) for key in ("path", "name", "split", "format", "columns", "roles")}
+    asked = {"target": (config.server.model if config.server.url else None) or target.path}
+    asked |= {"target.chat_template": target.chat_template, "data.template_kwargs": data.template_kwargs}
+    params = {key: getattr(config.params, key) for key in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
+    return asked | {f"data.{key}": value for key, value in read.items()} | {"data": identity} | params
 
 
 def notes_of(out: Path) -> Path:

@@ -93,9 +93,10 @@ def test_mask_keeps_the_space_that_ends_a_span():
 def test_tokens_are_those_of_apply_chat_template():
     """To the token that ends the last answer: nobody writes the line's end behind it."""
     tokenizer = make_tokenizer(MARKED)
-    wanted = tokenizer.apply_chat_template(CHAT)["input_ids"]
+    chat = [*CHAT[:-1], {"role": "assistant", "content": "return a + b\n"}]
+    wanted = tokenizer.apply_chat_template(chat)["input_ids"]
     assert wanted[-1:] == tokenizer("\n")["input_ids"]
-    assert ChatRenderer(tokenizer)(CHAT)[0].tokens.tolist() == wanted[:-1]
+    assert ChatRenderer(tokenizer)(chat)[0].tokens.tolist() == wanted[:-1]
 
 
 def test_mask_is_the_librarys_where_the_librarys_is_right():

@@ -1,4 +1,4 @@
-"""corpus/preview.py and what commands do with it: the first rows as they are learnt, checked before a weight is read."""
+"""corpus/preview.py and what commands do with it: first rows as they are learnt, checked before a weight is read."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def test_a_preview_shows_what_is_learnt_and_reads_no_weight(home, capsys):
     assert call(train.main, *given(home, rows, "preview=2", f"preview_out={out}")) == 0
     told = capsys.readouterr().out
     place = f"{home}/rows.jsonl"
-    assert f"--- {place}:1: 8 tokens, 3 supervised\nu:q;a:[a;</s>]\n" in told
+    assert f"--- {place}:1: 9 tokens, 3 supervised\nu:q;a:[a;</s>]\n" in told
     assert "u:q;a:a;u:r;a:[b;</s>]" in told
     assert "2 rows shown: 3 documents" in told
     assert "1 rows divided into a document for each turn, 1 refused" in told
@@ -148,11 +148,14 @@ def test_a_run_that_goes_on_another_day_reads_the_day_it_began(tmp_path, monkeyp
     target = save_target(tmp_path / "target", DATED)
     path = write_jsonl(tmp_path / "rows.jsonl", chats(30))
     common = (f"target={target}", "target.dtype=float32", "data=messages", f"data.path={path}", "data.row_tokens=64",
-              "draft.num_layers=1", "optim.tokens_per_step=64", "train.micro_batch_rows=1", "train.eval_every=0")  # fmt: skip
-    with pytest.warns(UserWarning, match="the chat template reads the clock: it is told") as told:
+              "draft.num_layers=1", "optim.tokens_per_step=64", "train.micro_batch_rows=1")  # fmt: skip
+    monkeypatch.setattr(assemble, "today", lambda: "2026-07-31")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         assert call(train.main, *common, "train.steps=4", f"out={tmp_path / 'whole'}") == 0
         assert call(train.main, *common, "train.steps=2", f"out={tmp_path / 'parts'}") == 0
-    assert sum("reads the clock" in str(each.message) for each in told) == 2
+    said = "the chat template reads the clock: it is told 2026-07-31 throughout the run"
+    assert sum(said in str(each.message) for each in told) == 2
     monkeypatch.setattr(assemble, "today", lambda: "2031-02-03")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -170,7 +173,7 @@ def test_a_run_that_goes_on_another_day_reads_the_day_it_began(tmp_path, monkeyp
 
 
 def test_a_rows_documents_are_resumed_in_their_middle(tmp_path):
-    """Rows of many documents in batches of a few tokens: wherever the stream is stopped, it goes on as if it was not."""
+    """Rows of many documents in batches of a few tokens: wherever the stream is stopped, it goes on the same."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = FORGETFUL
     rows = [row(*[("user", c), ("assistant", c * (n % 3 + 1))] * 4) for n, c in enumerate("abcdefgh")]
@@ -205,10 +208,9 @@ def test_most_documents_without_an_answer_are_told_of(tmp_path):
     config = DataConfig(str(write_jsonl(tmp_path / "rows.jsonl", rows)), row_tokens=16, shuffle_window=0)
     stream = Stream(config, ChatRenderer(tiny_tokenizer()), 1)
     with pytest.warns(UserWarning, match=r"in \d+ of \d+ documents the assistant says nothing") as told:
-        while stream.position.drawn < 100:
-            next(stream)
+        [next(stream) for _ in range(3)]
     assert len(told) == 1
-    assert stream.counts["mute"] >= 80
+    assert stream.counts["mute"] > 0.8 * stream.counts["documents"] > 20
 
 
 def test_a_pattern_that_matches_nothing_is_refused(tmp_path):
@@ -258,7 +260,7 @@ def test_multi_turn_qwen3_rows_are_trained_on(tmp_path, capsys):
     common = (f"target={tmp_path / 'target'}", "target.dtype=float32", "data=messages", f"data.path={path}")
     assert call(train.main, *common, "preview=1") == 0
     assert "[<think>\n\n</think>\n\nb<|im_end|>]" in capsys.readouterr().out
-    small = (
+    small: tuple[str, ...] = (
         "data.row_tokens=96",
         "draft.num_layers=1",
         "optim.tokens_per_step=96",
@@ -266,5 +268,6 @@ def test_multi_turn_qwen3_rows_are_trained_on(tmp_path, capsys):
         "train.steps=2",
     )
     with pytest.warns(UserWarning, match="of its first 8 rows 8 are divided"):
-        assert call(train.main, *common, *small, f"out={tmp_path / 'out'}") == 0
+        status = call(train.main, *common, *small, f"out={tmp_path / 'out'}")
+    assert status == 0
     assert " divided, " in capsys.readouterr().out
