@@ -30,9 +30,10 @@ from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, ReadTime
 from urllib3.util import Retry
 
 from eagle_train.config import UserError, build, check, command, one_line, resolve_device
-from eagle_train.corpus.answers import REASONING, AnswerReader
-from eagle_train.corpus.chat import ChatRenderer, Message
+from eagle_train.corpus.answers import AnswerReader
+from eagle_train.corpus.chat import REASONING, Message
 from eagle_train.corpus.dialogues import Dialogue, dialogue_of
+from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.row_log import RowLog, line_of
 from eagle_train.corpus.source import DataConfig, open_source
 from eagle_train.inference import Engine, SamplingParams
@@ -194,7 +195,9 @@ def from_engine(config: Config, dialogues: Iterator[Dialogue]) -> Iterator[Dialo
     tokenizer = engine.target.tokenizer
     found = tokenizer is not None and tokenizer.chat_template is not None
     check(found, f"target.path={config.target.path}: no chat template there, and a prompt is a user's turn in a chat")
-    reader = AnswerReader(ChatRenderer(tokenizer), sorted(engine.requests.stop_ids))
+    stop_ids, data = engine.requests.stop_ids, config.data
+    renderer = ChatRenderer(tokenizer, stop_ids=stop_ids, template_kwargs=data.template_kwargs, date=data.date)
+    reader = AnswerReader(renderer)
     while chunk := list(islice(dialogues, BATCHES * config.batch_size)):
         asked = chunk
         while asked := [told for told in asked if told.ask()]:
@@ -303,6 +306,8 @@ def body_of(config: Config, told: Dialogue) -> dict[str, Any]:
     }
     if params.top_k:
         body["top_k"] = params.top_k
+    if config.data.template_kwargs:
+        body["chat_template_kwargs"] = config.data.template_kwargs
     return body | ({"tools": told.tools} if told.tools else {})
 
 
@@ -346,12 +351,12 @@ def fields_of(message: dict[str, Any], told: Dialogue) -> Message:
 
 def settings(config: Config, identity: str) -> dict[str, Any]:
     """What the answers depend on: a run goes on with the file of another only if these are the same."""
-    data = config.data
-    shape = {"path": data.path, "name": data.name, "split": data.split, "format": data.format, "columns": data.columns}
-    target = (config.server.model if config.server.url else None) or config.target.path
-    return {"target": target, **{f"data.{key}": value for key, value in shape.items()}, "data": identity} | {
-        key: getattr(config.params, key) for key in ("max_tokens", "temperature", "top_p", "top_k", "seed")
-    }
+    data, target = config.data, config.target
+    read = {key: getattr(data, key) for key in ("path", "name", "split", "format", "columns", "roles")}
+    asked = {"target": (config.server.model if config.server.url else None) or target.path}
+    asked |= {"target.chat_template": target.chat_template, "data.template_kwargs": data.template_kwargs}
+    params = {key: getattr(config.params, key) for key in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
+    return asked | {f"data.{key}": value for key, value in read.items()} | {"data": identity} | params
 
 
 if __name__ == "__main__":

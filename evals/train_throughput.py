@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from eagle_train.config import build, check, command, provenance, resolve_device, write_json
-from eagle_train.corpus.chat import ChatRenderer
+from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, open_source
 from eagle_train.corpus.stream import Stream

@@ -1,14 +1,12 @@
 """corpus/answers.py: what a target wrote is told in the fields that its template renders back to the same tokens."""
 
-import json
-
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from eagle_train.config import UserError
 from eagle_train.corpus.answers import AnswerReader
-from eagle_train.corpus.chat import ChatRenderer
+from eagle_train.corpus.render import ChatRenderer
 
 # Templates of well-known families by their meaning. A line's end, and blanks at its beginning, are not rendered.
 SOURCES = {
@@ -119,7 +117,7 @@ def make_tokenizer(template: str) -> PreTrainedTokenizerFast:
 def make_reader(template: str) -> AnswerReader:
     tokenizer = make_tokenizer(template)
     stop_ids = [tokenizer.convert_tokens_to_ids(stop) for stop in STOPS]
-    return AnswerReader(ChatRenderer(tokenizer), stop_ids)
+    return AnswerReader(ChatRenderer(tokenizer, stop_ids=stop_ids))
 
 
 def read(template: str, text: str, tools: list | None = None, was_cut: bool = False, messages: list = ASKED):
@@ -132,7 +130,7 @@ def read(template: str, text: str, tools: list | None = None, was_cut: bool = Fa
     return {key: value for key, value in message.items() if key != "role"}
 
 
-def call(arguments: dict | str, name: str = "weather", **more: str) -> dict:
+def call(arguments: dict, name: str = "weather", **more: str) -> dict:
     return {"type": "function", "function": {"name": name, "arguments": arguments}, **more}
 
 
@@ -188,7 +186,7 @@ def test_an_answer_is_told_in_the_templates_fields(template, text, fields):
         (
             MISTRAL,
             '[TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Rome", "days": 2}</s>',
-            {"content": None, "tool_calls": [call(json.dumps(ROME), id="a1b2c3d4e")]},
+            {"content": "", "tool_calls": [call(ROME, id="a1b2c3d4e")]},
         ),
         (
             OLD_MISTRAL,
@@ -234,7 +232,7 @@ def test_a_tokenizers_own_description_of_its_answers_is_used():
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {"musing": {"open": "{{", "close": "}}"}, "content": {"close": "<|im_end|>"}},
     }
-    reader = AnswerReader(ChatRenderer(tokenizer), [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    reader = AnswerReader(ChatRenderer(tokenizer, stop_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")]))
     written = reader.written(reader.prompt(ASKED, None), reader.tokens("{{so}}no<|im_end|>"), False)
     message, same = reader.message(ASKED, None, written)
     assert (message, same) == ({"role": "assistant", "content": "no", "musing": "so"}, True)

@@ -30,8 +30,8 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle_train.config import UserError
 from eagle_train.corpus import feed, json_files
-from eagle_train.corpus.chat import ChatRenderer
 from eagle_train.corpus.feed import shuffled
+from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, SourceConfig, open_source
 from eagle_train.corpus.stream import Batch, Stream, heldout_batches
@@ -585,12 +585,19 @@ def test_a_run_that_met_a_malformed_row_goes_on_without_such_rows(tmp_path):
     assert len(heldout_batches(skipping, make_renderer(), 1, 10)) == 10
 
 
+FUSSY = TEMPLATE + "{% if messages[0]['content'] == '1' %}"
+
+
 @pytest.mark.parametrize(
     ("template", "content", "told"),
     [
         (TEMPLATE, "1 \ud83d", "the text holds half of a surrogate pair"),
-        ("{{ messages[0]['content'] + 1 }}", "1", "cannot be rendered: TypeError: can only concatenate str"),
-        ("{{ messages[0]['content'].nothing.at_all }}", "1", "the chat template refuses the conversation"),
+        (
+            FUSSY + "{{ messages[0]['content'] + 1 }}{% endif %}",
+            "1",
+            "the chat template fails on the conversation: TypeError",
+        ),
+        (FUSSY + "{{ messages[0].nothing.at_all }}{% endif %}", "1", "the chat template refuses the conversation"),
     ],
 )
 def test_whatever_a_row_breaks_it_is_the_row(tmp_path, template, content, told):

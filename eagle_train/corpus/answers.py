@@ -14,9 +14,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from eagle_train.config import UserError, shown
-from eagle_train.corpus.chat import ChatRenderer, Message
+from eagle_train.corpus.chat import REASONING, Message, conversation_of
+from eagle_train.corpus.render import ChatRenderer, call_forms
 
-REASONING = ("reasoning_content", "reasoning", "thinking")  # the names that templates have for it
 THOUGHT = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -54,24 +54,27 @@ class Written:
 
 
 class AnswerReader:
-    """Takes apart what a target wrote. `stop_ids`: the tokens that end an answer."""
+    """Takes apart what a target wrote, and renders as training does."""
 
-    def __init__(self, renderer: ChatRenderer, stop_ids: Sequence[int]):
+    def __init__(self, renderer: ChatRenderer):
         self.renderer, self.tokenizer = renderer, renderer.tokenizer
-        self.stops = tuple(filter(None, (self.decode([token]) for token in stop_ids)))
+        self.stops = tuple(filter(None, renderer.stops))
         self.added = frozenset(self.tokenizer.added_tokens_decoder)
 
     def prompt(self, messages: Sequence[Message], tools: list[dict] | None) -> str:
         """What a server would be given. Raises UserError where the template refuses the conversation."""
-        return self.renderer.render(list(messages), add_generation_prompt=True, tools=tools)[0]
+        return self.renderer.template.render(messages, tools, prompt=True)
 
     def rendered(self, messages: Sequence[Message], tools: list[dict] | None) -> str:
         """What training says that the model wrote as the last message. Raises UserError where that is unknown."""
-        prompt = self.prompt(messages[:-1], tools)
-        answered = self.renderer.render(list(messages), tools=tools)[0]
-        if not answered.startswith(prompt):
-            raise UserError("the chat template renders the answer, but not after its own generation prompt")
-        return answered[len(prompt) :]
+        row, first = {"messages": list(messages), "tools": tools}, None
+        for form in call_forms(conversation_of(row, "messages", {})):
+            try:
+                text = self.renderer.finder.turn(form, len(messages) - 1).text
+                return text.removeprefix(self.prompt(form.messages[:-1], tools))
+            except UserError as error:
+                first = first or error
+        raise first
 
     def tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -111,7 +114,7 @@ class AnswerReader:
         except Exception:  # no way for this answer; a template is a program, and may fail in any way
             return None
         rest = text[len(written.text) :]
-        if not text.startswith(written.text) or not (rest == ending or rest.startswith(self.stops)):
+        if not text.startswith(written.text) or not (rest in ("", ending) or rest.startswith(self.stops)):
             return None
         start = len(self.tokens(written.prompt))
         tokens = self.tokens(written.prompt + text)[start : start + len(written.token_ids)]
@@ -136,22 +139,7 @@ def ways(written: Written, tools: list[dict] | None, tokenizer: PreTrainedTokeni
     yield from in_channels(written.text)
     for reasoning, rest in reasoned(written):
         for calls, content in called(rest, tools):
-            yield from ({**form, **reasoning} for form in forms(calls, content))
-
-
-def forms(calls: list[dict], content: str) -> Iterator[dict[str, Any]]:
-    """Content and calls as templates may want them: arguments as an object or in JSON, no content empty or null."""
-    if not calls:
-        yield {"content": content}
-        return
-    for said in (content,) if content else ("", None):
-        yield {"content": said, "tool_calls": calls}
-        yield {"content": said, "tool_calls": [in_json(call) for call in calls]}
-
-
-def in_json(call: dict) -> dict:
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+            yield {"content": content, **reasoning, **({"tool_calls": calls} if calls else {})}
 
 
 def by_schema(
@@ -206,8 +194,8 @@ def in_channels(text: str) -> Iterator[dict[str, Any]]:
     if any(each is None for each in calls):
         return
     thoughts = [{name: "\n".join(thought)} for name in reversed(REASONING)] if thought else [{}]
-    for form, reasoning in product(forms(calls, "\n".join(content)), thoughts):
-        yield {**form, **reasoning}
+    fields = {"content": "\n".join(content), **({"tool_calls": calls} if calls else {})}
+    yield from ({**fields, **reasoning} for reasoning in thoughts)
 
 
 def called(text: str, tools: list[dict] | None) -> Iterator[tuple[list[dict], str]]:

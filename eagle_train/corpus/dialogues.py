@@ -5,9 +5,8 @@ Knows nothing of who answers.
 
 from dataclasses import dataclass, field
 
-from eagle_train.config import UserError, check
-from eagle_train.corpus.answers import REASONING
-from eagle_train.corpus.chat import Message, to_messages
+from eagle_train.config import UserError
+from eagle_train.corpus.chat import REASONING, Message, conversation_of
 from eagle_train.corpus.row_log import line_of
 from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, Row, behind_place, parse
 from eagle_train.corpus.source import DataConfig
@@ -67,8 +66,8 @@ def dialogue_of(number: int, placed: PlacedRow, data: DataConfig) -> Dialogue:
     """A row as the messages before each of its answers. One of another format is left out where `data.malformed` says
     so; else raises UserError, with its place."""
     try:
-        row = parse(*placed)
-        messages, tools = to_messages(row, data.format, data.columns), tools_of(row)
+        conversation = conversation_of(parse(*placed), data.format, data.columns, data.speakers)
+        messages, tools = conversation.messages, conversation.tools
         line_of({"messages": messages, "tools": tools})
     except UserError as error:
         told = behind_place(placed[0], error)
@@ -86,11 +85,3 @@ def dialogue_of(number: int, placed: PlacedRow, data: DataConfig) -> Dialogue:
     if any(message["role"] == "tool" for message in messages):
         failed = "it has a tool's results, which a new answer may not have asked for"
     return Dialogue(number, turns, failed, tools)
-
-
-def tools_of(row: Row) -> list[dict] | None:
-    """The tools that the target may call. Raises UserError for what is no list of them."""
-    tools = row.get("tools") or None
-    known = tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))
-    check(known, f"the column 'tools' must be a list of tools, not {type(tools).__name__}")
-    return tools

@@ -10,14 +10,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from eagle_train.config import check
+from eagle_train.config import UserError, check, one_line
 from eagle_train.corpus.arrow_files import Arrow, Hub, Parquet, check_directory, is_saved, saved_files
-from eagle_train.corpus.chat import FORMATS, SUPERVISE
+from eagle_train.corpus.chat import BESIDE, FORMATS, ROLES, SUPERVISE
 from eagle_train.corpus.json_files import JsonFiles
 from eagle_train.corpus.kinds import FILE_SUFFIXES, KINDS, advice, check_contents, kind_of
 from eagle_train.corpus.rows import PlacedRow, parse
+from eagle_train.corpus.template import as_date, check_template_kwargs
 
 READERS = {"JSON": JsonFiles, "Parquet": Parquet, "Arrow": Arrow}
 LONG_DOCUMENTS = ("split", "drop")
@@ -32,13 +33,17 @@ class SourceConfig:
     `path`: a JSON file (an object a line, or an array), a Parquet or an Arrow file, a glob of one of these kinds, a
     directory that `datasets` saved to disk, or a hub data set (or its local directory). `name`: a hub data set's
     config; `split`: its split, or that of a directory. Relative paths are relative to the working directory. `columns`:
-    the format's keys (`chat.FORMATS`) to the row's columns. `weight`: how often its documents are drawn beside the
-    others'.
+    the format's keys (`chat.FORMATS`, `chat.BESIDE`) to the row's columns, None for one that is not to be read.
+    `roles`: who else speaks than `chat.ROLES` knows, whatever the case, and as what. `assistant_pattern`: a regular
+    expression that says what of a text the assistant wrote, its first group if it has one. `weight`: how often its
+    documents are drawn beside the others'.
     """
 
     path: str | None = None
     format: str = "messages"
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, str | None] = field(default_factory=dict)
+    roles: dict[str, str] | None = None
+    assistant_pattern: str | None = None
     name: str | None = None
     split: str = "train"
     weight: float = 1.0
@@ -47,11 +52,31 @@ class SourceConfig:
         """Raise UserError, naming the field below `key`, for values that cannot be."""
         known = FORMATS.get(self.format)
         check(known is not None, f"{key}.format is {self.format!r}; it must be one of {', '.join(FORMATS)}")
-        for column in self.columns:
+        known = known if self.format == "text" else (*known, *BESIDE)
+        for column, name in self.columns.items():
             wanted = f"{key}.format={self.format} reads {', '.join(known)}"
             check(column in known, f"{key}.columns.{column} is unknown; {wanted}")
+            check(bool(name) or column in BESIDE, f"{key}.columns.{column} is {name!r}; it must name a column")
+        for speaker, role in (self.roles or {}).items():
+            check(bool(role), f"{key}.roles.{speaker} is {role!r}; it must be a role, user or assistant, say")
+        self.check_pattern(key)
         check(bool(self.path), f"{key}.path is missing; give a file, a glob or a hub data set")
         check(self.weight > 0, f"{key}.weight is {self.weight}; it must be above 0")
+
+    def check_pattern(self, key: str) -> None:
+        if self.assistant_pattern is None:
+            return
+        field = f"{key}.assistant_pattern is {self.assistant_pattern!r}"
+        check(self.format == "text", f"{field}; it is for {key}.format=text, not {self.format}")
+        try:
+            re.compile(self.assistant_pattern)
+        except re.error as error:
+            raise UserError(f"{field}; it is no regular expression: {one_line(error)}") from error
+
+    @property
+    def speakers(self) -> dict[str, str]:
+        """Roles by who speaks, in lower case."""
+        return ROLES | {speaker.lower(): role for speaker, role in (self.roles or {}).items()}
 
 
 @dataclass
@@ -61,14 +86,18 @@ class DataConfig(SourceConfig):
     `mix`: data sets by name, drawn by weight, instead of the one at `path`; each starts anew when it is through.
     `heldout`: a path as `path`, of the same format, or None. `row_tokens`: length of a packed row; a longer document
     is, by `long_documents`, split or dropped. `malformed`: whether a row that is none ends the run, or is left out and
-    counted. `shuffle_window`: documents shuffled among themselves; 0 keeps the data's
-    order. `supervise`: what counts as produced in a conversation; all of a text does. `workers`: processes of each rank
-    that tokenise, 0 for none but its own. `prefetch`: optimiser steps drawn ahead.
+    counted. `shuffle_window`: rows shuffled among themselves; 0 keeps the data's
+    order. `supervise`: what counts as produced in a conversation (all of the assistant's turns, its last, or every
+    token); all of a text does, unless there is a pattern. `template_kwargs`: the chat template's own variables. `date`:
+    the day that a template is told when it reads the clock; None: today, and when a run goes on, the day it began.
+    `workers`: processes of each rank that tokenise, 0 for none but its own. `prefetch`: optimiser steps drawn ahead.
     """
 
     mix: dict[str, SourceConfig] | None = None
     heldout: str | None = None
     supervise: str = "assistant"
+    template_kwargs: dict[str, Any] | None = None
+    date: str | None = None
     row_tokens: int = 2048
     long_documents: str = "split"
     malformed: str = "refuse"
@@ -81,12 +110,15 @@ class DataConfig(SourceConfig):
         for key, allowed in (("supervise", SUPERVISE), ("long_documents", LONG_DOCUMENTS), ("malformed", MALFORMED)):
             value = getattr(self, key)
             check(value in allowed, f"data.{key} is {value!r}; it must be one of {', '.join(allowed)}")
+        check_template_kwargs(self.template_kwargs or {}, "data.template_kwargs")
+        if self.date is not None:
+            as_date(self.date)
         check(not (self.mix and self.path), f"data.path is {self.path}; with data.mix it must be null")
         usual = SourceConfig()
-        for key in ("format", "columns", "name", "split"):
+        for key in ("format", "columns", "roles", "assistant_pattern", "name", "split"):
             value = getattr(self, key)
             if key == "columns":  # presets name them as the format does
-                value = {name: column for name, column in value.items() if name != column}
+                value = {name: column for name, column in value.items() if column not in (name, None)}
             used = not self.mix or self.heldout or value == getattr(usual, key)
             check(used, f"data.{key} is {value!r}; with data.mix each data set has its own, data.mix.NAME.{key}")
         for name, source in self.sources.items():
@@ -119,6 +151,15 @@ def check_found(config: DataConfig) -> None:
         files_of(source, "path", field_of(name, "path"))
     if config.heldout is not None:
         files_of(config, "heldout", field_of("", "heldout"))
+
+
+def are_here(config: DataConfig) -> bool:
+    """Whether all data are files on this machine. Raises UserError for files of no known kind."""
+    named = [(source, "path", field_of(name, "path")) for name, source in config.sources.items()]
+    named += [] if config.heldout is None else [(config, "heldout", field_of("", "heldout"))]
+    paths = [getattr(source, key) for source, key, _ in named]
+    there = all(os.path.exists(path) or glob.glob(path, recursive=True) for path in paths)
+    return there and all(files_of(*each) for each in named)
 
 
 def open_source(config: SourceConfig, key: str = "path", name: str = "") -> Source:
