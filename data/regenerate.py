@@ -1,20 +1,24 @@
 """The target's own answers to the prompts of a data set, as training data: a draft guesses what its target writes.
 
 Every assistant message is written anew, after the answers already given; the other messages stay. The bundled engine
-answers, or any OpenAI-compatible server. Rows are written in the data's order as they are done, so a run that was
-stopped goes on behind its last row. Knows nothing of training.
+answers, or any OpenAI-compatible server. An answer is kept in fields (content, reasoning_content, tool_calls) that the
+target's chat template renders back to what it wrote; one that cannot be is left out. A call of a tool ends a
+conversation, for nobody has its result. Knows nothing of training.
 
     python data/regenerate.py target=DIR data=messages data.path=FILE.jsonl out=ANSWERS.jsonl temperature=0.7
     python data/regenerate.py server.url=http://HOST:8000/v1 server.model=NAME data=sharegpt data.path=FILE.jsonl
+
+Rows are written in the data's order as they are done, so a run that was stopped goes on behind its last row. Rows that
+are left out, those that a server did not answer among them, are named in OUT.left_out, and not asked again by the same
+command; with retry_left_out=true they are, and what is then answered is added at the end of OUT.
 """
 
-import json
 import os
 import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,19 +26,25 @@ from typing import Any
 import requests
 from omegaconf import DictConfig
 from requests.adapters import HTTPAdapter
+from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, ReadTimeoutError
 from urllib3.util import Retry
 
-from eagle_train.config import UserError, build, check, command, one_line, provenance, resolve_device, write_json
-from eagle_train.corpus.chat import Message, to_messages
-from eagle_train.corpus.source import CAN_SKIP, DataConfig, PlacedRow, behind_place, open_source, parse
+from eagle_train.config import UserError, build, check, command, one_line, resolve_device
+from eagle_train.corpus.answers import AnswerReader
+from eagle_train.corpus.chat import REASONING, Message
+from eagle_train.corpus.dialogues import Dialogue, dialogue_of
+from eagle_train.corpus.render import ChatRenderer
+from eagle_train.corpus.row_log import RowLog, line_of
+from eagle_train.corpus.source import DataConfig, open_source
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.sequence import Output
 from eagle_train.models.loading import TargetConfig
 from eagle_train.progress import progress
 
 BATCHES = 8  # that the engine answers, or a server is sent, ahead of the row that is written next
-TURN_SEEDS = 1 << 20  # far enough apart that no two requests share a seed
-BUSY = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses worth another try
+BUSY = (408, 409, 425, 429, *range(500, 600))  # statuses worth another try
 REFUSED = (400, 413, 422)  # what a server says to a conversation it will not take: one too long, say
+CUT = "its answer was cut at max_tokens={} before it had any text"
 
 
 @dataclass
@@ -52,12 +62,14 @@ class ServerConfig:
     model: str | None
     retries: int
     timeout_s: float
+    gone_after: int
 
     def __post_init__(self) -> None:
         known = self.url is None or self.url.startswith(("http://", "https://"))
         check(known, f"server.url={self.url}: must begin with http:// or https://")
         check(self.retries >= 0, f"server.retries={self.retries}: must be 0 or more")
         check(self.timeout_s > 0, f"server.timeout_s={self.timeout_s}: must be above 0")
+        check(self.gone_after >= 1, f"server.gone_after={self.gone_after}: must be at least 1")
 
 
 @dataclass
@@ -67,6 +79,7 @@ class Config:
     target: TargetConfig
     data: DataConfig
     out: str
+    retry_left_out: bool
     limit: int | None
     max_tokens: int
     temperature: float
@@ -83,138 +96,159 @@ class Config:
         check(self.data.format != "text", "data.format=text: it has no prompts; give conversations")
         check(self.limit is None or self.limit >= 1, f"limit={self.limit}: must be at least 1, or null")
         check(self.batch_size >= 1, f"batch_size={self.batch_size}: must be at least 1")
+        check(self.out.endswith(".jsonl"), f"out={self.out}: must end in .jsonl")
         on_server = self.server.url is not None
         check(not (on_server and self.draft.path), f"draft.path={self.draft.path}: a server has its own; leave it out")
         self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
 
 
-@dataclass
-class Conversation:
-    """A row on its way. `turns`: the messages before each answer. `failed`: why it is left out, if it is."""
+class Results:
+    """Writes the conversations as they are done, and counts what became of them.
 
-    row: int
-    turns: list[list[Message]]
-    failed: str | None = None
-    messages: list[Message] = field(default_factory=list)
-    finish_reasons: list[str] = field(default_factory=list)
+    Rows that are left out wait for the next one that is answered, or for the run's end, until they are noted: while a
+    server is gone, no row is done.
+    """
 
-    def ask(self) -> bool:
-        """Go on to the next turn; False if there is none, or no use in it."""
-        turn = len(self.finish_reasons)
-        if self.failed is not None or turn == len(self.turns):
-            return False
-        self.messages += self.turns[turn]
-        return True
+    def __init__(self, log: RowLog, server: ServerConfig):
+        self.log, self.server = log, server
+        self.written = self.cut = self.retold = self.given_up = 0
+        self.left_out: list[str] = []
+        self.waiting: list[Dialogue] = []
 
-    def take(self, answer: Message, finish_reason: str) -> None:
-        self.messages.append(answer)
-        self.finish_reasons.append(finish_reason)
+    def take(self, told: Dialogue) -> None:
+        """Raises UserError where `server.gone_after` rows in succession were given up."""
+        line = None if told.failed else self.line(told)
+        if line is None:
+            self.leave_out(told)
+            return
+        self.note()
+        self.log.write(line)
+        self.written += 1
+        self.cut += "length" in told.finish_reasons
+        self.retold += told.retold
 
-    def params(self, params: SamplingParams) -> SamplingParams:
-        """`params` with the turn's own seed, which follows from the row, so that it is the same after a resume."""
-        return replace(params, seed=params.seed + self.row + len(self.finish_reasons) * TURN_SEEDS)
+    def line(self, told: Dialogue) -> str | None:
+        try:
+            return line_of(told.row)
+        except UserError as error:
+            told.failed = str(error)
+            return None
 
-    @property
-    def line(self) -> str:
-        row = {"row": self.row, "messages": self.messages, "finish_reasons": self.finish_reasons}
-        return json.dumps(row, ensure_ascii=False) + "\n"
+    def leave_out(self, told: Dialogue) -> None:
+        self.left_out.append(f"row {told.number}: {told.failed}")
+        self.waiting.append(told)
+        self.given_up += told.given_up
+        gone = [each for each in self.waiting if each.given_up]
+        if len(gone) >= self.server.gone_after:
+            raise UserError(
+                f"server.url={self.server.url}: {len(gone)} rows in succession had no answer (server.gone_after); "
+                f"row {told.number}: {told.failed}; the same command goes on from here"
+            )
+
+    def note(self) -> None:
+        self.log.leave_out((each.number, each.failed) for each in self.waiting)
+        self.waiting.clear()
+
+    def close(self) -> None:
+        """Say what became of the rows. Raises UserError where there were some and none was ever answered."""
+        if self.left_out and not self.written and self.log.is_new:
+            raise UserError(f"no row was answered, {len(self.left_out)} left out; the first: {self.left_out[0]}")
+        self.note()
+        extra = {"given up, for the server did not answer": self.given_up}
+        extra["answers with other tokens than the target wrote, for the same text"] = self.retold
+        beside = "".join(f", {number} {what}" for what, number in extra.items() if number)
+        cut = f"{self.cut} with an answer cut at max_tokens"
+        print(f"{self.log.out}: {self.written} rows written, {cut}, {len(self.left_out)} left out{beside}")
+        for reason in self.left_out[:1]:
+            print(f"the first left out: {reason}; all are in {self.log.others}", file=sys.stderr)
 
 
 @command("regenerate")
 def main(values: DictConfig) -> None:
     config = build(Config, values, "")
     source = open_source(config.data)
-    out = Path(config.out)
-    check(out.suffix == ".jsonl", f"out={out}: must end in .jsonl")
-    asked = settings(config, source.identity())
-    done = rows_done(out, asked)
-    last = None if config.limit is None else max(done, config.limit)
-    rows = enumerate(islice(source.rows(), done, last), done + 1)
-    conversations = (conversation(number, placed, config.data) for number, placed in rows)
-    answered = from_server(config, conversations) if config.server.url else from_engine(config, conversations)
-    bar = progress(last, "row", done)
-    written, cut, left_out = 0, 0, []
+    log = RowLog(Path(config.out), settings(config, source.identity()))
+    last = None if config.limit is None else max(log.done, config.limit)
+    again = log.left_out if config.retry_left_out else frozenset()
+    first = min([log.done, *(number - 1 for number in again)])
+    rows = enumerate(islice(source.rows(first), None if last is None else last - first), first + 1)
+    rows = ((number, placed) for number, placed in rows if number > log.done or number in again)
+    dialogues = (dialogue_of(number, placed, config.data) for number, placed in rows)
+    answered = from_server(config, dialogues) if config.server.url else from_engine(config, dialogues)
+    results, bar = Results(log, config.server), progress(last, "row", first)
     for told in answered:
-        if told.failed is None:
-            if not out.exists():
-                write_json(notes_of(out), {"settings": asked, "provenance": provenance()})
-            append(out, told.line)
-            written += 1
-            cut += "length" in told.finish_reasons
-        else:
-            left_out.append(f"row {told.row}: {told.failed}")
-        bar.update(told.row, f"{len(left_out)} left out")
+        results.take(told)
+        bar.update(told.number, f"{len(results.left_out)} left out")
     bar.close()
-    print(f"{out}: {written} rows written, {cut} with an answer cut at max_tokens, {len(left_out)} left out")
-    for reason in left_out[:1]:
-        print(f"the first left out: {reason}", file=sys.stderr)
+    results.close()
 
 
-def conversation(number: int, placed: PlacedRow, data: DataConfig) -> Conversation:
-    """A row as the messages before each of its answers. One of another format is left out where `data.malformed` says
-    so; else raises UserError, with its place."""
-    try:
-        messages = to_messages(parse(*placed), data.format, data.columns)
-    except UserError as error:
-        told = behind_place(placed[0], error)
-        if data.malformed == "skip":
-            return Conversation(number, [], told)
-        raise UserError(f"{told}; {CAN_SKIP}") from error
-    turns: list[list[Message]] = [[]]
-    for message in messages:
-        if message["role"] != "assistant":
-            turns[-1].append(message)
-        elif turns[-1]:
-            turns.append([])
-    turns = [turn for turn in turns if turn]
-    failed = None if turns else "it has no message but the assistant's"
-    if any(message["role"] == "tool" for message in messages):
-        failed = "it has a tool's results, which a new answer may not have asked for"
-    return Conversation(number, turns, failed)
+def params_of(told: Dialogue, config: Config) -> SamplingParams:
+    """The settings with the turn's own seed, so that it is the same after a resume."""
+    return replace(config.params, seed=config.params.seed + told.seed)
 
 
-def from_engine(config: Config, conversations: Iterator[Conversation]) -> Iterator[Conversation]:
+def from_engine(config: Config, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
     """The conversations, answered by the bundled engine: the first turns together, then the second ones."""
     room = {"max_batch_size": config.batch_size, "prefill_tokens": None}  # nobody waits for a first token
     engine = Engine(config.target, config.draft.path, device=resolve_device(config.device), **room)
     tokenizer = engine.target.tokenizer
     found = tokenizer is not None and tokenizer.chat_template is not None
     check(found, f"target.path={config.target.path}: no chat template there, and a prompt is a user's turn in a chat")
-    while chunk := list(islice(conversations, BATCHES * config.batch_size)):
+    stop_ids, data = engine.requests.stop_ids, config.data
+    renderer = ChatRenderer(tokenizer, stop_ids=stop_ids, template_kwargs=data.template_kwargs, date=data.date)
+    reader = AnswerReader(renderer)
+    while chunk := list(islice(dialogues, BATCHES * config.batch_size)):
         asked = chunk
         while asked := [told for told in asked if told.ask()]:
-            for told in asked:
-                told.failed = refusal(engine, told.messages)
+            prompts = [prompt_of(engine, reader, told) for told in asked]
+            prompts = [prompt for prompt in prompts if prompt is not None]
             asked = [told for told in asked if told.failed is None]
-            params = [told.params(config.params) for told in asked]
-            outputs = engine.generate([told.messages for told in asked], params)
-            for told, output in zip(asked, outputs, strict=True):
-                told.take({"role": "assistant", "content": output.text}, output.finish_reason)
+            tokens, params = map(reader.tokens, prompts), [params_of(told, config) for told in asked]
+            for told, prompt, output in zip(asked, prompts, engine.generate(list(tokens), params), strict=True):
+                take_output(reader, told, prompt, output)
         yield from chunk
 
 
-def refusal(engine: Engine, messages: list[Message]) -> str | None:
-    """Why the target cannot be asked this, None if it can."""
+def prompt_of(engine: Engine, reader: AnswerReader, told: Dialogue) -> str | None:
+    """The text that the target is given, None (and the conversation has failed) if it cannot be asked this."""
     try:
-        engine.requests.sequence(0, messages, SamplingParams())
+        prompt = reader.prompt(told.messages, told.tools)
+        engine.requests.sequence(0, reader.tokens(prompt), SamplingParams())
     except UserError as error:
-        return one_line(error).replace("prompt 0", "its prompt")
+        told.failed = one_line(error).replace("prompt 0", "its prompt")
+    except Exception as error:  # a template is a program, and fails as it likes
+        told.failed = f"it cannot be rendered: {type(error).__name__}: {one_line(error)}"
+    else:
+        return prompt
     return None
 
 
-def from_server(config: Config, conversations: Iterator[Conversation]) -> Iterator[Conversation]:
+def take_output(reader: AnswerReader, told: Dialogue, prompt: str, output: Output) -> None:
+    """Keep what the engine generated, in the fields that the template renders back to it."""
+    written = reader.written(prompt, output.token_ids, output.finish_reason == "length")
+    try:
+        message, same = reader.message(told.messages, told.tools, written)
+    except UserError as error:
+        told.failed = str(error)
+        return
+    told.retold += not same
+    told.take(message, "tool_calls" if message.get("tool_calls") else output.finish_reason)
+
+
+def from_server(config: Config, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
     """The conversations, answered by a server that is sent `batch_size` requests at a time."""
     session = connection(config.server, config.batch_size)
     pool = ThreadPoolExecutor(config.batch_size)
 
-    def answered(told: Conversation) -> Conversation:
+    def answered(told: Dialogue) -> Dialogue:
         while told.ask():
             request(session, config, told)
         return told
 
     waiting = deque()
     try:
-        for told in conversations:
+        for told in dialogues:
             waiting.append(pool.submit(answered, told))
             if len(waiting) == BATCHES * config.batch_size:
                 yield waiting.popleft().result()
@@ -242,12 +276,29 @@ def connection(server: ServerConfig, at_once: int) -> requests.Session:
     return session
 
 
-def request(session: requests.Session, config: Config, told: Conversation) -> None:
-    """One answer by the server. Raises UserError where it gives none."""
-    server, params = config.server, told.params(config.params)
+def request(session: requests.Session, config: Config, told: Dialogue) -> None:
+    """One answer by the server, or why there is none. Raises UserError where the server would answer no row."""
+    server, url = config.server, config.server.url.rstrip("/") + "/chat/completions"
+    try:
+        response = session.post(url, json=body_of(config, told), timeout=server.timeout_s)
+    except requests.RequestException as error:
+        told.failed, told.given_up = f"no answer in {server.retries + 1} tries: {why(error, server)}", True
+        return
+    said = f"{response.status_code}: {' '.join(response.text.split())[:300]}"
+    if response.status_code in BUSY:
+        told.failed, told.given_up = f"no answer in {server.retries + 1} tries: the server says {said}", True
+    elif response.status_code in REFUSED:
+        told.failed = f"the server says {said}"
+    else:
+        check(response.ok, f"server.url={server.url}: {said}; the same command goes on from here")
+        take_response(config, told, response)
+
+
+def body_of(config: Config, told: Dialogue) -> dict[str, Any]:
+    params = params_of(told, config)
     body = {
-        "model": server.model or config.target.path,
-        "messages": told.messages,
+        "model": config.server.model or config.target.path,
+        "messages": told.sent,
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -255,70 +306,57 @@ def request(session: requests.Session, config: Config, told: Conversation) -> No
     }
     if params.top_k:
         body["top_k"] = params.top_k
-    url = server.url.rstrip("/") + "/chat/completions"
+    if config.data.template_kwargs:
+        body["chat_template_kwargs"] = config.data.template_kwargs
+    return body | ({"tools": told.tools} if told.tools else {})
+
+
+def why(error: requests.RequestException, server: ServerConfig) -> str:
+    """What kept a server from answering, without the client's own words for it."""
+    reason = getattr(error.args[0] if error.args else None, "reason", None) or error
+    if isinstance(reason, ReadTimeoutError | requests.Timeout):
+        return f"it takes longer than server.timeout_s={server.timeout_s:g}"
+    if isinstance(reason, NewConnectionError | ConnectTimeoutError):
+        return f"it cannot be reached at server.url={server.url}"
+    return f"the connection broke ({type(reason).__name__})"
+
+
+def take_response(config: Config, told: Dialogue, response: requests.Response) -> None:
+    """Keep what the server answered, in its fields. Raises UserError for what is no chat completion."""
     try:
-        response = session.post(url, json=body, timeout=server.timeout_s)
-        if response.status_code in REFUSED:
-            told.failed = f"the server says {response.status_code}: {' '.join(response.text.split())[:300]}"
-            return
-        if not response.ok:
-            said = " ".join(response.text.split())[:300]
-            raise UserError(
-                f"server.url={server.url}: {response.status_code}: {said}; the same command goes on from here"
-            )
         choice = response.json()["choices"][0]
-        message = choice["message"]
-        reasoning = message.get("reasoning_content") or message.get("reasoning")  # vLLM's older name and its newer one
-        answer = {"content": message.get("content"), "reasoning_content": reasoning}
-        answer = {key: value for key, value in answer.items() if value}
-    except requests.RequestException as error:
-        raise UserError(f"server.url={server.url}: {one_line(error)}; the same command goes on from here") from error
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise UserError(f"server.url={server.url}: {url} gave no chat completion") from error
-    told.take({"role": "assistant", "content": "", **answer}, str(choice.get("finish_reason")))
+        message, finish_reason = fields_of(choice["message"], told), str(choice.get("finish_reason"))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise UserError(f"server.url={config.server.url}: {response.url} gave no chat completion") from error
+    if finish_reason == "length" and not message["content"] and "tool_calls" not in message:
+        told.failed = CUT.format(config.max_tokens)
+        return
+    told.take(message, finish_reason)
+
+
+def fields_of(message: dict[str, Any], told: Dialogue) -> Message:
+    """A server's message as a row has it. Raises TypeError or ValueError for what is none."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    names = [name for name in REASONING if message.get(name)]  # vLLM's older name, its newer one, others'
+    texts = [content, *(message[name] for name in names)]
+    if not all(isinstance(text, str | None) for text in texts) or not isinstance(calls, list | None):
+        raise TypeError
+    told.reasoning = names[0] if names else told.reasoning
+    reasoning = {REASONING[0]: message[names[0]]} if names else {}
+    if not calls:
+        return {"role": "assistant", "content": content or "", **reasoning}
+    calls = [{key: call[key] for key in ("id", "type", "function") if call.get(key) is not None} for call in calls]
+    return {"role": "assistant", "content": content, **reasoning, "tool_calls": calls}
 
 
 def settings(config: Config, identity: str) -> dict[str, Any]:
     """What the answers depend on: a run goes on with the file of another only if these are the same."""
-    data = config.data
-    shape = {"path": data.path, "name": data.name, "split": data.split, "format": data.format, "columns": data.columns}
-    target = (config.server.model if config.server.url else None) or config.target.path
-    return {"target": target, **{f"data.{key}": value for key, value in shape.items()}, "data": identity} | {
-        key: getattr(config.params, key) for key in ("max_tokens", "temperature", "top_p", "top_k", "seed")
-    }
-
-
-def notes_of(out: Path) -> Path:
-    """Where it is told what the answers in `out` were made with."""
-    return out.with_name(f"{out.name}.settings.json")
-
-
-def rows_done(out: Path, asked: dict[str, Any]) -> int:
-    """How many rows an earlier run has done. Raises UserError if it asked for them in another way."""
-    if not out.exists():
-        return 0
-    notes = notes_of(out)
-    check(notes.exists(), f"out={out}: is there, but not {notes.name}, which a run writes; give another file")
-    earlier = json.loads(notes.read_text("utf-8"))["settings"]
-    for key, value in asked.items():
-        known = earlier.get(key)
-        check(known == value, f"out={out}: was made with {key}={known}, not {value}; give another file")
-    done = end = 0
-    with out.open("rb+") as lines:
-        for line in lines:
-            if line.endswith(b"\n"):  # the last one may be torn by a kill
-                done, end = json.loads(line)["row"], end + len(line)
-        lines.truncate(end)
-    print(f"{out}: goes on after row {done}", file=sys.stderr)
-    return done
-
-
-def append(out: Path, line: str) -> None:
-    try:
-        with out.open("a", encoding="utf-8") as file:
-            file.write(line)
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be written: {one_line(error)}; the same command goes on") from error
+    data, target = config.data, config.target
+    read = {key: getattr(data, key) for key in ("path", "name", "split", "format", "columns", "roles")}
+    asked = {"target": (config.server.model if config.server.url else None) or target.path}
+    asked |= {"target.chat_template": target.chat_template, "data.template_kwargs": data.template_kwargs}
+    params = {key: getattr(config.params, key) for key in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
+    return asked | {f"data.{key}": value for key, value in read.items()} | {"data": identity} | params
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 PLACEHOLDER = re.compile(r"(\\*)\$\{")  # what OmegaConf would fill in
 
-TEXTS = ("prompt", "grammar.regex", "grammar.ebnf")
+TEXTS = ("prompt", "grammar.regex", "grammar.ebnf", "data.assistant_pattern")
+OPEN = ("data.template_kwargs.", "target.template_kwargs.", "data.roles.")  # mappings whose keys are the user's own
 
 PACKAGE = Path(__file__).parent
 # A wheel carries the YAMLs inside the package; in a clone they lie beside it.
@@ -101,7 +102,8 @@ def as_typed(override: str, parser: OverridesParser) -> str:
     if key in TEXTS and value:  # text, whatever it looks like: 42, null, {a: b}, ${x}
         value = PLACEHOLDER.sub(lambda m: m[1] * 2 + "\\${", value)
         return f"{key}={quoted(value)}"
-    return override if is_value(override, parser) else f"{key}={quoted(value)}"
+    key = f"++{key}" if key.startswith(OPEN) else key
+    return f"{key}={value}" if is_value(override, parser) else f"{key}={quoted(value)}"
 
 
 def quoted(value: str) -> str:

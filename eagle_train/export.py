@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, snapshot_download
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.config import UserError, build, check, command, one_line, resolve_device
-from eagle_train.corpus.chat import ChatRenderer
+from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig, check_found
 from eagle_train.corpus.stream import Stream
 from eagle_train.exporting.calibrate import calibrated
@@ -38,6 +38,7 @@ from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.foreign import load_foreign
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
+from eagle_train.models.stops import stop_ids_of
 from eagle_train.models.target import Identity, Target
 from eagle_train.training import checkpoint
 from eagle_train.training.metrics import redact
@@ -143,7 +144,9 @@ def rounded(config: Config, draft: Draft, target: Target | None, data: DataConfi
     check(target.tokenizer is not None, f"target.path={target.name}: no tokenizer there, and rounding=gptq reads text")
     fits = data.row_tokens <= target.max_positions
     check(fits, f"data.row_tokens={data.row_tokens}: must be at most the context, {target.context}")
-    stream = Stream(data, ChatRenderer(target.tokenizer, data.supervise), CALIBRATION_ROWS)
+    stops = stop_ids_of(target.model.generation_config, target.config, target.tokenizer)
+    renderer = ChatRenderer(target.tokenizer, data.supervise, stops, data.template_kwargs, data.date)
+    stream = Stream(data, renderer, CALIBRATION_ROWS)
     return calibrated(draft, target, stream, config.quant, config.calibration_tokens)
 
 

@@ -8,8 +8,11 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train import distributed
-from eagle_train.config import build, command, resolve_device, write_text
-from eagle_train.training.assemble import assemble
+from eagle_train.config import build, check, command, resolve_device, write_text
+from eagle_train.corpus.preview import preview
+from eagle_train.corpus.source import DataConfig, check_found
+from eagle_train.models.loading import TargetConfig, load_config
+from eagle_train.training.assemble import assemble, renderer_of
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.metrics import MetricsLog, NoTracker, Record, redact
 from eagle_train.training.plan import planned
@@ -38,12 +41,25 @@ class Stop:
 
 @command("train")
 def main(config: DictConfig) -> None:
-    if config.plan:
-        rank, size = distributed.place()
-        if rank == 0:
-            print(planned(config, size))
-        return
-    distributed.run(lambda: job(config))
+    shown = config.preview
+    check(type(shown) is int and shown >= 0, f"preview={shown}: must be a number of rows, 0 for none")
+    check(shown or config.preview_out is None, f"preview_out={config.preview_out}: give preview=ROWS with it")
+    if not config.plan and not shown:
+        return distributed.run(lambda: job(config))
+    rank, size = distributed.place()
+    if rank == 0 and shown:
+        show(config)
+    if rank == 0 and config.plan:
+        print(planned(config, size))
+
+
+def show(config: DictConfig) -> None:
+    """Print the first rows as they will be learnt. Raises UserError where none can be."""
+    data, target = build(DataConfig, config.data, "data"), build(TargetConfig, config.target, "target")
+    check_found(data)
+    renderer = renderer_of(target, data, load_config(target))
+    for text in preview(data, renderer, config.preview, config.preview_out, sys.stdout.isatty()):
+        print(text)
 
 
 def job(config: DictConfig) -> int:

@@ -1,12 +1,15 @@
-"""Questions to be answered: MT-Bench's own file, or any JSONL of prompts. Knows nothing of targets or tokens."""
+"""Questions to be answered: MT-Bench's own file, or any JSON file of prompts. Knows nothing of targets or tokens."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eagle_train.config import UserError, check
 from eagle_train.corpus.chat import Message, to_messages
-from eagle_train.corpus.source import JsonLines, Row, parse
+from eagle_train.corpus.json_files import JsonFiles
+from eagle_train.corpus.kinds import check_contents
+from eagle_train.corpus.rows import Row, parse
 
 
 @dataclass(frozen=True)
@@ -14,7 +17,7 @@ class Question:
     """`turns` are put to the target one after the other, each after its answer to the one before.
 
     `history`: the messages before the first turn. `reference`: the file's own answer, where it has one; the target
-    never sees it. `line`: where the question is in the file, from 1.
+    never sees it. `line`: where the question is in the file, from 1; its element's number in an array.
     """
 
     line: int
@@ -26,15 +29,16 @@ class Question:
 
 
 def read_questions(path: str, limit: int | None = None) -> list[Question]:
-    """The questions of a JSONL file, or `limit` of them, taken evenly over the file.
+    """The questions of a JSON file (an object a line, or an array), or `limit` of them, taken evenly over the file.
 
     A row has `turns` (MT-Bench), `messages` (the last user turn is the question, what the assistant says to it the
     reference) or `prompt`; also `question_id` or `id`, and `category`, where it likes. Raises UserError for a file that
     is missing or empty and, with its line, for a row that is malformed or has no turns.
     """
-    check(Path(path).is_file(), f"questions={path}: no such file; give a JSONL file")
+    check(Path(path).is_file(), f"questions={path}: no such file; give a JSON file")
     check(limit is None or limit >= 1, f"limit={limit}: must be at least 1, or null for all questions")
-    questions = [question_of(parse(place, row), place) for place, row in JsonLines([path]).rows()]
+    check_contents(path)
+    questions = [question_of(parse(place, row), place) for place, row in JsonFiles([path]).rows()]
     check(len(questions) > 0, f"questions={path}: the file is empty; give a question a line")
     count = min(limit or len(questions), len(questions))
     return [questions[i * len(questions) // count] for i in range(count)]
@@ -46,7 +50,7 @@ def question_of(row: Row, place: str) -> Question:
         history, turns, reference = parts_of(row)
     except UserError as error:
         raise UserError(f"{place}: {error}") from error
-    line, category = int(place.rpartition(":")[2]), row.get("category")
+    line, category = int(re.search(r"\d+$", place)[0]), row.get("category")
     named = category is None or (isinstance(category, str | int | float) and not isinstance(category, bool))
     check(named, f"{place}: category={category}: must be a text or a number, or left out")
     category = None if category is None else str(category)  # they are sorted, whichever of them a file has

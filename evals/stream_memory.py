@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer
 
 from eagle_train.config import build, check, command, provenance, write_json
-from eagle_train.corpus.chat import ChatRenderer
+from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Stream
 from eagle_train.progress import progress

@@ -28,8 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from eagle_train.config import build, check, command, provenance, resolve_device, write_json
-from eagle_train.corpus.chat import ChatRenderer
-from eagle_train.corpus.source import DataConfig, open_source, parse
+from eagle_train.corpus.render import ChatRenderer
+from eagle_train.corpus.rows import parse
+from eagle_train.corpus.source import DataConfig, open_source
 from eagle_train.corpus.stream import Stream
 from eagle_train.distributed import ALONE
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden

@@ -9,7 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from eagle_train.config import UserError
-from eagle_train.corpus.chat import ChatRenderer, render_row, to_messages
+from eagle_train.corpus.chat import conversation_of, to_messages, unread_columns
+from eagle_train.corpus.render import ChatRenderer, render_row
+from eagle_train.corpus.source import SourceConfig
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -35,6 +37,8 @@ CHAT = [
     {"role": "assistant", "content": "\n\nreturn a + b\n"},
 ]
 
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
 
 def make_tokenizer(template: str | None, merges: int = 60) -> PreTrainedTokenizerFast:
     """A byte-level BPE whose post-processor trims offsets, as those of Llama 3 and GPT-2 do."""
@@ -58,7 +62,7 @@ def make_tokenizer(template: str | None, merges: int = 60) -> PreTrainedTokenize
 
 
 def produced_text(renderer: ChatRenderer, messages: list[dict]) -> str:
-    document = renderer(messages)
+    (document,) = renderer(messages)
     assert document.tokens.dtype == torch.int64
     assert document.produced.dtype == torch.bool
     return renderer.tokenizer.decode(document.tokens[document.produced])
@@ -66,8 +70,8 @@ def produced_text(renderer: ChatRenderer, messages: list[dict]) -> str:
 
 @pytest.mark.parametrize("merges", [0, 60])
 def test_markers_and_turn_by_turn_give_the_same_mask(merges):
-    marked = ChatRenderer(make_tokenizer(MARKED, merges))(CHAT)
-    unmarked = ChatRenderer(make_tokenizer(UNMARKED, merges))(CHAT)
+    marked = ChatRenderer(make_tokenizer(MARKED, merges))(CHAT)[0]
+    unmarked = ChatRenderer(make_tokenizer(UNMARKED, merges))(CHAT)[0]
     assert torch.equal(marked.tokens, unmarked.tokens)
     assert torch.equal(marked.produced, unmarked.produced)
 
@@ -87,25 +91,29 @@ def test_mask_keeps_the_space_that_ends_a_span():
 
 
 def test_tokens_are_those_of_apply_chat_template():
+    """To the token that ends the last answer: nobody writes the line's end behind it."""
     tokenizer = make_tokenizer(MARKED)
-    assert ChatRenderer(tokenizer)(CHAT).tokens.tolist() == tokenizer.apply_chat_template(CHAT)["input_ids"]
+    chat = [*CHAT[:-1], {"role": "assistant", "content": "return a + b\n"}]
+    wanted = tokenizer.apply_chat_template(chat)["input_ids"]
+    assert wanted[-1:] == tokenizer("\n")["input_ids"]
+    assert ChatRenderer(tokenizer)(chat)[0].tokens.tolist() == wanted[:-1]
 
 
 def test_mask_is_the_librarys_where_the_librarys_is_right():
     tokenizer = make_tokenizer(MARKED)
     chat = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "return a + b"}]
     expected = tokenizer.apply_chat_template(chat, return_assistant_tokens_mask=True)["assistant_masks"]
-    assert ChatRenderer(tokenizer)(chat).produced.tolist() == [bool(one) for one in expected]
+    assert ChatRenderer(tokenizer)(chat)[0].produced.tolist() == [bool(one) for one in expected[:-1]]
 
 
 def test_threads_do_not_spoil_one_anothers_masks():
     """Training data are drawn in a thread while held-out data are read in another."""
     renderers = [ChatRenderer(make_tokenizer(MARKED)) for _ in range(3)]
-    wanted, interval = renderers[0](CHAT).produced.tolist(), sys.getswitchinterval()
+    wanted, interval = renderers[0](CHAT)[0].produced.tolist(), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(len(renderers)) as pool:
-            found = pool.map(lambda renderer: [renderer(CHAT).produced.tolist() for _ in range(400)], renderers)
+            found = pool.map(lambda renderer: [renderer(CHAT)[0].produced.tolist() for _ in range(400)], renderers)
             assert all(mask == wanted for masks in found for mask in masks)
     finally:
         sys.setswitchinterval(interval)
@@ -121,31 +129,35 @@ def test_the_users_tokenizer_is_left_alone():
 def test_an_empty_answer_supervises_nothing_of_its_neighbours():
     """An empty span inside a token ("\n\n" around it) must not mark the token."""
     template = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}\n\n{% endfor %}"
-    document = ChatRenderer(make_tokenizer(template))([{"role": "assistant", "content": ""}] * 2)
-    assert len(document.tokens) > 0
-    assert not document.produced.any()
+    for document in ChatRenderer(make_tokenizer(template))([{"role": "assistant", "content": ""}] * 2):
+        assert len(document.tokens) > 0
+        assert not document.produced.any()
 
 
 def test_supervise_all():
     renderer = ChatRenderer(make_tokenizer(FORGETFUL), supervise="all")
-    assert renderer(CHAT).produced.all()
+    assert renderer(CHAT)[0].produced.all()
 
 
 def test_conversation_without_assistant_produces_nothing():
-    assert not ChatRenderer(make_tokenizer(UNMARKED))(CHAT[:2]).produced.any()
+    assert not ChatRenderer(make_tokenizer(UNMARKED))(CHAT[:2])[0].produced.any()
 
 
-def test_template_that_rewrites_earlier_turns_is_refused():
-    renderer = ChatRenderer(make_tokenizer(FORGETFUL))
+def test_template_that_rewrites_earlier_turns_gives_a_document_for_each():
+    renderer = ChatRenderer(make_tokenizer(FORGETFUL, merges=0))
     thought = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "hm</think>a"}]
     assert produced_text(renderer, thought) == "hm</think>a<|im_end|>"
-    with pytest.raises(UserError, match=r"turn 2 .*\{% generation %\}.*data\.supervise=all"):
-        renderer(thought + thought)
+    first, second = renderer(thought + thought)
+    for document in (first, second):
+        assert renderer.tokenizer.decode(document.tokens[document.produced]) == "hm</think>a<|im_end|>"
+    turn = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert first.text == f"{turn}hm</think>a<|im_end|>"
+    assert second.text == f"{turn}a<|im_end|>\n{turn}hm</think>a<|im_end|>"
 
 
 def test_prompt_that_is_no_prefix_is_refused():
-    template = UNMARKED.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'")
-    with pytest.raises(UserError, match=r"turn 3 .*data\.supervise=all"):
+    template = UNMARKED.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\nSure: '")
+    with pytest.raises(UserError, match=r"turn 3: the chat template's generation prompt ends in 'Sure: '"):
         ChatRenderer(make_tokenizer(template))(CHAT)
 
 
@@ -158,10 +170,12 @@ def test_template_that_masks_everything_is_refused():
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "no chat template"),
-        ("{{ raise_exception('roles must alternate') }}", "refuses the conversation: roles must alternate"),
-        ("{{ messages[0].content.nowhere.at_all }}", "refuses the conversation"),
-        ("{% if %}", "refuses the conversation"),
+        (None, "no chat template: give target.chat_template"),
+        ("{{ raise_exception('no') }}", "refuses the conversation: no; it does so with the plainest .* too"),
+        ("{{ messages[0].content.nowhere.at_all }}", "refuses the conversation.*with the plainest"),
+        ("{{ messages[0].content + 1 }}", "fails on the conversation: TypeError.*with the plainest"),
+        ("{% if %}", "the chat template, line 1: Expected an expression"),
+        ("{{ messages | nothing }}", "the chat template, line 1: No filter named 'nothing'"),
     ],
 )
 def test_template_errors_are_the_users(template, message):
@@ -193,9 +207,6 @@ def test_render_text_has_bos_and_eos(text):
     assert renderer.tokenizer.decode(renderer.render_text(text).tokens) == text
 
 
-TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-
-
 @pytest.mark.parametrize(
     ("data_format", "columns", "row"),
     [
@@ -220,10 +231,10 @@ def test_other_fields_reach_the_template():
 
 def test_render_row_of_text_and_of_messages():
     renderer = ChatRenderer(make_tokenizer(MARKED))
-    text = render_row({"body": "Add."}, "text", {"text": "body"}, renderer)
+    (text,) = render_row({"body": "Add."}, SourceConfig(format="text", columns={"text": "body"}), renderer)
     assert torch.equal(text.tokens, renderer.render_text("Add.").tokens)
-    chat = render_row({"messages": TURNS}, "messages", {}, renderer)
-    assert torch.equal(chat.tokens, renderer(TURNS).tokens)
+    (chat,) = render_row({"messages": TURNS}, SourceConfig(), renderer)
+    assert torch.equal(chat.tokens, renderer(TURNS)[0].tokens)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +249,26 @@ def test_render_row_of_text_and_of_messages():
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "must be text, not list"),
         ("sharegpt", {"conversations": []}, "no turns"),
         ("sharegpt", {"conversations": None}, "must be a list, not NoneType"),
-        ("sharegpt", {"conversations": [{"from": "tool", "value": "x"}]}, "must be one of human.*not 'tool'"),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "narrator", "value": "x"}]},
+            "must be one of human.*not 'narrator'.*roles",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "critic", "content": "x"}]},
+            "must be one of human.*not 'critic'.*data.roles",
+        ),
+        ("sharegpt", {"conversations": [{"from": "function_call", "value": "f(x)"}]}, "a tool call must be JSON"),
+        ("sharegpt", {"conversations": [{"from": "function_call", "value": "{}"}]}, "must have a name and arguments"),
+        ("messages", {"messages": [{"role": "user", "content": None, "tool_calls": []}]}, "must be text, not NoneType"),
+        (
+            "messages",
+            {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]},
+            "weight must be 0 or 1, not 0.5",
+        ),
+        ("messages", {"messages": TURNS, "tools": ["calculator"]}, "'tools' must be JSON"),
+        ("messages", {"messages": TURNS, "tools": [{"x": 1}]}, "must hold function schemas.*columns.tools=null"),
         ("sharegpt", {"conversations": [{"from": "gpt"}]}, "must be text, not NoneType"),
         ("prompt_response", {"prompt": "q"}, "no column 'response'"),
         ("prompt_response", {"prompt": 1, "response": "a"}, "of a turn of user must be text, not int"),
@@ -247,4 +277,98 @@ def test_render_row_of_text_and_of_messages():
 )
 def test_rows_of_another_shape_are_refused(data_format, row, message):
     with pytest.raises(UserError, match=message):
-        render_row(row, data_format, {}, ChatRenderer(make_tokenizer(MARKED)))
+        render_row(row, SourceConfig(format=data_format), ChatRenderer(make_tokenizer(MARKED)))
+
+
+@pytest.mark.parametrize("role", ["Assistant", "model", "GPT", "chatgpt", "bing", " bard "])
+def test_whoever_answers_is_the_assistant(role):
+    assert to_messages({"messages": [TURNS[0], {"role": role, "content": "a"}]}, "messages", {}) == TURNS
+    said = [{"from": "Human", "value": "q"}, {"from": role, "value": "a"}]
+    assert to_messages({"conversations": said}, "sharegpt", {}) == TURNS
+
+
+def test_roles_are_extendable():
+    turns = [{"from": "Narrator", "value": "q"}, {"from": "Hero", "value": "a"}]
+    roles = SourceConfig(roles={"NARRATOR": "user", "hero": "assistant"}).speakers
+    assert to_messages({"conversations": turns}, "sharegpt", {}, roles) == TURNS
+
+
+def test_calls_and_their_results_of_sharegpt():
+    turns = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+        {"from": "observation", "value": "42"},
+        {"from": "gpt", "value": "a", "weight": 0},
+    ]
+    row = {"conversations": turns, "tools": '[{"name": "f", "parameters": {}}]', "system": "s"}
+    read = conversation_of(row, "sharegpt", {"system": "system"})
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert read.messages == [
+        {"role": "system", "content": "s"},
+        TURNS[0],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "42"},
+        TURNS[1],
+    ]
+    assert read.tools == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert read.muted == {4}
+
+
+@pytest.mark.parametrize(
+    "calls", [[{"function": {"name": "f", "arguments": '{"x": 1}'}}], '[{"name": "f", "arguments": {"x": 1}}]']
+)
+@pytest.mark.parametrize("key", ["tool_calls", "function_call"])
+def test_calls_beside_no_content(calls, key):
+    (message,) = to_messages({"messages": [{"role": "assistant", "content": None, key: calls}]}, "messages", {})
+    assert message["content"] == ""
+    assert message["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+
+
+def test_columns_that_look_like_data_and_are_not_read():
+    row = {"conversations": [], "system": "s", "Input": "x", "id": 1, "tools": [], "source": "web", "history": None}
+    assert unread_columns(row, "sharegpt", {}) == ["system", "Input"]
+    assert unread_columns(row, "sharegpt", {"system": "system"}) == ["Input"]
+    assert unread_columns({"messages": [], "dialogue": TURNS, "tools": [{}]}, "messages", {"tools": None}) == [
+        "dialogue",
+        "tools",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("<s>Add.<|im_end|>", "<s>Add.<|im_end|>"),
+        ("Add.<|im_end|>\n", "<s>Add.<|im_end|>\n"),
+        ("<s>Add.", "<s>Add.<|im_end|>"),
+    ],
+)
+def test_bos_and_eos_that_stand_already_are_not_doubled(text, whole):
+    renderer = ChatRenderer(make_tokenizer(None, merges=0))
+    document = renderer.render_text(text)
+    assert renderer.tokenizer.decode(document.tokens) == whole
+    assert document.produced.all()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right"),
+    [(r"A: ([^;]*;)", "one;two;"), (r"A: [^;]*", "A: oneA: two"), (r"A: (two)?", "two"), ("x", "")],
+)
+def test_what_the_assistant_wrote_of_a_text_is_said_by_a_pattern(pattern, right):
+    renderer = ChatRenderer(make_tokenizer(None, merges=0))
+    document = renderer.render_text("Q: q A: one; Q: q A: two; Q", pattern)
+    assert renderer.tokenizer.decode(document.tokens[document.produced]) == right
+    assert renderer.render_text("Q: q A: one", "A: (.*)").produced[-1]  # its end, too
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"format": "text", "assistant_pattern": "("}, r"data\.assistant_pattern is '\('; it is no regular expression"),
+        ({"assistant_pattern": "x"}, r"it is for data\.format=text, not messages"),
+        ({"roles": {"x": ""}}, r"data\.roles\.x is ''"),
+        ({"columns": {"messages": None}}, r"data\.columns\.messages is None; it must name a column"),
+    ],
+)
+def test_impossible_sources(values, message):
+    with pytest.raises(UserError, match=message):
+        SourceConfig("x.jsonl", **values).check("data")

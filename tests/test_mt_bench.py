@@ -188,6 +188,9 @@ def test_the_shapes_of_rows(tmp_path):
 
 def test_a_limit_is_spread_over_the_file(tmp_path):
     path = str(write_rows(tmp_path / "q.jsonl", [{"prompt": str(i)} for i in range(10)]))
+    rows = [{"turns": [str(i)]} for i in range(10)]
+    (tmp_path / "q.json").write_text(json.dumps(rows, indent=2))
+    assert read_questions(str(tmp_path / "q.json")) == read_questions(path)
     assert [question.turns for question in read_questions(path, 4)] == [["0"], ["2"], ["5"], ["7"]]
     assert len(read_questions(path, 99)) == 10
 

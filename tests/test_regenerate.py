@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from command_line import call, chats, disk_for, read_jsonl, save_target, write_jsonl
+from command_line import TEMPLATE, call, chats, disk_for, read_jsonl, save_target, write_jsonl
 
 from eagle_train.inference import Engine, SamplingParams
 
@@ -52,7 +52,8 @@ def test_each_turn_is_answered_after_the_targets_own_answers(made, answers):
         assert row["messages"][::2] == users
         for place in range(1, len(row["messages"]), 2):
             output = engine.generate([row["messages"][:place]], SamplingParams(max_tokens=6))[0]
-            assert row["messages"][place] == {"role": "assistant", "content": output.text}
+            text = engine.target.tokenizer.decode(output.token_ids, skip_special_tokens=False)
+            assert row["messages"][place] == {"role": "assistant", "content": text.removesuffix("</s>")}
             assert row["finish_reasons"][place // 2] == output.finish_reason
 
 
@@ -171,13 +172,181 @@ def test_a_server_that_refuses_one_row_goes_on_and_one_that_is_gone_ends_the_run
         return (200, completion("x")) if number < 9 else (500, "gone")
 
     with server(dying) as url:
-        assert run(made, tmp_path / "dying.jsonl", f"server.url={url}", "server.retries=1") == 2
-    assert "the same command goes on from here" in capsys.readouterr().err
+        assert run(made, tmp_path / "dying.jsonl", f"server.url={url}", "server.retries=1", "server.gone_after=9") == 2
+    (told,) = capsys.readouterr().err.splitlines()[-1:]
+    assert f"server.url={url}: 9 rows in succession had no answer (server.gone_after); row " in told
+    assert told.endswith("no answer in 2 tries: the server says 500: gone; the same command goes on from here")
     half = len(read_jsonl(tmp_path / "dying.jsonl"))
     assert 0 < half < 40
+    assert not (tmp_path / "dying.jsonl.left_out").exists()  # for the rows' part nothing is known
     with server(answer) as url:
         assert run(made, tmp_path / "dying.jsonl", f"server.url={url}", "server.retries=1") == 0
     assert [row["row"] for row in read_jsonl(tmp_path / "dying.jsonl")] == list(range(1, 40))
+
+
+def answer_all_but(rows: dict[str, tuple[int, str]], asked: list) -> Callable:
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        content = body["messages"][0]["content"]
+        asked.append(content)
+        return rows.get(content, (200, completion("x")))
+
+    return answer
+
+
+def test_a_row_that_a_server_never_answers_is_given_up_and_told(made, tmp_path, capsys, monkeypatch):
+    """It is tried `server.retries` times more, and asked again only if one wants it."""
+    monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": f"q{i}"}]} for i in range(1, 9)]
+    )
+    given = (f"data.path={path}", "server.retries=3")
+    out, asked = tmp_path / "out.jsonl", []
+    with server(answer_all_but({"q3": (500, "bug"), "q8": (503, "busy")}, asked)) as url:
+        assert run(made, out, f"server.url={url}", *given) == 0
+        printed = capsys.readouterr()
+        assert (
+            "6 rows written, 0 with an answer cut at max_tokens, 2 left out, 2 given up, for the server" in printed.out
+        )
+        assert "row 3: no answer in 4 tries: the server says 500: bug" in printed.err
+        assert asked.count("q3") == asked.count("q8") == 4
+        assert [row["row"] for row in read_jsonl(out)] == [1, 2, 4, 5, 6, 7]
+        assert [row["row"] for row in read_jsonl(tmp_path / "out.jsonl.left_out")] == [3, 8]
+        asked.clear()
+        assert run(made, out, f"server.url={url}", *given) == 0
+        assert asked == []
+    with server(answer_all_but({"q8": (500, "bug")}, asked)) as url:
+        assert run(made, out, f"server.url={url}", "retry_left_out=true", *given) == 0
+    assert set(asked) == {"q3", "q8"}
+    rows = read_jsonl(out)
+    assert [row["row"] for row in rows] == [1, 2, 4, 5, 6, 7, 3]
+    assert rows[-1]["messages"][0]["content"] == "q3"
+    asked.clear()
+    with server(answer_all_but({}, asked)) as url:
+        assert run(made, out, f"server.url={url}", "retry_left_out=true", *given) == 0
+    assert asked == ["q8"]
+
+
+def test_where_no_row_is_answered_the_run_fails_and_leaves_nothing(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
+    for status, told in ((500, "no answer in 2 tries: the server says 500: no"), (400, "the server says 400: no")):
+        with server(lambda *_, status=status: (status, "no")) as url:
+            assert (
+                run(made, tmp_path / "out.jsonl", f"server.url={url}", "server.retries=1", "server.gone_after=99") == 2
+            )
+        assert f"error: no row was answered, 40 left out; the first: row 1: {told}" in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_takes_too_long_or_is_not_there_is_told_in_our_words(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
+    waiting = threading.Event()
+
+    def slow(body: dict, number: int) -> tuple[int, dict | str]:
+        if body["messages"][0]["content"] == "slow":
+            waiting.wait(20)
+        return 200, completion("x")
+
+    rows = [{"messages": [{"role": "user", "content": content}]} for content in ("a", "slow", "b")]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with server(slow) as url:
+        given = (f"server.url={url}", f"data.path={path}", "server.retries=1", "server.timeout_s=0.5")
+        assert run(made, tmp_path / "out.jsonl", *given) == 0
+        waiting.set()
+    assert [row["row"] for row in read_jsonl(tmp_path / "out.jsonl")] == [1, 3]
+    told = "row 2: no answer in 2 tries: it takes longer than server.timeout_s=0.5"
+    assert told in (tmp_path / "out.jsonl.left_out").read_text() or told in capsys.readouterr().err
+    assert run(made, tmp_path / "other.jsonl", f"server.url={url}", "server.retries=0") == 2
+    assert f"it cannot be reached at server.url={url}; the same command goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_wrong_key_or_model_ends_the_run_at_once(made, tmp_path, capsys, status):
+    asked = []
+    with server(lambda body, number: (asked.append(0) or status, "no")) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}") == 2
+    assert (
+        capsys.readouterr().err.splitlines()[-1].startswith(f"error: server.url={url}: {status}: no; the same command")
+    )
+    assert len(asked) <= 18  # what was sent ahead of the first answer
+
+
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "default": None}}}]
+
+
+def test_calls_reasoning_and_null_contents_are_kept_and_tools_are_sent(made, tmp_path):
+    """After a call comes its result, which nobody has: the conversation ends with it."""
+    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant", "user")]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns, "tools": TOOLS}])
+    asked = []
+
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        asked.append(body)
+        message = {"role": "assistant", "content": "x", "reasoning": "so", "refusal": None}
+        if number == 2:
+            message = {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{**CALLS[0], "index": 0}],
+                "reasoning": None,
+            }
+        return 200, {"choices": [{"message": message, "finish_reason": "tool_calls" if number == 2 else "stop"}]}
+
+    with server(answer) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", f"data.path={path}") == 0
+    (row,) = read_jsonl(tmp_path / "out.jsonl")
+    assert row == {
+        "row": 1,
+        "messages": [
+            turns[0],
+            {"role": "assistant", "content": "x", "reasoning_content": "so"},
+            turns[2],
+            {"role": "assistant", "content": None, "tool_calls": CALLS},
+        ],
+        "tools": TOOLS,
+        "finish_reasons": ["stop", "tool_calls"],
+    }
+    assert [body["tools"] for body in asked] == [TOOLS] * 2
+    # by the name that the server has for it
+    assert asked[1]["messages"] == [turns[0], {"role": "assistant", "content": "x", "reasoning": "so"}, turns[2]]
+
+
+def test_an_answer_that_was_cut_before_it_had_any_text_is_left_out(made, tmp_path, capsys):
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        cut = {"role": "assistant", "content": None, "reasoning_content": "so and"}
+        message = cut if body["messages"][-1]["content"] == "last" else {"role": "assistant", "content": "x"}
+        return 200, {"choices": [{"message": message, "finish_reason": "length"}]}
+
+    with server(answer) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}") == 0
+    printed = capsys.readouterr()
+    assert "39 rows written, 39 with an answer cut at max_tokens, 1 left out" in printed.out
+    assert "row 40: its answer was cut at max_tokens=6 before it had any text" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ('{"role": "user", "content": "x", "n": NaN}', "it holds a number that JSON has not"),
+        ('{"role": "user", "content": "\\ud800"}', "it holds half of a surrogate pair"),
+    ],
+)
+def test_what_is_written_is_json(made, tmp_path, capsys, message, told):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"messages": [{message}]}}\n{{"messages": [{{"role": "user", "content": "a"}}]}}\n')
+    given = (f"data.path={path}", "data.malformed=skip")
+
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        return 200, completion("b\u2028\n")
+
+    with server(answer) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", *given) == 0
+    assert f"row 1: {path}:1: {told}" in capsys.readouterr().err
+    (line,) = (tmp_path / "out.jsonl").read_bytes().splitlines()
+    assert json.loads(line, parse_constant=pytest.fail)["messages"][1]["content"] == "b\u2028\n"
+    with server(lambda *_: (200, completion("\ud800"))) as url:
+        assert run(made, tmp_path / "half.jsonl", f"server.url={url}", *given) == 2
+    assert "no row was answered, 2 left out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -207,6 +376,27 @@ def test_what_the_target_thought_is_kept_by_either_name(made, tmp_path, name):
     assert row["messages"][1] == {"role": "assistant", "content": "x", "reasoning_content": "so"}
 
 
+def test_what_the_template_does_not_render_back_is_left_out_by_the_engine(made, tmp_path, capsys):
+    """One that renders another text than the target wrote, beside one that does."""
+    save_target(tmp_path / "target", TEMPLATE.replace("m['content'] + ';'", "m['content'] | upper + ';'"))
+    assert run(made, tmp_path / "out.jsonl", f"target={tmp_path / 'target'}") == 2
+    told = capsys.readouterr().err
+    assert "no row was answered, 40 left out; the first: row 1: the answer was cut within" in told
+    assert "the chat template does not render the answer back: " in told
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_stale_note_is_nobodys_run(made, tmp_path, answers):
+    """OUT was taken away: its rows are made anew, with other settings perhaps."""
+    out = tmp_path / "out.jsonl"
+    assert run(made, out, "limit=2") == 0
+    (tmp_path / "out.jsonl.left_out").write_text('{"row": 39, "reason": "x"}\n')
+    out.unlink()
+    assert run(made, out, "limit=2", "max_tokens=5") == 0
+    assert [row["row"] for row in read_jsonl(out)] == [1, 2]
+    assert not (tmp_path / "out.jsonl.left_out").exists()
+
+
 def test_notes_take_nobodys_file(made, tmp_path):
     """Rows may be read from a .json of the answers' name."""
     rows = (made / "chats.jsonl").read_text()
@@ -220,6 +410,7 @@ def test_notes_take_nobodys_file(made, tmp_path):
     ("overrides", "message"),
     [
         (["limit=0"], "limit=0: must be at least 1"),
+        (["server.gone_after=0"], "server.gone_after=0: must be at least 1"),
         (["batch_size=0"], "batch_size=0"),
         (["data=text", "data.path=x.jsonl"], "data.format=text: it has no prompts"),
         (["data.path=null", "data.mix={a: {path: b.jsonl}}"], "data.mix: the answers of one data set"),

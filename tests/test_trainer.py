@@ -16,7 +16,7 @@ from test_unroll import PASSES, chains
 from tiny import random_tokens, tiny_draft, tiny_model, tiny_target, tiny_tokenizer
 
 from eagle_train.config import UserError
-from eagle_train.corpus.chat import ChatRenderer
+from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Batch, PackedRow, Stream, collate, heldout_batches
 from eagle_train.distributed import ALONE, World

@@ -1,23 +1,15 @@
-"""A conversation as tokens, with a mask of those that the assistant produced. DESIGN section 3.1.
+"""Rows of the user's data as conversations: roles, tool calls, tools and weights, whatever format they came in.
 
-Knows nothing of files, packing or training: a row comes in, a document goes out.
+Knows nothing of files, templates or tokens.
 """
 
-import copy
+import json
 import re
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-import torch
-from jinja2 import TemplateError
-from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
-
-from eagle_train.config import SURROGATE, UserError, check, one_line
+from eagle_train.config import UserError, check, shown
 
 # What each format reads: the keys of `data.columns`, each naming a column of the row.
 FORMATS = {
@@ -26,44 +18,71 @@ FORMATS = {
     "prompt_response": ("prompt", "response"),
     "text": ("text",),
 }
-SUPERVISE = ("assistant", "all")
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+# What conversations of any format may have in columns of their own. `system` is read where it is mapped, `tools` also
+# where it is not: a call makes no sense without them.
+BESIDE = ("system", "tools")
+SUPERVISE = ("assistant", "last", "all")
+CALL = "function_call"  # the role of a turn whose content is a call, or a list of calls, in JSON
+# Who speaks, in lower case, and the role that chat templates know.
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "ipython": "tool",
+    CALL: CALL,
+    "tool_call": CALL,
+}
+REASONING = ("reasoning_content", "reasoning", "thinking")  # the names that templates and servers have for it
+# What a ShareGPT turn may have beside its speaker and its text.
+EXTRAS = ("weight", "name", "tool_calls", "tool_call_id", *REASONING)
 
 Message = dict[str, Any]
-Span = tuple[int, int]  # characters [start, end) of a rendered text
-
-# transformers keeps a template, and in it the spans of the rendering under way, for all threads of the process.
-RENDERING = threading.Lock()
 
 
-def check_text(text: str) -> None:
-    """Raise UserError for what no token can be made of."""
-    check(SURROGATE.search(text) is None, "the text holds half of a surrogate pair")
+@dataclass(frozen=True)
+class Conversation:
+    """Messages of known roles. `tools`: OpenAI function schemas, or None. `muted`: numbers of the assistant's messages
+    that are not to be learnt (OpenAI's weight 0)."""
+
+    messages: list[Message]
+    tools: list[dict] | None = None
+    muted: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, eq=False)
-class Document:
-    """tokens int64 [n], and produced bool [n]: True where the assistant produced the token."""
-
-    tokens: torch.Tensor
-    produced: torch.Tensor
-
-
-def render_row(row: Mapping, data_format: str, columns: Mapping[str, str], renderer: "ChatRenderer") -> Document:
-    """A row of the data as a Document. Raises UserError, without the row's place, if the row is not of this format."""
-    if data_format != "text":
-        return renderer(to_messages(row, data_format, columns))
-    text = column(row, "text", columns)
-    check(isinstance(text, str), f"the text must be a string, not {type(text).__name__}")
-    return renderer.render_text(text)
+def conversation_of(
+    row: Mapping, data_format: str, columns: Mapping[str, str | None], roles: Mapping[str, str] = ROLES
+) -> Conversation:
+    """A row of any format but text. Raises UserError as `to_messages` does, and for tools and weights that are none."""
+    messages = to_messages(row, data_format, columns, roles)
+    muted = [number for number, message in enumerate(messages) if weight_of(message) == 0]
+    messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+    return Conversation(messages, tools_of(row, columns), frozenset(muted))
 
 
-def to_messages(row: Mapping, data_format: str, columns: Mapping[str, str]) -> list[Message]:
-    """A row of the formats messages, sharegpt or prompt_response as messages of string role and content.
+def to_messages(
+    row: Mapping, data_format: str, columns: Mapping[str, str | None], roles: Mapping[str, str] = ROLES
+) -> list[Message]:
+    """A row of the formats messages, sharegpt or prompt_response as messages of a known role and text content.
 
-    `columns` maps the format's keys (`FORMATS`) to the row's columns; a key left out is its own column's name. Other
-    fields of a message (reasoning_content, say) are kept for the template, unless they are None. Raises UserError,
-    without the row's place, for a row without turns and for roles and contents that are not text.
+    `columns` maps the format's keys (`FORMATS`, `BESIDE`) to the row's columns; a key left out is its own column's
+    name. `roles`: see `ROLES`; keys are in lower case. Other fields of a message (reasoning_content, say) are kept for
+    the template, unless they are None; calls are OpenAI's `tool_calls`, their arguments mappings where they are JSON
+    objects. Raises UserError, without the row's place, for a row without turns and for roles, contents and calls that
+    are none.
     """
     if data_format == "messages":
         turns = column(row, "messages", columns)
@@ -75,10 +94,10 @@ def to_messages(row: Mapping, data_format: str, columns: Mapping[str, str]) -> l
         turns = [*as_turns(prompt), {"role": "assistant", "content": response}]
     check(isinstance(turns, list), f"the turns must be a list, not {type(turns).__name__}")
     check(len(turns) > 0, "the row has no turns")
-    return [validated(turn) for turn in turns]
+    return [*system_of(row, columns, turns), *(validated(turn, roles) for turn in turns)]
 
 
-def column(row: Mapping, key: str, columns: Mapping[str, str]) -> Any:
+def column(row: Mapping, key: str, columns: Mapping[str, str | None]) -> Any:
     """The row's value for a key of the format. Raises UserError if the row has no such column."""
     name = columns.get(key, key)
     check(name in row, f"no column {name!r}; the row has {', '.join(row) or 'none'}: set data.columns.{key}")
@@ -91,138 +110,161 @@ def as_turns(prompt: Any) -> list:
 
 
 def from_sharegpt(turns: Any) -> list[Message]:
-    """ShareGPT's {"from", "value"} turns as messages. Raises UserError for a speaker that has no role."""
+    """ShareGPT's {"from", "value"} turns as messages, whose roles are the speakers' names."""
     check(isinstance(turns, list), f"the turns must be a list, not {type(turns).__name__}")
+    told = []
     for turn in turns:
-        speaker = turn.get("from") if isinstance(turn, dict) else None
-        check(speaker in SHAREGPT_ROLES, f"a turn's 'from' must be one of {', '.join(SHAREGPT_ROLES)}, not {speaker!r}")
-    return [{"role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")} for turn in turns]
+        known = isinstance(turn, dict) and ("from" in turn or "role" in turn)
+        check(known, f"a turn must be an object with 'from' and 'value', not {shown(turn)}")
+        extras = {key: turn[key] for key in EXTRAS if key in turn}
+        content = turn.get("value", turn.get("content"))
+        told.append({"role": turn.get("from", turn.get("role")), "content": content, **extras})
+    return told
 
 
-def validated(turn: Any) -> Message:
-    """A message with its text parts joined. Raises UserError unless role and content are text."""
+def system_of(row: Mapping, columns: Mapping[str, str | None], turns: list) -> list[Message]:
+    """The system message of a column of its own, if `data.columns.system` names one that is not empty."""
+    if not columns.get("system"):
+        return []
+    content = column(row, "system", columns)
+    if content is None or content == "":
+        return []
+    check(isinstance(content, str), f"the system column must be text, not {type(content).__name__}")
+    first = turns[0].get("role") if isinstance(turns[0], dict) else None
+    check(first != "system", f"the row has a system message and a column {columns['system']!r}: leave one out")
+    return [{"role": "system", "content": content}]
+
+
+def validated(turn: Any, roles: Mapping[str, str] = ROLES) -> Message:
+    """A message with its role mapped, its text parts joined and its calls in OpenAI's form. Raises UserError."""
     check(isinstance(turn, dict), f"a turn must be an object with role and content, not {type(turn).__name__}")
-    role, content = turn.get("role"), turn.get("content")
+    kept = {key: value for key, value in turn.items() if value is not None}
+    role, content = role_of(kept.get("role"), roles), kept.get("content")
+    if role == CALL:
+        return {**kept, "role": "assistant", "content": "", "tool_calls": calls_of(content)}
+    calls = kept.pop("function_call", None) or kept.pop("tool_calls", None)
+    if calls and role == "assistant":
+        kept["tool_calls"] = calls_of(calls)
+        content = "" if content is None else content
     if isinstance(content, list) and all(is_text_part(part) for part in content):
         content = "".join(part["text"] for part in content)
-    check(isinstance(role, str), f"a turn's role must be a string, not {role!r}")
     check(isinstance(content, str), f"the content of a turn of {role} must be text, not {type(content).__name__}")
-    kept = {key: value for key, value in turn.items() if value is not None}
-    return {**kept, "content": content}
+    return {**kept, "role": role, "content": content}
+
+
+def role_of(speaker: Any, roles: Mapping[str, str]) -> str:
+    check(isinstance(speaker, str), f"a turn's role must be a string, not {speaker!r}")
+    known = roles.get(speaker.strip().lower())
+    check(
+        known is not None,
+        f"a turn's role must be one of {', '.join(roles)}, not {speaker!r}; 'data.roles={{{speaker}: user}}' maps it",
+    )
+    return known
 
 
 def is_text_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-class ChatRenderer:
-    """Renders conversations through the tokenizer's chat template; `supervise` says whose tokens count as produced.
-
-    Raises UserError for a tokenizer that cannot tell which characters a token came from.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, supervise: str = "assistant"):
-        check(supervise in SUPERVISE, f"data.supervise is {supervise!r}; it must be one of {', '.join(SUPERVISE)}")
-        check(
-            tokenizer.is_fast,
-            f"the target's tokenizer, {type(tokenizer).__name__}, gives no offsets: it needs a tokenizer.json",
-        )
-        self.tokenizer = with_whole_offsets(tokenizer)
-        self.supervise = supervise
-
-    def __call__(self, messages: list[Message]) -> Document:
-        """The conversation as the target sees it. Raises UserError where the template refuses it, gives no reliable
-        mask (`turn_by_turn`), or masks everything that its assistant says."""
-        if self.supervise == "all":
-            return self.encode(self.render(messages)[0])
-        text, spans = self.marked(messages) if self.has_markers else self.turn_by_turn(messages)
-        document = self.encode(text, spans)
-        speaks = any(message["role"] == "assistant" and message["content"] for message in messages)
-        if speaks and not document.produced.any():
-            raise UserError(
-                "the chat template masks everything that the assistant says: put {% generation %} around it, or set "
-                f"data.supervise=all; the rendered text begins {text[:160]!r}"
-            )
-        return document
-
-    def render_text(self, text: str) -> Document:
-        """Plain text between the tokenizer's BOS and EOS, where it has them; every token counts as produced."""
-        check_text(text)
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        tokens = [token for token in (bos, *tokens, eos) if token is not None]
-        return Document(torch.tensor(tokens, dtype=torch.int64), torch.ones(len(tokens), dtype=torch.bool))
-
-    @cached_property
-    def template(self) -> str:
-        check(
-            self.tokenizer.chat_template is not None,
-            "the target's tokenizer has no chat template: add chat_template.jinja beside it, or use data.format=text",
-        )
-        return self.tokenizer.get_chat_template()
-
-    @cached_property
-    def has_markers(self) -> bool:
-        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.template) is not None
-
-    def render(self, messages: list[Message], **options: bool) -> tuple[str, list[Span]]:
-        """The rendered text and, with return_assistant_tokens_mask, the spans between generation markers."""
-        variables = {**self.tokenizer.special_tokens_map, **options}
-        try:
-            with RENDERING:
-                texts, spans = render_jinja_template([messages], chat_template=self.template, **variables)
-        except TemplateError as error:
-            raise UserError(f"the chat template refuses the conversation: {one_line(error)}") from error
-        return texts[0], spans[0] if spans else []
-
-    def marked(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        """The rendered text and the assistant's spans, by the template's own generation markers."""
-        return self.render(messages, return_assistant_tokens_mask=True)
-
-    def turn_by_turn(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        """The rendered text and the assistant's spans: what each of its turns adds to the prompt before it.
-
-        Raises UserError where a longer conversation's text does not begin with the shorter one's, as with templates
-        that strip reasoning from earlier turns: what a turn adds is then unknown.
-        """
-        text, spans = self.render(messages)[0], []
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                prompt = self.render(messages[:i], add_generation_prompt=True)[0]
-                answered = self.render(messages[: i + 1])[0]
-                check(
-                    answered.startswith(prompt) and text.startswith(answered),
-                    f"the chat template renders turn {i + 1} differently alone and within the conversation, so what "
-                    "the assistant produced is unknown: use a template with {% generation %} markers, or "
-                    "data.supervise=all",
-                )
-                spans.append((len(prompt), self.end_of_turn(answered, len(prompt))))
-        return text, spans
-
-    def end_of_turn(self, text: str, start: int) -> int:
-        """Where the assistant stops: after its end token. What a template adds to it (ChatML a newline) is not its."""
-        eos = self.tokenizer.eos_token
-        at = text.rfind(eos, start) if eos else -1
-        return len(text) if at < 0 else at + len(eos)
-
-    def encode(self, text: str, spans: list[Span] | None = None) -> Document:
-        """Tokens of the text; produced are those that hold a character of a span, or all without spans."""
-        check_text(text)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        tokens = torch.tensor(encoded["input_ids"], dtype=torch.int64)
-        if spans is None:
-            return Document(tokens, torch.ones_like(tokens, dtype=torch.bool))
-        starts, ends = torch.tensor(encoded["offset_mapping"], dtype=torch.int64).reshape(-1, 2).unbind(1)
-        produced = torch.zeros_like(tokens, dtype=torch.bool)
-        for start, end in spans:
-            if start < end:
-                produced |= (starts < end) & (ends > start)
-        return Document(tokens, produced)
+def calls_of(value: Any) -> list[dict]:
+    """A call or a list of calls, as they are or in JSON, in OpenAI's form. Raises UserError for what is none."""
+    value = parsed(value, "a tool call")
+    calls = value if isinstance(value, list) else [value]
+    check(len(calls) > 0, "a turn of calls has none")
+    return [call_of(parsed(call, "a tool call")) for call in calls]
 
 
-def with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy whose offsets are exact. Byte-level post-processors trim spaces from them, so that the space an answer
-    begins with would belong to no token; special tokens, their other use, are the chat template's here."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
-    return tokenizer
+def call_of(call: Any) -> dict:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    check(isinstance(name, str) and name != "", f"a tool call must have a name and arguments, not {shown(call)}")
+    beside = {key: value for key, value in call.items() if key in ("id", "index") and value is not None}
+    arguments = function.get("arguments", function.get("parameters"))
+    return {**beside, "type": "function", "function": {"name": name, "arguments": arguments_of(arguments)}}
+
+
+def arguments_of(arguments: Any) -> Any:
+    """A call's arguments as a mapping; text that is no JSON object, which a model may have written, as it is."""
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, str):
+        check(isinstance(arguments, dict), f"a tool call's arguments must be an object, not {shown(arguments)}")
+        return arguments
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def parsed(value: Any, what: str) -> Any:
+    """A value, or what its JSON says. Raises UserError for text that is no JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise UserError(f"{what} must be JSON, not {shown(value)}") from error
+
+
+# Columns by whose names one would expect them to be part of the conversation.
+TELLING = re.compile(
+    "system|system_prompt|tools|functions|inputs?|instructions?|outputs?|responses?|completion|prompt|query|question"
+    "|answer|history|context|documents|messages|conversations?|dialog|text|reasoning|reasoning_content|thinking|chosen"
+    "|rejected|images?|videos?|audios?|tool_calls|weight",
+    re.IGNORECASE,
+)
+
+
+def unread_columns(row: Mapping, data_format: str, columns: Mapping[str, str | None]) -> list[str]:
+    """The row's columns that look like data, are not empty and are not read."""
+    keys = FORMATS[data_format] if data_format == "text" else (*FORMATS[data_format], "tools")
+    read = {columns.get(key, key) for key in keys} | {columns.get("system")}
+    others = {name: value for name, value in row.items() if name not in read and value not in (None, "", [], {})}
+    return [name for name, value in others.items() if TELLING.fullmatch(str(name)) or looks_like_turns(value)]
+
+
+def looks_like_turns(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and ({"role", "content"} <= first.keys() or {"from", "value"} <= first.keys())
+
+
+def tools_of(row: Mapping, columns: Mapping[str, str | None]) -> list[dict] | None:
+    """The row's tools as OpenAI function schemas, None without any. Raises UserError for what is no such schema."""
+    name = columns.get("tools", "tools")
+    value = row.get(name) if name else None
+    if value is None or value in ("", [], {}):
+        return None
+    field = f"the column {name!r}"
+    value = parsed(value, field)
+    return [tool_of(parsed(tool, field), field) for tool in (value if isinstance(value, list) else [value])] or None
+
+
+def tool_of(tool: Any, field: str) -> dict:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    check(
+        named, f"{field} must hold function schemas, not {shown(tool)}; data.columns.tools=null leaves the column out"
+    )
+    return tool if "function" in tool else {"type": "function", "function": tool}
+
+
+def weight_of(message: Message) -> int:
+    """OpenAI's weight of a message, 1 unless said. Raises UserError for one that is neither 0 nor 1."""
+    weight = message.get("weight", 1)
+    check(weight in (0, 1), f"a turn's weight must be 0 or 1, not {weight!r}")
+    return int(weight)
+
+
+def reasoning_of(message: Message) -> str:
+    """What the assistant thought before a message, under whatever name; empty if there is none."""
+    return next((message[key] for key in REASONING if isinstance(message.get(key), str) and message[key]), "")
+
+
+def content_of(message: Message) -> str:
+    """A message's text; empty where it has none beside its calls."""
+    return message["content"] or ""
+
+
+def is_answer(message: Message) -> bool:
+    return message["role"] == "assistant"

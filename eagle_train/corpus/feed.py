@@ -23,19 +23,12 @@ import numpy as np
 import torch
 
 from eagle_train.config import UserError, one_line
-from eagle_train.corpus.chat import ChatRenderer, Document, render_row
-from eagle_train.corpus.source import (
-    CAN_SKIP,
-    DataConfig,
-    JsonLines,
-    Mark,
-    PlacedRow,
-    Source,
-    SourceConfig,
-    behind_place,
-    open_source,
-    parse,
-)
+from eagle_train.corpus.json_files import JsonFiles, Mark
+from eagle_train.corpus.render import ChatRenderer, render_row
+from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, behind_place, parse
+from eagle_train.corpus.source import DataConfig, Source, SourceConfig, open_source
+from eagle_train.corpus.template import TemplateFault
+from eagle_train.corpus.tokens import Document
 from eagle_train.distributed import STOP, CommonError, World
 
 BLOCK = 1024  # draws whose data sets are chosen together
@@ -46,8 +39,12 @@ class MalformedRow(CommonError):
     """What is wrong with a row, by its place."""
 
 
-Rendered = tuple[np.ndarray, np.ndarray] | MalformedRow
-"""A document as it travels: tokens int32 [n], produced bool [n]."""
+class BrokenTemplate(CommonError):
+    """What is wrong with the chat template, whatever the row."""
+
+
+Rendered = list[tuple[np.ndarray, np.ndarray]] | MalformedRow | BrokenTemplate
+"""A row's documents as they travel: of each, tokens int32 [n], produced bool [n]."""
 
 
 @dataclass
@@ -105,29 +102,34 @@ def choices(config: DataConfig, drawn: int) -> Iterator[str]:
 
 
 def render(placed: PlacedRow, config: SourceConfig, renderer: ChatRenderer) -> Rendered:
-    """A row's document, or what is wrong with the row, for when its turn comes."""
+    """A row's documents, or what is wrong with the row or the template, for when its turn comes."""
     place = placed[0]
     try:
-        document = render_row(parse(*placed), config.format, config.columns, renderer)
+        documents = render_row(parse(*placed), config, renderer)
+    except TemplateFault as fault:
+        return BrokenTemplate(str(fault))
     except UserError as error:
         return MalformedRow(behind_place(place, error))
     except Exception as error:  # a template or a tokenizer raises what it likes, and on the one rank that has the row
         return MalformedRow(f"{place}: cannot be rendered: {type(error).__name__}: {one_line(error)}")
-    return document.tokens.numpy().astype(np.int32), document.produced.numpy()
+    return [(document.tokens.numpy().astype(np.int32), document.produced.numpy()) for document in documents]
 
 
-def received(rendered: Rendered, config: DataConfig) -> Document | MalformedRow:
-    """The document that travelled. Raises the MalformedRow in its place, unless the config wants such rows skipped."""
+def received(rendered: Rendered, config: DataConfig) -> list[Document] | MalformedRow:
+    """The documents that travelled. Raises the MalformedRow in their place, unless the config wants such rows skipped,
+    and a BrokenTemplate in any case."""
+    if isinstance(rendered, BrokenTemplate):
+        raise rendered
     if isinstance(rendered, MalformedRow):
         if config.malformed == "refuse":
             raise MalformedRow(f"{rendered}; {CAN_SKIP}")
         return rendered
-    tokens, produced = map(torch.from_numpy, rendered)
-    return Document(tokens.long(), produced)
+    pairs = (map(torch.from_numpy, pair) for pair in rendered)
+    return [Document(tokens.long(), produced) for tokens, produced in pairs]
 
 
 class Feed:
-    """Every document of the data in its drawn order, without end, from any position."""
+    """Every row's documents of the data in their drawn order, without end, from any position."""
 
     def __init__(self, config: DataConfig, renderer: ChatRenderer, world: World):
         self.config, self.renderer, self.world = config, renderer, world
@@ -141,10 +143,10 @@ class Feed:
         return Position(0, {name: [0, 0] for name in self.sources})
 
     def marks(self, position: Position) -> dict[str, Mark]:
-        """Where the windows of `position` begin in files of lines, so that `remember` lets another feed go there."""
+        """Where the windows of `position` begin in JSON files, so that `remember` lets another feed go there."""
         size = max(1, self.config.shuffle_window)
-        lines = {name: source for name, source in self.sources.items() if isinstance(source, JsonLines)}
-        return {name: source.mark(position.sources[name][1] // size * size) for name, source in lines.items()}
+        files = {name: source for name, source in self.sources.items() if isinstance(source, JsonFiles)}
+        return {name: source.mark(position.sources[name][1] // size * size) for name, source in files.items()}
 
     def remember(self, marks: dict[str, Mark]) -> None:
         for name, mark in marks.items():
@@ -155,7 +157,7 @@ class Feed:
         rows = {name: epochs(self.sources[name], self.config, name, *at) for name, at in position.sources.items()}
         return (next(rows[name]) for name in choices(self.config, position.drawn))
 
-    def documents(self, position: Position) -> Iterator[tuple[Drawn, Document | MalformedRow]]:
+    def documents(self, position: Position) -> Iterator[tuple[Drawn, list[Document] | MalformedRow]]:
         """Rows with their documents from `position` on, for ever; the same on every rank. Raises as `received` does,
         when the row's turn comes."""
         draws, size = self.draws(position), self.world.size

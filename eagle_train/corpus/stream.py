@@ -16,16 +16,18 @@ from typing import Any
 import torch
 
 from eagle_train.config import check
-from eagle_train.corpus.chat import ChatRenderer, Document
 from eagle_train.corpus.feed import Drawn, Feed, MalformedRow, Position, received, render
+from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import MIN_TOKENS, DataConfig, open_source
+from eagle_train.corpus.tokens import Document
 from eagle_train.distributed import ALONE, CommonError, World
 
 OPEN_ROWS = 16  # rows that wait for a document that fits; more waste less padding and hold more in the state
-COUNTED = 20_000  # documents in which a draft's vocabulary is counted
-COUNTS = ("documents", "tokens", "padding", "split", "dropped", "skipped", "malformed")
+COUNTED = 20_000  # rows in which a draft's vocabulary is counted
+COUNTS = ("rows", "divided", "documents", "tokens", "padding", "split", "dropped", "mute", "skipped", "malformed")
 FEW_MALFORMED, MOST_MALFORMED = 100, 0.1  # rows, and the share of rows beyond which the config must be wrong
 TOLD = 10  # malformed rows that are told of
+MANY = 20  # documents after which it tells something that most are mute
 
 
 TENSORS = ("tokens", "positions", "supervised")  # of a batch
@@ -74,9 +76,10 @@ class PackedRow:
 class Packer:
     """Documents in, full packed rows out; counts what it does.
 
-    counts: documents that came; tokens and padding of the rows that went out; documents split and dropped for their
-    length; documents, and pieces of split ones, skipped because they have no supervised slot; malformed rows, which
-    are no documents.
+    counts: rows of the data that came, those divided into a document for each turn, and documents; tokens and padding
+    of the rows that went out; documents split and dropped for their length; mute documents, in which nothing is
+    produced; documents, and pieces of split ones, skipped because they have no supervised slot, the mute ones among
+    them; malformed rows, which are none of these.
     """
 
     def __init__(self, config: DataConfig):
@@ -84,17 +87,21 @@ class Packer:
         self.open: list[PackedRow] = []
         self.counts = dict.fromkeys(COUNTS, 0)
 
-    def add(self, document: Document | MalformedRow) -> list[PackedRow]:
-        """Pack a document; returns the packed rows that this fills. Raises CommonError where too many are malformed."""
-        if isinstance(document, MalformedRow):
+    def add(self, documents: list[Document] | MalformedRow) -> list[PackedRow]:
+        """Pack a row's documents; returns the packed rows that this fills. Raises CommonError where too many are
+        malformed."""
+        if isinstance(documents, MalformedRow):
             self.counts["malformed"] += 1
-            malformed, rows = self.counts["malformed"], self.counts["malformed"] + self.counts["documents"]
+            malformed, rows = self.counts["malformed"], self.counts["malformed"] + self.counts["rows"]
             most = max(FEW_MALFORMED, MOST_MALFORMED * rows)
             if malformed > most:
-                raise CommonError(f"data.malformed=skip: {malformed} of {rows} rows are malformed, as {document}")
+                raise CommonError(f"data.malformed=skip: {malformed} of {rows} rows are malformed, as {documents}")
             return []
-        self.counts["documents"] += 1
-        return [full for piece in self.pieces(document) for full in self.pack(piece)]
+        self.counts["rows"] += 1
+        self.counts["divided"] += len(documents) > 1
+        self.counts["documents"] += len(documents)
+        self.counts["mute"] += sum(not document.produced.any() for document in documents)
+        return [full for document in documents for piece in self.pieces(document) for full in self.pack(piece)]
 
     def pieces(self, document: Document) -> list[Document]:
         """The document, or what is left of one that is longer than a row: its pieces or nothing."""
@@ -173,6 +180,7 @@ class Stream:
         self.packer = Packer(config)
         self.micro_batch_rows = micro_batch_rows
         self.ready: list[PackedRow] = []
+        self.told_of_mute = False
         self.position = self.feed.start()
         self.documents = self.feed.documents(copy.deepcopy(self.position))
 
@@ -193,13 +201,31 @@ class Stream:
     def draw(self, number: int) -> list[PackedRow]:
         """The job's next packed rows."""
         while len(self.ready) < number:
-            drawn, document = next(self.documents)
+            drawn, documents = next(self.documents)
             self.pass_by(drawn)
-            self.ready += self.packer.add(document)
-            if isinstance(document, MalformedRow) and self.world.is_main and self.counts["malformed"] <= TOLD:
-                warnings.warn(f"left out: {document}", stacklevel=1)
+            self.ready += self.packer.add(documents)
+            if isinstance(documents, MalformedRow) and self.world.is_main and self.counts["malformed"] <= TOLD:
+                warnings.warn(f"left out: {documents}", stacklevel=1)
+            if self.world.is_main:
+                self.warn_of_mute()
         rows, self.ready = self.ready[:number], self.ready[number:]
         return rows
+
+    def warn_of_mute(self) -> None:
+        """Tell once where most documents have nothing to learn: their speakers may have other names."""
+        if self.trouble and not self.told_of_mute:
+            self.told_of_mute = True
+            warnings.warn(self.trouble, stacklevel=1)
+
+    @property
+    def trouble(self) -> str | None:
+        """What is wrong with the data so far, if most documents are mute."""
+        mute, documents = self.counts["mute"], self.counts["documents"]
+        if documents < MANY or mute <= documents / 2:
+            return None
+        return (
+            f"data.path is {self.config.path}; in {mute} of {documents} documents the assistant says nothing: skipped"
+        )
 
     def pass_by(self, drawn: Drawn) -> None:
         """Note where the stream stands. Raises UserError where a whole epoch had nothing to learn from."""
@@ -211,16 +237,17 @@ class Stream:
     def frequent_tokens(self, number: int) -> list[int]:
         """The tokens that the data's first documents produce most often, ascending: the same on every rank.
 
-        Looks at COUNTED documents at most, in the order in which they will be drawn, and leaves the stream as it is.
+        Looks at COUNTED rows at most, in the order in which they will be drawn, and leaves the stream as it is.
         Lower ids come first among equals.
         """
         counts: Counter[int] = Counter()
-        for drawn, document in islice(self.feed.documents(self.feed.start()), COUNTED):
+        for drawn, documents in islice(self.feed.documents(self.feed.start()), COUNTED):
             if drawn.epoch > 0:
                 break
-            if isinstance(document, MalformedRow):
+            if isinstance(documents, MalformedRow):
                 continue
-            counts.update(document.tokens[document.produced].tolist())
+            for document in documents:
+                counts.update(document.tokens[document.produced].tolist())
         # Tokens that were not seen fill the rest.
         ranked = sorted(counts, key=lambda token: (-counts[token], token))[:number]
         unseen = (token for token in count() if token not in counts)
@@ -266,7 +293,10 @@ class Stream:
         values = asdict(self.config)
         for key in ("heldout", "workers", "prefetch", "malformed"):
             del values[key]
-        return {**values, "path (names and sizes of the files)": self.feed.identity()}
+        renderer = self.feed.renderer
+        values["date"] = renderer.template.date if renderer.reads_clock else None
+        files, template = self.feed.identity(), renderer.identity()
+        return {**values, "path (names and sizes of the files)": files, "path (the chat template)": template}
 
 
 def heldout_batches(config: DataConfig, renderer: ChatRenderer, rows: int, number: int) -> list[Batch]:

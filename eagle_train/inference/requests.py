@@ -8,12 +8,12 @@ from collections.abc import Sequence as Listing
 from dataclasses import replace
 from functools import cached_property
 
-from jinja2 import TemplateError
-
-from eagle_train.config import UserError, check, one_line
+from eagle_train.config import UserError, check
+from eagle_train.corpus.template import ChatTemplate
 from eagle_train.inference.detokenizer import Detokenizer, Texts
 from eagle_train.inference.guided import Guide, Matcher
 from eagle_train.inference.sequence import Output, SamplingParams, Sequence, Update, check_prompt
+from eagle_train.models.stops import stop_ids_of
 from eagle_train.models.target import Target
 
 Prompt = str | Listing[int] | Listing[dict]
@@ -68,16 +68,19 @@ class Requests:
             return tokenizer(prompt)["input_ids"]
         check(tokenizer.chat_template is not None, f"{self.target.name} has no chat template: give prompts as texts")
         try:
-            return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-        except (TemplateError, TypeError) as error:
-            raise UserError(f"{name}: the chat template refuses the conversation: {one_line(error)}") from error
+            return self.template.prompt_tokens(prompt)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The target's chat template. Raises UserError for variables that it cannot be given."""
+        return ChatTemplate(self.target.tokenizer, self.target.template_kwargs)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """The tokens that end an answer: the target's generation config's, or its config's."""
-        eos = self.target.model.generation_config.eos_token_id
-        eos = self.target.config.eos_token_id if eos is None else eos
-        return frozenset([eos] if isinstance(eos, int) else eos or [])
+        """The tokens that end an answer."""
+        return stop_ids_of(self.target.model.generation_config, self.target.config, self.target.tokenizer)
 
     @cached_property
     def guide(self) -> Guide:

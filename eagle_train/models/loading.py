@@ -4,6 +4,8 @@ What cannot be loaded so is refused before a weight is read, as far as the check
 """
 
 import atexit
+import contextlib
+import json
 import os
 import re
 import shutil
@@ -34,6 +36,9 @@ class TargetConfig:
     """Which target, and how it is loaded. `dtype`: float32, bfloat16 or auto: bf16 on a GPU that computes in
     it, and to train also on a CPU that does, else fp32.
 
+    `chat_template`: a file with a template in the place of the tokenizer's own. `template_kwargs`: that template's own
+    variables, for prompts that are asked of it (training data have `data.template_kwargs`).
+
     `offload`: layers that do not fit on the device, or into `device_gib` of it, wait in the host's memory and, where
     that is full, on the disk; Accelerate fetches each when its turn comes.
     """
@@ -41,6 +46,8 @@ class TargetConfig:
     path: str
     dtype: str = "auto"
     trust_remote_code: bool = False
+    chat_template: str | None = None
+    template_kwargs: dict[str, Any] | None = None
     offload: bool = False
     device_gib: float | None = None
 
@@ -166,7 +173,7 @@ def load_target(
     together = world.shares["share"].get_group() if placement == "tensor" and world.share > 1 else None
     tokenizer = load_tokenizer(config)
     try:
-        return Target(model, tokenizer, config.path, together)
+        return Target(model, tokenizer, config.path, together, config.template_kwargs)
     except ImportError as error:  # transformers looks for kernels when a model first runs
         raise UserError(f"target.path={config.path}: {one_line(error)}") from error
 
@@ -226,11 +233,29 @@ def training_dtype(config: TargetConfig, device: torch.device | str) -> TargetCo
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
-    """The target's tokenizer, or None where a local directory has none."""
+    """The target's tokenizer, with the chat template that is asked for, or None where a local directory has none."""
     directory = Path(config.path)
     if directory.is_dir() and not any(directory.glob("tokenizer*")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # the tokenizers library knows nothing more special
         raise UserError(f"target.path={config.path}: its tokenizer cannot be read: {one_line(error)}") from error
+    processors = directory / "chat_template.json"  # where older multimodal checkpoints have it
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(Path(config.chat_template), "target.chat_template")
+    elif tokenizer.chat_template is None and processors.is_file():
+        tokenizer.chat_template = read_template(processors, "target.path")
+    return tokenizer
+
+
+def read_template(file: Path, field: str) -> str:
+    """A chat template's text: the file itself, or its key chat_template where it is JSON. Raises UserError."""
+    try:
+        text = file.expanduser().read_text("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{field}={file}: cannot be read: {one_line(error)}") from error
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # not JSON: a template may begin as JSON does
+        text = json.loads(text)["chat_template"]
+    check(isinstance(text, str) and text.strip() != "", f"{field}={file}: holds no chat template")
+    return text

@@ -113,13 +113,15 @@ class Target:
     """A frozen causal LM. `tokenizer` is None where the directory has none.
 
     `together`: the process group of ranks that compute every forward together (tensor parallel), each with some of the
-    heads. LM head and embedding are whole on every rank, however the rest is divided.
+    heads. LM head and embedding are whole on every rank, however the rest is divided. `template_kwargs`: the chat
+    template's own variables, beside the messages.
     """
 
     model: PreTrainedModel
     tokenizer: Any = None
     name: str = "target"
     together: Any = None
+    template_kwargs: dict[str, Any] | None = None
     kv_shapes: dict[int, tuple[int, int, int]] = field(init=False)  # by layer: heads on this rank, widths of k and v
     rope_limit: int | None = field(init=False)
     identity: Identity = field(init=False)

@@ -3,9 +3,11 @@ cannot go together. Knows nothing of logs, signals or how a run ends. DESIGN sec
 """
 
 import dataclasses
+import datetime
 import json
 import random
 import shlex
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,23 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.config import build, check, resolve_device
-from eagle_train.corpus.chat import ChatRenderer
-from eagle_train.corpus.source import DataConfig, check_found
+from eagle_train.corpus.preview import check_data
+from eagle_train.corpus.render import ChatRenderer
+from eagle_train.corpus.source import DataConfig, are_here, check_found
 from eagle_train.corpus.stream import Stream, heldout_batches
 from eagle_train.distributed import World
 from eagle_train.models.artifact import load_draft, read_artifact
 from eagle_train.models.draft import Draft, DraftConfig
-from eagle_train.models.loading import TargetConfig, check_placement, load_config, load_target, training_dtype
+from eagle_train.models.loading import (
+    TargetConfig,
+    check_placement,
+    load_config,
+    load_target,
+    load_tokenizer,
+    training_dtype,
+)
 from eagle_train.models.quantised import quant_of
+from eagle_train.models.stops import load_stop_ids
 from eagle_train.models.target import Target, context_of
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint import check_shared, checkpoints
@@ -39,7 +50,8 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
     optim = build(OptimConfig, config.optim, "optim")
     data = build(DataConfig, config.data, "data")
     target_config = build(TargetConfig, config.target, "target")
-    check_job(train, optim, parallel, data, target_config, load_config(target_config), world.size, config.device)
+    hf_config = load_config(target_config)
+    check_job(train, optim, parallel, data, target_config, hf_config, world.size, config.device)
     out, device = Path(str(config.out)), resolve_device(config.device)
     check(
         train.resume or not checkpoints(out),
@@ -55,12 +67,16 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
     random.seed(config.seed)
     torch.manual_seed(config.seed)
 
+    data.date = config.data.date = world.exchange(data.date or day_of(out, train.resume))[0]  # one for all ranks
+    renderer = renderer_of(target_config, data, hf_config)
+    for note in check_data(data, renderer):
+        if world.is_main:
+            warnings.warn(note, stacklevel=1)
+
     target = load_target(training_dtype(target_config, device), device, parallel.target, world)
-    check(target.tokenizer is not None, f"target.path={target.name}: no tokenizer there, and training reads text")
     shape = draft_shape(config.draft, target)  # refused before any data are read
     given = None if train.init_from is None else given_draft(train.init_from, shape, target)
 
-    renderer = ChatRenderer(target.tokenizer, data.supervise)
     stream = Stream(data, renderer, train.micro_batch_rows, world)
     if given is None and shape.vocab_size:
         shape.vocabulary = stream.frequent_tokens(shape.vocab_size)
@@ -68,6 +84,38 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
     heldout = heldout_batches(data, renderer, train.micro_batch_rows, train.eval_batches)
     backend = prepare(draft, optim, parallel, world, target.dtype)
     return Trainer(train, optim, target, draft, backend, stream, heldout, out, world)
+
+
+def day_of(out: Path, resume: bool) -> str:
+    """The day that the run in `out` began if it goes on, else today."""
+    composed = out / "config.yaml"
+    told = OmegaConf.load(composed) if resume and composed.is_file() else None
+    return str((told and OmegaConf.select(told, "data.date")) or today())
+
+
+def today() -> str:
+    return str(datetime.date.today())
+
+
+def check_planned_data(target: TargetConfig, data: DataConfig, hf_config: Any) -> list[str]:
+    """`check_data` for a plan: of what is on this machine, for a plan may be for data and a tokenizer elsewhere."""
+    if not are_here(data) or load_tokenizer(target) is None:
+        missing = "data are" if not are_here(data) else "tokenizer is"
+        return [f"the first rows were not looked at: the {missing} not here"]
+    return check_data(data, renderer_of(target, data, hf_config))
+
+
+def renderer_of(target: TargetConfig, data: DataConfig, hf_config: Any) -> ChatRenderer:
+    """What makes documents of rows, from the checkpoint's files but its weights. Raises UserError where it cannot."""
+    given = target.template_kwargs
+    check(
+        not given or given == data.template_kwargs,
+        f"target.template_kwargs={given}: is for commands that read no data; give data.template_kwargs",
+    )
+    tokenizer = load_tokenizer(target)
+    check(tokenizer is not None, f"target.path={target.path}: no tokenizer there, and training reads text")
+    stops = load_stop_ids(target, hf_config, tokenizer)
+    return ChatRenderer(tokenizer, data.supervise, stops, data.template_kwargs, data.date)
 
 
 def check_job(

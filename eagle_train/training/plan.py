@@ -8,6 +8,7 @@ said here, part by part; and on two ranks what FSDP2's steps hold of a draft, wi
 DeepSpeed's buckets, a divided or offloaded target, the host's memory.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from eagle_train.config import build, check, resolve_device
 from eagle_train.corpus.source import DataConfig
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import DTYPES, TargetConfig, load_config
-from eagle_train.training.assemble import check_job
+from eagle_train.training.assemble import check_job, check_planned_data
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.forecast import steps_here
 from eagle_train.training.losses import default_chunk_rows
@@ -136,6 +137,8 @@ def planned(config: DictConfig, ranks: int) -> str:
     ranks = cluster.gpus or ranks
     hf_config = load_config(target)
     check_job(train, optim, parallel, data, target, hf_config, ranks, config.device)
+    for note in check_planned_data(target, data, hf_config):
+        warnings.warn(note, stacklevel=1)
     shape = {key: value for key, value in OmegaConf.to_container(config.draft).items() if value is not None}
     draft = DraftConfig.from_target(hf_config, **shape)
     dtype = DTYPES[target.dtype] or torch.bfloat16  # which the GPUs to plan for compute in

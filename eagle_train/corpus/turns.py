@@ -1,0 +1,254 @@
+"""A conversation as its assistant's turns: for each the prompt that a server would be given, and what the model itself
+writes after it, to and including the stop that ends it. DESIGN section 3.1.
+
+Knows nothing of tokens or files.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eagle_train.config import check
+from eagle_train.corpus.chat import Conversation, Message, content_of, reasoning_of
+from eagle_train.corpus.contents import check_read, check_tools, end_of, end_of_answer
+from eagle_train.corpus.template import CALL_PROBE, GENERATION_PROMPT, SENTINELS, ChatTemplate, Refused
+from eagle_train.corpus.tokens import Span
+
+# A tag at a text's end: <think>, [THINK], <|START_THINKING|>, ◁think▷.
+LAST_TAG = re.compile(r"(<[^<>]+>|\[[^\[\]]+\]|◁[^◁▷]+▷)\s*\Z")
+BRACKETS = {"<": ">", "[": "]", "◁": "▷"}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """`prompt`: what a server would be given. `written`: what the model writes after it. `spans`: characters of both
+    together that are produced, by the template's own markers; None: all that is written."""
+
+    prompt: str
+    written: str
+    spans: tuple[Span, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.prompt + self.written
+
+    @property
+    def produced(self) -> list[Span]:
+        return [(len(self.prompt), len(self.text))] if self.spans is None else list(self.spans)
+
+
+class TurnFinder:
+    """Finds the turns of conversations. `stops`: the texts of the tokens that end an answer; `specials`: of all special
+    tokens. `notes`: what it noticed of the template that its user should know."""
+
+    def __init__(self, template: ChatTemplate, stops: Sequence[str], specials: Sequence[str], notes: dict[str, None]):
+        self.template, self.notes = template, notes
+        self.stops, self.specials = alternatives(stops), alternatives([*stops, *specials])
+
+    def turns(self, conversation: Conversation, numbers: Sequence[int]) -> list[Turn]:
+        """The turns of the assistant's messages of these numbers.
+
+        Raises UserError where what a message says is not in what the template makes of it, or where what the model
+        writes cannot be known.
+        """
+        found: list[Turn] = []
+        read, seen = 0, 0  # messages that were looked for in a prompt; where the last one looked at ended
+        for number in numbers:
+            turn = self.turn(conversation, number)
+            check_read(conversation.messages[:number], read, turn.prompt, seen)
+            if not found:
+                check_tools(conversation.tools, turn.prompt)
+            found.append(turn)
+            read, seen = number + 1, len(turn.text)
+        return found
+
+    def turn(self, conversation: Conversation, number: int) -> Turn:
+        messages, tools = conversation.messages, conversation.tools
+        prompt, spans = self.template.render(messages[:number], tools, prompt=True), None
+        if self.template.has_markers(tools):
+            answered, spans = self.template.marked(messages[: number + 1], tools)
+        else:
+            answered = self.template.render(messages[: number + 1], tools)
+        begun = answered.startswith(prompt)
+        if begun:
+            prompt += "" if spans else self.header(prompt, answered, conversation, number)
+            written = answered[len(prompt) :]
+        else:
+            written = self.after_other_prompt(prompt, answered, conversation, number)
+        written = self.to_its_stop(prompt, written, conversation, number)
+        if spans is None or not begun:
+            return Turn(prompt, written)
+        return self.marked(Turn(prompt, written), spans)
+
+    def marked(self, turn: Turn, spans: list[Span]) -> Turn:
+        """The turn with those of the template's markers that are within the conversation up to its end."""
+        size = len(turn.text)
+        own = tuple((start, min(end, size)) for start, end in spans if start < min(end, size))
+        last = max((end for _, end in own), default=0) - len(turn.prompt)
+        stops = list(self.stops.finditer(turn.written)) if self.stops else []
+        if last > 0 and stops and last <= stops[-1].start():
+            self.note(
+                f"the chat template's {{% generation %}} markers leave out {stops[-1][0]!r}, which ends an answer: the "
+                "draft will never learn to guess it"
+            )
+        return Turn(turn.prompt, turn.written, own)
+
+    def header(self, prompt: str, answered: str, conversation: Conversation, number: int) -> str:
+        """What stands between prompt and answer in a template without a generation prompt: a server's to write, too.
+
+        It is what is there whatever the answer. White space alone is the model's: prompts of such templates end where
+        the model begins ([/INST]).
+        """
+        message, written = conversation.messages[number], answered[len(prompt) :]
+        begins = written.lstrip()
+        said = (content_of(message).strip(), reasoning_of(message).strip())
+        if any(text and begins.startswith(text) for text in said):
+            return ""
+        before, tools = conversation.messages[:number], conversation.tools
+        if GENERATION_PROMPT in self.template.variables(tools) and self.template.render(before, tools) != prompt:
+            return ""
+        head = self.head(before, tools)
+        header = in_common(head[len(prompt) :], written) if head.startswith(prompt) else ""
+        return header if header.strip() else ""
+
+    def head(self, before: list[Message], tools: list[dict] | None) -> str:
+        """What the template writes up to where an answer's content begins: what answers have in common."""
+        answers = [[*before, {"role": "assistant", "content": content}] for content in SENTINELS]
+        return in_common(*(self.template.render(messages, tools) for messages in answers))
+
+    def after_other_prompt(self, prompt: str, answered: str, conversation: Conversation, number: int) -> str:
+        """What the model writes after a generation prompt with which the answer, as it is rendered, does not begin.
+
+        The prompt has begun the model's reasoning, which is left out of conversations, or has ended it. Raises
+        UserError where the row does not tell what the model would write.
+        """
+        message = conversation.messages[number]
+        head = self.head(conversation.messages[:number], conversation.tools)
+        shared = whole_tags(in_common(prompt, head))
+        tail, extra = prompt[len(shared) :], head[len(shared) :]
+        told = f"turn {number + 1}: the chat template's generation prompt ends in {tail or prompt[-40:]!r}"
+        if (tags := self.opened(tail, conversation.tools)) is not None:
+            thought = self.thought(message, tags)
+            check(
+                thought is not None,
+                f"{told}, so the model writes its reasoning first, and the turn has none: give it as reasoning_content "
+                f"or as {tags[0]}...{tags[1]} in the content, or give another template (target.chat_template=FILE)",
+            )
+            rest = answered[len(in_common(head, answered)) :]
+            return joined(thought, tags[1], extra, rest, tail, message)
+        is_closed = not tail.strip() or is_closing(tail)
+        check(
+            is_closed and not extra.strip() and answered.startswith(head) and not reasoning_of(message),
+            f"{told}, with which the answer that it renders does not begin: what the model writes there is unknown; "
+            "leave reasoning out of the data, or change data.template_kwargs or target.chat_template",
+        )
+        return answered[len(head) :]
+
+    def opened(self, tail: str, tools: list[dict] | None) -> tuple[str, str] | None:
+        """The tag that a generation prompt's end leaves open and the one that closes it, if it leaves one open."""
+        found = LAST_TAG.search(tail)
+        if found is None or is_closing(tail):
+            return None
+        tag, known = found[1], self.template.source(tools)
+        closers = (tag[0] + "/" + tag[1:], tag.replace("START", "END"), tag.replace("start", "end"))
+        vocabulary = self.template.tokenizer.get_added_vocab()
+        return next(
+            ((tag, closer) for closer in closers if closer != tag and (closer in known or closer in vocabulary)), None
+        )
+
+    def thought(self, message: Message, tags: tuple[str, str]) -> str | None:
+        """The message's reasoning as the model writes it, None if it has none."""
+        if reasoning := reasoning_of(message):
+            return reasoning
+        thought, closer, _ = content_of(message).rpartition(tags[1])
+        return thought.strip().removeprefix(tags[0]) if closer else None
+
+    def to_its_stop(self, prompt: str, written: str, conversation: Conversation, number: int) -> str:
+        """What was written up to and including the first stop after all that the message says."""
+        message = behind_tag(conversation.messages[number], prompt)
+        said = end_of_answer(message, written, f"turn {number + 1}")
+        if self.stops and (stop := self.stops.search(written, said)):
+            return written[: stop.end()]
+        if stop := self.next_header(conversation, number):
+            return written + stop
+        special = self.specials.search(written, said) if self.specials else None
+        if special is None:
+            self.note("the chat template ends an answer with no stop token: the draft will not learn where answers end")
+            return written
+        self.note(
+            f"the chat template ends an answer with {special[0]!r}, which is no stop token of the target's "
+            "(eos_token_id in generation_config.json, eos_token of the tokenizer): engines will not stop there"
+        )
+        return written[: special.end()]
+
+    def next_header(self, conversation: Conversation, number: int) -> str:
+        """The stop token with which the next message's header begins: models of such templates end a turn with it.
+
+        It is looked for behind an answer without reasoning, which stays as it is when something follows.
+        """
+        if not self.stops:
+            return ""
+        before, message = conversation.messages[:number], conversation.messages[number]
+        calls = message.get("tool_calls")
+        plain = {"role": "assistant", "content": SENTINELS[0]} | ({"content": "", "tool_calls": calls} if calls else {})
+        result = {"role": "tool", "content": "x", "tool_call_id": (calls or [CALL_PROBE])[0].get("id"), "name": "x"}
+        question = {"role": "user", "content": "x"}
+        after = conversation.messages[number + 1 : number + 2] or [result if calls else question]
+        try:
+            answered = self.template.render([*before, plain], conversation.tools)
+            text = self.template.render([*before, plain, *after], conversation.tools)
+        except Refused:
+            return ""
+        stop = self.stops.match(text, len(answered)) if text.startswith(answered) else None
+        return stop[0] if stop else ""
+
+    def note(self, text: str) -> None:
+        self.notes.setdefault(text)
+
+
+def alternatives(texts: Sequence[str]) -> re.Pattern | None:
+    """Any of the texts, the longest first; None for none."""
+    longest = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest))) if longest else None
+
+
+def in_common(one: str, other: str) -> str:
+    """What both texts begin with."""
+    size = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:size]
+
+
+def behind_tag(message: Message, prompt: str) -> Message:
+    """The message without the tag that it begins with if the prompt ends in that tag already (<think>)."""
+    tag, content = LAST_TAG.search(prompt), content_of(message).lstrip()
+    if tag is None or not content.startswith(tag[1]):
+        return message
+    return {**message, "content": content[len(tag[1]) :]}
+
+
+def whole_tags(text: str) -> str:
+    """The text without a tag that it breaks off in."""
+    for opening, closing in BRACKETS.items():
+        at = text.rfind(opening)
+        if at > text.rfind(closing):
+            text = text[:at]
+    return text
+
+
+def is_closing(tail: str) -> bool:
+    """Whether a text ends with a tag that closes something."""
+    found = LAST_TAG.search(tail)
+    return found is not None and (found[1][1] == "/" or "END" in found[1] or "_end" in found[1])
+
+
+def joined(thought: str, closer: str, extra: str, rest: str, tail: str, message: Message) -> str:
+    """The reasoning and the answer as the model writes them behind a prompt that ends in `tail`: with the lines between
+    them that the prompt suggests. `extra`: what the template has in the place of the tail; `rest`: the answer."""
+    has_lines = tail.endswith("\n")
+    thought = thought.strip("\n") + ("\n" if has_lines else "")
+    if extra.startswith(closer):
+        return thought + extra + rest
+    content = content_of(message).rpartition(closer)[2]
+    end = end_of(content, rest) if content.strip() else 0
+    start = 0 if end is None else max(0, end - len(content.strip()))
+    return thought + closer + ("\n\n" if has_lines else "") + (rest[start:] if content.strip() else rest)
