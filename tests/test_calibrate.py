@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from tiny import random_tokens, tiny_draft, tiny_target, trained_draft
 
 from eagle_train.config import UserError
-from eagle_train.corpus.chat import Document
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Batch, Packer, collate
+from eagle_train.corpus.tokens import Document
 from eagle_train.exporting.calibrate import Moments, calibrated
 from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.layers import rotate

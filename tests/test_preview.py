@@ -11,7 +11,7 @@ from command_line import call, chats, read_jsonl, save_target, write_jsonl
 from tiny import tiny_model, tiny_tokenizer
 from transformers import GenerationConfig
 
-from eagle_train import generate, train
+from eagle_train import export, generate, train
 from eagle_train.config import UserError
 from eagle_train.corpus import preview
 from eagle_train.corpus.render import ChatRenderer
@@ -21,6 +21,7 @@ from eagle_train.inference import Engine
 from eagle_train.models.loading import TargetConfig, load_config, load_target, load_tokenizer
 from eagle_train.models.stops import load_stop_ids
 from eagle_train.training import assemble
+from evals import mt_bench
 
 # Each answer but the last loses its stop: earlier turns are rendered in another way.
 FORGETFUL = (
@@ -52,7 +53,8 @@ def given(home: Path, rows: list[dict], *more: str) -> tuple[str, ...]:
 def test_a_preview_shows_what_is_learnt_and_reads_no_weight(home, capsys):
     rows = [row(*TURNS), row(("user", "x"), ("critic", "y")), row(*TURNS[:2], system="s"), row(*TURNS)]
     out = home / "out.jsonl"
-    assert call(train.main, *given(home, rows, "preview=2", f"preview_out={out}")) == 0
+    with pytest.warns(UserWarning, match=r"its column 'system' is not read \(data.columns.system=system reads it\)"):
+        assert call(train.main, *given(home, rows, "preview=2", f"preview_out={out}")) == 0
     told = capsys.readouterr().out
     place = f"{home}/rows.jsonl"
     assert f"--- {place}:1: 9 tokens, 3 supervised\nu:q;a:[a;</s>]\n" in told
@@ -60,7 +62,6 @@ def test_a_preview_shows_what_is_learnt_and_reads_no_weight(home, capsys):
     assert "2 rows shown: 3 documents" in told
     assert "1 rows divided into a document for each turn, 1 refused" in told
     assert f"refused: {place}:2: a turn's role must be one of" in told
-    assert "its column 'system' is not read (data.columns.system=system reads it)" in told
     found = read_jsonl(out)
     assert [each["row"] for each in found] == [f"{place}:1", f"{place}:1", f"{place}:3"]
     assert [each["supervised_text"] for each in found] == [["a;</s>"], ["b;</s>"], ["a;</s>"]]
@@ -129,10 +130,9 @@ def test_the_templates_file_and_its_variables(home, capsys):
     assert call(train.main, *given(home, [row(*TURNS[:2])], *more)) == 2
     assert "the chat template's generation prompt ends in '!'" in capsys.readouterr().err
     (home / "kind.jinja").write_text(FORGETFUL.replace("{% for", "{{ kind }}{% for"))
-    assert call(train.main, *given(home, [row(*TURNS[:2])], *more)) == 0
-    told = capsys.readouterr().out
-    assert "!u:q;a:[a;</s>]" in told
-    assert "data.template_kwargs.other: the chat template reads no such variable" in told
+    with pytest.warns(UserWarning, match=r"data\.template_kwargs\.other: the chat template reads no such variable"):
+        assert call(train.main, *given(home, [row(*TURNS[:2])], *more)) == 0
+    assert "!u:q;a:[a;</s>]" in capsys.readouterr().out
 
 
 def test_a_json_file_with_a_template(home):
@@ -251,23 +251,29 @@ def test_the_engine_asks_through_the_same_template(tmp_path, capsys):
     assert "the chat template" in capsys.readouterr().err
 
 
-def test_multi_turn_qwen3_rows_are_trained_on(tmp_path, capsys):
-    """The kind whose rows were all refused: preview, then training, end to end."""
+def test_multi_turn_qwen3_rows_end_to_end(tmp_path, capsys, noisy):
+    """The kind whose rows were all refused: preview, training, export, evaluation."""
     tokenizer = templating.tokenizer_of("qwen3")
     tiny_model(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     path = write_jsonl(tmp_path / "rows.jsonl", [row(*TURNS)] * 20)
-    common = (f"target={tmp_path / 'target'}", "target.dtype=float32", "data=messages", f"data.path={path}")
+    target, out, draft = (tmp_path / name for name in ("target", "out", "draft"))
+    common = (f"target={target}", "target.dtype=float32", "data=messages", f"data.path={path}")
     assert call(train.main, *common, "preview=1") == 0
     assert "[<think>\n\n</think>\n\nb<|im_end|>]" in capsys.readouterr().out
-    small: tuple[str, ...] = (
-        "data.row_tokens=96",
-        "draft.num_layers=1",
-        "optim.tokens_per_step=96",
-        "train.micro_batch_rows=1",
-        "train.steps=2",
-    )
+    sizes = ("data.row_tokens=96", "optim.tokens_per_step=96", "train.micro_batch_rows=1", "train.steps=2")
     with pytest.warns(UserWarning, match="of its first 8 rows 8 are divided"):
-        status = call(train.main, *common, *small, f"out={tmp_path / 'out'}")
+        status = call(train.main, *common, *sizes, "draft.num_layers=1", f"out={out}")
     assert status == 0
     assert " divided, " in capsys.readouterr().out
+    assert call(export.main, f"checkpoint={out}", f"out={draft}") == 0
+    asked = (
+        f"target={target}",
+        f"draft={draft}",
+        f"questions={path}",
+        "limit=2",
+        "max_tokens=8",
+        f"out={tmp_path}/eval",
+    )
+    assert call(mt_bench.main, *asked, "target.template_kwargs.enable_thinking=false") == 0
+    assert json.loads((tmp_path / "eval" / "results.json").read_text())["tpc"] >= 1

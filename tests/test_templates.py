@@ -91,6 +91,32 @@ def test_markers_without_the_end_token_are_told_of_once():
     assert not whole.notes
 
 
+def test_markers_around_more_than_what_is_written_decide():
+    template = templating.source("marked").replace("{% endgeneration %}{{ '\\n' }}", "{{ '\\n' }}{% endgeneration %}")
+    assert template != templating.source("marked")
+    renderer = ChatRenderer(templating.tokenizer_of("marked", template=template))
+    documents = renderer(read(CONVERSATIONS["several"]))
+    assert (len(documents), learnt(renderer, documents)) == (1, ["a1<|im_end|>\n", "a2<|im_end|>"])
+
+
+def test_a_template_that_leaves_out_the_names_of_calls_is_taken_with_a_note():
+    """What it renders is what is served; a call without arguments is lost, and refused."""
+    template = templating.source("qwen3").replace("call.name", "''")
+    renderer = ChatRenderer(templating.tokenizer_of("qwen3", template=template))
+    row = read({"messages": CONVERSATIONS["tools"]["messages"]})
+    first, _ = learnt(renderer, renderer(row))
+    assert '"arguments": {"x": 1}}' in first
+    assert any("leaves out the names of tool calls" in note for note in renderer.notes)
+    row.messages[1]["tool_calls"][0]["function"]["arguments"] = {}
+    with pytest.raises(UserError, match="the call of get in turn 2 is not in the rendering"):
+        renderer(row)
+
+
+def test_an_earlier_turns_lost_call_is_refused():
+    with pytest.raises(UserError, match="the call of get in turn 2"):
+        renderer_of("chatml", supervise="last")(read(CONVERSATIONS["tools"]))
+
+
 def test_qwen3_without_thinking():
     """The prompt holds the empty block; behind it there is no place for reasoning."""
     renderer = renderer_of("qwen3", enable_thinking=False)

@@ -70,13 +70,17 @@ def needed(content: str, text: str, start: int, name: str) -> int:
 
 
 def end_of_call(call: dict, written: str, start: int, name: str) -> int:
-    """Where a call's name and arguments, compared by value, end at the latest. Raises UserError."""
+    """Where a call's name and arguments, compared by value, end at the latest.
+
+    Raises UserError where they are not there. A name alone may be missing: some templates have one tool at most.
+    """
     function = call["function"]
     told = f"the call of {function['name']} in {name} is not in the rendering"
     fix = "give a chat template that renders tool calls (target.chat_template=FILE)"
-    end = end_of(function["name"], written, start)
-    check(end is not None, f"{told}: {fix}")
     arguments = function["arguments"]
+    end = end_of(function["name"], written, start)
+    check(end is not None or bool(arguments), f"{told}: {fix}")
+    end = start if end is None else end
     check(not is_repr(arguments, written), f"{told} as JSON: the chat template writes its arguments as Python has them")
     for value in leaves(arguments):
         found = end_of_value(value, written, end)
@@ -121,6 +125,8 @@ def check_read(messages: list[Message], first: int, prompt: str, start: int = 0)
     `start`. Of what the assistant said before, templates drop the reasoning."""
     for number, message in enumerate(messages[first:], first):
         name, content = f"turn {number + 1} ({message['role']})", content_of(message)
+        for call in message.get("tool_calls") or []:
+            end_of_call(call, prompt, start, name)
         if not content.strip():
             continue
         found = end_of(content, prompt, start)

@@ -4,6 +4,7 @@ Knows tokenizer and template, no weights. DESIGN section 3.1.
 """
 
 import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -184,10 +185,12 @@ def preview(config: DataConfig, renderer: ChatRenderer, number: int, out: str | 
             described = description(placed[0], document, renderer)
             lines.append(json.dumps(described, ensure_ascii=False) + "\n")
             yield shown_document(described, document, renderer, in_color)
+    check(seen.rows > 0, f"preview={number}: no row can be rendered, as {(seen.refused or ['there is none'])[0]}")
     if out is not None:
         write_text(Path(out), "".join(lines))
-    check(seen.rows > 0, f"preview={number}: no row can be rendered, as {(seen.refused or ['there is none'])[0]}")
-    yield "\n".join([str(seen), *(f"note: {note}" for note in (*seen.unread, *notes_of(renderer)))])
+    yield str(seen)
+    for note in (*seen.unread, *notes_of(renderer)):
+        warnings.warn(note, stacklevel=1)
 
 
 def rows_in_turn(config: DataConfig) -> Iterator[tuple[Opened, PlacedRow]]:

@@ -107,8 +107,8 @@ class ChatRenderer:
         return True
 
     def together(self, turns: list[Turn]) -> list[Document]:
-        """The turns as one document, if each prompt begins with all that was before, in characters and in tokens.
-        None if not."""
+        """The turns as one document, if each prompt begins with all that was before, in characters and in tokens;
+        none if not."""
         if any(not after.prompt.startswith(turn.text) for turn, after in itertools.pairwise(turns)):
             return []
         cuts = [cut for turn in turns for cut in (len(turn.prompt), len(turn.text))]
@@ -185,7 +185,8 @@ def render_row(row: Mapping, config: SourceConfig, renderer: ChatRenderer) -> li
 
 
 def is_within(span: Span, turn: Turn) -> bool:
-    return len(turn.prompt) < span[1] <= len(turn.text)
+    """Whether some of a span is in what was written in a turn."""
+    return span[0] < len(turn.text) and len(turn.prompt) < span[1]
 
 
 def matches(pattern: str, text: str) -> Sequence[Span]:

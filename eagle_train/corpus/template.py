@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, meta
@@ -65,6 +65,7 @@ class ChatTemplate:
         self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None, date: str | None = None
     ):
         self.tokenizer, self.date = tokenizer, date
+        self.special_tokens = dict(tokenizer.special_tokens_map)
         self.kwargs, self.was_told_the_day = dict(kwargs or {}), False
         check_template_kwargs(self.kwargs, "template_kwargs")
         self.parts: dict[tuple[str, bool], bool] = {}  # whether contents of a role are wanted as parts, found by probes
@@ -87,11 +88,11 @@ class ChatTemplate:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def source(self, tools: list[dict] | None = None) -> str:
-        """The template's text; some tokenizers have one for tools and one without. Raises UserError without any."""
-        check(
-            self.tokenizer.chat_template is not None,
-            "the target's tokenizer has no chat template: give target.chat_template=FILE, or use data.format=text",
-        )
+        """The template's text; some tokenizers have one for tools and one without. Raises TemplateFault without any."""
+        if self.tokenizer.chat_template is None:
+            raise TemplateFault(
+                "the target's tokenizer has no chat template: give target.chat_template=FILE, or use data.format=text"
+            )
         try:
             return self.tokenizer.get_chat_template(tools=tools)
         except ValueError as error:
@@ -108,7 +109,7 @@ class ChatTemplate:
     def rendered(self, messages: list[Message], tools: list[dict] | None, **options: bool) -> tuple[str, list[Span]]:
         source = self.source(tools)
         compiled = self.compiled(source)
-        given = {**self.tokenizer.special_tokens_map, **self.kwargs, **options}
+        given = {**self.special_tokens, **self.kwargs, **options}
         try:
             with RENDERING, self.clock_of(compiled):
                 texts, spans = render_jinja_template([messages], tools, chat_template=source, **given)
@@ -152,7 +153,7 @@ class ChatTemplate:
 
     def has_markers(self, tools: list[dict] | None = None) -> bool:
         """Whether the template says itself, by {% generation %}, what the assistant produces."""
-        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source(tools)) is not None
+        return is_marked(self.source(tools))
 
     def formed(self, messages: Sequence[Message], tools: list[dict] | None) -> list[Message]:
         """The messages with their contents as the template wants them: text, or a list of parts."""
@@ -199,6 +200,11 @@ class ChatTemplate:
             except Refused as error:
                 told = told or str(error)
         return f"{told}; it does so with the plainest question and answer too: give another, target.chat_template=FILE"
+
+
+@lru_cache
+def is_marked(source: str) -> bool:
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
 
 
 def in_parts(message: Message) -> Message:

@@ -167,6 +167,8 @@ class TurnFinder:
         """What was written up to and including the first stop after all that the message says."""
         message = behind_tag(conversation.messages[number], prompt)
         said = end_of_answer(message, written, f"turn {number + 1}")
+        if any(call["function"]["name"] not in written for call in message.get("tool_calls") or []):
+            self.note("the chat template leaves out the names of tool calls: they are neither read nor learnt")
         if self.stops and (stop := self.stops.search(written, said)):
             return written[: stop.end()]
         if stop := self.next_header(conversation, number):
