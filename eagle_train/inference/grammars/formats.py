@@ -61,11 +61,18 @@ def _label(longest: int, first: str = "[A-Za-z0-9]") -> str:
 
 
 def _host(longest: int) -> str:
-    """A host name of up to `longest` characters. Its last label begins with a letter, else it may be an address."""
-    options = []
-    for labels in (longest + 1) // 64, 8, 16:
-        size = min((longest - labels + 1) // labels, 63)
-        options.append(f"({_label(size)}[.]){{0,{labels - 1}}}{_label(size, '[A-Za-z]')}")
+    """A host name of up to `longest` characters. Its last label begins with a letter, else it may be an address.
+
+    The whole length is kept by how many labels may be how long: a long one among many short ones, two long ones among
+    a few, some of middle length, or many short ones.
+    """
+    last, most = _label(63, "[A-Za-z]"), longest - 63
+    long, among = f"({_label(63)}[.])?", f"({_label((most - 64) // 10 - 1)}[.]){{0,5}}"
+    options = [f"{among}{long}{among}{last}"]
+    if most > 160:
+        few = f"({_label((most - 128) // 4 - 1)}[.]){{0,2}}"
+        options.append(f"{few}{long}{few}{long}{last}")
+    options += [f"({_label(most // count - 1)}[.]){{0,{count}}}{last}" for count in (5, 15)]
     return f"({'|'.join(options)})"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from eagle_train.config import UserError, check
-from eagle_train.inference.grammars.ebnf import NEVER, NEVER_RULE, in_json, literal, written
+from eagle_train.inference.grammars.ebnf import ESCAPED, NEVER, NEVER_RULE, in_json, literal, written
 from eagle_train.inference.grammars.formats import FORMATS
 from eagle_train.inference.grammars.numbers import NUMBER, Bound, decimals, integers, multiples
 from eagle_train.inference.grammars.patterns import EVERY, Chars, limited, points, searched, whole, without
@@ -28,7 +28,7 @@ MOST_LISTED = 1000  # multiples between two bounds, which are written one by one
 WHITESPACE = 16  # characters between two tokens of JSON, at most: a line's end and some indentation
 # A character outside of what JSON must escape, or any escape; a surrogate comes as half of a pair only.
 BASIC = {
-    "char": r'[^"\\\u0000-\u001f] | "\\" (["\\/bfnrt] | "u" unit)',
+    "char": f'{written(Chars(without(EVERY, ESCAPED)))} | "\\\\" (["\\\\/bfnrt] | "u" unit)',
     "unit": r'[0-9a-cA-CeEfF] hex hex hex | [dD] [0-7] hex hex | [dD] [89abAB] hex hex "\\u" [dD] [c-fC-F] hex hex',
     "hex": "[0-9a-fA-F]",
     "string": r'"\"" char* "\""',

@@ -6,6 +6,7 @@ Knows nothing of EBNF, JSON or tokens. A tree stands for a set of texts; charact
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from eagle_train.config import UserError, check
 
@@ -86,12 +87,28 @@ def points(text: str) -> Ranges:
 
 
 EVERY: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))  # a text has no surrogates
-DIGIT: Ranges = ((48, 57),)
-WORD = union(DIGIT, ((65, 90), (97, 122)), points("_"))
-# White space of ECMA-262 and of Python are not the same: \s is what is one to both, \S what is none to either.
-SPACE = union(points(" \t\n\r\f\v\xa0\u1680\u2028\u2029\u202f\u205f\u3000"), ((0x2000, 0x200A),))
-NO_SPACE = without(EVERY, union(SPACE, points("\ufeff\x85"), ((0x1C, 0x1F),)))
-SETS = {"d": DIGIT, "w": WORD, "s": SPACE, "D": without(EVERY, DIGIT), "W": without(EVERY, WORD), "S": NO_SPACE}
+
+
+@cache
+def classes() -> dict[str, tuple[Ranges, Ranges]]:
+    r"""What \d, \w, \s and their capitals are to ECMA-262 and to Python's `re` alike, and what they are to either.
+
+    Readers check patterns by one or the other; what is promised holds for both.
+    """
+    digit: Ranges = ((48, 57),)
+    space = union(points(" \t\n\r\f\v\xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff"), ((0x2000, 0x200A),))
+    ecma = {"d": digit, "w": union(digit, ((65, 90), (97, 122)), points("_")), "s": space}
+    text = "".join(chr(code) for first, last in EVERY for code in range(first, last + 1))
+    found = {}
+    for letter, own in ecma.items():
+        spans = (match[0] for match in re.finditer(rf"\{letter}+", text))
+        python = union((ord(c), ord(c)) for span in spans for c in span)
+        wide = union(own, python)
+        narrow = without(own, without(own, python))
+        found |= {letter: (narrow, wide), letter.upper(): (without(EVERY, wide), without(EVERY, narrow))}
+    return found
+
+
 DOT = without(EVERY, points("\n\r\u2028\u2029"))
 ANY = Times(Chars(EVERY), 0, None)
 
@@ -175,7 +192,7 @@ class Parser:
         if letter == "[":
             return Chars(self.set_of())
         if letter == "\\":
-            return Chars(self.escape(in_set=False))
+            return Chars(self.escape(in_set=False)[0])
         if letter in "^$":
             return Anchor(letter)
         literal_brace = letter == "{" and not TIMES.match(self.text, self.at - 1)
@@ -198,45 +215,45 @@ class Parser:
 
     def set_of(self) -> Ranges:
         """What follows a [, to its ]."""
-        negated, ranges = self.take("^"), []
+        negated, ranges, wide = self.take("^"), [], []
         check(not self.next_is("]"), r"a class that begins with ] means different things; write \] for it")
         while not self.take("]"):
             check(self.at < len(self.text), "Unclosed class of characters: a ] is missing")
-            first = self.member()
+            first, either = self.member()
             is_range = self.next_is("-") and not self.next_is("-]") and self.at + 1 < len(self.text)
             if is_range and is_one(first):
                 self.at += 1
-                last = self.member()
+                last, _ = self.member()
                 check(is_one(last) and first[0][0] <= last[0][0], "a range of characters ends before it begins")
-                first = ((first[0][0], last[0][0]),)
+                first = either = ((first[0][0], last[0][0]),)
             ranges.append(first)
-        found = without(union(*ranges), ((0xD800, 0xDFFF),))
-        return without(EVERY, found) if negated else found
+            wide.append(either)
+        return without(EVERY, union(*wide)) if negated else without(union(*ranges), ((0xD800, 0xDFFF),))
 
-    def member(self) -> Ranges:
+    def member(self) -> tuple[Ranges, Ranges]:
         letter = self.text[self.at]
         self.at += 1
-        return self.escape(in_set=True) if letter == "\\" else points(letter)
+        return self.escape(in_set=True) if letter == "\\" else (points(letter),) * 2
 
-    def escape(self, in_set: bool) -> Ranges:
-        """What follows a backslash."""
+    def escape(self, in_set: bool) -> tuple[Ranges, Ranges]:
+        """What follows a backslash, to all readers and to some; see `classes`."""
         check(self.at < len(self.text), "a backslash at the end stands for nothing")
         if (code := self.code()) is not None:
-            return ((code, code),)
+            return (((code, code),),) * 2
         letter = self.text[self.at]
         self.at += 1
-        if letter in SETS:
-            return SETS[letter]
+        if letter in "dDwWsS":
+            return classes()[letter]
         if letter == "b" and in_set:
-            return points("\b")
+            return (points("\b"),) * 2
         digit = self.text[self.at : self.at + 1]
         check(letter != "0" or not digit.isdigit(), f"\\0{digit} is no escape that is known; write \\x and two digits")
         if letter in CONTROLS:
-            return points(CONTROLS[letter])
+            return (points(CONTROLS[letter]),) * 2
         check(letter not in UNKEPT or in_set, f"\\{letter}, {UNKEPT.get(letter)}, cannot be guaranteed")
         strange = letter.isascii() and letter.isalnum()
         check(not strange, f"\\{letter} is no escape that is known; without the backslash it is the letter")
-        return points(letter)
+        return (points(letter),) * 2
 
     def code(self) -> int | None:
         r"""The code point of \xHH, \uHHHH, a pair of those, \u{H...} or \cX; None where none of them is there."""
