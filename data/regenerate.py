@@ -24,7 +24,17 @@ from omegaconf import DictConfig
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
-from eagle_train.config import UserError, build, check, command, one_line, provenance, resolve_device, write_json
+from eagle_train.config import (
+    UserError,
+    build,
+    check,
+    command,
+    json_text,
+    one_line,
+    provenance,
+    resolve_device,
+    write_json,
+)
 from eagle_train.corpus.chat import Message, to_messages
 from eagle_train.corpus.source import CAN_SKIP, DataConfig, PlacedRow, behind_place, open_source, parse
 from eagle_train.inference import Engine, SamplingParams
@@ -117,7 +127,7 @@ class Conversation:
     @property
     def line(self) -> str:
         row = {"row": self.row, "messages": self.messages, "finish_reasons": self.finish_reasons}
-        return json.dumps(row, ensure_ascii=False) + "\n"
+        return json_text(row, ensure_ascii=False) + "\n"
 
 
 @command("regenerate")

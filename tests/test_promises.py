@@ -365,7 +365,7 @@ def test_the_checks_can_tell():
         ({**STRING, "pattern": r"^C:\\[a-z]{2}$"}, r'"C:\\ru"'),
         ({**STRING, "pattern": "b"}, '"abc"'),
         ({**STRING, "format": "date"}, '"2024-02-29"'),
-        ({**STRING, "format": "hostname"}, '"a-b.' + "c" * 63 + '.example.org"'),
+        ({**STRING, "format": "hostname"}, '"a-b.' + "c" * 31 + '.example.org"'),
         ({**STRING, "format": "email"}, '"first.last+tag@mail.example.org"'),
         ({**STRING, "format": "uri"}, '"https://u@example.org:8080/a/b;c?d=e&f#g"'),
         ({**STRING, "maxLength": 1}, r'"\ud83d\ude00"'),
@@ -501,6 +501,25 @@ def test_white_space_has_an_end():
         grammar = {"json_schema": schema, **grammar}
         assert accepts(grammar, "{" + " " * most + '"a":5}')
         assert accepts(grammar, "{" + " " * (most + 1) + '"a":5}') == (most == 99)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "[1]", '{"a":1}', "[[]]"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"anyOf": [{"type": "array"}, {"type": "object"}]},
+        {"enum": [[], {}, [1], {"a": 1}, [[]]]},
+        {"anyOf": [{"type": "array", "prefixItems": [True]}, {"type": "object", "properties": {"a": True}}]},
+    ],
+)
+def test_no_gap_is_wider_than_another(schema, text):
+    for place in range(1, len(text)):
+        inside = text[:place] + "  " + text[place:]
+        if "a" in text[place - 1 : place + 1]:  # that would be another name
+            continue
+        assert accepts({"json_schema": schema, "whitespace": 2}, inside)
+        assert not accepts({"json_schema": schema, "whitespace": 1}, inside)
 
 
 def test_a_byte_order_mark_is_no_text():

@@ -7,8 +7,8 @@ import json
 import re
 
 from eagle_train.config import UserError, check, shown
-from eagle_train.inference.grammars.ebnf import NEVER, NEVER_RULE, written
-from eagle_train.inference.grammars.patterns import whole
+from eagle_train.inference.grammars.ebnf import NEVER_RULE, Rules, written
+from eagle_train.inference.grammars.patterns import Node, whole
 
 MOST_CHARACTERS = 1 << 15  # of one text; the time to compile grows with its square
 MOST_TIMES = (1 << 31) - 1  # of a repetition; of what is more xgrammar takes the last 32 bits
@@ -34,7 +34,8 @@ def as_ebnf(regex: str) -> str:
     Raises UserError for one that it cannot keep, or not in time.
     """
     check_pattern(regex)
-    return f"root ::= {written(whole(regex))}\n{NEVER_RULE}"
+    rules = Rules("part")
+    return f"root ::= {written(whole(regex), rules)}\n{rules.text}\n{NEVER_RULE}"
 
 
 def check_pattern(regex: str) -> None:
@@ -54,25 +55,24 @@ def kept_ebnf(grammar: str) -> str:
     look = LOOK.search(bare)
     check(not look, "a lookahead, (= ...), cannot be guaranteed; put what must follow into the rule")
     check_structure(EBNF_TEXT.sub("x", grammar))
-    pieces, end = [], 0
+    pieces, end, rules = [], 0, Rules("eagle_part")
     for macro in MACRO.finditer(bare):
         regex = REGEX.match(grammar, macro.start())
         check(regex is not None, 'Regex must have one text: Regex("...")')
-        pieces += [grammar[end : macro.start()], f"({regex_of(regex[1])})"]
+        pieces += [grammar[end : macro.start()], f"({written(regex_of(regex[1]), rules)})"]
         end = regex.end()
-    rules = "".join([*pieces, grammar[end:]])
-    unmatched = f"\n{NEVER_RULE}" if pieces and re.search(rf"\b{NEVER}\b", "".join(pieces)) else ""
-    return rules + unmatched
+    own = f"\n{rules.text}\n{NEVER_RULE}" if pieces else ""
+    return "".join([*pieces, grammar[end:]]) + own
 
 
-def regex_of(text: str) -> str:
-    """What an EBNF text, as it stands between its quotes, matches as a regular expression."""
+def regex_of(text: str) -> Node:
+    """The regular expression in an EBNF text, as it stands between its quotes."""
     try:
         regex = json.loads(f'"{text}"')
     except ValueError as error:
         raise UserError(f'Regex("{shown(text)[1:-1]}"): its text must be written as JSON writes one') from error
     check_pattern(regex)
-    return written(whole(regex))
+    return whole(regex)
 
 
 def check_length(text: str) -> None:

@@ -66,8 +66,10 @@ class Guide:
     def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: Iterable[int], device: torch.device | str):
         """`vocab_size`: the LM head's. Raises UserError where there is no tokenizer, stop token or xgrammar."""
         check(tokenizer is not None, "grammar: needs a tokenizer, and the target has none")
-        stop_ids = sorted(stop_ids)
-        check(bool(stop_ids), "grammar: needs a stop token, and the target's configs have no eos_token_id")
+        named = sorted(stop_ids)
+        check(bool(named), "grammar: needs a stop token, and the target's configs have no eos_token_id")
+        stop_ids = [token for token in named if 0 <= token < vocab_size]
+        check(bool(stop_ids), f"grammar: needs a stop token; eos_token_id {named} is none of {vocab_size} tokens")
         check(find_spec("xgrammar") is not None, "grammar: needs xgrammar; pip install 'eagle-train[guided]'")
         import xgrammar
 

@@ -51,34 +51,29 @@ def _ipv6() -> str:
 IPV6 = _ipv6()
 
 
-def _label(longest: int, first: str = "[A-Za-z0-9]") -> str:
-    """A label of a host name, 1 to `longest` characters (at least 5): letters, digits and hyphens, no hyphen at an end,
-    nor two in the third and fourth place, where they announce an internationalised name.
+PART, INNER = "[A-Za-z0-9]", "[A-Za-z0-9-]"
+
+
+def _label(longest: int, first: str = PART) -> str:
+    """A label of a host name, 1 to `longest` characters: letters, digits and hyphens, no hyphen at an end, nor two in
+    the third and fourth place, where they announce an internationalised name (xn--).
     """
-    inner, end = "[A-Za-z0-9-]", "[A-Za-z0-9]"
-    fourth = f"({end}{inner}|-{end})"
-    return f"{first}({inner}?{end}|{inner}{{2}}{end}|{inner}{fourth}{inner}{{0,{longest - 5}}}{end})?"
+    long = f"({PART}{INNER}|-{PART}){INNER}{{0,{longest - 5}}}{PART}"
+    return f"{first}({PART}|{INNER}({PART}|{INNER}{PART}|{long}))?"
 
 
-def _host(longest: int) -> str:
-    """A host name of up to `longest` characters. Its last label begins with a letter, else it may be an address.
-
-    The whole length is kept by how many labels may be how long: a long one among many short ones, two long ones among
-    a few, some of middle length, or many short ones.
+def _host(*families: tuple[int, int]) -> str:
+    """A host name of some labels, each pair: how many at most, and how long. The last one begins with a letter, else it
+    may be an address.
     """
-    last, most = _label(63, "[A-Za-z]"), longest - 63
-    long, among = f"({_label(63)}[.])?", f"({_label((most - 64) // 10 - 1)}[.]){{0,5}}"
-    options = [f"{among}{long}{among}{last}"]
-    if most > 160:
-        few = f"({_label((most - 128) // 4 - 1)}[.]){{0,2}}"
-        options.append(f"{few}{long}{few}{long}{last}")
-    options += [f"({_label(most // count - 1)}[.]){{0,{count}}}{last}" for count in (5, 15)]
+    options = [f"({_label(longest)}[.]){{0,{count - 1}}}{_label(longest, '[A-Za-z]')}" for count, longest in families]
     return f"({'|'.join(options)})"
 
 
+HOSTNAME = _host((3, 63), (7, 31))  # 253 characters at most
 ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"  # RFC 5321; quoted and internationalised local parts are left out
 LOCAL = f"({ATOM}{{1,64}}|{ATOM}{{1,20}}([.]{ATOM}{{1,20}}){{1,2}}|{ATOM}{{1,9}}([.]{ATOM}{{1,9}}){{3,5}})"
-EMAIL = f"{LOCAL}@{_host(254 - 65)}"
+EMAIL = f"{LOCAL}@{_host((5, 31))}"  # 254 characters at most, 64 of them before the @
 HEX = "[0-9A-Fa-f]"
 UUID = f"{HEX}{{8}}(-{HEX}{{4}}){{3}}-{HEX}{{12}}"
 
@@ -109,7 +104,7 @@ FORMATS = {
     "date-time": f"{DATE}T{TIME}",
     "duration": _duration(),
     "email": EMAIL,
-    "hostname": _host(253),
+    "hostname": HOSTNAME,
     "ipv4": IPV4,
     "ipv6": IPV6,
     "json-pointer": POINTER,

@@ -13,10 +13,10 @@ from typing import Any
 from urllib.parse import unquote
 
 from eagle_train.config import UserError, check
-from eagle_train.inference.grammars.ebnf import ESCAPED, NEVER, NEVER_RULE, in_json, literal, written
+from eagle_train.inference.grammars.ebnf import ESCAPED, NEVER, NEVER_RULE, Rules, in_json, literal, written
 from eagle_train.inference.grammars.formats import FORMATS
 from eagle_train.inference.grammars.numbers import NUMBER, Bound, decimals, integers, multiples
-from eagle_train.inference.grammars.patterns import EVERY, Chars, limited, points, searched, whole, without
+from eagle_train.inference.grammars.patterns import ANY, EVERY, Chars, limited, points, searched, whole, without
 
 Schema = Mapping[str, Any] | bool
 Path = tuple[str, ...]
@@ -27,17 +27,19 @@ MOST_STATES = 5000  # of an object: properties times those that are counted
 MOST_LISTED = 1000  # multiples between two bounds, which are written one by one
 WHITESPACE = 16  # characters between two tokens of JSON, at most: a line's end and some indentation
 # A character outside of what JSON must escape, or any escape; a surrogate comes as half of a pair only.
+CHAR = (written(Chars(without(EVERY, ESCAPED)), Rules("")), r'"\\" ["\\/bfnrt]', r'"\\u" unit')
 BASIC = {
-    "char": f'{written(Chars(without(EVERY, ESCAPED)))} | "\\\\" (["\\\\/bfnrt] | "u" unit)',
+    "char": " | ".join(CHAR),
     "unit": r'[0-9a-cA-CeEfF] hex hex hex | [dD] [0-7] hex hex | [dD] [89abAB] hex hex "\\u" [dD] [c-fC-F] hex hex',
     "hex": "[0-9a-fA-F]",
-    "string": r'"\"" char* "\""',
-    "number": written(whole(NUMBER)),
+    "string": r'"\"" text "\""',
+    "text": " | ".join(['""', *(f"{option} text" for option in CHAR)]),  # see Rules.any_number_of
+    "number": written(whole(NUMBER), Rules("")),
     "boolean": '"true" | "false"',
     "null": '"null"',
     "value": "object | array | string | number | boolean | null",
-    "array": '"[" gap (value (comma value)*)? gap "]"',
-    "object": '"{" gap (string colon value (comma string colon value)*)? gap "}"',
+    "array": '"[" (gap value (comma value)*)? gap "]"',
+    "object": '"{" (gap string colon value (comma string colon value)*)? gap "}"',
     "comma": 'gap "," gap',
     "colon": 'gap ":" gap',
 }
@@ -52,7 +54,7 @@ def write_schema(schema: Schema, whitespace: int | None = WHITESPACE) -> str:
     root = writer.rule_of(schema, ())
     space = r"[ \n\r\t]"
     gap = '""' if whitespace == 0 else f"{space}*" if whitespace is None else f"{space}{{0,{whitespace}}}"
-    rules = {"root": root, **writer.rules, **BASIC, "gap": gap}
+    rules = {"root": root, **writer.rules.bodies, **writer.schemas, **BASIC, "gap": gap}
     return "\n".join([*(f"{name} ::= {body}" for name, body in rules.items()), NEVER_RULE])
 
 
@@ -82,22 +84,15 @@ class Members:
 
 class Writer:
     def __init__(self, root: Schema):
-        self.root, self.rules = root, dict[str, str]()
-        self.names, self.known = dict[str, str](), dict[Path, str]()
-
-    def named(self, body: str) -> str:
-        """The name of a rule with this body."""
-        if body not in self.names:
-            self.names[body] = f"r{len(self.names)}"
-            self.rules[self.names[body]] = body
-        return self.names[body]
+        self.root, self.rules = root, Rules("r")
+        self.schemas, self.known = dict[str, str](), dict[Path, str]()
 
     def rule_of(self, schema: Schema, path: Path) -> str:
         """The rule of a schema's texts; what it refers to may refer to it."""
         if path not in self.known:
             self.known[path] = f"s{len(self.known)}"
             try:
-                self.rules[self.known[path]] = self.body(schema, path)
+                self.schemas[self.known[path]] = self.body(schema, path)
             except UserError as error:
                 raise error if str(error).startswith("#") else UserError(f"{place(path)}: {error}") from error
         return self.known[path]
@@ -129,17 +124,17 @@ class Writer:
         if name == "array":
             return self.array(schema, path)
         if name == "string":
-            return string(schema)
+            return string(schema, self.rules)
         if name == "integer":
             return self.integer(schema)
-        return number(schema) if name == "number" else name
+        return number(schema, self.rules) if name == "number" else name
 
     def integer(self, schema: Mapping[str, Any]) -> str:
         least, most = whole_bounds(schema)
         check(least is None or most is None or least <= most, "minimum greater than maximum leaves no number")
         of = int(schema.get("multipleOf", 1))
         if of == 1:
-            return written(whole(integers(least, most)))
+            return written(whole(integers(least, most)), self.rules)
         if least is None and most is None:
             return self.multiple(of)
         listed = range(-(-least // of) * of, most + 1, of) if least is not None and most is not None else None
@@ -152,7 +147,7 @@ class Writer:
         name = f"multiple{of}_"
         for remainder, after in enumerate(multiples(of)):
             end = ['""'] if remainder == 0 else []
-            self.rules[f"{name}{remainder}"] = " | ".join(end + digits(after, name))
+            self.schemas[f"{name}{remainder}"] = " | ".join(end + digits(after, name))
         first = digits([None, *multiples(of)[0][1:]], name)
         return f'"0" | "-"? ({" | ".join(first)})'
 
@@ -169,11 +164,11 @@ class Writer:
         for i in reversed(range(len(prefix))):
             if most is not None and i >= most:
                 continue
-            each = f"{'comma ' if i else ''}{self.rule_of(prefix[i], (*path, 'prefixItems', str(i)))}"
-            after = f"{each} {after}" if i < least else f"({each} {self.named(after)})?"
+            each = f"{'comma' if i else 'gap'} {self.rule_of(prefix[i], (*path, 'prefixItems', str(i)))}"
+            after = f"{each} {after}" if i < least else f"({each} {self.rules.named(after)})?"
         if not prefix:
-            after = listed(item, item, least, most)
-        return f'"[" gap {after} gap "]"'
+            after = listed(item, least, most)
+        return f'"[" {after} gap "]"'
 
     def object(self, schema: Mapping[str, Any], path: Path) -> str:
         properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -199,7 +194,7 @@ class Writer:
         same = members.other is not None and members.least > len(properties) + 1
         reason = "one name may come twice" if same else "no object has so many, or so few, of these properties"
         check(body is not None, f"required, minProperties and maxProperties cannot be guaranteed: {reason}")
-        return f'"{{" gap {body} gap "}}"'
+        return f'"{{" {body} gap "}}"'
 
     def members(self, members: Members) -> str | None:
         """From the last property to the first, what may follow when `count` members are written; None: nothing may."""
@@ -212,10 +207,10 @@ class Writer:
             for count in counts:
                 full = members.most is not None and count >= members.most
                 then = None if full else after[min(count + 1, counts[-1])]
-                with_it = None if then is None else f"{'comma ' if count else ''}{member} {then}"
+                with_it = None if then is None else f"{'comma' if count else 'gap'} {member} {then}"
                 options = [with_it] if is_required else [with_it, after[count]]
                 options = [option for option in options if option is not None]
-                now[count] = self.named(" | ".join(options)) if options else None
+                now[count] = self.rules.named(" | ".join(options)) if options else None
             after = now
         return after[0]
 
@@ -229,14 +224,14 @@ class Writer:
         member = f"{members.key} colon {members.other}"
         left = None if members.most is None else members.most - count
         if count:
-            return self.named(repeated(f"comma {member}", least, left))
-        return self.named(listed(member, member, least, left))
+            return self.rules.named(repeated(f"comma {member}", least, left))
+        return self.rules.named(listed(member, least, left))
 
     def other_name(self, names: list[str]) -> str:
         """A string that is none of these names: written in one way only, so that none comes in disguise."""
         if not names:
             return "string"
-        self.rules["plain"] = written(Chars(EVERY), json=True)
+        plain = written(ANY, self.rules, json=True)
         nodes: dict[str, set[str]] = {"": set()}
         for name in names:
             for i, character in enumerate(name):
@@ -245,10 +240,13 @@ class Writer:
         rules = dict[str, str]()
         for node in sorted(nodes, key=len, reverse=True):
             after = [f"{literal(in_json(c))} {rules[node + c]}" for c in sorted(nodes[node])]
-            rest = without(EVERY, points("".join(nodes[node])))
-            end = [] if node in names else [r'"\""']
-            rules[node] = self.named(" | ".join([*end, *after, rf'{written(Chars(rest), json=True)} plain* "\""']))
-        return self.named(rf'"\"" {rules[""]}')
+            rest = written(Chars(without(EVERY, points("".join(nodes[node])))), self.rules, json=True)
+            rules[node] = self.rules.named(" | ".join([*end_of(node, names), *after, rf'{rest} {plain} "\""']))
+        return self.rules.named(rf'"\"" {rules[""]}')
+
+
+def end_of(node: str, names: list[str]) -> list[str]:
+    return [] if node in names else [r'"\""']
 
 
 def digits(after: Iterable[int | None], name: str) -> list[str]:
@@ -260,27 +258,29 @@ def repeated(body: str, least: int, most: int | None) -> str:
     return f"({body}){{{least},{'' if most is None else most}}}"
 
 
-def listed(first: str, further: str, least: int, most: int | None) -> str:
-    """Some in a row, with commas."""
+def listed(each: str, least: int, most: int | None) -> str:
+    """Some in a row, with commas, and the gap before them."""
     if most == 0:
         return '""'
-    some = f"{first} {repeated(f'comma {further}', max(least - 1, 0), None if most is None else most - 1)}"
+    some = f"gap {each} {repeated(f'comma {each}', max(least - 1, 0), None if most is None else most - 1)}"
     return some if least else f"({some})?"
 
 
 def constant(value: Any) -> str:
     """One value, with gaps where JSON has them."""
     if isinstance(value, Mapping):
-        members = " comma ".join(
-            f"{literal(json.dumps(k, ensure_ascii=False))} colon {constant(v)}" for k, v in value.items()
-        )
-        return f'"{{" gap {members} gap "}}"'
-    if isinstance(value, list | tuple):
-        return f'"[" gap {" comma ".join(map(constant, value))} gap "]"'
-    return literal(json.dumps(value, ensure_ascii=False))
+        names = [literal(json.dumps(name, ensure_ascii=False)) for name in value]
+        inner = [f"{name} colon {constant(each)}" for name, each in zip(names, value.values(), strict=True)]
+    elif isinstance(value, list | tuple):
+        inner = [constant(each) for each in value]
+    else:
+        return literal(json.dumps(value, ensure_ascii=False))
+    start, end = "{}" if isinstance(value, Mapping) else "[]"
+    body = f"gap {' comma '.join(inner)} " if inner else ""
+    return f'"{start}" {body}gap "{end}"'
 
 
-def string(schema: Mapping[str, Any]) -> str:
+def string(schema: Mapping[str, Any], rules: Rules) -> str:
     """`pattern` and `format` are of the string's value; so are its lengths, in code points."""
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     check(most is None or least <= most, "minLength greater than maxLength leaves no string")
@@ -292,7 +292,7 @@ def string(schema: Mapping[str, Any]) -> str:
         node = limited(node, least, most)
     except UserError as error:
         raise UserError(f"{', '.join(keys)} {error}") from error
-    return rf'"\"" {written(node, json=True)} "\""'
+    return rf'"\"" {written(node, rules, json=True)} "\""'
 
 
 def bounds(schema: Mapping[str, Any]) -> tuple[Bound | None, Bound | None]:
@@ -315,10 +315,10 @@ def whole_bounds(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
     return least, most
 
 
-def number(schema: Mapping[str, Any]) -> str:
+def number(schema: Mapping[str, Any], rules: Rules) -> str:
     least, most = bounds(schema)
     if least is None and most is None:
         return "number"
     above = least is not None and most is not None and least.value > most.value
     check(not above, "minimum greater than maximum leaves no number")
-    return written(whole(decimals(least, most)))
+    return written(whole(decimals(least, most)), rules)

@@ -89,24 +89,21 @@ def points(text: str) -> Ranges:
 EVERY: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))  # a text has no surrogates
 
 
+DIGIT: Ranges = ((48, 57),)
+SPACE = union(points(" \t\n\r\f\v\xa0\u1680\u2028\u2029\u202f\u205f\u3000"), ((0x2000, 0x200A),))
+ALIKE = {"d": DIGIT, "w": union(DIGIT, ((65, 90), (97, 122)), points("_")), "s": SPACE}
+
+
 @cache
-def classes() -> dict[str, tuple[Ranges, Ranges]]:
-    r"""What \d, \w, \s and their capitals are to ECMA-262 and to Python's `re` alike, and what they are to either.
+def either(letter: str) -> Ranges:
+    r"""What \d, \w or \s is to ECMA-262 or to Python's `re`; ALIKE has what it is to both.
 
     Readers check patterns by one or the other; what is promised holds for both.
     """
-    digit: Ranges = ((48, 57),)
-    space = union(points(" \t\n\r\f\v\xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff"), ((0x2000, 0x200A),))
-    ecma = {"d": digit, "w": union(digit, ((65, 90), (97, 122)), points("_")), "s": space}
     text = "".join(chr(code) for first, last in EVERY for code in range(first, last + 1))
-    found = {}
-    for letter, own in ecma.items():
-        spans = (match[0] for match in re.finditer(rf"\{letter}+", text))
-        python = union((ord(c), ord(c)) for span in spans for c in span)
-        wide = union(own, python)
-        narrow = without(own, without(own, python))
-        found |= {letter: (narrow, wide), letter.upper(): (without(EVERY, wide), without(EVERY, narrow))}
-    return found
+    spans = (match[0] for match in re.finditer(rf"\{letter}+", text))
+    python = union((ord(c), ord(c)) for span in spans for c in span)
+    return union(ALIKE[letter], python, points("\ufeff") if letter == "s" else ())
 
 
 DOT = without(EVERY, points("\n\r\u2028\u2029"))
@@ -192,7 +189,7 @@ class Parser:
         if letter == "[":
             return Chars(self.set_of())
         if letter == "\\":
-            return Chars(self.escape(in_set=False)[0])
+            return Chars(self.escape())
         if letter in "^$":
             return Anchor(letter)
         literal_brace = letter == "{" and not TIMES.match(self.text, self.at - 1)
@@ -215,45 +212,47 @@ class Parser:
 
     def set_of(self) -> Ranges:
         """What follows a [, to its ]."""
-        negated, ranges, wide = self.take("^"), [], []
+        negated, ranges = self.take("^"), []
         check(not self.next_is("]"), r"a class that begins with ] means different things; write \] for it")
         while not self.take("]"):
             check(self.at < len(self.text), "Unclosed class of characters: a ] is missing")
-            first, either = self.member()
+            first = self.member(negated)
             is_range = self.next_is("-") and not self.next_is("-]") and self.at + 1 < len(self.text)
             if is_range and is_one(first):
                 self.at += 1
-                last, _ = self.member()
+                last = self.member(negated)
                 check(is_one(last) and first[0][0] <= last[0][0], "a range of characters ends before it begins")
-                first = either = ((first[0][0], last[0][0]),)
+                first = ((first[0][0], last[0][0]),)
             ranges.append(first)
-            wide.append(either)
-        return without(EVERY, union(*wide)) if negated else without(union(*ranges), ((0xD800, 0xDFFF),))
+        found = without(union(*ranges), ((0xD800, 0xDFFF),))
+        return without(EVERY, found) if negated else found
 
-    def member(self) -> tuple[Ranges, Ranges]:
+    def member(self, negated: bool) -> Ranges:
         letter = self.text[self.at]
         self.at += 1
-        return self.escape(in_set=True) if letter == "\\" else (points(letter),) * 2
+        return self.escape(in_set=True, negated=negated) if letter == "\\" else points(letter)
 
-    def escape(self, in_set: bool) -> tuple[Ranges, Ranges]:
-        """What follows a backslash, to all readers and to some; see `classes`."""
+    def escape(self, in_set: bool = False, negated: bool = False) -> Ranges:
+        """What follows a backslash; `negated`: all that it may be to some reader, and not what it is to all."""
         check(self.at < len(self.text), "a backslash at the end stands for nothing")
         if (code := self.code()) is not None:
-            return (((code, code),),) * 2
+            return ((code, code),)
         letter = self.text[self.at]
         self.at += 1
-        if letter in "dDwWsS":
-            return classes()[letter]
+        if letter in ALIKE:
+            return either(letter) if negated else ALIKE[letter]
+        if letter.lower() in ALIKE:
+            return without(EVERY, ALIKE[letter.lower()] if negated else either(letter.lower()))
         if letter == "b" and in_set:
-            return (points("\b"),) * 2
+            return points("\b")
         digit = self.text[self.at : self.at + 1]
         check(letter != "0" or not digit.isdigit(), f"\\0{digit} is no escape that is known; write \\x and two digits")
         if letter in CONTROLS:
-            return (points(CONTROLS[letter]),) * 2
+            return points(CONTROLS[letter])
         check(letter not in UNKEPT or in_set, f"\\{letter}, {UNKEPT.get(letter)}, cannot be guaranteed")
         strange = letter.isascii() and letter.isalnum()
         check(not strange, f"\\{letter} is no escape that is known; without the backslash it is the letter")
-        return (points(letter),) * 2
+        return points(letter)
 
     def code(self) -> int | None:
         r"""The code point of \xHH, \uHHHH, a pair of those, \u{H...} or \cX; None where none of them is there."""
