@@ -5,6 +5,7 @@ Knows nothing of models, data or training: each dataclass lives with the code th
 
 import functools
 import json
+import math
 import os
 import platform
 import re
@@ -12,7 +13,7 @@ import reprlib
 import select
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import hydra
 import torch
 from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -39,6 +41,10 @@ PACKAGE = Path(__file__).parent
 # A wheel carries the YAMLs inside the package; in a clone they lie beside it.
 CONF_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 
+
+CHAIN, FULL = re.compile(r"chain(0|[1-9]\d{0,5})"), re.compile(r"d([1-9]\d{0,5})_bf([1-9]\d{0,5})")
+TREES = ("chain1", "chain2", "chain3", "chain5", "d3_bf2")  # of those that have no YAML, some to be shown
+ANY_TREE = "any chainN and dM_bfN (depth M, N children each)"
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")  # what a text of JSON may hold and UTF-8 may not
 
@@ -122,8 +128,33 @@ def with_others_off(overrides: list[str]) -> list[str]:
     return [*overrides, *(f"{EITHER[key]}=null" for key in sorted(chosen) if EITHER[key] not in given)]
 
 
+def tree_of(name: str) -> dict[str, Any] | None:
+    """The tree that a name describes by itself, as a YAML in conf/tree would; None for any other name. DESIGN 3.5."""
+    if found := CHAIN.fullmatch(name):
+        return {"_target_": "eagle_train.inference.tree.chain", "length": int(found[1])}
+    if found := FULL.fullmatch(name):
+        depth, branching = map(int, found.groups())
+        return {"_target_": "eagle_train.inference.tree.full", "depth": depth, "branching": branching}
+    return None
+
+
+def offer_trees(arguments: Iterable[str]) -> None:
+    """Let Hydra find the trees that `tree=NAME` asks for without a YAML, and some more that configs begin with."""
+    given = [argument.partition("=") for argument in arguments]
+    asked = [name for key, _, value in given if key.lstrip("+") == "tree" for name in value.split(",")]
+    for name in (*TREES, *asked):
+        if (tree := tree_of(name.strip())) is not None:
+            ConfigStore.instance().store(name.strip(), tree, group="tree", provider="eagle_train")
+
+
+offer_trees(())
+
+
 def named_path(override: str) -> list[str]:
-    """`target=X`, `draft=X` and `tree=X.yaml`, where X is no YAML of that group: a directory, a hub id or a table."""
+    """`target=X`, `draft=X` and `tree=X.yaml`, where X is no YAML of that group: a directory, a hub id or a table.
+
+    A tree's other names are left to Hydra, see `offer_trees`.
+    """
     key, _, value = override.partition("=")
     if key not in ("target", "draft", "tree") or not value or value.startswith("{"):
         return [override]
@@ -144,6 +175,7 @@ def check_overrides(config_name: str, arguments: list[str]) -> None:
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
     """A command's config with these overrides. Raises UserError for one that does not fit."""
     overrides = with_others_off(overrides)
+    offer_trees(overrides)
     try:
         if GlobalHydra.instance().is_initialized():  # a command is running
             return hydra.compose(config_name, overrides)
@@ -151,7 +183,9 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
             return hydra.compose(config_name, overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         options = getattr(error, "options", None)  # of a group that has none of that name
+        options = options and [name for name in options if name in TREES or tree_of(name) is None]
         hint = f"there are {', '.join(options)}" if options else "the keys are listed by --cfg job"
+        hint += f", and {ANY_TREE}" if options and TREES[0] in options else ""
         raise UserError(f"{one_line(error)} ({hint})") from error
 
 
@@ -190,6 +224,7 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
             multirun = bool({"-m", "--multirun"} & set(sys.argv))
             arguments = [override for argument in sys.argv[1:] for override in named_path(argument)]
             arguments = with_others_off(arguments)
+            offer_trees(arguments)
             sys.argv[1:] = arguments if multirun else [as_typed(argument, parser) for argument in arguments]
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # what is no user's mistake keeps its traceback
             try:
@@ -237,8 +272,22 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write `values` as indented JSON, whole or not at all."""
-    write_text(path, json.dumps(values, indent=2) + "\n")
+    """Write `values` as indented JSON, whole or not at all; see `finite`."""
+    write_text(path, json_text(values, indent=2) + "\n")
+
+
+def json_text(values: Any, **options: Any) -> str:
+    """`values` as JSON, see `finite`; `options` of json.dumps."""
+    return json.dumps(finite(values), allow_nan=False, **options)
+
+
+def finite(values: Any) -> Any:
+    """The same with null for NaN and infinities, in lists and mappings too: JSON has no such numbers."""
+    if isinstance(values, Mapping):
+        return {key: finite(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
 def provenance() -> dict[str, Any]:

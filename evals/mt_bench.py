@@ -7,7 +7,6 @@ and 3.10. Knows nothing of a question's row, of the figures' arithmetic or of a 
     python -m evals.mt_bench draft=DIR questions=FILE.jsonl tree=chain3 temperature=0 top_p=0.9 out=DIR
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
@@ -22,6 +21,7 @@ from eagle_train.config import (
     build,
     check,
     command,
+    json_text,
     one_line,
     provenance,
     resolve_device,
@@ -199,7 +199,7 @@ def ask(engine: Engine, questions: Sequence[Question], params: SamplingParams) -
 
 def seeded(params: SamplingParams, question: Question, turn: int) -> SamplingParams:
     """With the seed that is this turn's own."""
-    return replace(params, seed=params.seed + question.line + turn * TURN_SEEDS)
+    return params.with_seed_after(question.line + turn * TURN_SEEDS)
 
 
 def measure(runs: Sequence[Run], questions: list[Question], params: SamplingParams, batch_size: int) -> None:
@@ -326,7 +326,7 @@ def write(out: Path, found: dict[str, Any], plain: list[Answer], answers: list[A
         }
         for answer, other in zip(answers, plain, strict=True)
     ]
-    write_text(out / "answers.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_text(out / "answers.jsonl", "".join(json_text(row, ensure_ascii=False) + "\n" for row in rows))
     report.plot_acceptance(found, out / "acceptance.png")
     write_text(out / "report.md", report.markdown(found))
     write_json(out / "results.json", found)

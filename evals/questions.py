@@ -2,10 +2,11 @@
 
 import re
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from eagle_train.config import UserError, check
+from eagle_train.config import SURROGATE, UserError, check, shown
 from eagle_train.corpus.chat import Message, to_messages
 from eagle_train.corpus.json_files import JsonFiles
 from eagle_train.corpus.kinds import check_contents
@@ -51,10 +52,19 @@ def question_of(row: Row, place: str) -> Question:
     except UserError as error:
         raise UserError(f"{place}: {error}") from error
     line, category = int(re.search(r"\d+$", place)[0]), row.get("category")
-    named = category is None or (isinstance(category, str | int | float) and not isinstance(category, bool))
-    check(named, f"{place}: category={category}: must be a text or a number, or left out")
+    said = "must be a text or a number, or left out"
+    check(category is None or is_name(category), f"{place}: category={shown(category)}: {said}")
+    name = row.get("question_id", row.get("id", line))
+    check(is_name(name), f"{place}: question_id={shown(name)}: {said}")
     category = None if category is None else str(category)  # they are sorted, whichever of them a file has
-    return Question(line, row.get("question_id", row.get("id", line)), category, history, turns, reference)
+    return Question(line, name, category, history, turns, reference)
+
+
+def is_name(value: Any) -> bool:
+    """Whether it is a text or a number that files of results can hold."""
+    if isinstance(value, str):
+        return SURROGATE.search(value) is None
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def parts_of(row: Row) -> tuple[list[Message], list[str], str | None]:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from eagle_train.exporting import card
 
 Found = Mapping[str, Any]
 
@@ -24,8 +26,7 @@ REPEATED = 0.1
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table; the first column is text, the others numbers."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))
+    return card.table(header, rows, rule="---:")
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -209,21 +210,31 @@ def made_on(found: Found) -> str:
 
 def plot_acceptance(found: Found, path: Path) -> None:
     """Acceptance by depth as a PNG, whole or not there."""
-    shares, given = found["acceptance_per_depth"], found["acceptance_after_depth_before"]
-    figure = Figure(figsize=(5, 3.2), layout="constrained")
-    axes = figure.subplots()
-    depths = range(1, len(shares) + 1)
-    for values, style, name in (
-        (shares, "o-", "of rounds that draft so deep"),
-        (given or [], "o--", "of rounds that accepted the depth before"),
-    ):
-        heights = [float("nan") if value is None else value for value in values]
-        if heights:
-            axes.plot(depths, heights, style, label=name, clip_on=False)
-    axes.set(xlabel="depth in the tree", ylabel="accepted", ylim=(0, 1), xlim=(0.7, len(shares) + 0.3), xticks=depths)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), fontsize="small", ncols=2, borderaxespad=0)
+    figure = figure_of(found["acceptance_per_depth"], found["acceptance_after_depth_before"])
     partial = path.with_name(f".{path.name}.partial")
     figure.savefig(partial, dpi=150, format="png")
     os.replace(partial, path)
+
+
+def figure_of(shares: Sequence[float], given: Sequence[float | None] | None) -> Figure:
+    """Acceptance by depth, of all rounds and, where it is known, of those that accepted the depth before."""
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.subplots()
+    depths = range(1, len(shares) + 1)
+    hollow = {"markersize": 9, "markerfacecolor": "none"}  # around the other's mark where both are the same
+    for values, style, look, name in (
+        (shares, "o-", {}, "of rounds that draft so deep"),
+        (given or [], "s--", hollow, "of rounds that accepted the depth before"),
+    ):
+        heights = [float("nan") if value is None else value for value in values]
+        if heights:
+            axes.plot(depths, heights, style, label=name, clip_on=False, **look)
+    axes.set(xlabel="depth in the tree", ylabel="accepted", ylim=(0, 1), xlim=(0.7, len(shares) + 0.3))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    # Outside the axes, one name a line: no curve runs through it, and it is as wide as the picture at most.
+    figure.legend(frameon=False, loc="outside upper left", fontsize="small", ncols=1)
+    return figure

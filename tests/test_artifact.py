@@ -64,9 +64,18 @@ def test_round_trip_is_exact(draft, tmp_path, dtype):
         assert torch.equal(loaded.state_dict()[name], tensor.to(dtype).float()), name
 
 
+BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+
+
 @pytest.mark.parametrize(
     "overrides",
-    [{"norms": "full"}, {"ffn": "moe", "num_experts": 2}, {"irope": True, "attention_chunk": 8}, {"fc_bias": True}],
+    [
+        {"norms": "full"},
+        {"ffn": "moe", "num_experts": 2},
+        {"irope": True, "attention_chunk": 8},
+        {"fc_bias": True},
+        BIASES,
+    ],
 )
 def test_every_kind_of_draft_is_rebuilt_from_its_config(tmp_path, overrides):
     draft = tiny_draft(shared_target(), **overrides)

@@ -147,6 +147,15 @@ def test_a_request_is_answered_or_refused(engine):
         ({"temperature": float("nan")}, "temperature=nan: must be 0 or more, and finite"),
         ({"temperature": "hot"}, "temperature='hot': must be 0 or more, and finite"),
         ({"temperature": float("inf")}, "temperature=inf: must be 0 or more, and finite"),
+        ({"temperature": -1e-300}, "temperature=-1e-300: must be 0 or more, and finite"),
+        ({"temperature": 10**400}, "temperature=1.*: must be 0 or more, and finite"),
+        ({"top_p": float("nan")}, "top_p=nan: must be above 0 and at most 1"),
+        ({"top_k": -1}, r"top_k=-1: must be 0 \(off\) or more, a whole number"),
+        ({"max_tokens": 0}, "max_tokens=0: must be at least 1, a whole number"),
+        ({"seed": -(2**63) - 1}, "seed=-9223372036854775809: must be a whole number of 64 bits, at most 922.*"),
+        ({"stop": ""}, "stop='': an empty text would end every answer; leave it out"),
+        ({"stop": ["a", ""]}, r"stop=\['a', ''\]: an empty text would end every answer; leave it out"),
+        ({"stop": "\ud800"}, r"stop='\\ud800': half of a surrogate pair is in no text"),
         ({"top_p": 0}, "top_p=0: must be above 0 and at most 1"),
         ({"top_k": 1.5}, r"top_k=1.5: must be 0 \(off\) or more, a whole number"),
         ({"top_k": 2**64}, r"top_k=18446744073709551616: must be 0 \(off\) or more, a whole number"),
@@ -160,6 +169,41 @@ def test_a_request_is_answered_or_refused(engine):
 def test_parameters(params, message):
     with pytest.raises(UserError, match=f"^{message}$"):
         SamplingParams(**params)
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e39, 1.7e308, 10**30, 5e-324, 1e-45])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.5, "top_k": 3}, {"grammar": {"regex": "[a-z]{4}"}}])
+def test_any_finite_temperature_is_one(engine, temperature, options):
+    """The hottest draw evenly from what is allowed; the coldest take the most likely token."""
+    outputs = engine.generate(PROMPTS, SamplingParams(temperature=temperature, max_tokens=5, **options))
+    assert all(0 <= token < 96 for output in outputs for token in output.token_ids)
+    cold = engine.generate(PROMPTS, SamplingParams(max_tokens=5, **options))
+    same = [one.token_ids == other.token_ids for one, other in zip(outputs, cold, strict=True)]
+    assert all(same) if temperature < 1 else not any(same)
+
+
+def test_seeds_go_round():
+    """The prompts of a call have seeds of their own, also where 64 bits end."""
+    largest = SamplingParams(temperature=1.0, seed=2**63 - 1)
+    assert [largest.with_seed_after(i).seed for i in range(3)] == [2**63 - 1, -(2**63), -(2**63) + 1]
+    engine = Engine(tiny_target(tokenizer=tiny_tokenizer()))
+    assert len(engine.generate(PROMPTS, largest)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("token", [96, -1, 2**40])
+def test_stop_ids_are_of_the_vocabulary(engine, token):
+    with pytest.raises(UserError, match=rf"^stop_token_ids=\[{token}\]: the vocabulary has 96$"):
+        engine.add(PROMPTS[0], SamplingParams(stop_token_ids=(5, token)))
+    assert not engine.scheduler.unfinished
+
+
+def test_a_target_whose_stop_token_it_does_not_have():
+    engine = Engine(tiny_target("llama", tiny_tokenizer(), eos_token_id=[500, -1]))
+    assert engine.generate(PROMPTS, SamplingParams(max_tokens=3))
+    with pytest.raises(UserError, match=r"^grammar: needs a stop token; eos_token_id \[-1, 500\] is none of 96"):
+        engine.add(PROMPTS[0], SamplingParams(grammar={"regex": "a"}))
+    mixed = Engine(tiny_target("llama", tiny_tokenizer(), eos_token_id=[2, 500]))
+    assert mixed.generate([PROMPTS[0]], SamplingParams(grammar={"regex": "a"}))[0].text == "a"
 
 
 @pytest.mark.parametrize(
@@ -212,9 +256,9 @@ KILLERS = [  # what xgrammar takes for another grammar, compiles for minutes, or
     ({"ebnf": "root ::= root"}, "no tokens with which to answer so"),
     ({"json_schema": {"$ref": "#"}}, "no tokens with which to answer so"),
     ({"json_schema": '{"type": "number", "minimum": 1e400}'}, "Out of range float"),
-    ({"json_schema": {"const": 10**400}}, "xgrammar cannot read it"),
     ({"json_schema": {"const": "\ud800"}}, "surrogates not allowed"),
-    ({"json_schema": {"type": "number", "minimum": 1e-9, "maximum": 2e-9}}, "no tokens with which to answer so"),
+    ({"json_schema": {"type": "number", "minimum": 1e-16}}, "#: a bound of more than 15 significant digits"),
+    ({"json_schema": {"type": "number", "minimum": 2, "exclusiveMaximum": 2}}, "#: no number is between these bounds"),
     ({"json_schema": INTEGER | {"minimum": 5, "maximum": 1}}, "minimum greater than maximum"),
     ({"json_schema": INTEGER | {"multipleOf": 1025}}, "#: multipleOf 1025 must be a whole number from 1 to 1024"),
     ({"json_schema": INTEGER | {"multipleOf": 0.5}}, "#: multipleOf 0.5 must be a whole number from 1 to 1024"),
@@ -274,6 +318,8 @@ FINE = [
     ({"choice": ["", "a"]}, ""),
     ({"json_schema": {"enum": [f"v{i}" for i in range(3000)]}}, '"v2999"'),
     ({"json_schema": INTEGER | {"multipleOf": 7}}, "49"),
+    ({"json_schema": {"const": 10**400}}, str(10**400)),
+    ({"json_schema": {"type": "number", "minimum": 1e-9, "maximum": 2e-9}}, "0.0000000015"),
     ({"json_schema": STRING | {"format": "date", "title": "x" * 10**5}}, '"2024-01-31"'),
     ({"json_schema": STRING | {"maxLength": 2**31 - 1}}, '"abc"'),
     ({"json_schema": ARRAY | {"minItems": 1, "maxItems": 10**6}}, '[1, "a"]'),

@@ -1,6 +1,7 @@
 """config.py and conf/: what a user types arrives, a mistake is one line, and the YAMLs fit their dataclasses."""
 
 import dataclasses
+import json
 import os
 import resource
 import subprocess
@@ -16,8 +17,20 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train import generate
-from eagle_train.config import CONF_DIR, UserError, as_typed, build, check, command, resolve_device, write_text
+from eagle_train.config import (
+    CONF_DIR,
+    UserError,
+    as_typed,
+    build,
+    check,
+    command,
+    offer_trees,
+    resolve_device,
+    write_json,
+    write_text,
+)
 from eagle_train.corpus.source import DataConfig
+from eagle_train.inference.tree import load_tree
 from eagle_train.models.draft import DraftConfig
 from eagle_train.models.loading import TargetConfig
 from eagle_train.models.quantised import Quant
@@ -90,6 +103,18 @@ def test_a_target_and_a_draft_are_named_by_their_directories(given):
     assert given.tree["length"] == 2
 
 
+@pytest.mark.parametrize("name", ["chain7", "d2_bf3", "chain0"])
+def test_a_tree_is_named_by_its_shape(given, name):
+    """Whether or not somebody has listed it, and beside what else there is to say of a tree."""
+    assert call(generate.main, f"tree={name}", "prompt=x") == 2
+    assert load_tree(given.tree) == load_tree(name)
+    assert call(generate.main, "tree.length=4", "prompt=x") == 2
+    assert load_tree(given.tree) == load_tree("chain4")
+    offer_trees([f"tree={name}"])
+    for config in ("mt_bench", "quantisation", "serving"):
+        assert load_tree(compose(config, f"tree={name}").tree) == load_tree(name)
+
+
 @pytest.mark.parametrize(
     "override",
     [
@@ -118,6 +143,7 @@ def test_what_hydra_understands_is_left_to_it(override):
         (["prompt=x", "nosuch=1"], "Could not override 'nosuch'"),
         (["prompt=x", "target.nosuch=1"], "Could not override 'target.nosuch'"),
         (["prompt=x", "tree=nosuch"], "Could not find 'tree/nosuch' (there are chain1, chain2, chain3, chain5, d3_bf2"),
+        (["prompt=x", "tree=chainN"], "n8, table, and any chainN and dM_bfN (depth M, N children each))"),
         (["prompt=x", "nosuch"], "nosuch"),
         (["prompt=x", "~nosuch"], "'nosuch' does not exist"),
         (["prompt=x", "=1"], ""),
@@ -342,3 +368,9 @@ def test_every_experiment_builds(name):
         OmegaConf.update(config, key, "given")
     for group, cls in (*GROUPS.items(), ("train", TrainConfig)):
         build(cls, config[group], group)
+
+
+def test_what_json_cannot_hold_is_null(tmp_path):
+    write_json(tmp_path / "a.json", {"a": float("nan"), "b": [1.5, (float("inf"), {"c": -float("inf")})]})
+    found = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert found == {"a": None, "b": [1.5, [None, {"c": None}]]}

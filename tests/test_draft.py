@@ -6,7 +6,15 @@ import pytest
 import torch
 from tiny import random_tokens, shared_target, tiny_draft, tiny_target
 from torch import nn
-from transformers import Gemma3TextConfig, GPT2Config, Llama4TextConfig, LlamaConfig, LlamaModel
+from transformers import (
+    Gemma3TextConfig,
+    GPT2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaModel,
+    Qwen2Config,
+    Qwen2Model,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
@@ -196,6 +204,28 @@ def test_dense_draft_is_a_llama_behind_fc(norms, rope):
         torch.testing.assert_close(run(draft, embeddings, hidden, positions), wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_a_draft_with_biases_is_a_qwen2_behind_fc():
+    """Whose attention has biases on queries, keys and values alone; all other biases are Llama's."""
+    same = {"num_hidden_layers": 2, "rms_norm_eps": 1e-5}
+    qwen2 = Qwen2Config(**llama_config(**same).to_diff_dict() | {"model_type": "qwen2"})
+    every = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), True)
+    for theirs, flags in (
+        (Qwen2Model(qwen2), {"qkv_bias": True}),
+        (LlamaModel(llama_config(**same, attention_bias=True, mlp_bias=True)), every),
+    ):
+        draft = Draft(DraftConfig.from_target(llama_config(**same), num_layers=2, **flags)).init_weights(0)
+        theirs.norm = theirs.layers[0].input_layernorm = nn.Identity()
+        with torch.no_grad():
+            for parameter in draft.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            for own, layer in zip(draft.layers, theirs.layers, strict=True):
+                layer.load_state_dict(own.state_dict())
+            embeddings, hidden, positions = inputs(rows=2)
+            fused = draft.fc(torch.cat((embeddings, hidden), -1))
+            wanted = theirs.eval()(inputs_embeds=fused, position_ids=positions, use_cache=False).last_hidden_state
+            torch.testing.assert_close(run(draft, embeddings, hidden, positions), wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("rope", ROPES)
 def test_rotary_settings_are_the_targets(rope):
     config = llama_config(rope_parameters=ROPES[rope])
@@ -313,6 +343,9 @@ def test_tensor_names():
     eagle1 = {"fc.weight", "1.input_layernorm.weight"} | {f"{i}.{name}" for i in (0, 1) for name in dense}
     assert names(norms="eagle1") == eagle1
     assert names(fc_bias=True) == eagle1 | {"fc.bias"}
+    assert names(qkv_bias=True) == eagle1 | {f"{i}.self_attn.{x}_proj.bias" for i in (0, 1) for x in "qkv"}
+    assert names(o_bias=True) == eagle1 | {f"{i}.self_attn.o_proj.bias" for i in (0, 1)}
+    assert names(mlp_bias=True) == eagle1 | {f"{i}.mlp.{x}_proj.bias" for i in (0, 1) for x in ("gate", "up", "down")}
     assert names(norms="full") == eagle1 | {"0.input_layernorm.weight", "norm.weight"}
     expert = {f"{x}_proj.weight" for x in ("gate", "up", "down")}
     parts = {"router.weight"} | {f"{e}.{x}" for e in ("shared_expert", "experts.0", "experts.1") for x in expert}

@@ -26,7 +26,7 @@ from eagle_train.models import artifact, layouts
 from eagle_train.models.artifact import load_draft, read_artifact, save_draft
 from eagle_train.models.compressed import file_tensors
 from eagle_train.models.draft import Draft
-from eagle_train.models.foreign import refuse_other
+from eagle_train.models.foreign import load_foreign, refuse_other
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
 from eagle_train.ops.quantise import dequantise
@@ -244,6 +244,8 @@ def test_rounding_by_the_targets_states(home, target, tmp_path, capsys):
         ({"norms": "full"}, ["engine=trtllm", "target={home}/target"], "TensorRT-LLM has no class that applies both"),
         ({"vocab_size": 2, "vocabulary": [4, 5]}, ["engine=vllm"], "proposes from the target's whole vocabulary"),
         ({"fc_bias": True}, ["engine=vllm"], "vLLM drops the bias of fc"),
+        ({"mlp_bias": True}, ["engine=sglang"], "SGLang drops the biases of the feed-forward"),
+        ({"o_bias": True}, ["engine=trtllm", "target={home}/target"], "TensorRT-LLM has no biases in its layers"),
         ({}, ["engine=sglang", "quant=int4", "quant.scope=all_linear"], "SGLang runs fc as it is"),
         ({}, ["engine=trtllm", "quant=fp8", "target={home}/target"], "reads no weights in compressed-tensors' formats"),
         ({}, ["engine=trtllm"], "its file repeats the target's embedding; give target=PATH"),
@@ -304,10 +306,17 @@ def test_damaged_tensors(home, tmp_path, quant, changes, words):
 
 
 def foreign(
-    target, directory: Path, layout: str = "reference", norms: str = "eagle1", num_layers: int = 3, **changes
+    target,
+    directory: Path,
+    layout: str = "reference",
+    norms: str = "eagle1",
+    num_layers: int = 3,
+    biases: tuple[str, ...] = (),
+    **changes,
 ) -> Draft:
     """Write a draft as others do. `changes`: tensors to add, or None to take away."""
-    draft = tiny_draft(target, num_layers=num_layers, norms=norms, first_token="skip", fc_bias=layout == "bias")
+    biases = dict.fromkeys(("fc_bias", *biases) if layout == "bias" else biases, True)
+    draft = tiny_draft(target, num_layers=num_layers, norms=norms, first_token="skip", **biases)
     tensors = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     if layout in ("reference", "bias"):
         tensors["embed_tokens.weight"] = target.embedding.clone()
@@ -365,6 +374,47 @@ def test_drafts_of_others_are_read(home, target, tmp_path, layout, norms, num_la
     assert read_artifact(out).training == {"imported": f"{tmp_path}/theirs"}
 
 
+@pytest.mark.parametrize("biases", [("qkv_bias",), ("qkv_bias", "o_bias"), ("o_bias", "mlp_bias")])
+@pytest.mark.parametrize("engine", ["native", "vllm", "sglang"])
+def test_biases_of_others_are_read_and_served(home, target, tmp_path, capsys, biases, engine):
+    """Qwen2's drafts have them on queries, keys and values; an engine that has more of them is given zeros."""
+    draft = foreign(target, tmp_path / "theirs", "reference", num_layers=2, biases=biases)
+    arguments = [f"target={home}/target", "dtype=float32", f"engine={engine}"]
+    if engine == "sglang" and "mlp_bias" in biases:
+        assert "drops the biases" in refusal(capsys, f"checkpoint={tmp_path}/theirs", f"out={tmp_path}/out", *arguments)
+        return
+    out = exported(tmp_path, tmp_path / "out", *arguments, source="theirs")
+    loaded = load_draft(out, target.identity)
+    assert loaded.config == draft.config
+    torch.testing.assert_close(loaded.state_dict(), draft.state_dict(), rtol=0, atol=0)
+    if engine != "native":
+        config, tensors = read(out)
+        served = replay(engine, config, tensors, json.loads((home / "target" / "config.json").read_text()))
+        assert (served.errors, served.uninitialised, served.spoiled) == ([], set(), set())
+        assert not served.skipped
+        known = layouts.contract(engine, loaded.config, target.identity)
+        assert {name: shape for name, (shape, _) in tensors.items()} == known
+
+
+def test_biases_that_are_zero_everywhere_are_none(home, target, tmp_path):
+    """As SGLang's layout has them beside those of queries, keys and values."""
+    zeros = {f"layers.{layer}.self_attn.o_proj.bias": torch.zeros(128) for layer in range(2)}
+    draft = foreign(target, tmp_path / "theirs", "sglang", num_layers=2, biases=("qkv_bias",), **zeros)
+    assert load_foreign(tmp_path / "theirs", target).config == draft.config
+
+
+def test_a_config_within_a_config_is_read(target, tmp_path):
+    """As vLLM writes it; what it does not say is never told as what it says."""
+    draft = foreign(target, tmp_path / "theirs", "sglang")
+    path = tmp_path / "theirs" / "config.json"
+    own = json.loads(path.read_text())
+    for nested in ({"model": own}, {"model": own, "truncated_vocab_size": 96}, {"transformer_layer_config": own}):
+        path.write_text(json.dumps({"model_type": "eagle", **nested}))
+        assert load_foreign(tmp_path / "theirs", target).config == draft.config
+    path.write_text(json.dumps({key: value for key, value in own.items() if key != "max_position_embeddings"}))
+    assert load_foreign(tmp_path / "theirs", target).config.max_position_embeddings == 128
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -416,6 +466,12 @@ def test_what_is_wrong_beforehand_costs_no_target(home, tmp_path, capsys, monkey
         ({"vocab_size": 95}, "vocab_size 95 in config.json, and 96 in target"),
         ({"quantization_config": {}}, "is quantised; give the draft that it was made from"),
         ({"num_attention_heads": 3}, "config.json"),
+        ({"num_attention_heads": 0}, "config.json is no Llama's"),
+        ({"rope_scaling": "linear"}, "config.json is no Llama's"),
+        ({"hidden_size": None, "vocab_size": None}, "config.json has no hidden_size, vocab_size"),
+        ({"hidden_size": None, "model": {"vocab_size": 96}}, "has no hidden_size"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' in config.json; a draft has silu"),
+        ({"truncated_vocab_size": 50}, "truncated_vocab_size 50 in config.json"),
     ],
 )
 def test_configs_of_others_that_do_not_fit(home, target, tmp_path, capsys, values, message):

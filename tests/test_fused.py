@@ -13,6 +13,7 @@ from eagle_train.ops.linear import QuantisedLinear
 VARIANTS = {
     "eagle1": {},
     "full": {"norms": "full", "fc_bias": True},
+    "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "experts": {"ffn": "moe", "num_experts": 3},
     "irope": {"irope": True, "attention_chunk": 4},
 }
@@ -55,7 +56,7 @@ def test_modules_are_called_without_their_hooks():
 @pytest.mark.parametrize("scheme", ["int4", "fp8"])
 def test_equals_the_quantised_draft(scheme, scope):
     target = tiny_target(hidden_size=128, intermediate_size=256, head_dim=32)
-    draft = quantised(tiny_draft(target, num_layers=1), Quant(scheme, scope))
+    draft = quantised(tiny_draft(target, num_layers=1, qkv_bias=True, mlp_bias=True), Quant(scheme, scope))
     ours = fused(draft)
     torch.testing.assert_close(states(ours), states(draft), rtol=1e-4, atol=1e-4)
     separate, one = (sum(isinstance(m, QuantisedLinear) for m in each.modules()) for each in (draft, ours))

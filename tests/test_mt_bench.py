@@ -18,6 +18,7 @@ from command_line import call
 from talking import CONTEXT, arguments, make_home, write_rows
 
 from eagle_train.config import UserError
+from eagle_train.exporting import card
 from eagle_train.inference import Engine, Output, SamplingParams, Stats
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.tree import chain, full
@@ -209,6 +210,10 @@ def test_a_limit_is_spread_over_the_file(tmp_path):
         ([{"messages": []}], r"q\.jsonl:1: the row has no turns"),
         ([{"messages": [{"role": "system", "content": "a"}]}], r"q\.jsonl:1: the row has no turns of a user"),
         ([{"prompt": "a", "category": ["b"]}], r"q\.jsonl:1: category=\['b'\]: must be a text or a number"),
+        ([{"prompt": "a", "question_id": float("nan")}], r"q\.jsonl:1: question_id=nan: must be a text or a number"),
+        ([{"prompt": "a", "question_id": [1]}], r"q\.jsonl:1: question_id=\[1\]: must be a text or a number"),
+        ([{"prompt": "a", "category": float("inf")}], r"q\.jsonl:1: category=inf: must be a text or a number"),
+        ([{"prompt": "a", "category": "\ud800"}], r"q\.jsonl:1: category='.*ud800': must be a text or a number"),
         ([{"prompt": "a", "category": True}], r"q\.jsonl:1: category=True: must be a text or a number"),
         ([{"messages": [{"role": "user"}]}], r"q\.jsonl:1: the content of a turn of user must be text"),
     ],
@@ -511,6 +516,33 @@ def test_the_table_of_categories_and_turns():
         "| maths | 4 | 3.00 |  | 2.50 | 0.50 |",
         "| all | 4 | 2.00 | 1.50 | 1.75 | 0.50 |",
     ]
+
+
+def test_any_text_stays_in_its_cell():
+    """A category may be called anything; the table has its columns still."""
+    groups = [
+        {"category": name, "turn": None, "prompts": 4, "tpc": 3.0, "acceptance_per_depth": [0.5]}
+        for name in ("a|b", "c\\|d", "e\nf", "|", None)
+    ]
+    header, _, *rows = report.by_category_and_turn(groups).splitlines()
+    assert len(rows) == len(groups)
+    cells = [re.split(r"(?<!\\)(?:\\\\)*\|", row) for row in (header, *rows)]
+    assert {len(row) for row in cells} == {6}
+    assert [row[1].strip() for row in cells[1:]] == [r"a\|b", r"c\\\|d", "e f", r"\|", "all"]
+    assert card.table(["a"], [["b|c\nd"]]).splitlines()[2] == r"| b\|c d |"
+
+
+def test_the_picture_has_all_of_its_names(tmp_path):
+    """Nothing of the legend lies outside the picture, and the curves have nearly all of its width."""
+    figure = report.figure_of([0.8, 0.64], [0.8, 0.8])
+    figure.canvas.draw()
+    width, height = figure.canvas.get_width_height()
+    for box in (figure.legends[0].get_window_extent(), figure.axes[0].get_tightbbox()):
+        assert 0 <= box.x0 < box.x1 <= width
+        assert 0 <= box.y0 < box.y1 <= height
+    assert figure.axes[0].get_window_extent().width > 0.8 * width
+    report.plot_acceptance(found_figures(), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 # The command

@@ -104,7 +104,7 @@ def test_prompts_that_are_refused(prompts, message):
 def test_arguments_that_are_refused():
     target = shared_target()
     with pytest.raises(UserError, match="tree is 'chain99'"):
-        Engine(target, tiny_draft(target), tree="chain99")
+        Engine(target, tiny_draft(target), tree="chain_99")
     with pytest.raises(UserError, match="batch sizes"):
         Engine(target, tiny_draft(target), tree={0: "chain3"})
     with pytest.raises(UserError, match="2 given for 3 prompts"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from eagle_train.config import CONF_DIR, UserError
+from eagle_train.config import CONF_DIR, UserError, tree_of
 from eagle_train.inference.tree import MAX_NODES, Tree, chain, full, load_tree, pruned
 
 RAGGED = Tree((-1, 0, 0, 0, 1, 1, 2, 5))
@@ -95,11 +95,27 @@ def test_pruned_breaks_ties_and_keeps_siblings_in_order():
 
 
 def test_every_bundled_tree_loads():
+    """Those that a name describes have no YAML."""
     names = {path.stem for path in (CONF_DIR / "tree").glob("*.yaml")} - {"table"}
+    assert not any(map(tree_of, names))
     parents = {name: load_tree(name).parents for name in names}
-    assert parents.items() >= {f"chain{n}": chain(n).parents for n in (1, 2, 3, 5)}.items()
-    assert parents["d3_bf2"] == full(3, 2).parents
     assert len(parents["n8"]) == 9
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 7, 12, MAX_NODES - 1])
+def test_a_chain_by_its_name(length):
+    assert load_tree(f"chain{length}") == chain(length)
+
+
+@pytest.mark.parametrize(("depth", "branching"), [(1, 1), (2, 3), (3, 2), (1, 12), (9, 2)])
+def test_a_full_tree_by_its_name(depth, branching):
+    assert load_tree(f"d{depth}_bf{branching}") == full(depth, branching)
+
+
+@pytest.mark.parametrize("name", ["chain", "chain-1", "chain03", "chain3 ", "Chain3", "d0_bf2", "d3_bf0", "d3bf2"])
+def test_names_that_describe_no_tree(name):
+    with pytest.raises(UserError, match=r"known trees are chain1, .*n8, and any chainN and dM_bfN"):
+        load_tree(name)
 
 
 def test_a_table_is_no_tree():
@@ -122,7 +138,9 @@ def test_to_moves_every_table():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("chain99", "tree is 'chain99'; known trees are .*chain3.*n8"),
+        ("chain_99", "tree is 'chain_99'; known trees are .*chain3.*n8"),
+        ("chain1024", f"tree.length is 1024; it must be below {MAX_NODES}"),
+        ("d30_bf9", "tree.depth 30 with tree.branching 9 exceeds"),
         ("../tree/chain3", "known trees"),
         (3, "tree is 3"),
         ({"parents": []}, "node 0"),

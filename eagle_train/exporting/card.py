@@ -181,6 +181,12 @@ def listing(values: Mapping[str, Any]) -> str:
     return "\n".join(f"- {key}: {value}" for key, value in values.items())
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], rule: str = "---") -> str:
+    """A Markdown table of any texts; `rule` stands below the names of all columns but the first."""
+    lines = [map(cell, header), ["---", *[rule] * (len(header) - 1)], *(map(cell, row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell(text: str) -> str:
+    """A text that ends neither its cell nor its line."""
+    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").split()) if "|" in text else " ".join(text.split())

@@ -85,7 +85,8 @@ class Engine:
         overlap: bool | None = None,
         graphs: bool = False,
     ):
-        """`tree`: a name in conf/tree, a Tree, or a mapping {largest batch size: tree}. Without a draft it is not used.
+        """`tree`: a name (`chainN`, `dM_bfN`, a YAML in conf/tree), a Tree, or a mapping {largest batch size:
+        tree}. Without a draft it is not used.
 
         `device`: where a target that is given by name is loaded; a Target stays on its own.
         `drafting`: how a node's children are chosen: greedy, multinomial or multinomial_without_replacement. Greedy

@@ -3,9 +3,12 @@
 Knows nothing of tokens or JSON. Every limit below was found by measuring.
 """
 
+import json
 import re
 
-from eagle_train.config import check
+from eagle_train.config import UserError, check, shown
+from eagle_train.inference.grammars.ebnf import NEVER_RULE, Rules, written
+from eagle_train.inference.grammars.patterns import Node, whole
 
 MOST_CHARACTERS = 1 << 15  # of one text; the time to compile grows with its square
 MOST_TIMES = (1 << 31) - 1  # of a repetition; of what is more xgrammar takes the last 32 bits
@@ -14,47 +17,62 @@ MOST_NESTED = 1500  # times of three repetitions or more within each other, wher
 UNBOUNDED = 4
 MOST_IN_A_ROW = 32  # optional or repeated parts with nothing fixed between them; a token's time grows with the square
 ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\Z)|.", re.DOTALL)  # an escape, a class of characters, or one
-# What a backslash may make of a letter or digit; of others xgrammar takes the letter itself, or refuses them by name.
-ESCAPES, REFUSED = frozenset("dDwWsSfnrtvaexuc0"), frozenset("bBpPk123456789")
-ESCAPE = re.compile(r"\\(.)(\d?)", re.DOTALL)
 # What is no part of a grammar's structure: texts, classes, comments.
 EBNF_TEXT = re.compile(r'"(?:\\.|[^"\\])*(?:"|\Z)|\[(?:\\.|[^\]\\])*(?:\]|\Z)|#[^\n]*', re.DOTALL)
+LOOK = re.compile(r"\(\s*=")
+MACRO = re.compile(r"\bRegex\b(?=\s*\()")
+REGEX = re.compile(r'Regex\s*\(\s*"((?:\\.|[^"\\])*)"\s*\)', re.DOTALL)
 TIMES = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 IN_A_ROW = re.compile(rf"(?:[^*+?{{}}|](?:[*+?]|\{{\d*,\d*\}})){{{MOST_IN_A_ROW + 1}}}")
 LOOPED = re.compile(r"\(|[^(](?:[*+]|\{\d+,?\d*\})?")  # a group's beginning; its end or a letter, and what repeats it
 NUMBER = re.compile(r"\d+")
 
 
-def as_whole(regex: str) -> str:
-    """`regex` for xgrammar, which matches all of a text, ignores anchors inside, and lets `.` be the end of a line.
+def as_ebnf(regex: str) -> str:
+    """A grammar of exactly the texts that `regex` matches from beginning to end.
 
     Raises UserError for one that it cannot keep, or not in time.
     """
+    check_pattern(regex)
+    rules = Rules("part")
+    return f"root ::= {written(whole(regex), rules)}\n{rules.text}\n{NEVER_RULE}"
+
+
+def check_pattern(regex: str) -> None:
+    """Raise UserError for a regular expression that no grammar keeps, or not in time."""
     check_length(regex)
-    atoms = ATOM.findall(regex)
-    inside = "^" in atoms[1:] or "$" in atoms[:-1]
-    check(not inside, "^ and $ may stand at the ends only: the whole answer is matched")
-    check_escapes(atoms)
-    check_structure("".join(atom if len(atom) == 1 else "x" for atom in atoms))
-    return "".join(r"[^\n\r]" if atom == "." else atom for atom in atoms)
+    check_structure("".join(atom if len(atom) == 1 else "x" for atom in ATOM.findall(regex)))
+    whole(regex)
 
 
-def check_escapes(atoms: list[str]) -> None:
-    """Raise UserError for what xgrammar would take for something else without a word."""
-    for atom, after in zip(atoms, [*atoms[1:], ""], strict=True):
-        is_class = len(atom) > 1 and atom[0] == "["
-        check(not re.match(r"\[\^?\]", atom), r"a class that begins with ] means different things; write \] for it")
-        known = ESCAPES | (frozenset("b") if is_class else REFUSED)
-        for letter, digit in ESCAPE.findall(atom if is_class else atom + after if len(atom) > 1 else ""):
-            strange = letter.isascii() and letter.isalnum() and letter not in known
-            check(not strange, f"\\{letter} is no escape that is known; without the backslash it is the letter")
-            check(letter != "0" or not digit, f"\\0{digit} is no escape that is known; write \\x and two digits")
+def kept_ebnf(grammar: str) -> str:
+    """An EBNF grammar for xgrammar, which ignores what a rule says of the text after it, and parts of `Regex("...")`.
 
-
-def check_ebnf(grammar: str) -> None:
-    """Raise UserError for an EBNF grammar that xgrammar cannot keep, or not in time."""
+    Raises UserError for one that it cannot keep, or not in time.
+    """
     check_length(grammar)
+    bare = EBNF_TEXT.sub(lambda found: "x" * len(found[0]), grammar)  # what is left of texts says nothing
+    look = LOOK.search(bare)
+    check(not look, "a lookahead, (= ...), cannot be guaranteed; put what must follow into the rule")
     check_structure(EBNF_TEXT.sub("x", grammar))
+    pieces, end, rules = [], 0, Rules("eagle_part")
+    for macro in MACRO.finditer(bare):
+        regex = REGEX.match(grammar, macro.start())
+        check(regex is not None, 'Regex must have one text: Regex("...")')
+        pieces += [grammar[end : macro.start()], f"({written(regex_of(regex[1]), rules)})"]
+        end = regex.end()
+    own = f"\n{rules.text}\n{NEVER_RULE}" if pieces else ""
+    return "".join([*pieces, grammar[end:]]) + own
+
+
+def regex_of(text: str) -> Node:
+    """The regular expression in an EBNF text, as it stands between its quotes."""
+    try:
+        regex = json.loads(f'"{text}"')
+    except ValueError as error:
+        raise UserError(f'Regex("{shown(text)[1:-1]}"): its text must be written as JSON writes one') from error
+    check_pattern(regex)
+    return whole(regex)
 
 
 def check_length(text: str) -> None:

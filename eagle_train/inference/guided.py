@@ -14,21 +14,29 @@ from typing import Any
 
 import torch
 
-from eagle_train.config import UserError, check, one_line, shown
-from eagle_train.inference.expressions import as_whole, check_ebnf, check_length
+from eagle_train.config import SURROGATE, UserError, check, one_line, shown
+from eagle_train.inference.expressions import as_ebnf, check_length, kept_ebnf
+from eagle_train.inference.grammars.ebnf import literal
+from eagle_train.inference.grammars.json_text import WHITESPACE, write_schema
 from eagle_train.inference.json_schema import check_schema
 from eagle_train.inference.tree import Tree
 
 KINDS = ("json_schema", "regex", "choice", "ebnf")
 CACHE_BYTES = 256 << 20  # of compiled grammars, for requests that ask for the same
+MOST_WHITESPACE = 1000
 PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # where in xgrammar's sources an error was found
 
 
 def check_grammar(grammar: Any) -> None:
-    """Raise UserError unless `grammar` maps one of KINDS to what that kind is written in."""
-    one = isinstance(grammar, Mapping) and len(grammar) == 1 and next(iter(grammar)) in KINDS
+    """Raise UserError unless `grammar` maps one of KINDS to what that kind is written in.
+
+    Beside json_schema, `whitespace` may say how many characters may stand between two tokens of JSON, or "any".
+    """
+    known = isinstance(grammar, Mapping) and set(grammar) <= {*KINDS, "whitespace"}
+    one = known and sum(kind in grammar for kind in KINDS) == 1
     check(one, f"grammar={shown(grammar)}: must be a mapping with one of the keys {', '.join(KINDS)}")
-    ((kind, value),) = grammar.items()
+    kind = kind_of(grammar)
+    value, whitespace = grammar[kind], grammar.get("whitespace", WHITESPACE)
     right, wanted = {
         "json_schema": (isinstance(value, Mapping | bool | str), "a schema, as a mapping or as JSON"),
         "regex": (isinstance(value, str), "a text"),
@@ -36,6 +44,16 @@ def check_grammar(grammar: Any) -> None:
         "ebnf": (isinstance(value, str), "a text"),
     }[kind]
     check(right, f"grammar.{kind}={shown(value)}: must be {wanted}")
+    check(value != "", f"grammar.{kind}='': is empty; leave it out where an answer may be anything")
+    count = isinstance(whitespace, int) and not isinstance(whitespace, bool) and 0 <= whitespace <= MOST_WHITESPACE
+    wanted = f"must be a whole number from 0 to {MOST_WHITESPACE}, or any"
+    check(count or whitespace == "any", f"grammar.whitespace={shown(whitespace)}: {wanted}")
+    alone = kind == "json_schema" or "whitespace" not in grammar
+    check(alone, f"grammar.whitespace={shown(whitespace)}: is for json_schema only, not for {kind}")
+
+
+def kind_of(grammar: Mapping[str, Any]) -> str:
+    return next(kind for kind in KINDS if kind in grammar)
 
 
 def is_choice(value: Any) -> bool:
@@ -48,8 +66,10 @@ class Guide:
     def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: Iterable[int], device: torch.device | str):
         """`vocab_size`: the LM head's. Raises UserError where there is no tokenizer, stop token or xgrammar."""
         check(tokenizer is not None, "grammar: needs a tokenizer, and the target has none")
-        stop_ids = sorted(stop_ids)
-        check(bool(stop_ids), "grammar: needs a stop token, and the target's configs have no eos_token_id")
+        named = sorted(stop_ids)
+        check(bool(named), "grammar: needs a stop token, and the target's configs have no eos_token_id")
+        stop_ids = [token for token in named if 0 <= token < vocab_size]
+        check(bool(stop_ids), f"grammar: needs a stop token; eos_token_id {named} is none of {vocab_size} tokens")
         check(find_spec("xgrammar") is not None, "grammar: needs xgrammar; pip install 'eagle-train[guided]'")
         import xgrammar
 
@@ -68,12 +88,12 @@ class Guide:
 
         `longest`: the answer may end only where the grammar lets nothing else follow.
         """
-        ((kind, value),) = grammar.items()
+        kind = kind_of(grammar)
+        value = grammar[kind]
         try:
-            state = self.matcher_of(self.compiled(kind, value))
+            state = self.matcher_of(self.compiled(grammar))
         except Exception as error:  # xgrammar knows nothing more special
-            reason = PLACE.sub("", one_line(error))[:200] or "xgrammar cannot read it"
-            raise UserError(f"grammar.{kind}={shown(value)}: {reason}") from error
+            raise UserError(f"grammar.{kind}={shown(value)}: {reason(error)}") from error
         bits = torch.zeros(1, len(self.stop), dtype=torch.int32)
         state.fill_next_token_bitmask(bits)
         possible = bool(unpack(bits, self.vocab_size).any())
@@ -81,22 +101,40 @@ class Guide:
         check(possible, f"grammar.{kind}={shown(value)}: the target has no tokens with which to answer so")
         return Matcher(state, longest)
 
-    def compiled(self, kind: str, value: Any) -> Any:
+    def compiled(self, grammar: Mapping[str, Any]) -> Any:
         """xgrammar's CompiledGrammar."""
-        if kind == "json_schema":
-            value = json.dumps(
-                json.loads(value) if isinstance(value, str) else value, ensure_ascii=False, allow_nan=False
-            )
-            check_schema(json.loads(value))
-            return self.compiler.compile_json_schema(value)
-        if kind == "regex":
-            return self.compiler.compile_regex(as_whole(value))
-        if kind == "choice":
-            value = "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
-            check_length(value)
-        else:
-            check_ebnf(value)
-        return self.compiler.compile_grammar(value)
+        return self.compiler.compile_grammar(ebnf_of(grammar))
+
+
+def ebnf_of(grammar: Mapping[str, Any]) -> str:
+    """A grammar, see `check_grammar`, as EBNF whose first rule is `root`. Raises UserError for one that cannot be kept,
+    and what JSON's readers and writers raise.
+    """
+    kind = kind_of(grammar)
+    value = grammar[kind]
+    if isinstance(value, str):
+        value = value.removeprefix("\ufeff")  # which some editors write before a file's text
+    if kind == "regex":
+        return as_ebnf(value)
+    if kind == "ebnf":
+        return kept_ebnf(value)
+    if kind == "choice":
+        text = "root ::= " + " | ".join(map(literal, value))
+        check_length("".join(value))
+        surrogate = any(map(SURROGATE.search, value))
+        check(not surrogate, "surrogates not allowed: half of a pair is no character")
+        return text
+    schema = json.dumps(json.loads(value) if isinstance(value, str) else value, ensure_ascii=False, allow_nan=False)
+    check_schema(json.loads(schema))
+    whitespace = grammar.get("whitespace", WHITESPACE)
+    return write_schema(json.loads(schema), None if whitespace == "any" else whitespace)
+
+
+def reason(error: Exception) -> str:
+    """What is wrong with a grammar, in a line."""
+    if isinstance(error, UnicodeDecodeError):  # xgrammar cuts its message within a character
+        error = ValueError(error.object.decode("utf-8", "replace"))
+    return PLACE.sub("", one_line(error))[:200] or "xgrammar cannot read it"
 
 
 def texts_of(tokenizer: Any, vocab_size: int, stop_ids: list[int]) -> list[bytes]:

@@ -1,14 +1,19 @@
-"""Which JSON schemas a grammar can promise to keep. xgrammar ignores what it cannot express; here that is refused.
+"""Which JSON schemas a grammar can promise to keep; all others are refused, naming the place.
 
-Knows nothing of tokens. Every form below was tried against answers that violate it.
+What a keyword means as a grammar is in `grammars/json_text.py`. Knows nothing of tokens. Every form below was tried
+against answers that violate it.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from math import isfinite
 from typing import Any
 
-from eagle_train.config import check, shown
-from eagle_train.inference.expressions import MOST_TIMES, as_whole, check_length
+from eagle_train.config import SURROGATE, UserError, check, shown
+from eagle_train.inference.expressions import MOST_TIMES, check_length, check_pattern
+from eagle_train.inference.grammars.formats import FORMATS
+from eagle_train.inference.grammars.json_text import Path, path_of, place
 
 DEEPEST, MOST_PROPERTIES = 32, 500  # the time to compile grows with their cubes
 MOST_SCHEMAS = 3000  # in all
@@ -22,7 +27,7 @@ OF_TYPE = {
     "string": {"minLength", "maxLength", "pattern", "format"},
     "integer": BOUNDS | {"multipleOf"},
     "number": BOUNDS,
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
+    "array": {"items", "prefixItems", "minItems", "maxItems", "uniqueItems"},
     "object": {"properties", "required", "additionalProperties", "minProperties", "maxProperties"},
     "boolean": set[str](),
     "null": set[str](),
@@ -30,13 +35,30 @@ OF_TYPE = {
 STRINGS, ARRAYS = {"minLength", "maxLength", "pattern"}, {"minItems", "maxItems"}
 COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 LARGEST_MULTIPLE = 1024
-FORMATS = {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"}
-FORMATS |= {"uri-reference", "uri-template", "json-pointer", "relative-json-pointer"}
-ALONE = ("$ref", "anyOf", "allOf", "enum", "const")  # beside one of these xgrammar ignores all others
-APART = [{"pattern"}, {"format"}, {"minLength", "maxLength"}], [{"multipleOf"}, BOUNDS]  # of each it keeps the first
-Path = tuple[str, ...]
-"""Of keywords, names and numbers: where a schema is."""
+ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")  # no grammar keeps one of these and others besides
+SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (
+        lambda value: is_listing(value if isinstance(value, list) else [value], is_type),
+        f"one or some of {', '.join(OF_TYPE)}",
+    ),
+    "properties": (
+        lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value),
+        "a mapping",
+    ),
+    "required": (lambda value: is_listing(value, is_text), "a list of names"),
+    "pattern": (lambda value: is_text(value), "a text"),
+    "format": (lambda value: is_text(value), "a text"),
+    "multipleOf": (
+        lambda value: is_number(value) and value in range(1, LARGEST_MULTIPLE + 1),
+        f"a whole number from 1 to {LARGEST_MULTIPLE}",
+    ),
+    **dict.fromkeys(COUNTS, (lambda value: is_count(value), f"a whole number, at most {MOST_TIMES}")),
+    **dict.fromkeys(BOUNDS, (lambda value: is_number(value), "a number")),
+    **dict.fromkeys(("anyOf", "oneOf", "prefixItems"), (lambda value: isinstance(value, list), "a list of schemas")),
+    "enum": (lambda value: isinstance(value, list), "a list"),
+}
 PYTHON = {"string": str, "integer": int, "number": (int, float), "array": list, "object": dict, "boolean": bool}
+KINDS = ("boolean", "number", "string", "array", "object")  # in this order a value is of the first it can be of
 
 
 def check_schema(schema: Any) -> None:
@@ -48,20 +70,28 @@ def check_schema(schema: Any) -> None:
         check(depth <= DEEPEST, f"{place(path)}: deeper than {DEEPEST} schemas")
         found[path] = each
         check(len(found) <= MOST_SCHEMAS, f"more than {MOST_SCHEMAS} schemas")
-        if isinstance(each, Mapping):  # else true, or what xgrammar refuses
+        if isinstance(each, Mapping):
             check_one(each, place(path))
+            check(not path or "$id" not in each, f"{place(path)}: $id cannot be guaranteed but at the root")
             inside += [((*path, *name), inner, depth + 1) for name, inner in reversed(parts(each))]
     schemas = {path: each for path, each in found.items() if isinstance(each, Mapping)}
     for path, each in schemas.items():
         check_reference(each, place(path), found)
+    for path, each in found.items():
+        check(isinstance(each, bool | Mapping), f"{place(path)}: {shown(each)} must be a schema")
+    for path, each in schemas.items():
+        check_one_of(each.get("oneOf", []), place(path), found)
     check_work(list(schemas.values()))
 
 
 def check_one(schema: Mapping[str, Any], where: str) -> None:
     """As `check_schema`, without the schemas inside."""
-    many = len(schema["properties"]) if isinstance(schema.get("properties"), Mapping) else 0
-    check(many <= MOST_PROPERTIES, f"{where}: {many} properties; at most {MOST_PROPERTIES} are possible")
     keys = set(schema) - NOTES
+    for key in sorted(keys & set(SHAPES)):
+        right, wanted = SHAPES[key]
+        check(right(schema[key]), f"{where}: {key} {shown(schema[key])} must be {wanted}")
+    many = len(schema.get("properties", {}))
+    check(many <= MOST_PROPERTIES, f"{where}: {many} properties; at most {MOST_PROPERTIES} are possible")
     first = next((key for key in ALONE if key in keys), None)
     allowed = {first} if first else {"type"} | keys_of(schema.get("type"))
     if first in ("enum", "const") and "type" in keys:
@@ -69,22 +99,46 @@ def check_one(schema: Mapping[str, Any], where: str) -> None:
         allowed |= {"type"}
     if isinstance(schema.get("type"), list) and "number" in schema["type"]:
         allowed -= {"multipleOf"}  # beside it, it would be kept for whole numbers alone
+    if schema.get("uniqueItems") is not False:
+        allowed -= {"uniqueItems"}
     unknown = sorted(map(str, keys - allowed))
     reason = f"beside {first}" if first else f"for type {schema.get('type')!r}"
     check(not unknown, f"{where}: {', '.join(unknown)} cannot be guaranteed {reason}")
-    for groups in APART:
-        found = sorted(key for group in groups for key in group & keys)
-        together = sum(bool(group & keys) for group in groups) > 1
-        check(not together, f"{where}: {', '.join(found)} cannot be guaranteed together")
-    single = first != "allOf" or (isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1)
+    known = schema.get("format", "date") in FORMATS
+    said = f"format {shown(schema.get('format'))} cannot be guaranteed; those that can: {', '.join(sorted(FORMATS))}"
+    check(known, f"{where}: {said}")
+    both = {"pattern", "format"} <= keys
+    check(not both, f"{where}: format, pattern cannot be guaranteed together")
+    single = "allOf" not in keys or (isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1)
     check(single, f"{where}: allOf cannot be guaranteed for more than one schema, or none")
-    check(schema.get("anyOf") != [] and schema.get("type") != [], f"{where}: nothing is left to choose from")
-    for key in sorted(keys):
-        check_value(key, schema[key], where)
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    if isinstance(properties, Mapping) and isinstance(required, list):
-        missing = [name for name in required if isinstance(name, str) and name not in properties]
-        check(not missing, f"{where}: required {shown(missing)} cannot be guaranteed without a schema in properties")
+    empty = any(schema.get(key) == [] for key in ("anyOf", "oneOf", "enum", "type"))
+    check(not empty, f"{where}: nothing is left to choose from")
+    for key in sorted(keys & {"pattern", "const", "enum"}):
+        check_text(key, schema[key], where)
+    missing = [name for name in schema.get("required", []) if name not in schema.get("properties", {})]
+    check(not missing, f"{where}: required {shown(missing)} cannot be guaranteed without a schema in properties")
+    names = [name for name in schema.get("properties", {}) if SURROGATE.search(name)]
+    check(not names, f"{where}: {shown(names)}: surrogates not allowed")
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_type(value: Any) -> bool:
+    return is_text(value) and value in OF_TYPE
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TIMES
+
+
+def is_listing(values: Any, each: Callable[[Any], bool]) -> bool:
+    return isinstance(values, list) and all(map(each, values))
 
 
 def keys_of(types: Any) -> set[str]:
@@ -93,33 +147,24 @@ def keys_of(types: Any) -> set[str]:
     return set().union(*(OF_TYPE.get(name, set()) for name in names if isinstance(name, str)))
 
 
-def check_value(key: str, value: Any, where: str) -> None:
-    """Raise UserError for a keyword's value that xgrammar would take for another, or that takes too long."""
-    if key in COUNTS:
-        whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TIMES
-        check(whole, f"{where}: {key} {shown(value)} must be a whole number, at most {MOST_TIMES}")
-    elif key == "multipleOf":
-        whole = isinstance(value, int | float) and value in range(1, LARGEST_MULTIPLE + 1)
-        check(whole, f"{where}: multipleOf {shown(value)} must be a whole number from 1 to {LARGEST_MULTIPLE}")
-    elif key == "format":
-        known = isinstance(value, str) and value in FORMATS
-        check(
-            known, f"{where}: format {shown(value)} cannot be guaranteed; those that can: {', '.join(sorted(FORMATS))}"
-        )
-    elif key == "pattern":
-        check(isinstance(value, str), f"{where}: pattern {shown(value)} must be a text")
-        as_whole(value)
-    elif key in ("const", "enum"):
-        check_length(json.dumps(value))
+def check_text(key: str, value: Any, where: str) -> None:
+    """Raise UserError for a pattern or value that cannot be written, or not in time."""
+    if key == "pattern":
+        try:
+            check_pattern(value)
+        except UserError as error:
+            raise UserError(f"{where}: pattern: {error}") from error
+        return
+    check_length(json.dumps(value))
+    check(not SURROGATE.search(json.dumps(value, ensure_ascii=False)), f"{where}: {key}: surrogates not allowed")
 
 
 def check_reference(schema: Mapping[str, Any], where: str, found: Mapping[Path, Any]) -> None:
-    """Raise UserError unless what is referred to is one of the schemas that were `found`, and so looked at: xgrammar
-    takes whatever lies there for one."""
+    """Raise UserError unless what is referred to is one of the schemas that were `found`, and so looked at."""
     reference = schema.get("$ref", "#")
     begins = isinstance(reference, str) and reference[:2] in ("#", "#/")
     check(begins, f"{where}: $ref {shown(reference)} must begin with #/")
-    known = tuple(filter(None, reference[1:].split("/"))) in found
+    known = path_of(reference) in found
     check(known, f"{where}: $ref {shown(reference)} must lead to a schema, as #/$defs/NAME does")
 
 
@@ -135,13 +180,82 @@ def check_work(schemas: list[Mapping[str, Any]]) -> None:
     check(total <= MOST_MULTIPLES, f"multiples of {total} in all; at most {MOST_MULTIPLES} are possible")
 
 
+def check_one_of(options: list[Any], where: str, found: Mapping[Path, Any]) -> None:
+    """Raise UserError unless it is certain that no value is of two of the schemas."""
+    for (i, one), (j, other) in combinations(enumerate(options), 2):
+        apart = are_apart(one, other, found)
+        check(apart, f"{where}: oneOf cannot be guaranteed: {i} and {j} may hold together; anyOf lets them")
+
+
+def are_apart(one: Any, other: Any, found: Mapping[Path, Any], depth: int = 0) -> bool:
+    """Whether types or constants say that no value is of both schemas."""
+    one, other = (referred(each, found) for each in (one, other))
+    if depth > DEEPEST or not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        return one is False or other is False
+    for schema, against in ((one, other), (other, one)):
+        for key in ("anyOf", "oneOf", "allOf"):
+            if key in schema:
+                return all(are_apart(each, against, found, depth + 1) for each in schema[key])
+    values = [values_of(schema) for schema in (one, other)]
+    if values[0] is not None and values[1] is not None:
+        return not values[0] & values[1]
+    types = [types_of(schema) for schema in (one, other)]
+    if not types[0] & types[1]:
+        return True
+    shared = set(one.get("required", [])) & set(other.get("required", []))
+    objects = types[0] == types[1] == {"object"}
+    return objects and any(
+        are_apart(one["properties"][name], other["properties"][name], found, depth + 1) for name in shared
+    )
+
+
+def referred(schema: Any, found: Mapping[Path, Any]) -> Any:
+    """What a schema refers to in the end; true where that never ends."""
+    for _ in range(DEEPEST):
+        if not isinstance(schema, Mapping) or "$ref" not in schema:
+            return schema
+        schema = found[path_of(schema["$ref"])]
+    return True
+
+
+def values_of(schema: Mapping[str, Any]) -> set[str] | None:
+    """The constants of a schema, numbers that are equal alike; None where it has none."""
+    if not {"const", "enum"} & set(schema):
+        return None
+    values = schema["enum"] if "enum" in schema else [schema["const"]]
+    return {json.dumps(plain(value), sort_keys=True) for value in values}
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def types_of(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema's values may have; a whole number is a number."""
+    if {"const", "enum"} & set(schema):
+        values = schema["enum"] if "enum" in schema else [schema["const"]]
+        return {next((name for name in KINDS if isinstance(value, PYTHON[name])), "null") for value in values}
+    types = schema.get("type", [*KINDS, "null"])
+    types = [types] if isinstance(types, str) else types
+    return {"number" if name == "integer" else name for name in types}
+
+
 def check_values(schema: Mapping[str, Any], where: str) -> None:
     """Raise UserError unless the values of `enum` or `const` are of its `type`."""
     values = schema["enum"] if "enum" in schema else [schema["const"]]
-    kinds = PYTHON.get(schema["type"]) if isinstance(schema["type"], str) else None
-    right = kinds is not None and isinstance(values, list | tuple) and all(isinstance(v, kinds) for v in values)
-    right = right and (kinds is bool or not any(isinstance(v, bool) for v in values))  # True is an int to Python
+    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    right = all(any(is_of(value, name) for name in types) for value in values)
     check(right, f"{where}: enum and const cannot be guaranteed beside type {schema['type']!r}")
+
+
+def is_of(value: Any, name: str) -> bool:
+    if isinstance(value, bool) or value is None:  # True is an int to Python
+        return name == ("null" if value is None else "boolean")
+    return name != "null" and isinstance(value, PYTHON[name])
 
 
 def parts(schema: Mapping[str, Any]) -> list[tuple[Path, Any]]:
@@ -152,12 +266,7 @@ def parts(schema: Mapping[str, Any]) -> list[tuple[Path, Any]]:
     for key in ("properties", "$defs", "definitions"):
         inner = schema.get(key)
         found += [((key, name), each) for name, each in inner.items()] if isinstance(inner, Mapping) else []
-    for key in ("anyOf", "allOf", "prefixItems"):
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
         inner = schema.get(key)
         found += [((key, str(i)), each) for i, each in enumerate(inner)] if isinstance(inner, list | tuple) else []
     return found
-
-
-def place(path: Path) -> str:
-    """A schema's place as an error may show it."""
-    return "/".join(["#", *(name if name.isprintable() and len(name) < 40 else shown(name) for name in path)])

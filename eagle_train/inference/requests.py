@@ -8,7 +8,7 @@ from collections.abc import Sequence as Listing
 from dataclasses import replace
 from functools import cached_property
 
-from eagle_train.config import UserError, check
+from eagle_train.config import UserError, check, shown
 from eagle_train.corpus.template import ChatTemplate
 from eagle_train.inference.detokenizer import Detokenizer, Texts
 from eagle_train.inference.guided import Guide, Matcher
@@ -42,6 +42,8 @@ class Requests:
             self.target.tokenizer is not None or not params.stop_strings,
             f"stop={params.stop}: stop strings need a tokenizer, and {self.target.name} has none",
         )
+        foreign = [token for token in params.stop_token_ids or () if not 0 <= token < vocabulary]
+        check(not foreign, f"stop_token_ids={shown(foreign[:1])}: the vocabulary has {vocabulary}")
         params = replace(params, max_tokens=min(params.max_tokens, limit - len(tokens)))
         own = frozenset() if params.ignore_eos else self.stop_ids
         stop_ids = own if params.stop_token_ids is None else frozenset(params.stop_token_ids)
@@ -120,7 +122,7 @@ def params_of(params: SamplingParams | Listing[SamplingParams] | None, index: in
     """Request `index`'s parameters; one set for all gives each request its own seed."""
     if params is None or isinstance(params, SamplingParams):
         params = params or SamplingParams()
-        return replace(params, seed=params.seed + index)
+        return params.with_seed_after(index)
     known = isinstance(params, list | tuple) and all(isinstance(each, SamplingParams) for each in params)
     check(known, "params: must be SamplingParams, or a list of them")
     check(len(params) == count, f"params: {len(params)} given for {count} prompts")

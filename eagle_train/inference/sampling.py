@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from eagle_train.inference.tree import Tree
 from eagle_train.ops.transfer import to_device
 
+HOTTEST = torch.finfo(torch.float32).max  # beyond, float32 has infinity, by which a forbidden token's logit is NaN
 DRAFT_MODES = ("greedy", "multinomial", "multinomial_without_replacement")
 
 
@@ -72,7 +73,7 @@ class SamplingTensors:
         """One entry per row."""
         rows = zip(temperature, top_k, top_p, strict=True)
         return cls(
-            to_device(temperature, device, torch.float32),
+            to_device([min(t, HOTTEST) for t in temperature], device, torch.float32),
             to_device(top_k, device, torch.int64),
             to_device(top_p, device, torch.float32),
             any_top=any(t > 0 and (k > 0 or p < 1) for t, k, p in rows),

@@ -3,9 +3,10 @@
 DESIGN sections 3.8, 3.9.
 """
 
+import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_train.config import SURROGATE, check, shown
@@ -13,6 +14,7 @@ from eagle_train.inference.detokenizer import Detokenizer
 from eagle_train.inference.guided import Matcher, check_grammar
 
 LARGEST = (1 << 63) - 1  # of the numbers that a tensor holds
+LEAST = -LARGEST - 1
 
 
 def is_whole(value: Any, least: int) -> bool:
@@ -48,7 +50,8 @@ class SamplingParams:
     `grammar`: what the answer must obey, one of {"json_schema": a schema}, {"regex": a text}, {"choice": texts} and
     {"ebnf": a text whose first rule is `root`}. The target's own stop tokens then end the answer, exactly where the
     grammar may end; with `ignore_eos` only where it lets nothing else follow. An object has the properties its schema
-    names, and others only if `additionalProperties` says so. Raises UserError.
+    names, and others only if `additionalProperties` says so. Beside json_schema, `whitespace` says how many characters
+    may stand between two tokens of JSON: a number (16, unless told), or "any". Raises UserError.
     """
 
     temperature: float = 0.0
@@ -64,24 +67,30 @@ class SamplingParams:
     def __post_init__(self) -> None:
         texts = [self.stop] if isinstance(self.stop, str) else self.stop
         rules = {
-            "temperature": (is_number(self.temperature, 0, LARGEST), "must be 0 or more, and finite"),
+            "temperature": (is_number(self.temperature, 0, sys.float_info.max), "must be 0 or more, and finite"),
             "top_p": (is_number(self.top_p, 0, 1) and self.top_p > 0, "must be above 0 and at most 1"),
             "top_k": (is_whole(self.top_k, 0), "must be 0 (off) or more, a whole number"),
             "max_tokens": (is_whole(self.max_tokens, 1), "must be at least 1, a whole number"),
-            "seed": (is_whole(self.seed, -LARGEST), f"must be a whole number of 64 bits, at most {LARGEST}"),
+            "seed": (is_whole(self.seed, LEAST), f"must be a whole number of 64 bits, at most {LARGEST}"),
             "stop": (is_listing(texts, str), "must be None, a text, or a list of texts"),
             "stop_token_ids": (is_listing(self.stop_token_ids, int), "must be None or a list of token ids"),
             "ignore_eos": (isinstance(self.ignore_eos, bool), "must be true or false"),
         }
         for name, (right, wanted) in rules.items():
             check(right, f"{name}={shown(getattr(self, name))}: {wanted}")
+        check("" not in (texts or ()), f"stop={shown(self.stop)}: an empty text would end every answer; leave it out")
+        halves = any(map(SURROGATE.search, texts or ()))
+        check(not halves, f"stop={shown(self.stop)}: half of a surrogate pair is in no text")
         if self.grammar is not None:
             check_grammar(self.grammar)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return tuple(string for string in strings if string)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def with_seed_after(self, offset: int) -> "SamplingParams":
+        """The same with a seed that is greater by `offset`; after the greatest of 64 bits comes the least."""
+        return replace(self, seed=(self.seed + offset - LEAST) % (1 << 64) + LEAST)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from eagle_train.config import CONF_DIR, UserError, check, one_line
+from eagle_train.config import ANY_TREE, CONF_DIR, TREES, UserError, check, one_line, tree_of
 
 MAX_NODES = 1024  # the ancestor mask is [N, N]; no tree worth validating comes near
 
@@ -185,15 +185,18 @@ def pruned(num_nodes: int, acceptance: Sequence[Sequence[float]]) -> Tree:
 
 
 def load_tree(spec: "Tree | str | Mapping[str, Any]") -> Tree:
-    """A tree from a Tree, the name of a YAML in conf/tree, or a mapping that has `_target_` (Hydra) or `parents`.
+    """A tree from a Tree, a name (`chainN`, `dM_bfN` or a YAML in conf/tree), or a mapping that has `_target_` (Hydra)
+    or `parents`.
 
     Raises UserError for an unknown name, for a mapping that makes no tree, and for a tree that is no tree.
     """
     if isinstance(spec, Tree):
         return spec
     if isinstance(spec, str):
-        known = sorted({path.stem for path in (CONF_DIR / "tree").glob("*.yaml")} - {"table"})  # which is of many trees
-        check(spec in known, f"tree is {spec!r}; known trees are {', '.join(known)}")
+        if (described := tree_of(spec)) is not None:
+            return instantiated(described)
+        named = sorted({path.stem for path in (CONF_DIR / "tree").glob("*.yaml")} - {"table"})  # which is of many trees
+        check(spec in named, f"tree is {spec!r}; known trees are {', '.join([*TREES, *named])}, and {ANY_TREE}")
         return load_tree(OmegaConf.load(CONF_DIR / "tree" / f"{spec}.yaml"))
     check(isinstance(spec, Mapping), f"tree is {spec!r}; it must be a name in conf/tree or a mapping")
     if "_target_" in spec:

@@ -16,11 +16,13 @@ class DraftConfig:
     `norms`: eagle1 has no norm before layer 0 and none at the end, which is what vLLM and SGLang load; full has both.
     `first_token`: self_fusion pairs the first token with its own hidden state; with skip it has no slot, as in EAGLE-1,
     vLLM and SGLang: the draft begins at (t_1, h_0), and what lies at position 0 is never seen. `fc_bias`: `fc` has a
-    bias, as EAGLE-1's first checkpoints have. `embedding_scale` multiplies the token embeddings, which are often far
-    smaller than the hidden states beside them, before `fc`; in an artifact it is folded into `fc`. `irope`: layers
-    attend within chunks of `attention_chunk` positions, every fourth (and the last) sees everything and has no rotary
-    positions. `vocab_size`: how many of the target's tokens the draft can propose, `vocabulary` which, ascending; None
-    is all. It learns the distribution among them, and its LM head is so much smaller.
+    bias, as EAGLE-1's first checkpoints have; `qkv_bias`, `o_bias` and `mlp_bias`: so have queries, keys and values (as
+    Qwen2's layers), the attention's output, and the three matrices of a dense feed-forward. `embedding_scale`
+    multiplies the token embeddings, which are often far smaller than the hidden states beside them, before `fc`; in an
+    artifact it is folded into `fc`. `irope`: layers attend within chunks of `attention_chunk` positions, every fourth
+    (and the last) sees everything and has no rotary positions. `vocab_size`: how many of the target's tokens the draft
+    can propose, `vocabulary` which, ascending; None is all. It learns the distribution among them, and its LM head is
+    so much smaller.
     """
 
     hidden_size: int
@@ -37,6 +39,9 @@ class DraftConfig:
     num_experts: int = 16
     first_token: str = "self_fusion"
     fc_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
     embedding_scale: float = 1.0
     irope: bool = False
     attention_chunk: int = 8192
@@ -58,6 +63,8 @@ class DraftConfig:
         choices = {"norms": ("eagle1", "full"), "ffn": ("dense", "moe"), "first_token": ("self_fusion", "skip")}
         for name, allowed in choices.items():
             check(getattr(self, name) in allowed, f"draft.{name}={getattr(self, name)}: must be {' or '.join(allowed)}")
+        dense = not self.mlp_bias or self.ffn == "dense"
+        check(dense, f"draft.mlp_bias=true: needs draft.ffn=dense, and it is {self.ffn}")
         even = self.head_dim % 2 == 0
         check(even, f"draft.head_dim={self.head_dim}: must be even, for rotary positions")
         heads = f"draft.num_heads={self.num_heads}, draft.num_kv_heads={self.num_kv_heads}"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
@@ -23,6 +22,14 @@ PICKLES = "pytorch_model*.bin"  # EAGLE's own, from before safetensors
 PREFIX = re.compile(r"^(module\.)?(model\.)?")  # of names, from DDP and from whole models
 INDEX = "model.safetensors.index.json"
 EAGLE3 = ("midlayer.", "hidden_norm", "d2t", "t2d")
+NESTED = ("model", "text_config", "transformer_layer_config")  # of vLLM's own, multimodal and speculators' configs
+BESIDE = ("quantization_config", "truncated_vocab_size")  # and what they have beside it
+NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+BIASES = {
+    "qkv_bias": tuple(f"self_attn.{name}_proj.bias" for name in "qkv"),
+    "o_bias": ("self_attn.o_proj.bias",),
+    "mlp_bias": tuple(f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")),
+}
 SHARED = {"embed_tokens.weight": "embedding", "lm_head.weight": "LM head"}  # the target's, where a file repeats them
 
 
@@ -40,8 +47,7 @@ def load_foreign(directory: Path, target: Target) -> Draft:
     )
     for name, what in SHARED.items():
         refuse_other(name, what, tensors.pop(name, None), target, directory)
-    if "fc.bias" in tensors and not tensors["fc.bias"].any():  # what SGLang's layout asks for
-        del tensors["fc.bias"]
+    tensors = without_zero_biases(tensors)
     draft = Draft(shape_of(values, tensors, target, directory))
     load_tensors(draft, tensors, f"checkpoint={directory}")
     return draft
@@ -54,7 +60,39 @@ def read_values(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"checkpoint={directory}: config.json cannot be read: {one_line(error)}") from error
     check(isinstance(values, dict), f"checkpoint={directory}: config.json holds no mapping")
+    return the_drafts_own(values, directory)
+
+
+def the_drafts_own(values: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The part of a config.json that describes the draft's layers: all of it, or what it holds under one of NESTED.
+
+    Raises UserError where a number is missing that has no default which everybody shares.
+    """
+    inner = next((key for key in NESTED if isinstance(values.get(key), dict)), None)
+    if "hidden_size" not in values and inner is not None:
+        values = {key: value for key, value in values.items() if key in BESIDE} | values[inner]
+    missing = [key for key in NEEDED if values.get(key) is None]
+    check(not missing, f"checkpoint={directory}: config.json has no {', '.join(missing)}")
+    act = values.get("hidden_act", "silu")
+    check(act in ("silu", "swish"), f"checkpoint={directory}: hidden_act {act!r} in config.json; a draft has silu")
+    part, size = values.get("truncated_vocab_size"), values["vocab_size"]
+    whole = part in (None, size)
+    check(whole, f"checkpoint={directory}: truncated_vocab_size {part} in config.json; give one of all {size} tokens")
     return values
+
+
+def without_zero_biases(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same without biases that are zero wherever their modules are: SGLang's layout asks for them."""
+    kinds = [re.sub(r"\d+", "", name) for name in tensors]
+    used = {kind for kind, tensor in zip(kinds, tensors.values(), strict=True) if tensor.any()}
+    for names in BIASES.values():
+        if any(f"layers..{name}" in used for name in names):  # they come together
+            used |= {f"layers..{name}" for name in names}
+    return {
+        name: tensor
+        for (name, tensor), kind in zip(tensors.items(), kinds, strict=True)
+        if kind in used or not name.endswith(".bias")
+    }
 
 
 def read_files(directory: Path) -> dict[str, torch.Tensor]:
@@ -98,16 +136,26 @@ def shape_of(values: dict[str, Any], tensors: dict[str, torch.Tensor], target: T
     known = {key: value for key, value in values.items() if key not in ("architectures", "model_type", "torch_dtype")}
     try:
         llama = LlamaConfig.from_dict(known)
-    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except Exception as error:  # the library checks values by using them
         raise UserError(f"checkpoint={directory}: config.json is no Llama's: {one_line(error)}") from error
     for name, own in (("hidden_size", target.identity.hidden_size), ("vocab_size", target.identity.vocab_size)):
         given = getattr(llama, name)
         check(given == own, f"checkpoint={directory}: {name} {given} in config.json, and {own} in target {target.name}")
-    layers = {int(found[1]) for name in tensors if (found := re.match(r"layers\.(\d+)\.", name))}
+    layers = layers_of(tensors)
+    biases = {
+        flag: bool(layers) and all(f"layers.{layer}.{name}" in tensors for layer in layers for name in names)
+        for flag, names in BIASES.items()
+    }
     return DraftConfig.from_target(
         llama,
         num_layers=llama.num_hidden_layers if not layers else max(layers) + 1,
         norms="full" if norms else "eagle1",
         first_token="skip",
         fc_bias="fc.bias" in tensors,
+        max_position_embeddings=None if "max_position_embeddings" in values else target.max_positions,
+        **biases,
     )
+
+
+def layers_of(tensors: dict[str, torch.Tensor]) -> set[int]:
+    return {int(found[1]) for name in tensors if (found := re.match(r"layers\.(\d+)\.", name))}

@@ -89,10 +89,10 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.uses_rope, chunk = config.rope_of_layer(layer)
         self.rule = Rule(config.head_dim**-0.5, chunk=chunk, skip_first=config.first_slot == 1)
-        self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
-        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
 
     def forward(
         self,
@@ -113,11 +113,11 @@ class Attention(nn.Module):
 class DenseFFN(nn.Module):
     """SwiGLU feed-forward."""
 
-    def __init__(self, width: int, inner: int):
+    def __init__(self, width: int, inner: int, bias: bool = False):
         super().__init__()
-        self.gate_proj = Linear(width, inner, bias=False)
-        self.up_proj = Linear(width, inner, bias=False)
-        self.down_proj = Linear(inner, width, bias=False)
+        self.gate_proj = Linear(width, inner, bias=bias)
+        self.up_proj = Linear(width, inner, bias=bias)
+        self.down_proj = Linear(inner, width, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -156,7 +156,7 @@ class Layer(nn.Module):
         if config.ffn == "moe":
             self.mlp = MoEFFN(width, config.intermediate_size, config.num_experts)
         else:
-            self.mlp = DenseFFN(width, config.intermediate_size)
+            self.mlp = DenseFFN(width, config.intermediate_size, config.mlp_bias)
 
     def forward(
         self,

@@ -25,6 +25,7 @@ ARCHITECTURES = {
     ("trtllm", "eagle1"): "LlamaForCausalLM",
 }
 BIASED = ("sglang", "trtllm")  # their `fc` has a bias: random, or an error, where the file has none
+QKV, OUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 # Linear modules that stay as they are, as compressed-tensors' configs say it. Expressions are matched from the start of
 # an engine's own name, which has prefixes, joins q, k and v, and in vLLM counts the target's layers in.
 IGNORED = {"ffn": ["re:.*self_attn.*", "re:.*fc$", "lm_head"], "all_linear": ["lm_head"]}
@@ -36,8 +37,8 @@ def to_engine(
 ) -> dict[str, torch.Tensor]:
     """Our tensors as the engine's file has them. `embedding`: the target's [V, H], which TensorRT-LLM wants too."""
     found = {prefix(engine, draft) + name: tensor for name, tensor in tensors.items()}
-    if engine in BIASED and not draft.fc_bias:
-        found["fc.bias"] = torch.zeros(draft.hidden_size, dtype=tensors["fc.weight"].dtype)
+    for name, size in added_biases(engine, draft).items():
+        found[name] = torch.zeros(size, dtype=tensors["fc.weight"].dtype)
     if engine == "trtllm":
         assert embedding is not None
         found["embed_tokens.weight"] = embedding.detach().to("cpu", tensors["fc.weight"].dtype).contiguous()
@@ -47,11 +48,30 @@ def to_engine(
 def from_engine(engine: str, draft: DraftConfig, tensors: Tensors) -> dict[str, torch.Tensor]:
     """`to_engine`'s tensors as ours; what it would not have written is left in, for the reader to refuse."""
     found = {name.removeprefix(prefix(engine, draft)): tensor for name, tensor in tensors.items()}
-    if engine in BIASED and not draft.fc_bias and "fc.bias" in found and not found["fc.bias"].any():
-        del found["fc.bias"]
+    for name in added_biases(engine, draft):
+        if name in found and not found[name].any():
+            del found[name]
     if engine == "trtllm":
         found.pop("embed_tokens.weight", None)
     return found
+
+
+def added_biases(engine: str, draft: DraftConfig) -> dict[str, int]:
+    """The biases that an engine's modules have and the draft has not, with their sizes: written as zeros.
+
+    SGLang has one switch for all four of a layer's attention.
+    """
+    found = {"fc.bias": draft.hidden_size} if engine in BIASED and not draft.fc_bias else {}
+    if engine == "sglang" and draft.qkv_bias != draft.o_bias:
+        for layer in range(draft.num_layers):
+            for name in OUT if draft.qkv_bias else QKV:
+                found[f"layers.{layer}.self_attn.{name}.bias"] = attention_outputs(draft)[name]
+    return found
+
+
+def attention_outputs(draft: DraftConfig) -> dict[str, int]:
+    keys = draft.num_kv_heads * draft.head_dim
+    return {"q_proj": draft.num_heads * draft.head_dim, "k_proj": keys, "v_proj": keys, "o_proj": draft.hidden_size}
 
 
 def prefix(engine: str, draft: DraftConfig) -> str:
@@ -79,8 +99,8 @@ def engine_config(engine: str, draft: DraftConfig, quant: Quant, dtype: str, tar
         "rms_norm_eps": draft.rms_norm_eps,
         "max_position_embeddings": draft.max_position_embeddings,
         "vocab_size": target.vocab_size,
-        "attention_bias": False,
-        "mlp_bias": False,
+        "attention_bias": draft.o_bias or (engine == "sglang" and draft.qkv_bias),
+        "mlp_bias": draft.mlp_bias,
         "tie_word_embeddings": False,
         "dtype": dtype,
         "rope_parameters": rope,
@@ -89,6 +109,8 @@ def engine_config(engine: str, draft: DraftConfig, quant: Quant, dtype: str, tar
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if plain else {key: value for key, value in rope.items() if key != "rope_theta"},
     }
+    if engine == "vllm" and draft.qkv_bias != draft.o_bias:
+        values["qkv_bias"] = draft.qkv_bias  # it goes before attention_bias, but for the output
     return values if quant.scheme == "none" else values | {"quantization_config": quantization_config(quant)}
 
 
@@ -114,6 +136,11 @@ def refusal(engine: str, draft: DraftConfig, quant: Quant) -> str | None:
             draft.vocab_size and engine != "sglang"
         ),
         "drops the bias of fc, and this draft has one (draft.fc_bias)": engine == "vllm" and draft.fc_bias,
+        "drops the biases of the feed-forward, and this draft has them (draft.mlp_bias)": engine == "sglang"
+        and draft.mlp_bias,
+        "has no biases in its layers, and this draft has (draft.qkv_bias, draft.o_bias or draft.mlp_bias)": engine
+        == "trtllm"
+        and (draft.qkv_bias or draft.o_bias or draft.mlp_bias),
         "runs fc as it is, and quant.scope=all_linear quantises it (ffn does not)": engine == "sglang"
         and small
         and quant.scope == "all_linear",
@@ -158,6 +185,12 @@ def contract(engine: str, draft: DraftConfig, target: Identity) -> dict[str, tup
             "mlp.down_proj.weight": (width, inner),
             "post_attention_layernorm.weight": (width,),
         }
+        if draft.qkv_bias or (engine == "sglang" and draft.o_bias):
+            own |= {f"self_attn.{name}.bias": (attention_outputs(draft)[name],) for name in QKV}
+        if draft.o_bias or (engine == "sglang" and draft.qkv_bias):
+            own["self_attn.o_proj.bias"] = (width,)
+        if draft.mlp_bias:
+            own |= {f"mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")} | {"mlp.down_proj.bias": (width,)}
         if layer > 0 or draft.norms == "full":
             own["input_layernorm.weight"] = (width,)
         found |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}

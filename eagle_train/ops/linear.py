@@ -213,13 +213,16 @@ class Fp8Linear(QuantisedLinear):
 
 
 def joined(*modules: Linear | QuantisedLinear) -> Linear | QuantisedLinear:
-    """One module with the outputs of several of one kind, without biases, side by side; for inference."""
+    """One module with the outputs of several of one kind side by side, all with a bias or none; for inference."""
     first = modules[0]
-    assert all(type(module) is type(first) and module.bias is None for module in modules)
+    biased = first.bias is not None
+    assert all(type(module) is type(first) and (module.bias is not None) == biased for module in modules)
+    bias = torch.cat([module.bias for module in modules]) if biased else None
     if isinstance(first, QuantisedLinear):
-        return type(first)(*map(torch.cat, zip(*(module.parts() for module in modules), strict=True)))
+        return type(first)(*map(torch.cat, zip(*(module.parts() for module in modules), strict=True)), bias)
     weight = torch.cat([module.weight for module in modules])
     one = Linear(*reversed(weight.shape), bias=False, device="meta")
+    one.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
     one.weight = nn.Parameter(weight, requires_grad=False)
     return one
 

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from eagle_train.config import check, one_line
+from eagle_train.config import check, json_text, one_line
 from eagle_train.distributed import ALONE, CommonError, World
 
 FORMAT = 2
@@ -326,7 +326,7 @@ def write_files(
 
 def write_manifest(partial: Path, values: dict[str, Any]) -> None:
     """The last file: with it the checkpoint is whole."""
-    (partial / MANIFEST).write_text(json.dumps({"format": FORMAT, **values}, indent=2) + "\n", "utf-8")
+    (partial / MANIFEST).write_text(json_text({"format": FORMAT, **values}, indent=2) + "\n", "utf-8")
     for path in (partial / MANIFEST, partial):
         sync(path)
 

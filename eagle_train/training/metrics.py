@@ -6,7 +6,6 @@ DESIGN sections 3.10 and 3.11.
 
 import contextlib
 import json
-import math
 import netrc
 import os
 import re
@@ -20,7 +19,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from eagle_train.config import UserError, check, one_line, write_text
+from eagle_train.config import UserError, check, json_text, one_line, write_text
 from eagle_train.distributed import ALONE, World
 
 Record = dict[str, Any]
@@ -211,7 +210,7 @@ class MetricsLog:
 
     def log(self, step: int, record: Record) -> None:
         """Write one record. Raises UserError when the disk refuses."""
-        line = json.dumps(finite({"step": step, **record}), allow_nan=False) + "\n"
+        line = json_text({"step": step, **record}) + "\n"
         try:
             self.file.write(line.encode())
         except OSError as error:
@@ -238,15 +237,6 @@ def kept_lines(path: Path, resumed_step: int | None) -> Iterator[str]:
             raise UserError(f"{path}:{number}: not a record of this run; remove the line to resume") from error
         if step <= resumed_step:
             yield line
-
-
-def finite(value: Any) -> Any:
-    """`value` with None for each float that JSON cannot hold."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def summary(loss: float, tokens_per_s: float) -> str:
