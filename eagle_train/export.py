@@ -143,7 +143,7 @@ def rounded(config: Config, draft: Draft, target: Target | None, data: DataConfi
     check(target.tokenizer is not None, f"target.path={target.name}: no tokenizer there, and rounding=gptq reads text")
     fits = data.row_tokens <= target.max_positions
     check(fits, f"data.row_tokens={data.row_tokens}: must be at most the context, {target.context}")
-    stream = Stream(data, ChatRenderer(target.tokenizer, data.supervise), CALIBRATION_ROWS)
+    stream = Stream(data, ChatRenderer(target.tokenizer, data.supervise, len(target.embedding)), CALIBRATION_ROWS)
     return calibrated(draft, target, stream, config.quant, config.calibration_tokens)
 
 

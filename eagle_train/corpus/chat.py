@@ -118,17 +118,30 @@ def is_text_part(part: Any) -> bool:
 class ChatRenderer:
     """Renders conversations through the tokenizer's chat template; `supervise` says whose tokens count as produced.
 
-    Raises UserError for a tokenizer that cannot tell which characters a token came from.
+    `num_embeddings`: how many tokens the target knows, None where no target is at hand. Raises UserError for a
+    tokenizer that cannot tell which characters a token came from.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, supervise: str = "assistant"):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, supervise: str = "assistant", num_embeddings: int | None = None
+    ):
         check(supervise in SUPERVISE, f"data.supervise is {supervise!r}; it must be one of {', '.join(SUPERVISE)}")
         check(
             tokenizer.is_fast,
             f"the target's tokenizer, {type(tokenizer).__name__}, gives no offsets: it needs a tokenizer.json",
         )
         self.tokenizer = with_whole_offsets(tokenizer)
-        self.supervise = supervise
+        self.supervise, self.num_embeddings = supervise, num_embeddings
+
+    def check_known(self, document: Document) -> None:
+        """Raise UserError for a token that the target has no embedding of: its tokenizer got tokens that it did not."""
+        tokens, known = document.tokens, self.num_embeddings
+        if known is None or tokens.numel() == 0 or (token := int(tokens.max())) < known:
+            return
+        raise UserError(
+            f"token {token} ({self.tokenizer.convert_ids_to_tokens(token)!r}) is beyond the {known} embeddings "
+            "of the target; give it the tokenizer that it was trained with, or resize its embedding"
+        )
 
     def __call__(self, messages: list[Message]) -> Document:
         """The conversation as the target sees it. Raises UserError where the template refuses it, gives no reliable

@@ -109,6 +109,7 @@ def render(placed: PlacedRow, config: SourceConfig, renderer: ChatRenderer) -> R
     place = placed[0]
     try:
         document = render_row(parse(*placed), config.format, config.columns, renderer)
+        renderer.check_known(document)
     except UserError as error:
         return MalformedRow(behind_place(place, error))
     except Exception as error:  # a template or a tokenizer raises what it likes, and on the one rank that has the row

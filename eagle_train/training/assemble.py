@@ -19,9 +19,17 @@ from eagle_train.corpus.stream import Stream, heldout_batches
 from eagle_train.distributed import World
 from eagle_train.models.artifact import load_draft, read_artifact
 from eagle_train.models.draft import Draft, DraftConfig
-from eagle_train.models.loading import TargetConfig, check_placement, load_config, load_target, training_dtype
+from eagle_train.models.loading import (
+    TargetConfig,
+    check_placement,
+    check_target,
+    load_config,
+    load_target,
+    training_dtype,
+)
 from eagle_train.models.quantised import quant_of
-from eagle_train.models.target import Target, context_of
+from eagle_train.models.shapes import context_of
+from eagle_train.models.target import Target
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint import check_shared, checkpoints
 from eagle_train.training.optimizer import OptimConfig
@@ -39,7 +47,9 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
     optim = build(OptimConfig, config.optim, "optim")
     data = build(DataConfig, config.data, "data")
     target_config = build(TargetConfig, config.target, "target")
-    check_job(train, optim, parallel, data, target_config, load_config(target_config), world.size, config.device)
+    hf_config = load_config(target_config)
+    check_job(train, optim, parallel, data, target_config, hf_config, world.size, config.device)
+    DraftConfig.from_target(hf_config, **OmegaConf.to_container(config.draft))
     out, device = Path(str(config.out)), resolve_device(config.device)
     check(
         train.resume or not checkpoints(out),
@@ -60,7 +70,7 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
     shape = draft_shape(config.draft, target)  # refused before any data are read
     given = None if train.init_from is None else given_draft(train.init_from, shape, target)
 
-    renderer = ChatRenderer(target.tokenizer, data.supervise)
+    renderer = ChatRenderer(target.tokenizer, data.supervise, len(target.embedding))
     stream = Stream(data, renderer, train.micro_batch_rows, world)
     if given is None and shape.vocab_size:
         shape.vocabulary = stream.frequent_tokens(shape.vocab_size)
@@ -92,6 +102,7 @@ def check_job(
 
         check_zero(parallel.zero, device)
     accumulation(optim, train, data.row_tokens, ranks)
+    check_target(target, hf_config)
     check_placement(target, hf_config, parallel.target, share)
     longest, context = context_of(hf_config.get_text_config())
     check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {context}")
