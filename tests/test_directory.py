@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from command_line import call, save_target
+from tiny import tiny_model
 
 from eagle_train import export, generate, train
 from eagle_train.config import UserError
-from eagle_train.models.loading import TargetConfig, load_config
+from eagle_train.models.loading import TargetConfig, load_config, load_target
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 16060556376\n"
 
@@ -131,6 +132,66 @@ def test_every_command_says_it(copy, tmp_path, capsys, config, kind, command):
     said = capsys.readouterr().err.strip()
     assert said.startswith(f"error: target.path={copy}: {kind}")
     assert "\n" not in said
+
+
+def test_a_file_of_weights_that_is_missing(tmp_path):
+    """Without any of them the config alone can still be planned with."""
+    tiny_model().save_pretrained(tmp_path, max_shard_size="20KB")
+    files = sorted(tmp_path.glob("model-*.safetensors"))
+    files[1].unlink()
+    assert said_of(tmp_path) == (
+        f"1 of {len(files)} files of weights are missing, ['{files[1].name}'] first; download them again"
+    )
+    for file in tmp_path.glob("model-*.safetensors"):
+        file.unlink()
+    load_config(TargetConfig(str(tmp_path)))
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+def test_a_checkpoint_with_code_of_its_own(copy):
+    """Its twin is of that code's class."""
+    config = json.loads((copy / "config.json").read_text())
+    own = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    (copy / "config.json").write_text(json.dumps(config | {"model_type": "mine", "auto_map": own}))
+    (copy / "modeling_mine.py").write_text(CODE)
+    assert said_of(copy).endswith("; give target.trust_remote_code=true if you trust it")
+    target = load_target(TargetConfig(str(copy), trust_remote_code=True))
+    assert type(target.model).__name__ == "MineForCausalLM"
+    (copy / "modeling_mine.py").write_text("import no_such_library_anywhere\n" + CODE)
+    with pytest.raises(UserError, match=r"^target\.path=.*no_such_library_anywhere"):
+        load_config(TargetConfig(str(copy), trust_remote_code=True))
+
+
+@pytest.mark.parametrize("malformed", ["refuse", "skip"])
+def test_a_token_beyond_the_embedding_is_told_with_its_row(tmp_path, capsys, malformed):
+    """A tokenizer that got tokens, and a model that did not: here of 60 tokens, and `a` is the 67th."""
+    target = save_target(tmp_path / "target", vocab_size=60)
+    known = {"messages": [{"role": "user", "content": "0"}, {"role": "assistant", "content": "12"}]}
+    data = tmp_path / "chats.jsonl"
+    row = {"messages": [{"role": "user", "content": "0"}, {"role": "assistant", "content": "1a"}]}
+    template = "{% for m in messages %}{{ m['content'] + '!' }}{% endfor %}"
+    (target / "chat_template.jinja").write_text(template)
+    data.write_text("".join(json.dumps(each) + "\n" for each in (known, known, row, *[known] * 30)))
+    given = (f"target={target}", "data=messages", f"data.path={data}", "data.row_tokens=32", "train.steps=1")
+    given = (*given, "optim.tokens_per_step=32", "train.micro_batch_rows=1", "draft.num_layers=1", "device=cpu")
+    capsys.readouterr()
+    given = (*given, "data.shuffle_window=0", f"data.malformed={malformed}", f"out={tmp_path / 'out'}")
+    status, said = call(train.main, *given), capsys.readouterr().err
+    if malformed == "skip":
+        assert status == 0
+        return
+    assert status == 2
+    assert f"{data}:3: token 67 ('a') is beyond the 60 embeddings of the target; give it the tokenizer that" in said
 
 
 @pytest.mark.parametrize(

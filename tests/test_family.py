@@ -6,7 +6,7 @@ import transformers
 from command_line import call
 from test_plan import shapes_of
 from test_target import packed_and_alone
-from tiny import SIZES, random_tokens, tiny_tokenizer
+from tiny import SIZES, continued, random_tokens, tiny_draft, tiny_tokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -17,6 +17,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from eagle_train import train
 from eagle_train.config import UserError
+from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models import family, forward, twin
 from eagle_train.models.family import check_family, skeleton
 from eagle_train.models.target import Target
@@ -54,16 +55,21 @@ def said_against(config) -> str | None:
 # --- windows
 
 
-@pytest.mark.parametrize("window", [8, 32])
-def test_a_window_that_stands_in_the_mask_alone_is_honoured(window):
-    """PhiMoE's attention is not told of it."""
+def phimoe(window: int) -> Target:
+    """PhiMoE's attention is not told of the window that its mask has."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     model = transformers.PhimoeForCausalLM(transformers.PhimoeConfig(**SIZES, **experts, sliding_window=window)).eval()
-    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(0.2 * torch.randn(parameter.shape) + (parameter.ndim == 1))
-    target, tokens = Target(model), torch.tensor(random_tokens(100))
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + (parameter.ndim == 1))
+    return Target(model)
+
+
+@pytest.mark.parametrize("window", [8, 32])
+def test_a_window_that_stands_in_the_mask_alone_is_honoured(window):
+    target, tokens = phimoe(window), torch.tensor(random_tokens(100))
+    model = target.model
     states = target.hidden_states(tokens, torch.arange(100)[None], packed_attention([[100]]))
     model.set_attn_implementation("eager")
     own = model(input_ids=tokens).logits
@@ -71,6 +77,14 @@ def test_a_window_that_stands_in_the_mask_alone_is_honoured(window):
     torch.testing.assert_close(target.lm_head(states), own, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(*packed_and_alone(target), rtol=1e-4, atol=1e-4)
     assert {reach.window for reach in target.reaches.values()} == {window}
+
+
+def test_such_a_window_is_honoured_in_decoding():
+    target, prompts = phimoe(8), random_tokens(5, 19)
+    outputs = Engine(target, tiny_draft(target), "d3_bf2").generate(
+        prompts, SamplingParams(max_tokens=20, ignore_eos=True)
+    )
+    assert [output.token_ids for output in outputs] == [continued(target, prompt, 20) for prompt in prompts]
 
 
 @pytest.mark.parametrize(
@@ -178,6 +192,15 @@ def test_a_target_without_rotary_positions_is_refused_before_its_weights(tmp_pat
     for plan in ("true", "false"):
         assert call(train.main, *given, f"plan={plan}", "data.row_tokens=64") == 2
         assert "its config has no rope_parameters; a draft needs a Llama-like target" in capsys.readouterr().err
+
+
+def test_layers_that_attend_more_than_once_for_a_token_are_not_decoded():
+    """DiffLlama's attend twice: of their keys and values one would overwrite the other."""
+    config = transformers.DiffLlamaConfig(**SIZES)
+    target = Target(transformers.AutoModelForCausalLM.from_config(config).eval())
+    assert max(target.layers.calls.values()) > 1
+    with pytest.raises(UserError, match="can be trained on, not decoded: a layer attends more than once for a token"):
+        Engine(target)
 
 
 # --- twins

@@ -27,6 +27,7 @@ from eagle_train.config import UserError, check, one_line
 from eagle_train.distributed import ALONE, World
 from eagle_train.models.directory import check_directory
 from eagle_train.models.family import auto_class, check_family, skeleton
+from eagle_train.models.head import head_of
 from eagle_train.models.shapes import heads_of
 from eagle_train.models.target import Target
 from eagle_train.ops.linear import FP8_GPU, is_gpu
@@ -132,7 +133,7 @@ def check_blocks(config: TargetConfig, hf_config: Any, placement: str, share: in
     model = skeleton(hf_config, config.trust_remote_code, f"target.path={config.path}")
     quantised = hf_config.quantization_config
     block, unquantised = quantised["weight_block_size"], quantised.get("modules_to_not_convert")
-    head = model.get_output_embeddings()
+    head = head_of(model)
     linears = {name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear) and each is not head}
     for name, weight in model.named_parameters():
         module = name.removesuffix(".weight")
