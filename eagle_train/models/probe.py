@@ -88,7 +88,8 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 
     Not the mean: which experts a token chooses may hang on a rounding, and then it is far off for no fault of ours.
     """
-    error = ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
+    size = expected.norm(dim=-1).clamp(min=torch.finfo(expected.dtype).tiny)  # 0 of a fresh model's padding token
+    error = ((found - expected).norm(dim=-1) / size).median().item()
     return error if error == error else float("inf")
 
 

@@ -206,9 +206,8 @@ def divided(key: str, value: int, squeeze: Squeeze) -> int:
         (WIDTHS, squeeze.width),
     )
     by = next((by for names, by in divisors if names.search(key)), 1)
-    if INNER.search(key):
-        while by > 1 and value % (4 * by):  # grouped products need rows of 16 bytes
-            by //= 2
+    if INNER.search(key):  # by a power of two, and grouped products need rows of 16 bytes
+        by = math.gcd(2 ** (by.bit_length() - 1), value // 4)
     return value // by if value % by == 0 else value
 
 
