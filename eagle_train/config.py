@@ -13,7 +13,8 @@ import reprlib
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,6 +63,18 @@ def check(condition: bool, message: str) -> None:
 def one_line(error: Exception) -> str:
     """The first line of a library's message, which is the one that says what is wrong."""
     return " ".join(str(error).strip().split("\n")[0].split())
+
+
+@contextmanager
+def foreign(what: str) -> Iterator[None]:
+    """What a library raises meanwhile becomes a UserError: `what`, and the first line of what it said."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # libraries raise what they like
+        kind = "" if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: "
+        raise UserError(f"{what}: {kind}{one_line(error)}") from error
 
 
 def shown(value: Any) -> str:

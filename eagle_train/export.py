@@ -145,7 +145,9 @@ def rounded(config: Config, draft: Draft, target: Target | None, data: DataConfi
     fits = data.row_tokens <= target.max_positions
     check(fits, f"data.row_tokens={data.row_tokens}: must be at most the context, {target.context}")
     stops = stop_ids_of(target.model.generation_config, target.config, target.tokenizer)
-    renderer = ChatRenderer(target.tokenizer, data.supervise, stops, data.template_kwargs, data.date)
+    renderer = ChatRenderer(
+        target.tokenizer, data.supervise, stops, data.template_kwargs, data.date, len(target.embedding)
+    )
     stream = Stream(data, renderer, CALIBRATION_ROWS)
     return calibrated(draft, target, stream, config.quant, config.calibration_tokens)
 

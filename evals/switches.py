@@ -29,6 +29,7 @@ from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.models.artifact import load_draft, read_artifact
 from eagle_train.models.loading import TargetConfig, load_config, load_target
 from eagle_train.models.quantised import Quant, quantised
+from eagle_train.models.shapes import heads_of
 from eagle_train.progress import progress
 from eagle_train.training.metrics import redact
 from evals import figures
@@ -75,7 +76,7 @@ class Config(SideConfig):
         known = "guided_speculation" not in names or find_spec("xgrammar") is not None
         check(known, "switches: guided_speculation needs xgrammar; pip install 'eagle-train[guided]', or name others")
         ranks = max((SWITCHES[name].ranks for name in names), default=1)
-        heads = getattr(load_config(self.target).get_text_config(), "num_key_value_heads", None) or ranks
+        heads = heads_of(load_config(self.target).get_text_config()).keys
         check(
             heads % ranks == 0,
             f"switches: divided_sampling: {heads} key/value heads cannot be divided between {ranks} processes; "

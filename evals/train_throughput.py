@@ -133,7 +133,11 @@ class Ours:
     def __init__(self, config: Config, folder: str, device: str):
         self.target = llama_target(config, device)
         data = DataConfig(f"{folder}/documents.jsonl", format="text", row_tokens=config.row_tokens, seed=config.seed)
-        self.stream = Stream(data, ChatRenderer(self.target.tokenizer), config.micro_batch_rows)
+        self.stream = Stream(
+            data,
+            ChatRenderer(self.target.tokenizer, num_embeddings=len(self.target.embedding)),
+            config.micro_batch_rows,
+        )
         draft = Draft(DraftConfig.from_target(self.target.config, num_layers=config.draft_layers)).init_weights(0)
         self.draft = draft.to(device)
         optim = OptimConfig(tokens_per_step=config.tokens_per_step)

@@ -15,9 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from eagle_train.config import UserError
-from eagle_train.models import target as target_module
+from eagle_train.models import forward
 from eagle_train.models.loading import TargetConfig, check_placement, load_config, load_target
-from eagle_train.models.target import Target, rope_limit
+from eagle_train.models.shapes import rope_limit
+from eagle_train.models.target import Target
 from eagle_train.models.weights import fingerprint, refuse_unloaded
 from eagle_train.ops.attention import Rule, packed_attention
 from eagle_train.training.plan import TargetShape
@@ -178,7 +179,7 @@ def test_lost_attention_rule_is_noticed(family, lost, monkeypatch):
     changes = {"attn_logit_softcapping": 0.5} if lost == "softcap" else {}
     model = tiny_model(family, **changes)
     Target(model)
-    monkeypatch.setattr(target_module, "Rule", forgetful)
+    monkeypatch.setattr(forward, "Rule", forgetful)
     with pytest.raises(UserError, match="misses the model's own logits"):
         Target(model)
 

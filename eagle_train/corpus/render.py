@@ -26,8 +26,9 @@ class ChatRenderer:
     """Renders conversations through the tokenizer's chat template; `supervise` says whose tokens count as produced.
 
     `stop_ids`: the tokens that end an answer, the tokenizer's own EOS among them. `template_kwargs`, `date`: see
-    `ChatTemplate`. `notes`: what it noticed that its user should know, once each. Raises UserError for a tokenizer that
-    cannot tell which characters a token came from.
+    `ChatTemplate`. `num_embeddings`: how many tokens the target knows, None where none is at hand. `notes`: what it
+    noticed that its user should know, once each. Raises UserError for a tokenizer that cannot tell which characters a
+    token came from.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class ChatRenderer:
         stop_ids: Iterable[int] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         date: str | None = None,
+        num_embeddings: int | None = None,
     ):
         check(supervise in SUPERVISE, f"data.supervise is {supervise!r}; it must be one of {', '.join(SUPERVISE)}")
-        self.encode, self.supervise = Encoder(tokenizer), supervise
+        self.encode, self.supervise, self.num_embeddings = Encoder(tokenizer), supervise, num_embeddings
         self.tokenizer, self.notes = self.encode.tokenizer, {}
         self.template = ChatTemplate(self.tokenizer, template_kwargs, date)
         eos = self.tokenizer.eos_token_id
@@ -139,6 +141,17 @@ class ChatRenderer:
             found.produced[self.encode.whole(text, [(len(prompt), len(prompt + written))]).produced] = False
         return found
 
+    def check_known(self, document: Document) -> Document:
+        """The document. Raises UserError for a token that the target has no embedding of: its tokenizer got tokens that
+        it did not."""
+        tokens, known = document.tokens, self.num_embeddings
+        if known is None or tokens.numel() == 0 or (token := int(tokens.max())) < known:
+            return document
+        raise UserError(
+            f"token {token} ({self.tokenizer.convert_ids_to_tokens(token)!r}) is beyond the {known} embeddings "
+            "of the target; give it the tokenizer that it was trained with, or resize its embedding"
+        )
+
     def render_text(self, text: str, pattern: str | None = None) -> Document:
         """Plain text between the tokenizer's BOS and EOS, where it has them and they do not stand there already.
 
@@ -178,10 +191,11 @@ class ChatRenderer:
 def render_row(row: Mapping, config: SourceConfig, renderer: ChatRenderer) -> list[Document]:
     """A row of the data as documents. Raises UserError, without the row's place, if the row is not of this format."""
     if config.format != "text":
-        return renderer(conversation_of(row, config.format, config.columns, config.speakers))
+        documents = renderer(conversation_of(row, config.format, config.columns, config.speakers))
+        return [renderer.check_known(each) for each in documents]
     text = column(row, "text", config.columns)
     check(isinstance(text, str), f"the text must be a string, not {type(text).__name__}")
-    return [renderer.render_text(text, config.assistant_pattern)]
+    return [renderer.check_known(renderer.render_text(text, config.assistant_pattern))]
 
 
 def is_within(span: Span, turn: Turn) -> bool:

@@ -1,10 +1,12 @@
 """The draft's shape and conventions: what is saved with its weights. DESIGN section 3.3."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from eagle_train.config import build, check
+from eagle_train.models.shapes import heads_of
 
 NOPE_EVERY = 4  # iRoPE as in Llama 4: every fourth layer has no rotary positions
 
@@ -74,24 +76,26 @@ class DraftConfig:
     def from_target(cls, target_config: Any, **overrides: Any) -> "DraftConfig":
         """The draft for a target with this Hugging Face config; an override that is None is left to the target."""
         text = target_config.get_text_config()
-        for name in ("intermediate_size", "rope_parameters"):
-            has = getattr(text, name, None) is not None
-            check(has, f"target of type {text.model_type}: its config has no {name}; a draft needs a Llama-like target")
+        kind = f"target of type {text.model_type}: its config has no"
+        rope = rope_parameters_of(text)
+        check("rope_theta" in rope, f"{kind} rope_parameters; a draft needs a Llama-like target")
+        inner = overrides.get("intermediate_size") or widest(getattr(text, "intermediate_size", None))
+        check(inner is not None, f"{kind} intermediate_size; give draft.intermediate_size")
         width = overrides.get("hidden_size") or text.hidden_size
         check(width == text.hidden_size, f"draft.hidden_size={width}: must be the target's, {text.hidden_size}")
         size = overrides.get("vocab_size") or 0
         check(size <= text.vocab_size, f"draft.vocab_size={size}: must be at most the target's, {text.vocab_size}")
         known = all(0 <= token < text.vocab_size for token in overrides.get("vocabulary") or [])
         check(known, f"draft.vocabulary: must be token ids of the target, below {text.vocab_size}")
-        heads = text.num_attention_heads
+        heads = heads_of(text)
         sizes = {
             "hidden_size": text.hidden_size,
-            "intermediate_size": text.intermediate_size,
-            "num_heads": heads,
-            "num_kv_heads": getattr(text, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+            "intermediate_size": inner,
+            "num_heads": heads.queries,
+            "num_kv_heads": heads.keys,
+            "head_dim": heads.width,
             "max_position_embeddings": text.max_position_embeddings,
-            "rope_parameters": rope_parameters_of(text),
+            "rope_parameters": rope,
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-5,
         }
         return build(cls, sizes | {key: value for key, value in overrides.items() if value is not None}, "draft")
@@ -110,10 +114,21 @@ class DraftConfig:
         return True, self.attention_chunk
 
 
+def widest(size: int | list[int] | None) -> int | None:
+    """The largest of what a config may say for each layer (Gemma 3n)."""
+    return max(size) if isinstance(size, list | tuple) else size
+
+
 def rope_parameters_of(text: Any) -> dict[str, Any]:
-    """The target's rotary settings as a flat mapping; where they differ by layer type, those of full attention."""
-    parameters = dict(text.rope_parameters)
-    if "full_attention" in parameters:
-        parameters = dict(parameters["full_attention"])
+    """The target's rotary settings as a flat mapping, empty where it has none; where they differ by layer type, those
+    of full attention. M-RoPE's sections are left out: at a text's positions they say nothing."""
+    parameters = dict(getattr(text, "rope_parameters", None) or {})
+    by_type = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
+    if by_type:
+        parameters = dict(by_type.get("full_attention") or next(iter(by_type.values())))
     # JSON and dataclass round trips keep plain values only
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in parameters.items()}
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in parameters.items()
+        if not key.startswith("mrope")
+    }

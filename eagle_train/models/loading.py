@@ -20,7 +20,7 @@ from accelerate.utils import get_max_memory
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -28,6 +28,10 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from eagle_train.config import UserError, check, one_line
 from eagle_train.distributed import ALONE, World
 from eagle_train.hardware import FP8_GPU, is_gpu, low_precision, warn_of_emulation
+from eagle_train.models.directory import check_directory
+from eagle_train.models.family import auto_class, check_family, skeleton
+from eagle_train.models.head import head_of
+from eagle_train.models.shapes import heads_of
 from eagle_train.models.target import Target
 
 
@@ -60,23 +64,42 @@ class TargetConfig:
         check(gib is None or self.offload, f"target.device_gib={gib}: needs target.offload=true")
 
 
+OWN_CODE = "; give target.trust_remote_code=true if you trust it"
+DRAFT = "eagle_train"  # a key that the config.json of our drafts has
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 PLACEMENTS = ("replicated", "fsdp2", "tensor")
 
 
 def load_config(config: TargetConfig) -> Any:
     """The target's Hugging Face config. Raises UserError where there is none."""
-    path = Path(config.path)
+    path, place = Path(config.path), f"target.path={config.path}"
     local = path.is_absolute() or config.path.startswith(".") or len(path.parts) != 2
-    check(
-        path.is_dir() or not local, f"target.path={config.path}: no such directory; give one, or a hub id (USER/NAME)"
-    )
+    if path.exists():
+        check_directory(path)
+    check(path.is_dir() or not local, f"{place}: no such directory; give one, or a hub id (USER/NAME)")
     try:
-        return AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"target.path={config.path}: {one_line(error)}") from error
+        found = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except StrictDataclassError as error:  # which says where, and its cause what
-        raise UserError(f"target.path={config.path}: config.json: {one_line(error.__cause__)}") from error
+        raise UserError(f"{place}: config.json: {one_line(error.__cause__)}") from error
+    except Exception as error:  # what a config's own class raises for values that it does not expect
+        kind = "" if isinstance(error, OSError | ValueError | ImportError) else f"config.json: {type(error).__name__}: "
+        hint = "" if config.trust_remote_code or not has_own_code(path) else OWN_CODE
+        raise UserError(f"{place}: {kind}{one_line(error)}{hint}") from error
+    check(not hasattr(found, DRAFT), f"{place}: a draft that eagle-export wrote; give the target that it was made for")
+    return found
+
+
+def has_own_code(path: Path) -> bool:
+    """Whether a directory's config names Python code of its own."""
+    file = path / "config.json"
+    return file.is_file() and '"auto_map"' in file.read_text("utf-8", "replace")
+
+
+def check_target(config: TargetConfig, hf_config: Any) -> None:
+    """Raise UserError, before a weight is read, for a family that cannot be a target: see `check_family`."""
+    place = f"target.path={config.path}"
+    model = skeleton(hf_config, config.trust_remote_code, place)
+    check_family(type(model), model.config, place)
 
 
 def check_placement(
@@ -90,11 +113,12 @@ def check_placement(
         f"target.path={config.path}: transformers knows no quant_method={quantised and quantised.get('quant_method')}",
     )
     check(not config.offload or placement == "replicated", f"target.offload=true: not with parallel.target={placement}")
-    heads = getattr(hf_config.get_text_config(), "num_key_value_heads", None) or share
-    check(
-        placement != "tensor" or heads % share == 0,
-        f"parallel.target=tensor: {heads} key/value heads cannot be divided between {share} processes",
-    )
+    text = hf_config.get_text_config()
+    for heads in {heads_of(text, layer).keys for layer in range(text.num_hidden_layers)}:
+        check(
+            placement != "tensor" or heads % share == 0,
+            f"parallel.target=tensor: {heads} key/value heads cannot be divided between {share} processes",
+        )
     if quantised and placement != "replicated":
         check(
             quantised.get("quant_method", "bitsandbytes") != "bitsandbytes",  # whose configs may leave it out
@@ -114,11 +138,10 @@ def check_blocks(config: TargetConfig, hf_config: Any, placement: str, share: in
     transformers divides weights and their blocks' scales each for itself, and gives numbers the scales of others where
     a block is cut. FSDP2 puts blocks together again before they are used, unless a rank makes numbers of its part.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+    model = skeleton(hf_config, config.trust_remote_code, f"target.path={config.path}")
     quantised = hf_config.quantization_config
     block, unquantised = quantised["weight_block_size"], quantised.get("modules_to_not_convert")
-    head = model.get_output_embeddings()
+    head = head_of(model)
     linears = {name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear) and each is not head}
     for name, weight in model.named_parameters():
         module = name.removesuffix(".weight")
@@ -142,6 +165,7 @@ def load_target(
 ) -> Target:
     """The target and its tokenizer, whole or this rank's part. Raises UserError for a checkpoint that is not whole."""
     hf_config = load_config(config)
+    check_target(config, hf_config)
     check_placement(config, hf_config, placement, world.share, is_gpu(torch.device(device), FP8_GPU))
     options = {"trust_remote_code": config.trust_remote_code}
     if placement == "replicated":
@@ -149,7 +173,7 @@ def load_target(
     dtype = DTYPES[config.dtype] or default_dtype(device)
     warn_of_emulation("target.dtype", dtype, device)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto_class(hf_config, f"target.path={config.path}").from_pretrained(
             config.path,
             config=hf_config,
             dtype=dtype,

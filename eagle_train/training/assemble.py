@@ -25,14 +25,16 @@ from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import (
     TargetConfig,
     check_placement,
+    check_target,
     load_config,
     load_target,
     load_tokenizer,
     training_dtype,
 )
 from eagle_train.models.quantised import quant_of
+from eagle_train.models.shapes import context_of
 from eagle_train.models.stops import load_stop_ids
-from eagle_train.models.target import Target, context_of
+from eagle_train.models.target import Target
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint import check_shared, checkpoints
 from eagle_train.training.optimizer import OptimConfig
@@ -52,6 +54,7 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
     target_config = build(TargetConfig, config.target, "target")
     hf_config = load_config(target_config)
     check_job(train, optim, parallel, data, target_config, hf_config, world.size, config.device)
+    DraftConfig.from_target(hf_config, **OmegaConf.to_container(config.draft))
     out, device = Path(str(config.out)), resolve_device(config.device)
     check(
         train.resume or not checkpoints(out),
@@ -115,7 +118,8 @@ def renderer_of(target: TargetConfig, data: DataConfig, hf_config: Any) -> ChatR
     tokenizer = load_tokenizer(target)
     check(tokenizer is not None, f"target.path={target.path}: no tokenizer there, and training reads text")
     stops = load_stop_ids(target, hf_config, tokenizer)
-    return ChatRenderer(tokenizer, data.supervise, stops, data.template_kwargs, data.date)
+    known = hf_config.get_text_config().vocab_size
+    return ChatRenderer(tokenizer, data.supervise, stops, data.template_kwargs, data.date, known)
 
 
 def check_job(
@@ -140,6 +144,7 @@ def check_job(
 
         check_zero(parallel.zero, device)
     accumulation(optim, train, data.row_tokens, ranks)
+    check_target(target, hf_config)
     check_placement(target, hf_config, parallel.target, share)
     longest, context = context_of(hf_config.get_text_config())
     check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {context}")

@@ -15,12 +15,16 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoModelForCausalLM
 
 from eagle_train.config import build, check, resolve_device
 from eagle_train.corpus.source import DataConfig
 from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.models.draft_config import widest
+from eagle_train.models.family import skeleton
+from eagle_train.models.forward import decoder_of
+from eagle_train.models.head import head_of
 from eagle_train.models.loading import DTYPES, TargetConfig, load_config
+from eagle_train.models.shapes import heads_of
 from eagle_train.training.assemble import check_job, check_planned_data
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.forecast import steps_here
@@ -69,24 +73,25 @@ class TargetShape:
     bits: float | None = None  # of a layer's weight where the checkpoint is quantised, its scales included
 
     @classmethod
-    def of(cls, config: Any, trust_remote_code: bool = False) -> "TargetShape":
-        """Counted on the model built without memory for its weights."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    def of(cls, config: Any, trust_remote_code: bool = False, place: str = "target") -> "TargetShape":
+        """Counted on the model built without memory for its weights. `place` begins the message of a UserError."""
+        model = skeleton(config, trust_remote_code, place)
         text = config.get_text_config()
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         experts = next((count for name in names if (count := getattr(text, name, None))), 1)
         chosen = min(experts, getattr(text, "num_experts_per_tok", None) or 1)
-        ends = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+        ends = {id(model.get_input_embeddings().weight), id(head_of(model).weight)}
+        looked_up = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+        ours = {id(parameter) for parameter in decoder_of(model).parameters()} - ends - looked_up  # no vision tower's
         active, layers = 0.0, {}
         for name, parameter in model.named_parameters():
-            if id(parameter) in ends:
+            if id(parameter) not in ours:
                 continue
             number = next((part for part in name.split(".") if part.isdigit()), None)
             layers[number] = layers.get(number, 0) + parameter.numel()
             if parameter.ndim >= 2:
                 active += parameter.numel() * (chosen / experts if ".experts." in name else 1)
-        heads = text.num_attention_heads
+        heads = [heads_of(text, layer) for layer in range(text.num_hidden_layers)]
         return cls(
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             active=round(active),
@@ -94,8 +99,8 @@ class TargetShape:
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             vocabulary=text.vocab_size,
-            attention=heads * (getattr(text, "head_dim", None) or text.hidden_size // heads),
-            intermediate=text.intermediate_size * chosen,
+            attention=max(each.queries * each.width for each in heads),
+            intermediate=(widest(getattr(text, "intermediate_size", None)) or 0) * chosen,
             tied=len(ends) == 1,
             bits=bits_of(getattr(config, "quantization_config", None)),
         )
@@ -143,7 +148,7 @@ def planned(config: DictConfig, ranks: int) -> str:
     draft = DraftConfig.from_target(hf_config, **shape)
     dtype = DTYPES[target.dtype] or torch.bfloat16  # which the GPUs to plan for compute in
     cost = plan(
-        TargetShape.of(hf_config, target.trust_remote_code),
+        TargetShape.of(hf_config, target.trust_remote_code, f"target.path={target.path}"),
         draft,
         train,
         optim,

@@ -1,0 +1,113 @@
+"""Whether the family of a config can be a target: its class, and what a small twin of it does. No weight is read.
+
+By behaviour, not by name: a family that nobody here knows is accepted or refused by what it computes. DESIGN 3.4.
+"""
+
+import json
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, PreTrainedModel
+
+from eagle_train.config import UserError, check, foreign
+from eagle_train.models.forward import PROBED, Reach, Reaches, hidden_states
+from eagle_train.models.head import head_of, lm_head_of
+from eagle_train.models.probe import TOKENS, UNREACHED, probe
+from eagle_train.models.shapes import check_shape, context_of, layer_config, rope_limit
+from eagle_train.models.twin import longest_border, twin_of
+from eagle_train.ops.attention import Attend, packed_attention
+
+AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+known: dict[tuple[type, str], Reaches] = {}  # of the classes and configs that passed
+
+
+def auto_class(config: Any, place: str) -> type:
+    """transformers' auto class that loads a checkpoint with this config. Raises UserError for one that no text goes on
+    from; `place` begins the message."""
+    named = (getattr(config, "architectures", None) or [f"model_type {config.model_type}"])[0]
+    check(
+        not getattr(config, "is_encoder_decoder", False),
+        f"{place}: {named} is an encoder-decoder; a target is a decoder alone, as Llama is",
+    )
+    own_code = getattr(config, "auto_map", None) or {}
+    for each in AUTO_CLASSES:
+        if each.__name__ in own_code or type(config) in each._model_mapping:
+            return each
+    raise UserError(f"{place}: {named} is no causal language model; a target goes on with a text, as Llama does")
+
+
+def skeleton(config: Any, trust_remote_code: bool, place: str) -> PreTrainedModel:
+    """The model of a config without memory for its weights. Raises UserError where its family cannot build one."""
+    auto = auto_class(config, place)
+    check_shape(config, place)
+    with foreign(f"{place}: no model can be built from its config"), torch.device("meta"):
+        return auto.from_config(config, trust_remote_code=trust_remote_code)
+
+
+@torch.no_grad()
+def check_family(model_class: type[PreTrainedModel], config: Any, place: str) -> Reaches:
+    """Raise UserError unless attention from outside gives what models of this class and config compute themselves,
+    behind every window, chunk and border of RoPE that the config names; `place` begins the message.
+
+    Costs about a second, once for each config in a process. Returns what the masks of the layers hide: nothing where no
+    twin can be built and the config names no border, for then a short text tells all (`Target.check_states`).
+    """
+    key = model_class, json.dumps(config.to_dict(), sort_keys=True, default=str)
+    if key not in known:
+        family, text = config.model_type, config.get_text_config()
+        with foreign(f"{place}: this family ({family}) cannot be run on text alone"):
+            twin = twin_of(model_class, config)
+        border = longest_border(text)
+        check(
+            twin is not None or border < TOKENS // 2,
+            f"{place}: what attention does beyond {border} tokens in this family ({family}) cannot be checked, for no "
+            "small twin of it can be built; it is not supported",
+        )
+        known[key] = {} if twin is None else as_configured(reaches_of(twin, place), text)
+    return known[key]
+
+
+def as_configured(reaches: Reaches, text: Any) -> Reaches:
+    """What layers see of a model with this config, by what those of its twin see."""
+
+    def own(layer: int, reach: Reach) -> Reach:
+        config = layer_config(text, layer)
+        return Reach(
+            None if reach.window is None else config.sliding_window,
+            None if reach.chunk is None else config.attention_chunk_size,
+        )
+
+    return {layer: own(layer, reach) for layer, reach in reaches.items()}
+
+
+def reaches_of(twin: PreTrainedModel, place: str) -> Reaches:
+    """What the masks of a twin's layers hide. Raises UserError for a twin that does not pass."""
+    family, text, reaches = twin.config.model_type, twin.config.get_text_config(), {}
+    check(head_of(twin) is not None, f"{place}: this family ({family}) has no LM head; it is not supported")
+    head, limit = lm_head_of(twin), rope_limit(text)
+    tokens = torch.arange(min(TOKENS, context_of(text)[0]))[None] % text.vocab_size
+
+    def logits_of(tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        return head(hidden_states(twin, tokens, positions, attend, reaches, limit))
+
+    check_causal(twin, tokens, place)
+    with foreign(f"{place}: {UNREACHED.format(family)}"):
+        twin.set_attn_implementation(PROBED)
+        logits_of(tokens, torch.arange(tokens.shape[1])[None], packed_attention([[tokens.shape[1]]]))
+    probe(twin, logits_of, tokens, place)
+    return reaches
+
+
+def check_causal(model: PreTrainedModel, tokens: torch.Tensor, place: str) -> None:
+    """Raise UserError where a token's logits hang on those behind it."""
+    family = model.config.model_type
+    with foreign(f"{place}: this family ({family}) cannot be run on text alone"):
+        model.set_attn_implementation("eager")
+        other = tokens.clone()
+        other[:, -1] += 1
+        own, changed = (model(input_ids=each, use_cache=False).logits[:, :-1] for each in (tokens, other))
+    check(
+        torch.allclose(own, changed, rtol=1e-4, atol=1e-5),
+        f"{place}: this family ({family}) reads what stands behind a token too, as an encoder does; a target is a "
+        "causal language model, as Llama is",
+    )

@@ -1,0 +1,49 @@
+"""The frozen LM head of a target, with the scaling and soft-capping its family applies. Knows nothing of layers."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from accelerate.utils import align_module_device
+from transformers import PreTrainedModel
+
+from eagle_train.models.weights import whole
+from eagle_train.ops.linear import linear
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """The frozen LM head: logits = cap(scale * (hidden @ weight.T + bias)), cap(x) = softcap * tanh(x / softcap)."""
+
+    weight: torch.Tensor  # [V, H]
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def of(self, tokens: torch.Tensor) -> "LMHead":
+        """The head of these tokens alone, ids [V']."""
+        return replace(self, weight=self.weight[tokens], bias=None if self.bias is None else self.bias[tokens])
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of hidden states [..., H]."""
+        logits = linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def head_of(model: PreTrainedModel) -> torch.nn.Module | None:
+    """The matrix that ends a model, or its language model; None where there is none."""
+    head = model.get_output_embeddings()
+    return model.get_decoder().get_output_embeddings() if head is None else head
+
+
+def lm_head_of(model: PreTrainedModel) -> LMHead:
+    """The LM head with the scaling and soft-capping its family applies."""
+    head, config = head_of(model), model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None)  # Cohere multiplies
+    if scale is None:
+        scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)  # Granite divides
+    softcap = getattr(config, "final_logit_softcapping", None)
+    with align_module_device(head):
+        bias = None if getattr(head, "bias", None) is None else whole(head.bias)
+        return LMHead(whole(head.weight), bias, scale, softcap)

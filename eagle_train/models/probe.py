@@ -1,0 +1,97 @@
+"""Whether a model with our attention computes what it computes with transformers' own. Raises UserError where not.
+
+Catches a head with a scaling we do not know, the wrong hidden state, an attention rule that got lost, an attention that
+cannot be reached, and what a layer carries from token to token other than by `attend`, of which neither packing nor
+decoding would know. DESIGN section 3.4.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from eagle_train.config import check, foreign
+from eagle_train.models.experts import route_experts
+from eagle_train.models.forward import OURS
+from eagle_train.models.weights import whole
+from eagle_train.ops.attention import Attend, Rule, packed_attention
+from eagle_train.ops.norm import use_fast_norms
+
+TOKENS = 24  # of a document that is read
+BOUNDS = {torch.float32: 1e-3}  # of relative errors
+LOW_PRECISION = 5e-2
+UNREACHED = "this family ({}) cannot be run with attention from outside"
+
+LogitsOf = Callable[[torch.Tensor, torch.Tensor, Attend], torch.Tensor]
+"""logits_of(tokens [B, T], positions [B, T], attend) -> [B, T, V], by way of the hidden states."""
+
+
+@dataclass
+class Layers:
+    """What was seen of layers' attention: heads on this rank with the widths of k and v, and its calls in a forward."""
+
+    kv_shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    calls: Counter[int] = field(default_factory=Counter)
+
+    def noted(self, attend: Attend) -> Attend:
+        """`attend`, with a note of each call."""
+
+        def noting(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+            self.kv_shapes[layer] = (k.shape[1], k.shape[3], v.shape[3])
+            self.calls[layer] += 1
+            return attend(layer, q, k, v, rule)
+
+        return noting
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel, logits_of: LogitsOf, tokens: torch.Tensor, place: str) -> Layers:
+    """Compare a document's logits with the model's own, alone and behind itself in a packed row.
+
+    `tokens`: int64 [1, T]; `place`: what messages begin with. The model is left with our attention, norms and experts.
+    Raises UserError.
+    """
+    family, length = model.config.model_type, tokens.shape[1]
+    positions = torch.arange(length, device=tokens.device)[None]
+    with foreign(f"{place}: this family ({family}) cannot be run on text alone"):
+        model.set_attn_implementation("eager")
+        own = whole(model(input_ids=tokens, use_cache=False).logits).float()
+    route_experts(model)  # what is ours from here on must give the same
+    use_fast_norms(model)
+    layers = Layers()
+    attend = layers.noted(packed_attention([[length, length]]))
+    with foreign(f"{place}: {UNREACHED.format(family)}"):
+        model.set_attn_implementation(OURS)
+        both = logits_of(tokens.repeat(1, 2), positions.repeat(1, 2), attend)
+    unreached = ", for no layer's attention can be reached"
+    ours, behind = both.float().chunk(2, dim=1)
+    error = off(ours, own)
+    check(
+        error <= bound(model.dtype),
+        f"{place}: the LM head applied to the hidden states misses the model's own logits by {error:.1%}"
+        f"{'' if layers.calls else unreached}; this family ({family}) is not supported",
+    )
+    check(bool(layers.calls), f"{place}: no attention of this family ({family}) can be reached; it is not supported")
+    error = off(behind, ours)
+    check(
+        error <= bound(model.dtype),
+        f"{place}: what stands before a document in its row changes its logits by {error:.1%}; this family ({family}), "
+        "which keeps a state beside its attention's keys and values, is not supported",
+    )
+    return layers
+
+
+def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The relative error of a token's logits, the median over tokens; infinite where it is no number.
+
+    Not the mean: which experts a token chooses may hang on a rounding, and then it is far off for no fault of ours.
+    """
+    size = expected.norm(dim=-1).clamp(min=torch.finfo(expected.dtype).tiny)  # 0 of a fresh model's padding token
+    error = ((found - expected).norm(dim=-1) / size).median().item()
+    return error if error == error else float("inf")
+
+
+def bound(dtype: torch.dtype) -> float:
+    return BOUNDS.get(dtype, LOW_PRECISION)

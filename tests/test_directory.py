@@ -1,0 +1,220 @@
+"""What is no checkpoint is told by its kind, in one line, by every command alike."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import call, save_target
+from tiny import tiny_model
+
+from eagle_train import export, generate, train
+from eagle_train.config import UserError
+from eagle_train.models.loading import TargetConfig, load_config, load_target
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 16060556376\n"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def copy(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def said_of(path: Path) -> str:
+    with pytest.raises(UserError) as error:
+        load_config(TargetConfig(str(path)))
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(f"target.path={path}: ")
+    return str(error.value).partition(": ")[2]
+
+
+def directory(path: Path, **files: str | bytes) -> Path:
+    """A directory with these files, whose names have `__` for a dot."""
+    path.mkdir()
+    for name, content in files.items():
+        (path / name.replace("__", ".")).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_adapters(tmp_path):
+    config = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.1-8B"})
+    path = directory(tmp_path / "lora", adapter_config__json=config, adapter_model__safetensors=b"")
+    said = said_of(path)
+    assert said.startswith("LoRA or other PEFT adapters of meta-llama/Llama-3.1-8B; merge them into the model first")
+    assert "merge_and_unload" in said
+
+
+def test_adapters_beside_a_model(copy):
+    """transformers would load the model and the adapters on top of it."""
+    (copy / "adapter_config.json").write_text("{}")
+    assert said_of(copy).startswith("LoRA or other PEFT adapters; merge them")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "pytorch_model.bin"])
+def test_git_lfs_pointers(copy, name):
+    (copy / name).write_text(POINTER)
+    assert said_of(copy) == f"{name} is a Git LFS pointer, not the file it stands for; run `git lfs pull` there"
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        ({"llama__gguf": b"GGUF\3\0\0\0"}, "GGUF files"),
+        (
+            {"consolidated__00__pth": b"PK", "params__json": "{}", "tokenizer__model": b"x"},
+            "weights in their maker's own",
+        ),
+        ({"consolidated__safetensors": b"", "params__json": "{}"}, "weights in their maker's own format"),
+        ({"model_index__json": "{}"}, "a diffusion pipeline"),
+        ({"tokenizer__json": "{}", "tokenizer_config__json": "{}"}, "a tokenizer alone"),
+        ({"model__safetensors": b""}, "weights without config.json"),
+        ({"model__onnx": b""}, "an ONNX model"),
+        ({}, "no config.json there"),
+    ],
+)
+def test_what_is_no_checkpoint(tmp_path, files, kind):
+    assert said_of(directory(tmp_path / "given", **files)).startswith(kind)
+
+
+def test_a_gguf_file_and_other_files(tmp_path):
+    for content, kind in ((b"GGUF\3\0\0\0", "a GGUF file, which cannot be trained on"), (b"\0", "a file")):
+        file = tmp_path / "llama.gguf"
+        file.write_bytes(content)
+        assert said_of(file).startswith(f"{kind}; give a Hugging Face checkpoint's directory")
+
+
+def test_gguf_files_beside_a_config(copy):
+    (copy / "model.safetensors").rename(copy / "llama.gguf")
+    assert said_of(copy).startswith("GGUF files")
+
+
+def test_gguf_files_beside_weights_are_no_matter(copy):
+    (copy / "llama.gguf").write_bytes(b"GGUF")
+    (copy / "consolidated.00.pth").write_bytes(b"PK")
+    load_config(TargetConfig(str(copy)))
+
+
+def test_a_draft(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"eagle_train": {"format": 1}}))
+    assert said_of(copy) == "a draft that eagle-export wrote; give the target that it was made for"
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (
+            {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+            "T5ForConditionalGeneration is an encoder-",
+        ),
+        ({"model_type": "vit", "architectures": ["ViTModel"]}, "ViTModel is no causal language model"),
+        ({"model_type": "clip"}, "model_type clip is no causal language model"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "train", "export", "generate"])
+def test_every_command_says_it(copy, tmp_path, capsys, config, kind, command):
+    """Before a weight is read: these are a Llama's."""
+    (copy / "config.json").write_text(json.dumps(config))
+    data = ("data=messages", "data.path=none.jsonl", f"out={tmp_path / 'out'}")
+    arguments = {
+        "plan": (train.main, "plan=true", *data),
+        "train": (train.main, *data),
+        "export": (export.main, "checkpoint=none", f"out={tmp_path / 'out'}", "engine=trtllm"),
+        "generate": (generate.main, "prompt=hi"),
+    }
+    main, *given = arguments[command]
+    assert call(main, *given, f"target={copy}") == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith(f"error: target.path={copy}: {kind}")
+    assert "\n" not in said
+
+
+def test_a_file_of_weights_that_is_missing(tmp_path):
+    """Without any of them the config alone can still be planned with."""
+    tiny_model().save_pretrained(tmp_path, max_shard_size="20KB")
+    files = sorted(tmp_path.glob("model-*.safetensors"))
+    files[1].unlink()
+    assert said_of(tmp_path) == (
+        f"1 of {len(files)} files of weights are missing, ['{files[1].name}'] first; download them again"
+    )
+    for file in tmp_path.glob("model-*.safetensors"):
+        file.unlink()
+    load_config(TargetConfig(str(tmp_path)))
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+def test_a_checkpoint_with_code_of_its_own(copy):
+    """Its twin is of that code's class."""
+    config = json.loads((copy / "config.json").read_text())
+    own = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    (copy / "config.json").write_text(json.dumps(config | {"model_type": "mine", "auto_map": own}))
+    (copy / "modeling_mine.py").write_text(CODE)
+    assert said_of(copy).endswith("; give target.trust_remote_code=true if you trust it")
+    target = load_target(TargetConfig(str(copy), trust_remote_code=True))
+    assert type(target.model).__name__ == "MineForCausalLM"
+    (copy / "modeling_mine.py").write_text("import no_such_library_anywhere\n" + CODE)
+    with pytest.raises(UserError, match=r"^target\.path=.*no_such_library_anywhere"):
+        load_config(TargetConfig(str(copy), trust_remote_code=True))
+
+
+@pytest.mark.parametrize("malformed", ["refuse", "skip"])
+def test_a_token_beyond_the_embedding_is_told_with_its_row(tmp_path, capsys, malformed):
+    """A tokenizer that got tokens, and a model that did not: here of 60 tokens, and `a` is the 67th."""
+    target = save_target(tmp_path / "target", vocab_size=60)
+    known = {"messages": [{"role": "user", "content": "0"}, {"role": "assistant", "content": "12"}]}
+    data = tmp_path / "chats.jsonl"
+    row = {"messages": [{"role": "user", "content": "0"}, {"role": "assistant", "content": "1a"}]}
+    template = "{% for m in messages %}{{ m['content'] + '!' }}{% endfor %}"
+    (target / "chat_template.jinja").write_text(template)
+    data.write_text("".join(json.dumps(each) + "\n" for each in (known, known, row, *[known] * 30)))
+    given = (f"target={target}", "data=messages", f"data.path={data}", "data.row_tokens=32", "train.steps=1")
+    given = (*given, "optim.tokens_per_step=32", "train.micro_batch_rows=1", "draft.num_layers=1", "device=cpu")
+    capsys.readouterr()
+    given = (*given, "data.shuffle_window=0", f"data.malformed={malformed}", f"out={tmp_path / 'out'}")
+    status, said = call(train.main, *given), capsys.readouterr().err
+    if malformed == "skip":
+        assert status == 0
+        return
+    assert status == 2
+    assert f"{data}:3: token 67 ('a') is beyond the 60 embeddings of the target; give it the tokenizer that" in said
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_parameters": {"rope_type": "yarn"}},
+        {"rope_scaling": {"type": "linear"}},
+        {"num_attention_heads": 0},
+        {"hidden_size": -1},
+        {"num_hidden_layers": 0},
+        {"num_key_value_heads": 3},
+        {"hidden_act": "nothing"},
+        {"layer_types": ["sliding_attention"]},
+        {"vocab_size": None},
+        {"max_position_embeddings": None},
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_config_that_cannot_be_is_one_line(copy, tmp_path, capsys, values, command):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | values))
+    given = (f"target={copy}", "data=messages", "data.path=none.jsonl", f"out={tmp_path / 'out'}")
+    assert call(train.main, *given, f"plan={str(command == 'plan').lower()}") == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("error: target.path=")
+    assert not (tmp_path / "out").exists()
