@@ -1,18 +1,22 @@
 """Runs of so many minutes: the share that is used, the last step, what a resumed run has left."""
 
 import itertools
+import re
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import call, chats, read_jsonl, save_target, write_jsonl
 from test_trainer import make_trainer, run
 
 from eagle_train import train
 from eagle_train.config import UserError, compose, with_others_off
-from eagle_train.training import budget
+from eagle_train.models.draft_config import DraftConfig
+from eagle_train.training import budget, forecast
 from eagle_train.training.budget import Budget
 from eagle_train.training.metrics import MetricsLog, NoTracker
+from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.trainer import Interrupted, TrainConfig, Trainer
 
 STEP_S = 3.0
@@ -154,3 +158,24 @@ def test_the_command_ends_when_its_time_is_up(tmp_path, data, capsys):
     assert "second 3/3, 00:0" in told.err
     assert call(train.main, *given) == 0  # resumed: over
     assert len(read_jsonl(tmp_path / "out/metrics.jsonl")) == len(records)
+
+
+def test_a_plan_says_how_many_steps_there_are_on_this_machine(monkeypatch):
+    """By a measured speed: twice as fast, twice as many."""
+    draft = DraftConfig(64, 128, num_heads=2, num_kv_heads=1, head_dim=32, max_position_embeddings=64)
+    told = []
+    for speed in (1e9, 2e9):
+        monkeypatch.setattr(forecast, "measured_speed", lambda device, dtype, speed=speed: speed)
+        line = forecast.steps_here(2.0, 1e6, draft, OptimConfig(tokens_per_step=1000), "cpu")
+        assert line.endswith(" steps in train.minutes=2")
+        told.append(int(re.search(r"([\d,]+) steps", line)[1].replace(",", "")))
+    assert told == pytest.approx([120 * forecast.REACH, 2 * 120 * forecast.REACH], abs=1)
+    dense = forecast.step_flops(1e6, draft, OptimConfig(name="adamw", tokens_per_step=1000), torch.float32)
+    muon = forecast.step_flops(1e6, draft, OptimConfig(name="muon", tokens_per_step=1000), torch.float32)
+    assert dense == 1e9 < muon
+
+
+def test_the_plan_of_minutes(capsys):
+    assert call(train.main, "experiment=quickstart", "train.minutes=2", "plan=true", "device=cpu") == 0
+    told = capsys.readouterr().out.strip().splitlines()[-1]
+    assert re.fullmatch(r"on this machine \(.*\): about \S+ s a step, [\d,]+ steps in train\.minutes=2", told)

@@ -78,11 +78,12 @@ def end_of_call(call: dict, written: str, start: int, name: str) -> int:
     told = f"the call of {function['name']} in {name} is not in the rendering"
     fix = "give a chat template that renders tool calls (target.chat_template=FILE)"
     arguments = function["arguments"]
+    values = list(leaves(arguments))
     end = end_of(function["name"], written, start)
-    check(end is not None or bool(arguments), f"{told}: {fix}")
+    check(end is not None or bool(values), f"{told}: {fix}")
     end = start if end is None else end
     check(not is_repr(arguments, written), f"{told} as JSON: the chat template writes its arguments as Python has them")
-    for value in leaves(arguments):
+    for value in values:
         found = end_of_value(value, written, end)
         check(found is not None, f"{told} with its argument {shown(value)}: {fix}")
         end = max(end, found)
