@@ -7,6 +7,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Threads that wait by spinning slow everybody on a machine whose cores are shared, by about 8 times here.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+# Each command would compile all that it imports anew, which takes longer than some of them.
+unset PYTHONDONTWRITEBYTECODE
 
 find_python() {
   local candidate

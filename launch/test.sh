@@ -3,8 +3,6 @@
 # Usage: bash launch/test.sh [pytest's arguments], e.g. tests/test_tree.py, or -n 0 for one process
 . "$(dirname "$0")/setup.sh"
 set_up test
-# The tests start many processes, and each would compile all that it imports anew.
-unset PYTHONDONTWRITEBYTECODE
 ruff check .
 ruff format --check .
 shellcheck .ci/run launch/*.sh launch/slurm/*
