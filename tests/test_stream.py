@@ -25,6 +25,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from processes import run
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -467,6 +468,34 @@ def test_no_worker_outlives_its_pool(tmp_path, victim):
     _, told = job.communicate()  # until the last of them has closed the pipes
     assert job.returncode == (-signal.SIGKILL if victim == "owner" else 1)
     assert ("BrokenProcessPool" in told) == (victim == "worker")
+
+
+def die_in_its_result(rows: list) -> None:
+    """What a worker does that is killed when a part of its result is written."""
+    results = sys._getframe(1).f_locals["result_queue"]
+    with results._wlock:
+        os.write(results._writer.fileno(), b"\0\0")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+DIE = """
+import sys
+from eagle_train.corpus import feed
+from eagle_train.corpus.source import DataConfig
+from eagle_train.corpus.stream import Stream
+from test_stream import die_in_its_result, make_renderer
+
+feed.work = die_in_its_result
+next(Stream(DataConfig(sys.argv[1], row_tokens=4000, workers=2), make_renderer(), 1))
+"""
+
+
+def test_a_worker_that_is_killed_in_its_result_ends_the_run(tmp_path):
+    """Which the pool does not notice by itself: it would wait for ever."""
+    path = write_jsonl(tmp_path / "train.jsonl", [chat([1], [2, 3])] * 400)
+    done = run([sys.executable, "-c", DIE, path], env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    assert done.returncode == 1
+    assert "BrokenProcessPool" in done.stderr
 
 
 def test_a_mixture_follows_its_weights_and_each_part_its_epochs(tmp_path):

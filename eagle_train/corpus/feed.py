@@ -32,6 +32,7 @@ from eagle_train.corpus.tokens import Document
 from eagle_train.distributed import STOP, CommonError, World
 
 BLOCK = 1024  # draws whose data sets are chosen together
+LOOK_S = 2  # between two looks at the processes that tokenise, while one waits for them
 CHUNK = 32  # rows that a rank tokenises before it shares them
 
 
@@ -167,7 +168,7 @@ class Feed:
                 chunk = list(islice(draws, CHUNK * size))
                 ahead.append((chunk, self.submit(chunk[self.world.rank :: size])))
             chunk, own = ahead.popleft()
-            everyone = self.world.exchange(own.result() if isinstance(own, Future) else own)
+            everyone = self.world.exchange(self.result(own) if isinstance(own, Future) else own)
             for place, drawn in enumerate(chunk):
                 yield drawn, received(everyone[place % size][place // size], self.config)
 
@@ -185,6 +186,22 @@ class Feed:
                 )
         with shielded():  # anew: multiprocessing lifts it when it has started its resource tracker
             return self.pool.submit(work, [(row.source, row.placed) for row in rows])
+
+    def result(self, future: Future) -> list[Rendered]:
+        """What a worker made. Raises BrokenProcessPool where one was killed (by the system that is out of memory, say).
+
+        The pool does not notice one that was killed while it wrote its result: it waits for the rest of it, and the
+        other workers for their turn to write. So the workers are looked at here, and the pool is told.
+        """
+        while True:
+            try:
+                return future.result(timeout=LOOK_S)
+            except TimeoutError:
+                workers = list((self.pool._processes or {}).values())
+                if any(worker.exitcode is not None for worker in workers):
+                    for worker in workers:
+                        worker.kill()
+                    self.pool._result_queue._writer.close()  # nobody writes any more: what is read ends here
 
     def close(self) -> None:
         if self.pool is not None:
