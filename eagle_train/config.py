@@ -267,7 +267,7 @@ def resolve_device(name: str) -> str:
 
 def report(error: UserError) -> int:
     """Print a user's mistake; returns the exit status."""
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.stderr.write(f"error: {' '.join(str(error).split())}\n")  # at once, so that ranks' lines do not mix
     return 2
 
 

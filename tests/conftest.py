@@ -12,6 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from slow import slow
 from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import GraphModule
 
@@ -21,6 +22,10 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    names = slow()
+    for item in items:
+        if f"{item.path.name}::{item.originalname}" in names:
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -31,7 +31,7 @@ def packed(*documents: list[int], row: int = 32) -> Batch:
     """In one row, each with a prompt of two tokens; what is left of the row is padding."""
     packer = Packer(DataConfig(path="none", row_tokens=row))
     for document in documents:
-        assert packer.add(Document(torch.tensor(document), torch.arange(len(document)) >= 2)) == []
+        assert packer.add([Document(torch.tensor(document), torch.arange(len(document)) >= 2)]) == []
     return collate(packer.flush())
 
 

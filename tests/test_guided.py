@@ -529,8 +529,10 @@ def test_what_a_grammar_needs(monkeypatch):
     params = SamplingParams(grammar={"regex": "a"})
     with pytest.raises(UserError, match=r"^grammar: needs a tokenizer, and the target has none$"):
         Engine(tiny_target("llama")).generate([[5]], params)
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
     with pytest.raises(UserError, match=r"^grammar: needs a stop token, and .* no eos_token_id$"):
-        Engine(tiny_target("llama", tiny_tokenizer(), eos_token_id=None)).generate([[5]], params)
+        Engine(tiny_target("llama", tokenizer, eos_token_id=None)).generate([[5]], params)
     monkeypatch.setattr(guided, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^grammar: needs xgrammar; pip install 'eagle-train\[guided\]'$"):
         Engine(target()).generate([[5]], params)

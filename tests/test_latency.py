@@ -551,7 +551,7 @@ def test_the_whole_command_on_questions_and_arrivals(home, tmp_path, capsys):
         ([*SHAPES, "trees=[]"], "trees=[]: must be trees that draft"),
         ([*SHAPES, "quants=[]"], "quants=[]: must name none, int4 or fp8"),
         ([*SHAPES, "quants=[int2]"], "quant.scheme=int2: must be one of none, int4, fp8"),
-        ([*SHAPES, "trees=[chain9]"], "tree is 'chain9'; known trees are"),
+        ([*SHAPES, "trees=[chain_9]"], "tree is 'chain_9'; known trees are"),
         ([*SHAPES, "drafting=best"], "drafting='best': must be one of greedy, multinomial, "),
         ([*SHAPES, "trees=[nowhere.yaml]"], "tree.table=nowhere.yaml: no such file"),
         ([*SHAPES, "rate=0"], "rate=0.0: must be above 0, or null"),

@@ -103,7 +103,7 @@ def test_prompts_that_are_refused(prompts, message):
 
 def test_arguments_that_are_refused():
     target = shared_target()
-    with pytest.raises(UserError, match="tree is 'chain99'"):
+    with pytest.raises(UserError, match="tree is 'chain_99'"):
         Engine(target, tiny_draft(target), tree="chain_99")
     with pytest.raises(UserError, match="batch sizes"):
         Engine(target, tiny_draft(target), tree={0: "chain3"})

@@ -326,7 +326,7 @@ def test_what_does_not_fit_waits_elsewhere_and_is_the_same_target(saved, gib):
     tokens, positions = torch.tensor(random_tokens(20)), torch.arange(20)[None]
     whole, offloaded = (
         load_target(TargetConfig(str(saved))),
-        load_target(TargetConfig(str(saved), "auto", False, True, gib)),
+        load_target(TargetConfig(str(saved), offload=True, device_gib=gib)),
     )
     elsewhere = [parameter.is_meta for parameter in offloaded.model.parameters()]
     assert any(elsewhere)
