@@ -14,6 +14,8 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 HELDOUT_SHARE = 0.02  # of the library's functions, chosen by a hash of their names, so the split never moves
@@ -91,31 +93,46 @@ def repeats_itself(code: str) -> bool:
     return len(lines) > 4 and len(set(lines)) < 0.8 * len(lines)
 
 
+def paths_of(library: Path) -> list[Path]:
+    """The library's own files, in an order that does not change."""
+    others = {"site-packages", "dist-packages", "lib2to3", "__pycache__"}
+    return [path for path in sorted(library.rglob("*.py")) if not others & set(path.relative_to(library).parts)]
+
+
+def asked_of(library: Path, path: Path) -> list[tuple[str, str, str, str]]:
+    """(name, question, code, code without docstring) of each of a file's functions that is worth asking for."""
+    module = ".".join(path.relative_to(library).with_suffix("").parts).removesuffix(".__init__")
+    try:
+        tree = ast.parse(path.read_text("utf-8", errors="ignore"))
+    except (SyntaxError, ValueError):  # the test suite holds files that are wrong on purpose
+        return []
+    found = ((name, *conversation(module, name, function)) for name, function in functions(tree))
+    return [
+        (f"{module}:{name}", asked, code, bare)
+        for name, asked, code, bare in found
+        if MIN_CHARS <= len(bare) <= MAX_CHARS and not repeats_itself(bare)
+    ]
+
+
+def is_of_tests(library: Path, path: Path) -> bool:
+    parts = path.relative_to(library).with_suffix("").parts
+    return any("test" in part.split("_") or part in {"tests", "idle_test"} for part in parts)
+
+
 def rows(library: Path) -> Iterator[tuple[str, dict]]:
-    """(split, row) for every function worth asking for; a function whose text was seen before is left out."""
-    seen = set()
-    for path in sorted(library.rglob("*.py")):
-        parts = path.relative_to(library).with_suffix("").parts
-        if {"site-packages", "dist-packages", "lib2to3", "__pycache__"} & set(parts):
-            continue
-        is_test = any("test" in part.split("_") or part in {"tests", "idle_test"} for part in parts)
-        module = ".".join(parts).removesuffix(".__init__")
-        try:
-            tree = ast.parse(path.read_text("utf-8", errors="ignore"))
-        except (SyntaxError, ValueError):  # the test suite holds files that are wrong on purpose
-            continue
-        for name, function in functions(tree):
-            asked, code, bare = conversation(module, name, function)
-            if not MIN_CHARS <= len(bare) <= MAX_CHARS or repeats_itself(bare) or bare in seen:
-                continue
-            seen.add(bare)
-            heldout = fraction(f"{module}:{name}") < HELDOUT_SHARE
-            split = "tests" if is_test else "heldout" if heldout else "train"
-            messages = [
-                {"role": "user", "content": asked},
-                {"role": "assistant", "content": code},
-            ]
-            yield split, {"id": f"{module}:{name}", "messages": messages}
+    """(split, row) for every function worth asking for; a function whose text was seen before is left out. Files are
+    read by a process for each core; what comes out does not depend on their number."""
+    seen, paths = set(), paths_of(library)
+    with ProcessPoolExecutor() as pool:
+        for path, found in zip(paths, pool.map(partial(asked_of, library), paths, chunksize=8), strict=True):
+            for name, asked, code, bare in found:
+                if bare in seen:
+                    continue
+                seen.add(bare)
+                held_out = fraction(name) < HELDOUT_SHARE
+                split = "tests" if is_of_tests(library, path) else "heldout" if held_out else "train"
+                messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": code}]
+                yield split, {"id": name, "messages": messages}
 
 
 def main(out: Path) -> None:
@@ -125,9 +142,9 @@ def main(out: Path) -> None:
         splits[split].append(row)
     for split, kept in splits.items():
         kept.sort(key=lambda row: fraction(row["id"]))  # neighbours in a module should not be neighbours in training
-        partial = out / f"{split}.jsonl.partial"
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), "utf-8")
-        os.replace(partial, out / f"{split}.jsonl")
+        unfinished = out / f"{split}.jsonl.partial"
+        unfinished.write_text("".join(json.dumps(row) + "\n" for row in kept), "utf-8")
+        os.replace(unfinished, out / f"{split}.jsonl")
         chars = sum(len(message["content"]) for row in kept for message in row["messages"])
         print(f"{out / split}.jsonl: {len(kept)} functions, {chars / 1e6:.1f} MB")
 

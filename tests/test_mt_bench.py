@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from command_line import call
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from talking import CONTEXT, arguments, make_home, write_rows
 
 from eagle_train.config import UserError
@@ -535,8 +536,9 @@ def test_any_text_stays_in_its_cell():
 def test_the_picture_has_all_of_its_names(tmp_path):
     """Nothing of the legend lies outside the picture, and the curves have nearly all of its width."""
     figure = report.figure_of([0.8, 0.64], [0.8, 0.8])
-    figure.canvas.draw()
-    width, height = figure.canvas.get_width_height()
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    width, height = canvas.get_width_height()
     for box in (figure.legends[0].get_window_extent(), figure.axes[0].get_tightbbox()):
         assert 0 <= box.x0 < box.x1 <= width
         assert 0 <= box.y0 < box.y1 <= height
