@@ -117,6 +117,22 @@ def test_a_resumed_run_has_what_is_left_of_its_minutes(ticking, tmp_path, data):
     assert len(run(longer, resumed=True)) == 12
 
 
+def test_a_run_that_is_stopped_within_its_last_step_still_has_it(ticking, tmp_path, data):
+    """Though all of its time is used then."""
+    trainer = trainer_for(tmp_path / "run", data, 5, rows=1)
+    trainer.stop_asked = lambda: trainer.budget.is_last and trainer.step == 4
+    log = MetricsLog(trainer.directory, NoTracker(trainer.directory, {}), 0)
+    with pytest.raises(Interrupted, match=r"4 steps and 0\.\d+ of 0\.25 minutes done"):
+        trainer.train(log)
+    log.close()
+    resumed = trainer_for(tmp_path / "run", data, 5, rows=1)
+    assert resumed.resume()
+    assert [record["step"] for record in run(resumed, resumed=True)] == [1, 2, 3, 4, 5]
+    over = trainer_for(tmp_path / "run", data, 5, rows=1)
+    assert over.resume()
+    assert over.budget.is_over(over.step)
+
+
 def test_one_of_steps_and_minutes():
     both = "train.steps=2 and train.minutes=1.5: give one of them, and the other as null"
     with pytest.raises(UserError, match=both):

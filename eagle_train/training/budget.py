@@ -17,8 +17,8 @@ class Budget:
     """One of `steps` and `minutes`, the other None.
 
     `used`: the share before the step under way, from 0 to below 1. `is_last`: whether the run ends with this step; of
-    minutes it is the one whose end is nearest to the budget's. `seconds`: what earlier processes of a resumed run have
-    used, and after `start` what all have.
+    minutes it is the one whose end is nearest to the budget's. `before`: seconds that earlier processes of a resumed
+    run have used; `finished`: whether they made their last step.
     """
 
     steps: int | None = None
@@ -26,6 +26,7 @@ class Budget:
     used: float = 0.0
     is_last: bool = False
     before: float = 0.0
+    finished: bool = False
     started: float | None = None
     begins: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT + 1))
 
@@ -43,7 +44,11 @@ class Budget:
 
     def is_over(self, step: int) -> bool:
         """Whether a run that has made `step` steps has nothing more to do."""
-        return step >= self.steps if self.minutes is None else self.before >= 60 * self.minutes
+        return step >= self.steps if self.minutes is None else self.finished and self.before >= 60 * self.minutes
+
+    def drop(self) -> None:
+        """The step under way is not made."""
+        self.is_last = False
 
     def begin(self, step: int, seconds: float) -> None:
         """The step after `step` others begins, at a time that all ranks agree on."""

@@ -284,6 +284,7 @@ class Trainer:
                 self.keep()
                 raise CommonError(f"{error}; {self.budget.done(self.step)} are done and kept") from error
             if record is None:
+                self.budget.drop()
                 self.interrupt()
             self.check_learnt()
             seconds = time.perf_counter() - started
@@ -402,6 +403,7 @@ class Trainer:
             "random": checkpoint.random_state(),
             "tokens": self.tokens,
             "seconds": self.budget.seconds,
+            "finished": self.budget.is_last,
             "skipped": self.skipped,
             "norms": self.norms,
             "target": dataclasses.asdict(self.target.identity),
@@ -436,7 +438,7 @@ class Trainer:
         self.stream.load_state_dict(found.state["stream"])
         checkpoint.set_random_state(found.state["random"])
         self.step, self.saved, self.tokens = found.step, found.step, found.state["tokens"]
-        self.budget.before = found.state["seconds"]
+        self.budget.before, self.budget.finished = found.state["seconds"], found.state["finished"]
         self.skipped, self.norms = found.state["skipped"], found.state["norms"]
         return True
 
