@@ -137,8 +137,10 @@ EITHER = {"train.steps": "train.minutes", "train.minutes": "train.steps"}
 def with_others_off(overrides: list[str]) -> list[str]:
     """The overrides, and null for the other of `EITHER` where one is given alone."""
     given = {override.partition("=")[0] for override in overrides}
-    chosen = {key for key in EITHER.keys() & given if f"{key}=null" not in overrides}
-    return [*overrides, *(f"{EITHER[key]}=null" for key in sorted(chosen) if EITHER[key] not in given)]
+    off = {key: other for key, other in EITHER.items() if other not in given and f"{key}=null" not in overrides}
+    pairs = ((override, off.get(override.partition("=")[0])) for override in overrides)
+    # Beside it: Hydra's parser takes overrides before its options or behind them, not both.
+    return [each for override, other in pairs for each in (override, *([] if other is None else [f"{other}=null"]))]
 
 
 def tree_of(name: str) -> dict[str, Any] | None:
