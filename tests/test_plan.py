@@ -160,7 +160,7 @@ FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 def in_fp32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What `func` gives. A product of bf16 is made in fp32 and rounded, which leaves as many bytes: a CPU that emulates
-    bf16 takes twenty times as long for it."""
+    bf16 takes ten to twenty times as long for it."""
     product = func.overloadpacket
     if product not in (*bench.PRODUCTS, FLASH, FLASH_BACKWARD) or args[0].dtype != torch.bfloat16:
         return func(*args, **kwargs)
