@@ -74,11 +74,22 @@ def test_git_lfs_pointers(copy, name):
         ({"tokenizer__json": "{}", "tokenizer_config__json": "{}"}, "a tokenizer alone"),
         ({"model__safetensors": b""}, "weights without config.json"),
         ({"model__onnx": b""}, "an ONNX model"),
+        ({"config__json": "{}", "consolidated__safetensors": b""}, "weights in their maker's own format"),
+        ({"config__json": "{}", "model__pth": b""}, "weights in a .pth file"),
+        ({"config__json": "{}", "zero_to_fp32__py": ""}, "DeepSpeed's shards; run `python zero_to_fp32.py . .` there"),
+        ({"config__json": "{}", "config_sentence_transformers__json": "{}"}, "a model of sentence-transformers"),
         ({}, "no config.json there"),
     ],
 )
 def test_what_is_no_checkpoint(tmp_path, files, kind):
     assert said_of(directory(tmp_path / "given", **files)).startswith(kind)
+
+
+def test_a_directory_of_checkpoints(tmp_path):
+    """As a trainer's output and the hub's cache are."""
+    (tmp_path / "snapshots" / "7ae5").mkdir(parents=True)
+    (tmp_path / "snapshots" / "7ae5" / "config.json").write_text("{}")
+    assert said_of(tmp_path) == f"no config.json there; give {tmp_path / 'snapshots' / '7ae5'}, which has one"
 
 
 def test_a_gguf_file_and_other_files(tmp_path):
@@ -145,6 +156,46 @@ def test_a_file_of_weights_that_is_missing(tmp_path):
     for file in tmp_path.glob("model-*.safetensors"):
         file.unlink()
     load_config(TargetConfig(str(tmp_path)))
+
+
+def test_the_index_of_another_format_is_no_matter(copy):
+    """Downloads often leave out the .bin files, and keep their index."""
+    (copy / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-1-of-2.bin"}}')
+    load_config(TargetConfig(str(copy)))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4 cut off", b"\x80\x02}q\x00."])
+def test_damaged_pickles_are_one_line(copy, content):
+    (copy / "model.safetensors").unlink()
+    (copy / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(UserError) as error:
+        load_target(TargetConfig(str(copy)))
+    assert str(error.value).startswith(f"target.path={copy}: ")
+    assert "wrong shape" not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_quantisation_that_needs_a_gpu_is_told_as_such(copy, monkeypatch):
+    def missing(*_, **__):
+        raise RuntimeError("GPU is required to run it")
+
+    monkeypatch.setattr("transformers.modeling_utils.get_hf_quantizer", missing)
+    with pytest.raises(UserError) as error:
+        load_target(TargetConfig(str(copy)))
+    assert str(error.value) == f"target.path={copy}: its weights cannot be loaded: GPU is required to run it"
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_quantisation_without_its_method_is_one_line(copy, tmp_path, capsys, command):
+    """As MLX writes it."""
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"quantization_config": {"group_size": 64, "bits": 4}}
+    (copy / "config.json").write_text(json.dumps(config))
+    given = (f"target={copy}", "data=messages", "data.path=none.jsonl", "data.row_tokens=64", f"out={tmp_path / 'out'}")
+    assert call(train.main, *given, f"plan={str(command == 'plan').lower()}") == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith(f"error: target.path={copy}: ")
+    assert "quant_method" in said
 
 
 CODE = """

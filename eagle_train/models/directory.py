@@ -10,8 +10,18 @@ from eagle_train.config import UserError, check, foreign
 
 LFS = b"version https://git-lfs.github.com/spec/"
 GGUF = b"GGUF"
-READ = ("*.json", "*.safetensors", "*.bin", "*.model", "*.jinja", "*.txt")  # what libraries read of a checkpoint
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+READ = (
+    "*.json",
+    "*.safetensors",
+    "*.bin",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "*.txt",
+)  # what libraries read of a checkpoint
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+INDEX = ".index.json"
+FILES = ("model.safetensors", "pytorch_model.bin")  # transformers reads the first that is there, whole or by its index
 
 ORIGINAL = (
     "weights in their maker's own format; give the Hugging Face version, or convert them (transformers has "
@@ -25,6 +35,11 @@ ALONE = "weights without config.json; copy it from where the weights come from"
 FOREIGN = {  # weights that cannot be read, by a pattern of their files
     "*.gguf": "GGUF files, which cannot be trained on; give the Hugging Face checkpoint that they were made from",
     "consolidated*": ORIGINAL,
+    "zero_to_fp32.py": "DeepSpeed's shards; run `python zero_to_fp32.py . .` there",
+    "*.pth": "weights in a .pth file; give a checkpoint in safetensors, as save_pretrained() writes",
+    "*.pt": "weights in a .pt file; give a checkpoint in safetensors, as save_pretrained() writes",
+    "*.distcp": "a distributed checkpoint of torch; give a checkpoint in safetensors, as save_pretrained() writes",
+    "onnx/*.onnx": "an ONNX model; give the Hugging Face checkpoint that it was made from",
     "*.onnx": "an ONNX model; give the Hugging Face checkpoint that it was made from",
     "*.h5": "weights of TensorFlow; give a checkpoint in safetensors",
     "*.msgpack": "weights of JAX; give a checkpoint in safetensors",
@@ -54,26 +69,37 @@ def check_directory(path: Path) -> None:
         )
     if (path / "adapter_config.json").is_file():
         raise UserError(f"{place}: {MERGE.format(base_of(path))}")
+    embeds = (path / "config_sentence_transformers.json").is_file()
+    check(
+        not embeds, f"{place}: a model of sentence-transformers, which makes embeddings; a target goes on with a text"
+    )
     has_config = (path / "config.json").is_file()
     if has_config and any(any(path.glob(pattern)) for pattern in WEIGHTS):
         check_shards(path)
         return
     for pattern, kind in (FOREIGN if has_config else NO_CONFIG).items():
         check(not any(path.glob(pattern)), f"{place}: {kind}")
-    check(has_config, f"{place}: no config.json there; give a Hugging Face checkpoint's directory")
+    inner = sorted(each.parent for pattern in ("*", "snapshots/*") for each in path.glob(f"{pattern}/config.json"))
+    instead = f"{inner[-1]}, which has one" if inner else "a Hugging Face checkpoint's directory"
+    check(has_config, f"{place}: no config.json there; give {instead}")
 
 
 def check_shards(path: Path) -> None:
-    """Raise UserError where some files of weights are there, and others that the index names are not."""
-    for index in path.glob("*.index.json"):
-        with foreign(f"target.path={path}: {index.name} cannot be read"):
-            named = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        missing = [name for name in named if not (path / name).exists()]
-        check(
-            not missing,
-            f"target.path={path}: {len(missing)} of {len(named)} files of weights are missing, {missing[:1]} first; "
-            "download them again",
-        )
+    """Raise UserError where some files of weights are there, and others that the index names are not.
+
+    Only the index that is read counts: many keep that of another format without its files.
+    """
+    found = next((path / name for file in FILES for name in (file, file + INDEX) if (path / name).is_file()), None)
+    if found is None or not found.name.endswith(INDEX):
+        return
+    with foreign(f"target.path={path}: {found.name} cannot be read"):
+        named = sorted(set(json.loads(found.read_text("utf-8"))["weight_map"].values()))
+    missing = [name for name in named if not (path / name).exists()]
+    check(
+        not missing,
+        f"target.path={path}: {len(missing)} of {len(named)} files of weights are missing, {missing[:1]} first; "
+        "download them again",
+    )
 
 
 def base_of(path: Path) -> str:

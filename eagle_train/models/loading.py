@@ -25,7 +25,7 @@ from transformers.distributed import DistributedConfig
 from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from eagle_train.config import UserError, check, one_line
+from eagle_train.config import UserError, check, foreign, one_line
 from eagle_train.distributed import ALONE, World
 from eagle_train.hardware import FP8_GPU, is_gpu, low_precision, warn_of_emulation
 from eagle_train.models.directory import check_directory
@@ -108,8 +108,10 @@ def check_placement(
     """Raise UserError for a target that cannot be loaded so, whole or divided over `share` ranks: what its config alone
     tells, before a weight is read. `computes_fp8`: whether the device does."""
     quantised = getattr(hf_config, "quantization_config", None)
+    with foreign(f"target.path={config.path}: its quantization_config cannot be read"):
+        is_known = not quantised or AutoHfQuantizer.supports_quant_method(quantised)
     check(
-        not quantised or AutoHfQuantizer.supports_quant_method(quantised),
+        is_known,
         f"target.path={config.path}: transformers knows no quant_method={quantised and quantised.get('quant_method')}",
     )
     check(not config.offload or placement == "replicated", f"target.offload=true: not with parallel.target={placement}")
@@ -172,8 +174,9 @@ def load_target(
         options |= placed(config, torch.device(device))
     dtype = DTYPES[config.dtype] or default_dtype(device)
     warn_of_emulation("target.dtype", dtype, device)
+    tokenizer, auto = load_tokenizer(config), auto_class(hf_config, f"target.path={config.path}")
     try:
-        model, report = auto_class(hf_config, f"target.path={config.path}").from_pretrained(
+        model, report = auto.from_pretrained(
             config.path,
             config=hf_config,
             dtype=dtype,
@@ -181,11 +184,8 @@ def load_target(
             **options,
             **division(placement, world),
         )
-    except RuntimeError as error:  # after transformers' report
-        reason = "cannot be converted" if "conversion" in str(error) else "has the wrong shape"
-        raise UserError(f"target.path={config.path}: a weight {reason}: {one_line(error)}") from error
-    except (OSError, ValueError, ImportError, SafetensorError) as error:  # ImportError: what its quantisation needs
-        raise UserError(f"target.path={config.path}: {one_line(error)}") from error
+    except Exception as error:  # of transformers, safetensors, pickle, and the library of a quantisation
+        raise UserError(f"target.path={config.path}: {unloaded(error)}{one_line(error)}") from error
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     check(
         not missing,
@@ -195,11 +195,20 @@ def load_target(
     if placement == "tensor":
         check_divided(model, world.share)
     together = world.shares["share"].get_group() if placement == "tensor" and world.share > 1 else None
-    tokenizer = load_tokenizer(config)
     try:
         return Target(model, tokenizer, config.path, together, config.template_kwargs)
     except ImportError as error:  # transformers looks for kernels when a model first runs
         raise UserError(f"target.path={config.path}: {one_line(error)}") from error
+
+
+def unloaded(error: Exception) -> str:
+    """What begins a message about weights that could not be loaded, by what transformers or another library raised."""
+    if isinstance(error, OSError | ValueError | ImportError | SafetensorError):  # which say it themselves
+        return ""
+    reasons = {"conversion": "a weight cannot be converted: ", "mismatched_sizes": "a weight has the wrong shape: "}
+    known = next((reason for part, reason in reasons.items() if part in str(error)), None)
+    kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+    return known or f"its weights cannot be loaded: {kind}"
 
 
 def division(placement: str, world: World) -> dict[str, Any]:

@@ -79,7 +79,8 @@ class TargetShape:
         text = config.get_text_config()
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         experts = next((count for name in names if (count := getattr(text, name, None))), 1)
-        chosen = min(experts, getattr(text, "num_experts_per_tok", None) or 1)
+        numbers = (getattr(text, name, None) for name in ("num_experts_per_tok", "top_k_experts"))
+        chosen = min(experts, max(map(widest, filter(None, numbers)), default=1))  # some say it for each layer
         ends = {id(model.get_input_embeddings().weight), id(head_of(model).weight)}
         looked_up = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
         ours = {id(parameter) for parameter in decoder_of(model).parameters()} - ends - looked_up  # no vision tower's
@@ -110,8 +111,8 @@ def bits_of(quantisation: Any) -> float | None:
     """How many bits a checkpoint's quantisation leaves a weight, a 16-bit scale for every 64 among them."""
     if not quantisation:
         return None
-    groups = (quantisation.get("config_groups") or {}).values()
-    said = [quantisation.get("bits"), *(group["weights"]["num_bits"] for group in groups)]
+    groups = (group.get("weights") or {} for group in (quantisation.get("config_groups") or {}).values())
+    said = [quantisation.get("bits"), *(weights.get("num_bits") for weights in groups)]
     small = quantisation.get("load_in_4bit") or "fp4" in str(quantisation.get("quant_method")) or 4 in said
     return (4 if small else 8) + 16 / 64
 
