@@ -4,6 +4,7 @@ Knows nothing of models, data or training: each dataclass lives with the code th
 """
 
 import functools
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import reprlib
 import select
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -30,6 +32,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eagle_train.hardware import instructions
+from eagle_train.terminal import printable
+from eagle_train.usage import usage
 
 T = TypeVar("T")
 
@@ -46,6 +50,9 @@ CONF_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent /
 CHAIN, FULL = re.compile(r"chain(0|[1-9]\d{0,5})"), re.compile(r"d([1-9]\d{0,5})_bf([1-9]\d{0,5})")
 TREES = ("chain1", "chain2", "chain3", "chain5", "d3_bf2")  # of those that have no YAML, some to be shown
 ANY_TREE = "any chainN and dM_bfN (depth M, N children each)"
+BESIDE = {"target": "or a directory or hub id", "tree": f"or {ANY_TREE}, or a table, FILE.yaml"}  # a group's YAMLs
+FORMAT_WARNING = warnings.formatwarning  # Python's own
+OWN = (PACKAGE, PACKAGE.parent / "evals", PACKAGE.parent / "data")  # where our code is
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")  # what a text of JSON may hold and UTF-8 may not
 
@@ -235,6 +242,10 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
 
         @functools.wraps(task)
         def main() -> None:
+            tell_plainly()
+            if {"-h", "--help"} & set(sys.argv[1:]):
+                print(usage(CONF_DIR, config_name, BESIDE))
+                return
             parser = OverridesParser.create()
             multirun = bool({"-m", "--multirun"} & set(sys.argv))
             arguments = [override for argument in sys.argv[1:] for override in named_path(argument)]
@@ -253,6 +264,21 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
     return decorate
 
 
+def tell_plainly() -> None:
+    """From here on warnings of ours are one line each, and no character fails for want of an encoding."""
+    warnings.formatwarning = warning_text
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def warning_text(message: Any, category: type[Warning], file: str, line: int, source: str | None = None) -> str:
+    """A warning as it is printed: where in the code it arose is told of other libraries' alone."""
+    if category is UserWarning and any(Path(file).is_relative_to(folder) for folder in OWN):
+        return f"warning: {printable(' '.join(str(message).split()))}\n"
+    return FORMAT_WARNING(message, category, file, line, source)
+
+
 def reader_left() -> bool:
     """Whether nobody reads any more what is printed."""
     poll = select.poll()
@@ -269,7 +295,7 @@ def resolve_device(name: str) -> str:
 
 def report(error: UserError) -> int:
     """Print a user's mistake; returns the exit status."""
-    sys.stderr.write(f"error: {' '.join(str(error).split())}\n")  # at once, so that ranks' lines do not mix
+    sys.stderr.write(f"error: {printable(' '.join(str(error).split()))}\n")  # at once, so that ranks' lines do not mix
     return 2
 
 

@@ -18,9 +18,7 @@ from eagle_train.inference.sequence import Sequence
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
-
-GREEN, RESET = "\033[32m", "\033[0m"
-COLORS = ("auto", "always", "never")
+from eagle_train.terminal import COLORS, GREEN, RESET, printable, wants_color
 
 
 @dataclass
@@ -66,8 +64,8 @@ def job(config: DictConfig) -> int:
     engine = Engine(target, draft, OmegaConf.to_container(config.tree), max_batch_size=1, **options)
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
     request = engine.add(prompt, params)
-    color = config.color == "always" or (config.color == "auto" and sys.stdout.isatty())
-    marked = Marked(Detokenizer(engine.requests.texts, params.stop_strings), color)
+    text = Detokenizer(engine.requests.texts, params.stop_strings)
+    marked = Marked(text, wants_color(config.color, sys.stdout), on_terminal=sys.stdout.isatty())
     while not request.finish_reason:
         if engine.step() and world.is_main:
             print(marked.news(request), end="", flush=True)
@@ -80,9 +78,10 @@ def job(config: DictConfig) -> int:
 class Marked:
     """An answer as it comes, with what the draft proposed and the target accepted in green, or in brackets."""
 
-    def __init__(self, text: Detokenizer, color: bool):
-        """`text`: has read none of it."""
+    def __init__(self, text: Detokenizer, color: bool, on_terminal: bool = False):
+        """`text`: has read none of it. `on_terminal`: what a terminal would obey is shown instead."""
         self.text, self.rounds = text, 0  # that were told
+        self.on_terminal = on_terminal
         self.before, self.after = (GREEN, RESET) if color else ("[", "]")
 
     def news(self, request: Sequence) -> str:
@@ -100,7 +99,8 @@ class Marked:
         start = self.text.num_read
         self.text.read(request.generated[start : start + count])
         is_end = self.text.num_read == len(request.generated)
-        return self.text.tell(last=is_end and request.finish_reason is not None)
+        told = self.text.tell(last=is_end and request.finish_reason is not None)
+        return printable(told) if self.on_terminal else told
 
 
 def summary(output: Output) -> str:

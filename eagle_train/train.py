@@ -12,6 +12,7 @@ from eagle_train.config import build, check, command, resolve_device, write_text
 from eagle_train.corpus.preview import preview
 from eagle_train.corpus.source import DataConfig, check_found
 from eagle_train.models.loading import TargetConfig, load_config
+from eagle_train.terminal import COLORS, wants_color
 from eagle_train.training.assemble import assemble, renderer_of
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.metrics import MetricsLog, NoTracker, Record, redact
@@ -44,6 +45,7 @@ def main(config: DictConfig) -> None:
     shown = config.preview
     check(type(shown) is int and shown >= 0, f"preview={shown}: must be a number of rows, 0 for none")
     check(shown or config.preview_out is None, f"preview_out={config.preview_out}: give preview=ROWS with it")
+    check(config.color in COLORS, f"color={config.color}: must be one of {', '.join(COLORS)}")
     if not config.plan and not shown:
         return distributed.run(lambda: job(config))
     rank, size = distributed.place()
@@ -58,7 +60,8 @@ def show(config: DictConfig) -> None:
     data, target = build(DataConfig, config.data, "data"), build(TargetConfig, config.target, "target")
     check_found(data)
     renderer = renderer_of(target, data, load_config(target))
-    for text in preview(data, renderer, config.preview, config.preview_out, sys.stdout.isatty()):
+    in_color = wants_color(config.color, sys.stdout)
+    for text in preview(data, renderer, config.preview, config.preview_out, in_color):
         print(text)
 
 

@@ -9,13 +9,14 @@ from typing import TypeVar
 
 from omegaconf import OmegaConf
 
-from eagle_train.config import build
+from eagle_train.config import build, tell_plainly
 
 T = TypeVar("T")
 
 
 def options(cls: type[T], usage: str) -> T:
     """The command line's `key=value`s as the dataclass `cls`; `--help` prints `usage` and ends. Raises UserError."""
+    tell_plainly()
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(usage.strip())
         sys.exit()

@@ -13,6 +13,8 @@ FLOORS = {
     "eagle_train.config": 1,
     "eagle_train.hardware": 1,
     "eagle_train.progress": 1,
+    "eagle_train.terminal": 1,
+    "eagle_train.usage": 1,
     "eagle_train.distributed": 1,
     "eagle_train.models": 2,
     "eagle_train.corpus": 2,

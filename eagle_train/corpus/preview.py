@@ -19,11 +19,12 @@ from eagle_train.corpus.source import DataConfig, Source, SourceConfig, field_of
 from eagle_train.corpus.template import TemplateFault
 from eagle_train.corpus.tokens import Document
 from eagle_train.distributed import CommonError
+from eagle_train.terminal import GREEN, RESET, printable
 
 CHECKED = 8  # rows of each data set that every run looks at
 SEARCHED = 1000  # rows in which there must be something to learn
 LOOKED = 100  # rows that a preview looks at in vain, for each that it is to show
-GREEN, RESET = "\033[32m", "\033[0m"
+TOLD = 20  # refused rows whose reasons are told
 
 
 @dataclass
@@ -60,7 +61,10 @@ class Seen:
             f"{self.rows} rows shown: {self.documents} documents, {self.tokens:,} tokens, {self.produced:,} of them "
             f"supervised{share}; {self.divided} rows divided into a document for each turn, {len(self.refused)} refused"
         ]
-        return "\n".join([*lines, *(f"refused: {reason}" for reason in self.refused)])
+        lines += [f"refused: {printable(' '.join(reason.split()))}" for reason in self.refused[:TOLD]]
+        if len(self.refused) > TOLD:
+            lines.append(f"refused: {len(self.refused) - TOLD:,} more")
+        return "\n".join(lines)
 
 
 def check_data(config: DataConfig, renderer: ChatRenderer) -> list[str]:
@@ -182,6 +186,8 @@ def preview(config: DataConfig, renderer: ChatRenderer, number: int, out: str | 
             continue
         seen.add(documents)
         for document in documents:
+            if not lines:
+                yield f"The supervised text stands in {f'{GREEN}green{RESET}' if in_color else '[brackets]'}."
             described = description(placed[0], document, renderer)
             lines.append(json.dumps(described, ensure_ascii=False) + "\n")
             yield shown_document(described, document, renderer, in_color)
@@ -219,10 +225,13 @@ def runs(document: Document) -> Iterator[tuple[tuple[int, int], bool]]:
 
 
 def shown_document(described: dict, document: Document, renderer: ChatRenderer, in_color: bool) -> str:
+    """A document as a terminal may be sent it, whatever its text."""
     before, after = (GREEN, RESET) if in_color else ("[", "]")
     pieces = []
     for (start, end), produced in runs(document):
-        text = renderer.decode(described["tokens"][start:end])
+        text = printable(renderer.decode(described["tokens"][start:end]))
         pieces.append(f"{before}{text}{after}" if produced else text)
     count = int(document.produced.sum())
-    return f"--- {described['row']}: {len(described['tokens'])} tokens, {count} supervised\n{''.join(pieces)}"
+    return (
+        f"--- {printable(described['row'])}: {len(described['tokens'])} tokens, {count} supervised\n{''.join(pieces)}"
+    )

@@ -1,0 +1,98 @@
+"""What `--help` prints: a command's groups and keys as its YAMLs tell them. Knows nothing of what the keys do."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+HOW = """\
+Usage: {program} [KEY=VALUE ...]
+
+A value with commas, blanks or brackets is quoted for the shell: 'KEY=[a, b]'. ??? must be given; null stands for none.
+--cfg job prints the config with the values that were given, and ends."""
+
+_GROUP = re.compile(r"^  - (\w+): (\w+)")
+_BASES = re.compile(r"^defaults: \[(.*)\]$", re.MULTILINE)
+_KEY = re.compile(r"^(\s*)([\w.]+):(?: +|$)(.*)$")
+
+Entries = dict[str, list[str]]
+"""The lines of each key at a YAML's top level, those of what is below it included."""
+
+
+def usage(conf: Path, name: str, also: Mapping[str, str]) -> str:
+    """The help of the command whose YAML is `conf`/`name`.yaml. `also`: what a group takes besides its YAMLs."""
+    text = (conf / f"{name}.yaml").read_text("utf-8")
+    about, own = _about(text), _entries(text)
+    chosen = dict(found.groups() for line in text.splitlines() if (found := _GROUP.match(line)))
+    groups, keys = [], []
+    for group, option in chosen.items():
+        options = sorted(path.stem for path in (conf / group).glob("*.yaml") if path.stem != "base")
+        choice = "; ".join([", ".join(options), *([also[group]] if group in also else [])])
+        groups.append(f"  {f'{group}={option}':<20} {choice}")
+        entries = _merged(conf / group / f"{option}.yaml") if option in options else {}
+        _overlay(entries, _entries("\n".join(line.removeprefix("  ") for line in own.pop(group, [])[1:])))
+        keys += [line for lines in entries.values() for line in _dotted(lines, f"{group}.")]
+    keys += [line for lines in own.values() for line in _dotted(lines)]
+    parts = [about, HOW.format(program=about.partition(":")[0])]
+    if groups:
+        parts.append("\n".join(["Configuration groups, GROUP=OPTION, and what there is of each:", *groups]))
+    return "\n\n".join([*parts, "\n".join(["Keys, with their values where nothing is given:", *keys])])
+
+
+def _about(text: str) -> str:
+    """The comment at a YAML's head."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("# "):
+            break
+        lines.append(line[2:])
+    return "\n".join(lines)
+
+
+def _merged(path: Path) -> Entries:
+    """A YAML's keys and, before them, those of the YAMLs that it begins with."""
+    text = path.read_text("utf-8")
+    entries: Entries = {}
+    found = _BASES.search(text)
+    for base in found[1].split(", ") if found else []:
+        if base != "_self_":
+            _overlay(entries, _merged(path.with_name(f"{base}.yaml")))
+    _overlay(entries, _entries(text))
+    return entries
+
+
+def _overlay(entries: Entries, more: Entries) -> None:
+    """Put values in the place of others; where nothing is said of one, what was said before stays."""
+    for key, lines in more.items():
+        said = entries.get(key, [""])[0].partition(" #")[2]
+        entries[key] = [f"{lines[0]} #{said}"] if said and len(lines) == 1 and " #" not in lines[0] else lines
+
+
+def _entries(text: str) -> Entries:
+    """A YAML's keys, `defaults` left out."""
+    found: Entries = {}
+    key = "defaults"
+    for line in text.splitlines():
+        if (start := _KEY.match(line)) and not start[1]:
+            key = start[2]
+        if line.strip() and key != "defaults":
+            found.setdefault(key, []).append(line)
+    return found
+
+
+def _dotted(lines: list[str], above: str = "") -> Iterator[str]:
+    """The lines of a key as overrides: what is below others with their names before its own."""
+    path: list[tuple[int, str]] = []
+    for line in lines:
+        found = _KEY.match(line)
+        if not found:  # a comment's or a list's next line
+            yield f"      {line.strip()}"
+            continue
+        depth, name, rest = len(found[1]), found[2], found[3]
+        path = [*(step for step in path if step[0] < depth), (depth, name)]
+        value, mark, comment = rest.partition("#") if rest.startswith("#") else rest.partition(" #")
+        key = above + ".".join(step for _, step in path)
+        given = f"{key}={value.strip()}" if value.strip() else f"{key}:"
+        if mark:
+            yield f"  {given:<34} # {comment.strip()}"
+        elif value.strip():
+            yield f"  {given}"
