@@ -39,6 +39,7 @@ from eagle_train.config import (
     write_text,
 )
 from eagle_train.export import trained
+from eagle_train.exporting.markdown import code, plain
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.tree import chain
 from eagle_train.models.loading import TargetConfig, load_target
@@ -49,7 +50,7 @@ from eagle_train.training.lookahead import Lookahead
 from evals import figures
 from evals.mt_bench import ask, check_fit, check_template, prepared
 from evals.questions import Question, read_questions
-from evals.report import table
+from evals.report import made_on, table
 from evals.worker import ALLOCATOR, Worker
 
 BASE = "base"
@@ -291,7 +292,7 @@ def markdown(found: Found) -> str:
         above = one["gain"]
         rows.append(
             [
-                f"{name} {' '.join(f'`{override}`' for override in one['overrides'])}".strip(),
+                " ".join([plain(name), *map(code, one["overrides"])]),
                 f"{one['parameters'] / 1e6:.1f}",
                 step_time(one["step_time"]),
                 str(one["steps"]),
@@ -312,12 +313,16 @@ def markdown(found: Found) -> str:
         "acceptance by depth",
     ]
     asked = "all questions" if config["limit"] is None else f"{config['limit']} questions"
-    return (
-        f"# Ablations at equal time\n\nBase `{' '.join(config['base'])}`, {config['steps']} steps; a variant has the "
-        "steps that take as long, and as many where the interval of its step's time holds 1. TPC of a chain of "
-        f"{DEPTH} at temperature 0 over {asked} of `{config['questions']}`, {config['max_tokens']} tokens an answer at "
-        f"most. The interval of a gain is that of other questions, not of other seeds.\n\n{table(header, rows)}\n"
+    base = code(" ".join(config["base"]))
+    setting = (
+        f"Base {base}, {config['steps']} steps; a variant has as many steps as take that long, and just as many where "
+        "the interval of its step time holds 1. Step time: as a multiple of the base's. TPC (tokens committed in "
+        f"decoding, by calls of the target) of a chain of {DEPTH} at temperature 0 over {asked} of "
+        f"{code(config['questions'])}, {config['max_tokens']} tokens an answer at most. Gain: TPC above the base's; "
+        "its interval is that of other questions, not of other seeds."
     )
+    parts = ["# Ablations at equal time", setting, table(header, rows), "## Made on", made_on(found)]
+    return "\n\n".join(parts) + "\n"
 
 
 def step_time(found: Found) -> str:

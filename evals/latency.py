@@ -220,7 +220,8 @@ def models(config: Config, device: str) -> tuple[Target, Draft]:
 def described(target: Target) -> str:
     """A target without a name."""
     size = sum(parameter.numel() for parameter in target.model.parameters())
-    return f"a random {target.config.model_type} of {size / 1e9:.3g} B parameters"
+    number = f"{size / 1e9:.3g} billion" if size >= 1e9 else f"{size / 1e6:.3g} million"
+    return f"a random {target.config.model_type} of {number} parameters"
 
 
 def swept(bench: Bench) -> Iterator[dict[str, Any]]:

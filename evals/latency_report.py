@@ -6,9 +6,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from evals.report import made_on, ms, number, percent, table
+from eagle_train.exporting.markdown import code, plain
+from evals.report import TERMS, made_on, ms, number, percent, table
 
 Found = Mapping[str, Any]
+COLUMNS = (
+    "`threads` of a CPU: our engine takes as many for each product as suit it; `transformers` has those that it is "
+    "fastest with. `times as fast`: plain decoding's mean TTIT divided by the row's, the median over the batches. "
+    "Tokens/s count the prefill; `over plain` and `over transformers` are ratios of tokens/s, medians over the batches."
+)
 SHARES = ("drafting", "validation", "sampling", "bookkeeping", "rest")  # of a round, in the order of figure 4b
 
 
@@ -34,20 +40,23 @@ def outside(found: Found) -> str:
 def markdown(found: Found) -> str:
     """report.md."""
     config = found["config"]
-    prompts = f"questions of `{config['questions']}`" if config["questions"] else "random tokens"
+    prompts = f"questions of {code(config['questions'])}" if config["questions"] else "random tokens"
+    target = found["target"] if config.get("shapes") else code(found["target"])
     setting = (
-        f"Target {found['target']}, {found['dtype']} on {found['device']}; {prompts}; temperature "
+        f"Target {target}, {found['dtype']} on {found['device']}; {prompts}; temperature "
         f"{config['temperature']:g}; answers of up to {config['max_tokens']} tokens; {config['repeats']} batches of "
-        "each size, in turn. Tokens/s count the prefill; the columns behind are medians of the batches' ratios."
+        "each size, in turn. The title's figure is of the first batch size and context: plain decoding's mean TTIT "
+        "divided by this one's."
     )
     if found["cells"]["measured"] < found["cells"]["of"]:
         setting += " Of {of} batch sizes and contexts {measured} so far.".format(**found["cells"])
     for path, trees in found["tables"].items():
-        setting += f" `{path}` is {trees}."
+        setting += f" {code(path)} is {trees}."
     if config["acceptance"]:
         setting += f" Weights are random, and rounds accept as told: {config['acceptance']}."
-    sections = {f"{found['tree']} is {found['speedup']:.2f} times as fast as plain decoding": setting}
-    sections["Batches"] = latencies([row for row in found["rows"] if row["arrivals"] == "together"])
+    sections = {f"{plain(found['tree'])} is {found['speedup']:.2f} times as fast as plain decoding": setting}
+    together = latencies([row for row in found["rows"] if row["arrivals"] == "together"])
+    sections["Batches"] = f"{together}\n\n{TERMS}\n\n{COLUMNS}"
     if config["rate"]:
         title = f"Arrivals at random, {config['rate']:g} a second"
         sections[title] = latencies([row for row in found["rows"] if row["arrivals"] == "poisson"])
@@ -70,24 +79,12 @@ def over(row: Found, other: str) -> str:
 
 
 def latencies(rows: list[Found]) -> str:
-    header = [
-        "decoding",
-        "threads",
-        "batch",
-        "context",
-        "TPC",
-        "TTFT",
-        "p50",
-        "p99",
-        "TTIT",
-        "p50",
-        "p99",
-        "TTIT of plain / own",
-    ]
-    header += ["tokens/s", "/ plain", "/ transformers", "answers that differ from plain's"]
+    header = ["decoding", "threads", "batch", "context", "TPC", "TTFT", "TTFT p50", "TTFT p99", "TTIT", "TTIT p50"]
+    header += ["TTIT p99", "times as fast", "tokens/s", "over plain", "over transformers"]
+    header += ["answers that differ from plain's"]
     cells = [
         [
-            row["decoding"],
+            plain(row["decoding"]),
             "own choice" if row["threads"] is None else str(row["threads"]),
             str(row["batch_size"]),
             context(row),
@@ -109,7 +106,7 @@ def stages(found: Found) -> str:
     header = ["decoding", "batch", "context", "prefill, ms", "round, ms", *SHARES, "outside the forwards"]
     cells = [
         [
-            each["decoding"],
+            plain(each["decoding"]),
             str(each["batch_size"]),
             context(each),
             number(each["prefill_ms"]),
@@ -119,5 +116,8 @@ def stages(found: Found) -> str:
         ]
         for each in found["breakdown"]
     ]
-    watched = "Watched on rounds of their own; on a GPU each stage is waited for there, which makes rounds slower."
+    watched = (
+        "Watched on rounds of their own; on a GPU each stage is waited for there, which makes rounds slower. Outside "
+        "the forwards: the share of a round in which neither target nor draft nor LM head computes."
+    )
     return f"{table(header, cells)}\n\n{watched}"

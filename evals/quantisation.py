@@ -18,6 +18,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.config import build, check, command, provenance, resolve_device, write_json, write_text
+from eagle_train.exporting.markdown import aligned, code, plain
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.artifact import read_artifact
 from eagle_train.models.draft import Draft
@@ -38,10 +39,11 @@ from evals.mt_bench import (
     prepared,
 )
 from evals.questions import Question, read_questions
-from evals.report import made_on, number, percent, table
+from evals.report import change, made_on, number, subject, table
 from evals.stopwatch import Stopwatch
 
 LABELS = {"none": "as it is", "fp8": "FP8", "int4": "INT4"}
+SCOPE = {"ffn": "its feed-forward", "all_linear": "all its matrices"}
 
 
 @dataclass
@@ -128,7 +130,7 @@ def main(values: DictConfig) -> None:
     }
     write_text(out / "report.md", markdown(found))
     write_json(out / "results.json", found)
-    print(comparison(found["schemes"]))
+    print(aligned(comparison(found["schemes"])))
     print(f"written to {out}: report.md, results.json")
 
 
@@ -180,9 +182,9 @@ def comparison(schemes: Mapping[str, Mapping[str, Any]]) -> str:
     header = ["draft", "TPC", "change", "acceptance by depth", "drafting, ms a round", "relative", "feed-forward, MB"]
     rows = [
         [
-            LABELS.get(scheme, scheme),
+            LABELS.get(scheme) or plain(scheme),
             number(found["tpc"], 3),
-            percent(found["tpc_change"]),
+            change(found["tpc_change"]),
             " ".join(number(share) for share in found["acceptance_per_depth"]),
             number(found["draft_latency_ms"]),
             number(found["relative_draft_latency"]),
@@ -197,15 +199,17 @@ def markdown(found: Mapping[str, Any]) -> str:
     """report.md."""
     config, schemes = found["config"], found["schemes"]
     setting = (
-        f"Target `{found['target']}`, {found['dtype']} on {found['device']}; draft `{config['draft']['path']}`, "
-        f"quantised: {found['scope']}; {found['tree']}; temperature {found['temperature']:g}; batches of "
-        f"{found['batch_size']}; {found['prompts']} prompts of `{config['questions']}`."
+        f"{subject(found)}, {SCOPE[found['scope']]} in few bits; {found['tree']}; temperature "
+        f"{found['temperature']:g}; batches of {found['batch_size']}; {found['prompts']} prompts of "
+        f"{code(config['questions'])}."
     )
     notes = [
-        "Drafting: medians over the batches of questions, which all took in turn. Bytes: as held in memory in this run."
+        "TPC: tokens committed in decoding, by calls of the target; its change is against the draft as it is. Drafting "
+        "takes the median over the batches of questions, which all drafts answered in turn; relative is the median of "
+        "each batch's time divided by that of the draft as it is. MB are 10^6 bytes, as held in memory in this run."
     ]
     differing = {name: each["differing_answers"] for name, each in schemes.items() if name != "none"}
-    said = ", ".join(f"{LABELS.get(name, name)} {count}" for name, count in differing.items())
+    said = ", ".join(f"{LABELS.get(name) or plain(name)} {count}" for name, count in differing.items())
     notes.append(f"Answers that differ from those with the draft as it is: {said}.")
     parts = ["# A draft in few bits", setting, comparison(schemes), *notes, "## Made on", made_on(found)]
     return "\n\n".join(parts) + "\n"

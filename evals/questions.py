@@ -56,7 +56,7 @@ def question_of(row: Row, place: str) -> Question:
     check(category is None or is_name(category), f"{place}: category={shown(category)}: {said}")
     name = row.get("question_id", row.get("id", line))
     check(is_name(name), f"{place}: question_id={shown(name)}: {said}")
-    category = None if category is None else str(category)  # they are sorted, whichever of them a file has
+    category = None if category is None else str(category).strip() or None  # sorted as texts, whatever a file has
     return Question(line, name, category, history, turns, reference)
 
 

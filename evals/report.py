@@ -11,7 +11,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from eagle_train.exporting import card
+from eagle_train.exporting import markdown as md
+from eagle_train.exporting.markdown import code, plain
 
 Found = Mapping[str, Any]
 
@@ -23,10 +24,18 @@ FEATURE_DROP = 0.05
 DRAFTING_SHARE = 0.5
 REPEATED = 0.1
 
+LONGEST_NAME = 60  # characters of a category in a table
+
+ENDS = {"stop": "at a stop", "length": "at max_tokens", "context": "at the end of the target's context"}
+TERMS = (
+    "TPC: tokens committed in decoding, by calls of the target. TTFT: time to the first token. TTIT: time between one "
+    "token and the next; tokens of one round come together, so that p50 may be far below the mean."
+)
+
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others numbers."""
-    return card.table(header, rows, rule="---:")
+    """A table of Markdown texts; the first column is text, the others numbers."""
+    return md.table(header, rows, rule="---:")
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -35,6 +44,12 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
+
+
+def change(value: float, digits: int = 1) -> str:
+    """A difference as a share, with its sign; nothing is neither more nor less."""
+    text = f"{100 * value:+.{digits}f}"
+    return f"{text[1:] if float(text) == 0 else text} %"
 
 
 def ms(seconds: float) -> str:
@@ -62,9 +77,9 @@ def markdown(found: Found) -> str:
     config = found["config"]
     quant = "" if found["quant"] == "none" else f", {found['quant']}"
     setting = (
-        f"Target `{found['target']}`, {found['dtype']} on {found['device']}; draft `{config['draft']['path']}`{quant}; "
-        f"{found['tree']}; temperature {found['temperature']:g}; batches of {found['batch_size']}; "
-        f"{found['questions']} questions of `{config['questions']}`, {found['prompts']} prompts."
+        f"{subject(found)}{quant}; {found['tree']}; temperature {found['temperature']:g}; batches of "
+        f"{found['batch_size']}; {found['questions']} questions of {code(config['questions'])}, "
+        f"{found['prompts']} prompts."
     )
     sections = {
         f"TPC {found['tpc']:.2f}, {found['speedup']:.2f} times as fast as plain decoding": setting,
@@ -79,6 +94,12 @@ def markdown(found: Found) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def subject(found: Found) -> str:
+    """What was measured, and where."""
+    target, draft = code(found["target"]), code(found["config"]["draft"]["path"])
+    return f"Target {target}, {found['dtype']} on {found['device']}; draft {draft}"
+
+
 def headline(found: Found) -> str:
     rows = [["tokens per call (TPC)", number(found["tpc"]), "1.00"]]
     for name, key in (("TTIT", "ttit"), ("TTFT", "ttft")):
@@ -90,10 +111,11 @@ def headline(found: Found) -> str:
         ["speed-up, median of the batches'", number(found["speedup_batch_median"]), "1.00"],
     ]
     differing, repeated = found["differing_answers"], percent(found["repeated_8grams"])
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(found["finish_reasons"].items()))
+    ends = ", ".join(f"{count} {ENDS.get(end, end)}" for end, count in sorted(found["finish_reasons"].items()))
     notes = [
+        TERMS,
         f"{found['tokens']:,} tokens decoded in {found['calls']:,} target calls, the prefill's token and call not "
-        f"counted; {found['mean_answer_tokens']:.1f} tokens an answer; ended by {reasons}.",
+        f"counted; {found['mean_answer_tokens']:.1f} tokens an answer. Answers ended: {ends}.",
         f"Repeated 8-grams in the answers: {repeated}. A target that repeats itself makes TPC cheap.",
     ]
     if differing is not None:
@@ -102,24 +124,30 @@ def headline(found: Found) -> str:
 
 
 def by_category_and_turn(groups: Sequence[Found]) -> str:
-    """A row a category and one for all; a column a turn and one for all."""
+    """A row a category and one for all prompts; a column a turn and one for all."""
     turns = list(dict.fromkeys(group["turn"] for group in groups))
     turns = turns if len(turns) > 2 else [None]  # with one turn, all turns are that one
-    rows = []
-    for category in dict.fromkeys(group["category"] for group in groups):
+    rows, counted = [], {}
+    categories = list(dict.fromkeys(group["category"] for group in groups))
+    total = "all prompts" if "all" in categories else "all"
+    for category in categories:
         of_turn = {group["turn"]: group for group in groups if group["category"] == category}
         every = of_turn[None]
         shares = " ".join(number(share) for share in every["acceptance_per_depth"])
         values = [number(of_turn[turn]["tpc"]) for turn in turns]
-        rows.append([category or "all", str(every["prompts"]), *values, shares])
+        name = total if category is None else plain(category, LONGEST_NAME)
+        rows.append([name, str(every["prompts"]), *values, shares])
+        counted[category] = every["prompts"]
     names = ["TPC" if turn is None else f"TPC, turn {turn}" for turn in turns]
-    return table(["category", "prompts", *names, "acceptance by depth"], rows)
+    text = table(["category", "prompts", *names, "acceptance by depth"], rows)
+    without = counted.pop(None) - sum(counted.values())
+    return text + (f"\n\n{without} of the prompts have no category." if counted and without > 0 else "")
 
 
 def by_depth(found: Found) -> str:
     """Trees of several depths have other rounds at each, of which none can be said to follow on the depth before."""
     shares, given = found["acceptance_per_depth"], found["acceptance_after_depth_before"]
-    header, rows = ["depth", "accepted, of rounds that draft so deep"], [[percent(share)] for share in shares]
+    header, rows = ["depth", "accepted, of rounds that draft to this depth"], [[percent(share)] for share in shares]
     if given is not None:
         header.append("of rounds that accepted the depth before")
         rows = [[*row, percent(share)] for row, share in zip(rows, given, strict=True)]
@@ -154,7 +182,7 @@ def diagnosis(found: Found) -> list[str]:
             f"Train/serve check: the target took the first drafted token in {percent(served)} of the rounds; run over "
             f"the same tokens as in training, the draft proposes it in {percent(trained)}. {said}"
         )
-    policy = f"Draft and target would go on alike at {percent(own)} of the tokens of the target's own answers"
+    policy = f"Draft and target choose the same next token at {percent(own)} of the tokens of the target's own answers"
     if reference is None:
         findings.append(f"{policy}.")
     else:
@@ -205,7 +233,8 @@ def answer_findings(found: Found) -> list[str]:
 def made_on(found: Found) -> str:
     rows = {**found["provenance"], "seed": found["config"].get("seed")}
     rows["load_average"] = " ".join(map(str, rows["load_average"]))
-    return table(["", ""], [[name.replace("_", " "), str(value)] for name, value in rows.items() if value is not None])
+    told = [[name.replace("_", " "), plain(str(value))] for name, value in rows.items() if value is not None]
+    return md.table(["", ""], told)
 
 
 def plot_acceptance(found: Found, path: Path) -> None:
@@ -222,14 +251,15 @@ def figure_of(shares: Sequence[float], given: Sequence[float | None] | None) -> 
     axes = figure.subplots()
     depths = range(1, len(shares) + 1)
     hollow = {"markersize": 9, "markerfacecolor": "none"}  # around the other's mark where both are the same
+    given = given if len(shares) > 1 else None  # before depth 1 there is no other
     for values, style, look, name in (
-        (shares, "o-", {}, "of rounds that draft so deep"),
+        (shares, "o-", {}, "of rounds that draft to this depth"),
         (given or [], "s--", hollow, "of rounds that accepted the depth before"),
     ):
         heights = [float("nan") if value is None else value for value in values]
         if heights:
             axes.plot(depths, heights, style, label=name, clip_on=False, **look)
-    axes.set(xlabel="depth in the tree", ylabel="accepted", ylim=(0, 1), xlim=(0.7, len(shares) + 0.3))
+    axes.set(xlabel="depth in the tree", ylabel="share accepted", ylim=(0, 1), xlim=(0.7, len(shares) + 0.3))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(axis="y", color="0.9")

@@ -33,6 +33,7 @@ from eagle_train.config import (
     write_text,
 )
 from eagle_train.exporting.card import caveat
+from eagle_train.exporting.markdown import aligned, code
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.models.artifact import read_artifact
@@ -42,7 +43,7 @@ from eagle_train.training.metrics import redact
 from evals.figures import Answer
 from evals.mt_bench import Artifact, ask, check_fit, check_template, drafter_of, label, prepared
 from evals.questions import Question, read_questions
-from evals.report import made_on, number, percent, table
+from evals.report import change, made_on, number, percent, subject, table
 
 JOB = Path(__file__).with_name("vllm_job.py")
 IMPORT_TIMEOUT_S = 300  # the first import of vLLM compiles its modules
@@ -297,8 +298,8 @@ def summary(found: Mapping[str, Any]) -> str:
     own, served = found["eagle_train"], found["vllm"]
     return "\n".join(
         [
-            comparison(own, served),
-            f"acceptance length in vLLM against ours: {signed(found['relative_difference'])}",
+            aligned(comparison(own, served)),
+            f"acceptance length in vLLM against ours: {change(found['relative_difference'], 2)}",
             f"answers with the same tokens: {found['equal_answers']} of {found['prompts']}",
         ]
     )
@@ -317,21 +318,16 @@ def comparison(own: Mapping[str, Any], served: Mapping[str, Any]) -> str:
     return table(["", "eagle_train", "vLLM"], rows)
 
 
-def signed(share: float) -> str:
-    return f"{100 * share:+.2f} %"
-
-
 def markdown(found: Mapping[str, Any]) -> str:
     """report.md."""
     config = found["config"]
     quant = "" if found["quant"] == "none" else f", {found['quant']}"
     setting = (
-        f"Target `{found['target']}`, {found['dtype']} on {found['device']}; draft `{config['draft']['path']}`{quant}; "
-        f"{found['tree']}; temperature 0; {found['prompts']} prompts of `{config['questions']}`, at most "
-        f"{config['max_tokens']} tokens each."
+        f"{subject(found)}{quant}; {found['tree']}; temperature 0; {found['prompts']} prompts of "
+        f"{code(config['questions'])}, at most {config['max_tokens']} tokens each."
     )
     notes = [
-        f"vLLM's acceptance length differs by {signed(found['relative_difference'])}. Answers with the same tokens: "
+        f"vLLM's acceptance length differs by {change(found['relative_difference'], 2)}. Answers with the same tokens: "
         f"{found['equal_answers']} of {found['prompts']}. Both are greedy and lossless, so that they part only where "
         "rounding decides between two tokens.",
         "`1 + accepted / drafts` is vLLM's mean acceptance length; TPC leaves out what was accepted behind an answer's "

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.config import build, check, command, provenance, resolve_device, write_json, write_text
 from eagle_train.distributed import ALONE, World
+from eagle_train.exporting.markdown import aligned, code
 from eagle_train.inference import Engine, Output
 from eagle_train.inference.disaggregated import DecodeEngine, Line
 from eagle_train.inference.drafters.eagle import Eagle
@@ -38,12 +39,24 @@ from evals.figures import Together
 from evals.latency import take_turns
 from evals.mt_bench import Artifact, prepared
 from evals.prompts import Asked
-from evals.report import made_on, number, table
+from evals.report import TERMS, made_on, number, subject, table
 from evals.sides import NO_SWITCH, PLACEBO, SWITCHES, Side, SideConfig, Switch
 
 FIGURES = {"ttit": "TTIT", "ttft": "TTFT", "wait": "longest wait"}
 """The times, by the names they have in the report: means between tokens and to the first token, and the longest time
 that anyone who decodes waits for a round's tokens."""
+
+
+NOTE = """\
+- Both sides of a row answer the same batches in turn. TTIT, TTFT and longest wait are ratios: the time without the
+  optimisation divided by the time with it, the median over the batches. Above 1 it is faster with it.
+- `its figure` is the time that the optimisation is for. Its ratio is in bold, with the 95 % interval of the median
+  (order statistics) from 6 batches on; `on, ms` is that time with the optimisation, the median over the batches.
+- `with it` says whether that time is shorter or longer: where the interval lies beyond 1, and beyond the interval of
+  the same figure in the batch size's first row, both of whose sides are alike. Otherwise, or where there is no
+  interval, the row is not told from noise. Intervals are of other batches, not of other runs.
+- Batches have prompts of their own, except where the load asks the same again. Where a prompt comes late, the TTFT is
+  its own."""
 
 
 @dataclass
@@ -170,7 +183,7 @@ def main(values: DictConfig) -> None:
         found = {"rows": rows, "left": len(config.cells) - len(rows), **about, "provenance": provenance()}
         write_text(out / "report.md", markdown(found))
         write_json(out / "results.json", found)
-    print(comparison(rows))
+    print(aligned(comparison(rows)))
     print(f"written to {out}: report.md, results.json")
 
 
@@ -255,26 +268,16 @@ def markdown(found: Mapping[str, Any]) -> str:
     """report.md."""
     config = found["config"]
     setting = (
-        f"Target `{found['target']}`, {found['dtype']} on {found['device']}; draft `{config['draft']['path']}`; "
-        f"{found['tree']}; prompts of `{config['questions']}`, {config['repeats']} batches, answers of at most "
-        f"{config['max_tokens']} tokens."
+        f"{subject(found)}; {found['tree']}; prompts of {code(config['questions'])}, {config['repeats']} batches, "
+        f"answers of at most {config['max_tokens']} tokens."
     )
-    note = (
-        "TTIT, TTFT and longest wait: the time without it over the time with it, the median of the batches' ratios, "
-        "which both sides answer in turn; in bold the figure that it is for, with the median's 95 % interval (order "
-        "statistics). That figure in ms is with it, the median of the batches. Intervals are those of other batches, "
-        "not of other runs: how far from 1 this run puts sides that are alike is in each batch size's first row. A row "
-        "is told from noise where its interval lies beyond 1 and beyond that row's interval of the same figure; of "
-        "fewer than 6 batches there is none. Batches have prompts of their own, but where the load has them asked "
-        "again. A prompt that comes late, and alone, is the one whose TTFT counts."
-    )
-    if found["left"]:
-        note = f"Rows still to come: {found['left']}.\n\n{note}"
     parts = [
         "# What each optimisation is worth",
         setting,
         comparison(found["rows"]),
-        note,
+        *([f"Rows still to come: {found['left']}."] if found["left"] else []),
+        TERMS,
+        NOTE,
         NO_SWITCH,
         "## Made on",
         made_on(found),

@@ -146,6 +146,7 @@ def main(values: DictConfig) -> None:
     write_text(out / "table.yaml", table_yaml(tried, seconds, config))
     write_json(out / "tune_trees.json", found)
     print(text(tried, seconds))
+    print("batch N: how many times as fast as plain decoding; *: the fastest, which the table has")
     print(f"written to {out}: table.yaml (tree={out / 'table.yaml'}), tune_trees.json")
 
 

@@ -557,6 +557,19 @@ def test_what_an_engine_leaves_out_is_told(home, target, tmp_path, capsys):
         assert "Note:" not in (out / "README.md").read_text()
 
 
+RESULTS = {
+    "draft_source": "abcd",
+    **{"quant": "none", "tree": "chain3", "temperature": 0.0, "prompts": 3, "config": {"questions": "q"}},
+    **{"tpc": 2.5, "acceptance_per_depth": [0.5]},
+}
+
+
+def test_evaluations_of_this_draft(tmp_path):
+    (tmp_path / "results.json").write_text(json.dumps(RESULTS))
+    (found,) = read_evaluations([str(tmp_path / "results.json")], "abcd")
+    assert (found["weights"], found["tpc"], found["questions"]) == ("none", 2.5, "q")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -564,6 +577,12 @@ def test_what_an_engine_leaves_out_is_told(home, target, tmp_path, capsys):
         ("[]", "give a results.json"),
         ("{}", "give a results.json"),
         ('{"draft_source": "0123"}', "measured another draft, of fingerprint 0123"),
+        (
+            '{"draft_source": "abcd", "tree": "chain3", "rows": [], "config": {}}',
+            "give a results.json",
+        ),  # of evals.latency
+        (json.dumps(RESULTS | {"tpc": None}), "give a results.json"),
+        (json.dumps(RESULTS | {"acceptance_per_depth": [0.5, None]}), "give a results.json"),
     ],
 )
 def test_evaluations_of_something_else(tmp_path, content, message):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from eagle_train.config import UserError, check
+from eagle_train.exporting.markdown import code, plain, table
 from eagle_train.models.artifact import Artifact
 from eagle_train.models.layouts import TOKEN_MAP
 
@@ -50,9 +51,9 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
     unquantised = " --speculative-draft-model-quantization unquant" if about.quant.scheme == "none" else ""
     parts = [
         front_matter(about),
-        f"# An EAGLE draft for {target.name}",
-        f"A draft head of {draft.num_layers} layers that proposes tokens for `{target.name}`, which verifies them: the "
-        "output stays the target's own, in fewer of its calls. "
+        f"# An EAGLE draft for {plain(target.name)}",
+        f"A draft head of {draft.num_layers} layers that proposes tokens for {code(target.name)}, which verifies them: "
+        "the output stays the target's own, in fewer of its calls. "
         f"Layout: {about.engine}. Weights: {weights(about)}.",
         "## Serve it",
         SERVED[about.engine].format(target=target.name, here=name, token_map=token_map, unquantised=unquantised),
@@ -62,7 +63,7 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
         "## What it was made for",
         listing(
             {
-                "target": f"{target.name}, weights' fingerprint {target.fingerprint}",
+                "target": f"{plain(target.name)}, weights' fingerprint {target.fingerprint}",
                 "target's shape": f"{target.num_layers} layers, hidden size {target.hidden_size}, "
                 f"vocabulary {target.vocab_size}",
                 "draft's vocabulary": draft.vocab_size or "the target's",
@@ -122,7 +123,7 @@ def worth(evaluations: Sequence[Mapping[str, Any]]) -> str:
             found["weights"],
             found["tree"],
             f"{found['temperature']:g}",
-            f"{found['prompts']} of {found['questions']}",
+            f"{found['prompts']} of {plain(found['questions'])}",
             f"{found['tpc']:.3f}",
             " ".join(f"{share:.2f}" for share in found["acceptance_per_depth"]),
         ]
@@ -144,18 +145,40 @@ def read_evaluations(paths: Iterable[str], source: str) -> list[dict[str, Any]]:
             results = json.loads(Path(path).read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"evaluations={path}: cannot be read: {error}") from error
-        sound = isinstance(results, dict) and isinstance(results.get("draft_source"), str)
-        check(sound, f"evaluations={path}: give a results.json of evals.mt_bench or evals.quantisation")
+        wanted = f"evaluations={path}: give a results.json of evals.mt_bench or evals.quantisation"
+        check(isinstance(results, dict) and isinstance(results.get("draft_source"), str), wanted)
         measured = results["draft_source"]
         check(
             measured == source, f"evaluations={path}: measured another draft, of fingerprint {measured}, not {source}"
         )
+        check(_are_ours(results), wanted)
         # evals.quantisation measures several ways to round at once
-        for weights, figures in results.get("schemes", {results.get("quant"): results}).items():
+        for weights, figures in _by_weights(results).items():
             own = {name: results[name] for name in ("tree", "temperature", "prompts")}
             own |= {name: figures[name] for name in ("tpc", "acceptance_per_depth")}
             found.append({"weights": weights, **own, "questions": Path(results["config"]["questions"]).name})
     return found
+
+
+def _by_weights(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of each way to round the weights."""
+    return results.get("schemes", {results.get("quant"): results})
+
+
+def _are_ours(results: Mapping[str, Any]) -> bool:
+    """Whether they have all that a card tells; other evaluations write results of a draft, too."""
+    kinds = {"tree": str, "temperature": int | float, "prompts": int, "config": Mapping}
+    if not all(isinstance(results.get(key), kind) for key, kind in kinds.items()):
+        return False
+    schemes = _by_weights(results)
+    return isinstance(results["config"].get("questions"), str) and all(
+        isinstance(weights, str)
+        and isinstance(figures, dict)
+        and isinstance(figures.get("tpc"), int | float)
+        and isinstance(figures.get("acceptance_per_depth"), list)
+        and all(isinstance(share, int | float) for share in figures["acceptance_per_depth"])
+        for weights, figures in schemes.items()
+    )
 
 
 def sizes(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
@@ -179,14 +202,3 @@ def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 def listing(values: Mapping[str, Any]) -> str:
     return "\n".join(f"- {key}: {value}" for key, value in values.items())
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], rule: str = "---") -> str:
-    """A Markdown table of any texts; `rule` stands below the names of all columns but the first."""
-    lines = [map(cell, header), ["---", *[rule] * (len(header) - 1)], *(map(cell, row) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def cell(text: str) -> str:
-    """A text that ends neither its cell nor its line."""
-    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").split()) if "|" in text else " ".join(text.split())
