@@ -6,6 +6,7 @@ likes, are told beside it. On a CPU the layers that FSDP2 gathers for the check 
 too. DESIGN section 3.4. Knows nothing of drafts.
 
     python -m evals.load_memory [gigabytes=1.5] [ranks=2] [shards=8] [limit=0.75] [seed=0]
+        [out=outputs/load_memory.json]
 """
 
 import json
@@ -47,7 +48,7 @@ class Config:
     shards: int = 8
     limit: float = 0.75
     seed: int = 0
-    out: str = "evals/results/load_memory.json"
+    out: str = "outputs/load_memory.json"
 
     def __post_init__(self) -> None:
         for field, least in (("ranks", 2), ("shards", 1)):

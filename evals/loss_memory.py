@@ -3,7 +3,8 @@
 The inputs are made first; what the process's peak then grows by is the loss's own: its chunk buffers and both
 gradients. Beside it stands what the two models' whole logits in fp32 would take. Knows nothing of models or data.
 
-    python -m evals.loss_memory [rows=8192] [vocab=128256] [hidden=512] [dtype=bfloat16] [limit_gb=1.5] [seed=0]
+    python -m evals.loss_memory [rows=8192] [vocab=128256] [hidden=512] [dtype=auto] [limit_gb=1.5] [seed=0]
+        [out=outputs/loss_memory.json]
 """
 
 import sys
@@ -14,25 +15,25 @@ from pathlib import Path
 import torch
 
 from eagle_train.config import UserError, check, provenance, report, write_json
-from eagle_train.hardware import warn_of_emulation
+from eagle_train.hardware import low_precision, warn_of_emulation
 from eagle_train.models.target import LMHead
 from eagle_train.training.losses import default_chunk_rows, distillation_loss
 from evals.memory import options, peak_bytes, resident_bytes
 
-RESULT = Path(__file__).with_name("results") / "loss_memory.json"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"auto": low_precision("cpu"), "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
 class Config:
-    """`limit_gb` is the bound in units of 10^9 bytes."""
+    """`limit_gb`: the bound, in 10^9 bytes. `dtype`: `auto` is bf16 where this CPU computes in it, else fp32."""
 
     rows: int = 8192
     vocab: int = 128_256
     hidden: int = 512
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     limit_gb: float = 1.5
     seed: int = 0
+    out: str = "outputs/loss_memory.json"
 
     def __post_init__(self) -> None:
         for field in ("rows", "vocab", "hidden"):
@@ -55,8 +56,10 @@ def measure(config: Config) -> tuple[int, float]:
 
 def main() -> int:
     config = options(Config, __doc__)
-    warn_of_emulation("dtype", DTYPES[config.dtype], "cpu")
-    print(f"measuring {config.rows:,} rows x {config.vocab:,} x {config.hidden} in {config.dtype}", flush=True)
+    dtype = DTYPES[config.dtype]
+    warn_of_emulation("dtype", dtype, "cpu")
+    shape = f"{config.rows:,} rows of width {config.hidden:,}, a vocabulary of {config.vocab:,}"
+    print(f"measuring {shape}, in {str(dtype).removeprefix('torch.')}", flush=True)
     extra, seconds = measure(config)
     results = {
         "extra_gb": round(extra / 1e9, 3),
@@ -64,11 +67,14 @@ def main() -> int:
         "naive_logits_gb": round(2 * config.rows * config.vocab * 4 / 1e9, 3),
         "seconds": round(seconds, 1),
         "chunk_rows": default_chunk_rows(config.vocab),
+        "dtype": str(dtype).removeprefix("torch."),
         "config": asdict(config),
         "provenance": provenance(),
     }
-    write_json(RESULT, results)
-    print(RESULT.read_text() + f"asked: under {config.limit_gb} GB; measured: {extra / 1e9:.3f} GB; {RESULT}")
+    write_json(Path(config.out), results)
+    print(f"the loss took {extra / 1e9:.3f} GB at most, in {seconds:.1f} s; asked: below {config.limit_gb:g} GB")
+    print(f"the two models' whole logits in fp32 would take {results['naive_logits_gb']:.3f} GB")
+    print(f"written to {config.out}")
     return 0 if extra < config.limit_gb * 1e9 else 1
 
 
