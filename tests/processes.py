@@ -26,13 +26,13 @@ SETTINGS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONFAULTHA
 HERE = Path(__file__).parent
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that no other test takes: none is asked for by number twice, and none lies where the system
-    takes those that it gives out itself."""
+def free_port(first: int = 10_000) -> int:
+    """A port of 127.0.0.1 that no other test takes, of the 10,000 from `first` on: none is asked for by number twice,
+    and none lies where the system takes those that it gives out itself."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
         free_port.last = getattr(free_port, "last", os.getpid() % 900) % 900 + 1
-        port = 10_000 + 1000 * (worker % 10) + free_port.last
+        port = first + 1000 * (worker % 10) + free_port.last
         with socket.socket() as tried:
             if tried.connect_ex(("127.0.0.1", port)) != 0:
                 return port

@@ -120,8 +120,11 @@ def test_vllm_is_not_installed_twice(tmp_path):
 
 
 def free_job() -> str:
-    """The id of a job that none on this machine meets with: train.sbatch takes port 20000 + id."""
-    return str(free_port() - 10_000)
+    """The id of a job whose port is nobody's: the one that train.sbatch makes of it."""
+    script = (ROOT / "launch/slurm/train.sbatch").read_text()
+    first, number = map(int, re.search(r"MASTER_PORT=\$\(\((\d+) \+ SLURM_JOB_ID % (\d+)\)\)", script).groups())
+    assert 10_000 <= number <= 32_768 - first  # from 32768 on the system gives ports out
+    return str(free_port(first) - first)
 
 
 @pytest.fixture
