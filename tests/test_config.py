@@ -367,7 +367,7 @@ def test_every_experiment_builds(name):
     for key in OmegaConf.missing_keys(config):
         OmegaConf.update(config, key, "given")
     for group, cls in (*GROUPS.items(), ("train", TrainConfig)):
-        build(cls, config[group], group)
+        assert isinstance(build(cls, config[group], group), cls)
 
 
 def test_what_json_cannot_hold_is_null(tmp_path):

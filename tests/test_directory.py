@@ -107,7 +107,7 @@ def test_gguf_files_beside_a_config(copy):
 def test_gguf_files_beside_weights_are_no_matter(copy):
     (copy / "llama.gguf").write_bytes(b"GGUF")
     (copy / "consolidated.00.pth").write_bytes(b"PK")
-    load_config(TargetConfig(str(copy)))
+    assert load_config(TargetConfig(str(copy))).model_type == "llama"
 
 
 def test_a_draft(copy):
@@ -161,7 +161,7 @@ def test_a_file_of_weights_that_is_missing(tmp_path):
 def test_the_index_of_another_format_is_no_matter(copy):
     """Downloads often leave out the .bin files, and keep their index."""
     (copy / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-1-of-2.bin"}}')
-    load_config(TargetConfig(str(copy)))
+    assert load_config(TargetConfig(str(copy))).model_type == "llama"
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4 cut off", b"\x80\x02}q\x00."])
