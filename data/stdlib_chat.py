@@ -7,11 +7,11 @@ Needs nothing but Python; knows nothing of tokens or models. DESIGN section 4.
     python data/stdlib_chat.py outputs/stdlib_chat
 """
 
+import argparse
 import ast
 import hashlib
 import json
 import os
-import sys
 import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -150,6 +150,6 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python data/stdlib_chat.py OUT_DIRECTORY")
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="the directory to write to")
+    main(parser.parse_args().out)

@@ -317,12 +317,15 @@ data/tiny_target --minutes {facts["minutes"]:.0f} --refine {facts["refine"]} --b
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the bundled target.")
+    parser = argparse.ArgumentParser(
+        description="Train the bundled target on a CPU; data/tiny_target/README.md has its figures."
+    )
     parser.add_argument("chat", type=Path, help="the directory stdlib_chat.py wrote")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--minutes", type=float, default=28.0)
-    parser.add_argument("--refine", nargs="+", default=["5:14", "3:20", "3.5:16"], metavar="MINUTES:DIVISOR")
-    parser.add_argument("--blend", type=float, default=0.7, help="how much of the last go's weights is taken")
+    parser.add_argument("out", type=Path, help="the directory to write the target to")
+    parser.add_argument("--minutes", type=float, default=28.0, help="of the first go (%(default)g)")
+    goes = "of each further go, and what its learning rates are divided by (%(default)s)"
+    parser.add_argument("--refine", nargs="+", default=["5:14", "3:20", "3.5:16"], metavar="MINUTES:DIVISOR", help=goes)
+    parser.add_argument("--blend", type=float, default=0.7, help="the share of the last go's weights (%(default)g)")
     args = parser.parse_args()
     goes = [tuple(map(float, go.split(":"))) for go in args.refine]
     torch.manual_seed(0)

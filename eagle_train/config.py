@@ -97,9 +97,17 @@ def build(cls: type[T], values: Any, field: str) -> T:
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
     except OmegaConfBaseException as error:
-        key = ".".join(part for part in (field, error.full_key or misfit(cls, values)) if part)
-        no_list = "is not a ListConfig" in str(error)
-        raise UserError(f"{key}: {f'must be a list, as {key}=[...]' if no_list else one_line(error)}") from error
+        own = error.full_key or misfit(cls, values)
+        key = ".".join(part for part in (field, own) if part)
+        said = no_list(key, values.get(own)) if "is not a ListConfig" in str(error) else one_line(error)
+        raise UserError(f"{key}: {said}") from error
+
+
+def no_list(key: str, value: Any) -> str:
+    """What to give where a list is wanted; of one that Hydra took for a text, why."""
+    if isinstance(value, str) and value.startswith("["):
+        return f"no list is read in {shown(value)}: texts in it with = or other marks stand in quotes, {key}=['a=b']"
+    return f"must be a list, as {key}=[...]"
 
 
 def misfit(cls: type, values: Mapping[str, Any]) -> str:

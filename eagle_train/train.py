@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import hydra
@@ -114,10 +115,21 @@ def open_log(config: DictConfig, trainer: Trainer) -> MetricsLog:
     return MetricsLog(trainer.directory, tracker, trainer.step if trainer.config.resume else None)
 
 
+def counted(counts: Mapping[str, int]) -> str:
+    """What came of the data, in two lines; see `Packer` in corpus/stream.py."""
+    told = {name: f"{count:,}" for name, count in counts.items()}
+    return (
+        "data: {rows} rows, {divided} divided into a document for each turn, {malformed} malformed and left out; "
+        "{tokens} tokens, {padding} padding\n"
+        "documents: {documents}, {split} split and {dropped} dropped for their length, {mute} in which the assistant "
+        "says nothing; documents and pieces without a supervised token, skipped: {skipped}"
+    ).format(**told)
+
+
 def summarise(trainer: Trainer, heldout: Record) -> None:
     """What the run came to, in a few lines."""
     print(f"steps: {trainer.step:,}, of them {trainer.skipped:,} skipped because of their gradients")
-    print(f"data: {', '.join(f'{count:,} {name}' for name, count in trainer.stream.counts.items())}")
+    print(counted(trainer.stream.counts))
     if heldout:
         depths = ", ".join(f"{share:.2f}" for share in heldout["acceptance_per_depth"])
         print(f"held out: simulated TPC {heldout['simulated_tpc']:.2f}, acceptance by depth {depths}")

@@ -114,6 +114,10 @@ def test_a_training_is_kept_until_its_draft_has_answered(home, in_process, tmp_p
     ("override", "message"),
     [
         ("questions=nowhere.jsonl", "error: questions=nowhere.jsonl: no such file"),
+        (
+            "base=[train.steps=3]",
+            "error: base: no list is read in '[train.steps=3]': texts in it with = or other marks",
+        ),
         ("limit=0", "error: limit=0: must be at least 1"),
         ("max_tokens=1", "error: max_tokens=1: must be at least 2"),
         ("max_tokens=300", "error: question "),

@@ -530,6 +530,7 @@ def test_the_card_tells_what_the_artifact_knows(home, tmp_path):
         "layer 0 has no input norm; there is no final norm",
         "the feed-forward in INT4 in groups of 128, rounded to nearest; the rest bfloat16",
         "- steps: 7",
+        "| not quantised | chain3 | 0 | 9 of questions.jsonl | 2.500 |",
         "| int4 | chain3 | 0 | 9 of questions.jsonl | 2.250 | 0.70 0.50 0.30 |",
         '"method": "eagle", "model": "out"',
     ):

@@ -3,6 +3,7 @@
 The target is a tiny random Llama with a byte tokenizer; it writes nonsense, which is all the measuring needs.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -533,12 +534,47 @@ def test_any_text_stays_in_its_cell():
     assert card.table(["a"], [["b|c\nd"]]).splitlines()[2] == r"| b\|c d |"
 
 
-def test_the_picture_has_all_of_its_names(tmp_path):
+def test_categories_are_told_from_the_row_of_all():
+    """Whatever they are called; prompts without one are accounted for."""
+    groups = [
+        {"category": name, "turn": None, "prompts": count, "tpc": 3.0, "acceptance_per_depth": [0.5]}
+        for name, count in {"all": 3, "*x* <b>": 2, "y" * 200: 1, None: 8}.items()
+    ]
+    _, _, *rows = report.by_category_and_turn(groups).splitlines()
+    names = [row.split(" | ")[0] for row in rows if row.startswith("| ")]
+    assert names == ["| all", r"| \*x\* \<b>", "| " + "y" * 59 + "…", "| all prompts"]
+    assert rows[-1] == "2 of the prompts have no category."
+
+
+def test_a_report_says_what_its_words_mean():
+    text = report.markdown(found_figures(target="a`b", config={"draft": {"path": "d|*"}, "questions": "q_", "seed": 0}))
+    assert "Target ``a`b``, bfloat16 on cpu; draft `d|*`; chain2;" in text
+    assert all(f"{word}: " in text for word in ("TPC", "TTFT", "TTIT"))
+    assert "Answers ended: 4 at max_tokens, 60 at a stop." in text
+    assert "nan" not in text.lower()
+
+
+@pytest.mark.parametrize(
+    ("shares", "after", "text"),
+    [([0.0, 0.0], [0.0, None], "| 2 | 0.0 % |  |"), ([0.9], [0.9], "| 1 | 90.0 % | 90.0 % |")],
+)
+def test_reports_of_drafts_that_are_never_or_always_accepted(shares, after, text, tmp_path):
+    found = found_figures(acceptance_per_depth=shares, acceptance_after_depth_before=after, tpc=1.0)
+    assert text in report.markdown(found)
+    report.plot_acceptance(found, tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 40])
+def test_the_picture_has_all_of_its_names(tmp_path, depth):
     """Nothing of the legend lies outside the picture, and the curves have nearly all of its width."""
-    figure = report.figure_of([0.8, 0.64], [0.8, 0.8])
+    shares = [0.8**d for d in range(1, depth + 1)]
+    figure = report.figure_of(shares, [0.8] * depth)
+    assert len(figure.axes[0].lines) == min(depth, 2)  # at depth 1 both would be the same
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     width, height = canvas.get_width_height()
+    ticks = [label.get_window_extent() for label in figure.axes[0].get_xticklabels() if label.get_text()]
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(ticks))
     for box in (figure.legends[0].get_window_extent(), figure.axes[0].get_tightbbox()):
         assert 0 <= box.x0 < box.x1 <= width
         assert 0 <= box.y0 < box.y1 <= height

@@ -277,3 +277,32 @@ def test_multi_turn_qwen3_rows_end_to_end(tmp_path, capsys, noisy):
     )
     assert call(mt_bench.main, *asked, "target.template_kwargs.enable_thinking=false") == 0
     assert json.loads((tmp_path / "eval" / "results.json").read_text())["tpc"] >= 1
+
+
+def test_no_data_commands_the_terminal(tmp_path, capsys):
+    """It is shown as it is written; the file has it as it is."""
+    evil = row(("user", "\x1b[2Jq\u202e"), ("assistant", "a\x07"))
+    out = tmp_path / "out.jsonl"
+    rows = write_jsonl(tmp_path / "evil.jsonl", [row(("user", "x"), ("\x1b[1mcritic", "y")), evil])
+    bundled = ("data=messages", f"data.path={rows}", "preview=1")  # whose tokenizer has all characters
+    assert call(train.main, *bundled) == 0
+    told = capsys.readouterr().out
+    assert r"\x1b[2Jq\u202e" in told
+    assert "refused: " in told
+    assert told.startswith("The supervised text stands in [brackets].\n--- ")
+    assert not set(told) & {"\x1b", "\u202e", "\x07"}
+    assert call(train.main, *bundled, f"preview_out={out}", "color=always") == 0
+    told = capsys.readouterr().out
+    assert set(re.findall(r"\x1b\[\d*m", told)) == {"\x1b[1m", "\x1b[32m", "\x1b[0m"}
+    assert read_jsonl(out)[0]["text"].isprintable() is False
+    assert call(train.main, *bundled, "color=sometimes") == 2
+    assert "error: color=sometimes: must be one of auto, always, never" in capsys.readouterr().err
+
+
+def test_many_refused_rows_are_told_in_few_lines(home, capsys):
+    rows = [row(("user", "x"), ("critic", "y"))] * 30 + [row(*TURNS)]
+    assert call(train.main, *given(home, rows, "preview=1")) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert len([line for line in told if line.startswith("refused: ")]) == preview.TOLD + 1
+    assert told[-1] == f"refused: {30 - preview.TOLD} more"
+    assert "30 refused" in "\n".join(told)

@@ -63,7 +63,7 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
         "## What it was made for",
         listing(
             {
-                "target": f"{plain(target.name)}, weights' fingerprint {target.fingerprint}",
+                "target": f"{target.name}, weights' fingerprint {target.fingerprint}",
                 "target's shape": f"{target.num_layers} layers, hidden size {target.hidden_size}, "
                 f"vocabulary {target.vocab_size}",
                 "draft's vocabulary": draft.vocab_size or "the target's",
@@ -120,7 +120,7 @@ def worth(evaluations: Sequence[Mapping[str, Any]]) -> str:
     header = ["weights", "tree", "temperature", "prompts", "TPC", "acceptance by depth"]
     rows = [
         [
-            found["weights"],
+            "not quantised" if found["weights"] == "none" else plain(found["weights"]),
             found["tree"],
             f"{found['temperature']:g}",
             f"{found['prompts']} of {plain(found['questions'])}",
@@ -201,4 +201,15 @@ def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def listing(values: Mapping[str, Any]) -> str:
-    return "\n".join(f"- {key}: {value}" for key, value in values.items())
+    return "\n".join(f"- {key}: {shown(value)}" for key, value in values.items())
+
+
+def shown(value: Any) -> str:
+    """A value as configs have it, numbers with as many digits as say something."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(shown, value))}]"
+    return plain(str(value))

@@ -389,7 +389,7 @@ def text(plan: Plan, train: TrainConfig, optim: OptimConfig, cluster: ClusterCon
         + ("" if not changes else f": does not fit below {ROOM:.0%}"),
         *(f"  try {change}" for change in changes),
         "",
-        f"at {cluster.mfu:.0%} of {cluster.tflops:g} TFLOP/s: {plan.tokens_per_s:,.0f} tokens/s",
+        f"on these GPUs, at {cluster.mfu:.0%} of {cluster.tflops:g} TFLOP/s each: {plan.tokens_per_s:,.0f} tokens/s",
         f"{run}: {hours:,.1f} hours, {hours * plan.gpus:,.1f} GPU-hours",
     ]
     return "\n".join(lines)
