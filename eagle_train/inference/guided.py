@@ -9,6 +9,7 @@ Shapes: A active rows, N tree nodes, V vocabulary, W 32-bit words that hold a bi
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,6 +24,7 @@ from eagle_train.inference.tree import Tree
 
 KINDS = ("json_schema", "regex", "choice", "ebnf")
 CACHE_BYTES = 256 << 20  # of compiled grammars, for requests that ask for the same
+CACHED_TEXTS = 128  # grammars whose EBNF is kept, so that a service that asks for the same writes and checks it once
 MOST_WHITESPACE = 1000
 PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # where in xgrammar's sources an error was found
 
@@ -33,23 +35,33 @@ def check_grammar(grammar: Any) -> None:
     Beside json_schema, `whitespace` may say how many characters may stand between two tokens of JSON, or "any".
     """
     known = isinstance(grammar, Mapping) and set(grammar) <= {*KINDS, "whitespace"}
-    one = known and sum(kind in grammar for kind in KINDS) == 1
-    check(one, f"grammar={shown(grammar)}: must be a mapping with one of the keys {', '.join(KINDS)}")
+    if not (known and sum(kind in grammar for kind in KINDS) == 1):
+        raise UserError(f"grammar={shown(grammar)}: must be a mapping with one of the keys {', '.join(KINDS)}")
     kind = kind_of(grammar)
-    value, whitespace = grammar[kind], grammar.get("whitespace", WHITESPACE)
-    right, wanted = {
-        "json_schema": (isinstance(value, Mapping | bool | str), "a schema, as a mapping or as JSON"),
-        "regex": (isinstance(value, str), "a text"),
-        "choice": (is_choice(value), "a list of texts, at least one"),
-        "ebnf": (isinstance(value, str), "a text"),
-    }[kind]
-    check(right, f"grammar.{kind}={shown(value)}: must be {wanted}")
-    check(value != "", f"grammar.{kind}='': is empty; leave it out where an answer may be anything")
+    if wanted := _wanted(kind, grammar[kind]):
+        raise UserError(f"grammar.{kind}={shown(grammar[kind])}: {wanted}")
+    if "whitespace" in grammar:
+        _check_whitespace(grammar["whitespace"], kind)
+
+
+def _wanted(kind: str, value: Any) -> str | None:
+    """What would be right where a grammar's value is none."""
+    if kind == "choice":
+        return None if is_choice(value) else "must be a list of texts, at least one"
+    if kind == "json_schema":
+        if not isinstance(value, Mapping | bool | str):
+            return "must be a schema, as a mapping or as JSON"
+    elif not isinstance(value, str):
+        return "must be a text"
+    return "is empty; leave it out where an answer may be anything" if value == "" else None
+
+
+def _check_whitespace(whitespace: Any, kind: str) -> None:
+    said = f"grammar.whitespace={shown(whitespace)}"
     count = isinstance(whitespace, int) and not isinstance(whitespace, bool) and 0 <= whitespace <= MOST_WHITESPACE
-    wanted = f"must be a whole number from 0 to {MOST_WHITESPACE}, or any"
-    check(count or whitespace == "any", f"grammar.whitespace={shown(whitespace)}: {wanted}")
-    alone = kind == "json_schema" or "whitespace" not in grammar
-    check(alone, f"grammar.whitespace={shown(whitespace)}: is for json_schema only, not for {kind}")
+    right = count or whitespace == "any"
+    check(right, f"{said}: must be a whole number from 0 to {MOST_WHITESPACE}, or any")
+    check(kind == "json_schema", f"{said}: is for json_schema only, not for {kind}")
 
 
 def kind_of(grammar: Mapping[str, Any]) -> str:
@@ -112,22 +124,32 @@ def ebnf_of(grammar: Mapping[str, Any]) -> str:
     """
     kind = kind_of(grammar)
     value = grammar[kind]
-    if isinstance(value, str):
-        value = value.removeprefix("\ufeff")  # which some editors write before a file's text
+    if kind == "choice":
+        value = tuple(value)
+    elif not isinstance(value, str):
+        value = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return _ebnf_of(kind, value, grammar.get("whitespace", WHITESPACE))
+
+
+@lru_cache(CACHED_TEXTS)
+def _ebnf_of(kind: str, value: str | tuple[str, ...], whitespace: int | str) -> str:
+    if kind == "choice":
+        return _ebnf_of_choice(value)
+    value = value.removeprefix("\ufeff")  # which some editors write before a file's text
     if kind == "regex":
         return as_ebnf(value)
     if kind == "ebnf":
         return kept_ebnf(value)
-    if kind == "choice":
-        text = "root ::= " + " | ".join(map(literal, value))
-        check_length("".join(value))
-        surrogate = any(map(SURROGATE.search, value))
-        check(not surrogate, "surrogates not allowed: half of a pair is no character")
-        return text
-    schema = json.dumps(json.loads(value) if isinstance(value, str) else value, ensure_ascii=False, allow_nan=False)
-    check_schema(json.loads(schema))
-    whitespace = grammar.get("whitespace", WHITESPACE)
-    return write_schema(json.loads(schema), None if whitespace == "any" else whitespace)
+    schema = json.loads(value)
+    json.dumps(schema, allow_nan=False)  # refuses NaN and infinity, which Python's reader takes
+    check_schema(schema)
+    return write_schema(schema, None if whitespace == "any" else whitespace)
+
+
+def _ebnf_of_choice(texts: tuple[str, ...]) -> str:
+    check_length("".join(texts))
+    check(not any(map(SURROGATE.search, texts)), "surrogates not allowed: half of a pair is no character")
+    return "root ::= " + " | ".join(map(literal, texts))
 
 
 def reason(error: Exception) -> str:
