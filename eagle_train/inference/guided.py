@@ -23,7 +23,7 @@ from eagle_train.inference.json_schema import check_schema
 from eagle_train.inference.tree import Tree
 
 KINDS = ("json_schema", "regex", "choice", "ebnf")
-CACHE_BYTES = 256 << 20  # of compiled grammars, for requests that ask for the same
+CACHE_BYTES = 512 << 20  # of compiled grammars, for requests that ask for the same
 CACHED_TEXTS = 128  # grammars whose EBNF is kept, so that a service that asks for the same writes and checks it once
 MOST_WHITESPACE = 1000
 PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # where in xgrammar's sources an error was found
@@ -87,6 +87,7 @@ class Guide:
 
         self.matcher_of, self.vocab_size = xgrammar.GrammarMatcher, vocab_size
         texts = texts_of(tokenizer, vocab_size, stop_ids)
+        self.unsaid = {token for token, text in enumerate(texts) if not text}.difference(stop_ids)
         info = xgrammar.TokenizerInfo(texts, vocab_size=vocab_size, stop_token_ids=stop_ids)
         self.compiler = xgrammar.GrammarCompiler(
             info, max_threads=torch.get_num_threads(), cache_limit_bytes=CACHE_BYTES
@@ -111,7 +112,7 @@ class Guide:
         possible = bool(unpack(bits, self.vocab_size).any())
         possible &= kind != "json_schema" or not state.is_completed()  # no JSON is empty: what it asks for was lost
         check(possible, f"grammar.{kind}={shown(value)}: the target has no tokens with which to answer so")
-        return Matcher(state, longest)
+        return Matcher(state, longest, self.unsaid)
 
     def compiled(self, grammar: Mapping[str, Any]) -> Any:
         """xgrammar's CompiledGrammar."""
@@ -184,13 +185,14 @@ def unpack(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 class Matcher:
     """Where a sequence stands in its grammar: all its tokens were read, and within a round `ahead` others."""
 
-    def __init__(self, state: Any, longest: bool):
-        self.state, self.longest = state, longest
+    def __init__(self, state: Any, longest: bool, unsaid: set[int]):
+        """`unsaid`: tokens without text, which a draft may propose; of each, xgrammar writes a line to stderr."""
+        self.state, self.longest, self.unsaid = state, longest, unsaid
         self.ahead = 0
 
     def accept(self, token: int) -> bool:
         """Read a token. False for one that the grammar forbids, which is not read."""
-        return self.state.accept_token(token)
+        return token not in self.unsaid and self.state.accept_token(token)
 
 
 class Walk:
