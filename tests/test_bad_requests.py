@@ -275,11 +275,11 @@ KILLERS = [  # what xgrammar takes for another grammar, compiles for minutes, or
     ({"json_schema": {"allOf": 5}}, "#: allOf cannot be guaranteed for more than one schema, or none"),
     (
         {"json_schema": {"anyOf": [STRING | {"maxLength": i} for i in range(200)]}},
-        "200 strings of bounds or patterns of their own; at most 32",
+        "200 strings of bounds or patterns of their own; at most 100",
     ),
-    ({"json_schema": {"anyOf": [{"allOf": [STRING | {"maxLength": i}]} for i in range(33)]}}, "33 strings of bounds"),
-    ({"json_schema": defined(*(STRING | {"maxLength": i} for i in range(33)))}, "33 strings of bounds"),
-    ({"json_schema": defined(*(STRING | {"pattern": f"[a-z]{{1,{i}}}"} for i in range(50, 150)))}, "100 strings of"),
+    ({"json_schema": {"anyOf": [{"allOf": [STRING | {"maxLength": i}]} for i in range(101)]}}, "101 strings of bounds"),
+    ({"json_schema": defined(*(STRING | {"maxLength": i} for i in range(101)))}, "101 strings of bounds"),
+    ({"json_schema": defined(*(STRING | {"pattern": f"[a-z]{{1,{i}}}"} for i in range(50, 151)))}, "101 strings of"),
     ({"json_schema": defined(*(ARRAY | {"maxItems": i} for i in range(999)))}, "999 arrays of bounds"),
     ({"json_schema": {"anyOf": [INTEGER | {"multipleOf": 1000 + i} for i in range(20)]}}, "at most 4096"),
     ({"json_schema": defined(*([INTEGER | {"multipleOf": 1000}] * 5))}, "multiples of 5000 in all; at most 4096"),
@@ -328,7 +328,7 @@ FINE = [
     ({"json_schema": {"anyOf": [{"type": "object", "properties": {f"p{i}": True}} for i in range(200)]}}, '{"p7": 1}'),
     ({"json_schema": {"type": "object", "properties": {f"p{i}": STRING | {"maxLength": 9} for i in range(300)}}}, "{}"),
     ({"json_schema": defined(*(STRING | {"title": f"T{i}", "maxLength": 9} for i in range(99)))}, '"abc"'),
-    ({"json_schema": defined(*(STRING | {"maxLength": 1000 + i} for i in range(32)))}, '"abc"'),
+    ({"json_schema": defined(*(STRING | {"maxLength": 1000 + i} for i in range(100)))}, '"abc"'),
     (
         {
             "json_schema": {

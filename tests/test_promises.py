@@ -522,6 +522,55 @@ def test_no_gap_is_wider_than_another(schema, text):
         assert not accepts({"json_schema": schema, "whitespace": 1}, inside)
 
 
+BOUNDS = [(0, 1), (2, 9), (0, 31), (5, 63), (0, 64), (31, 65), (32, 64), (33, 95), (40, 100), (64, 64), (70, 200)]
+LENGTHS = {0, 31, 32, 33, 63, 64, 65, 95, 96, 128}
+
+
+@pytest.mark.parametrize(("least", "most"), [*BOUNDS, (2, None), (63, None), (64, None), (70, None), (0, 2**31 - 1)])
+@pytest.mark.parametrize("kind", ["string", "pattern", "regex"])
+def test_lengths_are_counted_exactly(least, most, kind):
+    """In code points, whether rules count them one by one or in blocks."""
+    times = f"{{{least},{'' if most is None else most}}}"
+    grammar = {
+        "string": {"json_schema": {**STRING, "minLength": least} | ({} if most is None else {"maxLength": most})},
+        "pattern": {"json_schema": {**STRING, "pattern": f"^.{times}$"}},
+        "regex": {"regex": f'[x"é😀]{times}'},
+    }[kind]
+    built = compiled(grammar)
+    for length in LENGTHS | {least - 1, least, least + 1, (most or 0) % 999 + 1, most or 0}:
+        if 0 <= length < 1000:
+            text = ('x"é😀x' * 200)[:length]
+            text = text if kind == "regex" else json.dumps(text, ensure_ascii=length % 2 == 0 and kind == "string")
+            state = xgrammar.GrammarMatcher(built)
+            read = all(state.accept_token(byte) for byte in text.encode())
+            assert (read and state.is_completed()) == (least <= length and (most is None or length <= most)), length
+
+
+def test_tokens_that_reach_over_what_is_counted_at_once():
+    """Masks of long tokens against what is read byte by byte."""
+    texts = [c * n for c in 'a"é\\' for n in (1, 2, 3, 30, 31, 32, 33, 64, 65)]
+    texts += ['aa"', 'a",', "\\n" * 31, "é" * 32 + '"']
+    info = xgrammar.TokenizerInfo([*texts, "<stop>"], stop_token_ids=[len(texts)])
+    built = xgrammar.GrammarCompiler(info).compile_grammar(ebnf_of({"json_schema": {**STRING, "maxLength": 70}}))
+    bits = torch.zeros(1, (len(texts) + 32) // 32, dtype=torch.int32)
+    for begun in (0, 1, 5, 6, 37, 38, 39, 40, 63, 64, 69, 70):
+        state = xgrammar.GrammarMatcher(built)
+        assert state.accept_string('"' + "a" * begun)
+        state.fill_next_token_bitmask(bits)
+        for token, text in enumerate(texts):
+            other = xgrammar.GrammarMatcher(built)
+            assert other.accept_string('"' + "a" * begun)
+            allowed = bits[0, token // 32].item() >> (token % 32) & 1
+            assert allowed == other.accept_string(text) == begins_string('"' + "a" * begun + text, 70), (begun, text)
+
+
+def begins_string(text: str, most: int) -> bool:
+    """Whether it is the beginning of a JSON string of so many characters at most."""
+    if re.fullmatch(r'"([^"\\]|\\["\\nu/bfrt])*(\\|"|)', text, re.DOTALL) is None:
+        return False
+    return len(re.findall(r'[^"\\]|\\.|\\$', text[1:])) <= most
+
+
 def test_a_byte_order_mark_is_no_text():
     assert accepts({"json_schema": '\ufeff{"type": "null"}'}, "null")
     assert accepts({"regex": "\ufeffa"}, "a")

@@ -9,6 +9,7 @@ Shapes: A active rows, N tree nodes, V vocabulary, W 32-bit words that hold a bi
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,7 +23,8 @@ from eagle_train.inference.json_schema import check_schema
 from eagle_train.inference.tree import Tree
 
 KINDS = ("json_schema", "regex", "choice", "ebnf")
-CACHE_BYTES = 256 << 20  # of compiled grammars, for requests that ask for the same
+CACHE_BYTES = 512 << 20  # of compiled grammars, for requests that ask for the same
+CACHED_TEXTS = 128  # grammars whose EBNF is kept, so that a service that asks for the same writes and checks it once
 MOST_WHITESPACE = 1000
 PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # where in xgrammar's sources an error was found
 
@@ -33,23 +35,33 @@ def check_grammar(grammar: Any) -> None:
     Beside json_schema, `whitespace` may say how many characters may stand between two tokens of JSON, or "any".
     """
     known = isinstance(grammar, Mapping) and set(grammar) <= {*KINDS, "whitespace"}
-    one = known and sum(kind in grammar for kind in KINDS) == 1
-    check(one, f"grammar={shown(grammar)}: must be a mapping with one of the keys {', '.join(KINDS)}")
+    if not (known and sum(kind in grammar for kind in KINDS) == 1):
+        raise UserError(f"grammar={shown(grammar)}: must be a mapping with one of the keys {', '.join(KINDS)}")
     kind = kind_of(grammar)
-    value, whitespace = grammar[kind], grammar.get("whitespace", WHITESPACE)
-    right, wanted = {
-        "json_schema": (isinstance(value, Mapping | bool | str), "a schema, as a mapping or as JSON"),
-        "regex": (isinstance(value, str), "a text"),
-        "choice": (is_choice(value), "a list of texts, at least one"),
-        "ebnf": (isinstance(value, str), "a text"),
-    }[kind]
-    check(right, f"grammar.{kind}={shown(value)}: must be {wanted}")
-    check(value != "", f"grammar.{kind}='': is empty; leave it out where an answer may be anything")
+    if wanted := _wanted(kind, grammar[kind]):
+        raise UserError(f"grammar.{kind}={shown(grammar[kind])}: {wanted}")
+    if "whitespace" in grammar:
+        _check_whitespace(grammar["whitespace"], kind)
+
+
+def _wanted(kind: str, value: Any) -> str | None:
+    """What would be right where a grammar's value is none."""
+    if kind == "choice":
+        return None if is_choice(value) else "must be a list of texts, at least one"
+    if kind == "json_schema":
+        if not isinstance(value, Mapping | bool | str):
+            return "must be a schema, as a mapping or as JSON"
+    elif not isinstance(value, str):
+        return "must be a text"
+    return "is empty; leave it out where an answer may be anything" if value == "" else None
+
+
+def _check_whitespace(whitespace: Any, kind: str) -> None:
+    said = f"grammar.whitespace={shown(whitespace)}"
     count = isinstance(whitespace, int) and not isinstance(whitespace, bool) and 0 <= whitespace <= MOST_WHITESPACE
-    wanted = f"must be a whole number from 0 to {MOST_WHITESPACE}, or any"
-    check(count or whitespace == "any", f"grammar.whitespace={shown(whitespace)}: {wanted}")
-    alone = kind == "json_schema" or "whitespace" not in grammar
-    check(alone, f"grammar.whitespace={shown(whitespace)}: is for json_schema only, not for {kind}")
+    right = count or whitespace == "any"
+    check(right, f"{said}: must be a whole number from 0 to {MOST_WHITESPACE}, or any")
+    check(kind == "json_schema", f"{said}: is for json_schema only, not for {kind}")
 
 
 def kind_of(grammar: Mapping[str, Any]) -> str:
@@ -75,6 +87,7 @@ class Guide:
 
         self.matcher_of, self.vocab_size = xgrammar.GrammarMatcher, vocab_size
         texts = texts_of(tokenizer, vocab_size, stop_ids)
+        self.unsaid = {token for token, text in enumerate(texts) if not text}.difference(stop_ids)
         info = xgrammar.TokenizerInfo(texts, vocab_size=vocab_size, stop_token_ids=stop_ids)
         self.compiler = xgrammar.GrammarCompiler(
             info, max_threads=torch.get_num_threads(), cache_limit_bytes=CACHE_BYTES
@@ -99,7 +112,7 @@ class Guide:
         possible = bool(unpack(bits, self.vocab_size).any())
         possible &= kind != "json_schema" or not state.is_completed()  # no JSON is empty: what it asks for was lost
         check(possible, f"grammar.{kind}={shown(value)}: the target has no tokens with which to answer so")
-        return Matcher(state, longest)
+        return Matcher(state, longest, self.unsaid)
 
     def compiled(self, grammar: Mapping[str, Any]) -> Any:
         """xgrammar's CompiledGrammar."""
@@ -112,22 +125,32 @@ def ebnf_of(grammar: Mapping[str, Any]) -> str:
     """
     kind = kind_of(grammar)
     value = grammar[kind]
-    if isinstance(value, str):
-        value = value.removeprefix("\ufeff")  # which some editors write before a file's text
+    if kind == "choice":
+        value = tuple(value)
+    elif not isinstance(value, str):
+        value = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return _ebnf_of(kind, value, grammar.get("whitespace", WHITESPACE))
+
+
+@lru_cache(CACHED_TEXTS)
+def _ebnf_of(kind: str, value: str | tuple[str, ...], whitespace: int | str) -> str:
+    if kind == "choice":
+        return _ebnf_of_choice(value)
+    value = value.removeprefix("\ufeff")  # which some editors write before a file's text
     if kind == "regex":
         return as_ebnf(value)
     if kind == "ebnf":
         return kept_ebnf(value)
-    if kind == "choice":
-        text = "root ::= " + " | ".join(map(literal, value))
-        check_length("".join(value))
-        surrogate = any(map(SURROGATE.search, value))
-        check(not surrogate, "surrogates not allowed: half of a pair is no character")
-        return text
-    schema = json.dumps(json.loads(value) if isinstance(value, str) else value, ensure_ascii=False, allow_nan=False)
-    check_schema(json.loads(schema))
-    whitespace = grammar.get("whitespace", WHITESPACE)
-    return write_schema(json.loads(schema), None if whitespace == "any" else whitespace)
+    schema = json.loads(value)
+    json.dumps(schema, allow_nan=False)  # refuses NaN and infinity, which Python's reader takes
+    check_schema(schema)
+    return write_schema(schema, None if whitespace == "any" else whitespace)
+
+
+def _ebnf_of_choice(texts: tuple[str, ...]) -> str:
+    check_length("".join(texts))
+    check(not any(map(SURROGATE.search, texts)), "surrogates not allowed: half of a pair is no character")
+    return "root ::= " + " | ".join(map(literal, texts))
 
 
 def reason(error: Exception) -> str:
@@ -162,13 +185,14 @@ def unpack(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 class Matcher:
     """Where a sequence stands in its grammar: all its tokens were read, and within a round `ahead` others."""
 
-    def __init__(self, state: Any, longest: bool):
-        self.state, self.longest = state, longest
+    def __init__(self, state: Any, longest: bool, unsaid: set[int]):
+        """`unsaid`: tokens without text, which a draft may propose; of each, xgrammar writes a line to stderr."""
+        self.state, self.longest, self.unsaid = state, longest, unsaid
         self.ahead = 0
 
     def accept(self, token: int) -> bool:
         """Read a token. False for one that the grammar forbids, which is not read."""
-        return self.state.accept_token(token)
+        return token not in self.unsaid and self.state.accept_token(token)
 
 
 class Walk:

@@ -28,14 +28,13 @@ class Requests:
     def sequence(self, index: int, prompt: Prompt, params: SamplingParams) -> Sequence:
         """A request from a prompt. Raises UserError where the prompt is empty or the context too short."""
         tokens = self.tokens_of(prompt, f"prompt {index}")
-        limit = self.target.max_positions
+        limit, vocabulary = self.target.max_positions, self.target.identity.vocab_size
         check(len(tokens) > 0, f"prompt {index} is empty: give at least one token")
         check(
             len(tokens) < limit,
             f"prompt {index} has {len(tokens)} tokens: the context of {self.target.name} holds {self.target.context}, "
             "one of them for the answer",
         )
-        vocabulary = self.target.identity.vocab_size
         wrong = [token for token in tokens if not 0 <= token < vocabulary]
         check(not wrong, f"prompt {index} holds token {wrong[:1]}: the vocabulary has {vocabulary}")
         check(
@@ -44,7 +43,8 @@ class Requests:
         )
         foreign = [token for token in params.stop_token_ids or () if not 0 <= token < vocabulary]
         check(not foreign, f"stop_token_ids={shown(foreign[:1])}: the vocabulary has {vocabulary}")
-        params = replace(params, max_tokens=min(params.max_tokens, limit - len(tokens)))
+        if params.max_tokens > limit - len(tokens):
+            params = replace(params, max_tokens=limit - len(tokens))
         own = frozenset() if params.ignore_eos else self.stop_ids
         stop_ids = own if params.stop_token_ids is None else frozenset(params.stop_token_ids)
         if params.grammar is not None:

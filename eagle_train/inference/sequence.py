@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from eagle_train.config import SURROGATE, check, shown
+from eagle_train.config import SURROGATE, UserError, check, shown
 from eagle_train.inference.detokenizer import Detokenizer
 from eagle_train.inference.guided import Matcher, check_grammar
 
@@ -77,10 +77,12 @@ class SamplingParams:
             "ignore_eos": (isinstance(self.ignore_eos, bool), "must be true or false"),
         }
         for name, (right, wanted) in rules.items():
-            check(right, f"{name}={shown(getattr(self, name))}: {wanted}")
-        check("" not in (texts or ()), f"stop={shown(self.stop)}: an empty text would end every answer; leave it out")
-        halves = any(map(SURROGATE.search, texts or ()))
-        check(not halves, f"stop={shown(self.stop)}: half of a surrogate pair is in no text")
+            if not right:  # a server makes these by the thousand; to show every value takes longer than to check it
+                raise UserError(f"{name}={shown(getattr(self, name))}: {wanted}")
+        if texts:
+            check("" not in texts, f"stop={shown(self.stop)}: an empty text would end every answer; leave it out")
+            halves = any(map(SURROGATE.search, texts))
+            check(not halves, f"stop={shown(self.stop)}: half of a surrogate pair is in no text")
         if self.grammar is not None:
             check_grammar(self.grammar)
 

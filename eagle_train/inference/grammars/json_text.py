@@ -29,7 +29,6 @@ WHITESPACE = 16  # characters between two tokens of JSON, at most: a line's end 
 # A character outside of what JSON must escape, or any escape; a surrogate comes as half of a pair only.
 CHAR = (written(Chars(without(EVERY, ESCAPED)), Rules("")), r'"\\" ["\\/bfnrt]', r'"\\u" unit')
 BASIC = {
-    "char": " | ".join(CHAR),
     "unit": r'[0-9a-cA-CeEfF] hex hex hex | [dD] [0-7] hex hex | [dD] [89abAB] hex hex "\\u" [dD] [c-fC-F] hex hex',
     "hex": "[0-9a-fA-F]",
     "string": r'"\"" text "\""',
@@ -286,7 +285,7 @@ def string(schema: Mapping[str, Any], rules: Rules) -> str:
     check(most is None or least <= most, "minLength greater than maxLength leaves no string")
     keys = sorted({"minLength", "maxLength", "pattern", "format"} & set(schema))
     if "pattern" not in schema and "format" not in schema:
-        return r'"\"" ' + repeated("char", least, most) + r' "\""' if keys else "string"
+        return rf'"\"" ({rules.counted(list(CHAR), least, most)}) "\""' if keys else "string"
     node = searched(schema["pattern"]) if "pattern" in schema else whole(FORMATS[schema["format"]])
     try:
         node = limited(node, least, most)

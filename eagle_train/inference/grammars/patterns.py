@@ -316,6 +316,13 @@ def rowed(node: Node) -> Row:
     return node if isinstance(node, Row) else Row((node,))
 
 
+def only(node: Node) -> Node:
+    """What a tree is, without rows and choices of one."""
+    while isinstance(node, Row | Choice) and len(parts := node.parts if isinstance(node, Row) else node.options) == 1:
+        node = parts[0]
+    return node
+
+
 def lengths(node: Node) -> tuple[int, int | None]:
     """The least and the most characters of a text; None: without an end."""
     if isinstance(node, Chars):
@@ -338,9 +345,7 @@ def limited(node: Node, least: int, most: int | None) -> Node:
     shortest, longest = lengths(node)
     if shortest >= least and (most is None or (longest is not None and longest <= most)):
         return node
-    inner = node
-    while isinstance(inner, Row | Choice) and len(options_of(inner) if isinstance(inner, Choice) else inner.parts) == 1:
-        inner = inner.options[0] if isinstance(inner, Choice) else inner.parts[0]
+    inner = only(node)
     if not (isinstance(inner, Times) and isinstance(inner.node, Chars)):
         raise UserError("cannot be guaranteed together")
     ends = [end for end in (inner.most, most) if end is not None]
