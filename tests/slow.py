@@ -5,10 +5,11 @@ bash launch/test.sh --junitxml=times.xml; python tests/slow.py times.xml
 
 import sys
 import xml.etree.ElementTree
+from collections import defaultdict
 from pathlib import Path
 
 NAMES = Path(__file__).with_name("slow.txt")
-LIMIT_S = 2.0  # of one set of its parameters
+LIMIT_S, LIMIT_OF_ALL_S = 2.0, 4.0  # of one set of a test's parameters, and of all
 
 
 def slow() -> set[str]:
@@ -17,11 +18,11 @@ def slow() -> set[str]:
 
 
 def measured(file: Path) -> list[str]:
-    cases = xml.etree.ElementTree.parse(file).iter("testcase")
-    times = [(float(case.get("time")), case.get("classname"), case.get("name")) for case in cases]
-    return sorted(
-        {f"{where.split('.')[-1]}.py::{name.partition('[')[0]}" for time, where, name in times if time > LIMIT_S}
-    )
+    times = defaultdict(list)
+    for case in xml.etree.ElementTree.parse(file).iter("testcase"):
+        name = f"{case.get('classname').split('.')[-1]}.py::{case.get('name').partition('[')[0]}"
+        times[name].append(float(case.get("time")))
+    return sorted(name for name, each in times.items() if max(each) > LIMIT_S or sum(each) > LIMIT_OF_ALL_S)
 
 
 if __name__ == "__main__":
