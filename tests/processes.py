@@ -24,6 +24,7 @@ LOOK_S = 5
 IDLE_S, IDLE_CPU_S = 180, 5.0  # a launcher that only waits uses less; whoever works uses more, on any busy machine
 SETTINGS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONFAULTHANDLER": "1"}
 HERE = Path(__file__).parent
+IMPORTED = "deepspeed.runtime.zero.muon.muon_optimizer"  # by DeepSpeed when it begins, and with it torch's compiler
 
 
 def free_port(first: int = 10_000) -> int:
@@ -118,7 +119,7 @@ def start_ranks(number: int, job: str, *arguments: Any, threads: int = 1, awaite
     fails. They are forks of a process that has imported torch, and meet at a store of this process's. With `awaited`
     the first so many must end well, and the others are ended then."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["processes", "ranks_job"])
+    context.set_forkserver_preload(["processes", "ranks_job", IMPORTED])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / str(rank) for rank in range(number)]
