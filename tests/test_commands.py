@@ -439,7 +439,7 @@ def test_a_bad_row_costs_no_step(root, tmp_path, capsys):
     assert checkpoint.latest(tmp_path / "run").name == f"step-{done:08d}"
     for name in ("run", "whole"):
         assert call(train.main, *given, f"out={tmp_path}/{name}", "data.malformed=skip") == 0
-    assert " skipped, 1 malformed\n" in capsys.readouterr().out
+    assert ", 1 malformed and left out; " in capsys.readouterr().out
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
     for name, tensor in weights(tmp_path / "whole").items():
         assert torch.equal(tensor, weights(tmp_path / "run")[name])

@@ -265,7 +265,7 @@ def test_multi_turn_qwen3_rows_end_to_end(tmp_path, capsys, noisy):
     with pytest.warns(UserWarning, match="of its first 8 rows 8 are divided"):
         status = call(train.main, *common, *sizes, "draft.num_layers=1", f"out={out}")
     assert status == 0
-    assert " divided, " in capsys.readouterr().out
+    assert " divided into a document for each turn, " in capsys.readouterr().out
     assert call(export.main, f"checkpoint={out}", f"out={draft}") == 0
     asked = (
         f"target={target}",
