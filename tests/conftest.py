@@ -33,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and none is visible"))
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes have no name of their own: what packs them may write the time into them, and each of pytest's processes
+    must find tests of the same names."""
+    return argname if isinstance(val, bytes) else None
+
+
 @pytest.fixture
 def clock(monkeypatch) -> list[float]:
     """The time, which passes while one sleeps and in whatever is given to `taking`."""
