@@ -163,7 +163,7 @@ def test_drafts_that_hold_to_any_depth(cancelling, kv_tokens, trained):
 @pytest.mark.parametrize("mode", MODES)
 def test_sampled_tokens_obey_whatever_the_company(mode, tree, trained):
     """And they are those that a request gets alone; who has no grammar does not feel the others'."""
-    prompts, params, kinds = mixed(1.0)
+    prompts, params, kinds = (each[::2] for each in mixed(1.0))
     tight = Engine(target(), trained, tree, max_batch_size=5, drafting=mode, kv_tokens=6 * BLOCK, prefill_tokens=7)
     outputs = tight.generate(prompts, params)
     alone = Engine(target(), trained, tree, drafting=mode)
@@ -172,7 +172,7 @@ def test_sampled_tokens_obey_whatever_the_company(mode, tree, trained):
     for kind, output in zip(kinds, outputs, strict=True):
         if kind:
             check_obeys(kind, output)
-    assert len({output.text for output in outputs}) > 12
+    assert len({output.text for output in outputs}) > 8
 
 
 def test_another_ranks_drafts_obey_their_grammar(trained):
@@ -232,7 +232,7 @@ def test_proposals_obey(kind, temperature, mode, trained):
 
 LETTERS = "abcdefghijklm"
 PROMPT = [7, 1]
-ROWS, COUNT = 1500, 3000  # of requests in a batch and in all: 93 cells of 5 or more, and 1e-89 for what is wrong
+COUNT = 1500  # of requests, in one batch: 52 cells of 5 or more, and 1e-40 for what is wrong
 TOY = {
     "vocab_size": 16,
     "hidden_size": 16,
@@ -274,19 +274,16 @@ def joint(model) -> torch.Tensor:
     return mass.sum(0)
 
 
-def p_value(toy, count: int, tree: str, drafting: str = "greedy") -> float:
+def p_value(toy, tree: str, drafting: str = "greedy") -> float:
     """Of the chi-square test on the last three of four tokens; cells where fewer than 5 are expected count as one."""
     small, draft, probability = toy
-    engine = Engine(small, draft, tree, max_batch_size=ROWS, drafting=drafting)
-    counts, rounds = torch.zeros(16**3, dtype=torch.int64), []
-    for start in range(0, count, ROWS):
-        params = SamplingParams(temperature=1.0, max_tokens=4, seed=start + 10**6, grammar={"regex": PATTERN})
-        outputs = engine.generate([PROMPT] * min(ROWS, count - start), params)
-        tokens = torch.tensor([[*output.token_ids, EOS, EOS, EOS][1:4] for output in outputs])
-        counts += (tokens * torch.tensor([256, 16, 1])).sum(-1).bincount(minlength=16**3)
-        rounds += [kept for output in outputs for kept in output.rounds]
-    assert len(set(rounds)) > 1, "both acceptance and rejection"
-    observed, expected = counts.view(16, 16, 16).double(), probability * count
+    engine = Engine(small, draft, tree, max_batch_size=COUNT, drafting=drafting)
+    params = SamplingParams(temperature=1.0, max_tokens=4, seed=10**6, grammar={"regex": PATTERN})
+    outputs = engine.generate([PROMPT] * COUNT, params)
+    tokens = torch.tensor([[*output.token_ids, EOS, EOS, EOS][1:4] for output in outputs])
+    counts = (tokens * torch.tensor([256, 16, 1])).sum(-1).bincount(minlength=16**3)
+    assert len({kept for output in outputs for kept in output.rounds}) > 1, "both acceptance and rejection"
+    observed, expected = counts.view(16, 16, 16).double(), probability * COUNT
     assert not observed[expected == 0].any(), "tokens that the grammar forbids"
     often, rare = expected >= 5, (expected > 0) & (expected < 5)
     assert often.sum() > 50
@@ -297,7 +294,7 @@ def p_value(toy, count: int, tree: str, drafting: str = "greedy") -> float:
 @pytest.mark.parametrize("tree", ["chain3", "d3_bf2"])
 @pytest.mark.parametrize("drafting", MODES)
 def test_the_distribution_is_the_targets_restricted(toy, drafting, tree):
-    assert p_value(toy, COUNT, tree, drafting) > 1e-3
+    assert p_value(toy, tree, drafting) > 1e-3
 
 
 @pytest.mark.parametrize("drafting", MODES)
@@ -307,7 +304,7 @@ def test_with_a_draft_of_few_tokens(toy, drafting, capfd):
     few = [EOS, 3, 5, 8, 9, 12]
     little = Draft(replace(draft.config, vocab_size=len(few), vocabulary=few))
     little.load_state_dict(draft.state_dict())
-    assert p_value((small, little, probability), COUNT, "d3_bf2", drafting) > 1e-3
+    assert p_value((small, little, probability), "d3_bf2", drafting) > 1e-3
     assert capfd.readouterr() == ("", "")
 
 
@@ -321,7 +318,7 @@ def test_the_test_can_tell(toy, monkeypatch):
         ]
 
     monkeypatch.setattr(Eagle, "children", half_told)
-    assert p_value(toy, COUNT, "chain3", "multinomial") < 1e-6
+    assert p_value(toy, "chain3", "multinomial") < 1e-6
 
 
 # --- what a request may ask for beside a grammar
