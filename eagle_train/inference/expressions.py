@@ -3,12 +3,12 @@
 Knows nothing of tokens or JSON. Every limit below was found by measuring.
 """
 
-import json
 import re
 
-from eagle_train.config import UserError, check, shown
-from eagle_train.inference.grammars.ebnf import NEVER_RULE, Rules, written
+from eagle_train.config import check
+from eagle_train.inference.grammars.ebnf import write_rules
 from eagle_train.inference.grammars.patterns import Node, whole
+from eagle_train.inference.grammars.rules import freed, is_possible, pruned, read_grammar
 
 MOST_CHARACTERS = 1 << 15  # of one text; the time to compile grows with its square
 MOST_TIMES = (1 << 31) - 1  # of a repetition; of what is more xgrammar takes the last 32 bits
@@ -19,9 +19,6 @@ MOST_IN_A_ROW = 32  # optional or repeated parts with nothing fixed between them
 ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\Z)|.", re.DOTALL)  # an escape, a class of characters, or one
 # What is no part of a grammar's structure: texts, classes, comments.
 EBNF_TEXT = re.compile(r'"(?:\\.|[^"\\])*(?:"|\Z)|\[(?:\\.|[^\]\\])*(?:\]|\Z)|#[^\n]*', re.DOTALL)
-LOOK = re.compile(r"\(\s*=")
-MACRO = re.compile(r"\bRegex\b(?=\s*\()")
-REGEX = re.compile(r'Regex\s*\(\s*"((?:\\.|[^"\\])*)"\s*\)', re.DOTALL)
 TIMES = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 IN_A_ROW = re.compile(rf"(?:[^*+?{{}}|](?:[*+?]|\{{\d*,\d*\}})){{{MOST_IN_A_ROW + 1}}}")
 LOOPED = re.compile(r"\(|[^(](?:[*+]|\{\d+,?\d*\})?")  # a group's beginning; its end or a letter, and what repeats it
@@ -33,46 +30,26 @@ def as_ebnf(regex: str) -> str:
 
     Raises UserError for one that it cannot keep, or not in time.
     """
-    check_pattern(regex)
-    rules = Rules("part")
-    return f"root ::= {written(whole(regex), rules)}\n{rules.text}\n{NEVER_RULE}"
+    tree = check_pattern(regex)
+    check(is_possible(tree), "matches no text")
+    return write_rules({"root": pruned(tree)})
 
 
-def check_pattern(regex: str) -> None:
-    """Raise UserError for a regular expression that no grammar keeps, or not in time."""
+def check_pattern(regex: str) -> Node:
+    """The tree of a regular expression. Raises UserError for one that no grammar keeps, or not in time."""
     check_length(regex)
     check_structure("".join(atom if len(atom) == 1 else "x" for atom in ATOM.findall(regex)))
-    whole(regex)
+    return whole(regex)
 
 
 def kept_ebnf(grammar: str) -> str:
-    """An EBNF grammar for xgrammar, which ignores what a rule says of the text after it, and parts of `Regex("...")`.
+    """A user's EBNF, for xgrammar: in words that it reads as they are meant, without options that cannot be ended.
 
-    Raises UserError for one that it cannot keep, or not in time.
+    Raises UserError, naming the line, for one that it cannot keep, or not in time.
     """
     check_length(grammar)
-    bare = EBNF_TEXT.sub(lambda found: "x" * len(found[0]), grammar)  # what is left of texts says nothing
-    look = LOOK.search(bare)
-    check(not look, "a lookahead, (= ...), cannot be guaranteed; put what must follow into the rule")
     check_structure(EBNF_TEXT.sub("x", grammar))
-    pieces, end, rules = [], 0, Rules("eagle_part")
-    for macro in MACRO.finditer(bare):
-        regex = REGEX.match(grammar, macro.start())
-        check(regex is not None, 'Regex must have one text: Regex("...")')
-        pieces += [grammar[end : macro.start()], f"({written(regex_of(regex[1]), rules)})"]
-        end = regex.end()
-    own = f"\n{rules.text}\n{NEVER_RULE}" if pieces else ""
-    return "".join([*pieces, grammar[end:]]) + own
-
-
-def regex_of(text: str) -> Node:
-    """The regular expression in an EBNF text, as it stands between its quotes."""
-    try:
-        regex = json.loads(f'"{text}"')
-    except ValueError as error:
-        raise UserError(f'Regex("{shown(text)[1:-1]}"): its text must be written as JSON writes one') from error
-    check_pattern(regex)
-    return whole(regex)
+    return write_rules(freed(read_grammar(grammar)))
 
 
 def check_length(text: str) -> None:

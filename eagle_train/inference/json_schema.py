@@ -13,7 +13,7 @@ from typing import Any
 from eagle_train.config import SURROGATE, UserError, check, shown
 from eagle_train.inference.expressions import MOST_TIMES, check_length, check_pattern
 from eagle_train.inference.grammars.formats import FORMATS
-from eagle_train.inference.grammars.json_text import Path, path_of, place
+from eagle_train.inference.grammars.json_text import PYTHON, Path, path_of, place
 
 DEEPEST, MOST_PROPERTIES = 32, 500  # the time to compile grows with their cubes
 MOST_SCHEMAS = 3000  # in all
@@ -57,7 +57,6 @@ SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("anyOf", "oneOf", "prefixItems"), (lambda value: isinstance(value, list), "a list of schemas")),
     "enum": (lambda value: isinstance(value, list), "a list"),
 }
-PYTHON = {"string": str, "integer": int, "number": (int, float), "array": list, "object": dict, "boolean": bool}
 KINDS = ("boolean", "number", "string", "array", "object")  # in this order a value is of the first it can be of
 
 
@@ -95,7 +94,6 @@ def check_one(schema: Mapping[str, Any], where: str) -> None:
     first = next((key for key in ALONE if key in keys), None)
     allowed = {first} if first else {"type"} | keys_of(schema.get("type"))
     if first in ("enum", "const") and "type" in keys:
-        check_values(schema, where)
         allowed |= {"type"}
     if isinstance(schema.get("type"), list) and "number" in schema["type"]:
         allowed -= {"multipleOf"}  # beside it, it would be kept for whole numbers alone
@@ -242,20 +240,6 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
     types = schema.get("type", [*KINDS, "null"])
     types = [types] if isinstance(types, str) else types
     return {"number" if name == "integer" else name for name in types}
-
-
-def check_values(schema: Mapping[str, Any], where: str) -> None:
-    """Raise UserError unless the values of `enum` or `const` are of its `type`."""
-    values = schema["enum"] if "enum" in schema else [schema["const"]]
-    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    right = all(any(is_of(value, name) for name in types) for value in values)
-    check(right, f"{where}: enum and const cannot be guaranteed beside type {schema['type']!r}")
-
-
-def is_of(value: Any, name: str) -> bool:
-    if isinstance(value, bool) or value is None:  # True is an int to Python
-        return name == ("null" if value is None else "boolean")
-    return name != "null" and isinstance(value, PYTHON[name])
 
 
 def parts(schema: Mapping[str, Any]) -> list[tuple[Path, Any]]:

@@ -5,12 +5,14 @@ nothing of schemas and tokens.
 """
 
 import re
+from collections.abc import Mapping
 
 from eagle_train.inference.grammars.patterns import (
     Chars,
     Choice,
     Node,
     Ranges,
+    Ref,
     Row,
     Times,
     lengths,
@@ -105,6 +107,18 @@ class Rules:
         return "\n".join(f"{name} ::= {body}" for name, body in self.bodies.items())
 
 
+def write_rules(grammar: Mapping[str, Node]) -> str:
+    """Rules by their names, with `root` among them, none of which speaks of one that no text matches."""
+    rules = Rules("part")
+    own = [f"{_rule(name)} ::= {written(node, rules)}" for name, node in grammar.items()]
+    return "\n".join([*own, rules.text])
+
+
+def _rule(name: str) -> str:
+    """A rule's name, which is none of xgrammar's words and none that `Rules` gives."""
+    return name if name == "root" else f"of_{name}"
+
+
 def written(node: Node, rules: Rules, json: bool = False) -> str:
     """A tree as an EBNF expression, and some `rules` that it speaks of, besides NEVER_RULE.
 
@@ -112,6 +126,8 @@ def written(node: Node, rules: Rules, json: bool = False) -> str:
     """
     if isinstance(node, Chars):
         return _either(_chars(node.ranges, json))
+    if isinstance(node, Ref):
+        return _rule(node.name)
     if isinstance(node, Times):
         return _times(node, rules, json)
     if isinstance(node, Choice):

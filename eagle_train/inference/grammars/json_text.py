@@ -13,11 +13,33 @@ from typing import Any
 from urllib.parse import unquote
 
 from eagle_train.config import UserError, check
-from eagle_train.inference.grammars.ebnf import ESCAPED, NEVER, NEVER_RULE, Rules, in_json, literal, written
+from eagle_train.inference.grammars.ebnf import (
+    ESCAPED,
+    NEVER,
+    NEVER_RULE,
+    Rules,
+    in_json,
+    literal,
+    write_rules,
+    written,
+)
 from eagle_train.inference.grammars.formats import FORMATS
 from eagle_train.inference.grammars.numbers import NUMBER, Bound, decimals, integers, multiples
-from eagle_train.inference.grammars.patterns import ANY, EVERY, Chars, limited, points, searched, whole, without
+from eagle_train.inference.grammars.patterns import (
+    ANY,
+    EVERY,
+    Chars,
+    Impossible,
+    expect,
+    limited,
+    points,
+    searched,
+    whole,
+    without,
+)
+from eagle_train.inference.grammars.rules import Reader, freed, impossible_rules, possible_rules
 
+PYTHON = {"integer": int, "number": (int, float), "string": str, "array": list, "object": dict, "boolean": bool}
 Schema = Mapping[str, Any] | bool
 Path = tuple[str, ...]
 """Of keywords, names and numbers: where a schema is."""
@@ -25,6 +47,7 @@ Path = tuple[str, ...]
 TYPES = ("object", "array", "string", "number", "boolean", "null")
 MOST_STATES = 5000  # of an object: properties times those that are counted
 MOST_LISTED = 1000  # multiples between two bounds, which are written one by one
+MOST_GROUPS = 200  # within each other, of a pattern and what is around it
 WHITESPACE = 16  # characters between two tokens of JSON, at most: a line's end and some indentation
 # A character outside of what JSON must escape, or any escape; a surrogate comes as half of a pair only.
 CHAR = (written(Chars(without(EVERY, ESCAPED)), Rules("")), r'"\\" ["\\/bfnrt]', r'"\\u" unit')
@@ -54,7 +77,8 @@ def write_schema(schema: Schema, whitespace: int | None = WHITESPACE) -> str:
     space = r"[ \n\r\t]"
     gap = '""' if whitespace == 0 else f"{space}*" if whitespace is None else f"{space}{{0,{whitespace}}}"
     rules = {"root": root, **writer.rules.bodies, **writer.schemas, **BASIC, "gap": gap}
-    return "\n".join([*(f"{name} ::= {body}" for name, body in rules.items()), NEVER_RULE])
+    text = "\n".join(f"{name} ::= {body}" for name, body in rules.items())
+    return writer.freed(text) if writer.may_be_impossible(text) else text
 
 
 def place(path: Path) -> str:
@@ -85,6 +109,22 @@ class Writer:
     def __init__(self, root: Schema):
         self.root, self.rules = root, Rules("r")
         self.schemas, self.known = dict[str, str](), dict[Path, str]()
+        self.reasons, self.has_references = dict[Path, str](), False  # why no value of a schema is possible
+
+    def may_be_impossible(self, text: str) -> bool:
+        """Whether a rule can have no text: one that has none itself, or one that needs itself."""
+        return NEVER in text or self.has_references
+
+    def freed(self, text: str) -> str:
+        """A grammar without what no value is of. Raises UserError, naming the place, where nothing is left."""
+        grammar = Reader(f"{text}\n{NEVER_RULE}", MOST_GROUPS).grammar()
+        paths = {name: path for path, name in self.known.items()}
+        culprits = [paths[name] for name in impossible_rules(grammar) if name in paths]
+        if culprits:
+            reason = self.reasons.get(culprits[-1], "no value is possible")
+            raise UserError(f"{place(culprits[-1])}: {reason}")
+        as_it_is = NEVER not in text and set(grammar) - possible_rules(grammar) == {NEVER}
+        return text if as_it_is else write_rules(freed(grammar))
 
     def rule_of(self, schema: Schema, path: Path) -> str:
         """The rule of a schema's texts; what it refers to may refer to it."""
@@ -105,14 +145,27 @@ class Writer:
             if key in schema:
                 return " | ".join(self.rule_of(each, (*path, key, str(i))) for i, each in enumerate(schema[key]))
         if "const" in schema or "enum" in schema:
-            values = schema["enum"] if "enum" in schema else [schema["const"]]
-            return " | ".join(dict.fromkeys(map(constant, values)))
-        types = schema.get("type", TYPES)
-        types = [types] if isinstance(types, str) else types
-        return " | ".join(dict.fromkeys(self.of_type(name, schema, path) for name in types))
+            return self.constants(schema, path)
+        return " | ".join(dict.fromkeys(self.possible(name, schema, path) for name in types_of(schema)))
+
+    def constants(self, schema: Mapping[str, Any], path: Path) -> str:
+        values = schema["enum"] if "enum" in schema else [schema["const"]]
+        left = [value for value in values if any(is_of(value, name) for name in types_of(schema))]
+        if not left:
+            self.reasons[path] = f"no value of enum or const is of type {schema.get('type')!r}"
+        return " | ".join(dict.fromkeys(map(constant, left))) or NEVER
+
+    def possible(self, name: str, schema: Mapping[str, Any], path: Path) -> str:
+        """The texts of one of a schema's types; none where its keywords leave none."""
+        try:
+            return self.of_type(name, schema, path)
+        except Impossible as error:
+            self.reasons[path] = str(error)
+            return NEVER
 
     def referred(self, text: str) -> str:
         path, schema = path_of(text), self.root
+        self.has_references = True
         for name in path:
             schema = schema[int(name) if isinstance(schema, list) else name]
         return self.rule_of(schema, path)
@@ -130,15 +183,16 @@ class Writer:
 
     def integer(self, schema: Mapping[str, Any]) -> str:
         least, most = whole_bounds(schema)
-        check(least is None or most is None or least <= most, "minimum greater than maximum leaves no number")
+        expect(least is None or most is None or least <= most, "minimum greater than maximum leaves no number")
         of = int(schema.get("multipleOf", 1))
         if of == 1:
             return written(whole(integers(least, most)), self.rules)
         if least is None and most is None:
             return self.multiple(of)
         listed = range(-(-least // of) * of, most + 1, of) if least is not None and most is not None else None
-        few = listed is not None and 0 < len(listed) <= MOST_LISTED
-        check(few, f"multipleOf and bounds cannot be guaranteed together but for 1 to {MOST_LISTED} numbers")
+        few = listed is not None and len(listed) <= MOST_LISTED
+        check(few, f"multipleOf and bounds cannot be guaranteed together but for {MOST_LISTED} numbers at most")
+        expect(len(listed) > 0, f"no multiple of {of} is between these bounds")
         return " | ".join(literal(str(each)) for each in listed)
 
     def multiple(self, of: int) -> str:
@@ -156,7 +210,7 @@ class Writer:
         rest = schema.get("items", not prefix or beyond)  # a tuple is closed unless something speaks of more
         if rest is False:
             most = len(prefix) if most is None else min(most, len(prefix))
-        check(most is None or least <= most, f"minItems {least}: there can be only {most}")
+        expect(most is None or least <= most, f"minItems {least}: there can be only {most}")
         item = "value" if rest is True else self.rule_of(rest, (*path, "items")) if rest is not False else NEVER
         left = None if most is None else most - len(prefix)
         after = repeated(f"comma {item}", max(least - len(prefix), 0), left) if left is None or left > 0 else '""'
@@ -191,8 +245,8 @@ class Writer:
         check(states <= MOST_STATES, "minProperties or maxProperties cannot be guaranteed for so many properties")
         body = self.members(members)
         same = members.other is not None and members.least > len(properties) + 1
-        reason = "one name may come twice" if same else "no object has so many, or so few, of these properties"
-        check(body is not None, f"required, minProperties and maxProperties cannot be guaranteed: {reason}")
+        check(not same, "minProperties cannot be guaranteed: one name may come twice")
+        expect(body is not None, "no object has so many, or so few, of these properties")
         return f'"{{" {body} gap "}}"'
 
     def members(self, members: Members) -> str | None:
@@ -244,6 +298,19 @@ class Writer:
         return self.rules.named(rf'"\"" {rules[""]}')
 
 
+def types_of(schema: Mapping[str, Any]) -> list[str]:
+    types = schema.get("type", list(TYPES))
+    return [types] if isinstance(types, str) else types
+
+
+def is_of(value: Any, name: str) -> bool:
+    """Whether a value is of a type, of which `integer` has 1.0 as well."""
+    if isinstance(value, bool) or value is None:  # True is an int to Python
+        return name == ("null" if value is None else "boolean")
+    whole_float = name == "integer" and isinstance(value, float) and value.is_integer()
+    return whole_float or (name not in ("null", "boolean") and isinstance(value, PYTHON[name]))
+
+
 def end_of(node: str, names: list[str]) -> list[str]:
     return [] if node in names else [r'"\""']
 
@@ -282,7 +349,7 @@ def constant(value: Any) -> str:
 def string(schema: Mapping[str, Any], rules: Rules) -> str:
     """`pattern` and `format` are of the string's value; so are its lengths, in code points."""
     least, most = schema.get("minLength", 0), schema.get("maxLength")
-    check(most is None or least <= most, "minLength greater than maxLength leaves no string")
+    expect(most is None or least <= most, "minLength greater than maxLength leaves no string")
     keys = sorted({"minLength", "maxLength", "pattern", "format"} & set(schema))
     if "pattern" not in schema and "format" not in schema:
         return rf'"\"" ({rules.counted(list(CHAR), least, most)}) "\""' if keys else "string"
@@ -290,7 +357,7 @@ def string(schema: Mapping[str, Any], rules: Rules) -> str:
     try:
         node = limited(node, least, most)
     except UserError as error:
-        raise UserError(f"{', '.join(keys)} {error}") from error
+        raise type(error)(f"{', '.join(keys)} {error}") from error
     return rf'"\"" {written(node, rules, json=True)} "\""'
 
 
@@ -319,5 +386,5 @@ def number(schema: Mapping[str, Any], rules: Rules) -> str:
     if least is None and most is None:
         return "number"
     above = least is not None and most is not None and least.value > most.value
-    check(not above, "minimum greater than maximum leaves no number")
+    expect(not above, "minimum greater than maximum leaves no number")
     return written(whole(decimals(least, most)), rules)

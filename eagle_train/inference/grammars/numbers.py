@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from eagle_train.config import check
+from eagle_train.inference.grammars.patterns import expect
 
 DIGITS = 15  # that a float of 64 bits tells apart
 WHOLE = "(0|[1-9][0-9]*)"
@@ -82,7 +83,7 @@ def decimals(least: Bound | None, most: Bound | None) -> str:
     if most is None or most.value > 0 or (most.value == 0 and not most.strict):
         low = least if least is not None and least.value >= 0 else Bound(Decimal(0))
         options += _positive(low, most)
-    check(bool(options), "no number is between these bounds")
+    expect(bool(options), "no number is between these bounds")
     return _either(options)
 
 

@@ -23,6 +23,15 @@ HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
 LOOKS = {"?=": "Lookahead", "?!": "Lookahead", "?<=": "Lookbehind", "?<!": "Lookbehind"}
 
 
+class Impossible(UserError):
+    """There is no text of the kind that is asked for."""
+
+
+def expect(possible: bool, message: str) -> None:
+    if not possible:
+        raise Impossible(message)
+
+
 @dataclass(frozen=True)
 class Chars:
     """One character of a set; of an empty one, nothing at all."""
@@ -56,7 +65,14 @@ class Anchor:
     sign: str
 
 
-Node = Chars | Row | Choice | Times | Anchor
+@dataclass(frozen=True)
+class Ref:
+    """What another rule of a grammar matches. In no tree of a regular expression."""
+
+    name: str
+
+
+Node = Chars | Row | Choice | Times | Anchor | Ref
 
 
 def union(*sets: Iterable[tuple[int, int]]) -> Ranges:
@@ -125,16 +141,19 @@ def searched(pattern: str) -> Node:
 
 
 class Parser:
-    def __init__(self, pattern: str):
-        self.text, self.at, self.depth = pattern, 0, 0
+    def __init__(self, pattern: str, deepest: int = DEEPEST):
+        self.text, self.at, self.depth, self.deepest = pattern, 0, 0, deepest
 
     def parsed(self) -> Node:
-        surrogate = any(0xD800 <= ord(c) <= 0xDFFF for c in self.text)
-        check(not surrogate, "surrogates not allowed: half of a pair is no character")
-        check("\0" not in self.text, r"null characters cannot be read; write \0")
+        self.check_characters()
         node = self.choice()
         check(self.at == len(self.text), "a ) closes no group")
         return node
+
+    def check_characters(self) -> None:
+        surrogate = any(0xD800 <= ord(c) <= 0xDFFF for c in self.text)
+        check(not surrogate, "surrogates not allowed: half of a pair is no character")
+        check("\0" not in self.text, r"null characters cannot be read; write \0")
 
     def next_is(self, text: str) -> bool:
         return self.text.startswith(text, self.at)
@@ -175,6 +194,10 @@ class Parser:
         if not found:
             return None
         check(found[1] is not None, f"{found[0]} means different things; write {{0,...}}, or a backslash before it")
+        return self.bounds(found)
+
+    def bounds(self, found: re.Match[str]) -> tuple[int, int | None]:
+        """Of a repetition that stands here: its least, its comma, its most."""
         self.at = found.end()
         least = int(found[1])
         most = int(found[3]) if found[3] else None if found[2] else least
@@ -203,8 +226,12 @@ class Parser:
             self.at = named.end()
         elif not self.take("?:"):
             check(not self.next_is("?"), f"a group that begins with ({self.text[self.at : self.at + 2]} is not known")
+        return self.closed()
+
+    def closed(self) -> Node:
+        """What stands in a group, to its end."""
         self.depth += 1
-        check(self.depth <= DEEPEST, f"groups within groups: at most {DEEPEST} are possible")
+        check(self.depth <= self.deepest, f"groups within groups: at most {self.deepest} are possible")
         node = self.choice()
         check(self.take(")"), "a group is not closed")
         self.depth -= 1
@@ -261,6 +288,9 @@ class Parser:
             check(letter.isascii() and letter.isalpha(), r"\c must be followed by a letter")
             self.at += 2
             return ord(letter) % 32
+        return self.hexadecimal()
+
+    def hexadecimal(self) -> int | None:
         found = HEX.match(self.text, self.at)
         if not found:
             return None
@@ -270,9 +300,14 @@ class Parser:
         if low and low[2] and 0xDC00 <= int(low[2], 16) < 0xE000:
             self.at = low.end()
             return 0x10000 + ((code - 0xD800) << 10) + int(low[2], 16) - 0xDC00
-        is_point = code <= 0x10FFFF and not 0xD800 <= code < 0xE000
-        check(is_point, f"\\{found[0]} is no character: surrogates not allowed")
-        return code
+        return character(code, found[0])
+
+
+def character(code: int, said: str) -> int:
+    """A code point that was written as \\`said`. Raises UserError for one that no text has."""
+    is_point = code <= 0x10FFFF and not 0xD800 <= code < 0xE000
+    check(is_point, f"\\{said} is no character: surrogates not allowed")
+    return code
 
 
 def is_one(ranges: Ranges) -> bool:
@@ -324,7 +359,9 @@ def only(node: Node) -> Node:
 
 
 def lengths(node: Node) -> tuple[int, int | None]:
-    """The least and the most characters of a text; None: without an end."""
+    """The least and the most characters of a text; None: without an end. Of another rule nothing is known."""
+    if isinstance(node, Ref):
+        return 0, None
     if isinstance(node, Chars):
         return 1, 1
     if isinstance(node, Times):
@@ -343,6 +380,8 @@ def limited(node: Node, least: int, most: int | None) -> Node:
     They have one where the lengths hold anyhow, and where one character of a set is repeated.
     """
     shortest, longest = lengths(node)
+    none = (most is not None and shortest > most) or (longest is not None and longest < least)
+    expect(not none, "leave no text that has the length")
     if shortest >= least and (most is None or (longest is not None and longest <= most)):
         return node
     inner = only(node)
@@ -350,5 +389,5 @@ def limited(node: Node, least: int, most: int | None) -> Node:
         raise UserError("cannot be guaranteed together")
     ends = [end for end in (inner.most, most) if end is not None]
     times = Times(inner.node, max(inner.least, least), min(ends, default=None))
-    check(times.most is None or times.least <= times.most, "leave no text that has the length")
+    expect(times.most is None or times.least <= times.most, "leave no text that has the length")
     return times
