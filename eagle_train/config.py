@@ -84,9 +84,16 @@ def foreign(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {kind}{one_line(error)}") from error
 
 
+class _Short(reprlib.Repr):
+    def repr_int(self, number: int, level: int) -> str:
+        """Python refuses to write the longest."""
+        bits = number.bit_length()
+        return super().repr_int(number, level) if bits < 14_000 else f"a whole number of {bits} bits"
+
+
 def shown(value: Any) -> str:
     """What there is to see of a value, however large, on one line."""
-    short = reprlib.Repr()
+    short = _Short()
     short.maxlevel, short.maxstring, short.maxother = 2, 60, 60
     return " ".join(short.repr(value).split())
 

@@ -148,6 +148,7 @@ def test_a_request_is_answered_or_refused(engine):
         ({"temperature": "hot"}, "temperature='hot': must be 0 or more, and finite"),
         ({"temperature": float("inf")}, "temperature=inf: must be 0 or more, and finite"),
         ({"temperature": -1e-300}, "temperature=-1e-300: must be 0 or more, and finite"),
+        ({"temperature": 10**5000}, "temperature=a whole number of 16610 bits: must be 0 or more, and finite"),
         ({"temperature": 10**400}, "temperature=1.*: must be 0 or more, and finite"),
         ({"top_p": float("nan")}, "top_p=nan: must be above 0 and at most 1"),
         ({"top_k": -1}, r"top_k=-1: must be 0 \(off\) or more, a whole number"),
@@ -238,6 +239,8 @@ def defined(*schemas: dict) -> dict:
     return {"anyOf": one_of, "$defs": dict(zip(names, schemas, strict=True))}
 
 
+WITHIN_ITSELF: dict = {}
+WITHIN_ITSELF["anyOf"] = [WITHIN_ITSELF]
 KILLERS = [  # what xgrammar takes for another grammar, compiles for minutes, or says nothing clear about
     ({"regex": "a{4294967297}"}, "4294967297 repetitions; at most 2147483647"),
     ({"ebnf": 'root ::= "a"{1, 99999999999999999999}'}, "repetitions; at most 2147483647"),
@@ -257,7 +260,22 @@ KILLERS = [  # what xgrammar takes for another grammar, compiles for minutes, or
     ({"regex": "a\0b"}, "null characters"),
     ({"ebnf": "root ::= root"}, "line 1: rule root matches no text"),
     ({"json_schema": {"$ref": "#"}}, "#: no value is possible"),
-    ({"json_schema": '{"type": "number", "minimum": 1e400}'}, "Out of range float"),
+    ({"json_schema": '{"type": "number", "minimum": 1e400}'}, "1e400 is no number that 64 bits hold: .* inf"),
+    ({"json_schema": '{"minimum": 9007199254740993.0}'}, "9007199254740993.0 is no number .* take it for 9.*992.0"),
+    ({"json_schema": '{"const": 1e-400}'}, "1e-400 is no number that 64 bits hold: readers take it for 0.0"),
+    ({"json_schema": '{"default": NaN}'}, "NaN is no number that JSON has"),
+    ({"json_schema": {"const": float("inf")}}, "inf is no number that JSON has"),
+    ({"json_schema": '{"const": -' + "9" * 5000 + "}"}, "a whole number of 5001 digits; at most 4300"),
+    ({"json_schema": {"const": 10**5000}}, "a whole number of 16610 bits; at most 14000"),
+    ({"json_schema": '{"type": "integer", "type": "string"}'}, "the key 'type' comes twice in an object"),
+    ({"json_schema": r'{"$defs": {"a": true, "\u0061": true}}'}, "the key 'a' comes twice in an object"),
+    ({"json_schema": {"type": "object", "properties": {True: INTEGER}}}, "the key True must be a text"),
+    ({"json_schema": {"const": b"a"}}, "b'a' is nothing that JSON has"),
+    ({"json_schema": '{"type":\n "integer",}'}, "no JSON from line 2, column 12 on"),
+    ({"json_schema": "{'type': 'integer'}"}, "no JSON from line 1, column 2 on"),
+    ({"json_schema": WITHIN_ITSELF}, "is deeper than can be read, or within itself"),
+    ({"json_schema": '{"const": ' + "[" * 500 + "]" * 500 + "}"}, "is deeper than can be read"),
+    ({"json_schema": {"$ref": "#//$defs/a", "$defs": {"a": INTEGER}}}, "must lead to a schema"),
     ({"json_schema": {"const": "\ud800"}}, "surrogates not allowed"),
     ({"json_schema": {"type": "number", "minimum": 1e-16}}, "#: a bound of more than 15 significant digits"),
     ({"json_schema": {"type": "number", "minimum": 2, "exclusiveMaximum": 2}}, "#: no number is between these bounds"),
@@ -324,6 +342,7 @@ FINE = [
     ({"json_schema": {"type": "number", "minimum": 1e-9, "maximum": 2e-9}}, "0.0000000015"),
     ({"json_schema": STRING | {"format": "date", "title": "x" * 10**5}}, '"2024-01-31"'),
     ({"json_schema": STRING | {"maxLength": 2**31 - 1}}, '"abc"'),
+    ({"json_schema": {"$ref": "#/$defs/", "$defs": {"": {"type": "integer"}}}}, "5"),
     ({"json_schema": ARRAY | {"minItems": 1, "maxItems": 10**6}}, '[1, "a"]'),
     ({"json_schema": {"anyOf": [{"type": "object", "properties": {f"p{i}": True}} for i in range(200)]}}, '{"p7": 1}'),
     ({"json_schema": {"type": "object", "properties": {f"p{i}": STRING | {"maxLength": 9} for i in range(300)}}}, "{}"),
@@ -333,7 +352,7 @@ FINE = [
         {
             "json_schema": {
                 "type": "object",
-                "properties": {"a": INTEGER, "b": {"$ref": "#//properties/a"}},
+                "properties": {"a": INTEGER, "b": {"$ref": "#/properties/a"}},
                 "required": ["a", "b"],
             }
         },

@@ -6,7 +6,6 @@ leaves no trace. Knows tokenizers and trees; nothing of models, probabilities or
 Shapes: A active rows, N tree nodes, V vocabulary, W 32-bit words that hold a bit for each of its tokens.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -19,7 +18,7 @@ from eagle_train.config import SURROGATE, UserError, check, one_line, shown
 from eagle_train.inference.expressions import as_ebnf, check_length, kept_ebnf
 from eagle_train.inference.grammars.ebnf import literal
 from eagle_train.inference.grammars.json_text import WHITESPACE, write_schema
-from eagle_train.inference.json_schema import check_schema
+from eagle_train.inference.json_schema import check_schema, read_schema, schema_text
 from eagle_train.inference.tree import Tree
 
 KINDS = ("json_schema", "regex", "choice", "ebnf")
@@ -120,15 +119,16 @@ class Guide:
 
 
 def ebnf_of(grammar: Mapping[str, Any]) -> str:
-    """A grammar, see `check_grammar`, as EBNF whose first rule is `root`. Raises UserError for one that cannot be kept,
-    and what JSON's readers and writers raise.
+    """A grammar, see `check_grammar`, as EBNF whose first rule is `root`.
+
+    Raises UserError for one that cannot be kept, and RecursionError for one that is too deep.
     """
     kind = kind_of(grammar)
     value = grammar[kind]
     if kind == "choice":
         value = tuple(value)
     elif not isinstance(value, str):
-        value = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        value = schema_text(value)
     return _ebnf_of(kind, value, grammar.get("whitespace", WHITESPACE))
 
 
@@ -141,8 +141,7 @@ def _ebnf_of(kind: str, value: str | tuple[str, ...], whitespace: int | str) -> 
         return as_ebnf(value)
     if kind == "ebnf":
         return kept_ebnf(value)
-    schema = json.loads(value)
-    json.dumps(schema, allow_nan=False)  # refuses NaN and infinity, which Python's reader takes
+    schema = read_schema(value)
     check_schema(schema)
     return write_schema(schema, None if whitespace == "any" else whitespace)
 
@@ -155,6 +154,8 @@ def _ebnf_of_choice(texts: tuple[str, ...]) -> str:
 
 def reason(error: Exception) -> str:
     """What is wrong with a grammar, in a line."""
+    if isinstance(error, RecursionError):
+        return "is deeper than can be read, or within itself"
     if isinstance(error, UnicodeDecodeError):  # xgrammar cuts its message within a character
         error = ValueError(error.object.decode("utf-8", "replace"))
     return PLACE.sub("", one_line(error))[:200] or "xgrammar cannot read it"

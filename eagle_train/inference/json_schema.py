@@ -6,6 +6,7 @@ against answers that violate it.
 
 import json
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from itertools import combinations
 from math import isfinite
 from typing import Any
@@ -35,6 +36,7 @@ OF_TYPE = {
 STRINGS, ARRAYS = {"minLength", "maxLength", "pattern"}, {"minItems", "maxItems"}
 COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 LARGEST_MULTIPLE = 1024
+MOST_DIGITS, MOST_BITS = 4300, 14000  # of a whole number: Python writes no longer ones
 ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")  # no grammar keeps one of these and others besides
 SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "type": (
@@ -58,6 +60,64 @@ SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enum": (lambda value: isinstance(value, list), "a list"),
 }
 KINDS = ("boolean", "number", "string", "array", "object")  # in this order a value is of the first it can be of
+
+
+def schema_text(schema: Any) -> str:
+    """A schema as JSON. Raises UserError for what JSON does not have, and RecursionError."""
+    return json.dumps(_as_json(schema), ensure_ascii=False)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        named = next((name for name in value if not isinstance(name, str)), "")
+        check(isinstance(named, str), f"the key {shown(named)} must be a text")
+        return {name: _as_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(_as_json, value))
+    if not isinstance(value, str | int | float | None):
+        raise UserError(f"{shown(value)} is nothing that JSON has")
+    if isinstance(value, float) and not isfinite(value):
+        raise UserError(f"{value} is no number that JSON has")
+    long = isinstance(value, int) and value.bit_length() > MOST_BITS
+    check(not long, f"a whole number of {long and value.bit_length()} bits; at most {MOST_BITS} are possible")
+    return value
+
+
+def read_schema(text: str) -> Any:
+    """A schema from JSON, which must say everything once, and in numbers that are read as they are written.
+
+    Raises UserError and RecursionError.
+    """
+    try:
+        return json.loads(
+            text, object_pairs_hook=_once, parse_float=_exact, parse_int=_whole, parse_constant=_no_number
+        )
+    except json.JSONDecodeError as error:
+        raise UserError(f"no JSON from line {error.lineno}, column {error.colno} on") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None) if len(found) < len(names) else None
+    check(twice is None, f"the key {shown(twice)} comes twice in an object")
+    return found
+
+
+def _exact(text: str) -> float:
+    number = float(text)
+    exact = isfinite(number) and Decimal(repr(number)) == Decimal(text)
+    check(exact, f"{shown(text)[1:-1]} is no number that 64 bits hold: readers take it for {number}")
+    return number
+
+
+def _whole(text: str) -> int:
+    check(len(text) <= MOST_DIGITS, f"a whole number of {len(text)} digits; at most {MOST_DIGITS} are possible")
+    return int(text)
+
+
+def _no_number(text: str) -> None:
+    raise UserError(f"{text} is no number that JSON has")
 
 
 def check_schema(schema: Any) -> None:

@@ -88,7 +88,7 @@ def place(path: Path) -> str:
 
 def path_of(text: str) -> Path:
     """Where a `$ref` that begins with # leads."""
-    parts = filter(None, text[1:].split("/"))
+    parts = text[1:].split("/")[1:]
     return tuple(unquote(part).replace("~1", "/").replace("~0", "~") for part in parts)
 
 
