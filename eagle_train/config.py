@@ -55,6 +55,7 @@ FORMAT_WARNING = warnings.formatwarning  # Python's own
 OWN = (PACKAGE, PACKAGE.parent / "evals", PACKAGE.parent / "data")  # where our code is
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")  # what a text of JSON may hold and UTF-8 may not
+HALF = "half of a surrogate pair: no text can be made of it"
 
 
 class UserError(Exception):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import GREEDY, PROMPTS, answers, cut, token_ids
 from tiny import shared_target, tiny_draft, tiny_target, tiny_tokenizer
 
-from eagle_train.config import UserError
+from eagle_train.config import HALF, UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.json_schema import OF_TYPE
 from eagle_train.inference.paged_kv import BLOCK, WASTE
@@ -217,7 +217,12 @@ def test_a_target_whose_stop_token_it_does_not_have():
         ([1, "2"], "prompt 0 holds '?2'?: must be a text, a list of token ids, or a list of chat messages"),
         ([1, -2], "prompt 0 holds -2: must be a text, a list of token ids, or a list of chat messages"),
         ([1, 96], r"prompt 0 holds token \[96\]: the vocabulary has 96"),
-        ("a\ud800", "prompt 0 holds half of a surrogate pair: no text can be made of it"),
+        ("a\ud800", f"prompt 0 holds {HALF}"),
+        ([{"role": "user", "content": "a\ud800"}], f"prompt 0: the conversation holds {HALF}"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}],
+            f"prompt 0: the conversation holds {HALF}",
+        ),
         ([{"role": "user"}], "prompt 0: the chat template refuses the conversation: .*content.*"),
         ([{"role": "user", "content": 3}], "prompt 0: the chat template fails on the conversation: .*int.*"),
     ],

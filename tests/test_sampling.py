@@ -15,6 +15,7 @@ from eagle_train.inference.sampling import (
     child_round,
     probabilities,
     propose,
+    restrict,
     sample,
     uniform,
     verify,
@@ -284,6 +285,24 @@ def test_equal_logits_and_extreme_settings():
         ours = probabilities(logits, one_row(*setting))
         assert ours.dtype == torch.float32
         assert ours[0, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_overflowed_counts_as_the_greatest(dtype):
+    logits = torch.tensor([[[0.0, torch.inf, 1.0, torch.inf, -torch.inf]]], dtype=dtype)
+    for setting, share in (((1.0, 0, 1.0), 0.5), ((1e-40, 0, 1.0), 0.5), ((0.0, 0, 1.0), 1.0), ((1.0, 3, 0.4), 1.0)):
+        assert probabilities(logits, one_row(*setting))[0, 0].tolist() == [0, share, 0, 1 - share, 0]
+
+
+def test_what_is_allowed_is_chosen_from_even_if_nothing_of_it_has_a_chance():
+    """Token 0 is what a row without any mass would give."""
+    logits = torch.tensor([[[5.0, -torch.inf, -torch.inf, 1.0]], [[torch.nan] * 4], [[0.0, -torch.inf, 1.0, 2.0]]])
+    allowed = torch.tensor([[[False, True, True, False]]] * 3)
+    shares = [[0, 0.5, 0.5, 0], [0, 0.5, 0.5, 0], [0, 0, 1, 0]]
+    assert probabilities(restrict(logits, allowed), one_row(1.0))[:, 0].tolist() == shares
+    assert restrict(logits, allowed).argmax(-1)[:, 0].tolist() == [1, 1, 2]
+    nothing = torch.zeros_like(allowed)
+    assert torch.equal(restrict(logits[2], nothing[2]), logits[2])
 
 
 def test_sample_follows_the_cumulative_distribution_and_never_picks_the_impossible():

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from eagle_train.config import SURROGATE, UserError, check, one_line, provenance, write_json
+from eagle_train.config import HALF, SURROGATE, UserError, check, one_line, provenance, write_json
 from eagle_train.corpus.rows import parse
 
 
@@ -24,7 +24,7 @@ def line_of(row: dict[str, Any]) -> str:
         raise UserError("it holds a number that JSON has not, NaN or an infinite one") from error
     except TypeError as error:
         raise UserError(f"it holds a value that JSON has not: {one_line(error)}") from error
-    check(SURROGATE.search(text) is None, "it holds half of a surrogate pair: no text can be made of it")
+    check(SURROGATE.search(text) is None, f"it holds {HALF}")
     return text + "\n"
 
 

@@ -16,7 +16,7 @@ from jinja2 import TemplateError, TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from eagle_train.config import UserError, check, one_line
+from eagle_train.config import HALF, SURROGATE, UserError, check, one_line
 from eagle_train.corpus.chat import Message
 from eagle_train.corpus.tokens import Span
 
@@ -85,6 +85,7 @@ class ChatTemplate:
         """What the target is asked to go on from: the token ids of the conversation and its generation prompt."""
         said = [{key: value for key, value in message.items() if value is not None} for message in messages]
         text = self.render(said, tools, prompt=True)
+        check(not SURROGATE.search(text), f"the conversation holds {HALF}")
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def source(self, tools: list[dict] | None = None) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Listing
 from dataclasses import replace
 from functools import cached_property
 
-from eagle_train.config import UserError, check, shown
+from eagle_train.config import HALF, SURROGATE, UserError, check, shown
 from eagle_train.corpus.template import ChatTemplate
 from eagle_train.inference.detokenizer import Detokenizer, Texts
 from eagle_train.inference.guided import Guide, Matcher
@@ -67,6 +67,7 @@ class Requests:
         tokenizer = self.target.tokenizer
         check(tokenizer is not None, f"{self.target.name} has no tokenizer: give prompts as token ids")
         if isinstance(prompt, str):
+            check(not SURROGATE.search(prompt), f"{name} holds {HALF}")
             return tokenizer(prompt)["input_ids"]
         check(tokenizer.chat_template is not None, f"{self.target.name} has no chat template: give prompts as texts")
         try:

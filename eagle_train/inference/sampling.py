@@ -105,7 +105,12 @@ def probabilities(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tens
 
 
 def restrict(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """logits [..., V] with -inf where `allowed`, bool [..., V], is False; where no token is allowed they stay."""
+    """logits [..., V] with -inf where `allowed`, bool [..., V], is False; where no token is allowed they stay.
+
+    Where none that is allowed has a chance (all -inf or NaN), all of them have the same.
+    """
+    hopeless = ~(allowed & (logits > -torch.inf)).any(-1, keepdim=True)
+    logits = logits.masked_fill(allowed & hopeless, 0.0)
     return logits.masked_fill(~allowed & allowed.any(-1, keepdim=True), -torch.inf)
 
 
@@ -120,7 +125,11 @@ def one_hot(logits: torch.Tensor) -> torch.Tensor:
 
 
 def over_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """logits [B, N, V] / temperature [B], shifted to a maximum of 0; rows with temperature 0 count as 1."""
+    """logits [B, N, V] / temperature [B], shifted to a maximum of 0; rows with temperature 0 count as 1.
+
+    What overflowed to infinity in a narrow dtype counts as the greatest number: infinity less itself is NaN.
+    """
+    logits = logits.clamp(max=torch.finfo(logits.dtype).max)
     divisor = torch.where(temperature > 0, temperature, 1.0)[:, None, None]
     # Shifted first: divided by a tiny temperature the greatest would overflow.
     return (logits - logits.amax(-1, keepdim=True)) / divisor

@@ -34,13 +34,10 @@ def check_prompt(prompt: Any, name: str) -> None:
     """Raise UserError for a prompt that is no text, no list of token ids and no list of chat messages."""
     wanted = "must be a text, a list of token ids, or a list of chat messages"
     check(isinstance(prompt, str | list | tuple), f"{name} is {shown(prompt)}: {wanted}")
-    texts = [prompt]
     if not isinstance(prompt, str):
         is_chat = len(prompt) > 0 and isinstance(prompt[0], dict)
         for each in prompt:
             check(isinstance(each, dict) if is_chat else is_whole(each, 0), f"{name} holds {shown(each)}: {wanted}")
-        texts = [text for message in prompt if is_chat for text in message.values() if isinstance(text, str)]
-    check(not any(map(SURROGATE.search, texts)), f"{name} holds half of a surrogate pair: no text can be made of it")
 
 
 @dataclass(frozen=True)
