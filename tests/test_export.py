@@ -408,7 +408,12 @@ def test_a_config_within_a_config_is_read(target, tmp_path):
     draft = foreign(target, tmp_path / "theirs", "sglang")
     path = tmp_path / "theirs" / "config.json"
     own = json.loads(path.read_text())
-    for nested in ({"model": own}, {"model": own, "truncated_vocab_size": 96}, {"transformer_layer_config": own}):
+    for nested in (
+        {"model": own},
+        {"model": own, "truncated_vocab_size": 96, "hidden_size": 99},  # of what, nobody says
+        {"transformer_layer_config": own},
+        own | {"quantization_config": None, "hidden_act": None, "id2label": 5, "dtype": "float9", "pad_token_id": ""},
+    ):
         path.write_text(json.dumps({"model_type": "eagle", **nested}))
         assert load_foreign(tmp_path / "theirs", target).config == draft.config
     path.write_text(json.dumps({key: value for key, value in own.items() if key != "max_position_embeddings"}))
@@ -433,6 +438,42 @@ def test_drafts_of_others_that_are_none(home, target, tmp_path, capsys, changes,
     foreign(target, tmp_path / "theirs", "sglang", **changes)
     arguments = [f"checkpoint={tmp_path}/theirs", f"out={tmp_path}/out", f"target={home}/target"]
     assert message in refusal(capsys, *arguments)
+
+
+def test_drafts_of_speculators_are_read(target, tmp_path):
+    """One layer, by names of their own, with or without a bias of what joins the two inputs; with norms, none."""
+    draft = foreign(target, tmp_path / "theirs", "bias", num_layers=1)
+    own = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    config = {"speculators_model_type": "eagle", "layernorms": False, "transformer_layer_config": own}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    names = {"fc.": "fusion_fc.", "layers.0.": "transformer."}
+    tensors = {
+        next((new + name.removeprefix(old) for old, new in names.items() if name.startswith(old)), name): tensor
+        for name, tensor in draft.state_dict().items()
+    }
+    (tmp_path / "theirs" / "pytorch_model.bin").unlink()
+    save_file(tensors, tmp_path / "theirs" / "model.safetensors")
+    loaded = load_foreign(tmp_path / "theirs", target)
+    assert loaded.config == draft.config
+    torch.testing.assert_close(loaded.state_dict(), draft.state_dict(), rtol=0, atol=0)
+    save_file(tensors | {"embedding_layernorm.weight": torch.ones(128)}, tmp_path / "theirs" / "model.safetensors")
+    with pytest.raises(UserError, match="has a norm after the embedding"):
+        load_foreign(tmp_path / "theirs", target)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"a": 1', "config.json is no JSON from line 1, column 8 on"),
+        (b"[1]", "config.json holds no mapping"),
+        (b"\xff\xfe", "config.json is no text in UTF-8"),
+    ],
+)
+def test_configs_of_others_that_are_none(target, tmp_path, text, message):
+    foreign(target, tmp_path / "theirs", "sglang")
+    (tmp_path / "theirs" / "config.json").write_bytes(text)
+    with pytest.raises(UserError, match=message):
+        load_foreign(tmp_path / "theirs", target)
 
 
 def test_fp16_has_no_numbers_as_small_as_bf16(target, tmp_path):
@@ -462,12 +503,22 @@ def test_what_is_wrong_beforehand_costs_no_target(home, tmp_path, capsys, monkey
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"hidden_size": 64}, "hidden_size 64 in config.json, and 128 in target"),
-        ({"vocab_size": 95}, "vocab_size 95 in config.json, and 96 in target"),
+        ({"hidden_size": 64}, "config.json: hidden_size is 64, and 128 in target"),
+        ({"vocab_size": 95}, "config.json: vocab_size is 95, and 96 in target"),
         ({"quantization_config": {}}, "is quantised; give the draft that it was made from"),
-        ({"num_attention_heads": 3}, "config.json"),
-        ({"num_attention_heads": 0}, "config.json is no Llama's"),
-        ({"rope_scaling": "linear"}, "config.json is no Llama's"),
+        ({"num_attention_heads": 3}, "config.json: num_key_value_heads is 2, and must divide num_attention_heads, 3"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, and must be a whole number of 1 or more"),
+        ({"num_attention_heads": "4"}, "num_attention_heads is '4', and must be a whole number"),
+        ({"num_attention_heads": 6, "head_dim": None}, "num_attention_heads is 6, and must divide hidden_size, 128"),
+        ({"head_dim": 31}, "head_dim is 31, and must be even"),
+        ({"max_position_embeddings": 128.5}, "max_position_embeddings is 128.5, and must be a whole number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, and must be a number above 0"),
+        ({"rope_theta": "x"}, "rope_theta is 'x', and must be a number above 0"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', and must be a mapping"),
+        ({"rope_scaling": {"type": "foo"}}, "rope_scaling is of type 'foo', and must be one of default, linear"),
+        ({"rope_scaling": {"type": "linear", "factor": "a"}}, "rope_scaling.factor is 'a', and must be a number"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling {'rope_type': 'llama3'} has no factor, low_freq_"),
+        ({"draft_vocab_size": 50}, "draft_vocab_size 50 in config.json; give one of all 96 tokens"),
         ({"hidden_size": None, "vocab_size": None}, "config.json has no hidden_size, vocab_size"),
         ({"hidden_size": None, "model": {"vocab_size": 96}}, "has no hidden_size"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' in config.json; a draft has silu"),

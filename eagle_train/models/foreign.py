@@ -5,6 +5,7 @@ does not say what it was trained for, so the target is given. Knows nothing of o
 """
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eagle_train.config import UserError, check, one_line
+from eagle_train.config import UserError, check, foreign, one_line, shown
 from eagle_train.models.compressed import load_tensors
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.target import Target
@@ -23,8 +25,17 @@ PREFIX = re.compile(r"^(module\.)?(model\.)?")  # of names, from DDP and from wh
 INDEX = "model.safetensors.index.json"
 EAGLE3 = ("midlayer.", "hidden_norm", "d2t", "t2d")
 NESTED = ("model", "text_config", "transformer_layer_config")  # of vLLM's own, multimodal and speculators' configs
-BESIDE = ("quantization_config", "truncated_vocab_size")  # and what they have beside it
+PARTS = ("truncated_vocab_size", "draft_vocab_size")  # of the vocabulary
+BESIDE = ("quantization_config", *PARTS)  # and what they have beside it
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+COUNTS = (*NEEDED, "num_key_value_heads", "head_dim", "num_hidden_layers", "max_position_embeddings")
+NUMBERS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
+ROPE = ("rope_scaling", "rope_parameters")
+OF_ROPE = dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)) | {
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+RENAMED = {"fusion_fc.": "fc.", "transformer.": "layers.0."}  # speculators' names, and everybody's
 BIASES = {
     "qkv_bias": tuple(f"self_attn.{name}_proj.bias" for name in "qkv"),
     "o_bias": ("self_attn.o_proj.bias",),
@@ -36,7 +47,7 @@ SHARED = {"embed_tokens.weight": "embedding", "lm_head.weight": "LM head"}  # th
 def load_foreign(directory: Path, target: Target) -> Draft:
     """The draft in fp32. Raises UserError for what is no EAGLE-1 draft, or not one for this target."""
     values = read_values(directory)
-    tensors = {PREFIX.sub("", name): tensor for name, tensor in read_files(directory).items()}
+    tensors = {everybodys(name): tensor for name, tensor in read_files(directory).items()}
     tensors = {name: tensor for name, tensor in tensors.items() if "rotary_emb" not in name}  # computed from the config
     eagle3 = [name for name in tensors if any(mark in name for mark in EAGLE3)]
     check(not eagle3, f"checkpoint={directory}: an EAGLE-3 draft ({eagle3[:1]}); give one of EAGLE-1")
@@ -45,19 +56,42 @@ def load_foreign(directory: Path, target: Target) -> Draft:
         "quantization_config" not in values,
         f"checkpoint={directory}: is quantised; give the draft that it was made from",
     )
+    normed = "embedding_layernorm.weight" in tensors
+    check(not normed, f"checkpoint={directory}: has a norm after the embedding (layernorms); no draft here has one")
+    norms = {name for name in ("norm.weight", "layers.0.input_layernorm.weight") if name in tensors}
+    check(
+        len(norms) != 1,
+        f"checkpoint={directory}: has {' '.join(norms)} alone of the first layer's input norm and the final one; "
+        "give a draft with both or none",
+    )
     for name, what in SHARED.items():
         refuse_other(name, what, tensors.pop(name, None), target, directory)
     tensors = without_zero_biases(tensors)
-    draft = Draft(shape_of(values, tensors, target, directory))
+    try:
+        draft = Draft(shape_of(values, tensors, target))
+    except UserError as error:
+        raise UserError(f"checkpoint={directory}: config.json: {error}") from error
     load_tensors(draft, tensors, f"checkpoint={directory}")
     return draft
+
+
+def everybodys(name: str) -> str:
+    """A tensor's name without prefixes."""
+    name = PREFIX.sub("", name)
+    theirs = next((begun for begun in RENAMED if name.startswith(begun)), None)
+    return name if theirs is None else RENAMED[theirs] + name.removeprefix(theirs)
 
 
 def read_values(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     try:
-        values = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        values = json.loads(path.read_text("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        said = f"no JSON from line {error.lineno}, column {error.colno} on"
+        raise UserError(f"checkpoint={directory}: config.json is {said}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"checkpoint={directory}: config.json is no text in UTF-8") from error
+    except (OSError, RecursionError) as error:
         raise UserError(f"checkpoint={directory}: config.json cannot be read: {one_line(error)}") from error
     check(isinstance(values, dict), f"checkpoint={directory}: config.json holds no mapping")
     return the_drafts_own(values, directory)
@@ -66,18 +100,20 @@ def read_values(directory: Path) -> dict[str, Any]:
 def the_drafts_own(values: dict[str, Any], directory: Path) -> dict[str, Any]:
     """The part of a config.json that describes the draft's layers: all of it, or what it holds under one of NESTED.
 
-    Raises UserError where a number is missing that has no default which everybody shares.
+    Without what is null. Raises UserError where a number is missing that has no default which everybody shares.
     """
     inner = next((key for key in NESTED if isinstance(values.get(key), dict)), None)
-    if "hidden_size" not in values and inner is not None:
+    if inner is not None and any(values.get(key) is None for key in NEEDED):
         values = {key: value for key, value in values.items() if key in BESIDE} | values[inner]
-    missing = [key for key in NEEDED if values.get(key) is None]
+    values = {key: value for key, value in values.items() if value is not None}
+    missing = [key for key in NEEDED if key not in values]
     check(not missing, f"checkpoint={directory}: config.json has no {', '.join(missing)}")
     act = values.get("hidden_act", "silu")
     check(act in ("silu", "swish"), f"checkpoint={directory}: hidden_act {act!r} in config.json; a draft has silu")
-    part, size = values.get("truncated_vocab_size"), values["vocab_size"]
-    whole = part in (None, size)
-    check(whole, f"checkpoint={directory}: truncated_vocab_size {part} in config.json; give one of all {size} tokens")
+    size = values["vocab_size"]
+    for key in PARTS:
+        whole = values.get(key, size) == size
+        check(whole, f"checkpoint={directory}: {key} {values.get(key)} in config.json; give one of all {size} tokens")
     return values
 
 
@@ -125,22 +161,12 @@ def refuse_other(name: str, what: str, found: torch.Tensor | None, target: Targe
     check(same, f"checkpoint={directory}: its {name} is not the {what} of {target.name}; give the target it is for")
 
 
-def shape_of(values: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target, directory: Path) -> DraftConfig:
+def shape_of(values: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target) -> DraftConfig:
     """The draft's config from a Llama-like config.json, and what only the tensors tell: norms and bias."""
-    norms = {name for name in ("norm.weight", "layers.0.input_layernorm.weight") if name in tensors}
-    check(
-        len(norms) != 1,
-        f"checkpoint={directory}: has {' '.join(norms)} alone of the first layer's input norm and the final one; "
-        "give a draft with both or none",
-    )
-    known = {key: value for key, value in values.items() if key not in ("architectures", "model_type", "torch_dtype")}
-    try:
-        llama = LlamaConfig.from_dict(known)
-    except Exception as error:  # the library checks values by using them
-        raise UserError(f"checkpoint={directory}: config.json is no Llama's: {one_line(error)}") from error
+    llama = llama_of(values)
     for name, own in (("hidden_size", target.identity.hidden_size), ("vocab_size", target.identity.vocab_size)):
         given = getattr(llama, name)
-        check(given == own, f"checkpoint={directory}: {name} {given} in config.json, and {own} in target {target.name}")
+        check(given == own, f"{name} is {given}, and {own} in target {target.name}")
     layers = layers_of(tensors)
     biases = {
         flag: bool(layers) and all(f"layers.{layer}.{name}" in tensors for layer in layers for name in names)
@@ -149,12 +175,49 @@ def shape_of(values: dict[str, Any], tensors: dict[str, torch.Tensor], target: T
     return DraftConfig.from_target(
         llama,
         num_layers=llama.num_hidden_layers if not layers else max(layers) + 1,
-        norms="full" if norms else "eagle1",
+        norms="full" if "norm.weight" in tensors else "eagle1",
         first_token="skip",
         fc_bias="fc.bias" in tensors,
         max_position_embeddings=None if "max_position_embeddings" in values else target.max_positions,
         **biases,
     )
+
+
+def llama_of(values: dict[str, Any]) -> LlamaConfig:
+    """What of a config.json says how a Llama's layers compute. Raises UserError, with the value, for what cannot be."""
+    for key in COUNTS:
+        value = values.get(key, 1)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        check(is_count, f"{key} is {shown(value)}, and must be a whole number of 1 or more")
+    for key in NUMBERS:
+        check(_is_positive(values.get(key, 1)), f"{key} is {shown(values.get(key))}, and must be a number above 0")
+    width, heads = values["hidden_size"], values["num_attention_heads"]
+    parts = "head_dim" in values or width % heads == 0
+    check(parts, f"num_attention_heads is {heads}, and must divide hidden_size, {width}, where no head_dim is given")
+    keys = values.get("num_key_value_heads", heads)
+    check(heads % keys == 0, f"num_key_value_heads is {keys}, and must divide num_attention_heads, {heads}")
+    even = values.get("head_dim", width // heads)
+    check(even % 2 == 0, f"head_dim is {even}, and must be even, for rotary positions")
+    for key in ROPE:
+        _check_rope(key, values.get(key, {}))
+    known = {key: values[key] for key in (*COUNTS, *NUMBERS, *ROPE) if key in values}
+    with foreign(" and ".join(f"{key} {shown(known[key])}" for key in ROPE if key in known) or "as a Llama's"):
+        return LlamaConfig.from_dict(known)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _check_rope(key: str, rope: Any) -> None:
+    check(isinstance(rope, dict), f"{key} is {shown(rope)}, and must be a mapping")
+    kind, kinds = rope.get("rope_type", rope.get("type", "default")), ("default", *ROPE_INIT_FUNCTIONS)
+    check(kind in kinds, f"{key} is of type {shown(kind)}, and must be one of {', '.join(kinds)}")
+    missing = [name for name in OF_ROPE.get(kind, ()) if name not in rope]
+    check(not missing, f"{key} {shown(rope)} has no {', '.join(missing)}")
+    for name, value in rope.items():
+        right = name in ("rope_type", "type") or isinstance(value, bool | list | None) or _is_positive(value)
+        check(right, f"{key}.{name} is {shown(value)}, and must be a number above 0")
 
 
 def layers_of(tensors: dict[str, torch.Tensor]) -> set[int]:
