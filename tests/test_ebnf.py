@@ -21,6 +21,8 @@ LANGUAGES = [  # a grammar, and its language, as the `regex` module has it
     ('root ::= (x){2,} "b"\nx ::= "a" | ""', "a*b"),
     ('root ::= "a"{2} "b"{1,}\t"x" { 0 , 1 }', "aab+x?"),
     ('root ::= ("a" "b"){0} | "x"', "x?"),
+    ('root ::= x "a" | "" "b"\nx ::= (x){0,2}', "a|b"),  # by which xgrammar ended the process
+    ('root ::= (x){0} "a"\nx ::= (y){0,2}\ny ::= x', "a"),
     ('root ::= "a" root "b" | ( ) ""', "(a(?1)?b)?"),
     ('root ::= (\n"a" # )\n| "b" )\n\n x \nx::= "]" ""', r"[ab]\]"),
     ('\ufeffroot ::= "a"\r\n  | "b"\r# c\r| x\r\nx ::= "x"', "[abx]"),

@@ -109,11 +109,11 @@ class Writer:
     def __init__(self, root: Schema):
         self.root, self.rules = root, Rules("r")
         self.schemas, self.known = dict[str, str](), dict[Path, str]()
-        self.reasons, self.has_references = dict[Path, str](), False  # why no value of a schema is possible
+        self.reasons, self.is_recursive = dict[Path, str](), False  # why no value of a schema is possible
 
     def may_be_impossible(self, text: str) -> bool:
         """Whether a rule can have no text: one that has none itself, or one that needs itself."""
-        return NEVER in text or self.has_references
+        return NEVER in text or self.is_recursive
 
     def freed(self, text: str) -> str:
         """A grammar without what no value is of. Raises UserError, naming the place, where nothing is left."""
@@ -128,6 +128,7 @@ class Writer:
 
     def rule_of(self, schema: Schema, path: Path) -> str:
         """The rule of a schema's texts; what it refers to may refer to it."""
+        self.is_recursive |= path in self.known and self.known[path] not in self.schemas
         if path not in self.known:
             self.known[path] = f"s{len(self.known)}"
             try:
@@ -165,7 +166,6 @@ class Writer:
 
     def referred(self, text: str) -> str:
         path, schema = path_of(text), self.root
-        self.has_references = True
         for name in path:
             schema = schema[int(name) if isinstance(schema, list) else name]
         return self.rule_of(schema, path)

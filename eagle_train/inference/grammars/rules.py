@@ -5,7 +5,7 @@ meaning here, or is refused with its line. Knows nothing of JSON or tokens.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from eagle_train.config import UserError, check
 from eagle_train.inference.grammars.patterns import (
@@ -204,6 +204,11 @@ def _parts(node: Node) -> tuple[Node, ...]:
 
 def possible_rules(grammar: Mapping[str, Node]) -> set[str]:
     """The names of the rules that some text matches: those that can end without going on for ever."""
+    return _rules_that(is_possible, grammar)
+
+
+def _rules_that(hold: Callable[[Node, set[str]], bool], grammar: Mapping[str, Node]) -> set[str]:
+    """The names of the rules of which `hold` is true, where it is asked again as others' names become known."""
     known: set[str] = set()
     users: dict[str, set[str]] = {}
     for name, node in grammar.items():
@@ -212,7 +217,7 @@ def possible_rules(grammar: Mapping[str, Node]) -> set[str]:
     waiting = list(grammar)
     while waiting:
         name = waiting.pop()
-        if name not in known and is_possible(grammar[name], known):
+        if name not in known and hold(grammar[name], known):
             known.add(name)
             waiting += users.get(name, ())
     return known
@@ -240,6 +245,29 @@ def pruned(node: Node, rules: set[str] = frozenset()) -> Node:
     return node
 
 
+def says(node: Node, rules: set[str]) -> bool:
+    """Whether a text of at least one character matches, where one matches `rules`. Of what some text matches."""
+    if isinstance(node, Chars):
+        return True
+    if isinstance(node, Ref):
+        return node.name in rules
+    return not (isinstance(node, Times) and node.most == 0) and any(says(part, rules) for part in _parts(node))
+
+
+def terse(node: Node, rules: set[str]) -> Node:
+    """The same texts, where the empty text stands for what matches no other.
+
+    xgrammar ends the process where a rule begins with a counted repetition of itself and matches nothing else.
+    """
+    if not says(node, rules):
+        return Row(())
+    if isinstance(node, Times):
+        return Times(terse(node.node, rules), node.least, node.most)
+    if isinstance(node, Row | Choice):
+        return type(node)(tuple(terse(part, rules) for part in _parts(node)))
+    return node
+
+
 def impossible_rules(grammar: Mapping[str, Node]) -> list[str]:
     """Why no text matches the root: it, a rule that it needs and nothing matches, and so on; nothing where one does."""
     known = possible_rules(grammar)
@@ -262,10 +290,12 @@ def _needed(node: Node, rules: set[str]) -> Iterator[str]:
 def freed(grammar: Mapping[str, Node]) -> Grammar:
     """The rules that the root leads to, without options that no text matches. Some text must match the root."""
     known = possible_rules(grammar)
+    left = {name: pruned(grammar[name], known) for name in known}
+    saying = _rules_that(says, left)
     found, waiting = dict[str, Node](), ["root"]
     while waiting:
         name = waiting.pop()
         if name not in found:
-            found[name] = pruned(grammar[name], known)
+            found[name] = terse(left[name], saying)
             waiting += reversed(list(refs(found[name])))
     return found
