@@ -14,7 +14,7 @@ from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.inference.detokenizer import Detokenizer
 from eagle_train.inference.drafting import check_drafting
 from eagle_train.inference.graphs import check_graphs
-from eagle_train.inference.sequence import Sequence
+from eagle_train.inference.sequence import OVERFLOW, Sequence
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
@@ -72,6 +72,7 @@ def job(config: DictConfig) -> int:
     if world.is_main:
         print()
         print(summary(engine.requests.output(request)), file=sys.stderr)
+    check(request.finish_reason != "overflow", f"target {target.name}: {OVERFLOW}")
     return 0
 
 

@@ -26,7 +26,12 @@ REPEATED = 0.1
 
 LONGEST_NAME = 60  # characters of a category in a table
 
-ENDS = {"stop": "at a stop", "length": "at max_tokens", "context": "at the end of the target's context"}
+ENDS = {
+    "stop": "at a stop",
+    "length": "at max_tokens",
+    "context": "at the end of the target's context",
+    "overflow": "where the target computed NaN",
+}
 TERMS = (
     "TPC: tokens committed in decoding, by calls of the target. TTFT: time to the first token. TTIT: time between one "
     "token and the next; tokens of one round come together, so that p50 may be far below the mean."
@@ -227,6 +232,8 @@ def answer_findings(found: Found) -> list[str]:
         findings.append(f"{found['differing_answers']} answers differ from plain decoding's: {cause}.")
     if found["finish_reasons"].get("context"):
         findings.append(f"{found['finish_reasons']['context']} answers were cut short by the target's context.")
+    if found["finish_reasons"].get("overflow"):
+        findings.append(f"{found['finish_reasons']['overflow']} answers ended because the target computed NaN.")
     return findings
 
 

@@ -19,6 +19,7 @@ from tiny import CHARACTERS
 
 from eagle_train import export, generate, train
 from eagle_train.inference import Engine
+from eagle_train.models import loading
 from eagle_train.models.artifact import read_artifact
 from eagle_train.training import checkpoint
 
@@ -248,6 +249,18 @@ def test_generate_with_a_grammar(made, capsys, grammar, answer):
     assert call(generate.main, *request) == 0
     told = capsys.readouterr().out.replace(generate.GREEN, "").replace(generate.RESET, "")
     assert re.fullmatch(f"({answer})\n", told)
+
+
+def test_generate_where_the_target_computes_nan(made, capsys, monkeypatch):
+    def broken(*arguments):
+        target = loading.load_target(*arguments)
+        with torch.no_grad():
+            target.model.get_input_embeddings().weight[:] = torch.inf
+        return target
+
+    monkeypatch.setattr(generate, "load_target", broken)
+    line = mistake(capsys, made / "out", generate.main, f"target={made}/target", "prompt=abc")
+    assert re.search(r"target .*: computes NaN or infinity .* try target.dtype=float32$", line)
 
 
 @pytest.fixture(scope="module")

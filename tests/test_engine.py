@@ -330,6 +330,25 @@ def test_a_draft_that_is_given_stays_as_it_is():
     assert all(parameter.dtype == torch.float64 and parameter.requires_grad for parameter in draft.parameters())
 
 
+@pytest.mark.parametrize("tree", [None, "chain3", "d3_bf2"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_answer_ends_where_the_target_computes_nan(tree, overlap, trained):
+    """Behind a token whose embedding is infinite, or where it is drafted; the others' answers are as ever."""
+    known = cut(answers("llama"))
+    token = known[1][LENGTH // 2]
+    target = tiny_target("llama")
+    with torch.no_grad():
+        target.model.get_input_embeddings().weight[token] = torch.inf
+    engine = Engine(target, trained if tree else None, tree or "chain3", overlap=overlap)
+    outputs = engine.generate([*PROMPTS, [5, token]], GREEDY)
+    for tokens, output in zip([*known, []], outputs, strict=True):
+        whole = token not in tokens[:-1] and tokens != []
+        kept = tokens if whole else tokens[: tokens.index(token) + 1] if tokens else []
+        assert output.token_ids == kept or (tree and output.token_ids == kept[: len(output.token_ids)])
+        assert (output.finish_reason == "overflow") == (not whole or output.token_ids != kept)
+    assert {output.finish_reason for output in outputs} == {"length", "overflow"}
+
+
 def test_one_text_is_no_list_of_prompts():
     with pytest.raises(UserError, match=r"^prompts: must be a list of prompts$"):
         Engine(shared_target()).generate("hello")

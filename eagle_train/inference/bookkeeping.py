@@ -44,10 +44,14 @@ def commit(
 
 @dataclass(frozen=True)
 class Gain:
-    """What a round brought a sequence: the tokens it committed, and how many of the newest the drafter has not read."""
+    """What a round brought a sequence: the tokens it committed, and how many of the newest the drafter has not read.
+
+    `finite`: no hidden state of the target was NaN or infinite; else the tokens are those that came before it.
+    """
 
     tokens: list[int]
     unread: int
+    finite: bool
 
 
 class Round:
@@ -57,9 +61,13 @@ class Round:
         """`pending`: what it leaves; `unread` [A]: how many of it the drafter is to read."""
         self.sequences, self.plan = list(sequences), plan
         self.most = plan.tree.max_depth + 1  # tokens it may bring a sequence
-        self.arriving = Arriving(torch.column_stack((pending.counts, unread, pending.tokens)))
+        sound = pending.hidden.isfinite().all(2).cumprod(1).sum(1)  # tokens before the first of which it is not so
+        self.arriving = Arriving(torch.column_stack((pending.counts, unread, sound, pending.tokens)))
 
     def gains(self) -> list[tuple[Sequence, Gain]]:
         """What it brought each sequence. The host waits until that is known."""
         rows = zip(self.sequences, self.arriving.wait().tolist(), strict=True)
-        return [(sequence, Gain(tokens[:count], unread)) for sequence, (count, unread, *tokens) in rows]
+        return [
+            (sequence, Gain(tokens[: min(count, sound)], unread, count <= sound))
+            for sequence, (count, unread, sound, *tokens) in rows
+        ]

@@ -384,14 +384,17 @@ class Engine:
         """These have read all of their texts and become active: with their first tokens, or, where one comes back, with
         the pending token that it has already. What `step` tells together has one time."""
         now, hidden = time.perf_counter(), torch.stack([each.last_hidden for each in new])
-        for sequence, token in zip(new, tokens, strict=True):
+        for sequence, token, finite in zip(new, tokens, hidden.isfinite().all(1).tolist(), strict=True):
             sequence.last_hidden = None
-            if not sequence.generated:
+            if not finite:
+                sequence.fail()
+                self.advanced[sequence] = None
+            elif not sequence.generated:
                 sequence.start(token, now)
                 self.requests.cut_at_stop_strings(sequence)
                 self.advanced[sequence] = None
         self.scheduler.activate(new)
-        first = to_device([[sequence.generated[-1]] for sequence in new], hidden.device)
+        first = to_device([sequence.generated[-1:] or [0] for sequence in new], hidden.device)
         lengths = to_device([sequence.committed for sequence in new], hidden.device)
         return Pending(first, hidden.unsqueeze(1), torch.ones_like(lengths), lengths)
 
@@ -503,12 +506,16 @@ class Engine:
         with self.stage("bookkeeping"):
             gains, now = done.gains(), time.perf_counter()
             for sequence, gain in gains:
-                if not sequence.finish_reason:  # else it has ended since the round began
+                if sequence.finish_reason:  # it has ended since the round began
+                    continue
+                if gain.tokens:
                     sequence.advance(gain.tokens, len(gain.tokens) - 1, done.plan.tree.max_depth, now)
                     self.requests.cut_at_stop_strings(sequence)
                     # Where it ended early, `unread` counts what it did not get as well.
                     sequence.read = max(sequence.read, sequence.num_known - gain.unread)
-                    self.advanced[sequence] = None
+                if not gain.finite:
+                    sequence.fail()
+                self.advanced[sequence] = None
             self.leave()
 
     def land(self) -> None:

@@ -15,6 +15,7 @@ from eagle_train.inference.guided import Matcher, check_grammar
 
 LARGEST = (1 << 63) - 1  # of the numbers that a tensor holds
 LEAST = -LARGEST - 1
+OVERFLOW = "computes NaN or infinity from some token on; float16 has a narrow range: try target.dtype=float32"
 
 
 def is_whole(value: Any, least: int) -> bool:
@@ -117,8 +118,9 @@ class Stats:
 
 @dataclass(frozen=True)
 class Output:
-    """A finished request. `finish_reason`: stop (a stop token or string), length, cancelled, or dead_end: its grammar
-    asked for what the target has no tokens for, and the answer is the beginning of one.
+    """A finished request. `finish_reason`: stop (a stop token or string), length, cancelled, dead_end: its grammar
+    asked for what the target has no tokens for, and the answer is the beginning of one; or overflow: the target
+    computed NaN or infinity, as float16 may, for it or for what was drafted, and the answer is what it said before.
 
     `text` is that of the tokens, without special ones and up to the first stop string; the tokens go on to its end.
     """
@@ -231,6 +233,10 @@ class Sequence:
             if self.finish_reason:
                 return kept
         return len(tokens)
+
+    def fail(self) -> None:
+        """The target's hidden states are no numbers: nothing that would follow means anything."""
+        self.finish_reason = self.finish_reason or "overflow"
 
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens only: a stop string was found there."""
