@@ -3,8 +3,13 @@
 And what nothing can match is never begun, in EBNF and in schemas.
 """
 
+import random
+from collections.abc import Callable
+from functools import reduce
+
 import pytest
 import regex
+import torch
 import xgrammar
 from test_promises import accepts, compiled
 
@@ -44,15 +49,15 @@ LANGUAGES = [  # a grammar, and its language, as the `regex` module has it
 ]
 
 
-def texts_of(grammar: dict, longest: int) -> tuple[set[str], set[str]]:
-    """All texts of so many of LETTERS that a grammar has, and all that it lets begin."""
+def texts_of(grammar: dict, longest: int, letters: str = LETTERS) -> tuple[set[str], set[str]]:
+    """All texts of so many of these letters that a grammar has, and all that it lets begin."""
     state = xgrammar.GrammarMatcher(compiled(grammar))
     found, begun = set(), set()
 
     def go(text: str) -> None:
         begun.add(text)
         found.update([text] if state.is_completed() else [])
-        for letter in LETTERS if len(text) < longest else "":
+        for letter in letters if len(text) < longest else "":
             taken = 0
             for byte in letter.encode():
                 if not state.accept_token(byte):
@@ -78,6 +83,78 @@ def test_a_grammar_has_the_texts_it_is_meant_to_have(ebnf, pattern):
         level = [text + letter for text in level for letter in LETTERS]
     assert texts_of({"ebnf": ebnf}, 3) == (wanted, begun)
     assert wanted
+
+
+# --- random grammars, against the texts that follow from their rules by going round until nothing is new
+
+PARTS = [('"a"', {"a"}), ('"ab"', {"ab"}), ("()", {""}), ("[ab]", {"a", "b"}), (r"[^a\0-\x1f]", {"b", '"'})]
+PARTS += [(r'"\u0062"', {"b"}), ('Regex("a?")', {"", "a"}), (r'Regex("[^\\s\\S]")', set())]
+TIMES = [("*", 0, 9), ("+", 1, 9), ("?", 0, 1), ("{2}", 2, 2), ("{0}", 0, 0), ("{0,70}", 0, 9), ("{2,}", 2, 9)]
+MOST = 3  # characters of a text that are looked at
+Texts = Callable[[dict[str, set[str]]], set[str]]
+"""Those of a part of a rule, from those of the rules."""
+
+
+def joined(first: set[str], then: set[str]) -> set[str]:
+    return {a + b for a in first for b in then if len(a + b) <= MOST}
+
+
+def repeated(texts: set[str], least: int, most: int) -> set[str]:
+    found, now = set(), {""}
+    for count in range(most + 1):
+        found |= now if count >= least else set()
+        now = joined(now, texts)
+    return found
+
+
+def random_part(rng: random.Random, names: list[str], depth: int) -> tuple[str, Texts]:
+    kind = rng.choice(["name", "text", "row", "choice", "times"] if depth else ["name", "text"])
+    if kind == "name":
+        name = rng.choice(names)
+        return name, lambda known: known[name]
+    if kind == "text":
+        written, texts = rng.choice(PARTS)
+        return written, lambda known: texts
+    inner = [random_part(rng, names, depth - 1) for _ in range(rng.randint(1, 3))]
+    if kind == "row":
+        return " # c\n".join(each for each, _ in inner), lambda known: reduce(joined, (of(known) for _, of in inner))
+    if kind == "choice":
+        return f"({' | '.join(each for each, _ in inner)})", lambda known: set().union(*(of(known) for _, of in inner))
+    (sign, least, most), (written, of) = rng.choice(TIMES), inner[0]
+    return f"({written}){sign}", lambda known: repeated(of(known), least, most)
+
+
+def refused(ebnf: str) -> bool:
+    try:
+        return not ebnf_of({"ebnf": ebnf})
+    except UserError as error:
+        return "matches no text" in str(error)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_grammars_have_the_texts_that_follow_from_their_rules(seed):
+    """And none that is begun in vain; those that are refused have none."""
+    rng, count = random.Random(seed), 0
+    for _ in range(60):
+        names = ["root", "x", "true"][: rng.randint(1, 3)]
+        rules = {name: random_part(rng, names, 3) for name in names}
+        known = {name: set() for name in names}
+        while (more := {name: of(known) for name, (_, of) in rules.items()}) != known:
+            known = more
+        ebnf = "\n".join(f"{name} ::= {written}" for name, (written, _) in rules.items())
+        if refused(ebnf):
+            assert not known["root"], ebnf
+            count += 1
+            continue
+        found, begun = texts_of({"ebnf": ebnf}, MOST, 'ab"')
+        assert found == known["root"], ebnf
+        grammar = compiled({"ebnf": ebnf})
+        for text in begun - found:
+            state, bits = xgrammar.GrammarMatcher(grammar), torch.zeros(1, 9, dtype=torch.int32)
+            assert state.accept_string(text)
+            state.fill_next_token_bitmask(bits)
+            assert bits.any(), (ebnf, text)
+    assert 0 < count < 50
 
 
 @pytest.mark.parametrize(
