@@ -347,6 +347,7 @@ FINE = [
     ({"json_schema": {"type": "number", "minimum": 1e-9, "maximum": 2e-9}}, "0.0000000015"),
     ({"json_schema": STRING | {"format": "date", "title": "x" * 10**5}}, '"2024-01-31"'),
     ({"json_schema": STRING | {"maxLength": 2**31 - 1}}, '"abc"'),
+    ({"json_schema": '{"type": "string", "minLength": 2.0, "maxLength": 3e0}'}, '"abc"'),
     ({"json_schema": {"$ref": "#/$defs/", "$defs": {"": {"type": "integer"}}}}, "5"),
     ({"json_schema": ARRAY | {"minItems": 1, "maxItems": 10**6}}, '[1, "a"]'),
     ({"json_schema": {"anyOf": [{"type": "object", "properties": {f"p{i}": True}} for i in range(200)]}}, '{"p7": 1}'),

@@ -141,6 +141,7 @@ def test_to_moves_every_table():
         ("chain_99", "tree is 'chain_99'; known trees are .*chain3.*n8"),
         ("chain1024", f"tree.length is 1024; it must be below {MAX_NODES}"),
         ("d30_bf9", "tree.depth 30 with tree.branching 9 exceeds"),
+        ({1: "chain3", "y": 2}, r"tree has the keys \['1', 'y'\]; it must have"),
         ("../tree/chain3", "known trees"),
         (3, "tree is 3"),
         ({"parents": []}, "node 0"),

@@ -101,6 +101,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     twice = next((name for name in names if names.count(name) > 1), None) if len(found) < len(names) else None
     check(twice is None, f"the key {shown(twice)} comes twice in an object")
+    for name in COUNTS & set(found):  # 2.0 is a whole number to JSON Schema
+        value = found[name]
+        found[name] = int(value) if isinstance(value, float) and value.is_integer() else value
     return found
 
 

@@ -201,7 +201,10 @@ def load_tree(spec: "Tree | str | Mapping[str, Any]") -> Tree:
     check(isinstance(spec, Mapping), f"tree is {spec!r}; it must be a name in conf/tree or a mapping")
     if "_target_" in spec:
         return instantiated(spec)
-    check(set(spec) == {"parents"}, f"tree has the keys {sorted(spec)}; it must have `_target_` or `parents` alone")
+    check(
+        set(spec) == {"parents"},
+        f"tree has the keys {sorted(map(str, spec))}; it must have `_target_` or `parents` alone",
+    )
     parents = spec["parents"]
     check(isinstance(parents, Sequence), f"tree.parents is {parents!r}; it must be a list of node numbers")
     return Tree(tuple(parents))
