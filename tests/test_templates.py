@@ -91,12 +91,12 @@ def test_markers_without_the_end_token_are_told_of_once():
     assert not whole.notes
 
 
-def test_markers_around_more_than_what_is_written_decide():
+def test_markers_around_more_than_what_is_written_hold_that_alone():
     template = templating.source("marked").replace("{% endgeneration %}{{ '\\n' }}", "{{ '\\n' }}{% endgeneration %}")
     assert template != templating.source("marked")
     renderer = ChatRenderer(templating.tokenizer_of("marked", template=template))
     documents = renderer(read(CONVERSATIONS["several"]))
-    assert (len(documents), learnt(renderer, documents)) == (1, ["a1<|im_end|>\n", "a2<|im_end|>"])
+    assert (len(documents), learnt(renderer, documents)) == (1, ["a1<|im_end|>", "a2<|im_end|>"])
 
 
 def test_a_template_that_leaves_out_the_names_of_calls_is_taken_with_a_note():

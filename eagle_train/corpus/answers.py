@@ -15,16 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_train.config import UserError, shown
 from eagle_train.corpus.chat import REASONING, Message, conversation_of
+from eagle_train.corpus.contents import THOUGHT
 from eagle_train.corpus.render import ChatRenderer, call_forms
 
-THOUGHT = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<reasoning>", "</reasoning>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("◁think▷", "◁/think▷"),
-)
 PROBE = "Zq7kX4"  # an answer that no template takes apart
 UNDECODED = "\ufffd"  # what bytes that are no text are decoded to
 

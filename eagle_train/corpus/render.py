@@ -114,23 +114,18 @@ class ChatRenderer:
         if any(not after.prompt.startswith(turn.text) for turn, after in itertools.pairwise(turns)):
             return []
         cuts = [cut for turn in turns for cut in (len(turn.prompt), len(turn.text))]
-        if turns[-1].spans is None:
-            spans = [span for turn in turns for span in turn.produced]
-        else:
-            spans = [span for span in turns[-1].spans if any(is_within(span, turn) for turn in turns)]
+        spans = [span for turn in turns for span in turn.produced]
         found = self.encode.served(turns[-1].text, cuts[:-1], spans)
         return [] if found is None else [found]
 
     def alone(self, turn: Turn) -> Document:
-        spans = [span for span in turn.produced if is_within(span, turn)]
-        found = self.encode.served(turn.text, [len(turn.prompt)], spans)
-        return found or self.encode.apart(turn.prompt, turn.written, spans)
+        found = self.encode.served(turn.text, [len(turn.prompt)], turn.produced)
+        return found or self.encode.apart(turn.prompt, turn.written, turn.produced)
 
     def all_of(self, conversation: Conversation, muted: list[int]) -> Document:
         """The whole rendering, in which everything counts as produced but the muted turns."""
-        text = self.template.render(conversation.messages, conversation.tools)
-        check_read(conversation.messages, 0, text)
-        check_tools(conversation.tools, text)
+        text = self.read_whole(conversation)
+        self.finder.kept.check(conversation, self.read_whole, "all")
         found = self.encode.whole(text)
         for number in muted:
             prompt = self.template.render(conversation.messages[:number], conversation.tools, prompt=True)
@@ -140,6 +135,13 @@ class ChatRenderer:
             written = self.finder.to_its_stop(prompt, text[len(prompt) :], said, number)
             found.produced[self.encode.whole(text, [(len(prompt), len(prompt + written))]).produced] = False
         return found
+
+    def read_whole(self, conversation: Conversation) -> str:
+        """The conversation's rendering, in which all of it must be. Raises UserError where something is not."""
+        text = self.template.render(conversation.messages, conversation.tools)
+        check_read(conversation.messages, 0, text)
+        check_tools(conversation.tools, text)
+        return text
 
     def check_known(self, document: Document) -> Document:
         """The document. Raises UserError for a token that the target has no embedding of: its tokenizer got tokens that
@@ -196,11 +198,6 @@ def render_row(row: Mapping, config: SourceConfig, renderer: ChatRenderer) -> li
     text = column(row, "text", config.columns)
     check(isinstance(text, str), f"the text must be a string, not {type(text).__name__}")
     return [renderer.check_known(renderer.render_text(text, config.assistant_pattern))]
-
-
-def is_within(span: Span, turn: Turn) -> bool:
-    """Whether some of a span is in what was written in a turn."""
-    return span[0] < len(turn.text) and len(turn.prompt) < span[1]
 
 
 def matches(pattern: str, text: str) -> Sequence[Span]:

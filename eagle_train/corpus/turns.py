@@ -7,10 +7,12 @@ Knows nothing of tokens or files.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from eagle_train.config import check
 from eagle_train.corpus.chat import Conversation, Message, content_of, reasoning_of
 from eagle_train.corpus.contents import check_read, check_tools, end_of, end_of_answer
+from eagle_train.corpus.kept import Kept
 from eagle_train.corpus.template import CALL_PROBE, GENERATION_PROMPT, SENTINELS, ChatTemplate, Refused
 from eagle_train.corpus.tokens import Span
 
@@ -42,7 +44,7 @@ class TurnFinder:
     tokens. `notes`: what it noticed of the template that its user should know."""
 
     def __init__(self, template: ChatTemplate, stops: Sequence[str], specials: Sequence[str], notes: dict[str, None]):
-        self.template, self.notes = template, notes
+        self.template, self.notes, self.kept = template, notes, Kept()
         self.stops, self.specials = alternatives(stops), alternatives([*stops, *specials])
 
     def turns(self, conversation: Conversation, numbers: Sequence[int]) -> list[Turn]:
@@ -54,13 +56,22 @@ class TurnFinder:
         found: list[Turn] = []
         read, seen = 0, 0  # messages that were looked for in a prompt; where the last one looked at ended
         for number in numbers:
-            turn = self.turn(conversation, number)
-            check_read(conversation.messages[:number], read, turn.prompt, seen)
-            if not found:
-                check_tools(conversation.tools, turn.prompt)
-            found.append(turn)
+            asked = Conversation(conversation.messages[: number + 1], conversation.tools)
+            check_turn = partial(self.read_turn, number=number, read=read)
+            found.append(check_turn(asked, seen=seen))
+            turn = found[-1]
+            self.kept.check(asked, check_turn, number, read)
             read, seen = number + 1, len(turn.text)
         return found
+
+    def read_turn(self, conversation: Conversation, number: int, read: int, seen: int = 0) -> Turn:
+        """A turn in whose prompt the messages from number `read` on are, most likely behind `seen`. Raises as `turns`
+        does."""
+        turn = self.turn(conversation, number)
+        check_read(conversation.messages[:number], read, turn.prompt, seen)
+        if read == 0:
+            check_tools(conversation.tools, turn.prompt)
+        return turn
 
     def turn(self, conversation: Conversation, number: int) -> Turn:
         messages, tools = conversation.messages, conversation.tools
@@ -71,7 +82,7 @@ class TurnFinder:
             answered = self.template.render(messages[: number + 1], tools)
         begun = answered.startswith(prompt)
         if begun:
-            prompt += "" if spans else self.header(prompt, answered, conversation, number)
+            prompt += self.header(prompt, answered, conversation, number)
             written = answered[len(prompt) :]
         else:
             written = self.after_other_prompt(prompt, answered, conversation, number)
@@ -81,9 +92,10 @@ class TurnFinder:
         return self.marked(Turn(prompt, written), spans)
 
     def marked(self, turn: Turn, spans: list[Span]) -> Turn:
-        """The turn with those of the template's markers that are within the conversation up to its end."""
-        size = len(turn.text)
-        own = tuple((start, min(end, size)) for start, end in spans if start < min(end, size))
+        """The turn with what of the template's markers is within what the model writes in it."""
+        begin, size = len(turn.prompt), len(turn.text)
+        cut = [(max(start, begin), min(end, size)) for start, end in spans]
+        own = tuple((start, end) for start, end in cut if start < end)
         last = max((end for _, end in own), default=0) - len(turn.prompt)
         stops = list(self.stops.finditer(turn.written)) if self.stops else []
         if last > 0 and stops and last <= stops[-1].start():
