@@ -1,5 +1,6 @@
 """corpus/chat.py: every row format becomes messages; the mask holds what the assistant produced and nothing else."""
 
+import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from eagle_train.config import UserError
-from eagle_train.corpus.chat import conversation_of, to_messages, unread_columns
+from eagle_train.corpus.chat import Conversation, conversation_of, to_messages, unread_columns
 from eagle_train.corpus.render import ChatRenderer, render_row
 from eagle_train.corpus.source import SourceConfig
 
@@ -372,3 +373,54 @@ def test_what_the_assistant_wrote_of_a_text_is_said_by_a_pattern(pattern, right)
 def test_impossible_sources(values, message):
     with pytest.raises(UserError, match=message):
         SourceConfig("x.jsonl", **values).check("data")
+
+
+QUESTION, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+TOOL = {"name": "get", "parameters": {}}
+
+
+@pytest.mark.parametrize(
+    ("data_format", "row"),
+    [
+        ("messages", {"messages": json.dumps([QUESTION, ANSWER])}),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "q"}, None]}, ANSWER]}),
+        ("messages", {"messages": [{"role": "user", "content": ["q", ""]}, ANSWER], "tools": "null"}),
+        ("sharegpt", {"conversations": '[{"from": "Prompter", "value": "q"}, {"from": "gpt", "value": "a"}]'}),
+        ("sharegpt", {"conversations": [{"from": None, "role": "user", "value": None, "content": "q"}, ANSWER]}),
+        ("prompt_response", {"prompt": [QUESTION], "response": [ANSWER]}),
+        ("prompt_response", {"prompt": json.dumps([QUESTION]), "response": json.dumps([ANSWER])}),
+    ],
+)
+def test_other_spellings_of_one_conversation(data_format, row):
+    assert conversation_of(row, data_format, {}) == Conversation([QUESTION, ANSWER])
+
+
+def test_a_prompt_that_looks_like_json_is_text_unless_it_is_messages():
+    for prompt in ("[1, 2]", "[INST] q", '[{"a": 1}]'):
+        assert to_messages({"prompt": prompt, "response": "a"}, "prompt_response", {})[0]["content"] == prompt
+
+
+def test_functions_of_older_rows_are_tools_and_names_may_have_hyphens():
+    tools = [{"type": "function", "function": TOOL}]
+    row = {"messages": [QUESTION, ANSWER], "functions": [TOOL], "parallel_tool_calls": False}
+    assert conversation_of(row, "messages", {}).tools == tools
+    assert unread_columns(row, "messages", {}) == []
+    assert conversation_of(row, "messages", {"tools": None}).tools is None
+    assert unread_columns({**row, "tools": tools}, "messages", {}) == ["functions"]
+    turns = [{"from": "human", "value": "q"}, {"from": "Function-Call", "value": '{"name": "get", "arguments": {}}'}]
+    assert to_messages({"conversations": turns}, "sharegpt", {})[1]["tool_calls"][0]["function"]["name"] == "get"
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        (None, "the column 'messages': the turns must be a list, not NoneType"),
+        ([{"from": "human", "value": "q"}], "data.format=sharegpt reads such turns"),
+        ([{**QUESTION, "tool_calls": [{"function": TOOL}]}], "a turn of user has calls of tools"),
+        ([{**ANSWER, "tool_calls": [{"function": TOOL}], "function_call": TOOL}], "function_call and tool_calls"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"its part \{'type': 'image'\} is none"),
+    ],
+)
+def test_what_would_be_lost_is_refused(messages, told):
+    with pytest.raises(UserError, match=told):
+        to_messages({"messages": messages}, "messages", {})

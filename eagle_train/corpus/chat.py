@@ -3,6 +3,7 @@
 Knows nothing of files, templates or tokens.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ CALL = "function_call"  # the role of a turn whose content is a call, or a list 
 # Who speaks, in lower case, and the role that chat templates know.
 ROLES = {
     "human": "user",
+    "prompter": "user",
     "user": "user",
     "gpt": "assistant",
     "assistant": "assistant",
@@ -46,6 +48,7 @@ ROLES = {
     CALL: CALL,
     "tool_call": CALL,
 }
+TEXTS = ("text", "input_text", "output_text")  # the types of parts that are text
 REASONING = ("reasoning_content", "reasoning", "thinking")  # the names that templates and servers have for it
 # What a ShareGPT turn may have beside its speaker and its text.
 EXTRAS = ("weight", "name", "tool_calls", "tool_call_id", *REASONING)
@@ -85,14 +88,13 @@ def to_messages(
     are none.
     """
     if data_format == "messages":
-        turns = column(row, "messages", columns)
+        turns = turns_of(row, "messages", columns)
     elif data_format == "sharegpt":
-        turns = from_sharegpt(column(row, "conversations", columns))
+        turns = from_sharegpt(turns_of(row, "conversations", columns))
     else:
         assert data_format == "prompt_response", data_format
         prompt, response = (column(row, key, columns) for key in FORMATS["prompt_response"])
-        turns = [*as_turns(prompt), {"role": "assistant", "content": response}]
-    check(isinstance(turns, list), f"the turns must be a list, not {type(turns).__name__}")
+        turns = [*as_turns(prompt, "user"), *as_turns(response, "assistant")]
     check(len(turns) > 0, "the row has no turns")
     return [*system_of(row, columns, turns), *(validated(turn, roles) for turn in turns)]
 
@@ -104,18 +106,35 @@ def column(row: Mapping, key: str, columns: Mapping[str, str | None]) -> Any:
     return row[name]
 
 
-def as_turns(prompt: Any) -> list:
-    """A prompt column: a list of messages, or the content of a single user message."""
-    return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+def turns_of(row: Mapping, key: str, columns: Mapping[str, str | None]) -> list:
+    """The column of turns, which may be written as JSON. Raises UserError unless it is a list."""
+    value, told = column(row, key, columns), f"the column {columns.get(key, key)!r}: the turns"
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parsed(value, told)
+    check(isinstance(value, list), f"{told} must be a list, not {type(value).__name__}")
+    return value
 
 
-def from_sharegpt(turns: Any) -> list[Message]:
+def as_turns(said: Any, role: str) -> list:
+    """A prompt or a response: messages, which may be written as JSON, or the content of a single one."""
+    value = said
+    if isinstance(said, str) and said.lstrip().startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(said)
+    return value if is_turns(value) else [{"role": role, "content": said}]
+
+
+def is_turns(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value)
+
+
+def from_sharegpt(turns: list) -> list[Message]:
     """ShareGPT's {"from", "value"} turns as messages, whose roles are the speakers' names."""
-    check(isinstance(turns, list), f"the turns must be a list, not {type(turns).__name__}")
     told = []
     for turn in turns:
         known = isinstance(turn, dict) and ("from" in turn or "role" in turn)
         check(known, f"a turn must be an object with 'from' and 'value', not {shown(turn)}")
+        turn = {key: value for key, value in turn.items() if value is not None}
         extras = {key: turn[key] for key in EXTRAS if key in turn}
         content = turn.get("value", turn.get("content"))
         told.append({"role": turn.get("from", turn.get("role")), "content": content, **extras})
@@ -139,22 +158,25 @@ def validated(turn: Any, roles: Mapping[str, str] = ROLES) -> Message:
     """A message with its role mapped, its text parts joined and its calls in OpenAI's form. Raises UserError."""
     check(isinstance(turn, dict), f"a turn must be an object with role and content, not {type(turn).__name__}")
     kept = {key: value for key, value in turn.items() if value is not None}
+    check("role" in kept or "from" not in kept, "a turn has 'from' and no role: data.format=sharegpt reads such turns")
     role, content = role_of(kept.get("role"), roles), kept.get("content")
     if role == CALL:
         return {**kept, "role": "assistant", "content": "", "tool_calls": calls_of(content)}
-    calls = kept.pop("function_call", None) or kept.pop("tool_calls", None)
-    if calls and role == "assistant":
+    given = [calls for key in ("function_call", "tool_calls") if (calls := kept.pop(key, None))]
+    check(len(given) < 2, "a turn has function_call and tool_calls: leave one out")
+    check(not given or role == "assistant", f"a turn of {role} has calls of tools; the assistant alone may call them")
+    for calls in given:
         kept["tool_calls"] = calls_of(calls)
         content = "" if content is None else content
-    if isinstance(content, list) and all(is_text_part(part) for part in content):
-        content = "".join(part["text"] for part in content)
+    content = joined(content, role)
     check(isinstance(content, str), f"the content of a turn of {role} must be text, not {type(content).__name__}")
     return {**kept, "role": role, "content": content}
 
 
 def role_of(speaker: Any, roles: Mapping[str, str]) -> str:
     check(isinstance(speaker, str), f"a turn's role must be a string, not {speaker!r}")
-    known = roles.get(speaker.strip().lower())
+    name = speaker.strip().lower()
+    known = roles.get(name, roles.get(re.sub(r"[\s-]+", "_", name)))
     check(
         known is not None,
         f"a turn's role must be one of {', '.join(roles)}, not {speaker!r}; 'data.roles={{{speaker}: user}}' maps it",
@@ -162,8 +184,15 @@ def role_of(speaker: Any, roles: Mapping[str, str]) -> str:
     return known
 
 
-def is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+def joined(content: Any, role: str) -> Any:
+    """A content of text parts as one text; any other as it is. Raises UserError for a part that is no text."""
+    if not isinstance(content, list):
+        return content
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content if part is not None]
+    for part in parts:
+        is_text = isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str)
+        check(is_text, f"the content of a turn of {role} must be text, not list: its part {shown(part)} is none")
+    return "".join(part["text"] for part in parts)
 
 
 def calls_of(value: Any) -> list[dict]:
@@ -218,8 +247,8 @@ TELLING = re.compile(
 
 def unread_columns(row: Mapping, data_format: str, columns: Mapping[str, str | None]) -> list[str]:
     """The row's columns that look like data, are not empty and are not read."""
-    keys = FORMATS[data_format] if data_format == "text" else (*FORMATS[data_format], "tools")
-    read = {columns.get(key, key) for key in keys} | {columns.get("system")}
+    read = {columns.get(key, key) for key in FORMATS[data_format]} | {columns.get("system")}
+    read |= set() if data_format == "text" else {tools_column(row, columns)}
     others = {name: value for name, value in row.items() if name not in read and value not in (None, "", [], {})}
     return [name for name, value in others.items() if TELLING.fullmatch(str(name)) or looks_like_turns(value)]
 
@@ -229,14 +258,19 @@ def looks_like_turns(value: Any) -> bool:
     return isinstance(first, dict) and ({"role", "content"} <= first.keys() or {"from", "value"} <= first.keys())
 
 
+def tools_column(row: Mapping, columns: Mapping[str, str | None]) -> str | None:
+    """Where the tools are: OpenAI's older rows have them in `functions`."""
+    is_older = "tools" not in columns and row.get("tools") is None and row.get("functions") is not None
+    return "functions" if is_older else columns.get("tools", "tools")
+
+
 def tools_of(row: Mapping, columns: Mapping[str, str | None]) -> list[dict] | None:
     """The row's tools as OpenAI function schemas, None without any. Raises UserError for what is no such schema."""
-    name = columns.get("tools", "tools")
-    value = row.get(name) if name else None
-    if value is None or value in ("", [], {}):
+    name = tools_column(row, columns)
+    value, field = row.get(name) if name else None, f"the column {name!r}"
+    value = None if value == "" else parsed(value, field)
+    if value is None or value in ([], {}):
         return None
-    field = f"the column {name!r}"
-    value = parsed(value, field)
     return [tool_of(parsed(tool, field), field) for tool in (value if isinstance(value, list) else [value])] or None
 
 
