@@ -396,7 +396,7 @@ def that_masks_everything(root: Path, target: Path) -> list[str]:
         (without_weights_and_data, "data.path is nowhere.jsonl; there is no such file"),
         (
             without_one_tensor,
-            "1 weights are missing or of the wrong shape, ['model.layers.1.mlp.up_proj.weight'] first",
+            "1 weights are missing, ['model.layers.1.mlp.up_proj.weight'] first",
         ),
         (without_tokenizer, "/target: no tokenizer there"),
         (that_masks_everything, "train.jsonl:1: the chat template masks everything"),

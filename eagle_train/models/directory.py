@@ -84,17 +84,23 @@ def check_directory(path: Path) -> None:
     check(has_config, f"{place}: no config.json there; give {instead}")
 
 
-def check_shards(path: Path) -> None:
-    """Raise UserError where some files of weights are there, and others that the index names are not.
+def weight_files(path: Path) -> list[Path]:
+    """The files of weights that transformers reads of a directory, there or not: one, or those that its index names.
 
-    Only the index that is read counts: many keep that of another format without its files.
+    Only the index that is read counts: many keep that of another format without its files. Raises UserError for one
+    that cannot be read.
     """
     found = next((path / name for file in FILES for name in (file, file + INDEX) if (path / name).is_file()), None)
     if found is None or not found.name.endswith(INDEX):
-        return
+        return [] if found is None else [found]
     with foreign(f"target.path={path}: {found.name} cannot be read"):
-        named = sorted(set(json.loads(found.read_text("utf-8"))["weight_map"].values()))
-    missing = [name for name in named if not (path / name).exists()]
+        return [path / name for name in sorted(set(json.loads(found.read_text("utf-8"))["weight_map"].values()))]
+
+
+def check_shards(path: Path) -> None:
+    """Raise UserError where some files of weights are there, and others that the index names are not."""
+    named = weight_files(path)
+    missing = [file.name for file in named if not file.exists()]
     check(
         not missing,
         f"target.path={path}: {len(missing)} of {len(named)} files of weights are missing, {missing[:1]} first; "

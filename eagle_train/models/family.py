@@ -7,9 +7,16 @@ import json
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, PreTrainedModel
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    GenerationMixin,
+    PreTrainedModel,
+)
 
-from eagle_train.config import UserError, check, foreign
+from eagle_train.config import check, foreign
 from eagle_train.models.forward import PROBED, Reach, Reaches, hidden_states
 from eagle_train.models.head import head_of, lm_head_of
 from eagle_train.models.probe import TOKENS, UNREACHED, probe
@@ -18,22 +25,44 @@ from eagle_train.models.twin import longest_border, twin_of
 from eagle_train.ops.attention import Attend, packed_attention
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+NO_CAUSAL = "is no causal language model; a target goes on with a text, as Llama does"
+ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # of names of classes that go on with a text
 known: dict[tuple[type, str], Reaches] = {}  # of the classes and configs that passed
 
 
 def auto_class(config: Any, place: str) -> type:
     """transformers' auto class that loads a checkpoint with this config. Raises UserError for one that no text goes on
     from; `place` begins the message."""
-    named = (getattr(config, "architectures", None) or [f"model_type {config.model_type}"])[0]
+    named = declared(config) or f"model_type {config.model_type}"
     check(
         not getattr(config, "is_encoder_decoder", False),
         f"{place}: {named} is an encoder-decoder; a target is a decoder alone, as Llama is",
     )
     own_code = getattr(config, "auto_map", None) or {}
-    for each in AUTO_CLASSES:
-        if each.__name__ in own_code or type(config) in each._model_mapping:
-            return each
-    raise UserError(f"{place}: {named} is no causal language model; a target goes on with a text, as Llama does")
+    own = next((each for each in AUTO_CLASSES if each.__name__ in own_code), None)
+    check(own is not None or goes_on(config), f"{place}: {named} {NO_CAUSAL}")
+    found = own or next((each for each in AUTO_CLASSES if type(config) in each._model_mapping), None)
+    check(found is not None, f"{place}: {named} {NO_CAUSAL}")
+    return found
+
+
+def goes_on(config: Any) -> bool:
+    """Whether the class that a config declares goes on with a text; one that declares none may.
+
+    transformers loads any checkpoint as a causal language model if another of its kind is one: a reward model's or an
+    encoder's weights too, with an LM head that nobody trained.
+    """
+    name = declared(config)
+    known_class = name and getattr(transformers, name, None)
+    if known_class is None:
+        return name is None or name.endswith(ENDS)
+    return isinstance(known_class, type) and issubclass(known_class, GenerationMixin)
+
+
+def declared(config: Any) -> str | None:
+    """The name of the class that a checkpoint's config says it is of."""
+    names = getattr(config, "architectures", None) or []
+    return next(map(str, [names] if isinstance(names, str) else names), None)
 
 
 def skeleton(config: Any, trust_remote_code: bool, place: str) -> PreTrainedModel:

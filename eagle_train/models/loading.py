@@ -32,6 +32,7 @@ from eagle_train.models.directory import check_directory
 from eagle_train.models.family import auto_class, check_family, skeleton
 from eagle_train.models.head import head_of
 from eagle_train.models.shapes import heads_of
+from eagle_train.models.stored import check_stored
 from eagle_train.models.target import Target
 
 
@@ -96,10 +97,13 @@ def has_own_code(path: Path) -> bool:
 
 
 def check_target(config: TargetConfig, hf_config: Any) -> None:
-    """Raise UserError, before a weight is read, for a family that cannot be a target: see `check_family`."""
+    """Raise UserError, before a weight is read, for a family that cannot be a target (see `check_family`), and for a
+    directory whose files do not hold its weights (see `check_stored`)."""
     place = f"target.path={config.path}"
     model = skeleton(hf_config, config.trust_remote_code, place)
     check_family(type(model), model.config, place)
+    if Path(config.path).is_dir():
+        check_stored(Path(config.path), model, bool(getattr(hf_config, "quantization_config", None)), place)
 
 
 def check_placement(
