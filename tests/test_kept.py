@@ -104,3 +104,19 @@ def test_markers_around_the_whole_conversation_supervise_answers_alone():
     for supervise, right in (("assistant", ["a1<|im_end|>", "a2<|im_end|>"]), ("last", ["a2<|im_end|>"])):
         renderer = with_template(template, supervise=supervise)
         assert learnt(renderer, renderer(read(CONVERSATIONS["several"]))) == right
+
+
+CLOSED = (  # its generation prompt has a block that its rendering of an answer has not
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% if closed %}\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def test_markers_behind_another_generation_prompt_hold_the_same_text():
+    """Contents alone, and the reasoning that the prompt began."""
+    renderer = with_template(CLOSED, "qwen3", template_kwargs={"closed": True})
+    assert learnt(renderer, renderer(read(CONVERSATIONS["several"]))) == ["a1", "a2"]
+    assert any("markers leave out '<|im_end|>'" in note for note in renderer.notes)
+    renderer = with_template(CLOSED, "qwen3")
+    assert learnt(renderer, renderer([user("q"), said("a", reasoning_content="hm")])) == ["hm\n</think>\n\na"]

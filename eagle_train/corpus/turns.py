@@ -80,14 +80,14 @@ class TurnFinder:
             answered, spans = self.template.marked(messages[: number + 1], tools)
         else:
             answered = self.template.render(messages[: number + 1], tools)
-        begun = answered.startswith(prompt)
-        if begun:
+        if answered.startswith(prompt):
             prompt += self.header(prompt, answered, conversation, number)
             written = answered[len(prompt) :]
         else:
             written = self.after_other_prompt(prompt, answered, conversation, number)
+            spans = None if spans is None else moved(spans, answered, prompt, written)
         written = self.to_its_stop(prompt, written, conversation, number)
-        if spans is None or not begun:
+        if spans is None:
             return Turn(prompt, written)
         return self.marked(Turn(prompt, written), spans)
 
@@ -230,6 +230,16 @@ def in_common(one: str, other: str) -> str:
     """What both texts begin with."""
     size = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return one[:size]
+
+
+def moved(spans: list[Span], answered: str, prompt: str, written: str) -> list[Span]:
+    """Markers of a rendered answer, where the same text stands behind another prompt. What the model writes before that
+    text is its reasoning, which the rendering has not: it counts as produced."""
+    text = prompt + written
+    same = len(text) - len(in_common(text[::-1], answered[::-1]))
+    by = len(text) - len(answered)
+    behind = [(max(start + by, same), end + by) for start, end in spans if end + by > same]
+    return [(len(prompt), behind[0][1]), *behind[1:]] if behind and same > len(prompt) else behind
 
 
 def behind_tag(message: Message, prompt: str) -> Message:
