@@ -1,0 +1,130 @@
+"""What README, the other pages, the YAMLs' comments and the launch scripts name is there: commands, files, keys, values
+and figures.
+"""
+
+import inspect
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from eagle_train.config import CONF_DIR, OPEN, as_typed, compose, named_path
+from eagle_train.inference import Engine, SamplingParams
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/DESIGN.md", "docs/templates.md", "data/tiny_target/README.md")
+YAMLS = sorted(str(path.relative_to(ROOT)) for path in CONF_DIR.rglob("*.yaml"))
+SCRIPTS = sorted(str(path.relative_to(ROOT)) for end in ("sh", "sbatch") for path in ROOT.glob(f"launch/**/*.{end}"))
+CONFIGS = sorted(path.stem for path in CONF_DIR.glob("*.yaml") if path.stem != "command")
+# What starts a command that takes overrides, and the config that it has.
+COMMANDS = {f"python -m evals.{name}": name for name in CONFIGS if (ROOT / "evals" / f"{name}.py").exists()} | {
+    "eagle-train": "train",
+    "eagle-export": "export",
+    "eagle-generate": "generate",
+    "python data/regenerate.py": "regenerate",
+    "bash launch/quickstart.sh": "train",
+    "bash launch/torchrun.sh": "train",
+    "launch/slurm/train.sbatch": "train",
+    "-m eagle_train.generate": "generate",
+}
+FILE = re.compile(r"(?<![\w/.*-])(?:eagle_train|conf|launch|data|tests|evals|docs)/[\w./-]*\w")
+OVERRIDE = re.compile(r"(?<![\w./\[-])([a-z]\w*(?:\.\w+)+)=(?!=)")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hydra_once() -> Iterator[None]:
+    with initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
+        yield
+
+
+def text_of(file: str) -> str:
+    return (ROOT / file).read_text("utf-8")
+
+
+def codes(page: str) -> list[str]:
+    """What stands as code on a page, its lines that are continued joined: a line of a block, or a span in the text."""
+    blocks = re.findall(r"^```(?!python)\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    return lines + [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+
+
+def comments(text: str) -> str:
+    return "\n".join(line.partition("#")[2].lstrip("# ") for line in text.splitlines() if "#" in line)
+
+
+def composed(name: str, words: list[str]) -> DictConfig:
+    """A command's config with the overrides among `words`, as the command itself takes them."""
+    parser = OverridesParser.create()
+    given = [each for word in words if "=" in word and not word.startswith("-") for each in named_path(word)]
+    return compose(name, [as_typed(each, parser) for each in given])
+
+
+def below(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """The dotted names of a mapping's keys, those within it included."""
+    for key, value in values.items():
+        yield f"{above}{key}"
+        if isinstance(value, Mapping):
+            yield from below(value, f"{above}{key}.")
+
+
+@cache
+def keys() -> frozenset[str]:
+    """Of all commands and of all options of their groups, and what Python's interface has."""
+    own = [key for name in CONFIGS for key in below(OmegaConf.to_container(compose(name, [])))]
+    files = [path for path in CONF_DIR.glob("*/*.yaml") if path.parent.name != "experiment"]
+    groups = [key for path in files for key in below({path.parent.name: OmegaConf.to_container(OmegaConf.load(path))})]
+    python = [key for cls in (Engine, SamplingParams) for key in inspect.signature(cls).parameters]
+    return frozenset(["experiment", *own, *groups, *python])
+
+
+def commands(page: str) -> list[tuple[str, str, list[str]]]:
+    """(config, line, its words) of each command on a page."""
+    found = []
+    for line in codes(page):
+        for start, name in COMMANDS.items():
+            _, here, rest = f" {line} ".partition(f"{start} ")
+            if here:
+                found.append((name, line, shlex.split(rest, comments=True)))
+    return found
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_each_command_takes_what_it_is_given(file):
+    for name, _, words in commands(text_of(file)):
+        composed(name, words)
+
+
+def test_the_commands_are_found():
+    found = commands(text_of("README.md"))
+    assert len(found) > 20
+    assert {name for name, _, _ in found} > {"train", "export", "generate", "latency", "switches"}
+
+
+@pytest.mark.parametrize("file", [*PAGES, *YAMLS, *SCRIPTS])
+def test_each_override_is_one(file):
+    said = "\n".join(codes(text_of(file))) if file in PAGES else comments(text_of(file))
+    given = {found[1] for found in OVERRIDE.finditer(said)}
+    assert {key for key in given - keys() if not key.startswith(OPEN)} == set()
+
+
+@pytest.mark.parametrize("file", [*PAGES, *YAMLS, *SCRIPTS])
+def test_each_file_is_there(file):
+    """As it stands, or from the package on."""
+    named = {found[0] for found in FILE.finditer(text_of(file))}
+    assert {each for each in named if not any((ROOT / above / each).exists() for above in ("", "eagle_train"))} == set()
+
+
+def test_the_quickstarts_figures_are_the_published_ones():
+    figures, page = json.loads(text_of("evals/results/quickstart_avx2.json")), text_of("README.md")
+    assert f"\nTPC {figures['tpc']:.2f} (" in page
+    assert f"\nspeed-up over plain decoding {figures['speedup']:.2f} (" in page
+    assert f"\nTTIT {1e3 * figures['ttit_s']:.2f} ms, " in page
