@@ -4,14 +4,17 @@ And a clock that only models move, and a list of what was compiled, for those th
 """
 
 import os
+import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # read when torch is loaded; spinning threads starve each other (DESIGN 5)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from command_line import save_target
 from slow import slow
 from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import GraphModule
@@ -37,6 +40,17 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Bytes have no name of their own: what packs them may write the time into them, and each of pytest's processes
     must find tests of the same names."""
     return argname if isinstance(val, bytes) else None
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def copy(tiny_checkpoint, tmp_path) -> Path:
+    """Of a tiny target on disk, to be damaged."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
 
 
 @pytest.fixture

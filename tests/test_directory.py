@@ -1,7 +1,6 @@
 """What is no checkpoint is told by its kind, in one line, by every command alike."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,6 @@ from eagle_train.config import UserError
 from eagle_train.models.loading import TargetConfig, load_config, load_target
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 16060556376\n"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture
-def copy(saved, tmp_path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
 def said_of(path: Path) -> str:

@@ -1,7 +1,6 @@
 """What is wrong with a checkpoint's files is told from their headers, before a weight is read, in plan and run."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,6 @@ from eagle_train.models.family import auto_class
 from eagle_train.models.loading import TargetConfig, check_target, load_config, load_target
 
 EMBEDDING, HEAD, GATE = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.gate_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture
-def copy(saved, tmp_path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
 def edit(path: Path, rename=lambda name: name, **tensors: torch.Tensor | None) -> None:
@@ -197,6 +186,7 @@ def test_experts_that_are_stored_one_by_one_are_whole(tmp_path):
         "LlamaModel",
         "LlamaForRewardModel",
         "LlamaForCausalLMEagle3",
+        "PI0ForConditionalGeneration",
     ],
 )
 def test_what_goes_on_with_no_text_is_refused(tmp_path, declared, monkeypatch, capsys):
@@ -208,13 +198,23 @@ def test_what_goes_on_with_no_text_is_refused(tmp_path, declared, monkeypatch, c
     )
 
 
-@pytest.mark.parametrize("declared", [None, [], "LlamaForCausalLM", ["LLaMAForCausalLM"], ["LlamaForCausalLM", "X"]])
+@pytest.mark.parametrize(
+    "declared",
+    [None, [], "LlamaForCausalLM", ["LLaMAForCausalLM"], ["LlamaForCausalLM", "X"], "ReformerModelWithLMHead"],
+)
 def test_what_goes_on_passes(declared):
-    auto_class(transformers.LlamaConfig(**SIZES, architectures=declared), "target")
+    config = transformers.LlamaConfig(**SIZES, architectures=declared)
+    assert auto_class(config, "target") is transformers.AutoModelForCausalLM
 
 
-@pytest.mark.parametrize(("family", "declared"), [("llava", "LlavaForConditionalGeneration"), ("gemma3", None)])
-def test_multimodal_classes_pass(family, declared):
+@pytest.mark.parametrize(
+    ("family", "declared", "auto"),
+    [
+        ("llava", "LlavaForConditionalGeneration", transformers.AutoModelForImageTextToText),
+        ("gemma3", None, transformers.AutoModelForCausalLM),
+    ],
+)
+def test_multimodal_classes_pass(family, declared, auto):
     config = multimodal_config(family)
     config.architectures = declared and [declared]
-    auto_class(config, "target")
+    assert auto_class(config, "target") is auto

@@ -60,19 +60,16 @@ def fails(check: Check, conversation: Conversation) -> bool:
 
 def shape_of(asked: Conversation) -> str:
     """The same for conversations whose ids differ in letters and digits alone."""
-    ids = [
-        {**message, "tool_call_id": str(message["tool_call_id"]).lower().translate(LETTERS)}
-        if "tool_call_id" in message
-        else message
-        for message in asked.messages
-    ]
-    shaped = [
-        {**m, "tool_calls": [{**c, "id": str(c.get("id")).lower().translate(LETTERS)} for c in m["tool_calls"]]}
-        if m.get("tool_calls")
-        else m
-        for m in ids
-    ]
-    return json.dumps([shaped, asked.tools], default=str)
+    messages = []
+    for message in asked.messages:
+        ids = {"tool_call_id": _shape(message["tool_call_id"])} if "tool_call_id" in message else {}
+        calls = [{**call, "id": _shape(call.get("id"))} for call in message.get("tool_calls") or []]
+        messages.append({**message, **ids, **({"tool_calls": calls} if calls else {})})
+    return json.dumps([messages, asked.tools], default=str)
+
+
+def _shape(name: object) -> str:
+    return str(name).lower().translate(LETTERS)
 
 
 class Numbers:
