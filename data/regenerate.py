@@ -29,13 +29,14 @@ from requests.adapters import HTTPAdapter
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, ReadTimeoutError
 from urllib3.util import Retry
 
-from eagle_train.config import UserError, build, check, command, one_line, resolve_device
+from eagle_train.config import UserError, build, check, command, one_line
 from eagle_train.corpus.answers import AnswerReader
 from eagle_train.corpus.chat import REASONING, Message
 from eagle_train.corpus.dialogues import Dialogue, dialogue_of
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.row_log import RowLog, line_of
 from eagle_train.corpus.source import DataConfig, open_source
+from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.sequence import Output
 from eagle_train.models.loading import TargetConfig

@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-import platform
 import re
 import reprlib
 import select
@@ -17,12 +16,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
-import torch
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -31,7 +28,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from eagle_train.hardware import instructions
 from eagle_train.terminal import printable
 from eagle_train.usage import usage
 
@@ -50,7 +46,7 @@ CONF_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent /
 CHAIN, FULL = re.compile(r"chain(0|[1-9]\d{0,5})"), re.compile(r"d([1-9]\d{0,5})_bf([1-9]\d{0,5})")
 TREES = ("chain1", "chain2", "chain3", "chain5", "d3_bf2")  # of those that have no YAML, some to be shown
 ANY_TREE = "any chainN and dM_bfN (depth M, N children each)"
-BESIDE = {"target": "or a directory or hub id", "tree": f"or {ANY_TREE}, or a table, FILE.yaml"}  # a group's YAMLs
+BESIDE = {"target": "or a directory or hub id", "tree": f"or {ANY_TREE}, or FILE.yaml"}  # a group's YAMLs
 FORMAT_WARNING = warnings.formatwarning  # Python's own
 OWN = (PACKAGE, PACKAGE.parent / "evals", PACKAGE.parent / "data")  # where our code is
 
@@ -189,7 +185,7 @@ offer_trees(())
 
 
 def named_path(override: str) -> list[str]:
-    """`target=X`, `draft=X` and `tree=X.yaml`, where X is no YAML of that group: a directory, a hub id or a table.
+    """`target=X`, `draft=X` and `tree=X.yaml`, where X is no YAML of that group: a directory, a hub id, a file.
 
     A tree's other names are left to Hydra, see `offer_trees`.
     """
@@ -203,11 +199,23 @@ def named_path(override: str) -> list[str]:
 
 
 def check_overrides(config_name: str, arguments: list[str]) -> None:
-    """Compose once before Hydra does, so that an unknown key is one line and not a traceback."""
+    """Compose once before Hydra does, so that an unknown key, or one not given, is one line and told at once."""
     given = get_args_parser().parse_args(arguments)
     if given.multirun or given.config_dir or given.config_path:  # many configs, or files beside ours
         return
-    compose(given.config_name or config_name, given.overrides)
+    config = compose(given.config_name or config_name, given.overrides)
+    if not given.cfg and not given.info:  # it will run
+        check_complete(config)
+
+
+def check_complete(config: DictConfig) -> None:
+    """Raise UserError for values left at `???`, or taken from a key that is not there."""
+    try:
+        missing = sorted(OmegaConf.missing_keys(config))
+    except OmegaConfBaseException as error:
+        raise UserError(one_line(error)) from error
+    are = "is" if len(missing) == 1 else "are"
+    check(not missing, f"{', '.join(missing)} {are} needed: give {' '.join(f'{key}=VALUE' for key in missing)}")
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
@@ -222,9 +230,9 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         options = getattr(error, "options", None)  # of a group that has none of that name
         options = options and [name for name in options if name in TREES or tree_of(name) is None]
-        hint = f"there are {', '.join(options)}" if options else "the keys are listed by --cfg job"
+        hint = f"there are {', '.join(options)}" if options else "--help tells the keys"
         hint += f", and {ANY_TREE}" if options and TREES[0] in options else ""
-        raise UserError(f"{one_line(error)} ({hint})") from error
+        raise UserError(f"{one_line(error).rstrip('.')} ({hint})") from error
 
 
 def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
@@ -239,8 +247,7 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
         @functools.wraps(task)
         def run(config: DictConfig) -> None:
             try:
-                for key in OmegaConf.missing_keys(config):
-                    raise UserError(f"{key} is needed: give {key}=VALUE")
+                check_complete(config)
                 task(config)
                 sys.stdout.flush()
             except OmegaConfBaseException as error:
@@ -258,26 +265,31 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
 
         @functools.wraps(task)
         def main() -> None:
-            tell_plainly()
-            if {"-h", "--help"} & set(sys.argv[1:]):
-                print(usage(CONF_DIR, config_name, BESIDE))
-                return
-            parser = OverridesParser.create()
-            multirun = bool({"-m", "--multirun"} & set(sys.argv))
-            arguments = [override for argument in sys.argv[1:] for override in named_path(argument)]
-            arguments = with_others_off(arguments)
-            offer_trees(arguments)
-            sys.argv[1:] = arguments if multirun else [as_typed(argument, parser) for argument in arguments]
+            sys.argv[1:] = read(config_name)
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # what is no user's mistake keeps its traceback
-            try:
-                check_overrides(config_name, sys.argv[1:])
-            except UserError as error:
-                sys.exit(report(error))
             run()
 
         return main
 
     return decorate
+
+
+def read(config_name: str) -> list[str]:
+    """What a command was given, as Hydra reads it. `--help` and an override that does not fit end the process here."""
+    tell_plainly()
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(usage(CONF_DIR, config_name, BESIDE))
+        sys.exit()
+    parser = OverridesParser.create()
+    multirun = bool({"-m", "--multirun"} & set(sys.argv))
+    arguments = with_others_off([override for argument in sys.argv[1:] for override in named_path(argument)])
+    offer_trees(arguments)
+    arguments = arguments if multirun else [as_typed(argument, parser) for argument in arguments]
+    try:
+        check_overrides(config_name, arguments)
+    except UserError as error:
+        sys.exit(report(error))
+    return arguments
 
 
 def tell_plainly() -> None:
@@ -300,13 +312,6 @@ def reader_left() -> bool:
     poll = select.poll()
     poll.register(sys.stdout, 0)  # errors are told whatever is asked for
     return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def resolve_device(name: str) -> str:
-    """`auto` is the GPU if there is one. Raises UserError for a device that is not there."""
-    check(name in ("auto", "cpu", "cuda"), f"device={name}: must be auto, cpu or cuda")
-    check(name != "cuda" or torch.cuda.is_available(), "device=cuda: no GPU is visible; use device=cpu")
-    return "cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu")
 
 
 def report(error: UserError) -> int:
@@ -345,26 +350,3 @@ def finite(values: Any) -> Any:
     if isinstance(values, list | tuple):
         return [finite(value) for value in values]
     return None if isinstance(values, float) and not math.isfinite(values) else values
-
-
-def provenance() -> dict[str, Any]:
-    """Versions, hardware and the machine's load: what every result is written beside. DESIGN section 3.10."""
-    packages = ("eagle-train", "torch", "transformers")
-    return {
-        "python": platform.python_version(),
-        **{package: version(package) for package in packages},
-        "cpu": cpu_name(),
-        "instructions": instructions(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-    }
-
-
-def cpu_name() -> str:
-    """The processor's name as Linux tells it, or what Python knows."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

@@ -14,13 +14,14 @@ import torch
 from huggingface_hub import HfApi, snapshot_download
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import UserError, build, check, command, one_line, resolve_device
+from eagle_train.config import UserError, build, check, command, one_line
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig, check_found
 from eagle_train.corpus.stream import Stream
 from eagle_train.exporting.calibrate import calibrated
 from eagle_train.exporting.card import card, caveat, read_evaluations
 from eagle_train.exporting.proof import prove
+from eagle_train.hardware import resolve_device
 from eagle_train.models import artifact, layouts
 from eagle_train.models.artifact import (
     DTYPES,

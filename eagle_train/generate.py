@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train import distributed
-from eagle_train.config import build, check, command, resolve_device
+from eagle_train.config import build, check, command
+from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.inference.detokenizer import Detokenizer
 from eagle_train.inference.drafting import check_drafting

@@ -9,8 +9,13 @@ import platform
 import time
 import warnings
 from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import torch
+
+from eagle_train.config import check
 
 INT4_GPU, FP8_GPU = (8, 0), (8, 9)  # compute capability from which on a GPU has the product
 # Values of ONEDNN_MAX_CPU_ISA with which oneDNN has bf16 products: AVX-512 BF16, AMX, AVX10 and newer.
@@ -80,3 +85,33 @@ def _cpu_computes_bf16() -> bool:
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "DEFAULT"
     allowed = limit.upper().startswith(_BF16_ISAS)
     return allowed and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def resolve_device(name: str) -> str:
+    """`auto` is the GPU if there is one. Raises UserError for a device that is not there."""
+    check(name in ("auto", "cpu", "cuda"), f"device={name}: must be auto, cpu or cuda")
+    check(name != "cuda" or torch.cuda.is_available(), "device=cuda: no GPU is visible; use device=cpu")
+    return "cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu")
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, hardware and the machine's load: what every result is written beside. DESIGN section 3.10."""
+    packages = ("eagle-train", "torch", "transformers")
+    return {
+        "python": platform.python_version(),
+        **{package: version(package) for package in packages},
+        "cpu": cpu_name(),
+        "instructions": instructions(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name as Linux tells it, or what Python knows."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

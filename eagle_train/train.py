@@ -9,9 +9,10 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train import distributed
-from eagle_train.config import build, check, command, resolve_device, write_text
+from eagle_train.config import build, check, command, write_text
 from eagle_train.corpus.preview import preview
 from eagle_train.corpus.source import DataConfig, check_found
+from eagle_train.hardware import resolve_device
 from eagle_train.models.loading import TargetConfig, load_config
 from eagle_train.terminal import COLORS, wants_color
 from eagle_train.training.assemble import assemble, renderer_of

@@ -27,19 +27,10 @@ import torch
 from omegaconf import DictConfig
 
 from eagle_train import distributed
-from eagle_train.config import (
-    UserError,
-    build,
-    check,
-    command,
-    compose,
-    provenance,
-    resolve_device,
-    write_json,
-    write_text,
-)
+from eagle_train.config import UserError, build, check, command, compose, write_json, write_text
 from eagle_train.export import trained
 from eagle_train.exporting.markdown import code, plain
+from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.tree import chain
 from eagle_train.models.loading import TargetConfig, load_target

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import build, check, command, provenance, resolve_device, write_json, write_text
+from eagle_train.config import build, check, command, write_json, write_text
+from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle

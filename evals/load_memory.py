@@ -25,7 +25,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eagle_train import distributed
-from eagle_train.config import UserError, check, provenance, report, write_json
+from eagle_train.config import UserError, check, report, write_json
+from eagle_train.hardware import provenance
 from eagle_train.models.loading import TargetConfig, load_target
 from evals.memory import options, peak_bytes, resident_bytes, status
 

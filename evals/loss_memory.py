@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from eagle_train.config import UserError, check, provenance, report, write_json
-from eagle_train.hardware import low_precision, warn_of_emulation
+from eagle_train.config import UserError, check, report, write_json
+from eagle_train.hardware import low_precision, provenance, warn_of_emulation
 from eagle_train.models.target import LMHead
 from eagle_train.training.losses import default_chunk_rows, distillation_loss
 from evals.memory import options, peak_bytes, resident_bytes

@@ -16,18 +16,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import (
-    UserError,
-    build,
-    check,
-    command,
-    json_text,
-    one_line,
-    provenance,
-    resolve_device,
-    write_json,
-    write_text,
-)
+from eagle_train.config import UserError, build, check, command, json_text, one_line, write_json, write_text
+from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import build, check, command, provenance, resolve_device, write_json, write_text
+from eagle_train.config import build, check, command, write_json, write_text
 from eagle_train.exporting.markdown import aligned, code, plain
+from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.artifact import read_artifact
 from eagle_train.models.draft import Draft

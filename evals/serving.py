@@ -22,18 +22,10 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import (
-    UserError,
-    build,
-    check,
-    command,
-    provenance,
-    resolve_device,
-    write_json,
-    write_text,
-)
+from eagle_train.config import UserError, build, check, command, write_json, write_text
 from eagle_train.exporting.card import caveat
 from eagle_train.exporting.markdown import aligned, code
+from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.models.artifact import read_artifact

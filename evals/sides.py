@@ -39,7 +39,7 @@ NO_SWITCH = (
 class SideConfig(LoadConfig):
     """The keys of conf/switches.yaml that say how engines are made."""
 
-    tree: str
+    tree: Any
     table: str
     prefill_tokens: int
 

@@ -19,10 +19,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer
 
-from eagle_train.config import build, check, command, provenance, write_json
+from eagle_train.config import build, check, command, write_json
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Stream
+from eagle_train.hardware import provenance
 from eagle_train.progress import progress
 from evals.memory import resident_bytes
 

@@ -21,11 +21,13 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import build, check, command, provenance, resolve_device, write_json, write_text
+from eagle_train.config import build, check, command, write_json, write_text
 from eagle_train.distributed import ALONE, World
 from eagle_train.exporting.markdown import aligned, code
+from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, Output
 from eagle_train.inference.disaggregated import DecodeEngine, Line
+from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.models.artifact import load_draft, read_artifact
 from eagle_train.models.loading import TargetConfig, load_config, load_target
@@ -37,7 +39,7 @@ from evals import figures
 from evals.apart import beside, prefill_process
 from evals.figures import Together
 from evals.latency import take_turns
-from evals.mt_bench import Artifact, prepared
+from evals.mt_bench import Artifact, check_tree, labels, prepared
 from evals.prompts import Asked
 from evals.report import TERMS, made_on, number, subject, table
 from evals.sides import NO_SWITCH, PLACEBO, SWITCHES, Side, SideConfig, Switch
@@ -82,10 +84,13 @@ class Config(SideConfig):
         sizes = self.batch_sizes
         check(bool(sizes) and min(sizes) >= 1, f"batch_sizes={sizes}: must be numbers from 1 on")
         check(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1, or null")
+        check_tree(self.tree, max(sizes))
         names = {name for _, name in self.cells}
         check(len(names) > 0, f"switches={self.switches}: must name some that show at batch_sizes={sizes}, or be null")
-        known = "tree_dispatcher" not in names or Path(self.table).is_file()
-        check(known, f"table={self.table}: no such file; python -m evals.tune_trees writes one for tree_dispatcher")
+        if "tree_dispatcher" in names:
+            found = Path(self.table).is_file()
+            check(found, f"table={self.table}: no such file; python -m evals.tune_trees writes one for tree_dispatcher")
+            Dispatcher({"table": self.table})
         known = "guided_speculation" not in names or find_spec("xgrammar") is not None
         check(known, "switches: guided_speculation needs xgrammar; pip install 'eagle-train[guided]', or name others")
         ranks = max((SWITCHES[name].ranks for name in names), default=1)
@@ -173,7 +178,7 @@ def main(values: DictConfig) -> None:
     bench.check_loads()
     about = {
         "draft_source": read_artifact(config.draft.path).source,
-        "tree": config.tree,
+        "tree": labels(Dispatcher(config.tree), max(config.batch_sizes)),
         "target": bench.target.name,
         "dtype": str(bench.target.dtype).removeprefix("torch."),
         "device": bench.target.device.type,

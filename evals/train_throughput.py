@@ -27,12 +27,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from eagle_train.config import build, check, command, provenance, resolve_device, write_json
+from eagle_train.config import build, check, command, write_json
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, open_source
 from eagle_train.corpus.stream import Stream
 from eagle_train.distributed import ALONE
+from eagle_train.hardware import provenance, resolve_device
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.loading import DTYPES, TargetConfig, training_dtype
 from eagle_train.models.target import Target

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from eagle_train.config import build, check, command, provenance, resolve_device, write_json, write_text
+from eagle_train.config import build, check, command, write_json, write_text
+from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.graphs import check_graphs

@@ -17,19 +17,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train import generate
-from eagle_train.config import (
-    CONF_DIR,
-    UserError,
-    as_typed,
-    build,
-    check,
-    command,
-    offer_trees,
-    resolve_device,
-    write_json,
-    write_text,
-)
+from eagle_train.config import CONF_DIR, UserError, as_typed, build, check, command, offer_trees, write_json, write_text
 from eagle_train.corpus.source import DataConfig
+from eagle_train.hardware import resolve_device
 from eagle_train.inference.tree import load_tree
 from eagle_train.models.draft import DraftConfig
 from eagle_train.models.loading import TargetConfig
@@ -111,7 +101,7 @@ def test_a_tree_is_named_by_its_shape(given, name):
     assert call(generate.main, "tree.length=4", "prompt=x") == 2
     assert load_tree(given.tree) == load_tree("chain4")
     offer_trees([f"tree={name}"])
-    for config in ("mt_bench", "quantisation", "serving"):
+    for config in ("mt_bench", "quantisation", "serving", "switches"):
         assert load_tree(compose(config, f"tree={name}").tree) == load_tree(name)
 
 
@@ -175,6 +165,28 @@ def test_hydras_own_options_work(capsys, arguments, expected):
     assert call(generate.main, *arguments) == 0
     out, err = capsys.readouterr()
     assert (expected in out, err) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "status", "told"),
+    [
+        ("train", ["--help"], 0, "eagle-train: "),
+        ("train", ["train.setps=3"], 2, "error: Could not override 'train.setps'."),
+        ("export", [], 2, "error: checkpoint, out are needed: give checkpoint=VALUE out=VALUE"),
+        ("generate", ["prompt=x", "tree=nosuch"], 2, "error: In 'generate': Could not find 'tree/nosuch' (there are "),
+    ],
+)
+def test_an_installed_command_answers_before_torch_is_imported(name, arguments, status, told):
+    code = (
+        "import atexit, sys\n"
+        f"from eagle_train.commands import {name}\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\n"
+        f"{name}()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == status
+    assert (done.stderr or done.stdout).startswith(told)
+    assert done.stdout.endswith("False\n")
 
 
 def test_a_mistake_found_later_is_one_line_too(capsys):

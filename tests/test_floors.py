@@ -21,6 +21,7 @@ FLOORS = {
     "eagle_train.training": 3,
     "eagle_train.inference": 3,
     "eagle_train.exporting": 3,
+    "eagle_train.commands": 4,
     "eagle_train.train": 4,
     "eagle_train.export": 4,
     "eagle_train.generate": 4,

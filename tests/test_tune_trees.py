@@ -93,14 +93,24 @@ def test_the_bundled_tree_is_the_one_that_was_measured():
     assert bundled == [[round(share, 3) for share in row] for row in published["acceptance"]]
 
 
+@pytest.mark.parametrize("name", ["own", "n8"])
+def test_the_dispatcher_reads_a_tree_of_ones_own(tmp_path, name):
+    """As its parents, and as those in conf/tree."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("parents: [-1, 0, 0, 1]" if name == "own" else (CONF_DIR / "tree" / "n8.yaml").read_text())
+    expected = Tree((-1, 0, 0, 1)) if name == "own" else load_tree(name)
+    assert {Dispatcher({"table": str(path)}).dispatch(size).tree for size in (1, 99)} == {expected}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, r"no such file$"),
         ("1: {parents: [-1", r"no YAML: "),
-        ("[1, 2]", r"must map batch sizes to trees$"),
-        ("few: {parents: [-1]}", r"must map batch sizes to trees$"),
+        ("[1, 2]", r"must map batch sizes to trees, or be one: `parents: \[-1, 0\]`, say$"),
+        ("few: {parents: [-1]}", r"must map batch sizes to trees, or be one"),
         ("4: {parents: [-1, 1]}", r"node 1 has parent 1"),
+        ("parents: [-1, 1]", r"node 1 has parent 1"),
     ],
 )
 def test_a_table_that_is_none(tmp_path, content, message):

@@ -17,9 +17,8 @@ class Dispatcher:
     """A table from batch size to tree. A tree whose only node is the root means: no speculation."""
 
     def __init__(self, spec: Any, device: torch.device | str = "cpu"):
-        """`spec`: one tree for every batch size, or a mapping {largest batch size: tree}, or {table: YAML file of one}.
-
-        Raises UserError.
+        """`spec`: one tree for every batch size, or a mapping {largest batch size: tree}, or {table: FILE}, a YAML of
+        either. Raises UserError.
         """
         if isinstance(spec, Mapping) and set(spec) == {"table"}:
             spec = read_table(spec["table"])
@@ -43,12 +42,14 @@ class Dispatcher:
 
 
 def read_table(path: str) -> Any:
-    """The mapping in a YAML file, as evals/tune_trees.py writes it. Raises UserError."""
+    """What a YAML file has: trees by batch size, as evals/tune_trees.py writes them, or one tree. Raises UserError."""
     check(Path(path).is_file(), f"tree.table={path}: no such file")
     try:
         table = OmegaConf.to_container(OmegaConf.load(path))
     except (YAMLError, OSError, ValueError) as error:
         raise UserError(f"tree.table={path}: no YAML: {one_line(error)}") from error
-    sizes = isinstance(table, dict) and bool(table) and all(isinstance(size, int) for size in table)
-    check(sizes, f"tree.table={path}: must map batch sizes to trees")
+    given = set(table) if isinstance(table, dict) else set()
+    is_table = bool(given) and all(isinstance(size, int) for size in given)
+    is_tree = bool(given & {"_target_", "parents"})
+    check(is_table or is_tree, f"tree.table={path}: must map batch sizes to trees, or be one: `parents: [-1, 0]`, say")
     return table

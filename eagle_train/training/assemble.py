@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import build, check, resolve_device
+from eagle_train.config import build, check
 from eagle_train.corpus.preview import check_data
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig, are_here, check_found
 from eagle_train.corpus.stream import Stream, heldout_batches
 from eagle_train.distributed import World
+from eagle_train.hardware import resolve_device
 from eagle_train.models.artifact import load_draft, read_artifact
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import (

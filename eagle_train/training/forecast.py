@@ -2,8 +2,7 @@
 
 import torch
 
-from eagle_train.config import cpu_name
-from eagle_train.hardware import low_precision, measured_speed
+from eagle_train.hardware import cpu_name, low_precision, measured_speed
 from eagle_train.models.draft import Draft
 from eagle_train.models.draft_config import DraftConfig
 from eagle_train.training import muon

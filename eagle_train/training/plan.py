@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import build, check, resolve_device
+from eagle_train.config import build, check
 from eagle_train.corpus.source import DataConfig
+from eagle_train.hardware import resolve_device
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.draft_config import widest
 from eagle_train.models.family import skeleton

@@ -1,0 +1,25 @@
+"""The installed commands: what they are given is read before anything is imported that takes seconds.
+
+So `--help` and an override that does not fit are answered at once. Knows nothing of what a command does.
+"""
+
+from importlib import import_module
+
+from eagle_train.config import read
+
+
+def train() -> None:
+    _run("train")
+
+
+def export() -> None:
+    _run("export")
+
+
+def generate() -> None:
+    _run("generate")
+
+
+def _run(name: str) -> None:
+    read(name)
+    import_module(f"eagle_train.{name}").main()
