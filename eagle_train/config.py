@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -111,6 +111,8 @@ def no_list(key: str, value: Any) -> str:
     """What to give where a list is wanted; of one that Hydra took for a text, why."""
     if isinstance(value, str) and value.startswith("["):
         return f"no list is read in {shown(value)}: texts in it with = or other marks stand in quotes, {key}=['a=b']"
+    if OmegaConf.is_list(value):
+        return f"must be a list of lists, as {key}=[[...], [...]]"
     return f"must be a list, as {key}=[...]"
 
 
@@ -200,12 +202,19 @@ def named_path(override: str) -> list[str]:
 
 def check_overrides(config_name: str, arguments: list[str]) -> None:
     """Compose once before Hydra does, so that an unknown key, or one not given, is one line and told at once."""
-    given = get_args_parser().parse_args(arguments)
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    given = parser.parse_args(arguments)
     if given.multirun or given.config_dir or given.config_path:  # many configs, or files beside ours
         return
     config = compose(given.config_name or config_name, given.overrides)
     if not given.cfg and not given.info:  # it will run
         check_complete(config)
+
+
+def refuse(message: str) -> NoReturn:
+    """What argparse is to do, which would print its usage."""
+    raise UserError(f"{message} (keys are given as KEY=VALUE; --help tells them)")
 
 
 def check_complete(config: DictConfig) -> None:
@@ -228,11 +237,28 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
         with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
             return hydra.compose(config_name, overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        options = getattr(error, "options", None)  # of a group that has none of that name
-        options = options and [name for name in options if name in TREES or tree_of(name) is None]
-        hint = f"there are {', '.join(options)}" if options else "--help tells the keys"
-        hint += f", and {ANY_TREE}" if options and TREES[0] in options else ""
-        raise UserError(f"{one_line(error).rstrip('.')} ({hint})") from error
+        raise UserError(misread(overrides) or refused(error)) from error
+
+
+def misread(overrides: list[str]) -> str | None:
+    """What is wrong with the first override of a kind that Hydra refuses in words of its own."""
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not key or (not equals and not key.startswith("~")):
+            return f"{override}: must be KEY=VALUE (--help tells the keys)"
+        if value == "null" and (CONF_DIR / key).is_dir():
+            options = sorted(path.stem for path in (CONF_DIR / key).glob("*.yaml") if path.stem != "base")
+            return f"{override}: must be one of {', '.join(options)}, or left out"
+    return None
+
+
+def refused(error: Exception) -> str:
+    """What Hydra says of an override, and what would be right."""
+    options = getattr(error, "options", None)  # of a group that has none of that name
+    options = options and [name for name in options if name in TREES or tree_of(name) is None]
+    hint = f"there are {', '.join(options)}" if options else "--help tells the keys"
+    hint += f", and {ANY_TREE}" if options and TREES[0] in options else ""
+    return f"{one_line(error).rstrip('.')} ({hint})"
 
 
 def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:

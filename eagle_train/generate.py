@@ -13,6 +13,7 @@ from eagle_train.config import build, check, command
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.inference.detokenizer import Detokenizer
+from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafting import check_drafting
 from eagle_train.inference.graphs import check_graphs
 from eagle_train.inference.sequence import OVERFLOW, Sequence
@@ -51,6 +52,8 @@ def job(config: DictConfig) -> int:
     given, quant = build(TargetConfig, config.target, "target"), build(Quant, config.quant, "quant")
     path, device = config.draft.path, resolve_device(config.device)
     check_graphs(config.graphs, device)
+    tree = OmegaConf.to_container(config.tree)
+    Dispatcher(tree)  # what is no tree is told before the target is loaded
     check(
         path is not None or quant.scheme == "none", f"quant.scheme={quant.scheme}: no draft to quantise; give draft=DIR"
     )
@@ -62,7 +65,7 @@ def job(config: DictConfig) -> int:
     check(has_template, f"chat=true: {given.path} has no chat template; give chat=false, and the prompt is continued")
     draft = None if path is None else quantised(load_draft(path, target.identity), quant)
     options = {name: config[name] for name in ("drafting", "compile", "graphs")}
-    engine = Engine(target, draft, OmegaConf.to_container(config.tree), max_batch_size=1, **options)
+    engine = Engine(target, draft, tree, max_batch_size=1, **options)
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
     request = engine.add(prompt, params)
     text = Detokenizer(engine.requests.texts, params.stop_strings)

@@ -236,31 +236,39 @@ def swept(bench: Bench) -> Iterator[dict[str, Any]]:
         coming = [prompts.batches(config.repeats, config.requests, cell.context_length) for cell in cells]
         coming = [arriving(batches, config.rate, config.seed) for batches in coming]
     rows, breakdowns = [], []
-    bar = progress(len(cells), "cell")
+    bar, asked = progress(sum(map(len, (*fixed, *coming))), "batch"), 0
     for number, (cell, batches, arrivals) in enumerate(zip(cells, fixed, coming, strict=True), 1):
         engines = bench.engines(cell.batch_size)
         serving = {name: partial(serve, engine) for name, engine in engines.items()}
         others = bench.others(batches[0])
-        answered = take_turns(serving | others, batches)
+        answered = take_turns(serving | others, batches, told=lambda done, before=asked: bar.update(before + done))
+        asked += len(batches)
         threads = {name: other.threads for name, other in others.items() if bench.target.device.type == "cpu"}
         rows += rows_of(config, cell, answered, batches, threads)
         if arrivals:
-            rows += rows_of(config, cell, take_turns(serving, arrivals), arrivals)
+            played = take_turns(serving, arrivals, told=lambda done, before=asked: bar.update(before + done))
+            asked += len(arrivals)
+            rows += rows_of(config, cell, played, arrivals)
         pairs = zip(batches, answered[PLAIN], strict=True)
         watched = [batch for batch, theirs in pairs if figures.intervals(theirs)]  # they have rounds, whoever drafts
         watched = watched[:: -(-len(watched) // WATCHED)]
         for name, engine in engines.items():
             breakdowns.append({**asdict(cell), "decoding": name, **breakdown(engine, watched)})
-        bar.update(number)
         top = headline(rows, breakdowns, next(iter(config.drafters)))
         yield {**top, "rows": rows, "breakdown": breakdowns, "cells": {"measured": number, "of": len(cells)}}
     bar.close()
 
 
 def take_turns(
-    contenders: dict[str, Answering], batches: list[list[Asked]], warm_up: int = 1
+    contenders: dict[str, Answering],
+    batches: list[list[Asked]],
+    warm_up: int = 1,
+    told: Callable[[int], None] = lambda done: None,
 ) -> dict[str, list[Together]]:
-    """Everyone's answers to every batch, after the first `warm_up` to warm up; with every batch another one begins."""
+    """Everyone's answers to every batch, after the first `warm_up` to warm up; with every batch another one begins.
+
+    `told`: how many batches have been answered, after each.
+    """
     for answering in contenders.values():
         for batch in batches[:warm_up]:
             answering(batch)
@@ -271,6 +279,7 @@ def take_turns(
         for name in names[first:] + names[:first]:
             pairs = zip(batch, contenders[name](batch), strict=True)
             answered[name].append([Answer(each.question, 1, each.prompt, output) for each, output in pairs])
+        told(number + 1)
     return answered
 
 

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.graphs import check_graphs
-from eagle_train.inference.tree import Tree, chain, full, pruned
+from eagle_train.inference.tree import MAX_NODES, Tree, chain, full, pruned
 from eagle_train.models.artifact import read_artifact
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.loading import TargetConfig, load_target
@@ -77,7 +78,8 @@ class Config:
         for key in ("batch_sizes", "nodes"):
             sizes = getattr(self, key)
             check(bool(sizes) and min(sizes) >= 1, f"{key}={sizes}: must be numbers from 1 on")
-        most = sum(self.children**d for d in range(1, self.depth + 1))
+        two_chains(self.depth)  # raises for what is too deep
+        most = min(MAX_NODES - 1, sum(self.children**d for d in range(1, self.depth + 1)))
         check(
             max(self.nodes) <= most,
             f"nodes={self.nodes}: depth={self.depth} and children={self.children} make trees of at most {most}",
@@ -86,6 +88,7 @@ class Config:
             check(len(pair) == 2, f"full={self.full}: must be pairs of depth and branching")
             known = pair[0] <= self.depth and pair[1] <= self.children
             check(known, f"full={self.full}: {pair} goes beyond depth={self.depth} and children={self.children}")
+            full(*pair)  # raises for what is no tree
         check(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1, or null")
         depths = [*range(self.depth + 1), *(depth for depth, _ in self.full), *(min(n, self.depth) for n in self.nodes)]
         self.tokens = 2 * (self.rounds + 1 + sum(depth + 1 for depth in depths))  # that `round_seconds` may take
@@ -129,6 +132,8 @@ def main(values: DictConfig) -> None:
         bar.update(number)
     bar.close()
     answers = [(answer.prompt, answer.output.token_ids) for answer in plain.answers]
+    decoded = any(len(tokens) > 1 for _, tokens in answers)
+    check(decoded, "no answer has a second token, so there is nothing to draft; ask other questions")
     ranks = [ranks_of(target, drafter.draft, *answer, config.depth, config.children) for answer in answers]
     shares = acceptance(ranks, config.depth, config.children)
     tried = candidates(config, shares, ranks)
@@ -233,8 +238,8 @@ def round_seconds(
     """
     seconds: dict[int, list[float]] = {}
     plans = [Dispatcher(each.tree, plain.target.device) for each in tried]
-    bar = progress(len(config.batch_sizes), "batch size")
-    for number, size in enumerate(sorted(config.batch_sizes), 1):
+    bar, turns = progress(len(config.batch_sizes) * (config.rounds + 1), "round of each tree"), count(1)
+    for size in sorted(config.batch_sizes):
         prompts = [asked[i % len(asked)][config.tokens - plain.target.max_positions :] for i in range(size)]
         params = SamplingParams(max_tokens=config.tokens, ignore_eos=True)
         requests = {plain: [plain.add(prompt, params) for prompt in prompts], drafting: []}
@@ -254,11 +259,11 @@ def round_seconds(
                 engine.step()
                 if turn > 0:  # the first warms up
                     taken.append(time.perf_counter() - started)
+            bar.update(next(turns))
         for engine, theirs in requests.items():
             for request in theirs:
                 engine.cancel(request)
         seconds[size] = [statistics.median(taken) for taken in times]
-        bar.update(number)
     bar.close()
     return seconds
 
