@@ -42,6 +42,32 @@ FAMILIES = {
         ["[gMASK]", "<sop>", "<|assistant|>", "<|system|>"],
     ),
     "deepseek_r1": ("<|end_of_sentence|>", ["<|end_of_sentence|>"], ["<|User|>", "<|Assistant|>"]),
+    "gemma4": (
+        "<eos>",
+        ["<eos>", "<turn|>", "<|tool_response>"],
+        [
+            "<|turn>",
+            "<|channel>",
+            "<channel|>",
+            "<|tool>",
+            "<tool|>",
+            "<|tool_call>",
+            "<tool_call|>",
+            "<tool_response|>",
+        ],
+    ),
+    "command_r7b": (
+        "<|END_OF_TURN_TOKEN|>",
+        ["<|END_OF_TURN_TOKEN|>"],
+        [
+            "<|START_OF_TURN_TOKEN|>",
+            "<|CHATBOT_TOKEN|>",
+            "<|START_THINKING|>",
+            "<|END_THINKING|>",
+            "<|START_RESPONSE|>",
+        ],
+    ),
+    "apertus": ("<|assistant_end|>", ["<|assistant_end|>", "<|tools_suffix|>"], ["<|assistant_start|>"]),
     "chatml": ("<|im_end|>", ["<|im_end|>"], ["<|im_start|>"]),
     "parts": ("<|im_end|>", ["<|im_end|>"], ["<|im_start|>"]),
     "no_prompt": ("<|im_end|>", ["<|im_end|>"], ["<|im_start|>"]),
@@ -77,11 +103,16 @@ NO_REASONING, NO_CALLS = (
     "refused: the call of get in turn 2 is not in the rendering",
 )
 THINKS = "refused: generation prompt ends in '<think>"
+ENDED = "refused: what the model writes there is unknown; leave reasoning out of the data"
 
 
 def plain(end: str, reasoning: Any = NO_REASONING, tools: Any = NO_CALLS) -> dict[str, Any]:
     one, two = [f"a1{end}"], [f"a1{end}", f"a2{end}"]
     return {"one turn": one, "several": two, "system": one, "reasoning": reasoning, "tools": tools}
+
+
+def responded(answer: str) -> str:
+    return f"<|START_RESPONSE|>{answer}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
 
 
 # What the assistant's turns are to be or why the row is refused. An int before them: in how many documents, if not one.
@@ -139,6 +170,27 @@ RIGHT: dict[str, dict[str, Any]] = {
         "reasoning": [2, "r1\n</think>\n\na1<|end_of_sentence|>", "r2\n</think>\n\na2<|end_of_sentence|>"],
         "tools": THINKS,
     },
+    "gemma4": {
+        "one turn": ["a1<turn|>"],
+        "several": [2, "a1<turn|>", "a2<turn|>"],
+        "system": ["a1<turn|>"],
+        "reasoning": ENDED,
+        "tools": [2, '<|tool_call>call:get{"x": 1}<tool_call|><|tool_response>', "a1<turn|>"],
+    },
+    "command_r7b": {
+        "one turn": [responded("a1")],
+        "several": [2, responded("a1"), responded("a2")],
+        "system": [responded("a1")],
+        "reasoning": ENDED,
+        "tools": [
+            2,
+            '<|START_ACTION|>[{"tool_name": "get", "parameters": {"x": 1}}]<|END_ACTION|><|END_OF_TURN_TOKEN|>',
+            responded("a1"),
+        ],
+    },
+    "apertus": plain(
+        "<|assistant_end|>", tools=['<|tools_prefix|>[{"get": {"x": 1}}]<|tools_suffix|>', "a1<|assistant_end|>"]
+    ),
     "chatml": plain("<|im_end|>"),
     "parts": plain("<|im_end|>"),
     "no_prompt": plain("<|im_end|>"),

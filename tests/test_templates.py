@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import templating
-from templating import CONVERSATIONS, DAY, FAMILIES, RIGHT, TOOLS, documents_of, rendered, said, user
+from templating import CALL, CONVERSATIONS, DAY, FAMILIES, RIGHT, TOOLS, documents_of, rendered, said, user
 
 from eagle_train.config import UserError
 from eagle_train.corpus.chat import Conversation, conversation_of
@@ -213,6 +213,85 @@ def test_calls_reach_the_template_as_it_takes_them(content, arguments):
         assert learnt(renderer, renderer(read(row))) == ['{"name": "get", "arguments": {"x": 1}}<|im_end|>']
 
 
+SYSTEM_LAST = (  # the system message stands before the last question, and nowhere once that is answered
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST]"
+    "{{ messages[0].content + ': ' if loop.last and messages[0].role == 'system' }}{{ m.content }}[/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+TOLD_LAST = (  # what is to be done stands before the header of an answer that is asked for
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|system|>Answer.</s><|assistant|>{% endif %}"
+)
+CLOSED_LAST = (  # a result is closed in another way when it is the last message
+    "{% for m in messages %}{% if m.role == 'tool' %}<r>{{ m.content }}</r>{{ '\n' if not loop.last }}{% else %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    "<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LAST_THINKS = (  # an empty block of reasoning in front of the last message's answer alone
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '<think></think>' if loop.last and m.role == 'assistant' }}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKS_ALOUD = (  # the prompt begins reasoning, which is written as a field; without any, the rendering ends it at once
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>{% if m.reasoning_content %}"
+    "\n{{ m.reasoning_content }}\n{% endif %}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n{% endif %}"
+)
+MENTIONED = (  # another end for calls, between which and the content there is a stop
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% for c in m.tool_calls or [] %}"
+    "<|im_start|>assistant\n{{ c.function.name }} {{ c.function.arguments | tojson }}<|im_end|>\n{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HALF_TAG = (  # what it puts before answers and calls begins with the same letters
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{{ '<|START_CALL|>' if m.tool_calls else "
+    "'<|START_TEXT|>' }}{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}"
+    "{% endfor %}<|im_end|>{% endfor %}<|assistant|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "texts"),
+    [
+        (SYSTEM_LAST, CONVERSATIONS["system"]["messages"], [" a1</s>"]),
+        (TOLD_LAST, CONVERSATIONS["several"]["messages"], ["a1</s>", "a2</s>"]),
+        (
+            CLOSED_LAST,
+            CONVERSATIONS["tools"]["messages"],
+            ['{"name": "get", "arguments": {"x": 1}}<|im_end|>', "a1<|im_end|>"],
+        ),
+        (
+            LAST_THINKS,
+            [user("q1"), said("a1"), said("b1")],
+            ["<think></think>a1<|im_end|>", "<think></think>b1<|im_end|>"],
+        ),
+        (THINKS_ALOUD, CONVERSATIONS["reasoning"]["messages"][:2], ["r1\n</think>a1<|im_end|>"]),
+        (
+            HALF_TAG,
+            [user("q1"), said("", tool_calls=[CALL])],
+            ['<|START_CALL|>{"name": "get", "arguments": {"x": 1}}<|im_end|>'],
+        ),
+        (MENTIONED, [user("q1"), said("c", tool_calls=[CALL])], "has '<|im_end|>', a stop token, between the parts of"),
+        (THINKS_ALOUD, CONVERSATIONS["one turn"]["messages"], r"ends in '<think>\n\n', so the model writes its"),
+        (
+            THINKS_ALOUD.replace("<think>\n\n", "<think>\n\n{{ enable_thinking }}"),
+            CONVERSATIONS["one turn"]["messages"],
+            "set data.template_kwargs={enable_thinking: false}",
+        ),
+    ],
+)
+def test_prompts_that_the_rendering_does_not_begin_with(template, messages, texts):
+    tokenizer = templating.tokenizer_of("qwen3" if "im_end" in template else "mistral", template=template)
+    renderer = ChatRenderer(tokenizer)
+    if isinstance(texts, str):
+        with pytest.raises(UserError, match=re.escape(texts)):
+            renderer(read({"messages": messages}))
+        return
+    documents = renderer(read({"messages": messages}))
+    assert learnt(renderer, documents) == texts
+    first = next(number for number, message in enumerate(messages) if message["role"] == "assistant")
+    prompt = tokenizer.apply_chat_template(messages[:first], add_generation_prompt=True, tokenize=False)
+    assert documents[0].text.startswith(prompt + texts[0])
+
+
 def test_a_template_that_loses_a_message_is_refused():
     for lost, message in (("user", "content of turn 1"), ("assistant", "content of turn 2")):
         template = templating.source("chatml").replace("m.content", f"(m.content if m.role != '{lost}' else '')")
@@ -233,6 +312,9 @@ def test_an_end_that_is_no_stop_is_told():
     renderer = ChatRenderer(tokenizer)
     assert learnt(renderer, renderer([user("q"), said("a")])) == ["a<|im_end|>"]
     assert any("'<|im_end|>', which is no stop token" in note for note in renderer.notes)
+    tokenizer.chat_template = templating.source("chatml").replace("<|im_end|>", "<|im_start|>end<|im_end|>")
+    renderer = ChatRenderer(tokenizer)
+    assert learnt(renderer, renderer([user("q"), said("a")])) == ["a<|im_start|>end<|im_end|>"]
 
 
 def test_a_template_with_markers_and_a_header_the_server_writes():
@@ -265,8 +347,52 @@ PIECES = [
     "hello world", " Ça 🙂", "  spaced  ", "\n\nlines\n", "<|im_end|>", "<|user|>", '{"a": 1}', "a1", "[INST]", "</s>",
     "tab\tx", "\\n", "", "<tool_call>", "it's \"q\"", "<|end|>", "日本語", "\n",
 ]  # fmt: skip
+INLINE = "<think>\nr1\n</think>\n\na1"
+THINKS_FIRST = (  # reasoning is a field; an answer without any has an empty block
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>{{ m.reasoning_content }}"
+    "</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+AS_WRITTEN = THINKS_FIRST.replace("<think>{{ m.reasoning_content }}</think>", "{% if m.reasoning_content %}<think>{{ "
+    "m.reasoning_content }}</think>{% endif %}")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "right"),
+    [
+        ("qwen3", THINKS_FIRST, "<think>r1</think>a1<|im_end|>"),
+        ("qwen3", AS_WRITTEN, INLINE + "<|im_end|>"),
+        ("qwen3", templating.source("chatml"), INLINE + "<|im_end|>"),
+        ("qwen3", AS_WRITTEN.replace("think>", "seed:think>"), "<seed:think>r1</seed:think>a1<|im_end|>"),
+        ("gpt_oss", None, RIGHT["gpt_oss"]["reasoning"][1]),
+    ],
+)
+def test_reasoning_within_the_content_is_a_field_where_it_would_stand_twice_or_in_other_tags(name, template, right):
+    renderer = ChatRenderer(templating.tokenizer_of(name, template=template))
+    assert learnt(renderer, renderer([user("q1"), said(INLINE)])) == [right]
+
+
+def test_a_turn_behind_a_call_with_reasoning_ends_with_the_next_header():
+    """Reasoning before the last question is left out, so what is before changes when a question follows."""
+    renderer = renderer_of("glm45")
+    first = said("", reasoning_content="r1", tool_calls=[CALL])
+    row = {"messages": [user("q1"), first, {"role": "tool", "content": "42"}, said("a1")], "tools": TOOLS}
+    assert learnt(renderer, renderer(read(row)))[1] == "\n<think></think>\na1<|user|>"
+    assert not renderer.notes
+
+
+def test_what_is_noticed_in_a_form_that_the_template_does_not_take_is_not_told():
+    template = templating.source("chatml").replace("m.content", "(m.content if m.content != 'a2' else '')")
+    row = {"messages": CONVERSATIONS["several"]["messages"]}
+    tokenizer = templating.tokenizer_of("llama31", template=template)
+    renderer = ChatRenderer(tokenizer)
+    with pytest.raises(UserError, match="content of turn 4"):
+        renderer(read(row))
+    assert not renderer.notes
+
+
 REASONS = {"qwen3", "gpt_oss", "glm45"}
-CALLS = {"llama31", "qwen3", "gpt_oss", "mistral", "glm45"}
+CALLS = {"llama31", "qwen3", "gpt_oss", "mistral", "glm45", "gemma4", "command_r7b", "apertus"}
 
 
 def random_row(rng: random.Random, name: str) -> dict:

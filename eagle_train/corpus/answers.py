@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_train.config import UserError, shown
 from eagle_train.corpus.chat import REASONING, Message, conversation_of
-from eagle_train.corpus.contents import THOUGHT
 from eagle_train.corpus.render import ChatRenderer, call_forms
+from eagle_train.corpus.thoughts import THOUGHT
 
 PROBE = "Zq7kX4"  # an answer that no template takes apart
 UNDECODED = "\ufffd"  # what bytes that are no text are decoded to
@@ -61,7 +61,7 @@ class AnswerReader:
     def rendered(self, messages: Sequence[Message], tools: list[dict] | None) -> str:
         """What training says that the model wrote as the last message. Raises UserError where that is unknown."""
         row, first = {"messages": list(messages), "tools": tools}, None
-        for form in call_forms(conversation_of(row, "messages", {})):
+        for form in call_forms(self.renderer.finder.with_fields(conversation_of(row, "messages", {}))):
             try:
                 text = self.renderer.finder.turn(form, len(messages) - 1).text
                 return text.removeprefix(self.prompt(form.messages[:-1], tools))

@@ -11,20 +11,9 @@ from typing import Any
 
 from eagle_train.config import UserError, check, shown
 from eagle_train.corpus.chat import Message, content_of, is_answer, reasoning_of
+from eagle_train.corpus.thoughts import REASONED
 
 SPACE = re.compile(r"\s+")
-# How models begin and end the reasoning that they write in front of an answer.
-THOUGHT = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<reasoning>", "</reasoning>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("◁think▷", "◁/think▷"),
-)
-TAG = re.compile("(" + "|".join(re.escape(tag) for tags in THOUGHT for tag in tags) + ")")
-# Behind these an answer begins; templates drop what is before.
-REASONED = re.compile("|".join(re.escape(closing) for _, closing in THOUGHT))
 
 
 def end_of(wanted: str, text: str, start: int = 0) -> int | None:

@@ -69,15 +69,22 @@ class ChatRenderer:
     def first_that_renders(self, conversation: Conversation) -> list[Document]:
         """The documents, with calls in the form that the template takes. Raises what the first form does."""
         first: UserError | None = None
-        for variant in call_forms(conversation):
+        known = dict(self.notes)
+        for variant in call_forms(self.finder.with_fields(conversation)):
             try:
                 return self.documents(variant)
             except TemplateFault:
                 raise
             except UserError as error:
                 first = first or error
+                self.forget(known)
         assert first is not None
         raise first
+
+    def forget(self, known: dict[str, None]) -> None:
+        """What was noticed in a form that the template does not take is nothing of its form's."""
+        for note in self.notes.keys() - known.keys():
+            del self.notes[note]
 
     def documents(self, conversation: Conversation) -> list[Document]:
         answers = [number for number, message in enumerate(conversation.messages) if is_answer(message)]

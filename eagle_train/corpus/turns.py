@@ -4,21 +4,30 @@ writes after it, to and including the stop that ends it. DESIGN section 3.1.
 Knows nothing of tokens or files.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from eagle_train.config import check
-from eagle_train.corpus.chat import Conversation, Message, content_of, reasoning_of
+from eagle_train.corpus.chat import REASONING, Conversation, Message, content_of, reasoning_of
 from eagle_train.corpus.contents import check_read, check_tools, end_of, end_of_answer
 from eagle_train.corpus.kept import Kept
 from eagle_train.corpus.template import CALL_PROBE, GENERATION_PROMPT, SENTINELS, ChatTemplate, Refused
+from eagle_train.corpus.thoughts import (
+    behind_tag,
+    closings_of,
+    inline_tags,
+    is_closing,
+    opening_of,
+    thought_of,
+    whole_tags,
+    with_fields,
+)
 from eagle_train.corpus.tokens import Span
 
-# A tag at a text's end: <think>, [THINK], <|START_THINKING|>, ◁think▷.
-LAST_TAG = re.compile(r"(<[^<>]+>|\[[^\[\]]+\]|◁[^◁▷]+▷)\s*\Z")
-BRACKETS = {"<": ">", "[": "]", "◁": "▷"}
+QUESTION = "".join(SENTINELS)  # the content of a message before those of SENTINELS
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class TurnFinder:
 
     def __init__(self, template: ChatTemplate, stops: Sequence[str], specials: Sequence[str], notes: dict[str, None]):
         self.template, self.notes, self.kept = template, notes, Kept()
+        self.fielded: dict[tuple[str, str], bool] = {}  # whether reasoning between such tags is better given as a field
         self.stops, self.specials = alternatives(stops), alternatives([*stops, *specials])
 
     def turns(self, conversation: Conversation, numbers: Sequence[int]) -> list[Turn]:
@@ -120,7 +130,7 @@ class TurnFinder:
         if GENERATION_PROMPT in self.template.variables(tools) and self.template.render(before, tools) != prompt:
             return ""
         head = self.head(before, tools)
-        header = in_common(head[len(prompt) :], written) if head.startswith(prompt) else ""
+        header = whole_tags(in_common(head[len(prompt) :], written)) if head.startswith(prompt) else ""
         return header if header.strip() else ""
 
     def head(self, before: list[Message], tools: list[dict] | None) -> str:
@@ -131,49 +141,94 @@ class TurnFinder:
     def after_other_prompt(self, prompt: str, answered: str, conversation: Conversation, number: int) -> str:
         """What the model writes after a generation prompt with which the answer, as it is rendered, does not begin.
 
-        The prompt has begun the model's reasoning, which is left out of conversations, or has ended it. Raises
-        UserError where the row does not tell what the model would write.
+        Messages before are rendered in another way, or the prompt has begun the model's reasoning, which is left out of
+        conversations, or has ended it. Raises UserError where the row does not tell what the model would write.
         """
-        message = conversation.messages[number]
-        head = self.head(conversation.messages[:number], conversation.tools)
+        message, before, tools = conversation.messages[number], conversation.messages[:number], conversation.tools
+        head = self.head(before, tools)
+        begin = self.begin(prompt, head, before, tools)
+        if begin is not None and answered.startswith(head[:begin]):
+            return answered[begin:]
         shared = whole_tags(in_common(prompt, head))
         tail, extra = prompt[len(shared) :], head[len(shared) :]
-        told = f"turn {number + 1}: the chat template's generation prompt ends in {tail or prompt[-40:]!r}"
-        if (tags := self.opened(tail, conversation.tools)) is not None:
-            thought = self.thought(message, tags)
+        tags = self.opened(prompt, tools)
+        ending = (tail or prompt)[-60:] if tags is None else prompt[prompt.rfind(tags[0]) :]
+        told = f"turn {number + 1}: the chat template's generation prompt ends in {ending!r}"
+        if tags is not None:
+            thought = thought_of(message, tags[1], tags[0])
             check(
                 thought is not None,
                 f"{told}, so the model writes its reasoning first, and the turn has none: give it as reasoning_content "
-                f"or as {tags[0]}...{tags[1]} in the content, or give another template (target.chat_template=FILE)",
+                f"or as {tags[0]}...{tags[1]} in the content{self.without_thinking(tools)}, or give another template "
+                "(target.chat_template=FILE)",
             )
+            begun = in_common(prompt, answered)
+            if not prompt[len(begun) :].strip() and answered[len(begun) :].lstrip().startswith(thought.strip()):
+                return answered[len(begun) :]  # but for a line's end it begins so after all
             rest = answered[len(in_common(head, answered)) :]
             return joined(thought, tags[1], extra, rest, tail, message)
-        is_closed = not tail.strip() or is_closing(tail)
+        is_ended = is_closing(tail) if tail.strip() else not extra.strip()
+        # The rendering has ended it as well, in another way; or it says nothing of it, and begins the answer at once.
+        known = head if not extra.strip() or is_closing(extra) else shared
+        fix = "leave reasoning out of the data" if reasoning_of(message) else "give answers that begin so"
         check(
-            is_closed and not extra.strip() and answered.startswith(head) and not reasoning_of(message),
+            is_ended and answered.startswith(known) and not reasoning_of(message),
             f"{told}, with which the answer that it renders does not begin: what the model writes there is unknown; "
-            "leave reasoning out of the data, or change data.template_kwargs or target.chat_template",
+            f"{fix}, or change data.template_kwargs or target.chat_template",
         )
-        return answered[len(head) :]
+        return answered[len(known) :]
 
-    def opened(self, tail: str, tools: list[dict] | None) -> tuple[str, str] | None:
-        """The tag that a generation prompt's end leaves open and the one that closes it, if it leaves one open."""
-        found = LAST_TAG.search(tail)
-        if found is None or is_closing(tail):
+    def begin(self, prompt: str, head: str, before: list[Message], tools: list[dict] | None) -> int | None:
+        """Where in an answer's head what the model writes begins, by how a prompt ends and a head does; None where they
+        do not end in the same way."""
+        if before:
+            ending, heading = self.endings(before, tools)
+            if ending.strip() and prompt.endswith(ending) and head.endswith(heading) and heading.startswith(ending):
+                return len(head) - len(heading) + len(ending)
+            if heading.strip() and head.endswith(heading) and ending.endswith(heading) and prompt.endswith(ending):
+                return len(head)
+        header, own = self.usual_header
+        if not header.strip() or not prompt.endswith(header):
             return None
-        tag, known = found[1], self.template.source(tools)
-        closers = (tag[0] + "/" + tag[1:], tag.replace("START", "END"), tag.replace("start", "end"))
-        vocabulary = self.template.tokenizer.get_added_vocab()
-        return next(
-            ((tag, closer) for closer in closers if closer != tag and (closer in known or closer in vocabulary)), None
-        )
+        if head.endswith(header + own):
+            return len(head) - len(own)
+        return len(head) if prompt == head + header else None  # an answer goes on where the last one ended
 
-    def thought(self, message: Message, tags: tuple[str, str]) -> str | None:
-        """The message's reasoning as the model writes it, None if it has none."""
-        if reasoning := reasoning_of(message):
-            return reasoning
-        thought, closer, _ = content_of(message).rpartition(tags[1])
-        return thought.strip().removeprefix(tags[0]) if closer else None
+    def endings(self, before: list[Message], tools: list[dict] | None) -> tuple[str, str]:
+        """What a prompt and an answer's head have behind the last message's content; empty where that is not seen."""
+        asked = [*before[:-1], {**before[-1], "content": QUESTION}]
+        try:
+            texts = self.template.render(asked, tools, prompt=True), self.head(asked, tools)
+        except Refused:
+            return "", ""
+        ending, heading = (text.rpartition(QUESTION)[2] for text in texts)
+        return (ending, heading) if all(QUESTION in text for text in texts) else ("", "")
+
+    @cached_property
+    def usual_header(self) -> tuple[str, str]:
+        """The generation prompt behind a plain question, and what an answer to it begins with behind that; empty where
+        it does not begin so."""
+        question = [{"role": "user", "content": QUESTION}]
+        try:
+            plain, prompt = self.template.render(question), self.template.render(question, prompt=True)
+            head = self.head(question, None)
+        except Refused:
+            return "", ""
+        is_usual = prompt.startswith(plain) and head.startswith(prompt)
+        return (prompt[len(plain) :], head[len(prompt) :]) if is_usual else ("", "")
+
+    def opened(self, prompt: str, tools: list[dict] | None) -> tuple[str, str] | None:
+        """The tag of reasoning that a prompt leaves open and the one that closes it, if it leaves one open."""
+        tag = opening_of(prompt)
+        if tag is None:
+            return None
+        known, vocabulary = self.template.source(tools), self.template.tokenizer.get_added_vocab()
+        return next(((tag, each) for each in closings_of(tag) if each in known or each in vocabulary), None)
+
+    def without_thinking(self, tools: list[dict] | None) -> str:
+        """How a template is told to leave reasoning out, as far as the names of its variables tell."""
+        known = [name for name in ("enable_thinking", "thinking") if name in self.template.variables(tools)]
+        return f", set data.template_kwargs={{{known[0]}: false}}" if known else ""
 
     def to_its_stop(self, prompt: str, written: str, conversation: Conversation, number: int) -> str:
         """What was written up to and including the first stop after all that the message says."""
@@ -181,19 +236,31 @@ class TurnFinder:
         said = end_of_answer(message, written, f"turn {number + 1}")
         if any(call["function"]["name"] not in written for call in message.get("tool_calls") or []):
             self.note("the chat template leaves out the names of tool calls: they are neither read nor learnt")
+        self.check_unbroken(message, written[:said], number)
         if self.stops and (stop := self.stops.search(written, said)):
             return written[: stop.end()]
         if stop := self.next_header(conversation, number):
             return written + stop
-        special = self.specials.search(written, said) if self.specials else None
-        if special is None:
+        specials = list(self.specials.finditer(written, said)) if self.specials else []
+        if not specials:
             self.note("the chat template ends an answer with no stop token: the draft will not learn where answers end")
             return written
+        special = specials[-1]
         self.note(
             f"the chat template ends an answer with {special[0]!r}, which is no stop token of the target's "
             "(eos_token_id in generation_config.json, eos_token of the tokenizer): engines will not stop there"
         )
         return written[: special.end()]
+
+    def check_unbroken(self, message: Message, written: str, number: int) -> None:
+        """Raise UserError for a stop, which is none of the message's own text, before the last of what it says."""
+        inner = self.stops.findall(written) if self.stops else []
+        own = self.stops.findall(json.dumps(message, ensure_ascii=False)) if inner else []
+        check(
+            len(inner) <= len(own),
+            f"turn {number + 1}: the chat template has {''.join(inner[:1])!r}, a stop token, between the parts of what "
+            "the turn says (reasoning, content, calls): a model ends there; leave one of them out of the data",
+        )
 
     def next_header(self, conversation: Conversation, number: int) -> str:
         """The stop token with which the next message's header begins: models of such templates end a turn with it.
@@ -213,8 +280,41 @@ class TurnFinder:
             text = self.template.render([*before, plain, *after], conversation.tools)
         except Refused:
             return ""
+        if not calls:  # what is before may be rendered otherwise when something follows
+            answered, text = (each.rpartition(SENTINELS[0])[2] for each in (answered, text))
         stop = self.stops.match(text, len(answered)) if text.startswith(answered) else None
         return stop[0] if stop else ""
+
+    def with_fields(self, conversation: Conversation) -> Conversation:
+        """The conversation with the reasoning within contents as fields, where the template writes such a field in a
+        way of its own and would put it before, empty, or write other tags than the content has."""
+        for tags in dict.fromkeys(filter(None, map(inline_tags, conversation.messages))):
+            if self.is_fielded(tags):
+                conversation = with_fields(conversation, tags)
+        return conversation
+
+    def is_fielded(self, tags: tuple[str, str]) -> bool:
+        if tags not in self.fielded:
+            self.fielded[tags] = self.probe_field(tags)
+        return self.fielded[tags]
+
+    def probe_field(self, tags: tuple[str, str]) -> bool:
+        opening, closing = tags
+        question, (thought, content) = [{"role": "user", "content": QUESTION}], SENTINELS
+        answers = (
+            {"role": "assistant", "content": content, REASONING[0]: thought},
+            {"role": "assistant", "content": f"{opening}\n{thought}\n{closing}\n\n{content}"},
+        )
+        try:
+            prompt = self.template.render(question, prompt=True)
+            field, inline = (self.template.render([*question, answer]) for answer in answers)
+        except Refused:
+            return False
+        begin = len(whole_tags(in_common(prompt, inline)))
+        at = inline.find(f"{opening}\n{thought}", begin)
+        is_behind = at >= 0 and inline[begin:at].strip() != ""
+        own = field.rpartition(QUESTION)[2]
+        return thought in own and (is_behind or opening not in own)
 
     def note(self, text: str) -> None:
         self.notes.setdefault(text)
@@ -240,29 +340,6 @@ def moved(spans: list[Span], answered: str, prompt: str, written: str) -> list[S
     by = len(text) - len(answered)
     behind = [(max(start + by, same), end + by) for start, end in spans if end + by > same]
     return [(len(prompt), behind[0][1]), *behind[1:]] if behind and same > len(prompt) else behind
-
-
-def behind_tag(message: Message, prompt: str) -> Message:
-    """The message without the tag that it begins with if the prompt ends in that tag already (<think>)."""
-    tag, content = LAST_TAG.search(prompt), content_of(message).lstrip()
-    if tag is None or not content.startswith(tag[1]):
-        return message
-    return {**message, "content": content[len(tag[1]) :]}
-
-
-def whole_tags(text: str) -> str:
-    """The text without a tag that it breaks off in."""
-    for opening, closing in BRACKETS.items():
-        at = text.rfind(opening)
-        if at > text.rfind(closing):
-            text = text[:at]
-    return text
-
-
-def is_closing(tail: str) -> bool:
-    """Whether a text ends with a tag that closes something."""
-    found = LAST_TAG.search(tail)
-    return found is not None and (found[1][1] == "/" or "END" in found[1] or "_end" in found[1])
 
 
 def joined(thought: str, closer: str, extra: str, rest: str, tail: str, message: Message) -> str:
