@@ -27,10 +27,10 @@ def slots_of(sequence: Sequence) -> list[int]:
 
 
 def check_cache(cache: PagedKV, sequence: Sequence, wanted: Recorder, error: float = 1e-4) -> None:
-    for stored, layers in ((cache.keys, wanted.keys), (cache.values, wanted.values)):
-        alone = torch.stack(layers).transpose(1, 2)
-        slots = slots_of(sequence)[: alone.shape[1]]
-        torch.testing.assert_close(stored[:, slots], alone, rtol=error, atol=error)
+    for layer, pair in enumerate(zip(wanted.keys, wanted.values, strict=True)):
+        for stored, alone in zip(cache.layers[layer], pair, strict=True):
+            slots = slots_of(sequence)[: alone.shape[1]]
+            torch.testing.assert_close(stored[slots], alone.transpose(0, 1), rtol=error, atol=error)
 
 
 def fresh(target: Target, draft: Draft, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor, Recorder, Recorder]:
@@ -47,7 +47,7 @@ def spoil(engine: Engine) -> None:
     """Make NaN of every slot that holds no committed token."""
     named = [block * BLOCK + i for block in engine.scheduler.pool.name_of for i in range(BLOCK)]
     for cache, of_target in ((engine.cache, True), (engine.drafter.cache, False)):
-        free = torch.ones(cache.keys.shape[1], dtype=torch.bool)
+        free = torch.ones(cache.slots, dtype=torch.bool)
         free[ZEROS * BLOCK : (ZEROS + 1) * BLOCK] = False
         if engine.active:
             lengths = engine.pending.lengths if of_target else engine.pending.read
@@ -56,4 +56,5 @@ def spoil(engine: Engine) -> None:
         for sequence in engine.scheduler.reading:
             free[slots_of(sequence)[: sequence.read]] = False
         free[named] = False
-        cache.keys[:, free] = cache.values[:, free] = torch.nan
+        for memory in cache.memory:
+            memory[:, free] = torch.nan

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import transformers
-from tiny import SIZES
+from tiny import OTHERS, SIZES
 from transformers import PreTrainedModel
 
 TEXT = {key: value for key, value in SIZES.items() if not key.endswith("_token_id")} | {"tie_word_embeddings": False}
@@ -15,15 +15,6 @@ QWEN_VISION = {
 }
 TOKENS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-GEMMA_4_ROPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 100000.0},
-}
-GEMMA_4 = {
-    **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96, "global_head_dim": 16},
-    **{"num_hidden_layers": 6, "num_kv_shared_layers": 2, "sliding_window": 8, "rope_parameters": GEMMA_4_ROPE},
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
-}
 # The config's class; what its text model, its vision tower and it itself are beside TEXT and VISION.
 FAMILIES: dict[str, tuple[str, dict, dict, dict]] = {
     "qwen2_5_vl": (
@@ -58,7 +49,7 @@ FAMILIES: dict[str, tuple[str, dict, dict, dict]] = {
     ),
     "gemma4": (
         "Gemma4Config",
-        GEMMA_4,
+        OTHERS["gemma4"][1],
         {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
         | {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16},
         {"image_token_id": 90, "audio_config": None},

@@ -15,6 +15,7 @@ from tiny import continued, random_tokens, tiny_model
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.drafting import Choice, Drafted, Drafter, Pending, Plan
 from eagle_train.inference.paged_kv import BLOCK, PagedKV, Prefix, Suffix
+from eagle_train.models.shapes import KVShape
 from eagle_train.models.target import Target
 
 LENGTH = 60
@@ -28,7 +29,7 @@ class PromptLookup:
     """Keeps a text's tokens, and finds the last two of them where they stood before."""
 
     def __init__(self) -> None:
-        self.cache = PagedKV(layers=1, heads=1, width=1, blocks=0, dtype=torch.int64, device="cpu")
+        self.cache = PagedKV({0: KVShape(1, 1, 1)}, blocks=0, dtype=torch.int64, device="cpu")
         self.caches = [self.cache]
 
     def compile(self, sizes: Iterable[tuple[int, Plan]]) -> list[Callable[[], None]]:
@@ -42,14 +43,14 @@ class PromptLookup:
         hidden: torch.Tensor,
         before: torch.Tensor | None,
     ) -> None:
-        self.cache.store[0, prefix.slots(positions)] = tokens[:, :, None, None]
+        self.cache.memory[0][0, prefix.slots(positions)] = tokens[:, :, None, None]
 
     def propose(self, plan: Plan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice) -> Drafted:
         unread = read.positions(pending.tokens.shape[1])
-        self.cache.store[0, read.slots(unread)] = pending.tokens[:, :, None, None]
+        self.cache.memory[0][0, read.slots(unread)] = pending.tokens[:, :, None, None]
         places = torch.arange(prefix.longest + 1)[None]
         last = prefix.lengths[:, None].clamp(min=1)  # where the pending token is; rows that are not there have none
-        text = self.cache.store[0, prefix.slots(places.expand(len(last), -1)), 0, 0]
+        text = self.cache.memory[0][0, prefix.slots(places.expand(len(last), -1)), 0, 0]
         alike = (text == pending.last) & (text.roll(1, 1) == text.gather(1, last - 1)) & (places > 0) & (places < last)
         found = (alike * places).amax(1, keepdim=True)
         there = found + 1 + torch.arange(plan.tree.max_depth) % (last - found)  # over and over where the text ends

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
-from tiny import FAMILIES, continued, random_tokens, shared_target, tiny_draft, tiny_target, trained_draft
+from tiny import FAMILIES, LAYERED, continued, random_tokens, shared_target, tiny_draft, tiny_target, trained_draft
 from torch._dynamo.testing import CompileCounter
 
 from eagle_train.config import UserError
@@ -34,13 +34,6 @@ def trained() -> Draft:
 # --- which targets
 
 
-def test_keys_and_values_of_two_widths_are_refused():
-    with pytest.raises(
-        UserError, match=r"deepseek_v3 can be trained on, not decoded: .* are \(4, 16, 8\) in 3 of 3 layers"
-    ):
-        Engine(tiny_target("deepseek_v3"))
-
-
 @pytest.mark.parametrize("family", ["phi3", "dynamic"])
 def test_where_rope_changes_with_the_text_tokens_do_not_hang_on_neighbours(family):
     """A text that fills the context, drafts beyond it, padding beyond it, chunks; each as transformers has it alone."""
@@ -59,7 +52,7 @@ def test_where_rope_changes_with_the_text_tokens_do_not_hang_on_neighbours(famil
 # --- temperature 0 against transformers
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *LAYERED])
 def test_greedy_tokens_are_transformers_own(family):
     """A ragged batch in two rows, so that rows are freed, filled and moved; batch 1; and without a draft."""
     target, wanted = shared_target(family), cut(answers(family))
@@ -70,6 +63,15 @@ def test_greedy_tokens_are_transformers_own(family):
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == wanted
         assert token_ids(engine.generate(PROMPTS[2:3], GREEDY)) == wanted[2:3]
     assert token_ids(Engine(target, max_batch_size=3).generate(PROMPTS, GREEDY)) == wanted
+
+
+def test_layers_that_are_given_keys_keep_none():
+    """Gemma 4: layers 0 and 2 have a head's width of 8, 1 and 3 of 16, and the last two are given those of 2 and 3."""
+    cache = Engine(shared_target("gemma4")).cache
+    assert cache.given == {4: 2, 5: 3}
+    assert sorted((len(memory), *memory.shape[2:]) for memory in cache.memory) == [(4, 2, 8), (4, 2, 16)]
+    cache = Engine(shared_target("deepseek_v3")).cache
+    assert sorted((len(memory), *memory.shape[2:]) for memory in cache.memory) == [(3, 4, 8), (3, 4, 16)]
 
 
 @pytest.mark.skipif(not BUNDLED.is_dir(), reason="data/tiny_target is not there yet")
@@ -355,7 +357,7 @@ def test_one_text_is_no_list_of_prompts():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *LAYERED])
 def test_gpu_gives_the_same_tokens(family):
     model = shared_target(family).model
     on_gpu = Target(type(model)(model.config).cuda())

@@ -12,7 +12,7 @@ from functools import cache, partial
 import pytest
 from caches import spoil
 from oracle import guide
-from tiny import continued, random_tokens, shared_target, tiny_draft, trained_draft
+from tiny import LAYERED, continued, random_tokens, shared_target, tiny_draft, trained_draft
 
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.drafters.eagle import Eagle
@@ -68,7 +68,7 @@ def engine_for(
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *LAYERED])
 def test_the_tokens_are_the_targets_own(family, seed):
     rng = random.Random(f"{family} {seed}")
     at = positions(rng)

@@ -42,7 +42,8 @@ def test_what_is_served():
         assert not flash.serves(*3 * [x])
         assert not flash.serves(x.bfloat16(), x.half(), x.half())
         assert not flash.serves(*3 * [x[..., :60].bfloat16()])
-        assert not flash.serves(*2 * [x.bfloat16()], x[..., :32].bfloat16())
+        assert flash.serves(*2 * [x.bfloat16()], x[..., :32].bfloat16())  # with zeros behind the values
+        assert not flash.serves(*2 * [x.bfloat16()], x.repeat(1, 1, 1, 5).bfloat16())
         assert not flash.serves(*3 * [x.repeat(1, 1, 1, 5).bfloat16()])
     assert not flash.serves(*3 * [x.bfloat16()])  # on a CPU
 
@@ -154,6 +155,8 @@ PARAMS = [SamplingParams(max_tokens=size, ignore_eos=True) for size in (14, 3, 9
         ("gpt_oss", {"irope": True, "attention_chunk": 6}),
         ("llama4", {"irope": True, "attention_chunk": 6, "first_token": "skip"}),
         ("gemma2", {}),
+        ("deepseek_v3", {}),
+        ("gemma4", {}),
     ],
 )
 def test_the_engine_says_the_same(family, overrides, tree, few, monkeypatch):

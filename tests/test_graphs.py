@@ -239,9 +239,9 @@ def test_a_store_that_grew_is_recorded_anew():
     guide_from_outside(engine, wanted, lambda _: 2)
     for length in (4, 16, 4):
         params = SamplingParams(max_tokens=length, ignore_eos=True)
-        before, slots = engine.launcher.validation, engine.cache.keys.shape[1]
+        before, slots = engine.launcher.validation, engine.cache.slots
         assert token_ids(engine.generate(PROMPTS[:2], params)) == cut(wanted[:2], length)
-        assert (engine.launcher.validation is not before) == (engine.cache.keys.shape[1] > slots)
+        assert (engine.launcher.validation is not before) == (engine.cache.slots > slots)
 
 
 # --- where the host has a part in it

@@ -13,10 +13,9 @@ import pytest
 import torch
 import transformers
 from command_line import call, save_target, write_jsonl
-from multimodal import GEMMA_4
 from omegaconf import OmegaConf
 from processes import start_ranks
-from tiny import GROUPED_FLOPS, SIZES, tiny_model, tiny_target
+from tiny import GROUPED_FLOPS, OTHERS, SIZES, tiny_model, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
@@ -102,7 +101,11 @@ def test_a_targets_parameters_are_counted_and_of_its_experts_those_at_work(famil
 @pytest.mark.parametrize(
     ("config", "values", "chosen"),
     [
-        ("Gemma4TextConfig", GEMMA_4 | {"enable_moe_block": True, "moe_intermediate_size": 48}, "top_k_experts"),
+        (
+            "Gemma4TextConfig",
+            OTHERS["gemma4"][1] | {"enable_moe_block": True, "moe_intermediate_size": 48},
+            "top_k_experts",
+        ),
         ("HunYuanMoEV1Config", {}, "moe_topk"),
     ],
 )

@@ -18,6 +18,7 @@ from eagle_train.inference.prefix_cache import HostKV, PrefixCache, names_of
 from eagle_train.inference.sequence import Sequence
 from eagle_train.inference.tensor_parallel import Ranks
 from eagle_train.inference.tree import chain
+from eagle_train.models.shapes import KVShape
 
 LENGTH = 24
 GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
@@ -241,16 +242,17 @@ def memory_of(store: PagedKV, pool: BlockPool) -> BlockMemory:
 
 
 def test_host_memory_keeps_the_most_recently_used():
-    store = PagedKV(2, 1, 4, 6, torch.float32, "cpu")
-    store.keys.copy_(torch.arange(6 * BLOCK).view(1, -1, 1, 1))
-    store.values.copy_(-store.keys)
+    store = PagedKV(dict.fromkeys(range(2), KVShape(1, 4, 4)), 6, torch.float32, "cpu")
+    (memory,) = store.memory
+    memory[0::2] = torch.arange(6 * BLOCK).view(1, -1, 1, 1)
+    memory[1::2] = -memory[0::2]
     host = HostKV(memory_of(store, BlockPool(4)), 3)
     host.put([1, 2], [b"1", b"2"])
     assert host.touch(b"1")
     host.put([3, 1, 4], [b"3", b"1", b"4"])  # 1 is there already: 2 makes room
     assert list(host.place) == [b"1", b"3", b"4"]
-    before = store.store.clone()
-    store.store.zero_()
+    before = memory.clone()
+    memory.zero_()
     host.get([b"4", b"1"], [0, 5])
     blocks = store.by_block[0]
     assert torch.equal(blocks[:, [0, 5]], before.unflatten(1, (6, BLOCK))[:, [4, 1]])
@@ -261,7 +263,11 @@ def test_host_memory_keeps_the_most_recently_used():
 
 
 def test_a_gap_ends_what_is_found():
-    pool, store, text = BlockPool(8), PagedKV(1, 1, 4, 10, torch.float32, "cpu"), random_tokens(5 * BLOCK)[0]
+    pool, store, text = (
+        BlockPool(8),
+        PagedKV({0: KVShape(1, 4, 4)}, 10, torch.float32, "cpu"),
+        random_tokens(5 * BLOCK)[0],
+    )
     prefixes, names = PrefixCache(memory_of(store, pool), 4), names_of(text, [])
     prefixes.host.put([2, 3, 5], [names[0], names[1], names[3]])
     sequence = Sequence(0, text, GREEDY, frozenset())

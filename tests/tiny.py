@@ -68,6 +68,10 @@ LONGROPE = {
     "short_factor": [1.0, 1.5, 2.0, 2.5],
     "long_factor": [1.0, 3.0, 5.0, 9.0],
 }
+GEMMA_4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 100000.0},
+}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
 # What tests of every family do not run.
 OTHERS = {
@@ -91,6 +95,15 @@ OTHERS = {
             "first_k_dense_replace": 3,
         },
     ),
+    # wider heads in some layers, and layers that are given the keys and values of others
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            **{"num_hidden_layers": 6, "num_kv_shared_layers": 2, "global_head_dim": 16, "sliding_window": 8},
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96, "rope_parameters": GEMMA_4_ROPE},
+            **{"layer_types": ["sliding_attention", "full_attention"] * 3, "tie_word_embeddings": False},
+        },
+    ),
     # a state beside attention: convolutions, linear attention, its gated norms, and a mixer in the layers that attend
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
     "minimax": ("MiniMaxConfig", {"num_local_experts": 2, "block_size": 8}),
@@ -107,6 +120,7 @@ OTHERS = {
     ),
     "falcon_h1": ("FalconH1Config", {"mamba_d_ssm": 32, **MAMBA}),
 }
+LAYERED = ("deepseek_v3", "gemma4")  # whose keys and values are not of one shape
 STATEFUL = ("lfm2", "minimax", "qwen3_next", "falcon_h1")
 CHARACTERS = "".join(map(chr, range(33, 126)))  # one token each, behind the three special ones
 CHAT_TEMPLATE = (

@@ -26,12 +26,12 @@ class Store(Protocol):
 
     @property
     def by_block(self) -> list[torch.Tensor]:
-        """Tensors [L, blocks, ...], to be read and written."""
+        """Tensors [n, blocks, ...], to be read and written."""
 
-    def grown(self, blocks: int) -> torch.Tensor:
+    def grown(self, blocks: int) -> Listing[torch.Tensor]:
         """What is to be held with so many blocks in all: those there are, and empty ones."""
 
-    def hold(self, memory: torch.Tensor) -> None:
+    def hold(self, memory: Listing[torch.Tensor]) -> None:
         """Go on with what `grown` gave."""
 
 
@@ -54,7 +54,7 @@ class BlockMemory:
 
     @property
     def by_block(self) -> list[torch.Tensor]:
-        """All that is kept of the blocks, as [L, blocks, ...] each."""
+        """All that is kept of the blocks, as [n, blocks, ...] each."""
         return [tensor for store in self.stores for tensor in store.by_block]
 
     @property
@@ -84,7 +84,7 @@ class BlockMemory:
             store.hold(memory)
         self.moved(self.pool.total * BLOCK)
 
-    def grown(self, blocks: int) -> list[torch.Tensor]:
+    def grown(self, blocks: int) -> list[Listing[torch.Tensor]]:
         """What the stores are to hold with so many blocks. Raises UserError, with all as it was, for want of memory."""
         grown, reason = [], "on another rank"
         try:

@@ -136,7 +136,8 @@ class Engine:
         use_kernels(target.model, target.dtype)
         pack(target.lm_head.weight)
         self.target, self.max_batch_size, self.drafting = target, max_batch_size, drafting
-        self.cache = PagedKV(*target.kv_shape, 0, target.dtype, target.device)
+        kept = target.kv_layers
+        self.cache = PagedKV(kept.kv_shapes, 0, target.dtype, target.device, kept.given)
         shape = DraftConfig.from_target(target.config)  # refuses what has no rotary positions
         self.drafter: Drafter | None = draft
         self.ranks, self.requests = Ranks(target.together, target.device), Requests(target)

@@ -3,14 +3,15 @@
 The models reach it through `attend` alone. Which blocks a sequence has is decided elsewhere (block_pool.py), and is the
 same for target and draft. Knows nothing of tokens, sampling or requests. DESIGN section 3.6; paper sections 3.1, 3.4.
 
-Shapes: L layers, A active rows, W blocks of a row, S slots, K key/value heads, D head width, T new tokens.
+Shapes: A active rows, W blocks of a row, S slots, K key/value heads, D head width (a layer's own), T new tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import torch
 
+from eagle_train.models.shapes import KVShape
 from eagle_train.ops.attention import (
     Attend,
     Rule,
@@ -25,6 +26,7 @@ from eagle_train.ops.attention import (
 from eagle_train.ops.transfer import to_device
 
 Write = Callable[[int, torch.Tensor, torch.Tensor], None]
+Pairs = dict[int, tuple[torch.Tensor, torch.Tensor]]  # keys and values, by layer
 BLOCK = 16  # slots
 ZEROS, WASTE = 0, 1  # a block that is never written, read beyond a row's slots; one that is written for padding
 
@@ -127,55 +129,81 @@ class Alone(Prefix):
 
 
 class PagedKV:
-    """Keys and values of all blocks, [2L, slots, K, D]: a layer's keys, then its values."""
+    """Keys and values of all blocks. Layers may differ in their heads and widths, and keys in width from values.
+
+    One tensor [n, slots, K, D] holds the n layers' keys and values that are of one shape.
+    """
 
     def __init__(
-        self, layers: int, heads: int, width: int, blocks: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        shapes: Mapping[int, KVShape],
+        blocks: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        given: Mapping[int, int] | None = None,
     ):
-        self.store = torch.zeros(2 * layers, blocks * BLOCK, heads, width, dtype=dtype, device=device)
+        """`shapes`: by layer. `given`: layers that read the keys and values of the layer that is named, and have none
+        of their own."""
+        self.given = given or {}
+        self.parts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # heads, width: each layer, and 0 (keys) or 1
+        for layer, (heads, *widths) in shapes.items():
+            for which, width in enumerate(widths):
+                self.parts.setdefault((heads, width), []).append((layer, which))
+        where = {part: (i, j) for i, parts in enumerate(self.parts.values()) for j, part in enumerate(parts)}
+        own = {layer: (*where[layer, 0], *where[layer, 1]) for layer in shapes}
+        self.where = own | {layer: own[other] for layer, other in self.given.items()}
+        self.hold(
+            [
+                torch.zeros(len(parts), blocks * BLOCK, heads, width, dtype=dtype, device=device)
+                for (heads, width), parts in self.parts.items()
+            ]
+        )
+
+    def by_layer(self, tensors: list[torch.Tensor]) -> Pairs:
+        """Each layer's keys and values, of tensors whose first dimension is the memory's."""
+        rows = [tensor.unbind() for tensor in tensors]
+        return {layer: (rows[i][j], rows[m][n]) for layer, (i, j, m, n) in self.where.items()}
+
+    def run(self, first: int, count: int) -> Pairs:
+        """Each layer's keys and values in `count` slots from `first` on, where they lie: [1, K, count, D]."""
+        return self.by_layer([x.narrow(1, first, count).unsqueeze(1).transpose(2, 3) for x in self.memory])
 
     @property
-    def keys(self) -> torch.Tensor:
-        """[L, slots, K, D]."""
-        return self.store[0::2]
+    def slots(self) -> int:
+        """How many there are, used or not."""
+        return self.memory[0].shape[1]
 
-    @property
-    def values(self) -> torch.Tensor:
-        """[L, slots, K, D]."""
-        return self.store[1::2]
-
-    def run(self, first: int, count: int) -> tuple[torch.Tensor, ...]:
-        """A layer's keys, then its values, in `count` slots from `first` on, where they lie; 2L of [1, K, count, D]."""
-        return self.store.narrow(1, first, count).unsqueeze(1).transpose(2, 3).unbind()
-
-    def grown(self, blocks: int) -> torch.Tensor:
+    def grown(self, blocks: int) -> list[torch.Tensor]:
         """What is to be held with so many blocks in all: those there are, and empty ones."""
-        grown = self.store.new_zeros(self.store.shape[0], blocks * BLOCK, *self.store.shape[2:])
-        grown[:, : self.store.shape[1]] = self.store
+        grown = [x.new_zeros(x.shape[0], blocks * BLOCK, *x.shape[2:]) for x in self.memory]
+        for new, old in zip(grown, self.memory, strict=True):
+            new[:, : self.slots] = old
         return grown
 
-    def hold(self, memory: torch.Tensor) -> None:
+    def hold(self, memory: list[torch.Tensor]) -> None:
         """Go on with what `grown` gave."""
-        self.store = memory
+        self.memory, self.layers = memory, self.by_layer(memory)
 
     @property
     def by_block(self) -> list[torch.Tensor]:
-        """As [2L, blocks, BLOCK, K, D]."""
-        return [self.store.unflatten(1, (self.store.shape[1] // BLOCK, BLOCK))]
+        """As [n, blocks, BLOCK, K, D] each."""
+        return [x.unflatten(1, (self.slots // BLOCK, BLOCK)) for x in self.memory]
 
     def writes(self, slots: torch.Tensor | slice) -> Write:
         """What stores a layer's k, v [A, K, T, D] at slots [A, T], or at a slice of T where A is 1."""
         if isinstance(slots, slice):
             there = self.run(slots.start, slots.stop - slots.start)
 
-            def write(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-                there[2 * layer].copy_(k)
-                there[2 * layer + 1].copy_(v)
+            def write(layer: int, *pair: torch.Tensor) -> None:
+                if layer not in self.given:
+                    for place, x in zip(there[layer], pair, strict=True):
+                        place.copy_(x)
         else:
 
-            def write(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-                self.store[2 * layer, slots] = k.transpose(1, 2)
-                self.store[2 * layer + 1, slots] = v.transpose(1, 2)
+            def write(layer: int, *pair: torch.Tensor) -> None:
+                if layer not in self.given:
+                    for place, x in zip(self.layers[layer], pair, strict=True):
+                        place[slots] = x.transpose(1, 2)
 
         return write
 
@@ -213,7 +241,9 @@ class PagedKV:
         committed = self.committed(prefix, prefix.longest)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-            k, v = suffix.append(layer, k, v)
+            if layer not in self.given:
+                suffix.append(layer, k, v)
+            k, v = suffix.layers[self.given.get(layer, layer)]
             return over_both(q, *committed(layer), k, v, rule, masks)
 
         return attend
@@ -229,15 +259,15 @@ class PagedKV:
         if prefix.first_slot is not None:
             assert slots <= prefix.capacity, (slots, prefix)
             there = self.run(prefix.first_slot, slots)
-            return lambda layer: there[2 * layer : 2 * layer + 2]
+            return there.__getitem__
         held = prefix.lengths + more
         positions = torch.arange(slots, device=held.device).expand(len(held), -1)
         index = prefix.slots(positions).masked_fill(positions >= held.unsqueeze(1), ZEROS * BLOCK)
         flat = index.flatten()  # index_select takes half the time of an index of two dimensions, on a CPU
 
         def gathered(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-            pair = (self.store[place].index_select(0, flat) for place in (2 * layer, 2 * layer + 1))
-            return tuple(x.unflatten(0, index.shape).transpose(1, 2) for x in pair)
+            k, v = (x.index_select(0, flat).unflatten(0, index.shape).transpose(1, 2) for x in self.layers[layer])
+            return k, v
 
         return gathered
 
@@ -250,8 +280,9 @@ class PagedKV:
         active, length = path.shape
         slots = prefix.slots(prefix.positions(length))
         index = path.view(1, active, 1, length, 1)
-        for store, kept in ((self.keys, suffix.keys), (self.values, suffix.values)):
-            store[:, slots] = torch.stack(kept)[:, :active].take_along_dim(index, dim=3).transpose(2, 3)
+        for memory, parts in zip(self.memory, self.parts.values(), strict=True):
+            kept = torch.stack([suffix.layers[layer][which] for layer, which in parts])
+            memory[:, slots] = kept[:, :active].take_along_dim(index, dim=3).transpose(2, 3)
 
 
 class BlockEnds:
@@ -260,13 +291,13 @@ class BlockEnds:
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device | str):
         self.hidden = torch.zeros(0, width, dtype=dtype, device=device)
 
-    def grown(self, blocks: int) -> torch.Tensor:
+    def grown(self, blocks: int) -> list[torch.Tensor]:
         """As `PagedKV.grown`."""
-        return torch.cat((self.hidden, self.hidden.new_zeros(blocks - len(self.hidden), self.hidden.shape[1])))
+        return [torch.cat((self.hidden, self.hidden.new_zeros(blocks - len(self.hidden), self.hidden.shape[1])))]
 
-    def hold(self, memory: torch.Tensor) -> None:
+    def hold(self, memory: list[torch.Tensor]) -> None:
         """As `PagedKV.hold`."""
-        self.hidden = memory
+        (self.hidden,) = memory
 
     @property
     def by_block(self) -> list[torch.Tensor]:
@@ -300,16 +331,14 @@ def append(tensor: torch.Tensor | None, more: torch.Tensor, dim: int) -> torch.T
 class Suffix:
     """Keys and values of a tree's nodes, kept out of the cache until they are accepted: [A, K, nodes, D] a layer."""
 
-    def __init__(self, layers: int):
-        self.keys: list[torch.Tensor | None] = [None] * layers
-        self.values: list[torch.Tensor | None] = [None] * layers
+    def __init__(self) -> None:
+        self.layers: Pairs = {}
         self.positions: torch.Tensor | None = None  # [A, nodes]
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        before = self.layers.get(layer, (None, None))
         # Copies: the memory of what an attend is given may be used anew.
-        self.keys[layer] = append(self.keys[layer], k, 2)
-        self.values[layer] = append(self.values[layer], v, 2)
-        return self.keys[layer], self.values[layer]
+        self.layers[layer] = append(before[0], k, 2), append(before[1], v, 2)
 
 
 class Masks:

@@ -22,7 +22,7 @@ def validate(
         suffix, positions = None, prefix.positions(tree.num_nodes)
         attend = cache.extend(prefix, positions)
     else:
-        suffix, positions = Suffix(target.config.num_hidden_layers), prefix.lengths.unsqueeze(1) + tree.depth
+        suffix, positions = Suffix(), prefix.lengths.unsqueeze(1) + tree.depth
         attend = cache.tree(prefix, suffix, positions, tree.ancestors)
     hidden = read(tokens, positions, attend)
     return hidden, target.lm_head(ranks.own(hidden)), suffix

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from eagle_train.config import check, foreign
 from eagle_train.models.experts import route_experts
 from eagle_train.models.forward import OURS
+from eagle_train.models.shapes import KVShape
 from eagle_train.models.weights import whole
 from eagle_train.ops.attention import Attend, Rule, packed_attention
 from eagle_train.ops.norm import use_fast_norms
@@ -30,16 +31,23 @@ LogitsOf = Callable[[torch.Tensor, torch.Tensor, Attend], torch.Tensor]
 
 @dataclass
 class Layers:
-    """What was seen of layers' attention: heads on this rank with the widths of k and v, and its calls in a forward."""
+    """What was seen of layers' attention in a forward, by layer."""
 
-    kv_shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    kv_shapes: dict[int, KVShape] = field(default_factory=dict)  # of those that have keys and values of their own
+    given: dict[int, int] = field(default_factory=dict)  # whose keys and values the others are given (Gemma 4)
     calls: Counter[int] = field(default_factory=Counter)
 
     def noted(self, attend: Attend) -> Attend:
-        """`attend`, with a note of each call."""
+        """`attend` for one forward, with a note of each call."""
+        seen: dict[tuple, tuple[int, torch.Tensor, torch.Tensor]] = {}  # kept, so that no other lies in their place
 
         def noting(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-            self.kv_shapes[layer] = (k.shape[1], k.shape[3], v.shape[3])
+            place = tuple((x.data_ptr(), x.shape, x.stride()) for x in (k, v))
+            owner, *_ = seen.setdefault(place, (layer, k, v))
+            if owner == layer:
+                self.kv_shapes[layer] = KVShape(k.shape[1], k.shape[3], v.shape[3])
+            else:
+                self.given[layer] = owner
             self.calls[layer] += 1
             return attend(layer, q, k, v, rule)
 

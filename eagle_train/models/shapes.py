@@ -1,7 +1,7 @@
 """What a target's config alone says of its shape: its layers' heads, and how long a text may be."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle_train.config import check, foreign
 
@@ -13,6 +13,14 @@ class Heads:
     queries: int
     keys: int
     width: int
+
+
+class KVShape(NamedTuple):
+    """A layer's key/value heads on a rank, and the widths of a key and of a value."""
+
+    heads: int
+    key_width: int
+    value_width: int
 
 
 NEEDED = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")

@@ -107,27 +107,16 @@ class Target:
         return context_of(self.config)[1]
 
     @property
-    def kv_shape(self) -> tuple[int, int, int]:
-        """Layers, key/value heads of each on this rank, and their width, for those who keep keys and values.
-
-        Raises UserError where layers differ in these, or values are not as wide as keys.
-        """
-        layers, shapes = self.config.num_hidden_layers, set(self.layers.kv_shapes.values())
-        heads, width, _ = min(shapes)
-        family, said = self.model.config.model_type, f"target {self.name}: {{}} can be trained on, not decoded: {{}}"
+    def kv_layers(self) -> Layers:
+        """`layers`, for those who keep keys and values. Raises UserError where not every layer attends once."""
+        layers, calls = self.config.num_hidden_layers, self.layers.calls
+        said = f"target {self.name}: {self.model.config.model_type} can be trained on, not decoded: "
         check(
-            max(self.layers.calls.values()) == 1,
-            said.format(family, "a layer attends more than once for a token, and needs keys and values for each"),
+            max(calls.values()) == 1,
+            said + "a layer attends more than once for a token, and needs keys and values for each",
         )
-        check(
-            len(self.layers.kv_shapes) == layers and shapes == {(heads, width, width)},
-            said.format(
-                family,
-                f"(heads, width of keys, of values) are {', '.join(map(str, sorted(shapes)))} in "
-                f"{len(self.layers.kv_shapes)} of {layers} layers; they must be the same in all, and the widths equal",
-            ),
-        )
-        return layers, heads, width
+        check(len(calls) == layers, f"{said}attention was seen in {len(calls)} of {layers} layers")
+        return self.layers
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token embeddings [B, T, H] of int64 tokens [B, T]."""

@@ -142,7 +142,10 @@ def flash_partial(
     """`partial_attention` by the CPU's flash kernel; every query must see a key."""
     if mask is not None:
         mask = mask.to(q.dtype).expand(-1, -1, q.shape[2], -1)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=rule.scale)
+    width = v.shape[-1]
+    q, k, v = flash.of_one_width(q, k, v)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=rule.scale)
+    return out[..., :width], lse
 
 
 class Seen:

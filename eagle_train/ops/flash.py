@@ -14,6 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from eagle_train.hardware import is_gpu
 
@@ -32,9 +33,15 @@ def runs_on(device: torch.device) -> bool:
 
 def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether `attention` takes queries, keys and values of these devices, dtypes and widths [..., D]."""
-    width = q.shape[-1]
-    fits = width % 8 == 0 and width <= WIDEST and v.shape[-1] == width
+    width = max(q.shape[-1], v.shape[-1])
+    fits = width % 8 == 0 and width <= WIDEST
     return fits and q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and runs_on(q.device)
+
+
+def of_one_width(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Queries, keys and values with zeros behind the narrower ones: no score changes, nor what values hold."""
+    widest = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]
 
 
 class Sequences(NamedTuple):
@@ -58,14 +65,15 @@ class Sequences(NamedTuple):
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the sequences' queries in q [B,Q,T,D] over their keys in k, v [B,K,S,D], which `serves` approves.
+    """Attention of the sequences' queries in q [B,Q,T,D] over their keys in k, v [B,K,S,D], which `serves` approves;
+    values may be wider or narrower.
 
-    Returns [B,Q,T,D] and the log-sum-exp [B,Q,T] in fp32, which has no gradient; a query without keys has output 0 and
-    log-sum-exp -inf. The host waits for nothing.
+    Returns [B,Q,T,D] of the values' width and the log-sum-exp [B,Q,T] in fp32, which has no gradient; a query without
+    keys has output 0 and log-sum-exp -inf. The host waits for nothing.
     """
     (batch, _, length, _), own = q.shape, sequences
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)),
+        *(x.transpose(1, 2).flatten(0, 1) for x in of_one_width(q, k, v)),
         own.starts_q,
         own.starts_k,
         own.longest_q,
@@ -79,4 +87,5 @@ def attention(
         seqused_k=own.used,
     )
     lse = lse.masked_fill(lse == math.inf, -math.inf)  # what the kernel says of a query without keys
+    out = out[..., : v.shape[-1]]
     return out.unflatten(0, (batch, length)).transpose(1, 2), lse.unflatten(1, (batch, length)).transpose(0, 1)

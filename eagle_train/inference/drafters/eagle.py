@@ -16,6 +16,7 @@ from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.sampling import propose, restrict
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.fused import fused
+from eagle_train.models.shapes import KVShape
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import Attend
 from eagle_train.ops.compiled import Compiled, Forward
@@ -42,8 +43,8 @@ class Eagle:
         self.head = Head(self.draft, target.lm_head)
         use_kernels(self.draft, target.dtype)
         pack(self.head.lm_head.weight)
-        shape = self.draft.config
-        self.cache = PagedKV(shape.num_layers, shape.num_kv_heads, shape.head_dim, 0, target.dtype, target.device)
+        shape = KVShape(draft.config.num_kv_heads, draft.config.head_dim, draft.config.head_dim)
+        self.cache = PagedKV(dict.fromkeys(range(draft.config.num_layers), shape), 0, target.dtype, target.device)
         self.caches = [self.cache]
         self.read: Forward = self.forward
         self.read_for: Forward = self.forward_for
@@ -113,7 +114,7 @@ class Eagle:
     ) -> Drafted:
         """The tree below the root [A, 1], whose hidden state [A, 1, H] is the draft's, behind `prefix`. Returns what
         `propose` does."""
-        active, suffix = len(root_token), None if plan.is_chain else Suffix(self.draft.config.num_layers)
+        active, suffix = len(root_token), None if plan.is_chain else Suffix()
         tokens, hidden, q = [root_token], root_hidden, None  # tokens [A, nodes] of each level
         behind_root = prefix.grown(1)
         for depth, level in enumerate(plan.levels):
