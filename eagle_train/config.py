@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NoReturn, TypeVar
 
 import hydra
@@ -237,13 +238,15 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
         with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
             return hydra.compose(config_name, overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise UserError(misread(overrides) or refused(error)) from error
+        raise UserError(misread(overrides, config_name) or refused(error)) from error
 
 
-def misread(overrides: list[str]) -> str | None:
+def misread(overrides: list[str], config_name: str) -> str | None:
     """What is wrong with the first override of a kind that Hydra refuses in words of its own."""
     for override in overrides:
         key, equals, value = override.partition("=")
+        if key == "draft.path" and config_name == "train":  # see `named_path`
+            return f"draft={value}: must be one of dense3; what gives weights to begin with is train.init_from=DIR"
         if not key or (not equals and not key.startswith("~")):
             return f"{override}: must be KEY=VALUE (--help tells the keys)"
         if value == "null" and (CONF_DIR / key).is_dir():
@@ -346,12 +349,35 @@ def report(error: UserError) -> int:
     return 2
 
 
+def prepared(out: str) -> Path:
+    """The directory for results, made and tried before time is spent on them. Raises UserError."""
+    check(out != "", "out is empty: give out=PATH")
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise UserError(f"out={out}: nothing can be written there: {error.strerror}") from error
+    return Path(out)
+
+
+def prepared_file(out: str) -> Path:
+    """The same for results that are one file."""
+    check(not Path(out).is_dir(), f"out={out}: must be a file's name, and is {'empty' if out == '' else 'a directory'}")
+    prepared(str(Path(out).parent))
+    return Path(out)
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is either whole or not there."""
+    """Write a file so that it is either whole or not there. Raises UserError where it cannot be written."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """The same for a file that is no text."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, "utf-8")
+        partial.write_bytes(content)
         os.replace(partial, path)
     except OSError as error:
         if partial.is_file():

@@ -74,7 +74,7 @@ def job(config: DictConfig) -> int:
         if engine.step() and world.is_main:
             print(marked.news(request), end="", flush=True)
     if world.is_main:
-        print()
+        print(flush=True)
         print(summary(engine.requests.output(request)), file=sys.stderr)
     check(request.finish_reason != "overflow", f"target {target.name}: {OVERFLOW}")
     return 0

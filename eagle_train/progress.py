@@ -34,7 +34,7 @@ class Bar:
     """A bar that is redrawn in place."""
 
     def __init__(self, total: int | None, unit: str, initial: int) -> None:
-        layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left{postfix}]"
+        layout = "{unit} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left{postfix}]"
         self.bar = tqdm(
             total=total,
             unit=unit,

@@ -130,7 +130,8 @@ def counted(counts: Mapping[str, int]) -> str:
 def summarise(trainer: Trainer, heldout: Record) -> None:
     """What the run came to, in a few lines."""
     print(f"steps: {trainer.step:,}, of them {trainer.skipped:,} skipped because of their gradients")
-    print(counted(trainer.stream.counts))
+    # Of the steps that were made, not of those drawn ahead; without one, of those before.
+    print(counted(trainer.stream_state.get("counts", trainer.stream.counts)))
     if heldout:
         depths = ", ".join(f"{share:.2f}" for share in heldout["acceptance_per_depth"])
         print(f"held out: simulated TPC {heldout['simulated_tpc']:.2f}, acceptance by depth {depths}")

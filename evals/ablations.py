@@ -27,7 +27,7 @@ import torch
 from omegaconf import DictConfig
 
 from eagle_train import distributed
-from eagle_train.config import UserError, build, check, command, compose, write_json, write_text
+from eagle_train.config import UserError, build, check, command, compose, prepared, write_json, write_text
 from eagle_train.export import trained
 from eagle_train.exporting.markdown import code, plain
 from eagle_train.hardware import provenance, resolve_device
@@ -39,7 +39,7 @@ from eagle_train.training.assemble import assemble
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.lookahead import Lookahead
 from evals import figures
-from evals.mt_bench import ask, check_fit, check_template, prepared
+from evals.mt_bench import ask, check_fit, check_template
 from evals.questions import Question, read_questions
 from evals.report import made_on, table
 from evals.worker import ALLOCATOR, Worker
@@ -93,7 +93,7 @@ def main(values: DictConfig) -> None:
         name: compose("train", config.overrides(name)) for name in [BASE, *chosen]
     }  # mistakes, before it starts
     questions = read_questions(config.questions, config.limit)
-    out = prepared(Path(config.out))
+    out = prepared(config.out)
     target = load_target(build(TargetConfig, composed[BASE].target, "target"), resolve_device(config.device))
     check_template(target)
     check_fit(Engine(target), questions, config.max_tokens)

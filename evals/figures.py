@@ -18,6 +18,7 @@ from eagle_train.inference import Output
 from evals.questions import Question
 
 NGRAM = 8  # tokens of the stretches whose repetition is counted
+NO_DECODING = "no answer has a second token, so no decoding was measured; raise max_tokens, or ask other questions"
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,10 @@ def compare(plain: list[Together], speculative: list[Together]) -> dict[str, Any
     """
     times = [[intervals(batch) for batch in pair] for pair in zip(plain, speculative, strict=True)]
     ratios = [statistics.fmean(before) / statistics.fmean(after) for before, after in times if before and after]
-    check(len(ratios) > 0, "no answer has a second token, so no decoding was measured; raise max_tokens")
+    check(
+        len(ratios) > 0,
+        NO_DECODING,
+    )
     before, after = (statistics.fmean(chain.from_iterable(side)) for side in zip(*times, strict=True))
     pairs = [pair for batches in zip(plain, speculative, strict=True) for pair in zip(*batches, strict=True)]
     return {

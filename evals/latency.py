@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import build, check, command, write_json, write_text
+from eagle_train.config import build, check, command, prepared, write_json, write_text
 from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
@@ -38,7 +37,7 @@ from eagle_train.training.metrics import redact
 from evals import figures, latency_report
 from evals.contenders import Transformers, as_it_comes, serve
 from evals.figures import Answer, Together
-from evals.mt_bench import labels, prepared
+from evals.mt_bench import labels
 from evals.prompts import Asked, Prompts, arriving
 from evals.shapes import ShapesConfig, ToldEngine, models_of
 from evals.stopwatch import breakdown
@@ -193,7 +192,7 @@ def main(values: DictConfig) -> None:
     check_graphs(config.graphs, device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    out = prepared(Path(str(config.out)))
+    out = prepared(config.out)
     target, draft = models(config, device)
     about = {
         "draft_source": None if config.draft.path is None else read_artifact(config.draft.path).source,

@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eagle_train import distributed
-from eagle_train.config import UserError, check, report, write_json
+from eagle_train.config import UserError, check, prepared_file, report, write_json
 from eagle_train.hardware import provenance
 from eagle_train.models.loading import TargetConfig, load_target
 from evals.memory import options, peak_bytes, resident_bytes, status
@@ -112,6 +112,7 @@ def measure(folder: str, placement: str, ranks: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     config = options(Config, __doc__)
+    out = prepared_file(config.out)
     with tempfile.TemporaryDirectory() as folder:
         size = write_checkpoint(folder, config)
         found = {placement: measure(folder, placement, config.ranks) for placement in PLACEMENTS}
@@ -123,7 +124,7 @@ def main() -> int:
         "config": asdict(config),
         "provenance": provenance(),
     }
-    write_json(Path(config.out), results)
+    write_json(out, results)
     for placement, share in shares.items():
         print(f"parallel.target={placement}: a rank held {share:.0%} of {size / 1e9:.2f} GB at most")
     print(f"asked: {config.limit:.0%}; written to {config.out}")

@@ -10,11 +10,10 @@ gradients. Beside it stands what the two models' whole logits in fp32 would take
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
-from eagle_train.config import UserError, check, report, write_json
+from eagle_train.config import UserError, check, prepared_file, report, write_json
 from eagle_train.hardware import low_precision, provenance, warn_of_emulation
 from eagle_train.models.target import LMHead
 from eagle_train.training.losses import default_chunk_rows, distillation_loss
@@ -56,6 +55,7 @@ def measure(config: Config) -> tuple[int, float]:
 
 def main() -> int:
     config = options(Config, __doc__)
+    out = prepared_file(config.out)
     dtype = DTYPES[config.dtype]
     warn_of_emulation("dtype", dtype, "cpu")
     shape = f"{config.rows:,} rows of width {config.hidden:,}, a vocabulary of {config.vocab:,}"
@@ -71,7 +71,7 @@ def main() -> int:
         "config": asdict(config),
         "provenance": provenance(),
     }
-    write_json(Path(config.out), results)
+    write_json(out, results)
     print(f"the loss took {extra / 1e9:.3f} GB at most, in {seconds:.1f} s; asked: below {config.limit_gb:g} GB")
     print(f"the two models' whole logits in fp32 would take {results['naive_logits_gb']:.3f} GB")
     print(f"written to {config.out}")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import UserError, build, check, command, json_text, one_line, write_json, write_text
+from eagle_train.config import build, check, command, json_text, prepared, write_json, write_text
 from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
@@ -123,7 +123,7 @@ def main(values: DictConfig) -> None:
         torch.set_num_threads(config.threads)
     about = read_artifact(config.draft.path)
     questions = read_questions(config.questions, config.limit)
-    out = prepared(Path(str(config.out)))
+    out = prepared(config.out)
     target = load_target(config.target, device)
     check_template(target)
     options = {name: getattr(config, name) for name in ("drafting", "compile", "graphs")}
@@ -149,15 +149,6 @@ def main(values: DictConfig) -> None:
 
 def drafter_of(target: Target, artifact: Artifact, quant: Quant) -> Eagle:
     return Eagle(quantised(load_draft(artifact.path, target.identity), quant), target, artifact.alignment)
-
-
-def prepared(out: Path) -> Path:
-    """The directory for the results, made before time is spent on them."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be made: {one_line(error)}") from error
-    return out
 
 
 def check_fit(engine: Engine, questions: Iterable[Question], max_tokens: int) -> None:

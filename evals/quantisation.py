@@ -11,13 +11,12 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import build, check, command, write_json, write_text
+from eagle_train.config import build, check, command, prepared, write_json, write_text
 from eagle_train.exporting.markdown import aligned, code, plain
 from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, SamplingParams
@@ -27,18 +26,7 @@ from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import SCOPES, Quant
 from eagle_train.training.metrics import redact
 from evals import figures
-from evals.mt_bench import (
-    NO_DRAFTS,
-    Artifact,
-    Run,
-    check_fit,
-    check_template,
-    check_tree,
-    drafter_of,
-    labels,
-    measure,
-    prepared,
-)
+from evals.mt_bench import NO_DRAFTS, Artifact, Run, check_fit, check_template, check_tree, drafter_of, labels, measure
 from evals.questions import Question, read_questions
 from evals.report import change, made_on, number, subject, table
 from evals.stopwatch import Stopwatch
@@ -100,7 +88,7 @@ def main(values: DictConfig) -> None:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     questions = read_questions(config.questions, config.limit)
-    out = prepared(Path(str(config.out)))
+    out = prepared(config.out)
     about = read_artifact(config.draft.path)
     source, quant = about.source, about.quant
     check(quant.scheme == "none", f"draft={config.draft.path}: quantised already, {quant}; export it with quant=none")
@@ -142,6 +130,7 @@ def names_of(exports: Sequence[str], source: str, draft: str) -> dict[str, str]:
     for path, about in abouts.items():
         same = about.source == source
         check(same, f"also={path}: made from a draft of fingerprint {about.source}, and draft={draft} is {source}")
+        check(about.quant.scheme != "none", f"also={path}: is not quantised; the draft itself is measured anyway")
     names = {path: f"{about.quant}, {about.rounding}" for path, about in abouts.items()}
     alike = Counter(names.values())
     return {name if alike[name] == 1 else f"{name}, {path}": path for path, name in names.items()}
@@ -154,7 +143,10 @@ def measured(run: Timed, plain: Timed) -> dict[str, Any]:
     Latencies are medians over the batches of questions, ratios those of the same batch.
     """
     tpc, stats = figures.tpc(run.answers), [answer.output.stats for answer in run.answers]
-    check(tpc is not None, "no answer has a second token, so no decoding was measured; raise max_tokens")
+    check(
+        tpc is not None,
+        figures.NO_DECODING,
+    )
     pairs = [pair for pair in zip(run.drafting, plain.drafting, strict=True) if all(rounds for _, rounds in pair)]
     check(len(pairs) > 0, NO_DRAFTS)
     times = [[seconds * 1e3 / rounds for seconds, rounds in pair] for pair in pairs]

@@ -11,6 +11,7 @@ from eagle_train.corpus.chat import Message, to_messages
 from eagle_train.corpus.json_files import JsonFiles
 from eagle_train.corpus.kinds import check_contents
 from eagle_train.corpus.rows import Row, parse
+from eagle_train.corpus.source import hint
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def read_questions(path: str, limit: int | None = None) -> list[Question]:
     reference) or `prompt`; also `question_id` or `id`, and `category`, where it likes. Raises UserError for a file that
     is missing or empty and, with its line, for a row that is malformed or has no turns.
     """
-    check(Path(path).is_file(), f"questions={path}: no such file; give a JSON file")
+    check(Path(path).is_file(), f"questions={path}: no such file{hint(path) or '; give a JSON file'}")
     check(limit is None or limit >= 1, f"limit={limit}: must be at least 1, or null for all questions")
     check_contents(path)
     questions = [question_of(parse(place, row), place) for place, row in JsonFiles([path]).rows()]

@@ -3,14 +3,15 @@
 `found` is what an evaluation puts into results.json, see `mt_bench.measured`.
 """
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from eagle_train.config import write_bytes
 from eagle_train.exporting import markdown as md
 from eagle_train.exporting.markdown import code, plain
 
@@ -246,10 +247,9 @@ def made_on(found: Found) -> str:
 
 def plot_acceptance(found: Found, path: Path) -> None:
     """Acceptance by depth as a PNG, whole or not there."""
-    figure = figure_of(found["acceptance_per_depth"], found["acceptance_after_depth_before"])
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=150, format="png")
-    os.replace(partial, path)
+    figure, picture = figure_of(found["acceptance_per_depth"], found["acceptance_after_depth_before"]), BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
+    write_bytes(path, picture.getvalue())
 
 
 def figure_of(shares: Sequence[float], given: Sequence[float | None] | None) -> Figure:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import UserError, build, check, command, write_json, write_text
+from eagle_train.config import UserError, build, check, command, prepared, write_json, write_text
 from eagle_train.exporting.card import caveat
 from eagle_train.exporting.markdown import aligned, code
 from eagle_train.hardware import provenance, resolve_device
@@ -33,7 +33,7 @@ from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant
 from eagle_train.training.metrics import redact
 from evals.figures import Answer
-from evals.mt_bench import Artifact, ask, check_fit, check_template, drafter_of, label, prepared
+from evals.mt_bench import Artifact, ask, check_fit, check_template, drafter_of, label
 from evals.questions import Question, read_questions
 from evals.report import change, made_on, number, percent, subject, table
 
@@ -128,7 +128,7 @@ def main(values: DictConfig) -> None:
     check(about.engine == "vllm", f"draft={config.draft.path}: of engine={about.engine}; export it with engine=vllm")
     questions = read_questions(config.questions, config.limit)
     version = version_of(config.vllm.python)
-    out = prepared(Path(str(config.out)))
+    out = prepared(config.out)
     answers, stop_ids, found = answered(config, questions, device)
     own = counted(answers)
     gc.collect()

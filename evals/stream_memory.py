@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer
 
-from eagle_train.config import build, check, command, write_json
+from eagle_train.config import build, check, command, prepared_file, write_json
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Stream
@@ -50,6 +50,7 @@ class Config:
 @command("stream_memory")
 def main(values: DictConfig) -> None:
     config = build(Config, OmegaConf.to_container(values), "")
+    out = prepared_file(config.out)
     with tempfile.TemporaryDirectory() as folder:
         made_up = Path(folder) / "chats.jsonl"
         if config.data["path"] is None:
@@ -58,7 +59,7 @@ def main(values: DictConfig) -> None:
         size = sum(Path(source.path).stat().st_size for source in data.sources.values() if Path(source.path).is_file())
         found = {"bytes": size, **streamed(data, config.tokenizer)}
     found |= {"limit_mb": config.limit_mb, "config": asdict(config), "provenance": provenance()}
-    write_json(Path(config.out), found)
+    write_json(out, found)
     print(f"{size / 1e6:.1f} MB, {found['documents']:,} documents, {found['seconds']:.0f} s; written to {config.out}")
     print("MB held on the way: " + " ".join(f"{held:.0f}" for held in found["held_mb"]))
     grown = found["grown_mb"]

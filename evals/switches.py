@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import build, check, command, write_json, write_text
+from eagle_train.config import build, check, command, prepared, write_json, write_text
 from eagle_train.distributed import ALONE, World
 from eagle_train.exporting.markdown import aligned, code
 from eagle_train.hardware import provenance, resolve_device
@@ -39,7 +39,7 @@ from evals import figures
 from evals.apart import beside, prefill_process
 from evals.figures import Together
 from evals.latency import take_turns
-from evals.mt_bench import Artifact, check_tree, labels, prepared
+from evals.mt_bench import Artifact, check_tree, labels
 from evals.prompts import Asked
 from evals.report import TERMS, made_on, number, subject, table
 from evals.sides import NO_SWITCH, PLACEBO, SWITCHES, Side, SideConfig, Switch
@@ -173,7 +173,7 @@ def main(values: DictConfig) -> None:
     device = resolve_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    out = prepared(Path(str(config.out)))
+    out = prepared(config.out)
     bench = Bench(config, device)
     bench.check_loads()
     about = {
@@ -221,7 +221,7 @@ def compared(answered: dict[str, list[Together]], newcomers: int = 0) -> dict[st
     for side, batches in answered.items():
         answers = list(chain.from_iterable(batches))
         found |= {f"{side}_tpc": figures.tpc(answers), f"{side}_prompts": len(answers)}
-        check(all(map(figures.intervals, batches)), "a batch has no second token, so no decoding was measured")
+        check(all(map(figures.intervals, batches)), f"in a batch {figures.NO_DECODING}")
         times[side] = {
             "ttit": [statistics.fmean(figures.intervals(batch)) for batch in batches],
             "ttft": [statistics.fmean(each.output.stats.ttft_s for each in batch[-newcomers:]) for batch in batches],

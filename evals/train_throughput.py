@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from eagle_train.config import build, check, command, write_json
+from eagle_train.config import build, check, command, prepared_file, write_json
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, open_source
@@ -78,18 +78,20 @@ class Config:
     def __post_init__(self) -> None:
         for key in ("vocab", "hidden", "layers", "draft_layers", "rounds", "steps"):
             check(getattr(self, key) >= 1, f"{key}={getattr(self, key)}: must be at least 1")
-        check(self.row_tokens >= LONGEST, f"row_tokens={self.row_tokens}: the longest documents have {LONGEST}")
+        least = f"must be at least {LONGEST}, as long as the longest document"
+        check(self.row_tokens >= LONGEST, f"row_tokens={self.row_tokens}: {least}")
 
 
 @command("train_throughput")
 def main(values: DictConfig) -> None:
     config = build(Config, values, "")
     resolve_device(config.device)
+    out = prepared_file(config.out)
     with tempfile.TemporaryDirectory() as folder:
         write_documents(Path(folder) / "documents.jsonl", config)
         found = compared(config, folder)
     found |= {"config": asdict(config), "provenance": provenance()}
-    write_json(Path(config.out), found)
+    write_json(out, found)
     print(text(found))
     print(f"written to {config.out}")
 

@@ -13,13 +13,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
-from eagle_train.config import build, check, command, write_json, write_text
+from eagle_train.config import build, check, command, prepared, write_json, write_text
 from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
@@ -33,7 +32,8 @@ from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.progress import progress
 from eagle_train.training.unroll import unroll
-from evals.mt_bench import Artifact, Run, ask, check_fit, check_template, drafter_of, prepared
+from evals.figures import NO_DECODING
+from evals.mt_bench import Artifact, Run, ask, check_fit, check_template, drafter_of
 from evals.questions import read_questions
 
 Ranks = torch.Tensor
@@ -120,7 +120,7 @@ def main(values: DictConfig) -> None:
         f"rounds={config.rounds}: with these trees they may take {config.tokens} tokens, and the context of "
         f"{target.name} holds {target.context}",
     )
-    out = prepared(Path(str(config.out)))
+    out = prepared(config.out)
     drafter = drafter_of(target, config.draft, config.quant)
     largest = max(config.batch_sizes)
     options = {"max_batch_size": largest, "compile": config.compile, "graphs": config.graphs, **AT_ONCE}
@@ -132,8 +132,7 @@ def main(values: DictConfig) -> None:
         bar.update(number)
     bar.close()
     answers = [(answer.prompt, answer.output.token_ids) for answer in plain.answers]
-    decoded = any(len(tokens) > 1 for _, tokens in answers)
-    check(decoded, "no answer has a second token, so there is nothing to draft; ask other questions")
+    check(any(len(tokens) > 1 for _, tokens in answers), NO_DECODING)
     ranks = [ranks_of(target, drafter.draft, *answer, config.depth, config.children) for answer in answers]
     shares = acceptance(ranks, config.depth, config.children)
     tried = candidates(config, shares, ranks)

@@ -184,10 +184,13 @@ def test_a_plan_says_how_many_steps_there_are_on_this_machine(monkeypatch):
     told = []
     for speed in (1e9, 2e9):
         monkeypatch.setattr(forecast, "measured_speed", lambda device, dtype, speed=speed: speed)
-        line = forecast.steps_here(2.0, 1e6, draft, OptimConfig(tokens_per_step=1000), "cpu")
+        optim = OptimConfig(tokens_per_step=1000)
+        line = forecast.steps_here(TrainConfig(steps=None, minutes=2.0), 1e6, draft, optim, "cpu")
         assert line.endswith(" steps in train.minutes=2")
         told.append(int(re.search(r"([\d,]+) steps", line)[1].replace(",", "")))
     assert told == pytest.approx([120 * forecast.REACH, 2 * 120 * forecast.REACH], abs=1)
+    line = forecast.steps_here(TrainConfig(steps=round(7.2e3 * forecast.REACH)), 1e9, draft, optim, "cpu")
+    assert line.endswith(f"): about {500 / forecast.REACH:.0f} s a step, 1,000.0 hours for train.steps=5760")
     dense = forecast.step_flops(1e6, draft, OptimConfig(name="adamw", tokens_per_step=1000), torch.float32)
     muon = forecast.step_flops(1e6, draft, OptimConfig(name="muon", tokens_per_step=1000), torch.float32)
     assert dense == 1e9 < muon

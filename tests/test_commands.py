@@ -21,7 +21,7 @@ from eagle_train import export, generate, train
 from eagle_train.inference import Engine
 from eagle_train.models import loading
 from eagle_train.models.artifact import read_artifact
-from eagle_train.training import checkpoint
+from eagle_train.training import assemble, checkpoint
 
 STEPS = 6  # of the runs that are killed; a checkpoint every 2
 EVENTS = 21  # of such a run: two micro-batches and a record a step, and the checkpoints
@@ -481,10 +481,16 @@ def test_bad_settings_of_a_run(root, tmp_path, capsys, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_needs_a_directory_it_can_write(root, tmp_path, capsys):
+def test_a_run_needs_a_directory_it_can_write(root, tmp_path, capsys, monkeypatch):
+    """Which is told before the target is loaded."""
+    monkeypatch.setattr(assemble, "load_target", None)
     (tmp_path / "file").touch()
-    line = mistake(capsys, tmp_path / "file", train.main, *training(root, f"out={tmp_path}/file/run"))
-    assert f"{tmp_path}/file/run" in line
+    for out, message in (
+        (f"{tmp_path}/file/run", f"out={tmp_path}/file/run: cannot be written: "),
+        ("/sys", "out=/sys: cannot be written: "),
+        ("", "out is empty: give out=DIR"),
+    ):
+        assert message in mistake(capsys, tmp_path / "file", train.main, *training(root, f"out={out}"))
 
 
 def test_a_run_is_not_mixed_with_another(made, tmp_path, capsys):

@@ -17,7 +17,19 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train import generate
-from eagle_train.config import CONF_DIR, UserError, as_typed, build, check, command, offer_trees, write_json, write_text
+from eagle_train.config import (
+    CONF_DIR,
+    UserError,
+    as_typed,
+    build,
+    check,
+    command,
+    offer_trees,
+    prepared,
+    prepared_file,
+    write_json,
+    write_text,
+)
 from eagle_train.corpus.source import DataConfig
 from eagle_train.hardware import resolve_device
 from eagle_train.inference.tree import load_tree
@@ -178,6 +190,7 @@ def test_hydras_own_options_work(capsys, arguments, expected):
     [
         ("train", ["--help"], 0, "eagle-train: "),
         ("train", ["train.setps=3"], 2, "error: Could not override 'train.setps' ("),
+        ("train", ["draft=DIR"], 2, "error: draft=DIR: must be one of dense3; what gives weights to begin with is "),
         ("export", [], 2, "error: checkpoint, out are needed: give checkpoint=VALUE out=VALUE"),
         ("generate", ["prompt=x", "tree=nosuch"], 2, "error: In 'generate': Could not find 'tree/nosuch' (there are "),
     ],
@@ -318,6 +331,32 @@ def test_a_file_is_written_whole(tmp_path):
         assert before.read() == "é\n"  # the old file was replaced and not written into
     assert path.read_text() == "second\n" * 1000
     assert os.listdir(path.parent) == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("", "^out is empty: give out=PATH$"),
+        ("{tmp}/file", "file: nothing can be written there: File exists$"),
+        ("{tmp}/file/below", "below: nothing can be written there: Not a directory$"),
+        ("/proc/nothing", "^out=/proc/nothing: nothing can be written there: "),
+        ("/sys", "^out=/sys: nothing can be written there: "),  # it is there
+    ],
+)
+def test_results_have_a_place_before_they_are_measured(tmp_path, out, message):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=message):
+        prepared(out.format(tmp=tmp_path))
+    assert prepared(str(tmp_path / "a" / "b")) == tmp_path / "a" / "b"
+    assert os.listdir(tmp_path / "a" / "b") == []
+
+
+def test_one_file_has_a_place_before_it_is_measured(tmp_path):
+    for out, message in ((str(tmp_path), "a directory$"), ("", "empty$")):
+        with pytest.raises(UserError, match=f"^out={out}: must be a file's name, and is {message}"):
+            prepared_file(out)
+    assert prepared_file(str(tmp_path / "a" / "b.json")) == tmp_path / "a" / "b.json"
+    assert os.listdir(tmp_path / "a") == []
 
 
 def test_a_file_that_could_not_be_written_is_as_it_was(tmp_path):

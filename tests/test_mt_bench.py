@@ -581,6 +581,10 @@ def test_the_picture_has_all_of_its_names(tmp_path, depth):
     assert figure.axes[0].get_window_extent().width > 0.8 * width
     report.plot_acceptance(found_figures(), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "b.png").mkdir()
+    with pytest.raises(UserError, match=r"b\.png: cannot be written: "):
+        report.plot_acceptance(found_figures(), tmp_path / "b.png")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png"]
 
 
 # The command

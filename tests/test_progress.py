@@ -36,7 +36,7 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     bar.update(15, summary(2.3, 6100))
     bar.close()
     assert screen.getvalue().count("\r") > 2
-    assert " 75%|" in screen.getvalue()
+    assert "step  75%|" in screen.getvalue()
     assert "15/20" in screen.getvalue()
     assert "left, loss 2.3000, 6,100 tokens/s]" in screen.getvalue()
 

@@ -144,6 +144,9 @@ def test_exports_are_measured_beside_and_go_into_a_card(home, tmp_path, capsys):
     assert call(quantisation.main, *arguments(home, f"out={tmp_path}/none", f"draft={small}")) == 2
     assert f"error: draft={small}: quantised already, int4 (ffn); export it with quant=none" in capsys.readouterr().err
 
+    assert call(quantisation.main, *arguments(home, f"out={tmp_path}/none", f"also=[{home}/draft]")) == 2
+    assert f"error: also={home}/draft: is not quantised; " in capsys.readouterr().err
+
     other = tmp_path / "other"
     draft = load_draft(home / "draft")
     with torch.no_grad():

@@ -18,6 +18,7 @@ from eagle_train.corpus import json_files
 from eagle_train.corpus.chat import to_messages
 from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, SourceConfig, check_found, open_source
+from evals.questions import read_questions
 
 
 def make_rows(num_rows: int) -> list[dict]:
@@ -152,6 +153,15 @@ def test_files_of_no_known_kind_are_refused(tmp_path):
     write_parquet(tmp_path / "empty.parquet", pa.table({"messages": []}).to_pylist())
     with pytest.raises(UserError, match="has no rows"):
         open_source(DataConfig(str(tmp_path / "empty.parquet")))
+
+
+def test_how_the_bundled_data_are_made_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = r"; python data/stdlib_chat\.py outputs/stdlib_chat makes it$"
+    with pytest.raises(UserError, match=told):
+        check_found(DataConfig("outputs/stdlib_chat/train.jsonl"))
+    with pytest.raises(UserError, match=told):
+        read_questions("outputs/stdlib_chat/heldout.jsonl")
 
 
 @pytest.mark.parametrize(

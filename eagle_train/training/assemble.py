@@ -56,14 +56,13 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
     hf_config = load_config(target_config)
     check_job(train, optim, parallel, data, target_config, hf_config, world.size, config.device)
     DraftConfig.from_target(hf_config, **OmegaConf.to_container(config.draft))
+    check(str(config.out) != "", "out is empty: give out=DIR")
     out, device = Path(str(config.out)), resolve_device(config.device)
     check(
         train.resume or not checkpoints(out),
         f"out={out} holds checkpoints: name another directory, remove them, or give train.resume=true",
     )
     check_found(data)
-    if world.size > 1:
-        check_shared(out, world.exchange, world.rank)
     if train.init_from is not None:
         read_artifact(train.init_from, INIT_FROM)
     sound = isinstance(config.seed, int) and 0 <= config.seed < 2**63
@@ -77,6 +76,7 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
         if world.is_main:
             warnings.warn(note, stacklevel=1)
 
+    check_shared(out, world.exchange, world.rank)
     target = load_target(training_dtype(target_config, device), device, parallel.target, world)
     shape = draft_shape(config.draft, target)  # refused before any data are read
     given = None if train.init_from is None else given_draft(train.init_from, shape, target)

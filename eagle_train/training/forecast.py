@@ -1,4 +1,4 @@
-"""What a run of minutes comes to on the machine at hand. Knows products and their speed; runs no model."""
+"""What a run comes to on the machine at hand. Knows products and their speed; runs no model."""
 
 import torch
 
@@ -7,6 +7,7 @@ from eagle_train.models.draft import Draft
 from eagle_train.models.draft_config import DraftConfig
 from eagle_train.training import muon
 from eagle_train.training.optimizer import OptimConfig
+from eagle_train.training.trainer import TrainConfig
 
 # The share of the measured speed that a step's products reach, all else in its time included: the quickstart's steps
 # of 0.45 s on an AMD EPYC with AVX2, two cores, 147 GFLOP/s. Less where products are faster and all else is not.
@@ -23,14 +24,18 @@ def step_flops(flops: float, draft: DraftConfig, optim: OptimConfig, dtype: torc
     return whole
 
 
-def steps_here(minutes: float, flops: float, draft: DraftConfig, optim: OptimConfig, device: str) -> str:
-    """One line: how long a step takes on this machine, by a measurement of half a second, and how many there are."""
+def steps_here(train: TrainConfig, flops: float, draft: DraftConfig, optim: OptimConfig, device: str) -> str:
+    """One line: how long a step takes on this machine, by a measurement of half a second, and how many there are, or
+    how long they take."""
     dtype = low_precision(device)
     speed = measured_speed(device, dtype)
     seconds = step_flops(flops, draft, optim, dtype) / (REACH * speed)
     name = torch.cuda.get_device_name() if device == "cuda" else f"{cpu_name()}, {torch.get_num_threads()} threads"
-    steps = max(1, round(60 * minutes / seconds))
+    if train.minutes is None:
+        run = f"{train.steps * seconds / 3600:,.1f} hours for train.steps={train.steps}"
+    else:
+        run = f"{max(1, round(60 * train.minutes / seconds)):,} steps in train.minutes={train.minutes:g}"
     return (
         f"on this machine ({name}; {speed / 1e9:,.0f} GFLOP/s in {str(dtype).removeprefix('torch.')}): about "
-        f"{seconds:.2g} s a step, {steps:,} steps in train.minutes={minutes:g}"
+        f"{seconds:{',.0f' if seconds >= 10 else '.2g'}} s a step, {run}"
     )

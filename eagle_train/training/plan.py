@@ -162,9 +162,9 @@ def planned(config: DictConfig, ranks: int) -> str:
         target,
     )
     lines = text(cost, train, optim, cluster, advice(cost, parallel, train, cluster))
-    if train.minutes is None:
+    if train.minutes is None and cluster.gpus is not None:  # a job for other machines
         return lines
-    here = steps_here(train.minutes, sum(cost.flops.values()), draft, optim, resolve_device(config.device))
+    here = steps_here(train, sum(cost.flops.values()), draft, optim, resolve_device(config.device))
     return f"{lines}\n{here}"
 
 
