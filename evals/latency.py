@@ -108,17 +108,16 @@ class Config:
         )
 
     @property
-    def drafters(self) -> dict[str, tuple[Any, Quant]]:
+    def drafters(self) -> dict[str, tuple[str, Quant]]:
         """Trees, or tables of them, and quantised drafts, each with each, by the names they have in the report."""
         pairs = [(tree, Quant(scheme)) for tree in self.trees for scheme in self.quants]
         names = [tree if quant.scheme == "none" else f"{tree} {quant.scheme}" for tree, quant in pairs]
-        specs = [(self.tables.get(tree, tree), quant) for tree, quant in pairs]
-        return dict(zip(names, specs, strict=True))
+        return dict(zip(names, pairs, strict=True))
 
     @property
-    def tables(self) -> dict[str, dict[str, str]]:
-        """Those of `trees` that are files, as the dispatcher takes them."""
-        return {tree: {"table": tree} for tree in self.trees if tree.endswith(".yaml")}
+    def files(self) -> list[str]:
+        """Those of `trees` that are files."""
+        return [tree for tree in self.trees if tree.endswith(".yaml")]
 
     def check_models(self) -> None:
         """A checkpoint and a draft, or shapes and what they are to accept; and trees that draft."""
@@ -199,7 +198,7 @@ def main(values: DictConfig) -> None:
         "target": target.name if config.shapes is None else described(target),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": target.device.type,
-        "tables": {name: labels(Dispatcher(table), max(config.batch_sizes)) for name, table in config.tables.items()},
+        "tables": {path: labels(Dispatcher(path), max(config.batch_sizes)) for path in config.files},
         "config": redact(OmegaConf.to_container(values)),
     }
     for cells in swept(Bench(config, target, draft)):  # each is written when it is there: a later one may fail

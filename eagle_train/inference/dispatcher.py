@@ -17,11 +17,13 @@ class Dispatcher:
     """A table from batch size to tree. A tree whose only node is the root means: no speculation."""
 
     def __init__(self, spec: Any, device: torch.device | str = "cpu"):
-        """`spec`: one tree for every batch size, or a mapping {largest batch size: tree}, or {table: FILE}, a YAML of
-        either. Raises UserError.
+        """`spec`: one tree for every batch size; or a mapping {largest batch size: tree}; or a YAML of either:
+        FILE.yaml, or {table: FILE}. Raises UserError.
         """
         if isinstance(spec, Mapping) and set(spec) == {"table"}:
             spec = read_table(spec["table"])
+        elif isinstance(spec, str) and spec.endswith(".yaml"):
+            spec = read_table(spec)
         is_table = isinstance(spec, Mapping) and bool(spec) and all(str(size).isdigit() for size in spec)
         table = {int(size): tree for size, tree in spec.items()} if is_table else {1 << 62: spec}
         check(all(size > 0 for size in table), f"dispatch: batch sizes {sorted(table)} must be above 0")
