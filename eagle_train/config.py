@@ -363,19 +363,30 @@ def prepared(out: str) -> Path:
 def prepared_file(out: str) -> Path:
     """The same for results that are one file."""
     check(not Path(out).is_dir(), f"out={out}: must be a file's name, and is {'empty' if out == '' else 'a directory'}")
-    prepared(str(Path(out).parent))
+    if not is_stream(Path(out)):
+        prepared(str(Path(out).parent))
     return Path(out)
 
 
+def is_stream(path: Path) -> bool:
+    """Whether a pipe or a device is there, which must not be replaced."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is either whole or not there. Raises UserError where it cannot be written."""
+    """Write a file so that it is either whole or not there. A link stays, and so does a pipe or device (/dev/stdout).
+    Raises UserError where it cannot be written."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
     """The same for a file that is no text."""
+    path = path if is_stream(path) else path.resolve()
     partial = path.with_name(f".{path.name}.partial")
     try:
+        if is_stream(path):
+            path.write_bytes(content)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(content)
         os.replace(partial, path)

@@ -19,4 +19,4 @@ fi
 [ -z "${LOGS:-}" ] || rendezvous+=(--log-dir "$LOGS" --redirects 3 --tee 3)
 # A signal is passed on, and the ranks have time to write their checkpoint; SIGQUIT ends them at once.
 grace=(--signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" --shutdown-timeout "${GRACE:-900}")
-exec torchrun "${rendezvous[@]}" "${grace[@]}" --nproc-per-node "$processes" -m eagle_train.train "$@"
+exec torchrun "${rendezvous[@]}" "${grace[@]}" --nproc-per-node "$processes" --no-python eagle-train "$@"

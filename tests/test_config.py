@@ -359,6 +359,20 @@ def test_one_file_has_a_place_before_it_is_measured(tmp_path):
     assert os.listdir(tmp_path / "a") == []
 
 
+def test_a_link_stays_and_a_device_is_written_to(tmp_path):
+    (tmp_path / "link").symlink_to("there")
+    write_text(tmp_path / "link", "text\n")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there").read_text() == "text\n"
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to("/dev/null")
+    write_text(tmp_path / "link", "text\n")
+    assert sorted(os.listdir(tmp_path)) == ["link", "there"]
+    assert prepared_file("/dev/null").is_char_device()
+    with pytest.raises(UserError, match=r"cannot be written: .*Is a directory"):
+        write_text(tmp_path, "text")
+
+
 def test_a_file_that_could_not_be_written_is_as_it_was(tmp_path):
     path = tmp_path / "config.yaml"
     write_text(path, "first\n")

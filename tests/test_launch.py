@@ -52,6 +52,12 @@ SCANCEL = (
 )
 SCONTROL = '#!/bin/bash\n[ "$1" = show ] && echo localhost || echo "$@" >>"$STUB/requeued"\n'
 
+EAGLE_TRAIN = f"""#!{sys.executable}
+from eagle_train.commands import train
+if __name__ == "__main__":
+    train()
+"""  # as pip writes it: processes that tokenise load this file anew, and not all that training needs
+
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse(script):
@@ -138,7 +144,7 @@ def cluster(tmp_path) -> dict[str, str]:
     shutil.copytree(ROOT / "launch", repository / "launch")
     (repository / ".venv/bin").mkdir(parents=True)
     program = repository / ".venv/bin/eagle-train"
-    program.write_text(f'#!/bin/bash\nexec {sys.executable} -m eagle_train.train "$@"\n')
+    program.write_text(EAGLE_TRAIN)
     program.chmod(0o755)
     variables = {"SLURM_JOB_ID": free_job(), "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost", "STUB": str(stub)}
     paths = {"PATH": f"{stub}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_SUBMIT_DIR": str(repository)}
@@ -202,8 +208,9 @@ def torchrun(tmp_path) -> Launcher:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     programs = tmp_path / ".venv/bin"
     programs.mkdir(parents=True)
-    for name, program in (("python", ""), ("torchrun", "-m torch.distributed.run")):
-        (programs / name).write_text(f'#!/bin/bash\nexec {sys.executable} {program} "$@"\n')
+    torchrun = f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n'
+    for name, program in (("eagle-train", EAGLE_TRAIN), ("torchrun", torchrun)):
+        (programs / name).write_text(program)
         (programs / name).chmod(0o755)
     sums = subprocess.run("cat pyproject.toml launch/constraints.txt | cksum", shell=True, cwd=tmp_path, stdout=-1)
     (tmp_path / ".venv/.installed").write_bytes(sums.stdout)
@@ -251,7 +258,9 @@ def test_a_signal_to_the_whole_group_leaves_the_tokenisers_at_work(tmp_path):
     out = tmp_path / "run"
     overrides = [*a_run(600, out), "data.workers=1", "optim.tokens_per_step=1024", "train.micro_batch_rows=32"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "eagle_train.train", *overrides]
+    program = tmp_path / "eagle-train"
+    program.write_text(EAGLE_TRAIN)
+    command = [sys.executable, program, *overrides]
     job = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
     wait_for_steps(out, 1, job)
     os.killpg(job.pid, signal.SIGTERM)
