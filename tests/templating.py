@@ -13,7 +13,7 @@ from jinja2 import nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -217,6 +217,29 @@ def alphabet(merges: int) -> str:
     )
     tokenizer.train_from_iterator(["user assistant\n\n\n\nhello world  \n\n a1 q1 <think>\n\n"] * 3, trainer)
     return tokenizer.to_str()
+
+
+def pieces_of(kind: str) -> PreTrainedTokenizerFast:
+    """A tokenizer as SentencePiece makes them, whose characters that are no piece are bytes. `prepend`: a normalizer
+    puts a space before a text and behind special tokens (Llama 2); `first`: before a text alone; `always`: as
+    `prepend`, by the pre-tokenizer; `none`: nowhere (Gemma); `unigram`: another model (T5)."""
+    words = ["▁", "▁▁", "▁a", "▁hello", "hello", "he", "ll", *map(chr, range(33, 127))]
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    merges = [("▁", "▁"), ("▁", "a"), ("h", "e"), ("l", "l")]
+    bpe = models.BPE({piece: n for n, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True)
+    scores = [(piece, float(len(piece)) - 9) for piece in pieces]
+    tokenizer = Tokenizer(models.Unigram(scores, unk_id=0, byte_fallback=True) if kind == "unigram" else bpe)
+    if kind in ("prepend", "none"):
+        steps = [normalizers.Prepend("▁")] if kind == "prepend" else []
+        tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    else:
+        scheme = "first" if kind == "first" else "always"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=kind == "unigram")
+    ends = [] if kind == "none" else [decoders.Strip(" ", 1, 0)]
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def tokenizer_of(name: str, merges: int = 0, template: str | None = None) -> PreTrainedTokenizerFast:

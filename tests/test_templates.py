@@ -12,6 +12,7 @@ from templating import CALL, CONVERSATIONS, DAY, FAMILIES, RIGHT, TOOLS, documen
 
 from eagle_train.config import UserError
 from eagle_train.corpus.chat import Conversation, conversation_of
+from eagle_train.corpus.preview import description
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.tokens import Document
 
@@ -341,6 +342,38 @@ def test_merges_across_the_prompts_end_are_undone():
     documents = renderer(row)
     assert learnt(renderer, documents) == ["\n\nhello world<|im_end|>", "\nhello<|im_end|>"]
     check_served("chatml", renderer, row, documents)
+
+
+INSTRUCTED = (  # Llama 2: no tag is a token, and answers begin with a space
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}"
+    " {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+BELOW = (  # Zephyr: answers begin behind a line's end
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["prepend", "first", "always", "none", "unigram"])
+@pytest.mark.parametrize(("template", "lead"), [(INSTRUCTED, " "), (BELOW, "")])
+def test_pieces_and_bytes_of_sentencepiece(kind, template, lead):
+    """A token is the model's if its characters are, with the space that it begins with, and all of a character's
+    bytes; the text of some tokens is what it is where they stand."""
+    tokenizer = templating.pieces_of(kind)
+    tokenizer.chat_template = template
+    renderer = ChatRenderer(tokenizer)
+    contents = ["hello é", "ça hello 🙂", " q ", " hello\n a"]
+    messages = [user(content) if n % 2 == 0 else said(content) for n, content in enumerate(contents)]
+    documents = renderer(messages)
+    assert len(documents) == 1 or kind == "unigram"  # which makes one unknown piece of a line's end and what follows
+    texts = [text for each in documents for text in description("", each, renderer)["supervised_text"]]
+    assert texts == [f"{lead}{contents[1]}</s>", f"{lead}{contents[3]}</s>"]
+    turns = [(each.tokens.tolist(), start) for each in documents for start, _ in ranges(each)]
+    for number, (tokens, start) in zip((1, 3), turns, strict=True):
+        prompt = tokenizer.apply_chat_template(messages[:number], add_generation_prompt=True, tokenize=False)
+        assert tokens[:start] == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    text = renderer.render_text("Q: hello A: é", "A: (.*)")
+    assert tokenizer.convert_ids_to_tokens(text.tokens[text.produced]) == ["<0xC3>", "<0xA9>", "</s>"]
 
 
 PIECES = [

@@ -72,15 +72,10 @@ class AnswerReader:
     def tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
     def written(self, prompt: str, token_ids: list[int], was_cut: bool) -> Written:
         """What the target's tokens say, the last of which is a stop token unless they were cut."""
         own = token_ids if was_cut else token_ids[:-1]
-        before = self.tokens(prompt)
-        start, text = self.decode(before), self.decode([*before, *own])
-        text = text[len(start) :] if text.startswith(start) else self.decode(own)
+        text = self.renderer.decode(own, self.tokens(prompt))
         return Written(prompt, text.rstrip(UNDECODED) if was_cut else text, own, was_cut)
 
     def message(self, messages: list[Message], tools: list[dict] | None, written: Written) -> tuple[Message, bool]:

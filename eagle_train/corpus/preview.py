@@ -211,7 +211,7 @@ def description(place: str, document: Document, renderer: ChatRenderer) -> dict:
     """A document for a file: `supervised` are ranges [start, end) of its tokens, `supervised_text` what each says."""
     tokens = document.tokens.tolist()
     ranges = [list(span) for span, produced in runs(document) if produced]
-    texts = [renderer.decode(tokens[start:end]) for start, end in ranges]
+    texts = [renderer.decode(tokens[start:end], tokens[:start]) for start, end in ranges]
     return {"row": place, "text": document.text, "tokens": tokens, "supervised": ranges, "supervised_text": texts}
 
 
@@ -227,11 +227,9 @@ def runs(document: Document) -> Iterator[tuple[tuple[int, int], bool]]:
 def shown_document(described: dict, document: Document, renderer: ChatRenderer, in_color: bool) -> str:
     """A document as a terminal may be sent it, whatever its text."""
     before, after = (GREEN, RESET) if in_color else ("[", "]")
-    pieces = []
+    pieces, tokens = [], described["tokens"]
     for (start, end), produced in runs(document):
-        text = printable(renderer.decode(described["tokens"][start:end]))
+        text = printable(renderer.decode(tokens[start:end], tokens[:start]))
         pieces.append(f"{before}{text}{after}" if produced else text)
     count = int(document.produced.sum())
-    return (
-        f"--- {printable(described['row'])}: {len(described['tokens'])} tokens, {count} supervised\n{''.join(pieces)}"
-    )
+    return f"--- {printable(described['row'])}: {len(tokens)} tokens, {count} supervised\n{''.join(pieces)}"

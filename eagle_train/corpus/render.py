@@ -182,9 +182,13 @@ class ChatRenderer:
         """Whether a text has its stop already, but for white space behind it."""
         return text.rstrip().endswith(tuple(stop for stop in self.stops if stop.strip()))
 
-    def decode(self, tokens: list[int]) -> str:
-        """The text of some tokens, special ones among them."""
-        return self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+    def decode(self, tokens: list[int], before: Sequence[int] = ()) -> str:
+        """The text of some tokens, special ones among them, where they stand: SentencePiece's leave out a space that
+        the first of them begins with, unless some are `before`."""
+        start, text = (
+            self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (before, [*before, *tokens])
+        )
+        return text[len(start) :] if text.startswith(start) else self.decode(tokens)
 
     @property
     def reads_clock(self) -> bool:
