@@ -243,6 +243,9 @@ def test_render_row_of_text_and_of_messages():
     [
         ("messages", {"messages": []}, "no turns"),
         ("messages", {"text": "x"}, r"no column 'messages'; the row has text: set data\.columns\.messages"),
+        ("messages", {"data": [{"messages": TURNS}]}, "no column 'messages', but rows within 'data' that have one"),
+        ("messages", {"a": 1, "train": {"0": {"messages": TURNS}}}, "but rows within 'train' that have one"),
+        ("messages", {"id": {"messages": TURNS}}, "but rows within 'id' that have one"),
         ("messages", {"messages": "hello"}, "must be a list, not str"),
         ("messages", {"messages": ["hello"]}, "must be an object"),
         ("messages", {"messages": [{"content": "x"}]}, "role must be a string, not None"),

@@ -32,8 +32,11 @@ SHAPES: dict[str, Callable[[list[dict]], str]] = {
     "raw": lambda rows: json.dumps(rows, ensure_ascii=False, separators=(",", ":")),
     "pretty": lambda rows: "\n " + json.dumps(rows, indent=4) + "\n\n",
     "objects": lambda rows: "\n".join(json.dumps(row, indent=2) for row in rows),
+    "joined": lambda rows: "".join(map(json.dumps, rows)),
+    "returns": lambda rows: "\r".join(map(json.dumps, rows)),
+    "broken": lambda rows: "\n".join(json.dumps(row).replace(", ", ",\n", 1) for row in rows),
 }
-PLACES = {"lines": ":{}", "objects": ": object {}"}
+PLACES = {"lines": ":{}"} | dict.fromkeys(("objects", "joined", "returns", "broken"), ": object {}")
 
 
 def tricky_rows(number: int, seed: int = 0) -> list[dict]:
@@ -82,7 +85,7 @@ def test_where_an_array_is_read_in_parts_does_not_show(tmp_path, monkeypatch, si
 def test_a_source_goes_on_at_a_mark_of_another_without_reading_what_is_before(tmp_path, monkeypatch, suffix):
     """Files of all shapes in one glob; the places are those of a reading from the start."""
     monkeypatch.setattr(json_files, "MARK_ROWS", 5)
-    rows = tricky_rows(60)
+    rows = tricky_rows(96)
     files = [
         str(write(tmp_path / f"{i}.json{suffix}", rows[12 * i : 12 * i + 12], shape)) for i, shape in enumerate(SHAPES)
     ]
@@ -91,12 +94,12 @@ def test_a_source_goes_on_at_a_mark_of_another_without_reading_what_is_before(tm
     assert [row for _, row in told] == rows
     made = []
     monkeypatch.setattr(json_files, "cuts_of", count_cuts(made))
-    for start in (0, 3, 11, 12, 13, 37, 59, 60):
+    for start in (0, 3, 11, 12, 13, 37, 59, 95, 96):
         other = JsonFiles(files)
         other.remember(first.mark(start))
         made.clear()
         assert read(other, start) == told[start:]
-        assert len(made) <= 60 - start + 5
+        assert len(made) <= 96 - start + 5
 
 
 def count_cuts(made: list) -> Callable:
@@ -147,6 +150,15 @@ def test_rows_are_parsed_when_they_are_needed(tmp_path):
     for i, told in ((1, "not JSON: Expecting property name"), (2, "not JSON: Expecting value"), (3, "not list")):
         with pytest.raises(UserError, match=rf"a\.json: element {i + 1}: .*{told}"):
             parse(*placed[i])
+
+
+def test_a_broken_first_line_is_no_object_of_several(tmp_path):
+    """The rows behind it are read."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": [1}\n\n{"a": 2}\n{"a": 3}\n')
+    placed = list(JsonFiles([str(path)]).rows())
+    assert [place for place, _ in placed] == [f"{path}:1", f"{path}:3", f"{path}:4"]
+    assert parse(*placed[2]) == {"a": 3}
 
 
 @pytest.mark.parametrize(

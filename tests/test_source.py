@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import pickle
+import re
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -141,6 +143,25 @@ def test_files_that_hold_no_rows_are_refused(tmp_path, content, message):
     (tmp_path / "train.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=message):
         open_source(DataConfig(str(tmp_path / "train.jsonl")))
+
+
+@pytest.mark.parametrize("path", ["a.jsonl", "*.jsonl"])
+def test_what_is_no_file_is_told(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("b.jsonl"), make_rows(1))
+    Path("a.jsonl").symlink_to("nowhere.jsonl")
+    with pytest.raises(UserError, match=rf"data\.path is {re.escape(path)}; a\.jsonl is a link to a file that is not"):
+        open_source(DataConfig(path))
+    Path("a.jsonl").unlink()
+    os.mkfifo("a.jsonl")
+    with pytest.raises(UserError, match=r"a\.jsonl is a pipe or a device, and data are read more than once"):
+        open_source(DataConfig(path))
+
+
+def test_a_file_in_a_circle_of_links_is_read_once(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", make_rows(3))
+    (tmp_path / "self").symlink_to(".")
+    assert len(list(open_source(DataConfig(str(tmp_path / "**" / "*.jsonl"))).rows())) == 3
 
 
 def test_files_of_no_known_kind_are_refused(tmp_path):

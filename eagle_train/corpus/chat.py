@@ -102,8 +102,18 @@ def to_messages(
 def column(row: Mapping, key: str, columns: Mapping[str, str | None]) -> Any:
     """The row's value for a key of the format. Raises UserError if the row has no such column."""
     name = columns.get(key, key)
+    inner = None if name in row else next((key for key, value in row.items() if holds_rows(value, name)), None)
+    check(
+        inner is None, f"no column {name!r}, but rows within {inner!r} that have one: give a file of these, one a line"
+    )
     check(name in row, f"no column {name!r}; the row has {', '.join(row) or 'none'}: set data.columns.{key}")
     return row[name]
+
+
+def holds_rows(value: Any, name: str) -> bool:
+    """Whether a value is a row with a column of this name, or a list or a mapping of such rows."""
+    inner = [value, *value.values()] if isinstance(value, dict) else value
+    return isinstance(inner, list) and any(isinstance(each, dict) and name in each for each in inner[:2])
 
 
 def turns_of(row: Mapping, key: str, columns: Mapping[str, str | None]) -> list:

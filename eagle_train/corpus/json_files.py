@@ -1,6 +1,6 @@
-"""Rows of JSON files: one object a line, the elements of an array, or objects over several lines each.
+"""Rows of JSON files: one object a line, the elements of an array, or objects however they follow one another.
 
-The file's first character that is no blank tells which. An array is cut into its elements' texts and never parsed
+The file's beginning tells which. An array is cut into its elements' texts and never parsed
 whole: no library does that, and so a large one is read as lines are, from any element on, by every rank its own rows.
 """
 
@@ -85,9 +85,35 @@ def cuts_of(file: str, offset: int, before: int) -> tuple[str, Iterator[Cut]]:
     if text.startswith(b"["):
         begin = len(head) - len(text) + 1
         return ": element ", cut(file, offset or begin, before, in_array=True)
-    if text.split(b"\n", 1)[0].strip() == b"{":  # no object of one line looks so
+    if not are_lines(text):
         return ": object ", cut(file, offset or start, before, in_array=False)
     return ":", lines(file, offset or start, before)
+
+
+def are_lines(text: bytes) -> bool:
+    """Whether a file that begins so has an object a line: not if a second one stands in the first line, and not if the
+    first has no end there, unless the next line is an object of its own: then the first is broken."""
+    first, _, more = text.partition(b"\n")
+    if not first.startswith(b"{"):
+        return True
+    end = end_of_object(first)
+    if end is not None:
+        return not first[end:].lstrip(BLANKS).startswith(b"{")
+    second = more.lstrip(BLANKS).partition(b"\n")[0].rstrip()
+    return second == b"" or (second.startswith(b"{") and end_of_object(second) == len(second))
+
+
+def end_of_object(text: bytes) -> int | None:
+    """Where the object that a text begins with ends, None if it does not."""
+    depth = 0
+    for token in TOKEN.finditer(text):
+        sign = token[0]
+        if sign == b'"':
+            return None
+        depth += (sign in (b"[", b"{")) - (sign in (b"]", b"}"))
+        if depth == 0:
+            return token.end()
+    return None
 
 
 def lines(file: str, offset: int, before: int) -> Iterator[Cut]:

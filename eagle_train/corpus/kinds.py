@@ -69,6 +69,8 @@ def check_contents(file: str) -> None:
 def check_head(file: str, head: bytes, kind: str | None) -> None:
     for signature, told in SIGNATURES.items():
         check(not head.startswith(signature) or OWN.get(kind) == signature, f"{file}: is {told}")
+    hollow = head != b"" and head.strip(b"\0") == b""
+    check(not hollow, f"{file}: begins with nothing but NUL bytes, as a file does that was not written to its end")
     check(head[257:262] != b"ustar", f"{file}: is a tar archive: {UNPACK}")
     if kind == "JSON":
         check(json.detect_encoding(head[:4]).startswith("utf-8"), f"{file}: is {UTF_16}")

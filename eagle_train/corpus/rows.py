@@ -81,6 +81,7 @@ def parse(place: str, row: Row | bytes | ArrowRow) -> Row:
     except RecursionError as error:
         raise UserError(f"{place}: arrays and objects are nested too deeply to be read") from error
     except json.JSONDecodeError as error:
+        check(b"\0" not in row, f"{place}: holds NUL bytes, as a file does that was not written to its end")
         raise UserError(f"{place}: not JSON: {one_line(error)}") from error
     except ValueError as error:  # Python bounds the digits of a whole number
         raise UserError(f"{place}: holds a number of too many digits") from error

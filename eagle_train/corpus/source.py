@@ -186,7 +186,12 @@ def files_of(config: SourceConfig, key: str, field: str) -> list[str]:
     if is_saved(path):
         return saved_files(path, config.split, field)
     # os.path's own questions are answered with no where nobody may look.
-    files = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    found = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
+    for file in found:
+        check_place(file, f"{field} is {path}")
+    files = [file for file in found if os.path.isfile(file)]
+    if "**" in path:  # which may come to a file in a circle of links
+        files = list({os.path.realpath(file): file for file in reversed(files)}.values())[::-1]
     check_kinds(files, f"{field} is {path}")
     is_directory = os.path.isdir(path)
     check(files or is_directory or is_hub_name(path), f"{field} is {path}; there is no such file{hint(path)}")
@@ -195,6 +200,14 @@ def files_of(config: SourceConfig, key: str, field: str) -> list[str]:
     for file in files:
         check_contents(file)
     return files
+
+
+def check_place(file: str, where: str) -> None:
+    """Raise UserError for a link to nothing, and for what can be read but once."""
+    is_lost = os.path.islink(file) and not os.path.exists(file)
+    check(not is_lost, f"{where}; {file} is a link to a file that is not there")
+    is_once = os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file)
+    check(not is_once, f"{where}; {file} is a pipe or a device, and data are read more than once: write them to a file")
 
 
 def check_kinds(files: list[str], where: str) -> None:
