@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from eagle_train.config import UserError
-from eagle_train.corpus.chat import Conversation, conversation_of, to_messages, unread_columns
+from eagle_train.corpus.chat import Conversation, conversation_of, to_messages
+from eagle_train.corpus.columns import unread_columns
 from eagle_train.corpus.render import ChatRenderer, render_row
 from eagle_train.corpus.source import SourceConfig
 
@@ -242,10 +243,21 @@ def test_render_row_of_text_and_of_messages():
     ("data_format", "row", "message"),
     [
         ("messages", {"messages": []}, "no turns"),
-        ("messages", {"text": "x"}, r"no column 'messages'; the row has text: set data\.columns\.messages"),
+        ("messages", {"text": "x"}, r"no column 'messages'; the row has text: set data=text$"),
         ("messages", {"data": [{"messages": TURNS}]}, "no column 'messages', but rows within 'data' that have one"),
         ("messages", {"a": 1, "train": {"0": {"messages": TURNS}}}, "but rows within 'train' that have one"),
         ("messages", {"id": {"messages": TURNS}}, "but rows within 'id' that have one"),
+        ("messages", {"a": "x"}, r"the row has a: set data\.columns\.messages$"),
+        ("messages", {"chat": TURNS}, r"the row has chat: set data\.columns\.messages=chat$"),
+        ("messages", {"c": [{"from": "human", "value": "q"}]}, r"set data=sharegpt data\.columns\.conversations=c$"),
+        ("sharegpt", {"messages": TURNS}, "set data=messages$"),
+        ("prompt_response", {"prompt": "q", "completion": "a"}, r"set data\.columns\.response=completion$"),
+        (
+            "messages",
+            {"instruction": "q", "input": "", "output": "a"},
+            r"set data=prompt_response data\.columns\.prompt=instruction data\.columns\.response=output "
+            r"data\.columns\.input=input$",
+        ),
         ("messages", {"messages": "hello"}, "must be a list, not str"),
         ("messages", {"messages": ["hello"]}, "must be an object"),
         ("messages", {"messages": [{"content": "x"}]}, "role must be a string, not None"),
@@ -274,6 +286,21 @@ def test_render_row_of_text_and_of_messages():
         ("messages", {"messages": TURNS, "tools": ["calculator"]}, "'tools' must be JSON"),
         ("messages", {"messages": TURNS, "tools": [{"x": 1}]}, "must hold function schemas.*columns.tools=null"),
         ("sharegpt", {"conversations": [{"from": "gpt"}]}, "must be text, not NoneType"),
+        (
+            "messages",
+            {"messages": [{**TURNS[1], "reasoning": {"summary": "x"}}]},
+            "a turn's reasoning must be text, not dict",
+        ),
+        (
+            "messages",
+            {"messages": [{**TURNS[1], "reasoning": "x", "thinking": "y"}]},
+            "a turn has reasoning and thinking, which differ",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}], "reasoning": "x"}]},
+            "a turn has reasoning within its content and beside it",
+        ),
         ("prompt_response", {"prompt": "q"}, "no column 'response'"),
         ("prompt_response", {"prompt": 1, "response": "a"}, "of a turn of user must be text, not int"),
         ("text", {"text": ["x"]}, "must be a string, not list"),
@@ -295,6 +322,11 @@ def test_roles_are_extendable():
     turns = [{"from": "Narrator", "value": "q"}, {"from": "Hero", "value": "a"}]
     roles = SourceConfig(roles={"NARRATOR": "user", "hero": "assistant"}).speakers
     assert to_messages({"conversations": turns}, "sharegpt", {}, roles) == TURNS
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, False, "0"])
+def test_weights_may_be_written_in_several_ways(weight):
+    assert conversation_of({"messages": [{**TURNS[1], "weight": weight}]}, "messages", {}).muted == {0}
 
 
 def test_calls_and_their_results_of_sharegpt():
@@ -319,6 +351,17 @@ def test_calls_and_their_results_of_sharegpt():
 
 
 @pytest.mark.parametrize(
+    ("arguments", "right"),
+    [("", {}), (None, {}), (json.dumps('{"x": 1}'), {"x": 1}), ('"x"', '"x"'), ('{"x": 1', '{"x": 1'), ("[1]", "[1]")],
+)
+def test_arguments_of_calls(arguments, right):
+    """What is no object, a model may have written so."""
+    turn = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    (message,) = to_messages({"messages": [turn]}, "messages", {})
+    assert message["tool_calls"][0]["function"]["arguments"] == right
+
+
+@pytest.mark.parametrize(
     "calls", [[{"function": {"name": "f", "arguments": '{"x": 1}'}}], '[{"name": "f", "arguments": {"x": 1}}]']
 )
 @pytest.mark.parametrize("key", ["tool_calls", "function_call"])
@@ -328,7 +371,43 @@ def test_calls_beside_no_content(calls, key):
     assert message["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
 
 
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [({"r": "é"}, '{"r": "é"}'), ([1, 2], "[1, 2]"), (42, "42"), (None, ""), ([{"type": "text", "text": "x"}], "x")],
+)
+def test_results_of_tools_are_text_as_a_model_is_given_them(result, text):
+    assert to_messages({"messages": [{"role": "tool", "content": result}]}, "messages", {})[0]["content"] == text
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [
+        {"type": "thinking", "thinking": "hm"},
+        {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+        {"type": "reasoning", "text": "hm"},
+    ],
+)
+def test_reasoning_as_a_part_of_the_content_is_a_field(thought):
+    turn = {"role": "assistant", "content": [thought, {"type": "text", "text": "a"}]}
+    assert to_messages({"messages": [turn]}, "messages", {}) == [{**TURNS[1], "reasoning_content": "hm"}]
+
+
+@pytest.mark.parametrize(("given", "asked"), [("x", "q\nx"), ("", "q"), (None, "q")])
+@pytest.mark.parametrize("prompt", ["q", TURNS[:1]])
+def test_alpacas_input_goes_on_the_prompt(prompt, given, asked):
+    columns, row = {"input": "input"}, {"prompt": prompt, "response": "a", "input": given}
+    assert to_messages(row, "prompt_response", columns) == [{"role": "user", "content": asked}, TURNS[1]]
+    assert unread_columns(row, "prompt_response", columns) == []
+    with pytest.raises(UserError, match="'input' must be text, not list"):
+        to_messages({**row, "input": []}, "prompt_response", columns)
+
+
 def test_columns_that_look_like_data_and_are_not_read():
+    turns = [
+        {**TURNS[0], "images": ["x"], "name": "n"},
+        {**TURNS[1], "train": False, "refusal": None, "reasoning_content": "r"},
+    ]
+    assert unread_columns({"messages": turns}, "messages", {}) == ["messages.images", "messages.train"]
     row = {"conversations": [], "system": "s", "Input": "x", "id": 1, "tools": [], "source": "web", "history": None}
     assert unread_columns(row, "sharegpt", {}) == ["system", "Input"]
     assert unread_columns(row, "sharegpt", {"system": "system"}) == ["Input"]

@@ -294,6 +294,15 @@ def test_prompts_that_the_rendering_does_not_begin_with(template, messages, text
 
 
 def test_a_template_that_loses_a_message_is_refused():
+    with pytest.raises(UserError, match=r"turn 1 \(developer\).*'data\.roles=\{developer: system\}' makes it"):
+        ChatRenderer(
+            templating.tokenizer_of(
+                "llama31",
+                template=templating.source("chatml").replace(
+                    "m.content", "(m.content if m.role != 'developer' else '')"
+                ),
+            )
+        )([{"role": "developer", "content": "s0"}, user("q1"), said("a1")])
     for lost, message in (("user", "content of turn 1"), ("assistant", "content of turn 2")):
         template = templating.source("chatml").replace("m.content", f"(m.content if m.role != '{lost}' else '')")
         renderer = ChatRenderer(templating.tokenizer_of("chatml", template=template))

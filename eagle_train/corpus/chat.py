@@ -11,17 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_train.config import UserError, check, shown
+from eagle_train.corpus.columns import FORMATS, column, tools_column
 
-# What each format reads: the keys of `data.columns`, each naming a column of the row.
-FORMATS = {
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "prompt_response": ("prompt", "response"),
-    "text": ("text",),
-}
-# What conversations of any format may have in columns of their own. `system` is read where it is mapped, `tools` also
-# where it is not: a call makes no sense without them.
-BESIDE = ("system", "tools")
 SUPERVISE = ("assistant", "last", "all")
 CALL = "function_call"  # the role of a turn whose content is a call, or a list of calls, in JSON
 # Who speaks, in lower case, and the role that chat templates know.
@@ -49,6 +40,7 @@ ROLES = {
     "tool_call": CALL,
 }
 TEXTS = ("text", "input_text", "output_text")  # the types of parts that are text
+THOUGHTS = ("thinking", "reasoning")  # of those that are reasoning, under a key of the same name or `text`
 REASONING = ("reasoning_content", "reasoning", "thinking")  # the names that templates and servers have for it
 # What a ShareGPT turn may have beside its speaker and its text.
 EXTRAS = ("weight", "name", "tool_calls", "tool_call_id", *REASONING)
@@ -94,26 +86,9 @@ def to_messages(
     else:
         assert data_format == "prompt_response", data_format
         prompt, response = (column(row, key, columns) for key in FORMATS["prompt_response"])
-        turns = [*as_turns(prompt, "user"), *as_turns(response, "assistant")]
+        turns = [*with_input(as_turns(prompt, "user"), row, columns), *as_turns(response, "assistant")]
     check(len(turns) > 0, "the row has no turns")
     return [*system_of(row, columns, turns), *(validated(turn, roles) for turn in turns)]
-
-
-def column(row: Mapping, key: str, columns: Mapping[str, str | None]) -> Any:
-    """The row's value for a key of the format. Raises UserError if the row has no such column."""
-    name = columns.get(key, key)
-    inner = None if name in row else next((key for key, value in row.items() if holds_rows(value, name)), None)
-    check(
-        inner is None, f"no column {name!r}, but rows within {inner!r} that have one: give a file of these, one a line"
-    )
-    check(name in row, f"no column {name!r}; the row has {', '.join(row) or 'none'}: set data.columns.{key}")
-    return row[name]
-
-
-def holds_rows(value: Any, name: str) -> bool:
-    """Whether a value is a row with a column of this name, or a list or a mapping of such rows."""
-    inner = [value, *value.values()] if isinstance(value, dict) else value
-    return isinstance(inner, list) and any(isinstance(each, dict) and name in each for each in inner[:2])
 
 
 def turns_of(row: Mapping, key: str, columns: Mapping[str, str | None]) -> list:
@@ -132,6 +107,18 @@ def as_turns(said: Any, role: str) -> list:
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(said)
     return value if is_turns(value) else [{"role": role, "content": said}]
+
+
+def with_input(turns: list, row: Mapping, columns: Mapping[str, str | None]) -> list:
+    """A prompt with the row's input, if that is mapped and not empty, on a line of its own behind it (Alpaca)."""
+    name = columns.get("input")
+    given = row.get(name) if name else None
+    if given is None or given == "":
+        return turns
+    check(isinstance(given, str), f"the column {name!r} must be text, not {type(given).__name__}")
+    asked = turns[-1]["content"] if turns else None
+    check(isinstance(asked, str), f"the column {name!r} goes on a prompt that is text")
+    return [*turns[:-1], {**turns[-1], "content": f"{asked}\n{given}"}]
 
 
 def is_turns(value: Any) -> bool:
@@ -172,15 +159,50 @@ def validated(turn: Any, roles: Mapping[str, str] = ROLES) -> Message:
     role, content = role_of(kept.get("role"), roles), kept.get("content")
     if role == CALL:
         return {**kept, "role": "assistant", "content": "", "tool_calls": calls_of(content)}
+    check_reasoning(kept)
     given = [calls for key in ("function_call", "tool_calls") if (calls := kept.pop(key, None))]
     check(len(given) < 2, "a turn has function_call and tool_calls: leave one out")
     check(not given or role == "assistant", f"a turn of {role} has calls of tools; the assistant alone may call them")
     for calls in given:
         kept["tool_calls"] = calls_of(calls)
         content = "" if content is None else content
+    if role == "tool":
+        content = as_result(content)
+    elif role == "assistant":
+        kept, content = without_thoughts(kept, content)
     content = joined(content, role)
     check(isinstance(content, str), f"the content of a turn of {role} must be text, not {type(content).__name__}")
     return {**kept, "role": role, "content": content}
+
+
+def check_reasoning(turn: Mapping) -> None:
+    """Raise UserError for reasoning that is no text, and where it has several names and is not the same."""
+    told = {key: turn[key] for key in REASONING if turn.get(key) not in (None, "")}
+    for key, value in told.items():
+        check(isinstance(value, str), f"a turn's {key} must be text, not {type(value).__name__}")
+    check(len(set(told.values())) < 2, f"a turn has {' and '.join(told)}, which differ: leave one out")
+
+
+def as_result(content: Any) -> Any:
+    """What a tool gave as the text that it is for a model: values in JSON, and nothing as no text."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and content and all(is_text_part(part) for part in content):
+        return content
+    return "" if content is None else json.dumps(content, ensure_ascii=False)
+
+
+def without_thoughts(turn: Message, content: Any) -> tuple[Message, Any]:
+    """A turn and its content, without the parts of it that are reasoning, which is then a field of the turn."""
+    if not isinstance(content, list):
+        return turn, content
+    thoughts = [part for part in content if isinstance(part, dict) and part.get("type") in THOUGHTS]
+    if not thoughts:
+        return turn, content
+    check(not reasoning_of(turn), "a turn has reasoning within its content and beside it: leave one out")
+    texts = [part.get(part["type"], part.get("text")) for part in thoughts]
+    reasoning = "".join(joined(text, "assistant") or "" for text in texts)
+    return {**turn, REASONING[0]: reasoning}, [part for part in content if part not in thoughts]
 
 
 def role_of(speaker: Any, roles: Mapping[str, str]) -> str:
@@ -200,9 +222,15 @@ def joined(content: Any, role: str) -> Any:
         return content
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content if part is not None]
     for part in parts:
-        is_text = isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str)
-        check(is_text, f"the content of a turn of {role} must be text, not list: its part {shown(part)} is none")
+        check(
+            is_text_part(part),
+            f"the content of a turn of {role} must be text, not list: its part {shown(part)} is none",
+        )
     return "".join(part["text"] for part in parts)
+
+
+def is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str)
 
 
 def calls_of(value: Any) -> list[dict]:
@@ -224,7 +252,7 @@ def call_of(call: Any) -> dict:
 
 def arguments_of(arguments: Any) -> Any:
     """A call's arguments as a mapping; text that is no JSON object, which a model may have written, as it is."""
-    if arguments is None:
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
     if not isinstance(arguments, str):
         check(isinstance(arguments, dict), f"a tool call's arguments must be an object, not {shown(arguments)}")
@@ -233,6 +261,9 @@ def arguments_of(arguments: Any) -> Any:
         value = json.loads(arguments)
     except ValueError:
         return arguments
+    if isinstance(value, str):  # JSON twice over
+        inner = arguments_of(value)
+        return inner if isinstance(inner, dict) else arguments
     return value if isinstance(value, dict) else arguments
 
 
@@ -244,34 +275,6 @@ def parsed(value: Any, what: str) -> Any:
         return json.loads(value)
     except ValueError as error:
         raise UserError(f"{what} must be JSON, not {shown(value)}") from error
-
-
-# Columns by whose names one would expect them to be part of the conversation.
-TELLING = re.compile(
-    "system|system_prompt|tools|functions|inputs?|instructions?|outputs?|responses?|completion|prompt|query|question"
-    "|answer|history|context|documents|messages|conversations?|dialog|text|reasoning|reasoning_content|thinking|chosen"
-    "|rejected|images?|videos?|audios?|tool_calls|weight",
-    re.IGNORECASE,
-)
-
-
-def unread_columns(row: Mapping, data_format: str, columns: Mapping[str, str | None]) -> list[str]:
-    """The row's columns that look like data, are not empty and are not read."""
-    read = {columns.get(key, key) for key in FORMATS[data_format]} | {columns.get("system")}
-    read |= set() if data_format == "text" else {tools_column(row, columns)}
-    others = {name: value for name, value in row.items() if name not in read and value not in (None, "", [], {})}
-    return [name for name, value in others.items() if TELLING.fullmatch(str(name)) or looks_like_turns(value)]
-
-
-def looks_like_turns(value: Any) -> bool:
-    first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, dict) and ({"role", "content"} <= first.keys() or {"from", "value"} <= first.keys())
-
-
-def tools_column(row: Mapping, columns: Mapping[str, str | None]) -> str | None:
-    """Where the tools are: OpenAI's older rows have them in `functions`."""
-    is_older = "tools" not in columns and row.get("tools") is None and row.get("functions") is not None
-    return "functions" if is_older else columns.get("tools", "tools")
 
 
 def tools_of(row: Mapping, columns: Mapping[str, str | None]) -> list[dict] | None:
@@ -296,6 +299,7 @@ def tool_of(tool: Any, field: str) -> dict:
 def weight_of(message: Message) -> int:
     """OpenAI's weight of a message, 1 unless said. Raises UserError for one that is neither 0 nor 1."""
     weight = message.get("weight", 1)
+    weight = {"0": 0, "1": 1}.get(weight, weight) if isinstance(weight, str) else weight
     check(weight in (0, 1), f"a turn's weight must be 0 or 1, not {weight!r}")
     return int(weight)
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from eagle_train.config import UserError, check, shown
+from eagle_train.config import check, shown
 from eagle_train.corpus.chat import Message, content_of, is_answer, reasoning_of
 from eagle_train.corpus.thoughts import REASONED
 
@@ -132,8 +132,9 @@ def check_read(messages: list[Message], first: int, prompt: str, start: int = 0)
         found = end_of(content, prompt, start)
         if found is None and is_answer(message):
             found = end_of(REASONED.split(content)[-1], prompt, start)
-        if found is None:
-            raise UserError(f"the content of {name}, {shown(content)}, is not in what the chat template makes of it")
+        fix = "; 'data.roles={developer: system}' makes it a system message" if message["role"] == "developer" else ""
+        lost = f"the content of {name}, {shown(content)}, is not in what the chat template makes of it{fix}"
+        check(found is not None, lost)
 
 
 def check_tools(tools: list[dict] | None, prompt: str) -> None:

@@ -11,7 +11,7 @@ from itertools import groupby, islice
 from pathlib import Path
 
 from eagle_train.config import UserError, check, write_text
-from eagle_train.corpus.chat import BESIDE, FORMATS, unread_columns
+from eagle_train.corpus.columns import BESIDE, FORMATS, unread_columns
 from eagle_train.corpus.feed import BrokenTemplate, MalformedRow, render
 from eagle_train.corpus.render import ChatRenderer, render_row
 from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, behind_place, parse
@@ -121,7 +121,7 @@ def look_at(placed: PlacedRow, opened: Opened, config: DataConfig, renderer: Cha
 def note_unread(placed: PlacedRow, opened: Opened, seen: Seen) -> None:
     """Note the row's columns that look like data and are not read."""
     source, key = opened.config, opened.field.rpartition(".")[0]
-    known = FORMATS[source.format] if source.format == "text" else (*FORMATS[source.format], *BESIDE)
+    known = (*FORMATS[source.format], *BESIDE[source.format])
     try:
         names = unread_columns(parse(*placed), source.format, source.columns)
     except UserError:  # no row: told elsewhere

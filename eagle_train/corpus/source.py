@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from eagle_train.config import UserError, check, one_line
 from eagle_train.corpus.arrow_files import Arrow, Hub, Parquet, check_directory, is_saved, saved_files
-from eagle_train.corpus.chat import BESIDE, FORMATS, ROLES, SUPERVISE
+from eagle_train.corpus.chat import ROLES, SUPERVISE
+from eagle_train.corpus.columns import BESIDE, FORMATS
 from eagle_train.corpus.json_files import JsonFiles
 from eagle_train.corpus.kinds import FILE_SUFFIXES, KINDS, advice, check_contents, kind_of
 from eagle_train.corpus.rows import PlacedRow, parse
@@ -33,7 +34,7 @@ class SourceConfig:
     `path`: a JSON file (an object a line, or an array), a Parquet or an Arrow file, a glob of one of these kinds, a
     directory that `datasets` saved to disk, or a hub data set (or its local directory). `name`: a hub data set's
     config; `split`: its split, or that of a directory. Relative paths are relative to the working directory. `columns`:
-    the format's keys (`chat.FORMATS`, `chat.BESIDE`) to the row's columns, None for one that is not to be read.
+    the format's keys (`columns.FORMATS`, `columns.BESIDE`) to the row's columns, None for one that is not to be read.
     `roles`: who else speaks than `chat.ROLES` knows, whatever the case, and as what. `assistant_pattern`: a regular
     expression that says what of a text the assistant wrote, its first group if it has one. `weight`: how often its
     documents are drawn beside the others'.
@@ -52,11 +53,12 @@ class SourceConfig:
         """Raise UserError, naming the field below `key`, for values that cannot be."""
         known = FORMATS.get(self.format)
         check(known is not None, f"{key}.format is {self.format!r}; it must be one of {', '.join(FORMATS)}")
-        known = known if self.format == "text" else (*known, *BESIDE)
+        beside = BESIDE[self.format]
+        known = (*known, *beside)
         for column, name in self.columns.items():
             wanted = f"{key}.format={self.format} reads {', '.join(known)}"
             check(column in known, f"{key}.columns.{column} is unknown; {wanted}")
-            check(bool(name) or column in BESIDE, f"{key}.columns.{column} is {name!r}; it must name a column")
+            check(bool(name) or column in beside, f"{key}.columns.{column} is {name!r}; it must name a column")
         for speaker, role in (self.roles or {}).items():
             check(bool(role), f"{key}.roles.{speaker} is {role!r}; it must be a role, user or assistant, say")
         self.check_pattern(key)
