@@ -46,14 +46,21 @@ WORDS = 4000
 START, ASSISTANT, END = 1, 2, 3  # the tokens of <u>, <a>, <e>; word i is token i + 4
 
 
-def make_renderer(supervise: str = "assistant") -> ChatRenderer:
+LAST = 11  # the token before an answer, as long as nothing follows it
+DIVIDING = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<a> {{ '7 ' if loop.last }}{{ m['content'] }} <e> "
+    "{% else %}<u> {{ m['content'] }} {% endif %}{% endfor %}{% if add_generation_prompt %}<a> {% endif %}"
+)
+
+
+def make_renderer(supervise: str = "assistant", template: str = TEMPLATE) -> ChatRenderer:
     """One token a word, the words being numbers, so that tests can say what a document's tokens are."""
     vocabulary = ["<pad>", "<u>", "<a>", "<e>", *map(str, range(WORDS))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.chat_template = TEMPLATE
-    return ChatRenderer(fast, supervise)
+    fast.chat_template = template
+    return ChatRenderer(fast, supervise, [END] if template == DIVIDING else [])
 
 
 def chat(prompt: list[int], answer: list[int]) -> dict:
@@ -342,11 +349,13 @@ class Together:
         return everyone
 
 
-def drawn_by(size: int, config: DataConfig, rows: int, batches: int, state: dict | None = None) -> tuple[list, dict]:
+def drawn_by(
+    size: int, config: DataConfig, rows: int, batches: int, state: dict | None = None, template: str = TEMPLATE
+) -> tuple[list, dict]:
     """The rows that `size` ranks draw in `batches` micro-batches of `rows` rows together, and the state after them."""
 
     def task(world: World) -> tuple[list[Batch], dict]:
-        stream = Stream(config, make_renderer(), rows // size, world)
+        stream = Stream(config, make_renderer(template=template), rows // size, world)
         if state is not None:
             stream.load_state_dict(saved_and_loaded(state))
         return list(islice(stream, batches)), stream.state_dict()
@@ -413,6 +422,35 @@ def test_every_document_once_an_epoch_whatever_the_ranks(tmp_path):
     assert sum(counted.values()) == epoch * len(rows) + number
     assert set(counted.values()) <= {epoch, epoch + 1}
     assert len(counted) == len(rows)
+
+
+def answers_of(rows: list[list[int]]) -> list[int]:
+    """The answers that documents of the template DIVIDING end with, by their numbers."""
+    return [row[at + 1] - 4 for row in rows for at, token in enumerate(row) if token == LAST]
+
+
+def test_a_divided_row_is_drawn_whole_and_goes_on_within_itself(tmp_path):
+    """Each of its documents once, whatever the ranks and wherever the run stops."""
+    rows = [[chat([9], [100 + 3 * i + turn])["messages"] for turn in range(1 + i % 3)] for i in range(30)]
+    path = write_jsonl(tmp_path / "train.jsonl", [{"messages": [*itertools.chain(*turns)]} for turns in rows])
+    config = DataConfig(path, row_tokens=24, shuffle_window=8)
+    whole, last = drawn_by(1, config, 2, 20, template=DIVIDING)
+    halved = 0
+    for at, sizes in enumerate(itertools.product((1, 2), (1, 2)), 5):
+        first, state = drawn_by(sizes[0], config, 2, at, template=DIVIDING)
+        waiting = answers_of([row["tokens"].tolist() for kind in ("open", "ready") for row in state[kind]])
+        halved += len({(a - 100) // 3 for a in answers_of(first)} & {(a - 100) // 3 for a in waiting})
+        second, end = drawn_by(sizes[1], config, 2, 20 - at, state, template=DIVIDING)
+        assert first + second == whole
+        assert str(end) == str(last)
+    assert halved > 0
+    counted = Counter(answers_of([*whole, *(r["tokens"].tolist() for kind in ("open", "ready") for r in last[kind])]))
+    epoch, number = last["position"]["sources"][""]
+    times = [{counted[100 + 3 * i + turn] for turn in range(len(turns))} for i, turns in enumerate(rows)]
+    assert all(len(each) == 1 for each in times)
+    assert sum(sum(each) for each in times) == epoch * len(rows) + number
+    assert set().union(*times) <= {epoch, epoch + 1}
+    assert last["counts"]["divided"] > 0
 
 
 def test_frequent_tokens_are_those_of_answers_whatever_the_ranks(tmp_path):
