@@ -365,8 +365,10 @@ def test_arguments_of_calls(arguments, right):
     "calls", [[{"function": {"name": "f", "arguments": '{"x": 1}'}}], '[{"name": "f", "arguments": {"x": 1}}]']
 )
 @pytest.mark.parametrize("key", ["tool_calls", "function_call"])
-def test_calls_beside_no_content(calls, key):
-    (message,) = to_messages({"messages": [{"role": "assistant", "content": None, key: calls}]}, "messages", {})
+@pytest.mark.parametrize("content", [None, "\n\n"])
+def test_calls_beside_no_content(calls, key, content):
+    """What stands between reasoning and calls, servers give as the content."""
+    (message,) = to_messages({"messages": [{"role": "assistant", "content": content, key: calls}]}, "messages", {})
     assert message["content"] == ""
     assert message["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
 

@@ -10,8 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import templating
 from command_line import TEMPLATE, call, chats, disk_for, read_jsonl, save_target, write_jsonl
 
+from eagle_train.corpus.chat import conversation_of
+from eagle_train.corpus.render import ChatRenderer
 from eagle_train.inference import Engine, SamplingParams
 
 spec = importlib.util.spec_from_file_location("regenerate", Path(__file__).parents[1] / "data" / "regenerate.py")
@@ -311,6 +314,60 @@ def test_calls_reasoning_and_null_contents_are_kept_and_tools_are_sent(made, tmp
     assert [body["tools"] for body in asked] == [TOOLS] * 2
     # by the name that the server has for it
     assert asked[1]["messages"] == [turns[0], {"role": "assistant", "content": "x", "reasoning": "so"}, turns[2]]
+
+
+SERVED = {"name": "get", "arguments": '{"x": 1}'}
+# What a model wrote, and how servers give it: the reasoning with its lines' ends or without, calls as JSON with an id.
+WRITTEN = [
+    ("qwen3", "<think>\nr1\n</think>\n\na1<|im_end|>", {"reasoning": "\nr1\n", "content": "\n\na1"}),
+    ("qwen3", "<think>\nr1\n</think>\n\na1<|im_end|>", {"reasoning_content": "r1", "content": "a1"}),
+    (
+        "qwen3",
+        '<think>\nr1\n</think>\n\n<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call><|im_end|>',
+        {"reasoning": "r1", "content": "\n\n", "tool_calls": [SERVED]},
+    ),
+    (
+        "gpt_oss",
+        "<|channel|>analysis<|message|>r1<|end|><|start|>assistant<|channel|>final<|message|>a1<|return|>",
+        {"reasoning": "r1", "content": "a1"},
+    ),
+    (
+        "gpt_oss",
+        "<|channel|>analysis<|message|>r1<|end|><|start|>assistant to=functions.get<|channel|>commentary json"
+        '<|message|>{"x": 1}<|call|>',
+        {"reasoning": "r1", "content": None, "tool_calls": [SERVED]},
+    ),
+    ("glm45", "\n<think>r1</think>\na1<|user|>", {"reasoning_content": "r1", "content": "\na1"}),
+    (
+        "glm45",
+        "\n<think></think>\nc1\n<tool_call>get\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+        "<|observation|>",
+        {"content": "c1", "tool_calls": [SERVED]},
+    ),
+    ("deepseek_r1", "r1\n</think>\n\na1<|end_of_sentence|>", {"reasoning_content": "r1\n", "content": "\n\na1"}),
+    ("gemma4", '<|tool_call>call:get{"x": 1}<tool_call|><|tool_response>', {"content": "", "tool_calls": [SERVED]}),
+]
+
+
+def test_what_a_servers_model_wrote_is_learnt_token_for_token(made, tmp_path):
+    rows = [{"messages": [templating.user(str(number))], "tools": templating.TOOLS} for number in range(len(WRITTEN))]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+
+    def answer(body: dict, _: int) -> tuple[int, dict | str]:
+        fields = dict(WRITTEN[int(body["messages"][0]["content"])][2])
+        calls = [{"id": "c1", "type": "function", "index": 0, "function": f} for f in fields.pop("tool_calls", [])]
+        message = {"role": "assistant", **fields, **({"tool_calls": calls} if calls else {})}
+        return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
+
+    with server(answer) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", f"data.path={path}") == 0
+    for (name, text, _), row in zip(WRITTEN, read_jsonl(tmp_path / "out.jsonl"), strict=True):
+        tokenizer = templating.tokenizer_of(name, merges=60)
+        renderer = ChatRenderer(tokenizer, stop_ids=templating.stop_ids(name, tokenizer))
+        tools = row["tools"] if name != "deepseek_r1" else None  # whose template has no place for them
+        (document,) = renderer(conversation_of({**row, "tools": tools}, "messages", {}))
+        learnt = document.tokens[document.produced].tolist()
+        assert learnt == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_an_answer_that_was_cut_before_it_had_any_text_is_left_out(made, tmp_path, capsys):

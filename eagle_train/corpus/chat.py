@@ -165,7 +165,8 @@ def validated(turn: Any, roles: Mapping[str, str] = ROLES) -> Message:
     check(not given or role == "assistant", f"a turn of {role} has calls of tools; the assistant alone may call them")
     for calls in given:
         kept["tool_calls"] = calls_of(calls)
-        content = "" if content is None else content
+        is_blank = content is None or (isinstance(content, str) and not content.strip())
+        content = "" if is_blank else content
     if role == "tool":
         content = as_result(content)
     elif role == "assistant":
