@@ -414,6 +414,23 @@ def test_reasoning_within_the_content_is_a_field_where_it_would_stand_twice_or_i
     assert learnt(renderer, renderer([user("q1"), said(INLINE)])) == [right]
 
 
+THINKS_IN_PARTS = (  # Magistral: reasoning is a part of the content
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}{% if m.content is string %}"
+    "{{ m.content }}{% else %}{% for p in m.content %}{{ '[THINK]' + p.thinking + '[/THINK]' if p.type == 'thinking' "
+    "else p.text }}{% endfor %}{% endif %}{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function | tojson }}"
+    "{% endfor %}</s>{% endif %}{% endfor %}"
+)
+
+
+def test_reasoning_is_given_as_a_part_of_the_content_where_the_template_wants_it_so():
+    renderer = ChatRenderer(templating.tokenizer_of("mistral", template=THINKS_IN_PARTS))
+    documents = renderer([*CONVERSATIONS["reasoning"]["messages"], user("q3"), said(INLINE)])
+    texts = ["[THINK]r1[/THINK]a1</s>", "[THINK]r2[/THINK]a2</s>", "[THINK]r1[/THINK]a1</s>"]
+    assert (len(documents), learnt(renderer, documents)) == (1, texts)
+    called = renderer([user("q1"), said("", reasoning_content="r1", tool_calls=[CALL])])
+    assert learnt(renderer, called) == ['[THINK]r1[/THINK][TOOL_CALLS]{"name": "get", "arguments": {"x": 1}}</s>']
+
+
 def test_a_turn_behind_a_call_with_reasoning_ends_with_the_next_header():
     """Reasoning before the last question is left out, so what is before changes when a question follows."""
     renderer = renderer_of("glm45")

@@ -61,7 +61,7 @@ class AnswerReader:
     def rendered(self, messages: Sequence[Message], tools: list[dict] | None) -> str:
         """What training says that the model wrote as the last message. Raises UserError where that is unknown."""
         row, first = {"messages": list(messages), "tools": tools}, None
-        for form in call_forms(self.renderer.finder.with_fields(conversation_of(row, "messages", {}))):
+        for form in call_forms(self.renderer.finder.beginnings.with_fields(conversation_of(row, "messages", {}))):
             try:
                 text = self.renderer.finder.turn(form, len(messages) - 1).text
                 return text.removeprefix(self.prompt(form.messages[:-1], tools))
@@ -191,7 +191,7 @@ def called(text: str, tools: list[dict] | None) -> Iterator[tuple[list[dict], st
     for parse in PARSERS if tools else ():
         for before, calls in parse(text):
             if calls and all(each is not None for each in calls):
-                yield from ((calls, content) for content in trimmed(before))
+                yield from ((calls, content) for content in (trimmed(before) if before.strip() else [""]))
     yield [], text
 
 

@@ -70,7 +70,7 @@ class ChatRenderer:
         """The documents, with calls in the form that the template takes. Raises what the first form does."""
         first: UserError | None = None
         known = dict(self.notes)
-        for variant in call_forms(self.finder.with_fields(conversation)):
+        for variant in call_forms(self.finder.beginnings.with_fields(conversation)):
             try:
                 return self.documents(variant)
             except TemplateFault:

@@ -5,6 +5,7 @@ it cannot do, is found out by rendering, never by a model's name.
 """
 
 import datetime
+import json
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from eagle_train.config import HALF, SURROGATE, UserError, check, one_line
-from eagle_train.corpus.chat import Message
+from eagle_train.corpus.chat import REASONING, Message, reasoning_of
 from eagle_train.corpus.tokens import Span
 
 CLOCK = "strftime_now"  # the function by which templates read the clock
@@ -159,7 +160,22 @@ class ChatTemplate:
     def formed(self, messages: Sequence[Message], tools: list[dict] | None) -> list[Message]:
         """The messages with their contents as the template wants them: text, or a list of parts."""
         has_tools = tools is not None
-        return [in_parts(m) if self.wants_parts(m.get("role", ""), has_tools) else in_text(m) for m in messages]
+        return [self.shaped(message, has_tools) for message in messages]
+
+    def shaped(self, message: Message, has_tools: bool) -> Message:
+        if any(message.get(key) for key in REASONING) and self.wants_thoughts:
+            message = with_thought(message)
+        return in_parts(message) if self.wants_parts(message.get("role", ""), has_tools) else in_text(message)
+
+    @cached_property
+    def wants_thoughts(self) -> bool:
+        """Whether the template takes reasoning as a part of the content only (Magistral)."""
+        answer = {"role": "assistant", "content": "a", REASONING[0]: SENTINELS[0]}
+        as_field, as_part = ([{"role": "user", "content": "q"}, each] for each in (answer, with_thought(answer)))
+        if self.shows(as_field, False) or not self.shows(as_part, False):
+            return False
+        text, part = self.rendered(as_part, None)[0], as_part[1]["content"][0]
+        return not any(form(part)[1:-1] in text for form in (repr, json.dumps))  # it knows parts, and not their text
 
     def wants_parts(self, role: str, has_tools: bool = False) -> bool:
         """Whether the template takes a role's content as a list of parts only."""
@@ -206,6 +222,13 @@ class ChatTemplate:
 @lru_cache
 def is_marked(source: str) -> bool:
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
+
+
+def with_thought(message: Message) -> Message:
+    """The message with its reasoning as the first part of its content."""
+    thought, text = reasoning_of(message), message.get("content")
+    parts = [{"type": "thinking", "thinking": thought}, *([{"type": "text", "text": text}] if text else [])]
+    return {**{key: value for key, value in message.items() if key not in REASONING}, "content": parts}
 
 
 def in_parts(message: Message) -> Message:
