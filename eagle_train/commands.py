@@ -3,6 +3,7 @@
 So `--help` and an override that does not fit are answered at once. Knows nothing of what a command does.
 """
 
+import signal
 from importlib import import_module
 
 from eagle_train.config import read
@@ -22,4 +23,9 @@ def generate() -> None:
 
 def _run(name: str) -> None:
     read(name)
-    import_module(f"eagle_train.{name}").main()
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # else whoever started us wants none to end us
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted import has nothing to tell or to tidy up
+    main = import_module(f"eagle_train.{name}").main
+    signal.signal(signal.SIGINT, handler)
+    main()

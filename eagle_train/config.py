@@ -48,6 +48,7 @@ CHAIN, FULL = re.compile(r"chain(0|[1-9]\d{0,5})"), re.compile(r"d([1-9]\d{0,5})
 TREES = ("chain1", "chain2", "chain3", "chain5", "d3_bf2")  # of those that have no YAML, some to be shown
 ANY_TREE = "any chainN and dM_bfN (depth M, N children each)"
 BESIDE = {"target": "or a directory or hub id", "tree": f"or {ANY_TREE}, or FILE.yaml"}  # a group's YAMLs
+SHORT = {"target.path": "target", "draft.path": "draft", "tree.table": "tree"}  # see `named_path`
 FORMAT_WARNING = warnings.formatwarning  # Python's own
 OWN = (PACKAGE, PACKAGE.parent / "evals", PACKAGE.parent / "data")  # where our code is
 
@@ -225,7 +226,8 @@ def check_complete(config: DictConfig) -> None:
     except OmegaConfBaseException as error:
         raise UserError(one_line(error)) from error
     are = "is" if len(missing) == 1 else "are"
-    check(not missing, f"{', '.join(missing)} {are} needed: give {' '.join(f'{key}=VALUE' for key in missing)}")
+    wanted = " ".join(f"{SHORT.get(key, key)}=VALUE" for key in missing)
+    check(not missing, f"{', '.join(missing)} {are} needed: give {wanted}")
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:

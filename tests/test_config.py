@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -160,6 +161,7 @@ def test_what_hydra_understands_is_left_to_it(override):
         (["prompt=x", "top_p=2.5"], "top_p=2.5: must be above 0 and at most 1"),
         (["prompt=x", "device=tpu"], "device=tpu: must be auto, cpu or cuda"),
         (["prompt=x", "tree=nowhere.yaml"], "tree.table=nowhere.yaml: no such file"),
+        (["prompt=x", "tree=table"], "tree.table is needed: give tree=VALUE"),
         (["prompt=x", "color=red"], "color=red: must be one of auto, always, never"),
         (["prompt=x", "--config-name", "nosuch"], "'nosuch'"),
     ],
@@ -206,6 +208,25 @@ def test_an_installed_command_answers_before_torch_is_imported(name, arguments, 
     assert done.returncode == status
     assert (done.stderr or done.stdout).startswith(told)
     assert done.stdout.endswith("False\n")
+
+
+@pytest.mark.parametrize(("before", "status"), [("default_int_handler", -signal.SIGINT), ("SIG_IGN", 0)])
+def test_an_interrupt_while_torch_is_imported_says_nothing(before, status):
+    code = (
+        "import os, signal, types\n"
+        "from eagle_train import commands\n"
+        f"before = signal.{before}\n"
+        "signal.signal(signal.SIGINT, before)\n"
+        "def main():\n"
+        "    assert signal.getsignal(signal.SIGINT) == before\n"
+        "def imported(name):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return types.SimpleNamespace(main=main)\n"
+        "commands.import_module = imported\n"
+        "commands.generate()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "prompt=x"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
 def test_a_mistake_found_later_is_one_line_too(capsys):
