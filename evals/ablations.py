@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 from eagle_train import distributed
 from eagle_train.config import UserError, build, check, command, compose, prepared, write_json, write_text
 from eagle_train.export import trained
-from eagle_train.exporting.markdown import code, plain
+from eagle_train.exporting.markdown import aligned, code, plain
 from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.tree import chain
@@ -111,7 +111,8 @@ def main(values: DictConfig) -> None:
     }
     write_json(out / "results.json", found)
     write_text(out / "report.md", markdown(found))
-    print(f"{markdown(found)}\nwritten to {out}: report.md, results.json")
+    print(aligned(comparison(found["variants"])))
+    print(f"written to {out}: report.md, results.json")
 
 
 def once(path: Path, asked: Found, make: Callable[[], Found] | None = None) -> Found | None:
@@ -275,11 +276,10 @@ def gain(own: list[Found], base: list[Found]) -> dict[str, float]:
     return {"tpc": (tpc(ours) - tpc(theirs)).item(), "low": low, "high": high}
 
 
-def markdown(found: Found) -> str:
-    """report.md: a row for each variant."""
-    config = found["config"]
+def comparison(variants: Found) -> str:
+    """A row for each variant."""
     rows = []
-    for name, one in found["variants"].items():
+    for name, one in variants.items():
         above = one["gain"]
         rows.append(
             [
@@ -303,6 +303,12 @@ def markdown(found: Found) -> str:
         "gain (95 %)",
         "acceptance by depth",
     ]
+    return table(header, rows)
+
+
+def markdown(found: Found) -> str:
+    """report.md."""
+    config = found["config"]
     asked = "all questions" if config["limit"] is None else f"{config['limit']} questions"
     base = code(" ".join(config["base"]))
     setting = (
@@ -312,7 +318,7 @@ def markdown(found: Found) -> str:
         f"{code(config['questions'])}, {config['max_tokens']} tokens an answer at most. Gain: TPC above the base's; "
         "its interval is that of other questions, not of other seeds."
     )
-    parts = ["# Ablations at equal time", setting, table(header, rows), "## Made on", made_on(found)]
+    parts = ["# Ablations at equal time", setting, comparison(found["variants"]), "## Made on", made_on(found)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -71,7 +71,7 @@ def test_variants_train_for_the_bases_time_and_once(home, in_process, capsys):
     assert 1.0 <= found["base"]["tpc"] < 4.0
     assert len(found["base"]["acceptance_per_depth"]) == 3
     report = (home / "out" / "report.md").read_text()
-    assert report in capsys.readouterr().out
+    assert "\n| lk `train.logits_loss=lk` " in capsys.readouterr().out
     assert "| lk `train.logits_loss=lk` |" in report
     before = len(in_process)
     assert call(ablations.main, *given(home, "only=[lk]", "max_tokens=11")) == 0  # asked otherwise, so run anew
