@@ -152,4 +152,8 @@ def main(out: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the directory to write to")
-    main(parser.parse_args().out)
+    given = parser.parse_args()
+    try:
+        main(given.out)
+    except OSError as error:
+        parser.error(f"{error.filename or given.out}: {error.strerror}")

@@ -354,11 +354,7 @@ def report(error: UserError) -> int:
 def prepared(out: str) -> Path:
     """The directory for results, made and tried before time is spent on them. Raises UserError."""
     check(out != "", "out is empty: give out=PATH")
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=out).close()
-    except OSError as error:
-        raise UserError(f"out={out}: nothing can be written there: {error.strerror}") from error
+    check_room(Path(out), out)
     return Path(out)
 
 
@@ -366,8 +362,17 @@ def prepared_file(out: str) -> Path:
     """The same for results that are one file."""
     check(not Path(out).is_dir(), f"out={out}: must be a file's name, and is {'empty' if out == '' else 'a directory'}")
     if not is_stream(Path(out)):
-        prepared(str(Path(out).parent))
+        check_room(Path(out).parent, out)
     return Path(out)
+
+
+def check_room(directory: Path, out: str) -> None:
+    """Make the directory. Raises UserError, naming `out`, where no file can be written into it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise UserError(f"out={out}: nothing can be written there: {error.strerror}") from error
 
 
 def is_stream(path: Path) -> bool:

@@ -376,6 +376,8 @@ def test_one_file_has_a_place_before_it_is_measured(tmp_path):
     for out, message in ((str(tmp_path), "a directory$"), ("", "empty$")):
         with pytest.raises(UserError, match=f"^out={out}: must be a file's name, and is {message}"):
             prepared_file(out)
+    with pytest.raises(UserError, match=r"^out=/sys/x\.json: nothing can be written there: "):
+        prepared_file("/sys/x.json")
     assert prepared_file(str(tmp_path / "a" / "b.json")) == tmp_path / "a" / "b.json"
     assert os.listdir(tmp_path / "a") == []
 

@@ -5,6 +5,8 @@ import json
 import os
 import pickle
 import re
+import subprocess
+import sys
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -183,6 +185,10 @@ def test_how_the_bundled_data_are_made_is_told(tmp_path, monkeypatch):
         check_found(DataConfig("outputs/stdlib_chat/train.jsonl"))
     with pytest.raises(UserError, match=told):
         read_questions("outputs/stdlib_chat/heldout.jsonl")
+    script = CONF_DIR.parent / "data" / "stdlib_chat.py"
+    done = subprocess.run([sys.executable, script, "/sys/nothing"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("stdlib_chat.py: error: /sys/nothing: ")
 
 
 @pytest.mark.parametrize(
