@@ -228,6 +228,7 @@ CLOSED_LAST = (  # a result is closed in another way when it is the last message
     "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
     "<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+NOT_ASKED = CLOSED_LAST.replace("if add_generation_prompt", "if add_generation_prompt and messages[-1].role != 'tool'")
 LAST_THINKS = (  # an empty block of reasoning in front of the last message's answer alone
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '<think></think>' if loop.last and m.role == 'assistant' }}"
     "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -242,11 +243,12 @@ MENTIONED = (  # another end for calls, between which and the content there is a
     "<|im_start|>assistant\n{{ c.function.name }} {{ c.function.arguments | tojson }}<|im_end|>\n{% endfor %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-HALF_TAG = (  # what it puts before answers and calls begins with the same letters
+ALWAYS = (  # it ends in a generation prompt always; what it puts before answers and calls is the model's
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{{ '<|START_CALL|>' if m.tool_calls else "
     "'<|START_TEXT|>' }}{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}"
     "{% endfor %}<|im_end|>{% endfor %}<|assistant|>"
 )
+HALF_TAG = ALWAYS.removesuffix("<|assistant|>")  # both begin with the same letters
 
 
 @pytest.mark.parametrize(
@@ -260,11 +262,17 @@ HALF_TAG = (  # what it puts before answers and calls begins with the same lette
             ['{"name": "get", "arguments": {"x": 1}}<|im_end|>', "a1<|im_end|>"],
         ),
         (
+            NOT_ASKED,
+            CONVERSATIONS["tools"]["messages"],
+            ['{"name": "get", "arguments": {"x": 1}}<|im_end|>', "<|im_start|>assistant\na1<|im_end|>"],
+        ),
+        (
             LAST_THINKS,
             [user("q1"), said("a1"), said("b1")],
             ["<think></think>a1<|im_end|>", "<think></think>b1<|im_end|>"],
         ),
         (THINKS_ALOUD, CONVERSATIONS["reasoning"]["messages"][:2], ["r1\n</think>a1<|im_end|>"]),
+        (ALWAYS, CONVERSATIONS["one turn"]["messages"], ["<|START_TEXT|>a1<|im_end|>"]),
         (
             HALF_TAG,
             [user("q1"), said("", tool_calls=[CALL])],
@@ -277,6 +285,11 @@ HALF_TAG = (  # what it puts before answers and calls begins with the same lette
             CONVERSATIONS["one turn"]["messages"],
             "set data.template_kwargs={enable_thinking: false}",
         ),
+        (
+            templating.source("gemma4").replace("<channel|>{%", "<channel|>{{ thinking }}{%"),
+            CONVERSATIONS["reasoning"]["messages"],
+            "leave reasoning out of the data, set data.template_kwargs={thinking: true}",
+        ),
     ],
 )
 def test_prompts_that_the_rendering_does_not_begin_with(template, messages, texts):
@@ -288,6 +301,8 @@ def test_prompts_that_the_rendering_does_not_begin_with(template, messages, text
         return
     documents = renderer(read({"messages": messages}))
     assert learnt(renderer, documents) == texts
+    if template == HALF_TAG:  # whose header a server writes too
+        return
     first = next(number for number, message in enumerate(messages) if message["role"] == "assistant")
     prompt = tokenizer.apply_chat_template(messages[:first], add_generation_prompt=True, tokenize=False)
     assert documents[0].text.startswith(prompt + texts[0])

@@ -7,7 +7,7 @@ Found out by rendering answers of two contents. Knows nothing of where answers e
 from functools import cached_property
 
 from eagle_train.config import check
-from eagle_train.corpus.chat import REASONING, Conversation, Message, content_of, reasoning_of
+from eagle_train.corpus.chat import REASONING, Conversation, Message, content_of, is_answer, reasoning_of
 from eagle_train.corpus.contents import end_of
 from eagle_train.corpus.template import GENERATION_PROMPT, SENTINELS, ChatTemplate, Refused
 from eagle_train.corpus.thoughts import (
@@ -43,11 +43,28 @@ class Beginnings:
         if any(text and begins.startswith(text) for text in said):
             return ""
         before, tools = conversation.messages[:number], conversation.tools
-        if GENERATION_PROMPT in self.template.variables(tools) and self.template.render(before, tools) != prompt:
+        if self.always_prompts:
             return ""
+        if GENERATION_PROMPT in self.template.variables(tools):
+            is_left_out = self.usual_header[0].strip() and before and not is_answer(before[-1])  # here, and not always
+            if is_left_out or self.template.render(before, tools) != prompt:
+                return ""
         head = self.head(before, tools)
         header = whole_tags(in_common(head[len(prompt) :], written)) if head.startswith(prompt) else ""
         return header if header.strip() else ""
+
+    @cached_property
+    def always_prompts(self) -> bool:
+        """Whether the template ends every conversation with a generation prompt, asked for one or not: it stands behind
+        question and answer alike, and goes when something follows."""
+        question = {"role": "user", "content": QUESTION}
+        asked = [question, {"role": "assistant", "content": SENTINELS[0]}, question]
+        try:
+            texts = [self.template.render(asked[:size]) for size in (1, 2, 3)]
+        except Refused:
+            return False
+        ending = texts[1][len(whole_tags(in_common(texts[1], texts[2]))) :]
+        return ending.strip() != "" and texts[0].endswith(ending)
 
     def head(self, before: list[Message], tools: list[dict] | None) -> str:
         """What the template writes up to where an answer's content begins: what answers have in common."""
@@ -75,7 +92,7 @@ class Beginnings:
             check(
                 thought is not None,
                 f"{told}, so the model writes its reasoning first, and the turn has none: give it as reasoning_content "
-                f"or as {tags[0]}...{tags[1]} in the content{self.without_thinking(tools)}, or give another template "
+                f"or as {tags[0]}...{tags[1]} in the content{self.thinking('false', tools)}, or give another template "
                 "(target.chat_template=FILE)",
             )
             begun = in_common(prompt, answered)
@@ -86,7 +103,9 @@ class Beginnings:
         is_ended = is_closing(tail) if tail.strip() else not extra.strip()
         # The rendering has ended it as well, in another way; or it says nothing of it, and begins the answer at once.
         known = head if not extra.strip() or is_closing(extra) else shared
-        fix = "leave reasoning out of the data" if reasoning_of(message) else "give answers that begin so"
+        fix = "give answers that begin so"
+        if reasoning_of(message):
+            fix = f"leave reasoning out of the data{self.thinking('true', tools)}"
         check(
             is_ended and answered.startswith(known) and not reasoning_of(message),
             f"{told}, with which the answer that it renders does not begin: what the model writes there is unknown; "
@@ -141,10 +160,10 @@ class Beginnings:
         known, vocabulary = self.template.source(tools), self.template.tokenizer.get_added_vocab()
         return next(((tag, each) for each in closings_of(tag) if each in known or each in vocabulary), None)
 
-    def without_thinking(self, tools: list[dict] | None) -> str:
-        """How a template is told to leave reasoning out, as far as the names of its variables tell."""
+    def thinking(self, wanted: str, tools: list[dict] | None) -> str:
+        """How a template is told to reason or not, as far as the names of its variables tell."""
         known = [name for name in ("enable_thinking", "thinking") if name in self.template.variables(tools)]
-        return f", set data.template_kwargs={{{known[0]}: false}}" if known else ""
+        return f", set data.template_kwargs={{{known[0]}: {wanted}}}" if known else ""
 
     def with_fields(self, conversation: Conversation) -> Conversation:
         """The conversation with the reasoning within contents as fields, where the template writes such a field in a
