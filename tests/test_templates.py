@@ -264,7 +264,7 @@ HALF_TAG = ALWAYS.removesuffix("<|assistant|>")  # both begin with the same lett
         (
             NOT_ASKED,
             CONVERSATIONS["tools"]["messages"],
-            ['{"name": "get", "arguments": {"x": 1}}<|im_end|>', "<|im_start|>assistant\na1<|im_end|>"],
+            ['{"name": "get", "arguments": {"x": 1}}<|im_end|>', "\n<|im_start|>assistant\na1<|im_end|>"],
         ),
         (
             LAST_THINKS,
