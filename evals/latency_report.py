@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_train.exporting.markdown import code, plain
-from evals.report import TERMS, made_on, ms, number, percent, table
+from evals.report import TERMS, made_on, ms, number, percent, sampling, several, table
 
 Found = Mapping[str, Any]
 COLUMNS = (
@@ -43,10 +43,9 @@ def markdown(found: Found) -> str:
     prompts = f"questions of {code(config['questions'])}" if config["questions"] else "random tokens"
     target = found["target"] if config.get("shapes") else code(found["target"])
     setting = (
-        f"Target {target}, {found['dtype']} on {found['device']}; {prompts}; temperature "
-        f"{config['temperature']:g}; answers of up to {config['max_tokens']} tokens; {config['repeats']} batches of "
-        "each size, in turn. The title's figure is of the first batch size and context: plain decoding's mean TTIT "
-        "divided by this one's."
+        f"Target {target}, {found['dtype']} on {found['device']}; {prompts}; {sampling(config)}; answers of up to "
+        f"{config['max_tokens']} tokens; {several(config['repeats'], 'batch', 'es')} of each size, in turn. The "
+        "title's figure is of the first batch size and context: plain decoding's mean TTIT divided by this one's."
     )
     if found["cells"]["measured"] < found["cells"]["of"]:
         setting += " Of {of} batch sizes and contexts {measured} so far.".format(**found["cells"])

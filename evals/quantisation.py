@@ -28,7 +28,7 @@ from eagle_train.training.metrics import redact
 from evals import figures
 from evals.mt_bench import NO_DRAFTS, Artifact, Run, check_fit, check_template, check_tree, drafter_of, labels, measure
 from evals.questions import Question, read_questions
-from evals.report import change, made_on, number, subject, table
+from evals.report import change, made_on, number, sampling, several, subject, table
 from evals.stopwatch import Stopwatch
 
 LABELS = {"none": "as it is", "fp8": "FP8", "int4": "INT4"}
@@ -192,8 +192,8 @@ def markdown(found: Mapping[str, Any]) -> str:
     """report.md."""
     config, schemes = found["config"], found["schemes"]
     setting = (
-        f"{subject(found)}, {SCOPE[found['scope']]} in few bits; {found['tree']}; temperature "
-        f"{found['temperature']:g}; batches of {found['batch_size']}; {found['prompts']} prompts of "
+        f"{subject(found)}, {SCOPE[found['scope']]} in few bits; {found['tree']}; "
+        f"{sampling(config)}; batches of {found['batch_size']}; {several(found['prompts'], 'prompt')} of "
         f"{code(config['questions'])}."
     )
     notes = [

@@ -58,13 +58,18 @@ def change(value: float, digits: int = 1) -> str:
     return f"{text[1:] if float(text) == 0 else text} %"
 
 
+def several(count: int, of: str, ending: str = "s") -> str:
+    """`1 prompt`, `2 prompts`."""
+    return f"{count:,} {of}" + ("" if count == 1 else ending)
+
+
 def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
 
 
 def summary(found: Found) -> str:
     """A few lines for the terminal."""
-    setting = f"{found['tree']}, temperature {found['temperature']:g}, {found['prompts']} prompts"
+    setting = f"{found['tree']}, {sampling(found['config'])}, {several(found['prompts'], 'prompt')}"
     lines = [
         f"TPC {found['tpc']:.2f} ({setting}; repeated 8-grams {percent(found['repeated_8grams'])})",
         f"acceptance by depth {' '.join(number(share) for share in found['acceptance_per_depth'])}",
@@ -83,9 +88,9 @@ def markdown(found: Found) -> str:
     config = found["config"]
     quant = "" if found["quant"] == "none" else f", {found['quant']}"
     setting = (
-        f"{subject(found)}{quant}; {found['tree']}; temperature {found['temperature']:g}; batches of "
-        f"{found['batch_size']}; {found['questions']} questions of {code(config['questions'])}, "
-        f"{found['prompts']} prompts."
+        f"{subject(found)}{quant}; {found['tree']}; {sampling(config)}; batches of "
+        f"{found['batch_size']}; {several(found['questions'], 'question')} of {code(config['questions'])}, "
+        f"{several(found['prompts'], 'prompt')}."
     )
     sections = {
         f"TPC {found['tpc']:.2f}, {found['speedup']:.2f} times as fast as plain decoding": setting,
@@ -104,6 +109,16 @@ def subject(found: Found) -> str:
     """What was measured, and where."""
     target, draft = code(found["target"]), code(found["config"]["draft"]["path"])
     return f"Target {target}, {found['dtype']} on {found['device']}; draft {draft}"
+
+
+def sampling(config: Found) -> str:
+    """How tokens are chosen, in a few words."""
+    if config["temperature"] == 0:
+        return "temperature 0"
+    parts = [f"temperature {config['temperature']:g}", f"top-p {config['top_p']:g}"]
+    parts += [f"top-k {config['top_k']}"] if config["top_k"] else []
+    drafting = config.get("drafting", "greedy")
+    return ", ".join(parts if drafting == "greedy" else [*parts, f"{drafting.replace('_', ' ')} drafts"])
 
 
 def headline(found: Found) -> str:

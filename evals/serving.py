@@ -35,7 +35,7 @@ from eagle_train.training.metrics import redact
 from evals.figures import Answer
 from evals.mt_bench import Artifact, ask, check_fit, check_template, drafter_of, label
 from evals.questions import Question, read_questions
-from evals.report import change, made_on, number, percent, subject, table
+from evals.report import change, made_on, number, percent, several, subject, table
 
 JOB = Path(__file__).with_name("vllm_job.py")
 IMPORT_TIMEOUT_S = 300  # the first import of vLLM compiles its modules
@@ -315,7 +315,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     config = found["config"]
     quant = "" if found["quant"] == "none" else f", {found['quant']}"
     setting = (
-        f"{subject(found)}{quant}; {found['tree']}; temperature 0; {found['prompts']} prompts of "
+        f"{subject(found)}{quant}; {found['tree']}; temperature 0; {several(found['prompts'], 'prompt')} of "
         f"{code(config['questions'])}, at most {config['max_tokens']} tokens each."
     )
     notes = [

@@ -41,7 +41,7 @@ from evals.figures import Together
 from evals.latency import take_turns
 from evals.mt_bench import Artifact, check_tree, labels
 from evals.prompts import Asked
-from evals.report import TERMS, made_on, number, subject, table
+from evals.report import TERMS, made_on, number, several, subject, table
 from evals.sides import NO_SWITCH, PLACEBO, SWITCHES, Side, SideConfig, Switch
 
 FIGURES = {"ttit": "TTIT", "ttft": "TTFT", "wait": "longest wait"}
@@ -273,8 +273,8 @@ def markdown(found: Mapping[str, Any]) -> str:
     """report.md."""
     config = found["config"]
     setting = (
-        f"{subject(found)}; {found['tree']}; prompts of {code(config['questions'])}, {config['repeats']} batches, "
-        f"answers of at most {config['max_tokens']} tokens."
+        f"{subject(found)}; {found['tree']}; prompts of {code(config['questions'])}, "
+        f"{several(config['repeats'], 'batch', 'es')}, answers of at most {config['max_tokens']} tokens."
     )
     parts = [
         "# What each optimisation is worth",

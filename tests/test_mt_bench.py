@@ -455,7 +455,7 @@ def found_figures(**changes) -> dict:
             "device": "cpu",
         },
         "draft_training": {"tokens": 12345},
-        "config": {"draft": {"path": "d"}, "questions": "q.jsonl", "seed": 0},
+        "config": {"draft": {"path": "d"}, "questions": "q.jsonl", "seed": 0, "temperature": 0.0},
         "provenance": {"torch": "2", "gpu": None, "load_average": [1.0, 2.0]},
     } | changes
 
@@ -547,7 +547,8 @@ def test_categories_are_told_from_the_row_of_all():
 
 
 def test_a_report_says_what_its_words_mean():
-    text = report.markdown(found_figures(target="a`b", config={"draft": {"path": "d|*"}, "questions": "q_", "seed": 0}))
+    config = {**found_figures()["config"], "draft": {"path": "d|*"}, "questions": "q_"}
+    text = report.markdown(found_figures(target="a`b", config=config))
     assert "Target ``a`b``, bfloat16 on cpu; draft `d|*`; chain2;" in text
     assert all(f"{word}: " in text for word in ("TPC", "TTFT", "TTIT"))
     assert "Answers ended: 4 at max_tokens, 60 at a stop." in text
@@ -562,6 +563,25 @@ def test_reports_of_drafts_that_are_never_or_always_accepted(shares, after, text
     found = found_figures(acceptance_per_depth=shares, acceptance_after_depth_before=after, tpc=1.0)
     assert text in report.markdown(found)
     report.plot_acceptance(found, tmp_path / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"temperature": 0.0, "top_p": 0.9, "top_k": 3}, "temperature 0"),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 0}, "temperature 0.7, top-p 0.9"),
+        (
+            {"temperature": 1.0, "top_p": 1.0, "top_k": 20, "drafting": "multinomial_without_replacement"},
+            "temperature 1, top-p 1, top-k 20, multinomial without replacement drafts",
+        ),
+    ],
+)
+def test_reports_say_how_tokens_are_chosen(config, told):
+    assert report.sampling(config) == told
+    found = found_figures(config={**found_figures()["config"], **config})
+    assert f"; {told}; batches of " in report.markdown(found)
+    assert f"(chain2, {told}, 64 prompts; " in report.summary(found)
+    assert f"(chain2, {told}, 1 prompt; " in report.summary({**found, "prompts": 1})
 
 
 @pytest.mark.parametrize("depth", [1, 2, 40])
