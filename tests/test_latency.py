@@ -385,7 +385,9 @@ def test_everyone_takes_every_batch_in_turn_after_a_warm_up():
     contenders = {
         name: lambda batch, name=name: (said.append((name, batch[0].prompt[0])), [output])[1] for name in "abc"
     }
-    answered = take_turns(contenders, [asked([1]), asked([2]), asked([3])])
+    told = []
+    answered = take_turns(contenders, [asked([1]), asked([2]), asked([3])], told=told.append)
+    assert told == [1, 2, 3]
     turns = ["a1", "b1", "c1", "b2", "c2", "a2", "c3", "a3", "b3"]
     assert ["".join(map(str, each)) for each in said] == ["a1", "b1", "c1", *turns]
     assert [answers[0].prompt for answers in answered["b"]] == [[1], [2], [3]]
@@ -459,8 +461,9 @@ def test_the_whole_command_without_a_checkpoint(tmp_path, capsys):
         (TRANSFORMERS, False),
     }
     assert found["cells"] == {"measured": 4, "of": 4}
-    printed, report = capsys.readouterr().out, (out / "report.md").read_text()
+    (printed, progress), report = capsys.readouterr(), (out / "report.md").read_text()
     assert f"written to {out}" in printed
+    assert "\nbatch 8/8, " in progress  # two for each of the four
     assert "rounds accept as told: [0.8, 0.6, 0.3]" in report
     assert report.count("| chain3 |") == 8
     assert "so far" not in report

@@ -345,11 +345,14 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_is_measured(home, t
         ("rate=0", "rate=0.0: must be above 0"),
         ("max_tokens=1", "max_tokens=1: must be at least 2, for there to be decoding"),
         ("table=nowhere.yaml", "table=nowhere.yaml: no such file; python -m evals.tune_trees writes one"),
+        ("table={home}/target/config.json", "tree.table={home}/target/config.json: must map batch sizes to trees, or"),
+        ("tree=nowhere.yaml", "tree.table=nowhere.yaml: no such file"),
+        ("tree=chain0", "tree: it drafts nothing at batch sizes up to batch_size="),
     ],
 )
 def test_mistakes(home, override, message, capsys):
-    assert call(switches.main, *arguments(home, f"table={home}/table.yaml", override)) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert call(switches.main, *arguments(home, f"table={home}/table.yaml", override.format(home=home))) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message.format(home=home)}")
 
 
 def test_what_needs_a_gpu_is_left_out_without_one(home):

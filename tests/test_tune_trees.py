@@ -259,7 +259,9 @@ def test_what_is_timed_is_recorded(home, tmp_path, monkeypatch):
 )
 def test_mistakes_are_one_line(home, tmp_path, capsys, override, message):
     assert call(tune_trees.main, *arguments(home, f"out={tmp_path}/out", "device=cpu", override)) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    told = capsys.readouterr().err.splitlines()
+    assert not any(line.startswith("batch ") for line in told)  # nothing was asked
+    lines = [line for line in told if line.startswith("error")]
     assert len(lines) == 1
     assert lines[0].startswith(message)
     assert not (tmp_path / "out").exists()
