@@ -22,6 +22,7 @@ from eagle_train.exporting.calibrate import calibrated
 from eagle_train.exporting.card import card, caveat, read_evaluations
 from eagle_train.exporting.proof import prove
 from eagle_train.hardware import resolve_device
+from eagle_train.inference.reading import texts
 from eagle_train.models import artifact, layouts
 from eagle_train.models.artifact import (
     DTYPES,
@@ -102,7 +103,9 @@ def main(values: DictConfig) -> None:
     if config.rounding != "nearest":
         data = build(DataConfig, config.data, "data")
         check_found(data)
-    target = None if config.target is None else load_target(config.target, resolve_device(config.device))
+    target = None
+    if config.target is not None:
+        target = load_target(config.target, resolve_device(config.device), reads=None if data is None else texts)
     source = find(config.checkpoint, target)
     measured = read_evaluations(config.evaluations, source.about.source)
     about = replace(source.about, engine=config.engine, dtype=config.dtype)
@@ -142,7 +145,6 @@ def rounded(config: Config, draft: Draft, target: Target | None, data: DataConfi
     """The draft quantised as asked. Raises UserError as `quantised` and the stream of `data` do."""
     if config.rounding == "nearest":
         return quantised(draft, config.quant)
-    check(target.tokenizer is not None, f"target.path={target.name}: no tokenizer there, and rounding=gptq reads text")
     fits = data.row_tokens <= target.max_positions
     check(fits, f"data.row_tokens={data.row_tokens}: must be at most the context, {target.context}")
     stops = stop_ids_of(target.model.generation_config, target.config, target.tokenizer)

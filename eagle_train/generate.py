@@ -16,6 +16,7 @@ from eagle_train.inference.detokenizer import Detokenizer
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafting import check_drafting
 from eagle_train.inference.graphs import check_graphs
+from eagle_train.inference.reading import chats, texts
 from eagle_train.inference.sequence import OVERFLOW, Sequence
 from eagle_train.models.artifact import load_draft
 from eagle_train.models.loading import TargetConfig, load_target
@@ -59,10 +60,8 @@ def job(config: DictConfig) -> int:
     )
     world = distributed.start(device, share=None)
     check_graphs(config.graphs, device, is_divided=world.size > 1)
-    target = load_target(given, device, "tensor" if world.size > 1 else "replicated", world)
-    check(target.tokenizer is not None, f"target.path={given.path}: no tokenizer there, and the prompt is text")
-    has_template = not config.chat or target.tokenizer.chat_template is not None
-    check(has_template, f"chat=true: {given.path} has no chat template; give chat=false, and the prompt is continued")
+    placement = "tensor" if world.size > 1 else "replicated"
+    target = load_target(given, device, placement, world, reads=chats if config.chat else texts)
     draft = None if path is None else quantised(load_draft(path, target.identity), quant)
     options = {name: config[name] for name in ("drafting", "compile", "graphs")}
     engine = Engine(target, draft, tree, max_batch_size=1, **options)

@@ -32,6 +32,7 @@ from eagle_train.export import trained
 from eagle_train.exporting.markdown import aligned, code, plain
 from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.reading import chats
 from eagle_train.inference.tree import chain
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
@@ -39,7 +40,7 @@ from eagle_train.training.assemble import assemble
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.lookahead import Lookahead
 from evals import figures
-from evals.mt_bench import ask, check_fit, check_template
+from evals.mt_bench import ask, check_fit
 from evals.questions import Question, read_questions
 from evals.report import made_on, table
 from evals.worker import ALLOCATOR, Worker
@@ -94,8 +95,8 @@ def main(values: DictConfig) -> None:
     }  # mistakes, before it starts
     questions = read_questions(config.questions, config.limit)
     out = prepared(config.out)
-    target = load_target(build(TargetConfig, composed[BASE].target, "target"), resolve_device(config.device))
-    check_template(target)
+    given, device = build(TargetConfig, composed[BASE].target, "target"), resolve_device(config.device)
+    target = load_target(given, device, reads=chats)
     check_fit(Engine(target), questions, config.max_tokens)
     for seed in config.seeds:
         for name in chosen:

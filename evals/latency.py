@@ -26,6 +26,7 @@ from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.drafting import check_drafting
 from eagle_train.inference.graphs import check_graphs
+from eagle_train.inference.reading import chats
 from eagle_train.inference.sequence import is_whole
 from eagle_train.models.artifact import load_draft, read_artifact
 from eagle_train.models.draft import Draft
@@ -212,7 +213,7 @@ def main(values: DictConfig) -> None:
 def models(config: Config, device: str) -> tuple[Target, Draft]:
     if config.shapes is not None:
         return models_of(config.shapes, device, config.seed)
-    target = load_target(config.target, device)
+    target = load_target(config.target, device, reads=None if config.questions is None else chats)
     return target, load_draft(config.draft.path, target.identity)
 
 

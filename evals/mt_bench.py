@@ -23,6 +23,7 @@ from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.drafting import check_drafting
 from eagle_train.inference.graphs import check_graphs
+from eagle_train.inference.reading import chats
 from eagle_train.inference.tree import Tree
 from eagle_train.models.artifact import load_draft, read_artifact
 from eagle_train.models.loading import TargetConfig, load_target
@@ -32,7 +33,7 @@ from eagle_train.progress import progress
 from eagle_train.training.metrics import redact
 from evals import figures, replay, report
 from evals.figures import Answer, Together
-from evals.prompts import check_template, prompt_of
+from evals.prompts import prompt_of
 from evals.questions import Question, read_questions
 from evals.stopwatch import Stopwatch, runs_ahead
 
@@ -124,8 +125,7 @@ def main(values: DictConfig) -> None:
     about = read_artifact(config.draft.path)
     questions = read_questions(config.questions, config.limit)
     out = prepared(config.out)
-    target = load_target(config.target, device)
-    check_template(target)
+    target = load_target(config.target, device, reads=chats)
     options = {name: getattr(config, name) for name in ("drafting", "compile", "graphs")}
     options["max_batch_size"] = config.batch_size
     plain = Run(Engine(target, **options))

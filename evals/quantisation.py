@@ -20,13 +20,14 @@ from eagle_train.config import build, check, command, prepared, write_json, writ
 from eagle_train.exporting.markdown import aligned, code, plain
 from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.reading import chats
 from eagle_train.models.artifact import read_artifact
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import SCOPES, Quant
 from eagle_train.training.metrics import redact
 from evals import figures
-from evals.mt_bench import NO_DRAFTS, Artifact, Run, check_fit, check_template, check_tree, drafter_of, labels, measure
+from evals.mt_bench import NO_DRAFTS, Artifact, Run, check_fit, check_tree, drafter_of, labels, measure
 from evals.questions import Question, read_questions
 from evals.report import change, made_on, number, sampling, several, subject, table
 from evals.stopwatch import Stopwatch
@@ -92,8 +93,7 @@ def main(values: DictConfig) -> None:
     about = read_artifact(config.draft.path)
     source, quant = about.source, about.quant
     check(quant.scheme == "none", f"draft={config.draft.path}: quantised already, {quant}; export it with quant=none")
-    target = load_target(config.target, device)
-    check_template(target)
+    target = load_target(config.target, device, reads=chats)
     drafters = {scheme: drafter_of(target, config.draft, quant) for scheme, quant in config.quants.items()}
     for name, path in names_of(config.also, source, config.draft.path).items():
         drafters[name] = drafter_of(target, replace(config.draft, path=path), Quant())

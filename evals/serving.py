@@ -28,12 +28,13 @@ from eagle_train.exporting.markdown import aligned, code
 from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
+from eagle_train.inference.reading import chats
 from eagle_train.models.artifact import read_artifact
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant
 from eagle_train.training.metrics import redact
 from evals.figures import Answer
-from evals.mt_bench import Artifact, ask, check_fit, check_template, drafter_of, label
+from evals.mt_bench import Artifact, ask, check_fit, drafter_of, label
 from evals.questions import Question, read_questions
 from evals.report import change, made_on, number, percent, several, subject, table
 
@@ -152,8 +153,7 @@ def main(values: DictConfig) -> None:
 
 def answered(config: Config, questions: list[Question], device: str) -> tuple[list[Answer], list[int], dict[str, Any]]:
     """Our engine's answers, the target's stop tokens, and what there is to say of the target, which is let go of."""
-    target = load_target(config.target, device)
-    check_template(target)
+    target = load_target(config.target, device, reads=chats)
     drafter = drafter_of(target, config.draft, Quant())
     engine = Engine(target, drafter, config.tree, max_batch_size=config.batch_size)
     check_fit(engine, questions, config.max_tokens)

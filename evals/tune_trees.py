@@ -23,6 +23,7 @@ from eagle_train.hardware import provenance, resolve_device
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.graphs import check_graphs
+from eagle_train.inference.reading import chats
 from eagle_train.inference.tree import MAX_NODES, Tree, chain, full, pruned
 from eagle_train.models.artifact import read_artifact
 from eagle_train.models.draft import Draft, Head, shift_hidden
@@ -33,7 +34,7 @@ from eagle_train.ops.attention import packed_attention
 from eagle_train.progress import progress
 from eagle_train.training.unroll import unroll
 from evals.figures import NO_DECODING
-from evals.mt_bench import Artifact, Run, ask, check_fit, check_template, drafter_of
+from evals.mt_bench import Artifact, Run, ask, check_fit, drafter_of
 from evals.questions import read_questions
 
 Ranks = torch.Tensor
@@ -113,8 +114,7 @@ def main(values: DictConfig) -> None:
         torch.set_num_threads(config.threads)
     questions = read_questions(config.questions, config.limit)
     about = read_artifact(config.draft.path)
-    target = load_target(config.target, device)
-    check_template(target)
+    target = load_target(config.target, device, reads=chats)
     check(
         config.tokens < target.max_positions,
         f"rounds={config.rounds}: with these trees they may take {config.tokens} tokens, and the context of "

@@ -252,8 +252,8 @@ def test_generate_with_a_grammar(made, capsys, grammar, answer):
 
 
 def test_generate_where_the_target_computes_nan(made, capsys, monkeypatch):
-    def broken(*arguments):
-        target = loading.load_target(*arguments)
+    def broken(*arguments, **options):
+        target = loading.load_target(*arguments, **options)
         with torch.no_grad():
             target.model.get_input_embeddings().weight[:] = torch.inf
         return target

@@ -63,11 +63,11 @@ TEXTS = [
 @pytest.fixture
 def given(monkeypatch) -> SimpleNamespace:
     """What eagle-generate loads and gives its engine, which is not run: `target`, `draft`, `tree`, `prompt`."""
-    seen = SimpleNamespace(prompt=None, template="{{ messages }}")
+    seen = SimpleNamespace(prompt=None)
 
-    def target(config, *_):
+    def target(config, *_, reads):
         seen.target = config
-        return SimpleNamespace(tokenizer=SimpleNamespace(chat_template=seen.template), identity=None)
+        return SimpleNamespace(identity=None)
 
     class StandIn:
         def __init__(self, target, draft, tree, **options):
@@ -237,14 +237,6 @@ def test_a_mistake_found_later_is_one_line_too(capsys):
     assert call(task, "checkpoint=c", "out=there") == 2
     assert error_line(capsys) == "out=there: is taken"
     assert call(task, "checkpoint=c", "out=here") == 0
-
-
-def test_a_target_without_a_chat_template(given, capsys):
-    given.template = None
-    assert call(generate.main, "prompt=x", "target=/models/mine") == 2
-    assert error_line(capsys).startswith("chat=true: /models/mine has no chat template; give chat=false")
-    assert call(generate.main, "prompt=x", "target=/models/mine", "chat=false") == 2
-    assert error_line(capsys) == "enough"
 
 
 def test_an_interrupt_is_one_line(capsys):

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 from command_line import call, save_target
+from huggingface_hub import constants
 from tiny import tiny_model
 
 from eagle_train import export, generate, train
 from eagle_train.config import UserError
-from eagle_train.models.loading import TargetConfig, load_config, load_target
+from eagle_train.models.loading import TargetConfig, check_target, load_config, load_target
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 16060556376\n"
 
@@ -65,6 +67,7 @@ def test_git_lfs_pointers(copy, name):
         ({"model__onnx": b""}, "an ONNX model"),
         ({"config__json": "{}", "consolidated__safetensors": b""}, "weights in their maker's own format"),
         ({"config__json": "{}", "model__pth": b""}, "weights in a .pth file"),
+        ({"config__json": "{}", "pytorch_model_fsdp__bin": b""}, "a distributed checkpoint of torch"),
         ({"config__json": "{}", "zero_to_fp32__py": ""}, "DeepSpeed's shards; run `python zero_to_fp32.py . .` there"),
         ({"config__json": "{}", "config_sentence_transformers__json": "{}"}, "a model of sentence-transformers"),
         ({}, "no config.json there"),
@@ -234,27 +237,135 @@ def test_a_token_beyond_the_embedding_is_told_with_its_row(tmp_path, capsys, mal
     assert f"{data}:3: token 67 ('a') is beyond the 60 embeddings of the target; give it the tokenizer that" in said
 
 
+FLOATS = "it must be one of auto, float64, float32, float16, bfloat16"
+
+
 @pytest.mark.parametrize(
-    "values",
+    ("values", "said"),
     [
-        {"rope_parameters": {"rope_type": "yarn"}},
-        {"rope_scaling": {"type": "linear"}},
-        {"num_attention_heads": 0},
-        {"hidden_size": -1},
-        {"num_hidden_layers": 0},
-        {"num_key_value_heads": 3},
-        {"hidden_act": "nothing"},
-        {"layer_types": ["sliding_attention"]},
-        {"vocab_size": None},
-        {"max_position_embeddings": None},
+        ({"rope_parameters": {"rope_type": "yarn"}}, "factor"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        (
+            {"rope_parameters": {"rope_type": "frob"}},
+            "its config has rope_parameters.rope_type='frob'; it must be ",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": "1"}},
+            "its config has rope_parameters.rope_theta='1'; it must be a number above 0",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}},
+            "its config has rope_parameters.factor=0; it must be a number above 0",
+        ),
+        ({"num_attention_heads": 0}, "config.json: "),
+        ({"hidden_size": -1}, "config.json: The hidden size (-1) is not a multiple"),
+        ({"num_hidden_layers": 0}, "its config has num_hidden_layers=0; it must be 1 or more"),
+        ({"num_hidden_layers": 10**9}, "its config has num_hidden_layers=1000000000; it must be 10000 at most"),
+        ({"num_key_value_heads": 3}, "its config has num_key_value_heads=3; it must divide num_attention_heads, 4"),
+        ({"num_key_value_heads": 0}, "its config has num_key_value_heads=0; it must be 1 or more"),
+        ({"head_dim": 0}, "its config has head_dim=0; it must be 1 or more"),
+        ({"hidden_act": "nothing"}, "its config has hidden_act='nothing', which is not known"),
+        ({"layer_types": ["sliding_attention"]}, "config.json: `num_hidden_layers` (3) must be equal to the number of"),
+        ({"vocab_size": None}, "config.json: vocab_size=None; it must be int"),
+        ({"eos_token_id": "x"}, "config.json: eos_token_id='x'; it must be int or list or null"),
+        ({"max_position_embeddings": None}, "config.json: max_position_embeddings=None; it must be int"),
+        ({"dtype": "float9"}, f"config.json has dtype='float9'; {FLOATS}"),
+        ({"dtype": "int8"}, f"config.json has dtype='int8'; {FLOATS}"),
+        ({"architectures": 3}, "config.json has architectures=3; it must be a list with the name of a class"),
+        ({"model_type": ["llama"]}, "config.json has model_type=['llama']; give a causal language model's"),
+        ({"model_type": "frob"}, "transformers {} knows no model_type=frob; install a newer one"),
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_a_config_that_cannot_be_is_one_line(copy, tmp_path, capsys, values, command):
+def test_a_config_that_cannot_be_is_one_line(copy, tmp_path, capsys, values, said, command):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | values))
     given = (f"target={copy}", "data=messages", "data.path=none.jsonl", f"out={tmp_path / 'out'}")
     assert call(train.main, *given, f"plan={str(command == 'plan').lower()}") == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("error: target.path=")
+    found = capsys.readouterr().err.strip().splitlines()[-1]
+    assert found.startswith(f"error: target.path={copy}: ")
+    assert said.format(transformers.__version__) in found
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", "{", "config.json is no JSON from line 1, column 2 on"),
+        ("config.json", "[]", "config.json holds no mapping"),
+        ("config.json", b"\xff", "config.json is no text in UTF-8"),
+        ("config.json", "{}", "config.json has model_type=None; give a causal language model's"),
+        ("generation_config.json", "", "generation_config.json is no JSON from line 1, column 1 on"),
+        (
+            "generation_config.json",
+            b"\xef\xbb\xbf{}",
+            "generation_config.json begins with a byte order mark; save it ",
+        ),
+        (
+            "generation_config.json",
+            '{"eos_token_id": "a"}',
+            "generation_config.json has eos_token_id='a'; it must be ",
+        ),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json holds no mapping"),
+        ("special_tokens_map.json", "{", "special_tokens_map.json is no JSON from line 1, column 2 on"),
+    ],
+)
+def test_small_files_that_are_damaged(copy, name, content, said):
+    """transformers goes on without a generation_config.json that it cannot read, and where answers end is lost."""
+    (copy / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert said_of(copy).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ("{", "model.safetensors.index.json is no JSON from line 1, column 2 on"),
+        ("{}", "weight_map in model.safetensors.index.json must name the file of each weight, in the same directory, "),
+        ('{"weight_map": {"a": "../b.safetensors"}}', "weight_map in model.safetensors.index.json must name the file "),
+        ('{"weight_map": {"a": 3}}', "weight_map in model.safetensors.index.json must name the file of each weight, "),
+    ],
+)
+def test_an_index_that_cannot_be(copy, index, said):
+    (copy / "model.safetensors").rename(copy / "model-00001-of-00001.safetensors")
+    assert said_of(copy).startswith("files of weights, and neither model.safetensors nor pytorch_model.bin ")
+    (copy / "model.safetensors.index.json").write_text(index)
+    assert said_of(copy).startswith(said)
+
+
+# --- names of the hub
+
+
+@pytest.fixture
+def cached(copy, tmp_path, monkeypatch) -> Path:
+    """The checkpoint as the hub's cache has it, by the name some/one."""
+    repository = tmp_path / "hub" / "models--some--one"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("7ae5")
+    (repository / "snapshots").mkdir()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return copy.rename(repository / "snapshots" / "7ae5")
+
+
+def test_what_the_hubs_cache_holds_is_looked_at(cached):
+    config = TargetConfig("some/one")
+    check_target(config, load_config(config))
+    file = cached / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:100])
+    with pytest.raises(UserError, match=r"^target\.path=some/one: model\.safetensors is damaged or ends too early"):
+        check_target(config, load_config(config))
+    file.unlink()
+    (cached / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"^target\.path=some/one: LoRA or other PEFT adapters"):
+        load_config(config)
+    (cached / "adapter_config.json").unlink()
+    (cached / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"^target\.path=some/one: config\.json is no JSON from line 1"):
+        load_config(config)
+
+
+def test_a_name_that_is_nowhere(cached):
+    with pytest.raises(UserError, match=r"^target\.path=some/other: no such directory, not in the hub's cache .*, and"):
+        load_config(TargetConfig("some/other"))
+    with pytest.raises(UserError, match=r"^target\.path=so me/other: no such directory, and no hub id: "):
+        load_config(TargetConfig("so me/other"))

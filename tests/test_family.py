@@ -108,6 +108,15 @@ def test_a_lost_window_is_noticed_however_long(config, values, lost, monkeypatch
     assert "misses the model's own logits" in said_against(made)
 
 
+def test_a_window_that_a_config_names_otherwise_is_refused(monkeypatch, unknown):
+    """A twin that keeps it would be read only in front of it."""
+    monkeypatch.setattr(twin, "FEW", ())
+    assert said_against(transformers.MistralConfig(**SIZES, sliding_window=100)) == (
+        "target: what attention does beyond 100 tokens in this family (mistral) cannot be checked, for its config "
+        "names them in no way that is known; it is not supported"
+    )
+
+
 def test_what_lies_beyond_ropes_border_is_looked_at(monkeypatch, unknown):
     """Ministral 3 scales its queries from a position on; here as if by the place in the call, as Llama 4 does."""
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "llama_4_scaling_beta": 0.5}

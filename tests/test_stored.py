@@ -10,10 +10,12 @@ from command_line import call, save_target
 from multimodal import FAMILIES, multimodal_config, multimodal_model
 from safetensors.torch import load_file, save_file
 from tiny import SIZES, tiny_model
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from eagle_train import train
 from eagle_train.config import UserError
 from eagle_train.models import loading
+from eagle_train.models import quantisation as module
 from eagle_train.models.family import auto_class
 from eagle_train.models.loading import TargetConfig, check_target, load_config, load_target
 
@@ -124,7 +126,7 @@ def test_of_tied_weights_one_is_enough(tmp_path, lost):
 def test_a_quantised_checkpoint_is_its_librarys(copy):
     """Its matrices have other names and shapes; but an LM head of another size is wrong there too."""
     edit(copy, **{GATE: None, GATE.replace("weight", "qweight"): torch.zeros(4, 48, dtype=torch.int32)})
-    configure(copy, quantization_config={"quant_method": "gptq", "bits": 4})
+    configure(copy, quantization_config={"quant_method": "compressed-tensors", "config_groups": {}})
     config = TargetConfig(str(copy))
     check_target(config, load_config(config))
     edit(copy, **{HEAD: None, HEAD.replace("weight", "qweight"): torch.zeros(4, 96, dtype=torch.int32)})
@@ -218,3 +220,61 @@ def test_multimodal_classes_pass(family, declared, auto):
     config = multimodal_config(family)
     config.architectures = declared and [declared]
     assert auto_class(config, "target") is auto
+
+
+# --- a quantisation that cannot be read here
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "said"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quant_method=awq needs gptqmodel: `pip install gptqmodel`, or {}"),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            "quant_method=gptq needs optimum and gptqmodel: `pip install optimum gptqmodel`, or {}",
+        ),
+        ({"quant_method": "quanto"}, "quant_method=quanto needs optimum-quanto: `pip install optimum-quanto`, or {}"),
+        ({"quant_method": "modelopt"}, "transformers cannot read quant_method=modelopt; {}"),
+        ({"quant_method": "nvfp4"}, "transformers cannot read quant_method=nvfp4; {}"),
+        (
+            {"group_size": 64, "bits": 4},  # as MLX writes it
+            "quantization_config={{'bits': 4, 'group_size': 64}} has no quant_method, as transformers wants it; {}",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": 5},
+            "its quantization_config (quant_method=compressed-tensors) cannot be read: ",
+        ),
+    ],
+)
+def test_a_quantisation_that_cannot_be_read(copy, quantisation, said, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(module, "is_installed", lambda name: name == "compressed_tensors")
+    configure(copy, quantization_config=quantisation)
+    found = said_of(copy, monkeypatch, capsys, tmp_path)
+    assert found.startswith(said.format("give the checkpoint that it was made from, which is not quantised"))
+
+
+def test_libraries_are_named_for_every_method_that_asks_for_some(monkeypatch):
+    """transformers' own check fails for want of them in no other."""
+    quiet = {"awq": {"bits": 4}, "gptq": {"bits": 4}, "auto-round": {"bits": 4, "group_size": 128}}
+    quiet |= {"torchao": {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {}}}}}
+    named = {name.removesuffix("_4bit").removesuffix("_8bit") for name in AUTO_QUANTIZER_MAPPING}
+    assert named >= {*module.LIBRARIES, *module.FP8, *module.UNREAD}
+    monkeypatch.setattr(module, "is_installed", lambda name: True)
+    for method in named - module.LIBRARIES.keys() - {"nvfp4", "gguf"}:
+        config = transformers.LlamaConfig(quantization_config={"quant_method": method} | quiet.get(method, {}))
+        module.check_quantisation(config, "target", torch.device("cpu"))
+
+
+def test_what_transformers_says_of_the_device_is_told(monkeypatch):
+    monkeypatch.setattr(module, "is_installed", lambda name: True)
+    config = transformers.LlamaConfig(quantization_config={"quant_method": "eetq"})
+    module.check_quantisation(config, "target", None)
+    with pytest.raises(UserError, match=r"^target: quant_method=eetq cannot be read on cpu, give the checkpoint .*: "):
+        module.check_quantisation(config, "target", torch.device("cpu"))
+
+
+def test_a_quantisation_of_the_language_model_alone_is_seen(tmp_path):
+    """As some multimodal checkpoints have it; transformers reads it there too."""
+    config = multimodal_config("llava")
+    config.text_config.quantization_config = {"quant_method": "awq", "bits": 4}
+    assert module.quantisation_of(config) == config.text_config.quantization_config

@@ -393,7 +393,7 @@ def test_an_unknown_quantisation_is_refused(copy):
     config = json.loads((copy / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "squeezed"}
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"transformers knows no quant_method=squeezed$"):
+    with pytest.raises(UserError, match="transformers cannot read quant_method=squeezed; give the checkpoint"):
         load_target(TargetConfig(str(copy)))
 
 
@@ -470,6 +470,9 @@ def test_a_rank_gets_whole_blocks_of_an_fp8_target(family, placement, share, blo
 
 def test_a_tokenizer_that_cannot_be_read(copy):
     (copy / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"^target\.path=.*: tokenizer\.json is no JSON from line 1, column 2 on$"):
+        load_target(TargetConfig(str(copy)))
+    (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"^target\.path=.*: its tokenizer cannot be read: "):
         load_target(TargetConfig(str(copy)))
 
@@ -496,15 +499,6 @@ def test_a_checkpoint_in_4_bits_stays_so(tmp_path):
     expected = exact(tokens).logits
     assert (logits - expected).norm() < 0.03 * expected.norm()
     assert (logits - unrounded).norm() > 0.05 * expected.norm()
-
-
-def test_a_quantisation_whose_library_is_missing_is_named(copy):
-    config = json.loads((copy / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"^target\.path=.*GPTQ.*optimum") as error:
-        load_target(TargetConfig(str(copy)))
-    assert "\n" not in str(error.value)
 
 
 def test_weights_of_quantised_types_are_looked_at():

@@ -18,7 +18,7 @@ from eagle_train.corpus.chat import REASONING, SUPERVISE, Conversation, Message,
 from eagle_train.corpus.contents import check_read, check_tools
 from eagle_train.corpus.source import SourceConfig
 from eagle_train.corpus.template import ChatTemplate, Refused, TemplateFault
-from eagle_train.corpus.tokens import Document, Encoder, Span, check_text, document
+from eagle_train.corpus.tokens import Document, Encoder, Span, check_text, document, misfit
 from eagle_train.corpus.turns import Turn, TurnFinder
 
 
@@ -43,6 +43,8 @@ class ChatRenderer:
         check(supervise in SUPERVISE, f"data.supervise is {supervise!r}; it must be one of {', '.join(SUPERVISE)}")
         self.encode, self.supervise, self.num_embeddings = Encoder(tokenizer), supervise, num_embeddings
         self.tokenizer, self.notes = self.encode.tokenizer, {}
+        if num_embeddings is not None and (note := misfit(tokenizer, num_embeddings)):
+            self.notes[note] = None
         self.template = ChatTemplate(self.tokenizer, template_kwargs, date)
         eos = self.tokenizer.eos_token_id
         self.stop_ids = frozenset([*stop_ids, *([] if eos is None else [eos])])

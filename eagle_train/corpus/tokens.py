@@ -132,3 +132,20 @@ def with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     backend.no_truncation()
     backend.no_padding()
     return tokenizer
+
+
+def misfit(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> str | None:
+    """What to tell of a tokenizer that has tokens beyond a target's embeddings, or far fewer tokens; None of others."""
+    known = set(tokenizer.get_vocab().values())
+    unknown = sum(token >= num_embeddings for token in known)
+    if unknown:
+        return (
+            f"{unknown} of the tokenizer's {len(known)} tokens are beyond the target's {num_embeddings} embeddings; "
+            "texts that hold one of them are refused"
+        )
+    if len(known) < num_embeddings / 2:
+        return (
+            f"the tokenizer has {len(known)} tokens, and the target {num_embeddings} embeddings; is it the one that "
+            "the target was trained with?"
+        )
+    return None

@@ -22,7 +22,7 @@ from eagle_train.models.head import head_of, lm_head_of
 from eagle_train.models.probe import TOKENS, UNREACHED, probe
 from eagle_train.models.shapes import check_shape, context_of, layer_config, rope_limit
 from eagle_train.models.twin import longest_border, twin_of
-from eagle_train.ops.attention import Attend, packed_attention
+from eagle_train.ops.attention import Attend, Rule, packed_attention
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
 NO_CAUSAL = "is no causal language model; a target goes on with a text, as Llama does"
@@ -119,10 +119,21 @@ def reaches_of(twin: PreTrainedModel, place: str) -> Reaches:
     def logits_of(tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         return head(hidden_states(twin, tokens, positions, attend, reaches, limit))
 
+    attention, borders = packed_attention([[tokens.shape[1]]]), {0}
+
+    def noting(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+        borders.update((rule.window or 0, rule.chunk or 0))
+        return attention(layer, q, k, v, rule)
+
     check_causal(twin, tokens, place)
     with foreign(f"{place}: {UNREACHED.format(family)}"):
         twin.set_attn_implementation(PROBED)
-        logits_of(tokens, torch.arange(tokens.shape[1])[None], packed_attention([[tokens.shape[1]]]))
+        logits_of(tokens, torch.arange(tokens.shape[1])[None], noting)
+    check(
+        max(borders) < tokens.shape[1],
+        f"{place}: what attention does beyond {max(borders)} tokens in this family ({family}) cannot be checked, for "
+        "its config names them in no way that is known; it is not supported",
+    )
     probe(twin, logits_of, tokens, place)
     return reaches
 

@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eagle_train.config import UserError, check, foreign, one_line, shown
 from eagle_train.models.compressed import load_tensors
+from eagle_train.models.directory import mapping_of
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.target import Target
 
@@ -83,18 +84,7 @@ def everybodys(name: str) -> str:
 
 
 def read_values(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    try:
-        values = json.loads(path.read_text("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        said = f"no JSON from line {error.lineno}, column {error.colno} on"
-        raise UserError(f"checkpoint={directory}: config.json is {said}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"checkpoint={directory}: config.json is no text in UTF-8") from error
-    except (OSError, RecursionError) as error:
-        raise UserError(f"checkpoint={directory}: config.json cannot be read: {one_line(error)}") from error
-    check(isinstance(values, dict), f"checkpoint={directory}: config.json holds no mapping")
-    return the_drafts_own(values, directory)
+    return the_drafts_own(mapping_of(directory / "config.json", f"checkpoint={directory}"), directory)
 
 
 def the_drafts_own(values: dict[str, Any], directory: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,23 @@ from typing import Any
 import torch
 import transformers
 from accelerate.utils import get_max_memory
+from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.distributed import DistributedConfig
-from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from eagle_train.config import UserError, check, foreign, one_line
+from eagle_train.config import UserError, check, foreign, one_line, shown
 from eagle_train.distributed import ALONE, World
 from eagle_train.hardware import FP8_GPU, is_gpu, low_precision, warn_of_emulation
-from eagle_train.models.directory import check_directory
+from eagle_train.models.config_json import check_generation, check_values, misfit
+from eagle_train.models.directory import check_directory, folder_of, mapping_of, weight_files
 from eagle_train.models.family import auto_class, check_family, skeleton
 from eagle_train.models.head import head_of
+from eagle_train.models.quantisation import check_quantisation, quantisation_of
 from eagle_train.models.shapes import heads_of
 from eagle_train.models.stored import check_stored
 from eagle_train.models.target import Target
@@ -68,42 +72,65 @@ class TargetConfig:
 OWN_CODE = "; give target.trust_remote_code=true if you trust it"
 DRAFT = "eagle_train"  # a key that the config.json of our drafts has
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+TOKENIZERS = ("tokenizer*", "*.model", "*.tiktoken", "vocab.*")
 PLACEMENTS = ("replicated", "fsdp2", "tensor")
+
+Reads = Callable[[TargetConfig, Any, int], None]
+"""reads(config, tokenizer, number of embeddings): see `load_target`."""
 
 
 def load_config(config: TargetConfig) -> Any:
     """The target's Hugging Face config. Raises UserError where there is none."""
     path, place = Path(config.path), f"target.path={config.path}"
-    local = path.is_absolute() or config.path.startswith(".") or len(path.parts) != 2
+    is_name = not path.is_absolute() and not config.path.startswith(".") and len(path.parts) == 2
+    check(path.exists() or is_name, f"{place}: no such directory; give one, or a hub id (USER/NAME)")
     if path.exists():
-        check_directory(path)
-    check(path.is_dir() or not local, f"{place}: no such directory; give one, or a hub id (USER/NAME)")
+        check_directory(path, place)
+    else:
+        with foreign(f"{place}: no such directory, and no hub id"):
+            validate_repo_id(config.path)
+    folder = folder_of(config.path)
+    if not path.exists() and constants.HF_HUB_OFFLINE:
+        check(
+            folder is not None,
+            f"{place}: no such directory, not in the hub's cache ({constants.HF_HUB_CACHE}), and with "
+            "HF_HUB_OFFLINE=1 it is not downloaded",
+        )
+        check_directory(folder, place)
+    values = {} if folder is None else mapping_of(folder / "config.json", place)
+    hint = OWN_CODE if "auto_map" in values and not config.trust_remote_code else ""
+    if folder is not None:
+        check_values(values, hint, place)
+        file = folder / "generation_config.json"
+        check_generation(mapping_of(file, place) if file.is_file() else {}, place)
     try:
-        found = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        found = AutoConfig.from_pretrained(
+            config.path,
+            trust_remote_code=config.trust_remote_code,
+            attn_implementation="eager",  # attention is ours, whatever a config.json says
+        )
     except StrictDataclassError as error:  # which says where, and its cause what
-        raise UserError(f"{place}: config.json: {one_line(error.__cause__)}") from error
+        raise UserError(f"{place}: config.json: {misfit(one_line(error.__cause__))}") from error
     except Exception as error:  # what a config's own class raises for values that it does not expect
         kind = "" if isinstance(error, OSError | ValueError | ImportError) else f"config.json: {type(error).__name__}: "
-        hint = "" if config.trust_remote_code or not has_own_code(path) else OWN_CODE
         raise UserError(f"{place}: {kind}{one_line(error)}{hint}") from error
     check(not hasattr(found, DRAFT), f"{place}: a draft that eagle-export wrote; give the target that it was made for")
     return found
 
 
-def has_own_code(path: Path) -> bool:
-    """Whether a directory's config names Python code of its own."""
-    file = path / "config.json"
-    return file.is_file() and '"auto_map"' in file.read_text("utf-8", "replace")
+def check_target(config: TargetConfig, hf_config: Any, device: torch.device | None = None) -> None:
+    """Raise UserError, before a weight is read, for a family that cannot be a target (see `check_family`), a
+    quantisation that cannot be read (`check_quantisation`), and files that do not hold its weights (`check_stored`).
 
-
-def check_target(config: TargetConfig, hf_config: Any) -> None:
-    """Raise UserError, before a weight is read, for a family that cannot be a target (see `check_family`), and for a
-    directory whose files do not hold its weights (see `check_stored`)."""
+    `device`: where it is to run; None in a plan."""
     place = f"target.path={config.path}"
+    check_quantisation(hf_config, place, device)
     model = skeleton(hf_config, config.trust_remote_code, place)
     check_family(type(model), model.config, place)
-    if Path(config.path).is_dir():
-        check_stored(Path(config.path), model, bool(getattr(hf_config, "quantization_config", None)), place)
+    folder = folder_of(config.path)
+    # Of the hub's cache, some may yet have to be fetched.
+    if folder is not None and all(file.exists() for file in weight_files(folder, place)):
+        check_stored(folder, model, quantisation_of(hf_config) is not None, place)
 
 
 def check_placement(
@@ -111,15 +138,8 @@ def check_placement(
 ) -> None:
     """Raise UserError for a target that cannot be loaded so, whole or divided over `share` ranks: what its config alone
     tells, before a weight is read. `computes_fp8`: whether the device does."""
-    quantised = getattr(hf_config, "quantization_config", None)
-    with foreign(f"target.path={config.path}: its quantization_config cannot be read"):
-        is_known = not quantised or AutoHfQuantizer.supports_quant_method(quantised)
-    check(
-        is_known,
-        f"target.path={config.path}: transformers knows no quant_method={quantised and quantised.get('quant_method')}",
-    )
     check(not config.offload or placement == "replicated", f"target.offload=true: not with parallel.target={placement}")
-    text = hf_config.get_text_config()
+    text, quantised = hf_config.get_text_config(), quantisation_of(hf_config)
     for heads in {heads_of(text, layer).keys for layer in range(text.num_hidden_layers)}:
         check(
             placement != "tensor" or heads % share == 0,
@@ -145,7 +165,7 @@ def check_blocks(config: TargetConfig, hf_config: Any, placement: str, share: in
     a block is cut. FSDP2 puts blocks together again before they are used, unless a rank makes numbers of its part.
     """
     model = skeleton(hf_config, config.trust_remote_code, f"target.path={config.path}")
-    quantised = hf_config.quantization_config
+    quantised = quantisation_of(hf_config)
     block, unquantised = quantised["weight_block_size"], quantised.get("modules_to_not_convert")
     head = head_of(model)
     linears = {name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear) and each is not head}
@@ -167,18 +187,28 @@ def check_blocks(config: TargetConfig, hf_config: Any, placement: str, share: in
 
 
 def load_target(
-    config: TargetConfig, device: torch.device | str = "cpu", placement: str = "replicated", world: World = ALONE
+    config: TargetConfig,
+    device: torch.device | str = "cpu",
+    placement: str = "replicated",
+    world: World = ALONE,
+    reads: Reads | None = None,
 ) -> Target:
-    """The target and its tokenizer, whole or this rank's part. Raises UserError for a checkpoint that is not whole."""
+    """The target and its tokenizer, whole or this rank's part. Raises UserError for a checkpoint that is not whole.
+
+    `reads`: raises UserError, before a weight is read, where what will be asked of the target cannot be.
+    """
     hf_config = load_config(config)
-    check_target(config, hf_config)
+    check_target(config, hf_config, torch.device(device))
     check_placement(config, hf_config, placement, world.share, is_gpu(torch.device(device), FP8_GPU))
+    tokenizer = load_tokenizer(config)
+    if reads is not None:
+        reads(config, tokenizer, hf_config.get_text_config().vocab_size)
     options = {"trust_remote_code": config.trust_remote_code}
     if placement == "replicated":
         options |= placed(config, torch.device(device))
     dtype = DTYPES[config.dtype] or default_dtype(device)
     warn_of_emulation("target.dtype", dtype, device)
-    tokenizer, auto = load_tokenizer(config), auto_class(hf_config, f"target.path={config.path}")
+    auto = auto_class(hf_config, f"target.path={config.path}")
     try:
         model, report = auto.from_pretrained(
             config.path,
@@ -272,17 +302,27 @@ def training_dtype(config: TargetConfig, device: torch.device | str) -> TargetCo
 def load_tokenizer(config: TargetConfig) -> Any:
     """The target's tokenizer, with the chat template that is asked for, or None where a local directory has none."""
     directory = Path(config.path)
-    if directory.is_dir() and not any(directory.glob("tokenizer*")):
+    if directory.is_dir() and not any(any(directory.glob(pattern)) for pattern in TOKENIZERS):
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # the tokenizers library knows nothing more special
-        raise UserError(f"target.path={config.path}: its tokenizer cannot be read: {one_line(error)}") from error
+        file, place = directory / "tokenizer.json", f"target.path={config.path}"
+        if file.is_file():
+            mapping_of(file, place)
+        hint = "" if config.trust_remote_code or "trust_remote_code" not in str(error) else OWN_CODE
+        lack = "" if file.is_file() or not directory.is_dir() else " (there is no tokenizer.json)"
+        raise UserError(f"{place}: its tokenizer cannot be read{lack}: {one_line(error)}{hint}") from error
     processors = directory / "chat_template.json"  # where older multimodal checkpoints have it
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(Path(config.chat_template), "target.chat_template")
     elif tokenizer.chat_template is None and processors.is_file():
         tokenizer.chat_template = read_template(processors, "target.path")
+    found = tokenizer.chat_template
+    check(
+        found is None or isinstance(found, str | dict),
+        f"target.path={config.path}: its tokenizer has chat_template={shown(found)}; it must be a text",
+    )
     return tokenizer
 
 

@@ -1,9 +1,14 @@
 """What a target's config alone says of its shape: its layers' heads, and how long a text may be."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from eagle_train.config import check, foreign
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from eagle_train.config import check, foreign, shown
 
 
 @dataclass(frozen=True)
@@ -24,18 +29,52 @@ class KVShape(NamedTuple):
 
 
 NEEDED = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
+LAYERS = 10_000  # more than any model has
+HEADS = ("num_key_value_heads", "head_dim")  # which a config may leave out
+OF_ROPE = ("rope_theta", "factor", "original_max_position_embeddings")  # numbers above 0
 
 
 def check_shape(config: Any, place: str) -> None:
     """Raise UserError where a config does not say what a target needs; `place` begins the message."""
     with foreign(f"{place}: its config (model_type {config.model_type}) does not say what a target needs"):
         text = config.get_text_config()
-        sizes = {name: getattr(text, name) for name in NEEDED}
-        for layer in range(sizes["num_hidden_layers"]):
+        check_sizes({name: getattr(text, name) for name in NEEDED}, place)
+        check(
+            text.num_hidden_layers <= LAYERS,
+            f"{place}: its config has num_hidden_layers={text.num_hidden_layers}; it must be {LAYERS} at most",
+        )
+        for layer in range(text.num_hidden_layers):
+            own = layer_config(text, layer)
+            given = {name: size for name in HEADS if (size := getattr(own, name, None)) is not None}
+            check_sizes({"num_attention_heads": own.num_attention_heads, **given}, place)
             heads = heads_of(text, layer)
-            sizes |= {"num_attention_heads": heads.queries, "num_key_value_heads": heads.keys, "head_dim": heads.width}
-        for name, size in sizes.items():
-            check(isinstance(size, int) and size > 0, f"{place}: its config has {name}={size}; it must be 1 or more")
+            check(
+                heads.queries % heads.keys == 0,
+                f"{place}: its config has num_key_value_heads={heads.keys}; it must divide num_attention_heads, "
+                f"{heads.queries}",
+            )
+            check_sizes({"head_dim": heads.width}, place)
+        act = getattr(text, "hidden_act", None)
+        check(act is None or act in ACT2FN, f"{place}: its config has hidden_act={shown(act)}, which is not known")
+        check_rope(getattr(text, "rope_parameters", None) or {}, place)
+
+
+def check_sizes(sizes: Mapping[str, Any], place: str) -> None:
+    for name, size in sizes.items():
+        check(isinstance(size, int) and size > 0, f"{place}: its config has {name}={size}; it must be 1 or more")
+
+
+def check_rope(rope: Mapping[str, Any], place: str) -> None:
+    """Raise UserError for rotary positions that cannot be computed, of all layers or by layer type."""
+    own = f"{place}: its config has rope_parameters"
+    by_type = [values for values in rope.values() if isinstance(values, Mapping)]
+    for each in by_type or [rope]:
+        kind, kinds = each.get("rope_type", "default"), ("default", *ROPE_INIT_FUNCTIONS)
+        check(kind in kinds, f"{own}.rope_type={shown(kind)}; it must be one of {', '.join(kinds)}")
+        for name in OF_ROPE:
+            value = each.get(name, 1)
+            right = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+            check(right, f"{own}.{name}={shown(value)}; it must be a number above 0")
 
 
 def layer_config(text: Any, layer: int) -> Any:

@@ -32,14 +32,14 @@ class Stored:
     file: str
 
 
-def headers(path: Path) -> list[Stored]:
+def headers(path: Path, place: str) -> list[Stored]:
     """All tensors in a checkpoint's safetensors files; none where it has no such files. Raises UserError for a file
     that is damaged or ends early."""
     found = []
-    for file in weight_files(path):
+    for file in weight_files(path, place):
         if file.suffix != ".safetensors":
             continue
-        damaged = f"target.path={path}: {file.name} is damaged or ends too early, download it again"
+        damaged = f"{place}: {file.name} is damaged or ends too early, download it again"
         with foreign(damaged), safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118, it is no mapping
                 part = tensors.get_slice(name)
@@ -84,7 +84,7 @@ def check_stored(path: Path, model: PreTrainedModel, is_quantised: bool, place: 
     `is_quantised`: as the checkpoint's config says; then only embedding and LM head are looked for, for how the rest is
     stored is its library's own. `place` begins the message.
     """
-    stored = headers(path)
+    stored = headers(path, place)
     if not stored:
         return
     there = held(model, stored)

@@ -25,6 +25,7 @@ from eagle_train.models.family import skeleton
 from eagle_train.models.forward import decoder_of
 from eagle_train.models.head import head_of
 from eagle_train.models.loading import DTYPES, TargetConfig, load_config
+from eagle_train.models.quantisation import quantisation_of
 from eagle_train.models.shapes import heads_of
 from eagle_train.training.assemble import check_job, check_planned_data
 from eagle_train.training.backend import ParallelConfig
@@ -104,7 +105,7 @@ class TargetShape:
             attention=max(each.queries * each.width for each in heads),
             intermediate=(widest(getattr(text, "intermediate_size", None)) or 0) * chosen,
             tied=len(ends) == 1,
-            bits=bits_of(getattr(config, "quantization_config", None)),
+            bits=bits_of(quantisation_of(config)),
         )
 
 
