@@ -176,7 +176,22 @@ NARROW = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "n
         ("BertConfig", {}, "reads what stands behind a token too, as an encoder does"),
         ("GPT2Config", {}, None),
         ("OpenAIGPTConfig", {}, "attention"),
-        ("MambaConfig", {}, "does not say what a target needs"),
+        (
+            "MambaConfig",
+            {},
+            "(mamba) keeps a state beside its attention's keys and values, which can neither be packed nor",
+        ),
+        (
+            "JambaConfig",
+            {},
+            "(jamba) keeps a state beside its attention's keys and values, which can neither be packed",
+        ),
+        (
+            "RwkvConfig",
+            {},
+            "(rwkv) keeps a state beside its attention's keys and values, which can neither be packed nor",
+        ),
+        ("BloomConfig", {}, "does not say what a target needs"),
         ("BlipConfig", {"text_config": NARROW, "vision_config": NARROW}, "cannot be run on text alone"),
     ],
 )

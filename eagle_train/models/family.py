@@ -26,6 +26,7 @@ from eagle_train.ops.attention import Attend, Rule, packed_attention
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
 NO_CAUSAL = "is no causal language model; a target goes on with a text, as Llama does"
+STATELESS = ("attention", "full_attention", "sliding_attention", "chunked_attention", "moe", "mlp")  # layers
 ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # of names of classes that go on with a text
 known: dict[tuple[type, str], Reaches] = {}  # of the classes and configs that passed
 
@@ -65,9 +66,25 @@ def declared(config: Any) -> str | None:
     return next(map(str, [names] if isinstance(names, str) else names), None)
 
 
+def keeps_states(auto: Any, config: Any) -> bool:
+    """Whether transformers says that models of a config keep states (of Mamba, linear attention, convolutions).
+
+    Where the config names its layers one by one, these may all be attention; what others keep shows in a twin.
+    """
+    found = auto._model_mapping.get(type(config), None)
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ["state"]
+    return bool(getattr(found, "_is_stateful", False)) and any(kind not in STATELESS for kind in kinds)
+
+
 def skeleton(config: Any, trust_remote_code: bool, place: str) -> PreTrainedModel:
     """The model of a config without memory for its weights. Raises UserError where its family cannot build one."""
     auto = auto_class(config, place)
+    check(
+        not keeps_states(auto, config),
+        f"{place}: this family ({config.model_type}) keeps a state beside its attention's keys and values, which can "
+        "neither be packed nor branched into a tree of drafts; it is not supported",
+    )
     check_shape(config, place)
     with foreign(f"{place}: no model can be built from its config"), torch.device("meta"):
         return auto.from_config(config, trust_remote_code=trust_remote_code)
