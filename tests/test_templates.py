@@ -212,6 +212,8 @@ def test_calls_reach_the_template_as_it_takes_them(content, arguments):
     ):
         renderer = ChatRenderer(templating.tokenizer_of("chatml", template=begin + form + end))
         assert learnt(renderer, renderer(read(row))) == ['{"name": "get", "arguments": {"x": 1}}<|im_end|>']
+        with pytest.raises(UserError, match=r"does not render the row's tools \(give\)"):  # of the form that it takes
+            renderer(read({**row, "tools": [{"name": "give"}]}))
 
 
 SYSTEM_LAST = (  # the system message stands before the last question, and nowhere once that is answered

@@ -9,11 +9,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from eagle_train.config import check, shown
+from eagle_train.config import UserError, check, shown
 from eagle_train.corpus.chat import Message, content_of, is_answer, reasoning_of
 from eagle_train.corpus.thoughts import REASONED
 
 SPACE = re.compile(r"\s+")
+
+
+class NoJson(UserError):
+    """A call's arguments are not written as JSON: perhaps they are when they are given in another form."""
 
 
 def end_of(wanted: str, text: str, start: int = 0) -> int | None:
@@ -81,7 +85,8 @@ def end_of_call(call: dict, written: str, start: int, name: str) -> int:
     end = end_of(function["name"], written, start)
     check(end is not None or bool(values), f"{told}: {fix}")
     end = start if end is None else end
-    check(not is_repr(arguments, written), f"{told} as JSON: the chat template writes its arguments as Python has them")
+    if is_repr(arguments, written):
+        raise NoJson(f"{told} as JSON: the chat template writes its arguments as Python has them")
     for value in values:
         found = end_of_value(value, written, end)
         check(found is not None, f"{told} with its argument {shown(value)}: {fix}")

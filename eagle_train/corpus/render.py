@@ -15,11 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_train.config import UserError, check
 from eagle_train.corpus.chat import REASONING, SUPERVISE, Conversation, Message, column, conversation_of, is_answer
-from eagle_train.corpus.contents import check_read, check_tools
+from eagle_train.corpus.contents import NoJson, check_read, check_tools
 from eagle_train.corpus.source import SourceConfig
 from eagle_train.corpus.template import ChatTemplate, Refused, TemplateFault
 from eagle_train.corpus.tokens import Document, Encoder, Span, check_text, document, misfit
 from eagle_train.corpus.turns import Turn, TurnFinder
+
+OF_FORMS = (Refused, NoJson)  # what another form of a conversation's calls may mend
 
 
 class ChatRenderer:
@@ -69,7 +71,8 @@ class ChatRenderer:
             raise
 
     def first_that_renders(self, conversation: Conversation) -> list[Document]:
-        """The documents, with calls in the form that the template takes. Raises what the first form does."""
+        """The documents, with calls in the form that the template takes. Raises what the first of them does that it
+        takes, or the first of all."""
         first: UserError | None = None
         known = dict(self.notes)
         for variant in call_forms(self.finder.beginnings.with_fields(conversation)):
@@ -78,7 +81,8 @@ class ChatRenderer:
             except TemplateFault:
                 raise
             except UserError as error:
-                first = first or error
+                if first is None or (isinstance(first, OF_FORMS) and not isinstance(error, OF_FORMS)):
+                    first = error  # what comes of the form that the template takes tells more
                 self.forget(known)
         assert first is not None
         raise first
