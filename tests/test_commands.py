@@ -392,7 +392,7 @@ def that_masks_everything(root: Path, target: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (without_weights, "/target: "),
+        (without_weights, "/target: no model.safetensors there, nor its index; enough for a plan, not for more"),
         (without_weights_and_data, "data.path is nowhere.jsonl; there is no such file"),
         (
             without_one_tensor,

@@ -136,6 +136,26 @@ def test_a_quantised_checkpoint_is_its_librarys(copy):
         check_target(config, load_config(config))
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, None),
+        ({GATE: None}, f"1 weights are missing, ['{GATE}'] first; give a complete checkpoint"),
+        ({EMBEDDING: torch.zeros(90, 32)}, f"{EMBEDDING} has shape [90, 32] in pytorch_model.bin, and config.json "),
+        ({"optimizer": 1}, "pytorch_model.bin holds more than weights; give a checkpoint in safetensors, as "),
+        ({"run": print}, "pytorch_model.bin is damaged, or holds more than weights; give a checkpoint in safetensors"),
+    ],
+)
+def test_pickles_are_looked_at_too(copy, content, said, monkeypatch, capsys, tmp_path):
+    tensors = load_file(copy / "model.safetensors") | (content or {})
+    torch.save({name: each for name, each in tensors.items() if each is not None}, copy / "pytorch_model.bin")
+    (copy / "model.safetensors").unlink()
+    if said is None:
+        config = TargetConfig(str(copy))
+        return check_target(config, load_config(config))
+    assert said_of(copy, monkeypatch, capsys, tmp_path).startswith(said)
+
+
 # --- names that are not the model's
 
 

@@ -200,6 +200,9 @@ def load_target(
     hf_config = load_config(config)
     check_target(config, hf_config, torch.device(device))
     check_placement(config, hf_config, placement, world.share, is_gpu(torch.device(device), FP8_GPU))
+    path, place = Path(config.path), f"target.path={config.path}"
+    has_weights = not path.is_dir() or bool(weight_files(path, place))
+    check(has_weights, f"{place}: no model.safetensors there, nor its index; enough for a plan, not for more")
     tokenizer = load_tokenizer(config)
     if reads is not None:
         reads(config, tokenizer, hf_config.get_text_config().vocab_size)

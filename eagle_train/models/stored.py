@@ -1,12 +1,14 @@
 """Whether a checkpoint on this disk holds a model's weights, told by its files' headers. No weight is read. DESIGN 3.4.
 
-Only safetensors have headers that tell names, shapes and types; what else transformers reads is left to it.
+Safetensors' headers tell names, shapes and types, and so do pickles whose numbers are not looked at.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import is_zipfile
 
+import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -17,6 +19,8 @@ from eagle_train.models.directory import weight_files
 from eagle_train.models.head import head_of
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # types that are a weight's own numbers
+PICKLED = dict(zip((torch.float64, torch.float32, torch.float16, torch.bfloat16), FLOATS, strict=True))
+SAFE = "give a checkpoint in safetensors, as save_pretrained() writes"
 UNQUANTISED = (
     "which is quantised, and config.json has no quantization_config; copy config.json from where the weights come from"
 )
@@ -33,11 +37,12 @@ class Stored:
 
 
 def headers(path: Path, place: str) -> list[Stored]:
-    """All tensors in a checkpoint's safetensors files; none where it has no such files. Raises UserError for a file
-    that is damaged or ends early."""
+    """All tensors in a checkpoint's files, but for pickles from before torch 1.6; none where it has no such files.
+    Raises UserError for a file that is damaged or ends early."""
     found = []
     for file in weight_files(path, place):
         if file.suffix != ".safetensors":
+            found += pickled(file, place) if is_zipfile(file) else []
             continue
         damaged = f"{place}: {file.name} is damaged or ends too early, download it again"
         with foreign(damaged), safe_open(file, "pt") as tensors:
@@ -45,6 +50,22 @@ def headers(path: Path, place: str) -> list[Stored]:
                 part = tensors.get_slice(name)
                 found.append(Stored(name, tuple(part.get_shape()), part.get_dtype(), file.name))
     return found
+
+
+def pickled(file: Path, place: str) -> list[Stored]:
+    """The tensors of a pickle of weights, whose numbers stay on the disk. Raises UserError for another pickle."""
+    try:
+        tensors = torch.load(file, map_location="meta", mmap=True, weights_only=True)
+    except Exception as error:  # torch says at length how to run whatever the file holds
+        raise UserError(f"{place}: {file.name} is damaged, or holds more than weights; {SAFE}") from error
+    check(
+        isinstance(tensors, dict) and all(isinstance(each, torch.Tensor) for each in tensors.values()),
+        f"{place}: {file.name} holds more than weights; {SAFE}",
+    )
+    return [
+        Stored(name, tuple(each.shape), PICKLED.get(each.dtype, str(each.dtype)), file.name)
+        for name, each in tensors.items()
+    ]
 
 
 @dataclass(frozen=True)
