@@ -247,7 +247,7 @@ FLOATS = "it must be one of auto, float64, float32, float16, bfloat16"
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         (
             {"rope_parameters": {"rope_type": "frob"}},
-            "its config has rope_parameters.rope_type='frob'; it must be ",
+            "its config; rope_parameters.rope_type='frob' may be one of default, ",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": "1"}},

@@ -310,7 +310,7 @@ def test_a_directory_that_ranks_do_not_share_is_told_before_the_first_step(torch
         len(re.findall(r"^error: out=\S+/run-[01]: rank 0 does not see there what others write", told, re.MULTILINE))
         == 2
     )
-    assert [list((tmp_path / f"run-{rank}").iterdir()) for rank in range(2)] == [[], []]
+    assert not any((tmp_path / f"run-{rank}").exists() for rank in range(2))
 
 
 def test_a_node_that_dies_ends_the_other(torchrun, tmp_path):

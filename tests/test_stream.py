@@ -496,7 +496,8 @@ for _ in stream:
 
 @pytest.mark.parametrize("victim", ["owner", "worker"])
 def test_no_worker_outlives_its_pool(tmp_path, victim):
-    """Its owner is killed, or another worker, so that nobody reads what it made: more than a pipe holds."""
+    """Its owner is killed, or another worker, so that nobody reads what it made, nor what it was to make: more than a
+    pipe holds."""
     path = write_jsonl(tmp_path / "train.jsonl", [chat([1], [*range(2000)])] * 400)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     job = subprocess.Popen([sys.executable, "-c", DRAW, path], env=environment, stdout=-1, stderr=-1, text=True)

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -184,7 +185,8 @@ class Feed:
                     initializer=set_up_worker,
                     initargs=(self.config, self.renderer),
                 )
-        with shielded():  # anew: multiprocessing lifts it when it has started its resource tracker
+        # Shielded anew: multiprocessing lifts it when it has started its resource tracker.
+        with shielded(), self.unread_when_broken():
             return self.pool.submit(work, [(row.source, row.placed) for row in rows])
 
     def result(self, future: Future) -> list[Rendered]:
@@ -195,13 +197,24 @@ class Feed:
         """
         while True:
             try:
-                return future.result(timeout=LOOK_S)
+                with self.unread_when_broken():
+                    return future.result(timeout=LOOK_S)
             except TimeoutError:
                 workers = list((self.pool._processes or {}).values())
                 if any(worker.exitcode is not None for worker in workers):
                     for worker in workers:
                         worker.kill()
                     self.pool._result_queue._writer.close()  # nobody writes any more: what is read ends here
+
+    @contextmanager
+    def unread_when_broken(self) -> Iterator[None]:
+        """A pool that broke meanwhile gives up the work that it is writing for workers that are gone. Python before
+        3.11.5 waits for ever to be rid of it (cpython's issue 94777)."""
+        try:
+            yield
+        except BrokenProcessPool:
+            self.pool._call_queue._reader.close()
+            raise
 
     def close(self) -> None:
         if self.pool is not None:

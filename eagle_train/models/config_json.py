@@ -34,7 +34,7 @@ def check_values(values: Mapping[str, Any], hint: str, place: str) -> None:
         isinstance(listed, list) and all(isinstance(name, str) for name in listed),
         f"{place}: config.json has architectures={shown(names)}; it must be a list with the name of a class",
     )
-    inner = [each for each in values.values() if isinstance(each, dict)]
+    inner = [each for name, each in values.items() if name in ("text_config", "llm_config") and isinstance(each, dict)]
     for name, value in ((name, each.get(name)) for each in (values, *inner) for name in ("dtype", "torch_dtype")):
         floats = [value] if isinstance(value, str | int) else []  # it may be by sub-model
         check(

@@ -20,7 +20,7 @@ from eagle_train.config import check, foreign
 from eagle_train.models.forward import PROBED, Reach, Reaches, hidden_states
 from eagle_train.models.head import head_of, lm_head_of
 from eagle_train.models.probe import TOKENS, UNREACHED, probe
-from eagle_train.models.shapes import check_shape, context_of, layer_config, rope_limit
+from eagle_train.models.shapes import check_shape, context_of, layer_config, rope_limit, rope_types
 from eagle_train.models.twin import longest_border, twin_of
 from eagle_train.ops.attention import Attend, Rule, packed_attention
 
@@ -86,7 +86,7 @@ def skeleton(config: Any, trust_remote_code: bool, place: str) -> PreTrainedMode
         "neither be packed nor branched into a tree of drafts; it is not supported",
     )
     check_shape(config, place)
-    with foreign(f"{place}: no model can be built from its config"), torch.device("meta"):
+    with foreign(f"{place}: no model can be built from its config{rope_types(config)}"), torch.device("meta"):
         return auto.from_config(config, trust_remote_code=trust_remote_code)
 
 

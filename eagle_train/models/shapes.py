@@ -64,17 +64,23 @@ def check_sizes(sizes: Mapping[str, Any], place: str) -> None:
         check(isinstance(size, int) and size > 0, f"{place}: its config has {name}={size}; it must be 1 or more")
 
 
+def rope_types(config: Any) -> str:
+    """What to tell of a model that cannot be built, where its RoPE is of no type that any family may have."""
+    rope, known = getattr(config.get_text_config(), "rope_parameters", None) or {}, ("default", *ROPE_INIT_FUNCTIONS)
+    by_type = [values for values in rope.values() if isinstance(values, Mapping)]
+    own = next((kind for each in by_type or [rope] if (kind := each.get("rope_type", "default")) not in known), None)
+    return "" if own is None else f"; rope_parameters.rope_type={shown(own)} may be one of {', '.join(known)}"
+
+
 def check_rope(rope: Mapping[str, Any], place: str) -> None:
     """Raise UserError for rotary positions that cannot be computed, of all layers or by layer type."""
     own = f"{place}: its config has rope_parameters"
     by_type = [values for values in rope.values() if isinstance(values, Mapping)]
     for each in by_type or [rope]:
-        kind, kinds = each.get("rope_type", "default"), ("default", *ROPE_INIT_FUNCTIONS)
-        check(kind in kinds, f"{own}.rope_type={shown(kind)}; it must be one of {', '.join(kinds)}")
         for name in OF_ROPE:
-            value = each.get(name, 1)
-            right = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-            check(right, f"{own}.{name}={shown(value)}; it must be a number above 0")
+            value = each.get(name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+            check(value is None or is_number, f"{own}.{name}={shown(value)}; it must be a number above 0")
 
 
 def layer_config(text: Any, layer: int) -> Any:

@@ -216,7 +216,11 @@ def save(
 
 
 def check_shared(directory: Path, exchange: Exchange, rank: int) -> None:
-    """Raise CommonError unless every rank can write into the directory and sees what the others write. All call it."""
+    """Raise CommonError unless every rank can write into the directory and sees what the others write. All call it.
+
+    A directory that was not there is not there afterwards: the run may yet be refused.
+    """
+    is_new = not directory.exists()
     number = exchange(time.time_ns())[0]  # another each time: file systems remember what was not there
     mine = directory / f".seen-{number}-{rank}"
 
@@ -233,6 +237,9 @@ def check_shared(directory: Path, exchange: Exchange, rank: int) -> None:
     finally:
         with suppress(OSError):  # what could not be written may not be there
             mine.unlink()
+        if is_new:
+            with suppress(OSError):  # another rank's file may still be there, and it will remove it
+                directory.rmdir()
     if not all(seen):
         raise CommonError(
             f"out={directory}: rank {seen.index(False)} does not see there what others write: checkpoints "
