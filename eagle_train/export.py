@@ -46,6 +46,7 @@ from eagle_train.training import checkpoint
 from eagle_train.training.metrics import redact
 
 FIELD = "checkpoint"
+NOTHING = "no checkpoint there; give the directory of a training run"
 TOLD = ("data", "train", "optim", "seed")  # of a run's config, in the artifact
 CALIBRATION_ROWS = 4  # packed rows that target and draft read at a time
 LOSS = re.compile("^loss$|l1$|ce$|agreement$|^heldout_")  # of a step's metrics, likewise
@@ -103,10 +104,11 @@ def main(values: DictConfig) -> None:
     if config.rounding != "nearest":
         data = build(DataConfig, config.data, "data")
         check_found(data)
-    target = None
+    path, target = local(config.checkpoint), None
+    check_there(path)
     if config.target is not None:
         target = load_target(config.target, resolve_device(config.device), reads=None if data is None else texts)
-    source = find(config.checkpoint, target)
+    source = find(path, config.checkpoint, target)
     measured = read_evaluations(config.evaluations, source.about.source)
     about = replace(source.about, engine=config.engine, dtype=config.dtype)
     about.evaluations = [*about.evaluations, *measured]
@@ -155,9 +157,15 @@ def rounded(config: Config, draft: Draft, target: Target | None, data: DataConfi
     return calibrated(draft, target, stream, config.quant, config.calibration_tokens)
 
 
-def find(name: str, target: Target | None) -> Source:
-    """The draft at a place, its embedding scale folded. Raises UserError where there is none for `target`."""
-    path = local(name)
+def check_there(path: Path) -> None:
+    """Raise UserError where there is neither a checkpoint nor a draft, before a target is loaded."""
+    has_draft = (path / artifact.CONFIG).is_file() or (path / checkpoint.MANIFEST).exists()
+    check(has_draft or bool(checkpoint.checkpoints(path)), f"checkpoint={path}: {NOTHING}")
+
+
+def find(path: Path, name: str, target: Target | None) -> Source:
+    """The draft at a place, given as `name`, its embedding scale folded. Raises UserError where there is none for
+    `target`."""
     if not (path / artifact.CONFIG).is_file():
         found, draft = trained(path)
         source = source_of(draft.folded(), Identity(**found.state["target"]), made_how(found), found.path)
@@ -191,7 +199,7 @@ def trained(path: Path) -> tuple[checkpoint.Checkpoint, Draft]:
     """A checkpoint, or the newest one of a run's directory, and its draft. Raises UserError where there is none."""
     if not (path / checkpoint.MANIFEST).exists():
         newest = checkpoint.latest(path)
-        check(newest is not None, f"checkpoint={path}: no checkpoint there; give the directory of a training run")
+        check(newest is not None, f"checkpoint={path}: {NOTHING}")
         path = newest
     found = checkpoint.load(path)
     draft = Draft(build(DraftConfig, found.config, f"{path}: draft"))

@@ -40,6 +40,7 @@ from evals.contenders import Transformers, as_it_comes, serve
 from evals.figures import Answer, Together
 from evals.mt_bench import labels
 from evals.prompts import Asked, Prompts, arriving
+from evals.questions import read_questions
 from evals.shapes import ShapesConfig, ToldEngine, models_of
 from evals.stopwatch import breakdown
 
@@ -192,10 +193,14 @@ def main(values: DictConfig) -> None:
     check_graphs(config.graphs, device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    # Whatever can be wrong is told before the target is loaded.
+    source = None if config.draft.path is None else read_artifact(config.draft.path).source
+    if config.questions is not None:
+        read_questions(config.questions)
     out = prepared(config.out)
     target, draft = models(config, device)
     about = {
-        "draft_source": None if config.draft.path is None else read_artifact(config.draft.path).source,
+        "draft_source": source,
         "target": target.name if config.shapes is None else described(target),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": target.device.type,

@@ -41,6 +41,7 @@ from evals.figures import Together
 from evals.latency import take_turns
 from evals.mt_bench import Artifact, check_tree, labels
 from evals.prompts import Asked
+from evals.questions import read_questions
 from evals.report import TERMS, made_on, number, several, subject, table
 from evals.sides import NO_SWITCH, PLACEBO, SWITCHES, Side, SideConfig, Switch
 
@@ -173,11 +174,14 @@ def main(values: DictConfig) -> None:
     device = resolve_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    # Whatever can be wrong is told before the target is loaded.
+    source = read_artifact(config.draft.path).source
+    read_questions(config.questions)
     out = prepared(config.out)
     bench = Bench(config, device)
     bench.check_loads()
     about = {
-        "draft_source": read_artifact(config.draft.path).source,
+        "draft_source": source,
         "tree": labels(Dispatcher(config.tree), max(config.batch_sizes)),
         "target": bench.target.name,
         "dtype": str(bench.target.dtype).removeprefix("torch."),

@@ -488,16 +488,23 @@ def test_fp16_has_no_numbers_as_small_as_bf16(target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given", [["out={taken}"], ["rounding=gptq", "quant=int4", "data=messages", "data.path=no.jsonl"]]
+    ("given", "message"),
+    [
+        ({"out": "{taken}"}, "holds no draft"),
+        ({"checkpoint": "{taken}"}, "/taken: no checkpoint there; give the directory of a training run"),
+        (
+            {"rounding": "gptq", "quant": "int4", "data": "messages", "data.path": "no.jsonl"},
+            "data.path is no.jsonl; there is no such file",
+        ),
+    ],
 )
-def test_what_is_wrong_beforehand_costs_no_target(home, tmp_path, capsys, monkeypatch, given):
+def test_what_is_wrong_beforehand_costs_no_target(home, tmp_path, capsys, monkeypatch, given, message):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.txt").write_text("important")
     monkeypatch.setattr(export, "load_target", None)
-    given = [argument.format(taken=tmp_path / "taken") for argument in given]
-    given = given if given[0].startswith("out=") else [f"out={tmp_path}/out", *given]
-    refused = refusal(capsys, f"checkpoint={home}/eagle1", f"target={home}/target", *given)
-    assert "holds no draft" in refused or "data.path is no.jsonl; there is no such file" in refused
+    given = {"checkpoint": f"{home}/eagle1", "target": f"{home}/target", "out": f"{tmp_path}/out"} | given
+    overrides = [f"{key}={value}".format(taken=tmp_path / "taken") for key, value in given.items()]
+    assert message in refusal(capsys, *overrides)
 
 
 @pytest.mark.parametrize(

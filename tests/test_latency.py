@@ -565,7 +565,9 @@ def test_the_whole_command_on_questions_and_arrivals(home, tmp_path, capsys):
         (["draft=nowhere"], "draft=nowhere: no config.json"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, capsys, overrides, message):
+def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch, overrides, message):
+    """Before a target is loaded."""
+    monkeypatch.setattr(latency, "load_target", None)
     assert call(latency.main, f"out={tmp_path}/out", *overrides) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert len(lines) == 1

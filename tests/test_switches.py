@@ -348,9 +348,13 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_is_measured(home, t
         ("table={home}/target/config.json", "tree.table={home}/target/config.json: must map batch sizes to trees, or"),
         ("tree=nowhere.yaml", "tree.table=nowhere.yaml: no such file"),
         ("tree=chain0", "tree: it drafts nothing at batch sizes up to batch_size="),
+        ("draft=nowhere", "draft=nowhere: no config.json"),
+        ("questions=nowhere.jsonl", "questions=nowhere.jsonl: no such file"),
     ],
 )
-def test_mistakes(home, override, message, capsys):
+def test_mistakes(home, override, message, capsys, monkeypatch):
+    """Before a target is loaded."""
+    monkeypatch.setattr(switches, "load_target", None)
     assert call(switches.main, *arguments(home, f"table={home}/table.yaml", override.format(home=home))) == 2
     assert capsys.readouterr().err.startswith(f"error: {message.format(home=home)}")
 
