@@ -5,12 +5,15 @@ And a clock that only models move, and a list of what was compiled, for those th
 
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # read when torch is loaded; spinning threads starve each other (DESIGN 5)
 os.environ["HF_HUB_OFFLINE"] = "1"
+if narrower := os.environ.get("ATEN_CPU_CAPABILITY"):  # torch would take what it compiled before for wider instructions
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{narrower}")
 
 import pytest
 import torch
