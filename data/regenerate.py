@@ -38,8 +38,9 @@ from eagle_train.corpus.row_log import RowLog, line_of
 from eagle_train.corpus.source import DataConfig, open_source
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.reading import chats
 from eagle_train.inference.sequence import Output
-from eagle_train.models.loading import TargetConfig
+from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.progress import progress
 
 BATCHES = 8  # that the engine answers, or a server is sent, ahead of the row that is written next
@@ -192,10 +193,8 @@ def params_of(told: Dialogue, config: Config) -> SamplingParams:
 def from_engine(config: Config, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
     """The conversations, answered by the bundled engine: the first turns together, then the second ones."""
     room = {"max_batch_size": config.batch_size, "prefill_tokens": None}  # nobody waits for a first token
-    engine = Engine(config.target, config.draft.path, device=resolve_device(config.device), **room)
-    tokenizer = engine.target.tokenizer
-    found = tokenizer is not None and tokenizer.chat_template is not None
-    check(found, f"target.path={config.target.path}: no chat template there, and a prompt is a user's turn in a chat")
+    target = load_target(config.target, resolve_device(config.device), reads=chats)
+    engine, tokenizer = Engine(target, config.draft.path, **room), target.tokenizer
     stop_ids, data = engine.requests.stop_ids, config.data
     renderer = ChatRenderer(tokenizer, stop_ids=stop_ids, template_kwargs=data.template_kwargs, date=data.date)
     reader = AnswerReader(renderer)

@@ -173,10 +173,7 @@ def compare(plain: list[Together], speculative: list[Together]) -> dict[str, Any
     """
     times = [[intervals(batch) for batch in pair] for pair in zip(plain, speculative, strict=True)]
     ratios = [statistics.fmean(before) / statistics.fmean(after) for before, after in times if before and after]
-    check(
-        len(ratios) > 0,
-        NO_DECODING,
-    )
+    check(len(ratios) > 0, NO_DECODING)
     before, after = (statistics.fmean(chain.from_iterable(side)) for side in zip(*times, strict=True))
     pairs = [pair for batches in zip(plain, speculative, strict=True) for pair in zip(*batches, strict=True)]
     return {

@@ -9,14 +9,7 @@ import torch
 
 from eagle_train.config import check
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.models.target import Target
 from evals.questions import Question, read_questions
-
-
-def check_template(target: Target) -> None:
-    """Raise UserError for a target that no chat turn can be put to."""
-    found = target.tokenizer is not None and target.tokenizer.chat_template is not None
-    check(found, f"target.path={target.name}: no chat template there, and a question is a user's turn in a chat")
 
 
 def prompt_of(engine: Engine, question: Question, turn: int, messages: list[dict], before: int = 0) -> list[int]:
@@ -52,7 +45,6 @@ class Prompts:
         self.target, self.params = engine.target, params
         self.texts: list[tuple[Question, list[int]]] = []
         if path is not None:
-            check_template(self.target)
             for question in read_questions(path):
                 messages = [*question.history, {"role": "user", "content": question.turns[0]}]
                 self.texts.append((question, prompt_of(engine, question, 1, messages)))

@@ -143,10 +143,7 @@ def measured(run: Timed, plain: Timed) -> dict[str, Any]:
     Latencies are medians over the batches of questions, ratios those of the same batch.
     """
     tpc, stats = figures.tpc(run.answers), [answer.output.stats for answer in run.answers]
-    check(
-        tpc is not None,
-        figures.NO_DECODING,
-    )
+    check(tpc is not None, figures.NO_DECODING)
     pairs = [pair for pair in zip(run.drafting, plain.drafting, strict=True) if all(rounds for _, rounds in pair)]
     check(len(pairs) > 0, NO_DRAFTS)
     times = [[seconds * 1e3 / rounds for seconds, rounds in pair] for pair in pairs]

@@ -29,6 +29,7 @@ from eagle_train.inference import Engine, Output
 from eagle_train.inference.disaggregated import DecodeEngine, Line
 from eagle_train.inference.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.reading import chats
 from eagle_train.models.artifact import load_draft, read_artifact
 from eagle_train.models.loading import TargetConfig, load_config, load_target
 from eagle_train.models.quantised import Quant, quantised
@@ -127,7 +128,7 @@ class Bench:
 
     def __init__(self, config: Config, device: str, world: World = ALONE):
         placement = "replicated" if world is ALONE else "tensor"
-        self.config, self.target = config, load_target(config.target, device, placement, world)
+        self.config, self.target = config, load_target(config.target, device, placement, world, reads=chats)
         self.draft = load_draft(config.draft.path, self.target.identity)
 
     def check_loads(self) -> None:

@@ -11,7 +11,7 @@ from tiny import tiny_draft, tiny_target
 from eagle_train import generate
 from eagle_train.models import loading
 from eagle_train.models.artifact import save_draft
-from evals import latency, mt_bench
+from evals import latency, mt_bench, switches
 
 NEXT = "give a chat template, target.chat_template=FILE"
 
@@ -68,7 +68,7 @@ def of_few_tokens(target: Path) -> None:
         (of_few_tokens, "every prompt holds token 67 ('a'), beyond the 60 embeddings of the target; give it the "),
     ],
 )
-@pytest.mark.parametrize("command", ["generate", "mt_bench", "latency"])
+@pytest.mark.parametrize("command", ["generate", "mt_bench", "latency", "switches"])
 def test_what_no_prompt_can_be_put_to(checkpoints, tmp_path, edit, said, command, monkeypatch, capsys, recwarn):
     target = Path(shutil.copytree(checkpoints / "target", tmp_path / "target"))
     edit(target)
@@ -82,6 +82,7 @@ def test_what_no_prompt_can_be_put_to(checkpoints, tmp_path, edit, said, command
         "generate": (generate.main, "prompt=abc"),
         "mt_bench": (mt_bench.main, *asked),
         "latency": (latency.main, *asked),
+        "switches": (switches.main, *asked, "switches=[speculation]"),
     }[command]
     capsys.readouterr()
     assert call(main, *given, f"target={target}", "device=cpu") == 2

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from command_line import TEMPLATE, call, chats, disk_for, read_jsonl, save_targe
 from eagle_train.corpus.chat import conversation_of
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.models import loading
 
 spec = importlib.util.spec_from_file_location("regenerate", Path(__file__).parents[1] / "data" / "regenerate.py")
 regenerate = importlib.util.module_from_spec(spec)
@@ -58,6 +60,14 @@ def test_each_turn_is_answered_after_the_targets_own_answers(made, answers):
             text = engine.target.tokenizer.decode(output.token_ids, skip_special_tokens=False)
             assert row["messages"][place] == {"role": "assistant", "content": text.removesuffix("</s>")}
             assert row["finish_reasons"][place // 2] == output.finish_reason
+
+
+def test_a_target_without_a_chat_template_is_refused_before_its_weights(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(loading, "placed", lambda *_: pytest.fail("its weights are read"))
+    target = Path(shutil.copytree(made / "target", tmp_path / "target"))
+    (target / "chat_template.jinja").unlink()
+    assert run(made, tmp_path / "answers.jsonl", f"target={target}") == 2
+    assert f"error: target.path={target}: no chat template there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

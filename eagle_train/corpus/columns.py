@@ -83,9 +83,9 @@ def format_of(value: Any) -> str | None:
     first = value[0] if isinstance(value, list) and value else None
     if not isinstance(first, dict):
         return None
-    return (
-        "messages" if {"role", "content"} <= first.keys() else "sharegpt" if {"from", "value"} <= first.keys() else None
-    )
+    if {"role", "content"} <= first.keys():
+        return "messages"
+    return "sharegpt" if {"from", "value"} <= first.keys() else None
 
 
 def unread_columns(row: Mapping, data_format: str, columns: Mapping[str, str | None]) -> list[str]:

@@ -38,12 +38,12 @@ def chats(config: TargetConfig, tokenizer: Any, vocabulary: int) -> None:
         f"{place}: no chat template there, and a question is a user's turn in a chat; {TEMPLATE}",
     )
     template = ChatTemplate(tokenizer, config.template_kwargs)
-    question = {"role": "user", "content": SENTINELS[0]}
+    questions = [{"role": "user", "content": content} for content in SENTINELS]
     try:
-        text = template.render([question], prompt=True)
+        text, other = (template.render([question], prompt=True) for question in questions)
     except UserError as error:
         raise UserError(f"{place}: {error}; {TEMPLATE}") from error
-    check(SENTINELS[0] in text, f"{place}: the chat template leaves out what a user says; {TEMPLATE}")
+    check(text != other, f"{place}: the chat template leaves out what a user says; {TEMPLATE}")
     around = text.replace(SENTINELS[0], "")
     check_known(tokenizer(around, add_special_tokens=False)["input_ids"], tokenizer, vocabulary, place)
 

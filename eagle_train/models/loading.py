@@ -97,12 +97,12 @@ def load_config(config: TargetConfig) -> Any:
             "HF_HUB_OFFLINE=1 it is not downloaded",
         )
         check_directory(folder, place)
-    values = {} if folder is None else mapping_of(folder / "config.json", place)
-    hint = OWN_CODE if "auto_map" in values and not config.trust_remote_code else ""
-    if folder is not None:
+    values, generation = (there(folder, name, place) for name in ("config.json", "generation_config.json"))
+    hint = OWN_CODE if values and "auto_map" in values and not config.trust_remote_code else ""
+    if values is not None:
         check_values(values, hint, place)
-        file = folder / "generation_config.json"
-        check_generation(mapping_of(file, place) if file.is_file() else {}, place)
+    if generation is not None:
+        check_generation(generation, place)
     try:
         found = AutoConfig.from_pretrained(
             config.path,
@@ -116,6 +116,11 @@ def load_config(config: TargetConfig) -> Any:
         raise UserError(f"{place}: {kind}{one_line(error)}{hint}") from error
     check(not hasattr(found, DRAFT), f"{place}: a draft that eagle-export wrote; give the target that it was made for")
     return found
+
+
+def there(folder: Path | None, name: str, place: str) -> dict[str, Any] | None:
+    """What a checkpoint's JSON file holds; None where it is not there, or of a name on the hub not fetched yet."""
+    return None if folder is None or not (folder / name).is_file() else mapping_of(folder / name, place)
 
 
 def check_target(config: TargetConfig, hf_config: Any, device: torch.device | None = None) -> None:
