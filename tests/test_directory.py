@@ -364,6 +364,14 @@ def test_what_the_hubs_cache_holds_is_looked_at(cached):
         load_config(config)
 
 
+def test_what_the_hubs_cache_lacks_is_left_to_be_fetched(cached, monkeypatch):
+    fetched = transformers.AutoConfig.from_pretrained(cached)
+    (cached / "config.json").unlink()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: fetched)
+    assert load_config(TargetConfig("some/one")) is fetched
+
+
 def test_a_name_that_is_nowhere(cached):
     with pytest.raises(UserError, match=r"^target\.path=some/other: no such directory, not in the hub's cache .*, and"):
         load_config(TargetConfig("some/other"))
