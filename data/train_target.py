@@ -309,7 +309,7 @@ that complete {REPEAT} tokens for a second time (unlikelihood, arXiv 1908.04319)
 | optimiser | Muon (lr 0.02) for matrices, AdamW (lr 4e-3) for the rest, bf16 autocast, linear decay |
 | made by | `python data/stdlib_chat.py outputs/stdlib_chat` and `python data/train_target.py outputs/stdlib_chat \
 data/tiny_target --minutes {facts["minutes"]:.0f} --refine {facts["refine"]} --blend {facts["blend"]:g}`; its answers, \
-`answers.jsonl.gz`, by `python data/regenerate.py`, of up to {ANSWER_TOKENS} tokens |
+`answers.jsonl.gz`, by `eagle-regenerate`, of up to {ANSWER_TOKENS} tokens |
 | with | Python {facts["python"]}, torch {torch.__version__} |
 | licence of the text | Python's (PSF-2.0) |
 """

@@ -6,7 +6,7 @@ So `--help` and an override that does not fit are answered at once. Knows nothin
 import signal
 from importlib import import_module
 
-from eagle_train.config import read
+from eagle_train.cli import read
 
 
 def train() -> None:
@@ -19,6 +19,10 @@ def export() -> None:
 
 def generate() -> None:
     _run("generate")
+
+
+def regenerate() -> None:
+    _run("regenerate")
 
 
 def _run(name: str) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from eagle_train.config import UserError, check, one_line, report
+from eagle_train.errors import UserError, check, one_line, report
 
 T = TypeVar("T")
 SIDES = ("data", "files", "votes")

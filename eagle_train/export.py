@@ -14,17 +14,13 @@ import torch
 from huggingface_hub import HfApi, snapshot_download
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import UserError, build, check, command, one_line
-from eagle_train.corpus.render import ChatRenderer
-from eagle_train.corpus.source import DataConfig, check_found
-from eagle_train.corpus.stream import Stream
-from eagle_train.exporting.calibrate import calibrated
-from eagle_train.exporting.card import card, caveat, read_evaluations
-from eagle_train.exporting.proof import prove
-from eagle_train.hardware import resolve_device
-from eagle_train.inference.reading import texts
-from eagle_train.models import artifact, layouts
-from eagle_train.models.artifact import (
+from eagle_train.artifacts import format as artifact
+from eagle_train.artifacts import layouts
+from eagle_train.artifacts.calibrate import calibrated
+from eagle_train.artifacts.card import card, caveat, read_evaluations
+from eagle_train.artifacts.compressed import file_tensors, load_tensors
+from eagle_train.artifacts.foreign import load_foreign
+from eagle_train.artifacts.format import (
     DTYPES,
     ROUNDINGS,
     Artifact,
@@ -35,15 +31,22 @@ from eagle_train.models.artifact import (
     read_artifact,
     write_artifact,
 )
-from eagle_train.models.compressed import file_tensors, load_tensors
+from eagle_train.artifacts.verify import prove
+from eagle_train.cli import command
+from eagle_train.corpus.render import ChatRenderer
+from eagle_train.corpus.source import DataConfig, check_found
+from eagle_train.corpus.stream import Stream
+from eagle_train.errors import UserError, check, one_line
+from eagle_train.hardware import resolve_device
+from eagle_train.inference.requests.readable import texts
 from eagle_train.models.draft import Draft, DraftConfig
-from eagle_train.models.foreign import load_foreign
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
 from eagle_train.models.stops import stop_ids_of
 from eagle_train.models.target import Identity, Target
+from eagle_train.results import redact
+from eagle_train.settings import build
 from eagle_train.training import checkpoint
-from eagle_train.training.metrics import redact
 
 FIELD = "checkpoint"
 NOTHING = "no checkpoint there; give the directory of a training run"
@@ -55,7 +58,7 @@ HUB_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin"]
 
 @dataclass
 class Config:
-    """conf/export.yaml, which says what each key is. Raises UserError for values that cannot be."""
+    """conf/commands/export.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     checkpoint: str
     out: str

@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train import distributed
-from eagle_train.config import build, check, command
+from eagle_train.artifacts.format import load_draft
+from eagle_train.cli import command
+from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, Output, SamplingParams
-from eagle_train.inference.detokenizer import Detokenizer
-from eagle_train.inference.dispatcher import Dispatcher
-from eagle_train.inference.drafting import check_drafting
-from eagle_train.inference.graphs import check_graphs
-from eagle_train.inference.reading import chats, texts
-from eagle_train.inference.sequence import OVERFLOW, Sequence
-from eagle_train.models.artifact import load_draft
+from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.graphs import check_graphs
+from eagle_train.inference.drafters.drafter import check_drafting
+from eagle_train.inference.requests.detokenizer import Detokenizer
+from eagle_train.inference.requests.readable import chats, texts
+from eagle_train.inference.requests.sequence import OVERFLOW, Sequence
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
+from eagle_train.settings import build
 from eagle_train.terminal import COLORS, GREEN, RESET, printable, wants_color
 
 

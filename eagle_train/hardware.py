@@ -9,13 +9,11 @@ import platform
 import time
 import warnings
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from eagle_train.config import check
+from eagle_train.errors import check
 
 INT4_GPU, FP8_GPU = (8, 0), (8, 9)  # compute capability from which on a GPU has the product
 # Values of ONEDNN_MAX_CPU_ISA with which oneDNN has bf16 products: AVX-512 BF16, AMX, AVX10 and newer.
@@ -92,21 +90,6 @@ def resolve_device(name: str) -> str:
     check(name in ("auto", "cpu", "cuda"), f"device={name}: must be auto, cpu or cuda")
     check(name != "cuda" or torch.cuda.is_available(), "device=cuda: no GPU is visible; use device=cpu")
     return "cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu")
-
-
-def provenance() -> dict[str, Any]:
-    """Versions, hardware and the machine's load: what every result is written beside. DESIGN section 3.10."""
-    packages = ("eagle-train", "torch", "transformers")
-    return {
-        "python": platform.python_version(),
-        **{package: version(package) for package in packages},
-        "cpu": cpu_name(),
-        "instructions": instructions(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-    }
 
 
 def cpu_name() -> str:

@@ -9,15 +9,18 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train import distributed
-from eagle_train.config import build, check, command, write_text
+from eagle_train.cli import command
 from eagle_train.corpus.preview import preview
 from eagle_train.corpus.source import DataConfig, check_found
+from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
 from eagle_train.models.loading import TargetConfig, load_config
+from eagle_train.results import redact, write_text
+from eagle_train.settings import build
 from eagle_train.terminal import COLORS, wants_color
 from eagle_train.training.assemble import assemble, renderer_of
 from eagle_train.training.backend import ParallelConfig
-from eagle_train.training.metrics import MetricsLog, NoTracker, Record, redact
+from eagle_train.training.metrics import MetricsLog, NoTracker, Record
 from eagle_train.training.plan import planned
 from eagle_train.training.trainer import Interrupted, Trainer
 

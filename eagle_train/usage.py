@@ -10,7 +10,8 @@ Usage: {program} [KEY=VALUE ...]
 A value with commas, blanks or brackets is quoted for the shell: 'KEY=[a, b]'. ??? must be given; null stands for none.
 --cfg job prints the config with the values that were given, and ends."""
 
-_GROUP = re.compile(r"^  - (\w+): (\w+)")
+_GROUP = re.compile(r"^  - /(\w+): (\w+)")
+_PACKAGE = "# @package _global_\n"
 _BASES = re.compile(r"^defaults: \[(.*)\]$", re.MULTILINE)
 _KEY = re.compile(r"^(\s*)([\w.]+):(?: +|$)(.*)$")
 
@@ -19,8 +20,8 @@ Entries = dict[str, list[str]]
 
 
 def usage(conf: Path, name: str, also: Mapping[str, str]) -> str:
-    """The help of the command whose YAML is `conf`/`name`.yaml. `also`: what a group takes besides its YAMLs."""
-    text = (conf / f"{name}.yaml").read_text("utf-8")
+    """A command's help, from `conf`/commands/`name`.yaml. `also`: what a group takes besides its YAMLs."""
+    text = (conf / "commands" / f"{name}.yaml").read_text("utf-8").removeprefix(_PACKAGE)
     about, own = _about(text), _entries(text)
     chosen = dict(found.groups() for line in text.splitlines() if (found := _GROUP.match(line)))
     groups, keys = [], []

@@ -27,15 +27,18 @@ import torch
 from omegaconf import DictConfig
 
 from eagle_train import distributed
-from eagle_train.config import UserError, build, check, command, compose, prepared, write_json, write_text
+from eagle_train.artifacts.markdown import aligned, code, plain
+from eagle_train.cli import command, compose
+from eagle_train.errors import UserError, check
 from eagle_train.export import trained
-from eagle_train.exporting.markdown import aligned, code, plain
-from eagle_train.hardware import provenance, resolve_device
+from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.reading import chats
-from eagle_train.inference.tree import chain
+from eagle_train.inference.decode.tree import chain
+from eagle_train.inference.requests.readable import chats
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
+from eagle_train.results import prepared, provenance, write_json, write_text
+from eagle_train.settings import build
 from eagle_train.training.assemble import assemble
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.lookahead import Lookahead
@@ -54,7 +57,7 @@ Found = dict[str, Any]
 
 @dataclass
 class Config:
-    """conf/ablations.yaml, which says what each key is. Raises UserError for values that cannot be."""
+    """conf/commands/ablations.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     base: list[str]
     steps: int

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from eagle_train import distributed
+from eagle_train.artifacts.format import load_draft
 from eagle_train.distributed import World
 from eagle_train.inference import Engine
-from eagle_train.inference.disaggregated import Line, connect, serve_prefill
-from eagle_train.models.artifact import load_draft
+from eagle_train.inference.parallel.disaggregated import Line, connect, serve_prefill
 from eagle_train.models.loading import TargetConfig, load_target
 
 A_MOMENT = timedelta(seconds=10)  # for it to end

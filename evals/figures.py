@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from eagle_train.config import check
+from eagle_train.errors import check
 from eagle_train.inference import Output
 from evals.questions import Question
 

@@ -19,22 +19,24 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import build, check, command, prepared, write_json, write_text
-from eagle_train.hardware import provenance, resolve_device
+from eagle_train.artifacts.format import load_draft, read_artifact
+from eagle_train.cli import command
+from eagle_train.errors import check
+from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, Output, SamplingParams
-from eagle_train.inference.dispatcher import Dispatcher
+from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.graphs import check_graphs
+from eagle_train.inference.drafters.drafter import check_drafting
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
-from eagle_train.inference.drafting import check_drafting
-from eagle_train.inference.graphs import check_graphs
-from eagle_train.inference.reading import chats
-from eagle_train.inference.sequence import is_whole
-from eagle_train.models.artifact import load_draft, read_artifact
+from eagle_train.inference.requests.readable import chats
+from eagle_train.inference.requests.sequence import is_whole
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
 from eagle_train.models.target import Target
 from eagle_train.progress import progress
-from eagle_train.training.metrics import redact
+from eagle_train.results import prepared, provenance, redact, write_json, write_text
+from eagle_train.settings import build
 from evals import figures, latency_report
 from evals.contenders import Transformers, as_it_comes, serve
 from evals.figures import Answer, Together
@@ -62,7 +64,7 @@ class Artifact:
 
 @dataclass
 class Config:
-    """conf/latency.yaml, which says what each key is. Raises UserError for values that cannot be."""
+    """conf/commands/latency.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     draft: Artifact
     acceptance: list[float] | None

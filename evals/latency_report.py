@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from eagle_train.exporting.markdown import code, plain
+from eagle_train.artifacts.markdown import code, plain
 from evals.report import TERMS, made_on, ms, number, percent, sampling, several, table
 
 Found = Mapping[str, Any]

@@ -25,9 +25,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eagle_train import distributed
-from eagle_train.config import UserError, check, prepared_file, report, write_json
-from eagle_train.hardware import provenance
+from eagle_train.errors import UserError, check, report
 from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.results import prepared_file, provenance, write_json
 from evals.memory import options, peak_bytes, resident_bytes, status
 
 PLACEMENTS = ("fsdp2", "tensor")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 
-from eagle_train.config import check
+from eagle_train.errors import check
 from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.models.target import Target
 from evals.contenders import serve
@@ -22,7 +22,7 @@ GROUPS = 3  # of prompts, of which a store has room for one
 
 @dataclass
 class LoadConfig:
-    """The keys of conf/switches.yaml that say what is asked. Raises UserError for values that cannot be."""
+    """The keys of conf/commands/switches.yaml that say what is asked. Raises UserError for values that cannot be."""
 
     questions: str
     repeats: int

@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from eagle_train.config import UserError, check, prepared_file, report, write_json
-from eagle_train.hardware import low_precision, provenance, warn_of_emulation
+from eagle_train.errors import UserError, check, report
+from eagle_train.hardware import low_precision, warn_of_emulation
 from eagle_train.models.target import LMHead
+from eagle_train.results import prepared_file, provenance, write_json
 from eagle_train.training.losses import default_chunk_rows, distillation_loss
 from evals.memory import options, peak_bytes, resident_bytes
 

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from omegaconf import OmegaConf
 
-from eagle_train.config import build, tell_plainly
+from eagle_train.cli import tell_plainly
+from eagle_train.settings import build
 
 T = TypeVar("T")
 

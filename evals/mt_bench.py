@@ -16,21 +16,23 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import build, check, command, json_text, prepared, write_json, write_text
-from eagle_train.hardware import provenance, resolve_device
+from eagle_train.artifacts.format import load_draft, read_artifact
+from eagle_train.cli import command
+from eagle_train.errors import check
+from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.dispatcher import Dispatcher
+from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.graphs import check_graphs
+from eagle_train.inference.decode.tree import Tree
+from eagle_train.inference.drafters.drafter import check_drafting
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
-from eagle_train.inference.drafting import check_drafting
-from eagle_train.inference.graphs import check_graphs
-from eagle_train.inference.reading import chats
-from eagle_train.inference.tree import Tree
-from eagle_train.models.artifact import load_draft, read_artifact
+from eagle_train.inference.requests.readable import chats
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quant_of, quantised
 from eagle_train.models.target import Target
 from eagle_train.progress import progress
-from eagle_train.training.metrics import redact
+from eagle_train.results import json_text, prepared, provenance, redact, write_json, write_text
+from eagle_train.settings import build
 from evals import figures, replay, report
 from evals.figures import Answer, Together
 from evals.prompts import prompt_of
@@ -55,7 +57,7 @@ class Artifact:
 
 @dataclass
 class Config:
-    """conf/mt_bench.yaml, which says what each key is. Raises UserError for values that cannot be."""
+    """conf/commands/mt_bench.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     target: TargetConfig
     tree: Any

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from eagle_train.config import check
+from eagle_train.errors import check
 from eagle_train.inference import Engine, SamplingParams
 from evals.questions import Question, read_questions
 

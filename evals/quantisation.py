@@ -16,16 +16,18 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import build, check, command, prepared, write_json, write_text
-from eagle_train.exporting.markdown import aligned, code, plain
-from eagle_train.hardware import provenance, resolve_device
+from eagle_train.artifacts.format import read_artifact
+from eagle_train.artifacts.markdown import aligned, code, plain
+from eagle_train.cli import command
+from eagle_train.errors import check
+from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.reading import chats
-from eagle_train.models.artifact import read_artifact
+from eagle_train.inference.requests.readable import chats
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import SCOPES, Quant
-from eagle_train.training.metrics import redact
+from eagle_train.results import prepared, provenance, redact, write_json, write_text
+from eagle_train.settings import build
 from evals import figures
 from evals.mt_bench import NO_DRAFTS, Artifact, Run, check_fit, check_tree, drafter_of, labels, measure
 from evals.questions import Question, read_questions
@@ -38,7 +40,7 @@ SCOPE = {"ffn": "its feed-forward", "all_linear": "all its matrices"}
 
 @dataclass
 class Config:
-    """conf/quantisation.yaml, which says what each key is. Raises UserError for values that cannot be."""
+    """conf/commands/quantisation.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     target: TargetConfig
     tree: Any

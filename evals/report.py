@@ -11,9 +11,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from eagle_train.config import write_bytes
-from eagle_train.exporting import markdown as md
-from eagle_train.exporting.markdown import code, plain
+from eagle_train.artifacts import markdown as md
+from eagle_train.artifacts.markdown import code, plain
+from eagle_train.results import write_bytes
 
 Found = Mapping[str, Any]
 

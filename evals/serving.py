@@ -22,17 +22,19 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import UserError, build, check, command, prepared, write_json, write_text
-from eagle_train.exporting.card import caveat
-from eagle_train.exporting.markdown import aligned, code
-from eagle_train.hardware import provenance, resolve_device
+from eagle_train.artifacts.card import caveat
+from eagle_train.artifacts.format import read_artifact
+from eagle_train.artifacts.markdown import aligned, code
+from eagle_train.cli import command
+from eagle_train.errors import UserError, check
+from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.dispatcher import Dispatcher
-from eagle_train.inference.reading import chats
-from eagle_train.models.artifact import read_artifact
+from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.requests.readable import chats
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant
-from eagle_train.training.metrics import redact
+from eagle_train.results import prepared, provenance, redact, write_json, write_text
+from eagle_train.settings import build
 from evals.figures import Answer
 from evals.mt_bench import Artifact, ask, check_fit, drafter_of, label
 from evals.questions import Question, read_questions
@@ -44,7 +46,7 @@ IMPORT_TIMEOUT_S = 300  # the first import of vLLM compiles its modules
 
 @dataclass
 class VLLM:
-    """conf/serving.yaml, `vllm`: whose vLLM, how long it may take, and what else its `LLM` is given."""
+    """conf/commands/serving.yaml, `vllm`: whose vLLM, how long it may take, and what else its `LLM` is given."""
 
     python: str
     timeout_s: float
@@ -60,7 +62,7 @@ class VLLM:
 
 @dataclass
 class Config:
-    """conf/serving.yaml, which says what each key is. Raises UserError for values that cannot be."""
+    """conf/commands/serving.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     target: TargetConfig
     tree: Any

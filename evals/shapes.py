@@ -12,14 +12,15 @@ from huggingface_hub.errors import StrictDataclassError
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eagle_train.config import CONF_DIR, UserError, check, one_line
+from eagle_train.errors import UserError, check, one_line
 from eagle_train.hardware import warn_of_emulation
 from eagle_train.inference import Engine
-from eagle_train.inference.drafting import Plan
-from eagle_train.inference.sampling import Verified, uniform
+from eagle_train.inference.decode.sampling import Verified, uniform
+from eagle_train.inference.drafters.drafter import Plan
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import DTYPES, default_dtype
 from eagle_train.models.target import Target
+from eagle_train.settings import CONF_DIR
 
 
 @dataclass

@@ -13,10 +13,11 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from eagle_train.inference import Engine, paged_kv
-from eagle_train.inference.paged_kv import Masks
-from eagle_train.inference.sequence import Update
-from eagle_train.inference.tensor_parallel import Ranks
+from eagle_train.inference import Engine
+from eagle_train.inference.cache import paged_kv
+from eagle_train.inference.cache.paged_kv import Masks
+from eagle_train.inference.parallel.tensor_parallel import Ranks
+from eagle_train.inference.requests.sequence import Update
 from eagle_train.ops import attention, flash, linear
 from eagle_train.ops.attention import Rule, partial_attention, with_sinks
 from eagle_train.ops.threads import threads_for
@@ -37,7 +38,7 @@ NO_SWITCH = (
 
 @dataclass
 class SideConfig(LoadConfig):
-    """The keys of conf/switches.yaml that say how engines are made."""
+    """The keys of conf/commands/switches.yaml that say how engines are made."""
 
     tree: Any
     table: str

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from eagle_train.config import check
+from eagle_train.errors import check
 from eagle_train.inference import Engine
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import LMHead, Target

@@ -19,12 +19,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer
 
-from eagle_train.config import build, check, command, prepared_file, write_json
+from eagle_train.cli import command
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Stream
-from eagle_train.hardware import provenance
+from eagle_train.errors import check
 from eagle_train.progress import progress
+from eagle_train.results import prepared_file, provenance, write_json
+from eagle_train.settings import build
 from evals.memory import resident_bytes
 
 WORDS = ("first", "list", "number", "return", "where", "value", "every", "string", "often", "between", "answer", "a")
@@ -35,7 +37,7 @@ MICRO_BATCH_ROWS = 8
 
 @dataclass
 class Config:
-    """conf/stream_memory.yaml, which says what each key is."""
+    """conf/commands/stream_memory.yaml, which says what each key is."""
 
     out: str
     tokenizer: str

@@ -21,21 +21,23 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import build, check, command, prepared, write_json, write_text
+from eagle_train.artifacts.format import load_draft, read_artifact
+from eagle_train.artifacts.markdown import aligned, code
+from eagle_train.cli import command
 from eagle_train.distributed import ALONE, World
-from eagle_train.exporting.markdown import aligned, code
-from eagle_train.hardware import provenance, resolve_device
+from eagle_train.errors import check
+from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, Output
-from eagle_train.inference.disaggregated import DecodeEngine, Line
-from eagle_train.inference.dispatcher import Dispatcher
+from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.drafters.eagle import Eagle
-from eagle_train.inference.reading import chats
-from eagle_train.models.artifact import load_draft, read_artifact
+from eagle_train.inference.parallel.disaggregated import DecodeEngine, Line
+from eagle_train.inference.requests.readable import chats
 from eagle_train.models.loading import TargetConfig, load_config, load_target
 from eagle_train.models.quantised import Quant, quantised
 from eagle_train.models.shapes import heads_of
 from eagle_train.progress import progress
-from eagle_train.training.metrics import redact
+from eagle_train.results import prepared, provenance, redact, write_json, write_text
+from eagle_train.settings import build
 from evals import figures
 from evals.apart import beside, prefill_process
 from evals.figures import Together
@@ -65,7 +67,7 @@ NOTE = """\
 
 @dataclass
 class Config(SideConfig):
-    """conf/switches.yaml, which says what each key is. Raises UserError for values that cannot be."""
+    """conf/commands/switches.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     target: TargetConfig
     draft: Artifact

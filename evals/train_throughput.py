@@ -27,17 +27,20 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from eagle_train.config import build, check, command, prepared_file, write_json
+from eagle_train.cli import command
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, open_source
 from eagle_train.corpus.stream import Stream
 from eagle_train.distributed import ALONE
-from eagle_train.hardware import provenance, resolve_device
+from eagle_train.errors import check
+from eagle_train.hardware import resolve_device
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.loading import DTYPES, TargetConfig, training_dtype
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
+from eagle_train.results import prepared_file, provenance, write_json
+from eagle_train.settings import build
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.parallelize import prepare
@@ -56,7 +59,7 @@ KINDS = ("ours", "naive")
 
 @dataclass
 class Config:
-    """conf/train_throughput.yaml, which says what each key is. Raises UserError for values that cannot be."""
+    """conf/commands/train_throughput.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     out: str
     device: str

@@ -18,20 +18,23 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from eagle_train.config import build, check, command, prepared, write_json, write_text
-from eagle_train.hardware import provenance, resolve_device
+from eagle_train.artifacts.format import read_artifact
+from eagle_train.cli import command
+from eagle_train.errors import check
+from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.dispatcher import Dispatcher
-from eagle_train.inference.graphs import check_graphs
-from eagle_train.inference.reading import chats
-from eagle_train.inference.tree import MAX_NODES, Tree, chain, full, pruned
-from eagle_train.models.artifact import read_artifact
+from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.graphs import check_graphs
+from eagle_train.inference.decode.tree import MAX_NODES, Tree, chain, full, pruned
+from eagle_train.inference.requests.readable import chats
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.progress import progress
+from eagle_train.results import prepared, provenance, write_json, write_text
+from eagle_train.settings import build
 from eagle_train.training.unroll import unroll
 from evals.figures import NO_DECODING
 from evals.mt_bench import Artifact, Run, ask, check_fit, drafter_of
@@ -48,7 +51,7 @@ for."""
 
 @dataclass
 class Config:
-    """conf/tune_trees.yaml, which says what each key is. Raises UserError for values that cannot be."""
+    """conf/commands/tune_trees.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     target: TargetConfig
     quant: Quant

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from eagle_train.config import UserError
+from eagle_train.errors import UserError
 
 # As launch/quickstart.sh: without, a plain step spends most of its time on getting memory from the kernel.
 ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296"

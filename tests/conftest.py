@@ -17,12 +17,12 @@ if narrower := os.environ.get("ATEN_CPU_CAPABILITY"):  # torch would take what i
 
 import pytest
 import torch
-from command_line import save_target
-from slow import slow
 from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import GraphModule
 
 from evals import figures
+from tests.support.command_line import save_target
+from tests.support.slow import slow
 
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import TEMPLATE, call, chats, read_jsonl, save_target, write_jsonl
-from processes import free_port, run, wait
 
 from eagle_train import train
 from eagle_train.hardware import instructions
+from tests.support.command_line import TEMPLATE, call, chats, read_jsonl, save_target, write_jsonl
+from tests.support.processes import free_port, run, wait
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[1]
@@ -375,7 +375,7 @@ FAIL = """
 import sys, time
 from concurrent.futures import ProcessPoolExecutor
 from eagle_train import distributed
-from eagle_train.config import UserError
+from eagle_train.errors import UserError
 
 def job():
     distributed.start("cpu")

@@ -16,20 +16,21 @@ from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import CONF_DIR, OPEN, as_typed, compose, named_path
+from eagle_train.cli import OPEN, as_typed, compose, named_path
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.settings import CONF_DIR
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/DESIGN.md", "docs/templates.md", "data/tiny_target/README.md")
 YAMLS = sorted(str(path.relative_to(ROOT)) for path in CONF_DIR.rglob("*.yaml"))
 SCRIPTS = sorted(str(path.relative_to(ROOT)) for end in ("sh", "sbatch") for path in ROOT.glob(f"launch/**/*.{end}"))
-CONFIGS = sorted(path.stem for path in CONF_DIR.glob("*.yaml") if path.stem != "command")
+CONFIGS = sorted(path.stem for path in CONF_DIR.glob("commands/*.yaml") if path.stem != "command")
 # What starts a command that takes overrides, and the config that it has.
 COMMANDS = {f"python -m evals.{name}": name for name in CONFIGS if (ROOT / "evals" / f"{name}.py").exists()} | {
     "eagle-train": "train",
     "eagle-export": "export",
     "eagle-generate": "generate",
-    "python data/regenerate.py": "regenerate",
+    "eagle-regenerate": "regenerate",
     "bash launch/quickstart.sh": "train",
     "bash launch/torchrun.sh": "train",
     "launch/slurm/train.sbatch": "train",
@@ -80,7 +81,7 @@ def below(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
 def keys() -> frozenset[str]:
     """Of all commands and of all options of their groups, and what Python's interface has."""
     own = [key for name in CONFIGS for key in below(OmegaConf.to_container(compose(name, [])))]
-    files = [path for path in CONF_DIR.glob("*/*.yaml") if path.parent.name != "experiment"]
+    files = [path for path in CONF_DIR.glob("*/*.yaml") if path.parent.name not in ("experiment", "commands")]
     groups = [key for path in files for key in below({path.parent.name: OmegaConf.to_container(OmegaConf.load(path))})]
     python = [key for cls in (Engine, SamplingParams) for key in inspect.signature(cls).parameters]
     return frozenset(["experiment", *own, *groups, *python])

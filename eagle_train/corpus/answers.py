@@ -13,10 +13,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle_train.config import UserError, shown
 from eagle_train.corpus.chat import REASONING, Message, conversation_of
 from eagle_train.corpus.render import ChatRenderer, call_forms
 from eagle_train.corpus.thoughts import THOUGHT
+from eagle_train.errors import UserError, shown
 
 PROBE = "Zq7kX4"  # an answer that no template takes apart
 UNDECODED = "\ufffd"  # what bytes that are no text are decoded to

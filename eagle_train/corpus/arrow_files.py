@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle_train.config import UserError, check, one_line
 from eagle_train.corpus.json_files import files_identity
 from eagle_train.corpus.kinds import check_contents, kind_of
 from eagle_train.corpus.rows import ArrowRow, PlacedRow, Row
+from eagle_train.errors import UserError, check, one_line
 
 BATCH_ROWS = 256  # in memory at a time
 INFO, STATE, SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"  # that `save_to_disk` writes

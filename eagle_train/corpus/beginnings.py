@@ -6,7 +6,6 @@ Found out by rendering answers of two contents. Knows nothing of where answers e
 
 from functools import cached_property
 
-from eagle_train.config import check
 from eagle_train.corpus.chat import REASONING, Conversation, Message, content_of, is_answer, reasoning_of
 from eagle_train.corpus.contents import end_of
 from eagle_train.corpus.template import GENERATION_PROMPT, SENTINELS, ChatTemplate, Refused
@@ -19,6 +18,7 @@ from eagle_train.corpus.thoughts import (
     whole_tags,
     with_fields,
 )
+from eagle_train.errors import check
 
 QUESTION = "".join(SENTINELS)  # the content of a message before those of SENTINELS
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_train.config import UserError, check, shown
 from eagle_train.corpus.columns import FORMATS, column, tools_column
+from eagle_train.errors import UserError, check, shown
 
 SUPERVISE = ("assistant", "last", "all")
 CALL = "function_call"  # the role of a turn whose content is a call, or a list of calls, in JSON

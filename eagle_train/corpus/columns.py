@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from eagle_train.config import check
+from eagle_train.errors import check
 
 # What each format reads: the keys of `data.columns`, each naming a column of the row.
 FORMATS = {

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from eagle_train.config import UserError, check, shown
 from eagle_train.corpus.chat import Message, content_of, is_answer, reasoning_of
 from eagle_train.corpus.thoughts import REASONED
+from eagle_train.errors import UserError, check, shown
 
 SPACE = re.compile(r"\s+")
 

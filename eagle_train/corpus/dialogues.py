@@ -5,11 +5,11 @@ Knows nothing of who answers.
 
 from dataclasses import dataclass, field
 
-from eagle_train.config import UserError
 from eagle_train.corpus.chat import REASONING, Message, conversation_of
 from eagle_train.corpus.row_log import line_of
 from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, Row, behind_place, parse
 from eagle_train.corpus.source import DataConfig
+from eagle_train.errors import UserError
 
 TURN_SEEDS = 1 << 20  # far enough apart that no two requests share a seed
 

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from eagle_train.config import UserError, one_line
 from eagle_train.corpus.json_files import JsonFiles, Mark
 from eagle_train.corpus.render import ChatRenderer, render_row
 from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, behind_place, parse
@@ -31,6 +30,7 @@ from eagle_train.corpus.source import DataConfig, Source, SourceConfig, open_sou
 from eagle_train.corpus.template import TemplateFault
 from eagle_train.corpus.tokens import Document
 from eagle_train.distributed import STOP, CommonError, World
+from eagle_train.errors import UserError, one_line
 
 BLOCK = 1024  # draws whose data sets are chosen together
 LOOK_S = 2  # between two looks at the processes that tokenise, while one waits for them

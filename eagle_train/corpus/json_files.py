@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
-from eagle_train.config import UserError, check
 from eagle_train.corpus.kinds import go_to, read_head, reading
 from eagle_train.corpus.rows import PlacedRow
+from eagle_train.errors import UserError, check
 
 MARK_ROWS = 4096  # about as many as are read in vain when a run goes on
 CHUNK = 1 << 20  # bytes of an array that are read at a time

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from eagle_train.config import UserError
 from eagle_train.corpus.chat import REASONING, Conversation, Message
 from eagle_train.corpus.template import Refused
 from eagle_train.corpus.thoughts import TAG
+from eagle_train.errors import UserError
 
 MOST = 4096  # shapes that are remembered
 FIRST, STEP = 7_013_468_521, 7_919  # of the numbers: all of one length, so that none is within another

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from eagle_train.config import UserError, check, one_line
+from eagle_train.errors import UserError, check, one_line
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "Zstandard"}
 JSON_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json", ".ndjson") for packed in ("", *COMPRESSIONS))

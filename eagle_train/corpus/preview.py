@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
 
-from eagle_train.config import UserError, check, write_text
 from eagle_train.corpus.columns import BESIDE, FORMATS, unread_columns
 from eagle_train.corpus.feed import BrokenTemplate, MalformedRow, render
 from eagle_train.corpus.render import ChatRenderer, render_row
@@ -19,6 +18,8 @@ from eagle_train.corpus.source import DataConfig, Source, SourceConfig, field_of
 from eagle_train.corpus.template import TemplateFault
 from eagle_train.corpus.tokens import Document
 from eagle_train.distributed import CommonError
+from eagle_train.errors import UserError, check
+from eagle_train.results import write_text
 from eagle_train.terminal import GREEN, RESET, printable
 
 CHECKED = 8  # rows of each data set that every run looks at

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eagle_train.config import UserError, check
 from eagle_train.corpus.chat import REASONING, SUPERVISE, Conversation, Message, column, conversation_of, is_answer
 from eagle_train.corpus.contents import NoJson, check_read, check_tools
 from eagle_train.corpus.source import SourceConfig
 from eagle_train.corpus.template import ChatTemplate, Refused, TemplateFault
 from eagle_train.corpus.tokens import Document, Encoder, Span, check_text, document, misfit
 from eagle_train.corpus.turns import Turn, TurnFinder
+from eagle_train.errors import UserError, check
 
 OF_FORMS = (Refused, NoJson)  # what another form of a conversation's calls may mend
 

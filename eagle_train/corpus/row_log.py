@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from eagle_train.config import HALF, SURROGATE, UserError, check, one_line, write_json
 from eagle_train.corpus.rows import parse
-from eagle_train.hardware import provenance
+from eagle_train.errors import HALF, SURROGATE, UserError, check, one_line
+from eagle_train.results import provenance, write_json
 
 
 def line_of(row: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_train.config import UserError, check, one_line
+from eagle_train.errors import UserError, check, one_line
 
 CAN_SKIP = "data.malformed=skip leaves such rows out"
 

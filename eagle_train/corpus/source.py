@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from eagle_train.config import UserError, check, one_line
 from eagle_train.corpus.arrow_files import Arrow, Hub, Parquet, check_directory, is_saved, saved_files
 from eagle_train.corpus.chat import ROLES, SUPERVISE
 from eagle_train.corpus.columns import BESIDE, FORMATS
@@ -20,6 +19,7 @@ from eagle_train.corpus.json_files import JsonFiles
 from eagle_train.corpus.kinds import FILE_SUFFIXES, KINDS, advice, check_contents, kind_of
 from eagle_train.corpus.rows import PlacedRow, parse
 from eagle_train.corpus.template import as_date, check_template_kwargs
+from eagle_train.errors import UserError, check, one_line
 
 READERS = {"JSON": JsonFiles, "Parquet": Parquet, "Arrow": Arrow}
 LONG_DOCUMENTS = ("split", "drop")

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from eagle_train.config import check
 from eagle_train.corpus.feed import Drawn, Feed, MalformedRow, Position, received, render
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import MIN_TOKENS, DataConfig, open_source
 from eagle_train.corpus.tokens import Document
 from eagle_train.distributed import ALONE, CommonError, World
+from eagle_train.errors import check
 
 OPEN_ROWS = 16  # rows that wait for a document that fits; more waste less padding and hold more in the state
 COUNTED = 20_000  # rows in which a draft's vocabulary is counted

@@ -1,6 +1,6 @@
 """A target's chat template: messages in, the text that a serving engine would make of them out. DESIGN section 3.1.
 
-Training, the engine, the evaluations and `data/regenerate.py` all render through it. What a template wants, and what
+Training, the engine, the evaluations and `eagle-regenerate` all render through it. What a template wants, and what
 it cannot do, is found out by rendering, never by a model's name.
 """
 
@@ -17,9 +17,9 @@ from jinja2 import TemplateError, TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from eagle_train.config import HALF, SURROGATE, UserError, check, one_line
 from eagle_train.corpus.chat import REASONING, Message, reasoning_of
 from eagle_train.corpus.tokens import Span
+from eagle_train.errors import HALF, SURROGATE, UserError, check, one_line
 
 CLOCK = "strftime_now"  # the function by which templates read the clock
 GENERATION_PROMPT = "add_generation_prompt"

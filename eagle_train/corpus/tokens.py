@@ -14,7 +14,7 @@ from tokenizers import Encoding
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from eagle_train.config import SURROGATE, check
+from eagle_train.errors import SURROGATE, check
 
 Span = tuple[int, int]  # characters [start, end) of a text
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from eagle_train.config import check
 from eagle_train.corpus.beginnings import Beginnings, in_common
 from eagle_train.corpus.chat import Conversation, Message
 from eagle_train.corpus.contents import check_read, check_tools, end_of_answer
@@ -18,6 +17,7 @@ from eagle_train.corpus.kept import Kept
 from eagle_train.corpus.template import CALL_PROBE, SENTINELS, ChatTemplate, Refused
 from eagle_train.corpus.thoughts import behind_tag
 from eagle_train.corpus.tokens import Span
+from eagle_train.errors import check
 
 
 @dataclass(frozen=True)

@@ -23,20 +23,17 @@ from typing import Any
 
 import torch
 
-from eagle_train.config import check, shown
-from eagle_train.inference.block_memory import BlockMemory
-from eagle_train.inference.block_pool import BlockPool, blocks_for
-from eagle_train.inference.bookkeeping import Round, commit
-from eagle_train.inference.dispatcher import Dispatcher, Plan
-from eagle_train.inference.drafters.eagle import Eagle
-from eagle_train.inference.drafting import MOST_UNREAD, Choice, Drafted, Drafter, Pending, check_drafting
-from eagle_train.inference.graphs import EAGER, check_graphs, launcher
-from eagle_train.inference.guided import Guidance
-from eagle_train.inference.paged_kv import BLOCK, BlockEnds, PagedKV, Prefix, Suffix
-from eagle_train.inference.prefill import prefill
-from eagle_train.inference.prefix_cache import PrefixCache
-from eagle_train.inference.requests import Prompt, Requests, params_of
-from eagle_train.inference.sampling import (
+from eagle_train.artifacts.format import load_draft
+from eagle_train.errors import check, shown
+from eagle_train.inference.cache.block_memory import BlockMemory
+from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
+from eagle_train.inference.cache.paged_kv import BLOCK, BlockEnds, PagedKV, Prefix, Suffix
+from eagle_train.inference.cache.prefix_cache import PrefixCache
+from eagle_train.inference.decode.bookkeeping import Round, commit
+from eagle_train.inference.decode.dispatcher import Dispatcher, Plan
+from eagle_train.inference.decode.graphs import EAGER, check_graphs, launcher
+from eagle_train.inference.decode.prefill import prefill
+from eagle_train.inference.decode.sampling import (
     SamplingTensors,
     Verified,
     probabilities,
@@ -47,11 +44,14 @@ from eagle_train.inference.sampling import (
     verify_drawn,
     verify_sampled,
 )
-from eagle_train.inference.scheduler import Scheduler
-from eagle_train.inference.sequence import Output, SamplingParams, Sequence, Update, is_whole
-from eagle_train.inference.tensor_parallel import Ranks
-from eagle_train.inference.tree import Tree, chain
-from eagle_train.models.artifact import load_draft
+from eagle_train.inference.decode.tree import Tree, chain
+from eagle_train.inference.drafters.drafter import MOST_UNREAD, Choice, Drafted, Drafter, Pending, check_drafting
+from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.grammar.guided import Guidance
+from eagle_train.inference.parallel.tensor_parallel import Ranks
+from eagle_train.inference.requests.requests import Prompt, Requests, params_of
+from eagle_train.inference.requests.scheduler import Scheduler
+from eagle_train.inference.requests.sequence import Output, SamplingParams, Sequence, Update, is_whole
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target

@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from eagle_train.config import check, shown
+from eagle_train.errors import check, shown
 
 FLOATS = ("auto", "float64", "float32", "float16", "bfloat16")  # of a config.json
 

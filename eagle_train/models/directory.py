@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from eagle_train.config import UserError, check, foreign, one_line, shown
+from eagle_train.errors import UserError, check, foreign, one_line, shown
 
 LFS = b"version https://git-lfs.github.com/spec/"
 GGUF = b"GGUF"

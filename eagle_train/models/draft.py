@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from eagle_train.config import check
+from eagle_train.errors import check
 from eagle_train.models.draft_config import DraftConfig
 from eagle_train.models.layers import Layer, RMSNorm, Rotary
 from eagle_train.models.target import LMHead

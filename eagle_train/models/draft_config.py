@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle_train.config import build, check
+from eagle_train.errors import check
 from eagle_train.models.shapes import heads_of
+from eagle_train.settings import build
 
 NOPE_EVERY = 4  # iRoPE as in Llama 4: every fourth layer has no rotary positions
 

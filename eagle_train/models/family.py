@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from eagle_train.config import check, foreign
+from eagle_train.errors import check, foreign
 from eagle_train.models.forward import PROBED, Reach, Reaches, hidden_states
 from eagle_train.models.head import head_of, lm_head_of
 from eagle_train.models.probe import TOKENS, UNREACHED, probe

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eagle_train.config import check
+from eagle_train.errors import check
 from eagle_train.models.draft_config import DraftConfig
 from eagle_train.ops.attention import Attend, Rule
 from eagle_train.ops.linear import Linear

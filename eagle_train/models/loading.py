@@ -27,8 +27,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from eagle_train.config import UserError, check, foreign, one_line, shown
 from eagle_train.distributed import ALONE, World
+from eagle_train.errors import UserError, check, foreign, one_line, shown
 from eagle_train.hardware import FP8_GPU, is_gpu, low_precision, warn_of_emulation
 from eagle_train.models.config_json import check_generation, check_values, misfit
 from eagle_train.models.directory import check_directory, folder_of, mapping_of, weight_files

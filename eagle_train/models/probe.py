@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from eagle_train.config import check, foreign
+from eagle_train.errors import check, foreign
 from eagle_train.models.experts import route_experts
 from eagle_train.models.forward import OURS
 from eagle_train.models.shapes import KVShape

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
-from eagle_train.config import check, foreign, shown
+from eagle_train.errors import check, foreign, shown
 from eagle_train.hardware import FP8_GPU, is_gpu
 
 # What transformers reads a method's weights with: the modules, and the packages that have them.

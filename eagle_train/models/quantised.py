@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from eagle_train.config import check
+from eagle_train.errors import check
 from eagle_train.models.draft import Draft
 from eagle_train.ops.linear import Fp8Linear, Int4Linear, QuantisedLinear
 

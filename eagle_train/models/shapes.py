@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eagle_train.config import check, foreign, shown
+from eagle_train.errors import check, foreign, shown
 
 
 @dataclass(frozen=True)

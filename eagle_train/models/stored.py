@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from eagle_train.config import UserError, check, foreign
+from eagle_train.errors import UserError, check, foreign
 from eagle_train.models.directory import weight_files
 from eagle_train.models.head import head_of
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from accelerate.utils import align_module_device
 from transformers import PreTrainedModel
 
-from eagle_train.config import check
+from eagle_train.errors import check
 from eagle_train.models.family import check_family
 from eagle_train.models.forward import Reaches, hidden_states
 from eagle_train.models.head import LMHead, lm_head_of

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 
-from eagle_train.config import check
+from eagle_train.errors import check
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

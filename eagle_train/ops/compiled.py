@@ -15,7 +15,7 @@ from torch._dynamo import config as tracing
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental import _config as shapes
 
-from eagle_train.config import UserError, one_line
+from eagle_train.errors import UserError, one_line
 from eagle_train.ops.attention import Attend, Rule
 
 Forward = Callable[..., torch.Tensor]

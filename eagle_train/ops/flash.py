@@ -2,8 +2,8 @@
 
 Sequences lie one behind another, and any may read its keys anywhere, as one run: documents of packed rows, or a row's
 slots. Keys in blocks that do not follow one another are not read where they lie: whoever asks gathers them into a copy
-first, for each layer (inference/paged_kv.py). flash-attn, FlashInfer and newer releases of this operator read them
-through a block table and spare that copy, which is not done here. Knows nothing of rules or caches.
+first, for each layer (inference/cache/paged_kv.py). flash-attn, FlashInfer and newer releases of this operator read
+them through a block table and spare that copy, which is not done here. Knows nothing of rules or caches.
 
 `torch.nn.attention.varlen` calls the same operator; this module does too, because its arguments are one and the same
 in every torch from 2.11 on, and because it takes its own keys for each sequence and is differentiable besides.

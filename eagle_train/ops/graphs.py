@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from eagle_train.config import UserError, one_line
+from eagle_train.errors import UserError, one_line
 
 Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 """record(work) -> (its result, replay). `work` may be done several times, and must do the same each time. `replay`

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import build, check
+from eagle_train.artifacts.format import load_draft, read_artifact
 from eagle_train.corpus.preview import check_data
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig, are_here, check_found
 from eagle_train.corpus.stream import Stream, heldout_batches
 from eagle_train.distributed import World
+from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
-from eagle_train.models.artifact import load_draft, read_artifact
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import (
     TargetConfig,
@@ -36,6 +36,7 @@ from eagle_train.models.quantised import quant_of
 from eagle_train.models.shapes import context_of
 from eagle_train.models.stops import load_stop_ids
 from eagle_train.models.target import Target
+from eagle_train.settings import build
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint import check_shared, checkpoints
 from eagle_train.training.optimizer import OptimConfig

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from eagle_train.config import check
+from eagle_train.errors import check
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import PLACEMENTS
 from eagle_train.training.optimizer import OptimConfig, Optimizer

@@ -37,8 +37,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from eagle_train.config import check, json_text, one_line
 from eagle_train.distributed import ALONE, CommonError, World
+from eagle_train.errors import check, one_line
+from eagle_train.results import json_text
 
 FORMAT = 2
 DRAFT, CONFIG, TRAINER, MANIFEST = "draft.safetensors", "draft.json", "trainer.pt", "manifest.json"

@@ -8,7 +8,6 @@ import contextlib
 import json
 import netrc
 import os
-import re
 import secrets
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,28 +18,15 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from eagle_train.config import UserError, check, json_text, one_line, write_text
 from eagle_train.distributed import ALONE, World
+from eagle_train.errors import UserError, check, one_line
+from eagle_train.results import json_text, redact, write_text
 
 Record = dict[str, Any]
 
 WANDB_MODES = ("online", "offline", "disabled", "shared")
 WANDB_HOST = "api.wandb.ai"  # netrc entries name it even where wandb's default address has another name
 INIT_TIMEOUT = 60  # seconds
-
-SECRET_NAME = re.compile("token|key|secret|passw|credential", re.IGNORECASE)
-SECRET_EVEN_AS_NUMBER = re.compile("secret|passw", re.IGNORECASE)
-# Tokens of text, which are no secret: `draft.first_token`, `tokenizer`, `pad_token`.
-TEXT_TOKEN = re.compile("tokeniz|(first|pad|bos|eos|unk|mask|stop|special)_token", re.IGNORECASE)
-# Prefixed keys of the usual services, web tokens, passwords in addresses and `token=...` inside a longer text.
-SECRET_VALUE = re.compile(
-    r"\b(hf_|sk-|wandb_v1_|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza|eyJ)[\w.-]{12,}"
-    r"|://[^/\s:@]+:[^/\s@]+@"
-    r"|(?i:token|key|secret|password)=[^\s&]{8,}"
-    r"|^(local-)?[0-9a-f]{40}$"
-)
-# A commit looks like a W&B key of 40 hexadecimal digits.
-COMMIT_NAME = re.compile("revision|commit|sha", re.IGNORECASE)
 
 
 class Meter:
@@ -168,28 +154,6 @@ def flatten(record: Record) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}/{place}", item) for place, item in enumerate(value, 1))
         else:
             yield name, value
-
-
-def redact(config: Any, name: str = "") -> Any:
-    """`config` as plain dicts and lists in which whatever may be a secret reads "<redacted>".
-
-    That is a text below a key whose name contains token, key, secret, password or credential (unless it speaks of
-    tokens of text), and a text that looks like a service's key, wherever it is. `name` is the dotted key of `config`.
-    """
-    if isinstance(config, Mapping):
-        return {key: redact(value, f"{name}.{key}") for key, value in config.items()}
-    # OmegaConf's lists are neither list nor tuple.
-    if hasattr(config, "__iter__") and not isinstance(config, str | bytes):
-        return [redact(value, name) for value in config]
-    return "<redacted>" if is_secret(name, config) else config
-
-
-def is_secret(name: str, value: Any) -> bool:
-    """Whether the value at the dotted key `name` must not leave the machine."""
-    if not isinstance(value, str):  # `max_tokens` and `num_key_value_heads` are none
-        return value is not None and bool(SECRET_EVEN_AS_NUMBER.search(name))
-    is_commit = COMMIT_NAME.search(name.rpartition(".")[2])
-    return bool(SECRET_NAME.search(TEXT_TOKEN.sub("", name)) or (SECRET_VALUE.search(value) and not is_commit))
 
 
 class MetricsLog:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from eagle_train.config import check
+from eagle_train.errors import check
 from eagle_train.training.muon import Muon
 
 NAMES = ("adamw", "muon")

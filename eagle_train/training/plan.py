@@ -3,9 +3,9 @@
 Knows shapes and settings, no weights and no data: it takes every token for supervised and rows for one document each,
 so it says the most that a step can take. Kernels' workspaces and an allocator's gaps are not in it.
 
-Measured (tests/test_plan.py): what the tensors of one process's real steps hold at their peak, within 5 % of what is
-said here, part by part; and on two ranks what FSDP2's steps hold of a draft, within 5 %. All else is formula: DDP's and
-DeepSpeed's buckets, a divided or offloaded target, the host's memory.
+Measured (tests/training/test_plan.py): what the tensors of one process's real steps hold at their peak, within 5 % of
+what is said here, part by part; and on two ranks what FSDP2's steps hold of a draft, within 5 %. All else is formula:
+DDP's and DeepSpeed's buckets, a divided or offloaded target, the host's memory.
 """
 
 import warnings
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.config import build, check
 from eagle_train.corpus.source import DataConfig
+from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.draft_config import widest
@@ -27,6 +27,7 @@ from eagle_train.models.head import head_of
 from eagle_train.models.loading import DTYPES, TargetConfig, load_config
 from eagle_train.models.quantisation import quantisation_of
 from eagle_train.models.shapes import heads_of
+from eagle_train.settings import build
 from eagle_train.training.assemble import check_job, check_planned_data
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.forecast import steps_here

@@ -16,13 +16,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from eagle_train.config import UserError, build, check
 from eagle_train.corpus.stream import TENSORS, Batch, Stream
 from eagle_train.distributed import ALONE, CommonError, World
+from eagle_train.errors import UserError, check
 from eagle_train.models.draft import Draft, DraftConfig, Head, shift_hidden
 from eagle_train.models.target import LMHead, Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.progress import Progress, progress
+from eagle_train.settings import build
 from eagle_train.training import checkpoint
 from eagle_train.training.backend import Backend
 from eagle_train.training.budget import Budget

@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 
-from eagle_train.config import check
-from eagle_train.inference.drafting import MOST_UNREAD, Choice, Drafted, Level, Pending, Plan, pick
-from eagle_train.inference.paged_kv import PagedKV, Prefix, Suffix
-from eagle_train.inference.sampling import propose, restrict
+from eagle_train.errors import check
+from eagle_train.inference.cache.paged_kv import PagedKV, Prefix, Suffix
+from eagle_train.inference.decode.sampling import propose, restrict
+from eagle_train.inference.drafters.drafter import MOST_UNREAD, Choice, Drafted, Level, Pending, Plan, pick
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.fused import fused
 from eagle_train.models.shapes import KVShape

@@ -1,0 +1,215 @@
+"""The model card (README.md) of an exported draft: what it is for, how it was made, what it is worth, how to serve it.
+
+Everything in it comes from the artifact; the same artifact gives the same text. Knows nothing of files.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_train.artifacts.format import Artifact
+from eagle_train.artifacts.layouts import TOKEN_MAP
+from eagle_train.artifacts.markdown import code, plain, table
+from eagle_train.errors import UserError, check
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+SERVED = {
+    "native": """\
+```bash
+eagle-generate target={target} draft={here} prompt="..."
+python -m evals.mt_bench target={target} draft={here} questions=question.jsonl
+```""",
+    "vllm": """\
+```bash
+vllm serve {target} --speculative-config '{{"method": "eagle", "model": "{here}", "num_speculative_tokens": 3}}'
+```""",
+    "sglang": """\
+```bash
+python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE \\
+    --speculative-draft-model-path {here}{unquantised} \\
+    --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4{token_map}
+```""",
+    "trtllm": """\
+```bash
+python examples/eagle/convert_checkpoint.py --model_dir {target} --eagle_model_dir {here} \\
+    --num_eagle_layers 4 --max_draft_len 63 --max_non_leaves_per_layer 10 --output_dir converted
+```
+
+This is the way of TensorRT-LLM's TensorRT backend, which releases up to 1.2 have.""",
+}
+
+
+def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str:
+    """The text for an artifact whose file holds `tensors`; `name` is what the draft is called there."""
+    draft, target = about.draft, about.target
+    token_map = "" if draft.vocabulary is None else f" \\\n    --speculative-token-map {name}/{TOKEN_MAP}"
+    # Without its own, SGLang would quantise the draft as it does the target.
+    unquantised = " --speculative-draft-model-quantization unquant" if about.quant.scheme == "none" else ""
+    parts = [
+        front_matter(about),
+        f"# An EAGLE draft for {plain(target.name)}",
+        f"A draft head of {draft.num_layers} layers that proposes tokens for {code(target.name)}, which verifies them: "
+        "the output stays the target's own, in fewer of its calls. "
+        f"Layout: {about.engine}. Weights: {weights(about)}.",
+        "## Serve it",
+        SERVED[about.engine].format(target=target.name, here=name, token_map=token_map, unquantised=unquantised),
+        *([f"Note: {caveat(about)}."] if caveat(about) else []),
+        "## What it is worth",
+        worth(about.evaluations),
+        "## What it was made for",
+        listing(
+            {
+                "target": f"{target.name}, weights' fingerprint {target.fingerprint}",
+                "target's shape": f"{target.num_layers} layers, hidden size {target.hidden_size}, "
+                f"vocabulary {target.vocab_size}",
+                "draft's vocabulary": draft.vocab_size or "the target's",
+                "draft's trained weights": f"fingerprint {about.source}",
+                "rotary positions": json.dumps(draft.rope_parameters, sort_keys=True),
+                **{name.replace("_", " "): text for name, text in about.conventions.items()},
+            }
+        ),
+        "## How it was made",
+        listing(flat(about.training)) if about.training else "Not told.",
+        "## Size on disk",
+        table(["part", "tensors", "MB"], sizes(tensors)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def caveat(about: Artifact) -> str | None:
+    """What a draft lost when it was written for an engine that leaves out the first token's slot, which it knew."""
+    trained = about.training.get("first_token", about.draft.first_token)
+    if trained == about.draft.first_token:
+        return None
+    return (
+        "serving engines begin the draft at the second token, and this one was trained to attend to a slot for the "
+        f"first (draft.first_token={trained}), so that less is accepted than in our own engine; train with "
+        "draft.first_token=skip, or some steps more from this draft (train.init_from)"
+    )
+
+
+def front_matter(about: Artifact) -> str:
+    """The hub's metadata."""
+    lines = ["library_name: eagle_train", "tags: [eagle, speculative-decoding, draft-model]"]
+    if HUB_ID.fullmatch(about.target.name) and not Path(about.target.name).exists():
+        lines.append(f"base_model: {about.target.name}")
+    return "\n".join(["---", *lines, "---"])
+
+
+def weights(about: Artifact) -> str:
+    """Their precision in words."""
+    if about.quant.scheme == "none":
+        return about.dtype
+    how = {"int4": "INT4 in groups of 128", "fp8": "FP8 (E4M3), a scale for each output and each token"}
+    what = {"ffn": "the feed-forward", "all_linear": "all linear modules"}[about.quant.scope]
+    rounded = {"nearest": "rounded to nearest", "gptq": "rounded with error feedback on the target's states"}
+    return f"{what} in {how[about.quant.scheme]}, {rounded[about.rounding]}; the rest {about.dtype}"
+
+
+def worth(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each measurement."""
+    if not evaluations:
+        return (
+            "Not measured yet: `python -m evals.quantisation draft=DIR` of an export without quantisation, then export "
+            "again with `evaluations=[FILE]`."
+        )
+    header = ["weights", "tree", "temperature", "prompts", "TPC", "acceptance by depth"]
+    rows = [
+        [
+            "not quantised" if found["weights"] == "none" else plain(found["weights"]),
+            found["tree"],
+            f"{found['temperature']:g}",
+            f"{found['prompts']} of {plain(found['questions'])}",
+            f"{found['tpc']:.3f}",
+            " ".join(f"{share:.2f}" for share in found["acceptance_per_depth"]),
+        ]
+        for found in evaluations
+    ]
+    return (
+        table(header, rows) + "\n\nTPC, tokens per call: what a call of the target committed, its own token included."
+    )
+
+
+def read_evaluations(paths: Iterable[str], source: str) -> list[dict[str, Any]]:
+    """The figures of results.json files that `evals.mt_bench` or `evals.quantisation` wrote for this draft.
+
+    `source`: the fingerprint of its trained weights. Raises UserError for files of something else.
+    """
+    found = []
+    for path in paths:
+        try:
+            results = json.loads(Path(path).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"evaluations={path}: cannot be read: {error}") from error
+        wanted = f"evaluations={path}: give a results.json of evals.mt_bench or evals.quantisation"
+        check(isinstance(results, dict) and isinstance(results.get("draft_source"), str), wanted)
+        measured = results["draft_source"]
+        check(
+            measured == source, f"evaluations={path}: measured another draft, of fingerprint {measured}, not {source}"
+        )
+        check(_are_ours(results), wanted)
+        # evals.quantisation measures several ways to round at once
+        for weights, figures in _by_weights(results).items():
+            own = {name: results[name] for name in ("tree", "temperature", "prompts")}
+            own |= {name: figures[name] for name in ("tpc", "acceptance_per_depth")}
+            found.append({"weights": weights, **own, "questions": Path(results["config"]["questions"]).name})
+    return found
+
+
+def _by_weights(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of each way to round the weights."""
+    return results.get("schemes", {results.get("quant"): results})
+
+
+def _are_ours(results: Mapping[str, Any]) -> bool:
+    """Whether they have all that a card tells; other evaluations write results of a draft, too."""
+    kinds = {"tree": str, "temperature": int | float, "prompts": int, "config": Mapping}
+    if not all(isinstance(results.get(key), kind) for key, kind in kinds.items()):
+        return False
+    schemes = _by_weights(results)
+    return isinstance(results["config"].get("questions"), str) and all(
+        isinstance(weights, str)
+        and isinstance(figures, dict)
+        and isinstance(figures.get("tpc"), int | float)
+        and isinstance(figures.get("acceptance_per_depth"), list)
+        and all(isinstance(share, int | float) for share in figures["acceptance_per_depth"])
+        for weights, figures in schemes.items()
+    )
+
+
+def sizes(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """A row for each part of the draft, and one for all."""
+    parts = {"feed-forward": ".mlp.", "attention": ".self_attn.", "fusion (fc)": "fc."}
+    groups: dict[str, list[torch.Tensor]] = {part: [] for part in (*parts, "norms")}
+    for name, tensor in tensors.items():
+        part = next((part for part, mark in parts.items() if mark in f".{name}" or name.startswith(mark)), "norms")
+        groups[part].append(tensor)
+    groups["all"] = list(tensors.values())
+    return [[part, str(len(own)), f"{sum(x.nbytes for x in own) / 1e6:.3f}"] for part, own in groups.items()]
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested mappings as one, keys joined by dots."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+    return found
+
+
+def listing(values: Mapping[str, Any]) -> str:
+    return "\n".join(f"- {key}: {shown(value)}" for key, value in values.items())
+
+
+def shown(value: Any) -> str:
+    """A value as configs have it, numbers with as many digits as say something."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(shown, value))}]"
+    return plain(str(value))

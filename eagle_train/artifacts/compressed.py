@@ -1,0 +1,107 @@
+"""A draft's tensors as a file holds them: quantised matrices named and packed as compressed-tensors does, and back.
+
+Knows nothing of files or serving engines. INT4 is the library's `pack-quantized` format, FP8 its `float-quantized` one.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from eagle_train.errors import check
+from eagle_train.models.draft import Draft
+from eagle_train.models.quantised import SCHEMES, Quant, linears
+from eagle_train.ops.linear import QuantisedLinear
+from eagle_train.ops.quantise import FP8, GROUP
+
+BITS = 4
+Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor
+
+
+def packed(scheme: str, module: QuantisedLinear) -> dict[str, torch.Tensor]:
+    """A module's tensors by the end of their names."""
+    codes, scales = module.parts()
+    if scheme == "fp8":
+        return {"weight": codes, "weight_scale": scales}
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    shape = torch.tensor(codes.shape)
+    return {"weight_packed": pack_to_int32(codes, BITS), "weight_scale": scales, "weight_shape": shape}
+
+
+def unpacked(scheme: str, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> QuantisedLinear:
+    """`packed`'s module again, and its bias."""
+    if scheme == "fp8":
+        return SCHEMES[scheme](tensors["weight"], tensors["weight_scale"], bias)
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    codes = unpack_from_int32(tensors["weight_packed"], BITS, torch.Size(tensors["weight_shape"].tolist()))
+    return SCHEMES[scheme](codes, tensors["weight_scale"], bias)
+
+
+def specs(scheme: str, outputs: int, inputs: int) -> dict[str, Spec]:
+    """What `packed` gives for a weight [outputs, inputs]."""
+    if scheme == "fp8":
+        return {"weight": ((outputs, inputs), FP8), "weight_scale": ((outputs, 1), torch.float32)}
+    return {
+        "weight_packed": ((outputs, inputs * BITS // 32), torch.int32),
+        "weight_scale": ((outputs, inputs // GROUP), torch.bfloat16),
+        "weight_shape": ((2,), torch.int64),
+    }
+
+
+def file_tensors(draft: Draft, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All of a draft's tensors by name, on the CPU: quantised matrices packed, everything else in `dtype`."""
+    modules = {name: module for name, module in draft.named_modules() if isinstance(module, QuantisedLinear)}
+    own = {f"{name}.{part}" for name in modules for part in ("codes", "scales")}
+    found = {
+        name: tensor.detach().to("cpu", dtype).contiguous()
+        for name, tensor in draft.state_dict().items()
+        if name not in own
+    }
+    for name, module in modules.items():
+        parts = packed(module.scheme, module)
+        found |= {f"{name}.{part}": tensor.cpu().contiguous() for part, tensor in parts.items()}
+    return found
+
+
+def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: str, quant: Quant | None = None) -> None:
+    """Fill the draft, whose modules are all plain, from what `file_tensors` gives; those of `quant` become quantised.
+
+    `place` names the tensors' origin in messages. A missing, unexpected, misshapen or non-finite tensor, or one of the
+    wrong dtype, is a UserError.
+    """
+    quant = quant or Quant()
+    small = {} if quant.scheme == "none" else linears(draft, quant.scope)
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {
+        name: (tuple(tensor.shape), None)
+        for name, tensor in draft.state_dict().items()
+        if name.removesuffix(".weight") not in small
+    }
+    for name, module in small.items():
+        expected |= {f"{name}.{part}": spec for part, spec in specs(quant.scheme, *module.weight.shape).items()}
+    for name in sorted(expected.keys() ^ tensors.keys()):
+        problem = "is missing" if name in expected else "is not part of this draft"
+        check(False, f"{place}: tensor {name} {problem}")
+    for name, (shape, dtype) in expected.items():
+        found = tensors[name]
+        check(tuple(found.shape) == shape, f"{place}: tensor {name} has shape {tuple(found.shape)}, must be {shape}")
+        right = found.is_floating_point() if dtype is None else found.dtype == dtype
+        check(right, f"{place}: tensor {name} is {found.dtype}, must be {dtype or 'floating-point'}")
+    check_finite(tensors, place)
+    for name, module in small.items():
+        own = {part: tensors[f"{name}.{part}"] for part in specs(quant.scheme, *module.weight.shape)}
+        told = own.get("weight_shape")
+        check(
+            told is None or tuple(told.tolist()) == tuple(module.weight.shape),
+            f"{place}: tensor {name}.weight_shape says {told}, must be {tuple(module.weight.shape)}",
+        )
+        bias = None if module.bias is None else tensors[f"{name}.bias"].float()
+        draft.set_submodule(name, unpacked(quant.scheme, own, bias))
+    plain = {name: tensors[name].float() for name, (_, dtype) in expected.items() if dtype is None}
+    draft.load_state_dict(plain, strict=False)  # the quantised ones are there
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor], place: str) -> None:
+    for name, tensor in tensors.items():
+        whole = not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
+        check(whole, f"{place}: tensor {name} holds values that are not finite")

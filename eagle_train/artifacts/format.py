@@ -1,0 +1,233 @@
+"""The draft on disk: `config.json` + `model.safetensors`, complete and self-describing. DESIGN sections 3.3, 3.9, 3.11.
+
+Knows nothing of checkpoints of a training run; what is here is what one gives to somebody else. All that we have to say
+of a draft is in config.json under the key `eagle_train`; what else is there, a serving engine asks for (layouts.py).
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from eagle_train.artifacts import layouts
+from eagle_train.artifacts.compressed import check_finite, file_tensors, load_tensors
+from eagle_train.errors import UserError, check
+from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.models.quantised import Quant, quant_of
+from eagle_train.models.target import Identity
+from eagle_train.results import write_json, write_text
+from eagle_train.settings import build
+
+KEY = "eagle_train"
+VERSION = 2
+ROUNDINGS = ("nearest", "gptq")
+DTYPES = ("bfloat16", "float32")
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+
+
+@dataclass
+class Artifact:
+    """What an artifact tells of its draft.
+
+    `engine`: whose layout it has. `dtype`: of what is not quantised. `rounding`: how what is quantised was rounded.
+    `source`: the fingerprint of the trained weights, the same in every export of them. `training`: how they were made
+    (steps, tokens, losses, data). `evaluations`: what they were measured to be worth.
+    """
+
+    draft: DraftConfig
+    target: Identity
+    engine: str = "native"
+    dtype: str = "bfloat16"
+    quant: Quant = field(default_factory=Quant)
+    rounding: str = "nearest"
+    source: str = ""
+    training: dict[str, Any] = field(default_factory=dict)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    conventions: dict[str, str] = field(default_factory=dict)
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        self.conventions = conventions(self.draft)
+
+
+def conventions(config: DraftConfig) -> dict[str, str]:
+    """What whoever runs the draft must know and cannot read off the tensors."""
+    norms = {
+        "eagle1": "layer 0 has no input norm; there is no final norm",
+        "full": "every layer has an input norm; a final norm ends the draft",
+    }
+    first = {"self_fusion": "t_0 is paired with its own hidden state", "skip": "t_0 has none: it begins at (t_1, h_0)"}
+    return {
+        "input": "fc(concatenate(embedding of token t_j, hidden state h_{j-1})): embedding first",
+        "first_slot": first[config.first_token],
+        "hidden": "the target's, after its final norm; fed back as the draft puts it out",
+        "norms": norms[config.norms],
+        "rope": "halves convention, as Hugging Face's Llama, on the first partial_rotary_factor of each head",
+        "position_of_slot": "the position of its token t_j, so the draft's cache is as long as the target's",
+        "lm_head_and_embedding": "the target's"
+        + ("" if config.vocabulary is None else "; the draft proposes the tokens of draft.vocabulary only"),
+    }
+
+
+def save_draft(
+    draft: Draft,
+    directory: str | Path,
+    target: Identity,
+    training: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Path:
+    """Write a draft for our own engine; quantised parts as they are, everything else in `dtype`.
+
+    The embedding scale is folded. Raises as `write_artifact` does.
+    """
+    draft = draft.folded()
+    about = Artifact(
+        draft.config,
+        target,
+        dtype=str(dtype).removeprefix("torch."),
+        quant=quant_of(draft),
+        source=fingerprint(draft),
+        training=training or {},
+    )
+    return write_artifact(about, draft, directory)
+
+
+def write_artifact(
+    about: Artifact,
+    draft: Draft,
+    directory: str | Path,
+    card: str = "",
+    prove: Callable[[Path], None] | None = None,
+    embedding: torch.Tensor | None = None,
+) -> Path:
+    """Write the directory so that it is whole or not there; what it held before is replaced.
+
+    `prove` is given the place where it was written before it gets its name, which it does not get if that raises.
+    `embedding`: the target's, for an engine whose file repeats it (`layouts.to_engine`). The same arguments give the
+    same bytes. Raises UserError if the directory cannot be written, if it holds something that is no draft, and for a
+    draft that `about.engine` cannot run.
+    """
+    directory = Path(directory).resolve()  # a link stays, and where it leads is replaced
+    check_replaceable(directory)
+    tensors = file_tensors(draft, getattr(torch, about.dtype))
+    check_finite(tensors, f"out={directory}")
+    tensors = layouts.to_engine(about.engine, about.draft, tensors, embedding)
+    values = layouts.engine_config(about.engine, about.draft, about.quant, about.dtype, about.target)
+    values[KEY] = dataclasses.asdict(about)
+    partial = replaced = None
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
+        partial.chmod(0o755)
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        (partial / WEIGHTS).chmod(0o644)  # safetensors keeps it to its owner
+        write_json(partial / CONFIG, values)
+        if about.engine == "sglang" and about.draft.vocabulary is not None:
+            torch.save(about.draft.vocabulary, partial / layouts.TOKEN_MAP)
+        if card:
+            write_text(partial / CARD, card)
+        if prove is not None:
+            prove(partial)
+        if directory.exists():
+            replaced = partial.with_name(f"{partial.name}.replaced")
+            os.rename(directory, replaced)  # what cannot be moved is still whole
+        os.rename(partial, directory)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"out={directory}: cannot be written: {error}") from error
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)  # not there any more if all went well
+        if replaced is not None and replaced.exists() and not directory.exists():
+            os.rename(replaced, directory)
+        elif replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
+    return directory
+
+
+def check_replaceable(directory: Path) -> None:
+    """Raise UserError where no draft may be written."""
+    check(is_replaceable(directory), f"out={directory}: exists and holds no draft; name another directory")
+
+
+def is_replaceable(directory: Path) -> bool:
+    """Whether a draft may be written there: nothing is, or an empty directory, or another draft of ours."""
+    if not directory.is_dir():
+        return not directory.exists() and all(p.is_dir() for p in directory.parents if p.exists())
+    config = directory / CONFIG
+    return not any(directory.iterdir()) or (config.is_file() and f'"{KEY}"' in config.read_text(errors="replace"))
+
+
+def fingerprint(draft: Draft) -> str:
+    """A short hash of all of a draft's tensors."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(draft.state_dict().items()):
+        found.update(name.encode() + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def load_draft(directory: str | Path, target: Identity | None = None, field: str = "draft") -> Draft:
+    """The draft on the CPU, every tensor checked, in fp32 or quantised as it was exported.
+
+    With `target`, a draft made for another target is refused. Raises UserError, in which `field` is what the user set.
+    """
+    about, place = read_artifact(directory, field), f"{field}={directory}"
+    if target is not None:
+        check_target(about.target, target, place)
+    draft = Draft(about.draft)
+    load_tensors(
+        draft, layouts.from_engine(about.engine, about.draft, read_tensors(directory, field)), place, about.quant
+    )
+    return draft
+
+
+def read_tensors(directory: str | Path, field: str = "draft") -> dict[str, torch.Tensor]:
+    try:
+        return load_file(Path(directory).expanduser() / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{field}={directory}: {WEIGHTS} cannot be read: {error}") from error
+
+
+def read_config(directory: str | Path, field: str = "draft") -> dict[str, Any]:
+    """Its config.json. Raises UserError where there is none, or it is no mapping."""
+    path, place = Path(directory).expanduser() / CONFIG, f"{field}={directory}"
+    check(path.is_file(), f"{place}: no {CONFIG} there; give a directory that eagle-export wrote")
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise UserError(f"{place}: {CONFIG} is not JSON: {error}") from error
+    check(isinstance(values, dict), f"{place}: {CONFIG} holds no mapping")
+    return values
+
+
+def read_artifact(directory: str | Path, field: str = "draft") -> Artifact:
+    """What a directory that eagle-export wrote tells of its draft. Raises UserError."""
+    values, place = read_config(directory, field), f"{field}={directory}: {CONFIG}"
+    check(KEY in values, f"{place} has no {KEY!r}; give a directory that eagle-export wrote")
+    about = values[KEY]
+    version = about.get("version") if isinstance(about, dict) else None
+    check(version == VERSION, f"{place} is of version {version}, must be {VERSION}; export the draft anew")
+    about = build(Artifact, about, f"{place}: {KEY}")
+    for name, known in (("engine", layouts.ENGINES), ("rounding", ROUNDINGS), ("dtype", DTYPES)):
+        value = getattr(about, name)
+        check(value in known, f"{place}: {name} is {value!r}, must be one of {', '.join(known)}")
+    return about
+
+
+def check_target(made_for: Identity, target: Identity, place: str) -> None:
+    """Refuse a draft made for another target: sizes first, then the weights' fingerprint."""
+    for name in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
+        wanted, given = getattr(made_for, name), getattr(target, name)
+        check(
+            wanted == given,
+            f"{place}: made for target {made_for.name} ({name} {wanted}), not for {target.name} ({given})",
+        )

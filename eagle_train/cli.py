@@ -1,0 +1,251 @@
+"""How a command starts: Hydra's overrides, `--help`, signals, and a user's mistake as its end.
+
+Knows nothing of models, data or training, and nothing that computes imports it. DESIGN sections 3.10, 3.11.
+"""
+
+import functools
+import io
+import os
+import re
+import select
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from eagle_train.errors import UserError, check, one_line, report
+from eagle_train.settings import CONF_DIR, PACKAGE
+from eagle_train.terminal import printable
+from eagle_train.tree_names import ANY_TREE, TREES, tree_of
+from eagle_train.usage import usage
+
+COMMANDS = "commands"  # where in conf/ their YAMLs are; all other folders are groups
+PLACEHOLDER = re.compile(r"(\\*)\$\{")  # what OmegaConf would fill in
+
+TEXTS = ("prompt", "grammar.regex", "grammar.ebnf", "data.assistant_pattern")
+OPEN = ("data.template_kwargs.", "target.template_kwargs.", "data.roles.")  # mappings whose keys are the user's own
+
+BESIDE = {"target": "or a directory or hub id", "tree": f"or {ANY_TREE}, or FILE.yaml"}  # a group's YAMLs
+SHORT = {"target.path": "target", "draft.path": "draft", "tree.table": "tree"}  # see `named_path`
+FORMAT_WARNING = warnings.formatwarning  # Python's own
+OWN = (PACKAGE, PACKAGE.parent / "evals", PACKAGE.parent / "data")  # where our code is
+
+
+def is_value(override: str, parser: OverridesParser) -> bool:
+    """Whether Hydra reads `key=value` as one value; free text it would refuse, or split at its commas."""
+    try:
+        return not parser.parse_override(override).is_sweep_override()
+    except HydraException:
+        return False
+
+
+def as_typed(override: str, parser: OverridesParser) -> str:
+    """An override as Hydra should read it: a value that is no Hydra expression (free text, say) is quoted."""
+    key, equals, value = override.partition("=")
+    if not equals or override.startswith("-"):
+        return override
+    if key in TEXTS and value:  # text, whatever it looks like: 42, null, {a: b}, ${x}
+        value = PLACEHOLDER.sub(lambda m: m[1] * 2 + "\\${", value)
+        return f"{key}={quoted(value)}"
+    key = f"++{key}" if key.startswith(OPEN) else key
+    return f"{key}={value}" if is_value(override, parser) else f"{key}={quoted(value)}"
+
+
+def quoted(value: str) -> str:
+    """A text in Hydra's quotes, where a backslash escapes only quotes and, before them, itself."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + m[2].replace("'", "\\'"), value) + "'"
+
+
+# Of these one holds; given on the command line, it takes the place of the other, which a preset may have.
+EITHER = {"train.steps": "train.minutes", "train.minutes": "train.steps"}
+
+
+def with_others_off(overrides: list[str]) -> list[str]:
+    """The overrides, and null for the other of `EITHER` where one is given alone."""
+    given = {override.partition("=")[0] for override in overrides}
+    off = {key: other for key, other in EITHER.items() if other not in given and f"{key}=null" not in overrides}
+    pairs = ((override, off.get(override.partition("=")[0])) for override in overrides)
+    # Beside it: Hydra's parser takes overrides before its options or behind them, not both.
+    return [each for override, other in pairs for each in (override, *([] if other is None else [f"{other}=null"]))]
+
+
+def offer_trees(arguments: Iterable[str]) -> None:
+    """Let Hydra find the trees that `tree=NAME` asks for without a YAML, and some more that configs begin with."""
+    given = [argument.partition("=") for argument in arguments]
+    asked = [name for key, _, value in given if key.lstrip("+") == "tree" for name in value.split(",")]
+    for name in (*TREES, *asked):
+        if (tree := tree_of(name.strip())) is not None:
+            ConfigStore.instance().store(name.strip(), tree, group="tree", provider="eagle_train")
+
+
+offer_trees(())
+
+
+def named_path(override: str) -> list[str]:
+    """`target=X`, `draft=X` and `tree=X.yaml`, where X is no YAML of that group: a directory, a hub id, a file.
+
+    A tree's other names are left to Hydra, see `offer_trees`.
+    """
+    key, _, value = override.partition("=")
+    if key not in ("target", "draft", "tree") or not value or value.startswith("{"):
+        return [override]
+    if (CONF_DIR / key / f"{value}.yaml").exists() or (key == "tree" and not value.endswith(".yaml")):
+        return [override]
+    short = {"draft": ["draft.path="], "target": ["target=hf", "target.path="], "tree": ["tree=table", "tree.table="]}
+    return [*short[key][:-1], short[key][-1] + value]
+
+
+def check_overrides(config_name: str, arguments: list[str]) -> None:
+    """Compose once before Hydra does, so that an unknown key, or one not given, is one line and told at once."""
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    given = parser.parse_args(arguments)
+    if given.multirun or given.config_dir or given.config_path:  # many configs, or files beside ours
+        return
+    config = compose(given.config_name or config_name, given.overrides)
+    if not given.cfg and not given.info:  # it will run
+        check_complete(config)
+
+
+def refuse(message: str) -> NoReturn:
+    """What argparse is to do, which would print its usage."""
+    raise UserError(f"{message} (keys are given as KEY=VALUE; --help tells them)")
+
+
+def check_complete(config: DictConfig) -> None:
+    """Raise UserError for values left at `???`, or taken from a key that is not there."""
+    try:
+        missing = sorted(OmegaConf.missing_keys(config))
+    except OmegaConfBaseException as error:
+        raise UserError(one_line(error)) from error
+    are = "is" if len(missing) == 1 else "are"
+    wanted = " ".join(f"{SHORT.get(key, key)}=VALUE" for key in missing)
+    check(not missing, f"{', '.join(missing)} {are} needed: give {wanted}")
+
+
+def compose(config_name: str, overrides: list[str]) -> DictConfig:
+    """A command's config with these overrides. Raises UserError for one that does not fit."""
+    overrides = with_others_off(overrides)
+    offer_trees(overrides)
+    place = config_name if "/" in config_name else f"{COMMANDS}/{config_name}"  # Hydra's --config-name has the folder
+    try:
+        if GlobalHydra.instance().is_initialized():  # a command is running
+            return hydra.compose(place, overrides)
+        with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
+            return hydra.compose(place, overrides)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise UserError(misread(overrides, config_name) or refused(error)) from error
+
+
+def misread(overrides: list[str], config_name: str) -> str | None:
+    """What is wrong with the first override of a kind that Hydra refuses in words of its own."""
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if key == "draft.path" and config_name == "train":  # see `named_path`
+            return f"draft={value}: must be one of dense3; what gives weights to begin with is train.init_from=DIR"
+        if not key or (not equals and not key.startswith("~")):
+            return f"{override}: must be KEY=VALUE (--help tells the keys)"
+        if value == "null" and (CONF_DIR / key).is_dir():
+            options = sorted(path.stem for path in (CONF_DIR / key).glob("*.yaml") if path.stem != "base")
+            return f"{override}: must be one of {', '.join(options)}, or left out"
+    return None
+
+
+def refused(error: Exception) -> str:
+    """What Hydra says of an override, and what would be right."""
+    options = getattr(error, "options", None)  # of a group that has none of that name
+    options = options and [name for name in options if name in TREES or tree_of(name) is None]
+    hint = f"there are {', '.join(options)}" if options else "--help tells the keys"
+    hint += f", and {ANY_TREE}" if options and TREES[0] in options else ""
+    said = one_line(error).rstrip(".").replace(f"In '{COMMANDS}/", "In '")
+    return f"{said} ({hint})"
+
+
+def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+    """Makes `task(config)` a command with Hydra's overrides.
+
+    A UserError ends it with one line on stderr and status 2; so do an unknown override and a value left at `???`. An
+    interrupt ends it with one line, too.
+    """
+
+    def decorate(task: Callable[[DictConfig], None]) -> Callable[[], None]:
+        @hydra.main(version_base="1.3", config_path=str(CONF_DIR.resolve()), config_name=f"{COMMANDS}/{config_name}")
+        @functools.wraps(task)
+        def run(config: DictConfig) -> None:
+            try:
+                check_complete(config)
+                task(config)
+                sys.stdout.flush()
+            except OmegaConfBaseException as error:
+                sys.exit(report(UserError(one_line(error))))
+            except UserError as error:  # caught here, because Hydra would add its own lines to it
+                sys.exit(report(error))
+            except KeyboardInterrupt:
+                print("interrupted", file=sys.stderr)
+                sys.exit(128 + signal.SIGINT)  # as shells have it
+            except BrokenPipeError:
+                if not reader_left():
+                    raise
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at its end
+                sys.exit(128 + signal.SIGPIPE)
+
+        @functools.wraps(task)
+        def main() -> None:
+            sys.argv[1:] = read(config_name)
+            os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # what is no user's mistake keeps its traceback
+            run()
+
+        return main
+
+    return decorate
+
+
+def read(config_name: str) -> list[str]:
+    """What a command was given, as Hydra reads it. `--help` and an override that does not fit end the process here."""
+    tell_plainly()
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(usage(CONF_DIR, config_name, BESIDE))
+        sys.exit()
+    parser = OverridesParser.create()
+    multirun = bool({"-m", "--multirun"} & set(sys.argv))
+    arguments = with_others_off([override for argument in sys.argv[1:] for override in named_path(argument)])
+    offer_trees(arguments)
+    arguments = arguments if multirun else [as_typed(argument, parser) for argument in arguments]
+    try:
+        check_overrides(config_name, arguments)
+    except UserError as error:
+        sys.exit(report(error))
+    return arguments
+
+
+def tell_plainly() -> None:
+    """From here on warnings of ours are one line each, and no character fails for want of an encoding."""
+    warnings.formatwarning = warning_text
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def warning_text(message: Any, category: type[Warning], file: str, line: int, source: str | None = None) -> str:
+    """A warning as it is printed: where in the code it arose is told of other libraries' alone."""
+    if category is UserWarning and any(Path(file).is_relative_to(folder) for folder in OWN):
+        return f"warning: {printable(' '.join(str(message).split()))}\n"
+    return FORMAT_WARNING(message, category, file, line, source)
+
+
+def reader_left() -> bool:
+    """Whether nobody reads any more what is printed."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors are told whatever is asked for
+    return any(event & select.POLLERR for _, event in poll.poll(0))

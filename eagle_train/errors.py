@@ -1,0 +1,62 @@
+"""A user's mistake as one line: the field, its value, and what would be right. Knows nothing of the rest of the package
+but how a terminal is written to. DESIGN section 3.11.
+"""
+
+import re
+import reprlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from eagle_train.terminal import printable
+
+SURROGATE = re.compile("[\\ud800-\\udfff]")  # what a text of JSON may hold and UTF-8 may not
+HALF = "half of a surrogate pair: no text can be made of it"
+
+
+class UserError(Exception):
+    """A user's mistake, told in one line: the field, its value, and what would be right."""
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise UserError(message) unless `condition` holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def one_line(error: Exception) -> str:
+    """The first line of a library's message, which is the one that says what is wrong."""
+    return " ".join(str(error).strip().split("\n")[0].split())
+
+
+@contextmanager
+def foreign(what: str) -> Iterator[None]:
+    """What a library raises meanwhile becomes a UserError: `what`, and the first line of what it said."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # libraries raise what they like
+        kind = "" if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: "
+        raise UserError(f"{what}: {kind}{one_line(error)}") from error
+
+
+class _Short(reprlib.Repr):
+    def repr_int(self, number: int, level: int) -> str:
+        """Python refuses to write the longest."""
+        bits = number.bit_length()
+        return super().repr_int(number, level) if bits < 14_000 else f"a whole number of {bits} bits"
+
+
+def shown(value: Any) -> str:
+    """What there is to see of a value, however large, on one line."""
+    short = _Short()
+    short.maxlevel, short.maxstring, short.maxother = 2, 60, 60
+    return " ".join(short.repr(value).split())
+
+
+def report(error: UserError) -> int:
+    """Print a user's mistake; returns the exit status."""
+    sys.stderr.write(f"error: {printable(' '.join(str(error).split()))}\n")  # at once, so that ranks' lines do not mix
+    return 2

@@ -1,0 +1,57 @@
+"""Dispatcher: which static tree the current batch gets. Paper section 3.4 (pre-computed static trees); DESIGN 3.5."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from yaml import YAMLError
+
+from eagle_train.errors import UserError, check, one_line
+from eagle_train.inference.decode.tree import Tree, load_tree
+from eagle_train.inference.drafters.drafter import Plan
+
+
+class Dispatcher:
+    """A table from batch size to tree. A tree whose only node is the root means: no speculation."""
+
+    def __init__(self, spec: Any, device: torch.device | str = "cpu"):
+        """`spec`: one tree for every batch size; or a mapping {largest batch size: tree}; or a YAML of either:
+        FILE.yaml, or {table: FILE}. Raises UserError.
+        """
+        if isinstance(spec, Mapping) and set(spec) == {"table"}:
+            spec = read_table(spec["table"])
+        elif isinstance(spec, str) and spec.endswith(".yaml"):
+            spec = read_table(spec)
+        is_table = isinstance(spec, Mapping) and bool(spec) and all(str(size).isdigit() for size in spec)
+        table = {int(size): tree for size, tree in spec.items()} if is_table else {1 << 62: spec}
+        check(all(size > 0 for size in table), f"dispatch: batch sizes {sorted(table)} must be above 0")
+        self.table = sorted((size, Plan(load_tree(tree).to(device))) for size, tree in table.items())
+
+    def dispatch(self, batch_size: int) -> Plan:
+        """The plan of the smallest listed size that holds the batch; beyond the table, the last one."""
+        return next((plan for size, plan in self.table if batch_size <= size), self.table[-1][1])
+
+    @property
+    def largest(self) -> Tree:
+        """The tree with the most nodes, for which room is kept."""
+        return max((plan.tree for _, plan in self.table), key=lambda tree: tree.num_nodes)
+
+    @property
+    def deepest(self) -> int:
+        return max(plan.tree.max_depth for _, plan in self.table)
+
+
+def read_table(path: str) -> Any:
+    """What a YAML file has: trees by batch size, as evals/tune_trees.py writes them, or one tree. Raises UserError."""
+    check(Path(path).is_file(), f"tree.table={path}: no such file")
+    try:
+        table = OmegaConf.to_container(OmegaConf.load(path))
+    except (YAMLError, OSError, ValueError) as error:
+        raise UserError(f"tree.table={path}: no YAML: {one_line(error)}") from error
+    given = set(table) if isinstance(table, dict) else set()
+    is_table = bool(given) and all(isinstance(size, int) for size in given)
+    is_tree = bool(given & {"_target_", "parents"})
+    check(is_table or is_tree, f"tree.table={path}: must map batch sizes to trees, or be one: `parents: [-1, 0]`, say")
+    return table

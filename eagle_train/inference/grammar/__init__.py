@@ -1,0 +1,1 @@
+"""Grammars that an answer must obey, and the token masks that follow. Knows nothing of drafts or models."""

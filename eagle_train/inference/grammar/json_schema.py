@@ -1,0 +1,319 @@
+"""Which JSON schemas a grammar can promise to keep; all others are refused, naming the place.
+
+What a keyword means as a grammar is in `grammars/json_text.py`. Knows nothing of tokens. Every form below was tried
+against answers that violate it.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from itertools import combinations
+from math import isfinite
+from typing import Any
+
+from eagle_train.errors import SURROGATE, UserError, check, shown
+from eagle_train.inference.grammar.expressions import MOST_TIMES, check_length, check_pattern
+from eagle_train.inference.grammar.formats import FORMATS
+from eagle_train.inference.grammar.json_text import PYTHON, Path, path_of, place
+
+DEEPEST, MOST_PROPERTIES = 32, 500  # the time to compile grows with their cubes
+MOST_SCHEMAS = 3000  # in all
+MOST_STRINGS = 100  # of bounds or patterns of their own; where all are possible at once, a mask takes 0.3 s
+MOST_ARRAYS = 200  # the same
+MOST_MULTIPLES = 4096  # their sum
+NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+NOTES |= {"$schema", "$id", "$comment", "$defs", "definitions"}
+BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+OF_TYPE = {
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "integer": BOUNDS | {"multipleOf"},
+    "number": BOUNDS,
+    "array": {"items", "prefixItems", "minItems", "maxItems", "uniqueItems"},
+    "object": {"properties", "required", "additionalProperties", "minProperties", "maxProperties"},
+    "boolean": set[str](),
+    "null": set[str](),
+}
+STRINGS, ARRAYS = {"minLength", "maxLength", "pattern"}, {"minItems", "maxItems"}
+COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+LARGEST_MULTIPLE = 1024
+MOST_DIGITS, MOST_BITS = 4300, 14000  # of a whole number: Python writes no longer ones
+ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")  # no grammar keeps one of these and others besides
+SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (
+        lambda value: is_listing(value if isinstance(value, list) else [value], is_type),
+        f"one or some of {', '.join(OF_TYPE)}",
+    ),
+    "properties": (
+        lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value),
+        "a mapping",
+    ),
+    "required": (lambda value: is_listing(value, is_text), "a list of names"),
+    "pattern": (lambda value: is_text(value), "a text"),
+    "format": (lambda value: is_text(value), "a text"),
+    "multipleOf": (
+        lambda value: is_number(value) and value in range(1, LARGEST_MULTIPLE + 1),
+        f"a whole number from 1 to {LARGEST_MULTIPLE}",
+    ),
+    **dict.fromkeys(COUNTS, (lambda value: is_count(value), f"a whole number, at most {MOST_TIMES}")),
+    **dict.fromkeys(BOUNDS, (lambda value: is_number(value), "a number")),
+    **dict.fromkeys(("anyOf", "oneOf", "prefixItems"), (lambda value: isinstance(value, list), "a list of schemas")),
+    "enum": (lambda value: isinstance(value, list), "a list"),
+}
+KINDS = ("boolean", "number", "string", "array", "object")  # in this order a value is of the first it can be of
+
+
+def schema_text(schema: Any) -> str:
+    """A schema as JSON. Raises UserError for what JSON does not have, and RecursionError."""
+    return json.dumps(_as_json(schema), ensure_ascii=False)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        named = next((name for name in value if not isinstance(name, str)), "")
+        check(isinstance(named, str), f"the key {shown(named)} must be a text")
+        return {name: _as_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(_as_json, value))
+    if not isinstance(value, str | int | float | None):
+        raise UserError(f"{shown(value)} is nothing that JSON has")
+    if isinstance(value, float) and not isfinite(value):
+        raise UserError(f"{value} is no number that JSON has")
+    long = isinstance(value, int) and value.bit_length() > MOST_BITS
+    check(not long, f"a whole number of {long and value.bit_length()} bits; at most {MOST_BITS} are possible")
+    return value
+
+
+def read_schema(text: str) -> Any:
+    """A schema from JSON, which must say everything once, and in numbers that are read as they are written.
+
+    Raises UserError and RecursionError.
+    """
+    try:
+        return json.loads(
+            text, object_pairs_hook=_once, parse_float=_exact, parse_int=_whole, parse_constant=_no_number
+        )
+    except json.JSONDecodeError as error:
+        raise UserError(f"no JSON from line {error.lineno}, column {error.colno} on") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None) if len(found) < len(names) else None
+    check(twice is None, f"the key {shown(twice)} comes twice in an object")
+    for name in COUNTS & set(found):  # 2.0 is a whole number to JSON Schema
+        value = found[name]
+        found[name] = int(value) if isinstance(value, float) and value.is_integer() else value
+    return found
+
+
+def _exact(text: str) -> float:
+    number = float(text)
+    exact = isfinite(number) and Decimal(repr(number)) == Decimal(text)
+    check(exact, f"{shown(text)[1:-1]} is no number that 64 bits hold: readers take it for {number}")
+    return number
+
+
+def _whole(text: str) -> int:
+    check(len(text) <= MOST_DIGITS, f"a whole number of {len(text)} digits; at most {MOST_DIGITS} are possible")
+    return int(text)
+
+
+def _no_number(text: str) -> None:
+    raise UserError(f"{text} is no number that JSON has")
+
+
+def check_schema(schema: Any) -> None:
+    """Raise UserError, naming the place, if an answer could be given that violates `schema`, or none in time."""
+    inside: list[tuple[Path, Any, int]] = [((), schema, 0)]
+    found: dict[Path, Any] = {}
+    while inside:
+        path, each, depth = inside.pop()
+        check(depth <= DEEPEST, f"{place(path)}: deeper than {DEEPEST} schemas")
+        found[path] = each
+        check(len(found) <= MOST_SCHEMAS, f"more than {MOST_SCHEMAS} schemas")
+        if isinstance(each, Mapping):
+            check_one(each, place(path))
+            check(not path or "$id" not in each, f"{place(path)}: $id cannot be guaranteed but at the root")
+            inside += [((*path, *name), inner, depth + 1) for name, inner in reversed(parts(each))]
+    schemas = {path: each for path, each in found.items() if isinstance(each, Mapping)}
+    for path, each in schemas.items():
+        check_reference(each, place(path), found)
+    for path, each in found.items():
+        check(isinstance(each, bool | Mapping), f"{place(path)}: {shown(each)} must be a schema")
+    for path, each in schemas.items():
+        check_one_of(each.get("oneOf", []), place(path), found)
+    check_work(list(schemas.values()))
+
+
+def check_one(schema: Mapping[str, Any], where: str) -> None:
+    """As `check_schema`, without the schemas inside."""
+    keys = set(schema) - NOTES
+    for key in sorted(keys & set(SHAPES)):
+        right, wanted = SHAPES[key]
+        check(right(schema[key]), f"{where}: {key} {shown(schema[key])} must be {wanted}")
+    many = len(schema.get("properties", {}))
+    check(many <= MOST_PROPERTIES, f"{where}: {many} properties; at most {MOST_PROPERTIES} are possible")
+    first = next((key for key in ALONE if key in keys), None)
+    allowed = {first} if first else {"type"} | keys_of(schema.get("type"))
+    if first in ("enum", "const") and "type" in keys:
+        allowed |= {"type"}
+    if isinstance(schema.get("type"), list) and "number" in schema["type"]:
+        allowed -= {"multipleOf"}  # beside it, it would be kept for whole numbers alone
+    if schema.get("uniqueItems") is not False:
+        allowed -= {"uniqueItems"}
+    unknown = sorted(map(str, keys - allowed))
+    reason = f"beside {first}" if first else f"for type {schema.get('type')!r}"
+    check(not unknown, f"{where}: {', '.join(unknown)} cannot be guaranteed {reason}")
+    known = schema.get("format", "date") in FORMATS
+    said = f"format {shown(schema.get('format'))} cannot be guaranteed; those that can: {', '.join(sorted(FORMATS))}"
+    check(known, f"{where}: {said}")
+    both = {"pattern", "format"} <= keys
+    check(not both, f"{where}: format, pattern cannot be guaranteed together")
+    single = "allOf" not in keys or (isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1)
+    check(single, f"{where}: allOf cannot be guaranteed for more than one schema, or none")
+    empty = any(schema.get(key) == [] for key in ("anyOf", "oneOf", "enum", "type"))
+    check(not empty, f"{where}: nothing is left to choose from")
+    for key in sorted(keys & {"pattern", "const", "enum"}):
+        check_text(key, schema[key], where)
+    missing = [name for name in schema.get("required", []) if name not in schema.get("properties", {})]
+    check(not missing, f"{where}: required {shown(missing)} cannot be guaranteed without a schema in properties")
+    names = [name for name in schema.get("properties", {}) if SURROGATE.search(name)]
+    check(not names, f"{where}: {shown(names)}: surrogates not allowed")
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_type(value: Any) -> bool:
+    return is_text(value) and value in OF_TYPE
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TIMES
+
+
+def is_listing(values: Any, each: Callable[[Any], bool]) -> bool:
+    return isinstance(values, list) and all(map(each, values))
+
+
+def keys_of(types: Any) -> set[str]:
+    """The keywords that constrain values of these types."""
+    names = types if isinstance(types, list | tuple) else [types]
+    return set().union(*(OF_TYPE.get(name, set()) for name in names if isinstance(name, str)))
+
+
+def check_text(key: str, value: Any, where: str) -> None:
+    """Raise UserError for a pattern or value that cannot be written, or not in time."""
+    if key == "pattern":
+        try:
+            check_pattern(value)
+        except UserError as error:
+            raise UserError(f"{where}: pattern: {error}") from error
+        return
+    check_length(json.dumps(value))
+    check(not SURROGATE.search(json.dumps(value, ensure_ascii=False)), f"{where}: {key}: surrogates not allowed")
+
+
+def check_reference(schema: Mapping[str, Any], where: str, found: Mapping[Path, Any]) -> None:
+    """Raise UserError unless what is referred to is one of the schemas that were `found`, and so looked at."""
+    reference = schema.get("$ref", "#")
+    begins = isinstance(reference, str) and reference[:2] in ("#", "#/")
+    check(begins, f"{where}: $ref {shown(reference)} must begin with #/")
+    known = path_of(reference) in found
+    check(known, f"{where}: $ref {shown(reference)} must lead to a schema, as #/$defs/NAME does")
+
+
+def check_work(schemas: list[Mapping[str, Any]]) -> None:
+    """Raise UserError where all of them together take too long. What is the same costs once, but for multiples."""
+    for keys, kind, most in ((STRINGS, "strings", MOST_STRINGS), (ARRAYS, "arrays", MOST_ARRAYS)):
+        bounded = [{key: each[key] for key in each.keys() - NOTES} for each in schemas if keys & set(each)]
+        bounded = {json.dumps(each, sort_keys=True) for each in bounded}
+        said = f"{len(bounded)} {kind} of bounds or patterns of their own; at most {most} are possible"
+        check(len(bounded) <= most, said)
+    multiples = [each.get("multipleOf") for each in schemas]
+    total = sum(number for number in multiples if isinstance(number, int))
+    check(total <= MOST_MULTIPLES, f"multiples of {total} in all; at most {MOST_MULTIPLES} are possible")
+
+
+def check_one_of(options: list[Any], where: str, found: Mapping[Path, Any]) -> None:
+    """Raise UserError unless it is certain that no value is of two of the schemas."""
+    for (i, one), (j, other) in combinations(enumerate(options), 2):
+        apart = are_apart(one, other, found)
+        check(apart, f"{where}: oneOf cannot be guaranteed: {i} and {j} may hold together; anyOf lets them")
+
+
+def are_apart(one: Any, other: Any, found: Mapping[Path, Any], depth: int = 0) -> bool:
+    """Whether types or constants say that no value is of both schemas."""
+    one, other = (referred(each, found) for each in (one, other))
+    if depth > DEEPEST or not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        return one is False or other is False
+    for schema, against in ((one, other), (other, one)):
+        for key in ("anyOf", "oneOf", "allOf"):
+            if key in schema:
+                return all(are_apart(each, against, found, depth + 1) for each in schema[key])
+    values = [values_of(schema) for schema in (one, other)]
+    if values[0] is not None and values[1] is not None:
+        return not values[0] & values[1]
+    types = [types_of(schema) for schema in (one, other)]
+    if not types[0] & types[1]:
+        return True
+    shared = set(one.get("required", [])) & set(other.get("required", []))
+    objects = types[0] == types[1] == {"object"}
+    return objects and any(
+        are_apart(one["properties"][name], other["properties"][name], found, depth + 1) for name in shared
+    )
+
+
+def referred(schema: Any, found: Mapping[Path, Any]) -> Any:
+    """What a schema refers to in the end; true where that never ends."""
+    for _ in range(DEEPEST):
+        if not isinstance(schema, Mapping) or "$ref" not in schema:
+            return schema
+        schema = found[path_of(schema["$ref"])]
+    return True
+
+
+def values_of(schema: Mapping[str, Any]) -> set[str] | None:
+    """The constants of a schema, numbers that are equal alike; None where it has none."""
+    if not {"const", "enum"} & set(schema):
+        return None
+    values = schema["enum"] if "enum" in schema else [schema["const"]]
+    return {json.dumps(plain(value), sort_keys=True) for value in values}
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def types_of(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema's values may have; a whole number is a number."""
+    if {"const", "enum"} & set(schema):
+        values = schema["enum"] if "enum" in schema else [schema["const"]]
+        return {next((name for name in KINDS if isinstance(value, PYTHON[name])), "null") for value in values}
+    types = schema.get("type", [*KINDS, "null"])
+    types = [types] if isinstance(types, str) else types
+    return {"number" if name == "integer" else name for name in types}
+
+
+def parts(schema: Mapping[str, Any]) -> list[tuple[Path, Any]]:
+    """The schemas directly inside one, by their places in it."""
+    found: list[tuple[Path, Any]] = [
+        ((key,), schema[key]) for key in ("items", "additionalProperties") if key in schema
+    ]
+    for key in ("properties", "$defs", "definitions"):
+        inner = schema.get(key)
+        found += [((key, name), each) for name, each in inner.items()] if isinstance(inner, Mapping) else []
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        inner = schema.get(key)
+        found += [((key, str(i)), each) for i, each in enumerate(inner)] if isinstance(inner, list | tuple) else []
+    return found

@@ -1,0 +1,393 @@
+"""Regular expressions as trees: parsed by ECMA-262's rules, which are JSON Schema's. What has no exact tree is refused.
+
+Knows nothing of EBNF, JSON or tokens. A tree stands for a set of texts; characters are Unicode code points.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from eagle_train.errors import UserError, check
+
+Ranges = tuple[tuple[int, int], ...]
+"""Code points: first and last of each stretch, ascending, with gaps between them."""
+
+DEEPEST = 100  # groups within groups
+CONTROLS = {"f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "0": "\0"}
+UNKEPT = {"b": "a word's edge", "B": "a word's edge", "p": "a Unicode property", "P": "a Unicode property"}
+UNKEPT |= dict.fromkeys("k123456789", "what a group has matched")
+TIMES = re.compile(r"\{(\d+)(,?)(\d*)\}|\{,\d*\}")
+NAMED = re.compile(r"\?P?<[A-Za-z_]\w*>")
+HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
+LOOKS = {"?=": "Lookahead", "?!": "Lookahead", "?<=": "Lookbehind", "?<!": "Lookbehind"}
+
+
+class Impossible(UserError):
+    """There is no text of the kind that is asked for."""
+
+
+def expect(possible: bool, message: str) -> None:
+    if not possible:
+        raise Impossible(message)
+
+
+@dataclass(frozen=True)
+class Chars:
+    """One character of a set; of an empty one, nothing at all."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Row:
+    """One after another; without parts, the empty text."""
+
+    parts: tuple["Node", ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    options: tuple["Node", ...]
+
+
+@dataclass(frozen=True)
+class Times:
+    node: "Node"
+    least: int
+    most: int | None  # None: without an end
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """`^` or `$`. In no tree that `whole` or `searched` returns."""
+
+    sign: str
+
+
+@dataclass(frozen=True)
+class Ref:
+    """What another rule of a grammar matches. In no tree of a regular expression."""
+
+    name: str
+
+
+Node = Chars | Row | Choice | Times | Anchor | Ref
+
+
+def union(*sets: Iterable[tuple[int, int]]) -> Ranges:
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(each for ranges in sets for each in ranges):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+def without(ranges: Ranges, removed: Ranges) -> Ranges:
+    left = []
+    for first, last in ranges:
+        for start, end in removed:
+            if first <= end and start <= last:
+                if first < start:
+                    left.append((first, start - 1))
+                first = end + 1
+        if first <= last:
+            left.append((first, last))
+    return tuple(left)
+
+
+def points(text: str) -> Ranges:
+    return union((ord(c), ord(c)) for c in text)
+
+
+EVERY: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))  # a text has no surrogates
+
+
+DIGIT: Ranges = ((48, 57),)
+SPACE = union(points(" \t\n\r\f\v\xa0\u1680\u2028\u2029\u202f\u205f\u3000"), ((0x2000, 0x200A),))
+ALIKE = {"d": DIGIT, "w": union(DIGIT, ((65, 90), (97, 122)), points("_")), "s": SPACE}
+
+
+@cache
+def either(letter: str) -> Ranges:
+    r"""What \d, \w or \s is to ECMA-262 or to Python's `re`; ALIKE has what it is to both.
+
+    Readers check patterns by one or the other; what is promised holds for both.
+    """
+    text = "".join(chr(code) for first, last in EVERY for code in range(first, last + 1))
+    spans = (match[0] for match in re.finditer(rf"\{letter}+", text))
+    python = union((ord(c), ord(c)) for span in spans for c in span)
+    return union(ALIKE[letter], python, points("\ufeff") if letter == "s" else ())
+
+
+DOT = without(EVERY, points("\n\r\u2028\u2029"))
+ANY = Times(Chars(EVERY), 0, None)
+
+
+def whole(pattern: str) -> Node:
+    """The texts that match from beginning to end, as a grammar's `regex` has it. Raises UserError."""
+    return Choice(tuple(row for row, _, _ in alternatives(Parser(pattern).parsed())))
+
+
+def searched(pattern: str) -> Node:
+    """The texts in which the pattern is found, as JSON Schema's `pattern` has it. Raises UserError."""
+    rows = [
+        Row((*([] if begins else [ANY]), *row.parts, *([] if ends else [ANY])))
+        for row, begins, ends in alternatives(Parser(pattern).parsed())
+    ]
+    return Choice(tuple(rows))
+
+
+class Parser:
+    def __init__(self, pattern: str, deepest: int = DEEPEST):
+        self.text, self.at, self.depth, self.deepest = pattern, 0, 0, deepest
+
+    def parsed(self) -> Node:
+        self.check_characters()
+        node = self.choice()
+        check(self.at == len(self.text), "a ) closes no group")
+        return node
+
+    def check_characters(self) -> None:
+        surrogate = any(0xD800 <= ord(c) <= 0xDFFF for c in self.text)
+        check(not surrogate, "surrogates not allowed: half of a pair is no character")
+        check("\0" not in self.text, r"null characters cannot be read; write \0")
+
+    def next_is(self, text: str) -> bool:
+        return self.text.startswith(text, self.at)
+
+    def take(self, text: str) -> bool:
+        found = self.next_is(text)
+        self.at += len(text) if found else 0
+        return found
+
+    def choice(self) -> Node:
+        options = [self.row()]
+        while self.take("|"):
+            options.append(self.row())
+        return Choice(tuple(options)) if len(options) > 1 else options[0]
+
+    def row(self) -> Row:
+        parts: list[Node] = []
+        while self.at < len(self.text) and self.text[self.at] not in "|)":
+            parts.append(self.repeated(self.atom()))
+        return Row(tuple(parts))
+
+    def repeated(self, node: Node) -> Node:
+        """What was read, as often as what follows says."""
+        times = self.times()
+        if times is None:
+            return node
+        check(not has_anchor(node), "^ and $ may stand at the ends only, and not be repeated")
+        self.take("?")  # as few as possible: of the same texts
+        again = self.at < len(self.text) and (self.text[self.at] in "*+?" or TIMES.match(self.text, self.at))
+        check(not again, "a repetition of a repetition: put the inner one into a group")
+        return Times(node, *times)
+
+    def times(self) -> tuple[int, int | None] | None:
+        for sign, times in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+            if self.take(sign):
+                return times
+        found = TIMES.match(self.text, self.at)
+        if not found:
+            return None
+        check(found[1] is not None, f"{found[0]} means different things; write {{0,...}}, or a backslash before it")
+        return self.bounds(found)
+
+    def bounds(self, found: re.Match[str]) -> tuple[int, int | None]:
+        """Of a repetition that stands here: its least, its comma, its most."""
+        self.at = found.end()
+        least = int(found[1])
+        most = int(found[3]) if found[3] else None if found[2] else least
+        check(most is None or least <= most, "Lower bound is larger than the upper bound of a repetition")
+        return least, most
+
+    def atom(self) -> Node:
+        letter = self.text[self.at]
+        self.at += 1
+        if letter == "(":
+            return self.group()
+        if letter == "[":
+            return Chars(self.set_of())
+        if letter == "\\":
+            return Chars(self.escape())
+        if letter in "^$":
+            return Anchor(letter)
+        literal_brace = letter == "{" and not TIMES.match(self.text, self.at - 1)
+        check(letter not in "*+?{" or literal_brace, f"nothing is there for {letter} to repeat")
+        return Chars(DOT if letter == "." else points(letter))
+
+    def group(self) -> Node:
+        for sign, name in LOOKS.items():
+            check(not self.next_is(sign), f"{name} cannot be guaranteed: ({sign}")
+        if named := NAMED.match(self.text, self.at):
+            self.at = named.end()
+        elif not self.take("?:"):
+            check(not self.next_is("?"), f"a group that begins with ({self.text[self.at : self.at + 2]} is not known")
+        return self.closed()
+
+    def closed(self) -> Node:
+        """What stands in a group, to its end."""
+        self.depth += 1
+        check(self.depth <= self.deepest, f"groups within groups: at most {self.deepest} are possible")
+        node = self.choice()
+        check(self.take(")"), "a group is not closed")
+        self.depth -= 1
+        return node
+
+    def set_of(self) -> Ranges:
+        """What follows a [, to its ]."""
+        negated, ranges = self.take("^"), []
+        check(not self.next_is("]"), r"a class that begins with ] means different things; write \] for it")
+        while not self.take("]"):
+            check(self.at < len(self.text), "Unclosed class of characters: a ] is missing")
+            first = self.member(negated)
+            is_range = self.next_is("-") and not self.next_is("-]") and self.at + 1 < len(self.text)
+            if is_range and is_one(first):
+                self.at += 1
+                last = self.member(negated)
+                check(is_one(last) and first[0][0] <= last[0][0], "a range of characters ends before it begins")
+                first = ((first[0][0], last[0][0]),)
+            ranges.append(first)
+        found = without(union(*ranges), ((0xD800, 0xDFFF),))
+        return without(EVERY, found) if negated else found
+
+    def member(self, negated: bool) -> Ranges:
+        letter = self.text[self.at]
+        self.at += 1
+        return self.escape(in_set=True, negated=negated) if letter == "\\" else points(letter)
+
+    def escape(self, in_set: bool = False, negated: bool = False) -> Ranges:
+        """What follows a backslash; `negated`: all that it may be to some reader, and not what it is to all."""
+        check(self.at < len(self.text), "a backslash at the end stands for nothing")
+        if (code := self.code()) is not None:
+            return ((code, code),)
+        letter = self.text[self.at]
+        self.at += 1
+        if letter in ALIKE:
+            return either(letter) if negated else ALIKE[letter]
+        if letter.lower() in ALIKE:
+            return without(EVERY, ALIKE[letter.lower()] if negated else either(letter.lower()))
+        if letter == "b" and in_set:
+            return points("\b")
+        digit = self.text[self.at : self.at + 1]
+        check(letter != "0" or not digit.isdigit(), f"\\0{digit} is no escape that is known; write \\x and two digits")
+        if letter in CONTROLS:
+            return points(CONTROLS[letter])
+        check(letter not in UNKEPT or in_set, f"\\{letter}, {UNKEPT.get(letter)}, cannot be guaranteed")
+        strange = letter.isascii() and letter.isalnum()
+        check(not strange, f"\\{letter} is no escape that is known; without the backslash it is the letter")
+        return points(letter)
+
+    def code(self) -> int | None:
+        r"""The code point of \xHH, \uHHHH, a pair of those, \u{H...} or \cX; None where none of them is there."""
+        if self.next_is("c"):
+            letter = self.text[self.at + 1 : self.at + 2]
+            check(letter.isascii() and letter.isalpha(), r"\c must be followed by a letter")
+            self.at += 2
+            return ord(letter) % 32
+        return self.hexadecimal()
+
+    def hexadecimal(self) -> int | None:
+        found = HEX.match(self.text, self.at)
+        if not found:
+            return None
+        self.at = found.end()
+        code = int(found[1] or found[2] or found[3], 16)
+        low = HEX.match(self.text, self.at + 1) if 0xD800 <= code < 0xDC00 and self.next_is("\\u") else None
+        if low and low[2] and 0xDC00 <= int(low[2], 16) < 0xE000:
+            self.at = low.end()
+            return 0x10000 + ((code - 0xD800) << 10) + int(low[2], 16) - 0xDC00
+        return character(code, found[0])
+
+
+def character(code: int, said: str) -> int:
+    """A code point that was written as \\`said`. Raises UserError for one that no text has."""
+    is_point = code <= 0x10FFFF and not 0xD800 <= code < 0xE000
+    check(is_point, f"\\{said} is no character: surrogates not allowed")
+    return code
+
+
+def is_one(ranges: Ranges) -> bool:
+    return len(ranges) == 1 and ranges[0][0] == ranges[0][1]
+
+
+def has_anchor(node: Node) -> bool:
+    if isinstance(node, Row | Choice):
+        return any(map(has_anchor, node.parts if isinstance(node, Row) else node.options))
+    return isinstance(node, Anchor) or (isinstance(node, Times) and has_anchor(node.node))
+
+
+def alternatives(node: Node) -> list[tuple[Row, bool, bool]]:
+    """What may match, each with whether it is held to the beginning and to the end; no anchors are left.
+
+    Raises UserError for anchors inside, where they would rarely match.
+    """
+    found, waiting = [], [(rowed(node).parts, False, False)]
+    while waiting:
+        parts, begins, ends = waiting.pop()
+        if parts and isinstance(parts[0], Anchor) and parts[0].sign == "^":
+            waiting.append((parts[1:], True, ends))
+        elif parts and isinstance(parts[-1], Anchor) and parts[-1].sign == "$":
+            waiting.append((parts[:-1], begins, True))
+        elif parts and isinstance(parts[0], Row | Choice) and has_anchor(parts[0]):
+            waiting += [((*rowed(option).parts, *parts[1:]), begins, ends) for option in options_of(parts[0])]
+        elif parts and isinstance(parts[-1], Row | Choice) and has_anchor(parts[-1]):
+            waiting += [((*parts[:-1], *rowed(option).parts), begins, ends) for option in options_of(parts[-1])]
+        else:
+            inside = any(map(has_anchor, parts))
+            check(not inside, "^ and $ may stand at the ends only: elsewhere they cannot be guaranteed")
+            found.append((Row(parts), begins, ends))
+    return found
+
+
+def options_of(node: Row | Choice) -> tuple[Node, ...]:
+    return node.options if isinstance(node, Choice) else (node,)
+
+
+def rowed(node: Node) -> Row:
+    return node if isinstance(node, Row) else Row((node,))
+
+
+def only(node: Node) -> Node:
+    """What a tree is, without rows and choices of one."""
+    while isinstance(node, Row | Choice) and len(parts := node.parts if isinstance(node, Row) else node.options) == 1:
+        node = parts[0]
+    return node
+
+
+def lengths(node: Node) -> tuple[int, int | None]:
+    """The least and the most characters of a text; None: without an end. Of another rule nothing is known."""
+    if isinstance(node, Ref):
+        return 0, None
+    if isinstance(node, Chars):
+        return 1, 1
+    if isinstance(node, Times):
+        least, most = lengths(node.node)
+        if most == 0 or node.most == 0:
+            return 0, 0
+        return least * node.least, None if most is None or node.most is None else most * node.most
+    each = [lengths(part) for part in (node.parts if isinstance(node, Row) else node.options)]
+    merge, longest = (sum, sum) if isinstance(node, Row) else (min, max)
+    return merge([a for a, _ in each]), None if any(b is None for _, b in each) else longest([b for _, b in each])
+
+
+def limited(node: Node, least: int, most: int | None) -> Node:
+    """Those of a tree's texts that have `least` to `most` characters. Raises UserError where they have no tree here.
+
+    They have one where the lengths hold anyhow, and where one character of a set is repeated.
+    """
+    shortest, longest = lengths(node)
+    none = (most is not None and shortest > most) or (longest is not None and longest < least)
+    expect(not none, "leave no text that has the length")
+    if shortest >= least and (most is None or (longest is not None and longest <= most)):
+        return node
+    inner = only(node)
+    if not (isinstance(inner, Times) and isinstance(inner.node, Chars)):
+        raise UserError("cannot be guaranteed together")
+    ends = [end for end in (inner.most, most) if end is not None]
+    times = Times(inner.node, max(inner.least, least), min(ends, default=None))
+    expect(times.most is None or times.least <= times.most, "leave no text that has the length")
+    return times

@@ -1,0 +1,1 @@
+"""Decoding over several processes: tensor parallel, and prefill apart from decoding."""

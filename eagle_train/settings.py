@@ -1,0 +1,66 @@
+"""Settings: where the YAMLs are, and a mapping as the dataclass that describes it. Knows nothing of Hydra or commands:
+each dataclass lives with the code that reads it. DESIGN section 3.10.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from eagle_train.errors import UserError, check, one_line, shown
+
+T = TypeVar("T")
+
+PACKAGE = Path(__file__).parent
+# A wheel carries the YAMLs inside the package; in a clone they lie beside it.
+CONF_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
+
+
+def build(cls: type[T], values: Any, field: str) -> T:
+    """`values` as the dataclass `cls`; unknown keys and wrong types are refused with a UserError that names `field`."""
+    check(isinstance(values, Mapping), f"{field}={values!r}: must be a mapping")
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
+    except OmegaConfBaseException as error:
+        own = error.full_key or misfit(cls, values)
+        key = ".".join(part for part in (field, own) if part)
+        said = no_list(key, values.get(own)) if "is not a ListConfig" in str(error) else one_line(error)
+        raise UserError(f"{key}: {said}") from error
+
+
+def no_list(key: str, value: Any) -> str:
+    """What to give where a list is wanted; of one that Hydra took for a text, why."""
+    if isinstance(value, str) and value.startswith("["):
+        return f"no list is read in {shown(value)}: texts in it with = or other marks stand in quotes, {key}=['a=b']"
+    if OmegaConf.is_list(value):
+        return f"must be a list of lists, as {key}=[[...], [...]]"
+    return f"must be a list, as {key}=[...]"
+
+
+def misfit(cls: type, values: Mapping[str, Any]) -> str:
+    """The first key whose value the dataclass does not take; of a list within a list OmegaConf does not tell."""
+    for key in values:
+        try:
+            OmegaConf.merge(OmegaConf.structured(cls), {key: values[key]})
+        except OmegaConfBaseException:
+            return key
+    return ""
+
+
+def instantiate(spec: Mapping[str, Any], field: str) -> Any:
+    """What `_target_`, a dotted name, makes of the other keys; the same registry as Hydra's, a name in a YAML.
+
+    Raises UserError, naming `field`, for a name that is nothing to call, and for keys that it does not take.
+    """
+    values = OmegaConf.to_container(spec, resolve=True) if OmegaConf.is_config(spec) else dict(spec)
+    target = values.pop("_target_")
+    module, _, name = str(target).rpartition(".")
+    try:
+        return getattr(import_module(module), name)(**values)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the code that is named raises
+        raise UserError(f"{field} {target}: {one_line(error)}") from error

@@ -1,0 +1,453 @@
+"""config.py and conf/: what a user types arrives, a mistake is one line, and the YAMLs fit their dataclasses."""
+
+import dataclasses
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import hydra
+import pytest
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from eagle_train import generate
+from eagle_train.cli import as_typed, command, offer_trees
+from eagle_train.corpus.source import DataConfig
+from eagle_train.errors import UserError, check
+from eagle_train.hardware import resolve_device
+from eagle_train.inference.decode.tree import load_tree
+from eagle_train.models.draft import DraftConfig
+from eagle_train.models.loading import TargetConfig
+from eagle_train.models.quantised import Quant
+from eagle_train.results import prepared, prepared_file, write_json, write_text
+from eagle_train.settings import CONF_DIR, build
+from eagle_train.training.optimizer import OptimConfig
+from eagle_train.training.trainer import TrainConfig
+from tests.support.command_line import call
+
+TEXTS = [
+    "Red, green, blue",
+    "f(x) and sort(3, 1, 2)",
+    'it\'s "so"',
+    "a {brace and [a bracket",
+    "line one\nline two, and three",
+    "x = 1; y == x",
+    'print("a\\n"), b',
+    "C:\\new, it's \\' and \\",
+    "costs $5 or ${HOME}",
+    "${seed}",
+    "{a: b}",
+    "[1, 2]",
+    "42",
+    "null",
+    "'quoted'",
+    "100% é 😀",
+]
+
+
+@pytest.fixture
+def given(monkeypatch) -> SimpleNamespace:
+    """What eagle-generate loads and gives its engine, which is not run: `target`, `draft`, `tree`, `prompt`."""
+    seen = SimpleNamespace(prompt=None)
+
+    def target(config, *_, reads):
+        seen.target = config
+        return SimpleNamespace(identity=None)
+
+    class StandIn:
+        def __init__(self, target, draft, tree, **options):
+            vars(seen).update(draft=draft, tree=tree)
+
+        def add(self, prompt, params):
+            seen.prompt = prompt
+            raise UserError("enough")
+
+    monkeypatch.setattr(generate, "load_target", target)
+    monkeypatch.setattr(generate, "load_draft", lambda path, identity: path)
+    monkeypatch.setattr(generate, "Engine", StandIn)
+    return seen
+
+
+def error_line(capsys) -> str:
+    """The line that is all a command wrote, without its `error: `."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_prompt_arrives_as_it_was_written(given, text):
+    assert call(generate.main, f"prompt={text}") == 2
+    assert given.prompt == [{"role": "user", "content": text}]
+
+
+def test_a_target_and_a_draft_are_named_by_their_directories(given):
+    assert (
+        call(generate.main, "target=/models/mine", "draft=/drafts/mine", "tree=chain2", "prompt=x", "chat=false") == 2
+    )
+    assert (given.target, given.draft, given.prompt) == (TargetConfig("/models/mine"), "/drafts/mine", "x")
+    assert given.tree["length"] == 2
+
+
+@pytest.mark.parametrize("name", ["chain7", "d2_bf3", "chain0"])
+def test_a_tree_is_named_by_its_shape(given, name):
+    """Whether or not somebody has listed it, and beside what else there is to say of a tree."""
+    assert call(generate.main, f"tree={name}", "prompt=x") == 2
+    assert load_tree(given.tree) == load_tree(name)
+    assert call(generate.main, "tree.length=4", "prompt=x") == 2
+    assert load_tree(given.tree) == load_tree("chain4")
+    offer_trees([f"tree={name}"])
+    for config in ("mt_bench", "quantisation", "serving", "switches"):
+        assert load_tree(compose(config, f"tree={name}").tree) == load_tree(name)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "temperature=0.5",
+        "optim.betas=[0.9,0.99]",
+        "data.columns={prompt:question,response:answer}",
+        "train.resume=false",
+        "draft.hidden_size=null",
+        "out=outputs/${seed}",
+        "target.path='a,b'",
+        "+tree.parents=[-1,0,0]",
+        "~tree",
+        "--cfg",
+        "job",
+    ],
+)
+def test_what_hydra_understands_is_left_to_it(override):
+    assert as_typed(override, OverridesParser.create()) == override
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "prompt is needed: give prompt=VALUE"),
+        (["prompt="], "prompt is empty: give prompt=TEXT"),
+        (["prompt=x", "nosuch=1"], "Could not override 'nosuch'"),
+        (["prompt=x", "target.nosuch=1"], "Could not override 'target.nosuch'"),
+        (["prompt=x", "tree=nosuch"], "Could not find 'tree/nosuch' (there are chain1, chain2, chain3, chain5, d3_bf2"),
+        (["prompt=x", "tree=chainN"], "n8, table, and any chainN and dM_bfN (depth M, N children each))"),
+        (["prompt=x", "nosuch"], "nosuch: must be KEY=VALUE (--help tells the keys)"),
+        (
+            ["prompt=x", "--steps", "5"],
+            "unrecognized arguments: --steps 5 (keys are given as KEY=VALUE; --",
+        ),
+        (["prompt=x", "quant=null"], "quant=null: must be one of fp8, int4, none, or left out"),
+        (["prompt=x", "~nosuch"], "'nosuch' does not exist"),
+        (["prompt=x", "=1"], "=1: must be KEY=VALUE"),
+        (["prompt=x", "target.dtype=${nosuch}"], "nosuch"),
+        (["prompt=x", "target.trust_remote_code=maybe"], "target.trust_remote_code: Value 'maybe'"),
+        (["prompt=x", "max_tokens=many"], "max_tokens"),
+        (["prompt=x", "top_p=2.5"], "top_p=2.5: must be above 0 and at most 1"),
+        (["prompt=x", "device=tpu"], "device=tpu: must be auto, cpu or cuda"),
+        (["prompt=x", "tree=nowhere.yaml"], "tree.table=nowhere.yaml: no such file"),
+        (["prompt=x", "tree=table"], "tree.table is needed: give tree=VALUE"),
+        (["prompt=x", "color=red"], "color=red: must be one of auto, always, never"),
+        (["prompt=x", "--config-name", "commands/nosuch"], "commands/nosuch"),
+    ],
+)
+def test_a_mistake_is_one_line(given, capsys, arguments, message):
+    assert call(generate.main, *arguments) == 2
+    assert message in error_line(capsys)
+    assert given.prompt is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--help"], "Configuration groups"),
+        (["--cfg", "job"], "prompt: ???"),
+        (["--cfg", "job", "prompt=a, b"], "a, b"),
+        (["--cfg", "job", "--config-name", "commands/export", "out=x"], "engine: native"),
+    ],
+)
+def test_hydras_own_options_work(capsys, arguments, expected):
+    assert call(generate.main, *arguments) == 0
+    out, err = capsys.readouterr()
+    assert (expected in out, err) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "status", "told"),
+    [
+        ("train", ["--help"], 0, "eagle-train: "),
+        ("train", ["train.setps=3"], 2, "error: Could not override 'train.setps' ("),
+        ("train", ["draft=DIR"], 2, "error: draft=DIR: must be one of dense3; what gives weights to begin with is "),
+        ("export", [], 2, "error: checkpoint, out are needed: give checkpoint=VALUE out=VALUE"),
+        ("generate", ["prompt=x", "tree=nosuch"], 2, "error: In 'generate': Could not find 'tree/nosuch' (there are "),
+    ],
+)
+def test_an_installed_command_answers_before_torch_is_imported(name, arguments, status, told):
+    code = (
+        "import atexit, sys\n"
+        f"from eagle_train.commands import {name}\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\n"
+        f"{name}()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == status
+    assert (done.stderr or done.stdout).startswith(told)
+    assert done.stdout.endswith("False\n")
+
+
+@pytest.mark.parametrize(("before", "status"), [("default_int_handler", -signal.SIGINT), ("SIG_IGN", 0)])
+def test_an_interrupt_while_torch_is_imported_says_nothing(before, status):
+    code = (
+        "import os, signal, types\n"
+        "from eagle_train import commands\n"
+        f"before = signal.{before}\n"
+        "signal.signal(signal.SIGINT, before)\n"
+        "def main():\n"
+        "    assert signal.getsignal(signal.SIGINT) == before\n"
+        "def imported(name):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return types.SimpleNamespace(main=main)\n"
+        "commands.import_module = imported\n"
+        "commands.generate()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "prompt=x"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+
+
+def test_a_mistake_found_later_is_one_line_too(capsys):
+    @command("export")
+    def task(config: DictConfig) -> None:
+        check(config.out != "there", f"out={config.out}:\n  is   taken")
+
+    assert call(task, "checkpoint=c", "out=there") == 2
+    assert error_line(capsys) == "out=there: is taken"
+    assert call(task, "checkpoint=c", "out=here") == 0
+
+
+def test_an_interrupt_is_one_line(capsys):
+    @command("export")
+    def task(config: DictConfig) -> None:
+        raise KeyboardInterrupt
+
+    assert call(task, "checkpoint=c", "out=d") == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
+@pytest.mark.parametrize(("lines", "reader", "seen"), [(10_000, "head -1", "x" * 100 + "\n"), (2, "true", "")])
+def test_a_reader_that_leaves_is_no_mistake(lines, reader, seen):
+    """`eagle-generate ... | head -1`; the rest is written to nobody, at the end if it is little."""
+    code = (
+        "from eagle_train.cli import command\n"
+        "@command('export')\n"
+        "def task(config):\n"
+        f"    for _ in range({lines}): print('x' * 100)\n"
+        "task()"
+    )
+    run = f'{sys.executable} -c "{code}" checkpoint=c out=d | {reader}; exit ${{PIPESTATUS[0]}}'
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["bash", "-c", run], capture_output=True, text=True, env=buffered)
+    assert (done.returncode, done.stdout, done.stderr) == (141, seen, "")
+
+
+def test_another_pipe_that_breaks_keeps_its_traceback():
+    @command("export")
+    def task(config: DictConfig) -> None:
+        there, here = os.pipe()
+        os.close(there)
+        with os.fdopen(here, "wb", buffering=0) as pipe:
+            pipe.write(b"x")
+
+    with pytest.raises(BrokenPipeError):
+        call(task, "checkpoint=c", "out=d")
+
+
+def test_what_is_no_mistake_of_the_user_keeps_its_traceback():
+    @command("export")
+    def task(config: DictConfig) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        call(task, "checkpoint=c", "out=d")
+
+
+@dataclass
+class Inner:
+    size: int = 1
+
+
+@dataclass
+class Outer:
+    path: str
+    rate: float = 0.5
+    flag: bool = False
+    pair: tuple[float, float] = (0.0, 1.0)
+    names: dict[str, str] = field(default_factory=dict)
+    inner: Inner = field(default_factory=Inner)
+
+    def __post_init__(self) -> None:
+        check(self.rate < 1, f"rate={self.rate}: must be below 1")
+
+
+def test_build_fills_a_dataclass():
+    values = {"path": "p", "rate": 0, "flag": "true", "pair": [1, 2], "names": {"a": "b"}, "inner": {"size": 3}}
+    for given in (values, OmegaConf.create(values)):
+        built = build(Outer, given, "outer")
+        assert (built.path, built.rate, built.flag, built.names, built.inner) == ("p", 0.0, True, {"a": "b"}, Inner(3))
+        assert list(built.pair) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nosuch": 1}, r"^outer\.nosuch: .*not in 'Outer'"),
+        ({"inner": {"nosuch": 1}}, r"^outer\.inner\.nosuch: .*not in 'Inner'"),
+        ({"rate": "fast"}, r"^outer\.rate: .*'fast'"),
+        ({"rate": None}, r"^outer\.rate: .*None"),
+        ({"inner": {"size": 1.5}}, r"^outer\.inner\.size: .*'1\.5'"),
+        ({"pair": [1, "x"]}, r"^outer\.pair\[1\]: .*'x'"),
+        ({"names": "a"}, r"^outer\.names: "),
+        ({"path": "???"}, r"^outer\.path: .*missing"),
+        ({"rate": 2.0}, r"^rate=2\.0: must be below 1$"),
+    ],
+)
+def test_build_names_what_is_wrong(change, message):
+    with pytest.raises(UserError, match=message) as error:
+        build(Outer, {"path": "p"} | change, "outer")
+    assert "\n" not in str(error.value)
+
+
+def test_a_device_that_is_there():
+    assert resolve_device("cpu") == "cpu"
+    assert resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_a_file_is_written_whole(tmp_path):
+    path = tmp_path / "new" / "config.yaml"
+    write_text(path, "é\n")
+    with path.open(encoding="utf-8") as before:
+        write_text(path, "second\n" * 1000)
+        assert before.read() == "é\n"  # the old file was replaced and not written into
+    assert path.read_text() == "second\n" * 1000
+    assert os.listdir(path.parent) == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("", "^out is empty: give out=PATH$"),
+        ("{tmp}/file", "file: nothing can be written there: File exists$"),
+        ("{tmp}/file/below", "below: nothing can be written there: Not a directory$"),
+        ("/proc/nothing", "^out=/proc/nothing: nothing can be written there: "),
+        ("/sys", "^out=/sys: nothing can be written there: "),  # it is there
+    ],
+)
+def test_results_have_a_place_before_they_are_measured(tmp_path, out, message):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=message):
+        prepared(out.format(tmp=tmp_path))
+    assert prepared(str(tmp_path / "a" / "b")) == tmp_path / "a" / "b"
+    assert os.listdir(tmp_path / "a" / "b") == []
+
+
+def test_one_file_has_a_place_before_it_is_measured(tmp_path):
+    for out, message in ((str(tmp_path), "a directory$"), ("", "empty$")):
+        with pytest.raises(UserError, match=f"^out={out}: must be a file's name, and is {message}"):
+            prepared_file(out)
+    with pytest.raises(UserError, match=r"^out=/sys/x\.json: nothing can be written there: "):
+        prepared_file("/sys/x.json")
+    assert prepared_file(str(tmp_path / "a" / "b.json")) == tmp_path / "a" / "b.json"
+    assert os.listdir(tmp_path / "a") == []
+
+
+def test_a_link_stays_and_a_device_is_written_to(tmp_path):
+    (tmp_path / "link").symlink_to("there")
+    write_text(tmp_path / "link", "text\n")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there").read_text() == "text\n"
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to("/dev/null")
+    write_text(tmp_path / "link", "text\n")
+    assert sorted(os.listdir(tmp_path)) == ["link", "there"]
+    assert prepared_file("/dev/null").is_char_device()
+    with pytest.raises(UserError, match=r"cannot be written: .*Is a directory"):
+        write_text(tmp_path, "text")
+
+
+def test_a_file_that_could_not_be_written_is_as_it_was(tmp_path):
+    path = tmp_path / "config.yaml"
+    write_text(path, "first\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(UserError, match=r"config\.yaml: .*File too large"):
+            write_text(path, "second\n" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == "first\n"
+    assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+def compose(config_name: str, *overrides: str) -> DictConfig:
+    with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
+        return hydra.compose(f"commands/{config_name}", list(overrides))
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+
+
+GROUPS = {"target": TargetConfig, "data": DataConfig, "optim": OptimConfig}
+
+
+@pytest.mark.parametrize("option", [f"{group}={name}" for group in GROUPS for name in options(group)])
+def test_every_option_fits_its_dataclass(option):
+    config, group = compose("train", option), option.partition("=")[0]
+    for key in OmegaConf.missing_keys(config):
+        OmegaConf.update(config, key, "given")
+    built = build(GROUPS[group], config[group], group)
+    assert set(config[group]) == set(vars(built))  # all fields are told, so that `--cfg job` shows what there is
+
+
+@pytest.mark.parametrize("name", options("quant"))
+def test_every_quant_fits_its_dataclass(name):
+    config = compose("generate", f"quant={name}")
+    built = build(Quant, config.quant, "quant")
+    assert set(config.quant) == set(vars(built))
+    assert (built.scheme, built.scope) == (name, "ffn")
+
+
+def test_the_defaults_are_the_papers():
+    config = compose("train")
+    train, optim = build(TrainConfig, config.train, "train"), build(OptimConfig, config.optim, "optim")
+    assert set(config.train) == set(vars(train))
+    assert (optim.name, optim.lr, optim.weight_decay, optim.tokens_per_step) == ("adamw", 2e-4, 0.1, 2_097_152)
+    assert (optim.warmup_steps, optim.decay_share) == (0, 0)
+    assert (train.steps, train.l1_weight, train.ce_weight) == (48_000, 1.0, 0.1)
+    assert {
+        "num_layers": 3,
+        "ffn": "dense",
+        "first_token": "self_fusion",
+        "norms": "eagle1",
+    }.items() <= config.draft.items()
+    assert set(config.draft) <= {one.name for one in dataclasses.fields(DraftConfig)}
+
+
+@pytest.mark.parametrize("name", options("experiment"))
+def test_every_experiment_builds(name):
+    config = compose("train", f"experiment={name}")
+    for key in OmegaConf.missing_keys(config):
+        OmegaConf.update(config, key, "given")
+    for group, cls in (*GROUPS.items(), ("train", TrainConfig)):
+        assert isinstance(build(cls, config[group], group), cls)
+
+
+def test_what_json_cannot_hold_is_null(tmp_path):
+    write_json(tmp_path / "a.json", {"a": float("nan"), "b": [1.5, (float("inf"), {"c": -float("inf")})]})
+    found = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert found == {"a": None, "b": [1.5, [None, {"c": None}]]}

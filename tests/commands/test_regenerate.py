@@ -1,0 +1,525 @@
+"""eagle-regenerate: answers by the engine and by a server, runs that are stopped, and users' mistakes."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from eagle_train import regenerate
+from eagle_train.corpus.chat import conversation_of
+from eagle_train.corpus.render import ChatRenderer
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.models import loading
+from tests.support import templating
+from tests.support.command_line import TEMPLATE, call, chats, disk_for, read_jsonl, save_target, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A directory with a target and 40 conversations."""
+    root = tmp_path_factory.mktemp("regenerate")
+    save_target(root / "target")
+    write_jsonl(root / "chats.jsonl", [*chats(39), {"messages": [{"role": "user", "content": "last"}]}])
+    return root
+
+
+def run(made: Path, out: Path, *overrides: str) -> int:
+    given = (f"target={made / 'target'}", "data=messages", f"data.path={made / 'chats.jsonl'}", f"out={out}")
+    return call(regenerate.main, *given, "max_tokens=6", "batch_size=2", *overrides)
+
+
+@pytest.fixture(scope="module")
+def answers(made) -> Path:
+    """All rows, answered by the engine in one go."""
+    assert run(made, made / "answers.jsonl") == 0
+    return made / "answers.jsonl"
+
+
+def test_each_turn_is_answered_after_the_targets_own_answers(made, answers):
+    engine = Engine(str(made / "target"))
+    rows = read_jsonl(answers)
+    asked = read_jsonl(made / "chats.jsonl")
+    assert [row["row"] for row in rows] == list(range(1, 41))
+    assert any(len(row["messages"]) == 4 for row in rows)
+    for row, given in zip(rows, asked, strict=True):
+        users = [message for message in given["messages"] if message["role"] == "user"]
+        assert row["messages"][::2] == users
+        for place in range(1, len(row["messages"]), 2):
+            output = engine.generate([row["messages"][:place]], SamplingParams(max_tokens=6))[0]
+            text = engine.target.tokenizer.decode(output.token_ids, skip_special_tokens=False)
+            assert row["messages"][place] == {"role": "assistant", "content": text.removesuffix("</s>")}
+            assert row["finish_reasons"][place // 2] == output.finish_reason
+
+
+def test_a_target_without_a_chat_template_is_refused_before_its_weights(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(loading, "placed", lambda *_: pytest.fail("its weights are read"))
+    target = Path(shutil.copytree(made / "target", tmp_path / "target"))
+    (target / "chat_template.jinja").unlink()
+    assert run(made, tmp_path / "answers.jsonl", f"target={target}") == 2
+    assert f"error: target.path={target}: no chat template there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_stopped_run_goes_on_with_the_row_it_was_at(made, tmp_path, capsys, temperature):
+    sampling = f"temperature={temperature}"
+    assert run(made, tmp_path / "whole.jsonl", sampling) == 0
+    whole = (tmp_path / "whole.jsonl").read_text()
+    assert run(made, tmp_path / "part.jsonl", sampling, "limit=7") == 0
+    with (tmp_path / "part.jsonl").open("a") as file:
+        file.write(whole.splitlines()[7][:20])  # torn by a kill
+    capsys.readouterr()
+    assert run(made, tmp_path / "part.jsonl", sampling) == 0
+    assert "goes on after row 7" in capsys.readouterr().err
+    assert (tmp_path / "part.jsonl").read_text() == whole
+    assert run(made, tmp_path / "part.jsonl", sampling) == 0  # nothing is left to do
+    assert (tmp_path / "part.jsonl").read_text() == whole
+
+
+def test_prompt_and_response_become_messages_that_a_training_reads(made, tmp_path, answers):
+    rows = [{"question": row["messages"][0]["content"], "answer": "x"} for row in read_jsonl(answers)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    shape = ("data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}")
+    assert run(made, tmp_path / "out.jsonl", *shape) == 0
+    first = [row["messages"][:2] for row in read_jsonl(answers)]
+    assert [row["messages"] for row in read_jsonl(tmp_path / "out.jsonl")] == first
+
+
+def test_what_the_target_cannot_be_asked_is_left_out_and_counted(made, tmp_path, capsys):
+    rows = [
+        {"messages": [{"role": "user", "content": "x" * 200}]},  # the context holds 128
+        {"messages": [{"role": "assistant", "content": "hello"}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]},
+        {"messages": [{"role": "user", "content": "abc"}]},
+    ]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    assert run(made, tmp_path / "out.jsonl", f"data.path={tmp_path / 'rows.jsonl'}") == 0
+    assert [row["row"] for row in read_jsonl(tmp_path / "out.jsonl")] == [4]
+    printed = capsys.readouterr()
+    assert "1 rows written" in printed.out
+    assert "3 left out" in printed.out
+    assert "row 1: its prompt has 205 tokens" in printed.err
+
+
+@contextmanager
+def server(answer: Callable[[dict, int], tuple[int, dict | str]]) -> Iterator[str]:
+    """A server whose `answer` makes (status, body) of a request's body and number; gives its URL."""
+    lock, count = threading.Lock(), [0]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                count[0] += 1
+                number = count[0]
+            status, told = answer({"path": self.path, "key": self.headers.get("Authorization"), **body}, number)
+            text = (told if isinstance(told, str) else json.dumps(told)).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_address[1]}/v1"
+        running.shutdown()
+        thread.join()
+
+
+def completion(text: str) -> dict:
+    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]}
+
+
+def test_a_server_gives_the_engines_answers_though_it_is_busy_now_and_then(made, tmp_path, answers, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\r\n")
+    monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
+    known = {}
+    for row in read_jsonl(answers):
+        for place in range(1, len(row["messages"]), 2):
+            known[json.dumps(row["messages"][:place])] = row["messages"][place]["content"]
+    asked = []
+
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        asked.append(body)
+        return (503, "busy") if number % 3 == 0 else (200, completion(known[json.dumps(body["messages"])]))
+
+    with server(answer) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", "server.model=a", "temperature=0.5") == 0
+    told = [row["messages"] for row in read_jsonl(tmp_path / "out.jsonl")]
+    assert told == [row["messages"] for row in read_jsonl(answers)]
+    assert {body["path"] for body in asked} == {"/v1/chat/completions"}
+    assert {body["key"] for body in asked} == {"Bearer secret"}
+    assert {(body["model"], body["max_tokens"], body["temperature"]) for body in asked} == {("a", 6, 0.5)}
+    assert len({body["seed"] for body in asked}) == sum(len(messages) for messages in told) // 2
+    assert not any("top_k" in body for body in asked)
+
+
+def test_a_server_that_refuses_one_row_goes_on_and_one_that_is_gone_ends_the_run(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
+
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        if body["messages"][-1]["content"] == "last":
+            return 400, "too\nlong"
+        return 200, completion("x")
+
+    with server(answer) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", "server.retries=1") == 0
+    assert len(read_jsonl(tmp_path / "out.jsonl")) == 39
+    assert "row 40: the server says 400: too long" in capsys.readouterr().err
+
+    def dying(body: dict, number: int) -> tuple[int, dict | str]:
+        return (200, completion("x")) if number < 9 else (500, "gone")
+
+    with server(dying) as url:
+        # One at a time: else rows that were answered may come behind rows that were not.
+        given = [f"server.url={url}", "server.retries=1", "server.gone_after=9", "batch_size=1"]
+        assert run(made, tmp_path / "dying.jsonl", *given) == 2
+    (told,) = capsys.readouterr().err.splitlines()[-1:]
+    assert f"server.url={url}: 9 rows in succession had no answer (server.gone_after); row " in told
+    assert told.endswith("no answer in 2 tries: the server says 500: gone; the same command goes on from here")
+    half = len(read_jsonl(tmp_path / "dying.jsonl"))
+    assert 0 < half < 40
+    assert not (tmp_path / "dying.jsonl.left_out").exists()  # for the rows' part nothing is known
+    with server(answer) as url:
+        assert run(made, tmp_path / "dying.jsonl", f"server.url={url}", "server.retries=1", "batch_size=1") == 0
+    assert [row["row"] for row in read_jsonl(tmp_path / "dying.jsonl")] == list(range(1, 40))
+
+
+def answer_all_but(rows: dict[str, tuple[int, str]], asked: list) -> Callable:
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        content = body["messages"][0]["content"]
+        asked.append(content)
+        return rows.get(content, (200, completion("x")))
+
+    return answer
+
+
+def test_a_row_that_a_server_never_answers_is_given_up_and_told(made, tmp_path, capsys, monkeypatch):
+    """It is tried `server.retries` times more, and asked again only if one wants it."""
+    monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": f"q{i}"}]} for i in range(1, 9)]
+    )
+    given = (f"data.path={path}", "server.retries=3")
+    out, asked = tmp_path / "out.jsonl", []
+    with server(answer_all_but({"q3": (500, "bug"), "q8": (503, "busy")}, asked)) as url:
+        assert run(made, out, f"server.url={url}", *given) == 0
+        printed = capsys.readouterr()
+        assert (
+            "6 rows written, 0 with an answer cut at max_tokens, 2 left out, 2 given up, for the server" in printed.out
+        )
+        assert "row 3: no answer in 4 tries: the server says 500: bug" in printed.err
+        assert asked.count("q3") == asked.count("q8") == 4
+        assert [row["row"] for row in read_jsonl(out)] == [1, 2, 4, 5, 6, 7]
+        assert [row["row"] for row in read_jsonl(tmp_path / "out.jsonl.left_out")] == [3, 8]
+        asked.clear()
+        assert run(made, out, f"server.url={url}", *given) == 0
+        assert asked == []
+    with server(answer_all_but({"q8": (500, "bug")}, asked)) as url:
+        assert run(made, out, f"server.url={url}", "retry_left_out=true", *given) == 0
+    assert set(asked) == {"q3", "q8"}
+    rows = read_jsonl(out)
+    assert [row["row"] for row in rows] == [1, 2, 4, 5, 6, 7, 3]
+    assert rows[-1]["messages"][0]["content"] == "q3"
+    asked.clear()
+    with server(answer_all_but({}, asked)) as url:
+        assert run(made, out, f"server.url={url}", "retry_left_out=true", *given) == 0
+    assert asked == ["q8"]
+
+
+def test_where_no_row_is_answered_the_run_fails_and_leaves_nothing(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
+    for status, told in ((500, "no answer in 2 tries: the server says 500: no"), (400, "the server says 400: no")):
+        with server(lambda *_, status=status: (status, "no")) as url:
+            assert (
+                run(made, tmp_path / "out.jsonl", f"server.url={url}", "server.retries=1", "server.gone_after=99") == 2
+            )
+        assert f"error: no row was answered, 40 left out; the first: row 1: {told}" in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_takes_too_long_or_is_not_there_is_told_in_our_words(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
+    waiting = threading.Event()
+
+    def slow(body: dict, number: int) -> tuple[int, dict | str]:
+        if body["messages"][0]["content"] == "slow":
+            waiting.wait(20)
+        return 200, completion("x")
+
+    rows = [{"messages": [{"role": "user", "content": content}]} for content in ("a", "slow", "b")]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with server(slow) as url:
+        given = (f"server.url={url}", f"data.path={path}", "server.retries=1", "server.timeout_s=0.5")
+        assert run(made, tmp_path / "out.jsonl", *given) == 0
+        waiting.set()
+    assert [row["row"] for row in read_jsonl(tmp_path / "out.jsonl")] == [1, 3]
+    told = "row 2: no answer in 2 tries: it takes longer than server.timeout_s=0.5"
+    assert told in (tmp_path / "out.jsonl.left_out").read_text() or told in capsys.readouterr().err
+    assert run(made, tmp_path / "other.jsonl", f"server.url={url}", "server.retries=0") == 2
+    assert f"it cannot be reached at server.url={url}; the same command goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_wrong_key_or_model_ends_the_run_at_once(made, tmp_path, capsys, status):
+    asked = []
+    with server(lambda body, number: (asked.append(0) or status, "no")) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}") == 2
+    assert (
+        capsys.readouterr().err.splitlines()[-1].startswith(f"error: server.url={url}: {status}: no; the same command")
+    )
+    assert len(asked) <= 18  # what was sent ahead of the first answer
+
+
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "default": None}}}]
+
+
+def test_calls_reasoning_and_null_contents_are_kept_and_tools_are_sent(made, tmp_path):
+    """After a call comes its result, which nobody has: the conversation ends with it."""
+    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant", "user")]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns, "tools": TOOLS}])
+    asked = []
+
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        asked.append(body)
+        message = {"role": "assistant", "content": "x", "reasoning": "so", "refusal": None}
+        if number == 2:
+            message = {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{**CALLS[0], "index": 0}],
+                "reasoning": None,
+            }
+        return 200, {"choices": [{"message": message, "finish_reason": "tool_calls" if number == 2 else "stop"}]}
+
+    with server(answer) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", f"data.path={path}") == 0
+    (row,) = read_jsonl(tmp_path / "out.jsonl")
+    assert row == {
+        "row": 1,
+        "messages": [
+            turns[0],
+            {"role": "assistant", "content": "x", "reasoning_content": "so"},
+            turns[2],
+            {"role": "assistant", "content": None, "tool_calls": CALLS},
+        ],
+        "tools": TOOLS,
+        "finish_reasons": ["stop", "tool_calls"],
+    }
+    assert [body["tools"] for body in asked] == [TOOLS] * 2
+    # by the name that the server has for it
+    assert asked[1]["messages"] == [turns[0], {"role": "assistant", "content": "x", "reasoning": "so"}, turns[2]]
+
+
+SERVED = {"name": "get", "arguments": '{"x": 1}'}
+# What a model wrote, and how servers give it: the reasoning with its lines' ends or without, calls as JSON with an id.
+WRITTEN = [
+    ("qwen3", "<think>\nr1\n</think>\n\na1<|im_end|>", {"reasoning": "\nr1\n", "content": "\n\na1"}),
+    ("qwen3", "<think>\nr1\n</think>\n\na1<|im_end|>", {"reasoning_content": "r1", "content": "a1"}),
+    (
+        "qwen3",
+        '<think>\nr1\n</think>\n\n<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call><|im_end|>',
+        {"reasoning": "r1", "content": "\n\n", "tool_calls": [SERVED]},
+    ),
+    (
+        "gpt_oss",
+        "<|channel|>analysis<|message|>r1<|end|><|start|>assistant<|channel|>final<|message|>a1<|return|>",
+        {"reasoning": "r1", "content": "a1"},
+    ),
+    (
+        "gpt_oss",
+        "<|channel|>analysis<|message|>r1<|end|><|start|>assistant to=functions.get<|channel|>commentary json"
+        '<|message|>{"x": 1}<|call|>',
+        {"reasoning": "r1", "content": None, "tool_calls": [SERVED]},
+    ),
+    ("glm45", "\n<think>r1</think>\na1<|user|>", {"reasoning_content": "r1", "content": "\na1"}),
+    (
+        "glm45",
+        "\n<think></think>\nc1\n<tool_call>get\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+        "<|observation|>",
+        {"content": "c1", "tool_calls": [SERVED]},
+    ),
+    ("deepseek_r1", "r1\n</think>\n\na1<|end_of_sentence|>", {"reasoning_content": "r1\n", "content": "\n\na1"}),
+    ("gemma4", '<|tool_call>call:get{"x": 1}<tool_call|><|tool_response>', {"content": "", "tool_calls": [SERVED]}),
+]
+
+
+def test_what_a_servers_model_wrote_is_learnt_token_for_token(made, tmp_path):
+    rows = [{"messages": [templating.user(str(number))], "tools": templating.TOOLS} for number in range(len(WRITTEN))]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+
+    def answer(body: dict, _: int) -> tuple[int, dict | str]:
+        fields = dict(WRITTEN[int(body["messages"][0]["content"])][2])
+        calls = [{"id": "c1", "type": "function", "index": 0, "function": f} for f in fields.pop("tool_calls", [])]
+        message = {"role": "assistant", **fields, **({"tool_calls": calls} if calls else {})}
+        return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
+
+    with server(answer) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", f"data.path={path}") == 0
+    for (name, text, _), row in zip(WRITTEN, read_jsonl(tmp_path / "out.jsonl"), strict=True):
+        tokenizer = templating.tokenizer_of(name, merges=60)
+        renderer = ChatRenderer(tokenizer, stop_ids=templating.stop_ids(name, tokenizer))
+        tools = row["tools"] if name != "deepseek_r1" else None  # whose template has no place for them
+        (document,) = renderer(conversation_of({**row, "tools": tools}, "messages", {}))
+        learnt = document.tokens[document.produced].tolist()
+        assert learnt == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_an_answer_that_was_cut_before_it_had_any_text_is_left_out(made, tmp_path, capsys):
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        cut = {"role": "assistant", "content": None, "reasoning_content": "so and"}
+        message = cut if body["messages"][-1]["content"] == "last" else {"role": "assistant", "content": "x"}
+        return 200, {"choices": [{"message": message, "finish_reason": "length"}]}
+
+    with server(answer) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}") == 0
+    printed = capsys.readouterr()
+    assert "39 rows written, 39 with an answer cut at max_tokens, 1 left out" in printed.out
+    assert "row 40: its answer was cut at max_tokens=6 before it had any text" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ('{"role": "user", "content": "x", "n": NaN}', "it holds a number that JSON has not"),
+        ('{"role": "user", "content": "\\ud800"}', "it holds half of a surrogate pair"),
+    ],
+)
+def test_what_is_written_is_json(made, tmp_path, capsys, message, told):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"messages": [{message}]}}\n{{"messages": [{{"role": "user", "content": "a"}}]}}\n')
+    given = (f"data.path={path}", "data.malformed=skip")
+
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        return 200, completion("b\u2028\n")
+
+    with server(answer) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", *given) == 0
+    assert f"row 1: {path}:1: {told}" in capsys.readouterr().err
+    (line,) = (tmp_path / "out.jsonl").read_bytes().splitlines()
+    assert json.loads(line, parse_constant=pytest.fail)["messages"][1]["content"] == "b\u2028\n"
+    with server(lambda *_: (200, completion("\ud800"))) as url:
+        assert run(made, tmp_path / "half.jsonl", f"server.url={url}", *given) == 2
+    assert "no row was answered, 2 left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (404, "no such model"),
+        (200, {"object": "list"}),
+        (200, "<html>"),
+        (200, {"choices": [{}]}),
+        (200, {"choices": [{"message": None}]}),
+    ],
+)
+def test_what_is_no_chat_completion_is_said_in_a_line(made, tmp_path, capsys, status, body):
+    with server(lambda *_: (status, body)) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}") == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[-1].startswith(f"error: server.url={url}")
+    assert ("404: no such model; the same command goes on" in printed[-1]) == (status == 404)
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_what_the_target_thought_is_kept_by_either_name(made, tmp_path, name):
+    told = {"role": "assistant", "content": "x", name: "so"}
+    with server(lambda *_: (200, {"choices": [{"message": told, "finish_reason": "stop"}]})) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", "limit=1") == 0
+    (row,) = read_jsonl(tmp_path / "out.jsonl")
+    assert row["messages"][1] == {"role": "assistant", "content": "x", "reasoning_content": "so"}
+
+
+def test_what_the_template_does_not_render_back_is_left_out_by_the_engine(made, tmp_path, capsys):
+    """One that renders another text than the target wrote, beside one that does."""
+    save_target(tmp_path / "target", TEMPLATE.replace("m['content'] + ';'", "m['content'] | upper + ';'"))
+    assert run(made, tmp_path / "out.jsonl", f"target={tmp_path / 'target'}") == 2
+    told = capsys.readouterr().err
+    assert "no row was answered, 40 left out; the first: row 1: the answer was cut within" in told
+    assert "the chat template does not render the answer back: " in told
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_stale_note_is_nobodys_run(made, tmp_path, answers):
+    """OUT was taken away: its rows are made anew, with other settings perhaps."""
+    out = tmp_path / "out.jsonl"
+    assert run(made, out, "limit=2") == 0
+    (tmp_path / "out.jsonl.left_out").write_text('{"row": 39, "reason": "x"}\n')
+    out.unlink()
+    assert run(made, out, "limit=2", "max_tokens=5") == 0
+    assert [row["row"] for row in read_jsonl(out)] == [1, 2]
+    assert not (tmp_path / "out.jsonl.left_out").exists()
+
+
+def test_notes_take_nobodys_file(made, tmp_path):
+    """Rows may be read from a .json of the answers' name."""
+    rows = (made / "chats.jsonl").read_text()
+    (tmp_path / "rows.json").write_text(rows)
+    assert run(made, tmp_path / "rows.jsonl", f"data.path={tmp_path}/rows.json", "limit=2") == 0
+    assert (tmp_path / "rows.json").read_text() == rows
+    assert len(read_jsonl(tmp_path / "rows.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["limit=0"], "limit=0: must be at least 1"),
+        (["server.gone_after=0"], "server.gone_after=0: must be at least 1"),
+        (["batch_size=0"], "batch_size=0"),
+        (["data=text", "data.path=x.jsonl"], "data.format=text: it has no prompts"),
+        (["data.path=null", "data.mix={a: {path: b.jsonl}}"], "data.mix: the answers of one data set"),
+        (["server.url=localhost:8000"], "must begin with http"),
+        (["server.url=http://x", "draft=x"], "draft.path=x: a server has its own"),
+        (["server.timeout_s=0"], "server.timeout_s=0"),
+        (["out=x.json"], "out=x.json: must end in .jsonl"),
+        (["data.path=nowhere.jsonl"], "there is no such file"),
+        (["target=nowhere/at/all"], "no such directory"),
+    ],
+)
+def test_mistakes_are_one_line(made, tmp_path, capsys, overrides, message):
+    assert run(made, tmp_path / "out.jsonl", *overrides) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bad_row_is_named_and_the_rows_before_it_are_kept(made, tmp_path, capsys):
+    rows = read_jsonl(made / "chats.jsonl")[:20]
+    path = write_jsonl(tmp_path / "rows.jsonl", [*rows, {"messages": []}, rows[0]])
+    assert run(made, tmp_path / "out.jsonl", f"data.path={path}") == 2
+    told = f"{path}:21: the row has no turns"
+    assert told in (error := capsys.readouterr().err)
+    assert error.endswith("; data.malformed=skip leaves such rows out\n")
+    assert len(read_jsonl(tmp_path / "out.jsonl")) == 16
+    assert run(made, tmp_path / "out.jsonl", f"data.path={path}", "data.malformed=skip") == 0
+    assert [row["row"] for row in read_jsonl(tmp_path / "out.jsonl")] == [*range(1, 21), 22]
+    assert f"row 21: {told}" in capsys.readouterr().err
+
+
+def test_another_runs_file_is_not_gone_on_with(made, tmp_path, answers, capsys):
+    before = answers.read_bytes()
+    assert run(made, answers, "temperature=0.5") == 2
+    assert "was made with temperature=0.0, not 0.5" in capsys.readouterr().err
+    assert answers.read_bytes() == before
+    (tmp_path / "other.jsonl").write_text("mine\n")
+    assert run(made, tmp_path / "other.jsonl") == 2
+    assert "is there, but not other.jsonl.settings.json" in capsys.readouterr().err
+    assert (tmp_path / "other.jsonl").read_text() == "mine\n"
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(made, tmp_path, answers, capsys):
+    with disk_for(3000):
+        assert run(made, tmp_path / "answers.jsonl") == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert run(made, tmp_path / "answers.jsonl") == 0
+    assert (tmp_path / "answers.jsonl").read_text() == answers.read_text()

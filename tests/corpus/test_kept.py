@@ -1,0 +1,124 @@
+"""What a template loses is refused, also where the text stands elsewhere by chance; markers hold what is written."""
+
+import pytest
+
+from eagle_train.corpus import kept
+from eagle_train.corpus.render import ChatRenderer
+from eagle_train.errors import UserError
+from tests.corpus.test_templates import learnt, read, renderer_of
+from tests.support import templating
+from tests.support.templating import CONVERSATIONS, TOOLS, said, user
+
+
+def with_template(template: str, name: str = "chatml", **kwargs) -> ChatRenderer:
+    return ChatRenderer(templating.tokenizer_of(name, template=template), **kwargs)
+
+
+@pytest.mark.parametrize("supervise", ["assistant", "last", "all"])
+@pytest.mark.parametrize(("lost", "message"), [("user", "content of turn 1"), ("system", "content of turn 1")])
+def test_a_lost_text_that_stands_elsewhere_is_refused(supervise, lost, message):
+    """ "a" is a letter of the header's "assistant"."""
+    template = templating.source("chatml").replace("m.content", f"(m.content if m.role != '{lost}' else '')")
+    renderer = with_template(template, supervise=supervise)
+    messages = [{"role": "system", "content": "a"}] if lost == "system" else []
+    with pytest.raises(UserError, match=rf"{message} \({lost}\), 'a', is not in"):
+        renderer([*messages, user("a"), said("s")])
+
+
+def test_a_lost_answer_that_stands_in_its_end_is_refused():
+    template = templating.source("chatml").replace("m.content", "(m.content if m.role != 'assistant' else '')")
+    with pytest.raises(UserError, match="content of turn 2"):
+        with_template(template)([user("q"), said("im")])
+
+
+def test_a_lost_tool_and_a_lost_argument_that_stand_elsewhere_are_refused():
+    with pytest.raises(UserError, match=r"does not render the row's tools \(get\)"):
+        renderer_of("chatml")(read({"messages": [user("I get it"), said("a")], "tools": TOOLS}))
+    arguments = "call.arguments if call.arguments is string else call.arguments | tojson"
+    template = templating.source("qwen3").replace(arguments, "'{}'")
+    row = read(CONVERSATIONS["tools"])
+    row.messages[1]["tool_calls"] = [{"function": {"name": "get", "arguments": {"e": "t"}}, "type": "function"}]
+    with pytest.raises(UserError, match="the call of get in turn 2 is not in the rendering"):
+        with_template(template, "qwen3")(row)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "m.content if m.role == 'assistant' or m.content.startswith('keep:') else ''",
+        "m.content if m.role == 'assistant' or m.content.startswith('keep:') else raise_exception('no')",
+    ],
+)
+def test_a_template_that_looks_at_values_takes_the_rows_that_it_keeps(content):
+    renderer = with_template(templating.source("chatml").replace("m.content", f"({content})"))
+    assert learnt(renderer, renderer([user("keep: e"), said("a")])) == ["a<|im_end|>"]
+
+
+def test_rows_of_a_known_shape_are_rendered_no_more_often(monkeypatch):
+    renderer, times = renderer_of("qwen3"), []
+    rendered = renderer.template.rendered
+    monkeypatch.setattr(renderer.template, "rendered", lambda *a, **k: times.append(1) or rendered(*a, **k))
+    counts = []
+    for ids in ("a1", "b2", "c3"):
+        if ids == "c3":
+            monkeypatch.setattr(renderer.finder.kept, "check", lambda *_: None)
+        call = {"id": ids, "type": "function", "function": {"name": f"get{ids}", "arguments": {"x": 1}}}
+        result = {"role": "tool", "tool_call_id": ids, "content": ids}
+        renderer(read({"messages": [user(ids), said("", tool_calls=[call]), result, said(ids)]}))
+        counts.append(len(times))
+        times.clear()
+    assert counts[0] > counts[1] == counts[2]
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(kept, "MOST", 2)
+    renderer = renderer_of("chatml")
+    for turns in range(1, 5):
+        renderer([user("q"), said("a")] * turns)
+        assert len(renderer.finder.kept.known) <= 2
+
+
+MARKED = "{%- for m in messages -%}{%- if m.role == 'assistant' -%}"
+
+
+@pytest.mark.parametrize(
+    ("before", "prompt"),
+    [
+        ("{% generation %}{{ '<|im_start|>assistant\\n' }}", "<|im_start|>assistant\\n"),
+        ("{{ '<|im_start|>assistant' }}{% generation %}{{ '\\n' }}", "<|im_start|>assistant\\n"),
+        ("{% generation %}{{ '<|im_start|>assistant\\n' }}", ""),
+    ],
+)
+def test_markers_around_the_header_do_not_make_it_the_models(before, prompt):
+    template = (
+        MARKED + before + "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+        "{%- else -%}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif -%}{%- endfor -%}"
+    )
+    if prompt:
+        template += "{%- if add_generation_prompt -%}{{ '" + prompt + "' }}{%- endif -%}"
+    renderer = with_template(template)
+    documents = renderer(read(CONVERSATIONS["several"]))
+    assert learnt(renderer, documents) == ["a1<|im_end|>", "a2<|im_end|>"]
+
+
+def test_markers_around_the_whole_conversation_supervise_answers_alone():
+    template = "{% generation %}" + templating.source("chatml") + "{% endgeneration %}"
+    for supervise, right in (("assistant", ["a1<|im_end|>", "a2<|im_end|>"]), ("last", ["a2<|im_end|>"])):
+        renderer = with_template(template, supervise=supervise)
+        assert learnt(renderer, renderer(read(CONVERSATIONS["several"]))) == right
+
+
+CLOSED = (  # its generation prompt has a block that its rendering of an answer has not
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% if closed %}\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def test_markers_behind_another_generation_prompt_hold_the_same_text():
+    """Contents alone, and the reasoning that the prompt began."""
+    renderer = with_template(CLOSED, "qwen3", template_kwargs={"closed": True})
+    assert learnt(renderer, renderer(read(CONVERSATIONS["several"]))) == ["a1", "a2"]
+    assert any("markers leave out '<|im_end|>'" in note for note in renderer.notes)
+    renderer = with_template(CLOSED, "qwen3")
+    assert learnt(renderer, renderer([user("q"), said("a", reasoning_content="hm")])) == ["hm\n</think>\n\na"]

@@ -1,0 +1,247 @@
+"""Prefill and decoding in processes of their own: the tokens of one engine, whatever befalls those that prefill."""
+
+import json
+from functools import cache
+from pathlib import Path
+from threading import Event
+from types import MappingProxyType
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from eagle_train.artifacts.format import save_draft
+from eagle_train.distributed import World
+from eagle_train.errors import UserError
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.parallel import disaggregated
+from eagle_train.inference.parallel.disaggregated import DecodeEngine, as_json, connect
+from eagle_train.models.draft import Draft
+from tests.support.disaggregated_job import answers
+from tests.support.oracle import GREEDY, PROMPTS, cut, token_ids
+from tests.support.oracle import answers as answers_of
+from tests.support.processes import start_ranks
+from tests.support.tiny import random_tokens, shared_target, trained_draft
+
+
+def stage(sampled: bool = False, cancelling: bool = False, **engine) -> dict:
+    return {"sampled": sampled, "cancelling": cancelling, "engine": engine}
+
+
+STAGES = [
+    stage(tree="chain3"),
+    stage(sampled=True, tree="n8", max_batch_size=3),
+    stage(sampled=True, tree="chain3", max_batch_size=4, kv_tokens=5 * BLOCK),  # some lose their blocks on the way
+    stage(cancelling=True, tree="n8"),
+]
+
+
+@cache
+def a_draft(first_token: str = "self_fusion") -> Draft:
+    return trained_draft(shared_target("gemma2"), steps=60, first_token=first_token)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A directory with a target and a draft."""
+    root, target = tmp_path_factory.mktemp("disaggregated"), shared_target("gemma2")
+    target.model.save_pretrained(root / "target")
+    save_draft(a_draft(), root / "draft", target.identity, dtype=torch.float32)
+    return root
+
+
+class Nearby:
+    """A line to a prefill process that is none: what is sent goes to its engine, once it is `open`."""
+
+    def __init__(self, other: int = 1, draft: Draft | None = None, **options):
+        self.other, self.engine = other, Engine(shared_target("gemma2"), draft or a_draft(), **options)
+        self.open, self.changed = Event(), {}
+
+    def tell(self, message, timeout):
+        self.request = json.loads(as_json(message))
+
+    def hear(self, timeout):
+        assert self.open.wait(60)
+        tokens, self.packed = disaggregated.read(self.engine, self.request)
+        return {"number": self.request["number"], "tokens": tokens} | self.changed
+
+    def receive(self, tensor, timeout):
+        return tensor.copy_(self.packed)
+
+
+def a_decoder(*lines: Nearby, draft: Draft | None = None, **options) -> DecodeEngine:
+    return DecodeEngine(shared_target("gemma2"), draft or a_draft(), lines=lines, **options)
+
+
+def finish(engine: Engine) -> None:
+    while engine.scheduler.unfinished:
+        engine.step()
+    assert len(engine.scheduler.pool.free) == engine.scheduler.pool.total
+
+
+@pytest.mark.parametrize(
+    ("stage", "first_token"), [*((stage, "self_fusion") for stage in STAGES[:3]), (STAGES[1], "skip")]
+)
+def test_what_is_sent_is_all_that_decoding_needs(stage, first_token):
+    """Tokens and rounds are those of one engine."""
+    draft = a_draft(first_token)
+    lines = [Nearby(1, draft), Nearby(2, draft)]
+    for line in lines:
+        line.open.set()
+    alone = Engine(shared_target("gemma2"), draft, **stage["engine"])
+    decoder = a_decoder(*lines, draft=draft, **stage["engine"])
+    assert answers(decoder, stage) == (expected := answers(alone, stage))
+    assert max(max(rounds) for rounds in expected[1]) > 1, "drafts must be accepted"
+
+
+def test_what_was_sent_is_found_again():
+    """By a prompt that begins as an earlier one did; rounds are as short as where nothing was found."""
+    stem, *tails = random_tokens(2 * BLOCK + 3, 4, 1, 7)
+    prompts, target = [stem + tail for tail in tails], shared_target("gemma2")
+    line = Nearby(prefix_cache=True)
+    line.open.set()
+    engine, alone = a_decoder(line, prefix_cache=True), Engine(target, a_draft())
+    found = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
+    whole = [alone.generate([prompt], GREEDY)[0] for prompt in prompts]
+    assert [output.stats.cached_tokens for output in found] == [0, 2 * BLOCK, 2 * BLOCK]
+    assert token_ids(found) == token_ids(whole)
+    assert [output.rounds for output in found] == [output.rounds for output in whole]
+
+
+def test_who_decodes_does_not_wait_for_a_prompt():
+    """One that is cancelled while it is read, and one that is not; meanwhile the first goes on to its end."""
+    line = Nearby()
+    engine, whole = a_decoder(line), cut(answers_of("gemma2"))
+    line.open.set()
+    first = engine.add(PROMPTS[0], GREEDY)
+    while not first.generated:
+        engine.step()
+    line.open.clear()
+    second, third = engine.add(PROMPTS[1], GREEDY), engine.add(PROMPTS[2], GREEDY)
+    while not first.finish_reason:
+        engine.step()
+    assert (second.generated, third.generated) == ([], [])
+    engine.cancel(second)
+    line.open.set()
+    finish(engine)
+    assert (first.generated, second.generated, third.generated) == (whole[0], [], whole[2])
+
+
+def test_blocks_that_are_lost_while_a_prompt_is_read():
+    """The first needs them; what comes back for the second then is not put into them, and it is read again."""
+    line, other = Nearby(1), Nearby(2)
+    engine = a_decoder(line, other, kv_tokens=3 * BLOCK)
+    line.open.set()
+    first = engine.add(PROMPTS[4], SamplingParams(max_tokens=26, ignore_eos=True))
+    second = engine.add(PROMPTS[3], GREEDY)
+    engine.step()
+    errand = second.reader
+    while second.reader is errand is not None:
+        engine.step()
+    assert (second.reader, second.blocks) == (None, [])
+    other.open.set()
+    finish(engine)
+    assert (first.generated, second.generated) == (answers_of("gemma2")[4], cut(answers_of("gemma2"))[3])
+
+
+def test_an_answer_to_something_else_is_refused():
+    line = Nearby()
+    line.open.set()
+    line.changed = {"number": -1, "tokens": [5]}
+    engine = a_decoder(line)
+    with pytest.warns(UserWarning, match="^prefill process 1 is given up: its answer is to something else$"):
+        assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers_of("gemma2"))
+    assert engine.errands == {}
+
+
+def test_another_target_or_draft_reads_nothing():
+    engine = Nearby().engine
+    request = {"number": 0, "target": "other", "texts": [[5, 6]], "starts": [0], "params": [{}], "size": 1}
+    with pytest.raises(UserError, match=r"^target tiny-gemma2: the decode process has another$"):
+        disaggregated.read(engine, request)
+    own = request | {"target": engine.target.identity.fingerprint, "dtype": "torch.bfloat16"}
+    wanted = r"^target tiny-gemma2: it is in torch.float32 here, and the decode process has it in torch.bfloat16$"
+    with pytest.raises(UserError, match=wanted):
+        disaggregated.read(engine, own)
+    own |= {"dtype": "torch.float32"}
+    with pytest.raises(UserError, match=r"^draft or prefix_cache: the decode process has another$"):
+        disaggregated.read(engine, own)
+
+
+def test_only_what_follows_a_prefix_is_sent():
+    engine, (text,) = Nearby().engine, random_tokens(3 * BLOCK + 2)
+    packed = []
+    for start in (0, BLOCK + 5):
+        request = {
+            "target": engine.target.identity.fingerprint,
+            "dtype": "torch.float32",
+            "texts": [text],
+            "starts": [start],
+            "params": [{}],
+            "size": disaggregated.size_of(engine, start, len(text)),
+        }
+        packed.append(disaggregated.read(engine, request)[1])
+    assert not engine.advanced, "a request that was read is kept by nobody"
+    whole, rest = packed
+    for kept in engine.memory.by_block:
+        of_whole, whole = whole.tensor_split([4 * kept[:, 0].numel()])
+        of_rest, rest = rest.tensor_split([3 * kept[:, 0].numel()])
+        assert torch.equal(of_whole.view(len(kept), 4, -1)[:, 1:], of_rest.view(len(kept), 3, -1))
+    assert torch.equal(whole, rest)
+
+
+def check_found(root: Path, stages: list[dict]) -> list[dict]:
+    """Every stage's tokens are those of one engine, and every block is free again."""
+    found = json.loads((root / "found.json").read_text())
+    for one, stage in zip(found, stages, strict=True):
+        options = {key: value for key, value in stage["engine"].items() if key != "timeout_s"}
+        engine = Engine(shared_target("gemma2"), a_draft(), **options)
+        expected, rounds = answers(engine, {**stage, "cancelling": False})
+        assert one["free"]
+        assert stage["cancelling"] or one["rounds"] == rounds
+        for tokens, whole in zip(one["tokens"], expected, strict=True):
+            assert tokens == (whole[: len(tokens)] if stage["cancelling"] else whole)
+        assert (one["tokens"] != expected) == stage["cancelling"]
+    return found
+
+
+@pytest.mark.ranks
+def test_prompts_are_read_elsewhere(root):
+    """By two processes."""
+    start_ranks(3, "disaggregated_job", root, {"stages": STAGES, "faults": {}})
+    for one in check_found(root, STAGES):
+        assert (one["here"], one["left"], one["warned"]) == (0, 2, [])
+
+
+@pytest.mark.ranks
+def test_faults_of_prefill_processes(root):
+    """One fails at random, one dies in the middle of an answer, one is so slow that it is given up."""
+    stages = [stage | {"engine": stage["engine"] | {"timeout_s": 20.0}} for stage in STAGES[1:]]
+    faults = {"1": "raises", "2": "dies", "3": "is slow"}
+    start_ranks(4, "disaggregated_job", root, {"stages": stages, "faults": faults}, awaited=2)
+    found = check_found(root, stages)
+    assert found[0]["here"] > 0, "what was not read elsewhere is read here"
+    assert found[0]["left"] == 1
+    assert {warning.split(":")[0] for warning in found[0]["warned"]} == {
+        "prefill process 2 is given up",
+        "prefill process 3 is given up",
+    }
+
+
+@pytest.mark.parametrize("grammar", [OmegaConf.create({"regex": "[a-c]{2}"}), MappingProxyType({"regex": "[a-c]{2}"})])
+def test_a_grammar_in_a_mapping_of_any_kind(grammar):
+    params = SamplingParams(grammar=grammar)
+    assert SamplingParams(**json.loads(as_json(vars(params)))) == SamplingParams(grammar={"regex": "[a-c]{2}"})
+
+
+def test_what_cannot_be_disaggregated():
+    with pytest.raises(UserError, match=r"^1 process was started: one decodes, and at least one more must read"):
+        connect(World())
+    for timeout in (0, float("inf"), "1"):
+        with pytest.raises(
+            UserError, match=rf"^timeout_s={timeout!r}: must be above 0, and at most 1000000000 seconds$"
+        ):
+            a_decoder(Nearby(), timeout_s=timeout)
+    with pytest.raises(UserError, match=r"^lines=\[\]: must be those to the prefill processes"):
+        a_decoder()

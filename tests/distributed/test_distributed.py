@@ -1,0 +1,43 @@
+"""What a job's environment may say of its processes."""
+
+import socket
+import sys
+
+import pytest
+
+from eagle_train import distributed
+from eagle_train.errors import UserError
+from tests.support.processes import run
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x, WORLD_SIZE=2: must be whole numbers, RANK below WORLD_SIZE"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, WORLD_SIZE=2: must be whole numbers, RANK below WORLD_SIZE"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR is not set, and WORLD_SIZE=2"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}, "MASTER_PORT is not set, and WORLD_SIZE=2"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "x"}, "MASTER_PORT=x: must be a port"),
+    ],
+)
+def test_an_environment_that_cannot_be(monkeypatch, environment, message):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert distributed.place() == (0, 1)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^{message}"):
+        distributed.place()
+
+
+def test_a_port_that_another_job_has_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-m", "eagle_train.train", "experiment=quickstart", "parallel=ddp", "device=cpu"]
+        done = run(command, env=environment)
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith(f"error: MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: the ranks cannot meet there")
+    assert "Traceback" not in done.stderr

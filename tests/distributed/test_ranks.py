@@ -1,0 +1,300 @@
+"""Several ranks: each backend computes what one process computes, and goes on from any other's checkpoint."""
+
+import importlib.util
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.ops.attention import packed_attention
+from eagle_train.training.checkpoint import checkpoints
+from tests.support.command_line import chats, write_jsonl
+from tests.support.processes import start_ranks
+from tests.support.ranks_job import a_row, leave_out, spoil
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.training.test_trainer import a_target, assert_same, make_trainer, run
+
+pytestmark = pytest.mark.ranks
+
+STEPS, SAVED = 20, 10
+TRAIN = {"steps": STEPS, "rows": 1, "rows_per_step": 6, "save_every": SAVED, "eval_every": SAVED, "keep": 0}
+CASES = {
+    "ddp": {"backend": "ddp"},
+    "fsdp2": {"backend": "fsdp2"},
+    "fsdp2-recomputed": {"backend": "fsdp2", "activation_checkpointing": True},
+    "fsdp2-offloaded": {"backend": "fsdp2", "offload_optimizer": True},
+}
+BEYOND = TRAIN | {"unroll": 3, "logits_loss": "lk", "l1_weight_end": 0.1}
+MUON = TRAIN | {"optim": {"name": "muon", "lr": 1e-3}}
+LEFT_OUT = [3, 11, 12]  # steps
+SPOILT = [6]  # steps whose gradients are no numbers
+DROPPED = [1, 4, 12]  # steps that begin with gradients that are dropped
+TOLD = [1, 13, 1]  # rank 1 to stop, after the first of step 14's three micro-batches
+BF16_NOISE = 1e-3  # relative; FSDP2 rounds elsewhere than autocast, and 20 steps differ by 1e-4 at most
+DEEPSPEED = {f"zero{stage}": {"backend": "deepspeed", "zero": {"stage": stage}} for stage in (1, 2, 3)}
+DEEPSPEED |= {f"{name}-offloaded": {**DEEPSPEED[name], "offload_optimizer": True} for name in ("zero2", "zero3")}
+if importlib.util.find_spec("deepspeed") and shutil.which("c++"):  # it compiles a small operation the first time
+    CASES |= DEEPSPEED
+FEW = [name for name in CASES if name not in ("fsdp2", "fsdp2-offloaded")]
+
+WITH_MUON = ["ddp", "fsdp2"]
+MUON_NOISE = 5e-4  # relative; its products are in bf16 where the CPU has them, and 20 steps differ by 5e-5 at most
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    for seed, (name, count) in enumerate({"train": 60, "heldout": 12}.items()):
+        write_jsonl(directory / f"{name}.jsonl", chats(count, seed))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory) -> tuple[Path, list[dict]]:
+    """One process's run, and its metrics."""
+    directory = tmp_path_factory.mktemp("alone")
+    return directory, run(make_trainer(directory, data, **TRAIN))
+
+
+@pytest.fixture(scope="module")
+def alone_with_muon(data, tmp_path_factory) -> tuple[Path, list[dict]]:
+    directory = tmp_path_factory.mktemp("alone_with_muon")
+    return directory, run(make_trainer(directory, data, **MUON))
+
+
+def first_half(source: Path, directory: Path) -> Path:
+    """A copy of a run as it was at its first checkpoint."""
+    shutil.copytree(source, directory)
+    shutil.rmtree(directory / f"step-{STEPS:08d}")
+    return directory
+
+
+KINDS = {"": TRAIN, "resumed-": TRAIN, "beyond-": BEYOND, "low-": TRAIN, "muon-": MUON, "resumed-muon-": MUON}
+
+
+def case_of(kind: str, name: str, out: Path) -> dict:
+    """What two ranks do: CASE from the start, resumed-CASE from one process's checkpoint, beyond-CASE with options
+    beyond the paper, low-CASE in bf16; muon-CASE and resumed-muon-CASE; told-CASE, which is left in a step.
+
+    In beyond- and low-CASE steps are left out, some for what their gradients are; in CASE and low-CASE parts of steps
+    are dropped. Of DeepSpeed's, CASE-RANK tells what a checkpoint's tensors took.
+    """
+    case = {"out": str(out), "parallel": CASES[name], "train": KINDS.get(kind, TRAIN)}
+    case |= {"dtype": "bfloat16" if kind == "low-" else "float32"}
+    case |= {"left_out": LEFT_OUT, "spoilt": SPOILT} if kind in ("beyond-", "low-") else {}
+    case |= {"dropped": DROPPED} if kind in ("", "low-") else {}
+    case |= {"told": TOLD} if kind == "told-" else {}
+    return case | ({"gathered": str(out)} if name in DEEPSPEED and not kind else {})
+
+
+@pytest.fixture(scope="module")
+def together(data, alone, alone_with_muon, tmp_path_factory) -> Callable[..., Path]:
+    """Two ranks' runs by kind and name (`case_of`), each made when it is first asked for: one costs one test."""
+    root = tmp_path_factory.mktemp("together")
+
+    def made(name: str, kind: str = "") -> Path:
+        out = root / f"{kind}{name}"
+        if not out.exists():
+            if kind.startswith("resumed-"):
+                first_half((alone_with_muon if "muon" in kind else alone)[0], out)
+            start_ranks(2, "ranks_job", data, [case_of(kind, name, out)])
+        return out
+
+    return made
+
+
+def metrics_of(directory: Path) -> list[dict]:
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in ("tokens_per_s", "data_wait")} for line in lines]
+
+
+def known(rows: list[dict]) -> list[dict]:
+    """Rows without the values that are no numbers."""
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
+
+
+def continuous(rows: list[dict]) -> list[dict]:
+    """What changes little with a rounding; which token is best may hang on one."""
+    return [{name: row[name] for name in ("loss", "l1", "ce", "grad_norm", "skipped") if name in row} for row in rows]
+
+
+def assert_same_run(found: list[dict], expected: list[dict], tolerance: float = 1e-5) -> None:
+    assert len(found) == len(expected) == STEPS
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other, tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one_process_does(alone, together, name):
+    assert_same_run(metrics_of(together(name)), alone[1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_go_on_from_one_processs_checkpoint(alone, together, name):
+    assert_same_run(metrics_of(together(name, "resumed-")), alone[1])
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_two_ranks_train_beyond_the_paper_as_one_process_does(data, together, tmp_path, name):
+    trainer = make_trainer(tmp_path, data, **BEYOND)
+    leave_out(trainer, LEFT_OUT)
+    spoil(trainer, SPOILT)
+    assert_same_run(known(metrics_of(together(name, "beyond-"))), known(run(trainer)))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_two_ranks_train_in_bf16_as_one_process_does(data, together, tmp_path, name):
+    trainer = make_trainer(tmp_path, data, target=a_target(dtype=torch.bfloat16), **TRAIN)
+    leave_out(trainer, LEFT_OUT)
+    spoil(trainer, SPOILT)
+    found, expected = (continuous(known(rows)) for rows in (metrics_of(together(name, "low-")), run(trainer)))
+    assert_same_run(found, expected, BF16_NOISE)
+
+
+@pytest.mark.parametrize("name", WITH_MUON)
+def test_two_ranks_train_with_muon_as_one_process_does(alone_with_muon, together, data, tmp_path, name):
+    """From the start, from one process's checkpoint, and one process from theirs."""
+    expected = continuous(alone_with_muon[1])
+    for kind in ("muon-", "resumed-muon-"):
+        assert_same_run(continuous(metrics_of(together(name, kind))), expected, MUON_NOISE)
+    trainer = make_trainer(first_half(together(name, "muon-"), tmp_path / "run"), data, **MUON)
+    assert trainer.resume()
+    assert_same_run(continuous(run(trainer, resumed=True)), expected, MUON_NOISE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_process_goes_on_from_two_ranks_checkpoint(alone, together, data, tmp_path, name):
+    directory = first_half(together(name), tmp_path / "run")
+    trainer = make_trainer(directory, data, **TRAIN)
+    assert trainer.resume()
+    assert trainer.step == SAVED
+    assert_same_run(run(trainer, resumed=True), alone[1])
+
+
+def test_a_rank_that_is_told_to_stop_stops_both_in_their_step(alone, together, data, tmp_path):
+    """One process goes on from their checkpoint as if it had not been."""
+    told = together("fsdp2", "told-")
+    assert [path.name for path in checkpoints(told)] == [f"step-{step:08d}" for step in (SAVED, TOLD[1])]
+    assert len(metrics_of(told)) == TOLD[1]
+    trainer = make_trainer(shutil.copytree(told, tmp_path / "run"), data, **TRAIN)
+    assert trainer.resume()
+    assert trainer.step == TOLD[1]
+    assert_same_run(run(trainer, resumed=True), alone[1])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name in DEEPSPEED])
+def test_deepspeed_gathers_a_checkpoint_tensor_by_tensor(together, name):
+    """The first rank keeps the draft, each a half of the optimiser's, and nobody what is the other's."""
+    out = together(name)
+    first, second = (torch.load(out.with_name(f"{name}-{rank}"), weights_only=True) for rank in (0, 1))
+    assert first["most"] == second["most"] == 1
+    assert first["left"] == second["left"] == 0
+    weights = len(load_file(out / f"step-{STEPS:08d}" / "draft.safetensors"))
+    assert (first["draft"], second["draft"]) == (weights, 0)
+    assert first["optimizer"] + second["optimizer"] == 3 * weights
+    assert abs(first["optimizer"] - second["optimizer"]) <= 1
+
+
+def test_three_ranks_go_on_from_two_ranks_checkpoint(alone, together, data, tmp_path):
+    directory = first_half(together("fsdp2"), tmp_path / "run")
+    start_ranks(3, "ranks_job", data, [{"out": str(directory), "parallel": CASES["fsdp2"], "train": TRAIN}])
+    assert_same_run(metrics_of(directory), alone[1])
+
+
+FAMILIES = ("llama", "qwen3", "mixtral", "gpt_oss", "llama4")
+
+
+@pytest.fixture(scope="module")
+def divided(data, tmp_path_factory) -> Callable[[str], Path]:
+    """What two ranks make of a family's target that they divide: FAMILY-PLACEMENT-RANK in the directory."""
+    root = tmp_path_factory.mktemp("divided")
+
+    def made(family: str) -> Path:
+        if not (root / family).exists():
+            tiny_model(family).save_pretrained(root / family)
+            start_ranks(2, "ranks_job", data, [case(root, family, placement) for placement in ("fsdp2", "tensor")])
+        return root
+
+    def case(root: Path, family: str, placement: str) -> dict:
+        return {"out": str(root / f"{family}-{placement}"), "target": str(root / family), "placement": placement}
+
+    return made
+
+
+def test_a_divided_tensors_sample_is_the_whole_ones(data):
+    start_ranks(2, "ranks_job", data, [{"samples": True}])
+
+
+DIVIDED = {
+    "fsdp2": {"backend": "ddp", "target": "fsdp2"},
+    "tensor": {"backend": "fsdp2", "target": "tensor"},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "llama4"])
+def test_a_divided_target_trains_as_a_whole_one_does(data, tmp_path, family):
+    """From the start, and from one process's checkpoint; with cores for a target's own thread, which it must not get:
+    two threads would talk in one group."""
+    tiny_model(family).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    whole = load_target(TargetConfig(str(tmp_path / "target")), "cpu")
+    expected, cases = run(make_trainer(tmp_path / "whole", data, target=whole, **TRAIN)), []
+    for name, parallel in DIVIDED.items():
+        for out in (tmp_path / name, first_half(tmp_path / "whole", tmp_path / f"resumed-{name}")):
+            case = {"out": str(out), "weights": str(tmp_path / "target"), "parallel": parallel, "train": TRAIN}
+            cases.append({**case, "share": 2})
+    start_ranks(2, "ranks_job", data, cases, threads=2)
+    for case in cases:
+        assert_same_run(metrics_of(Path(case["out"])), expected)
+
+
+WHOLE = ("gpt_oss", "tensor")  # whose plan divides next to nothing
+
+
+@pytest.mark.parametrize(
+    ("family", "placement"),
+    [case for case in itertools.product(FAMILIES, ("fsdp2", "tensor")) if case != WHOLE],
+)
+def test_a_divided_target_gives_the_whole_ones_hidden_states(divided, family, placement):
+    root = divided(family)
+    target = load_target(TargetConfig(str(root / family)), "cpu")
+    size = sum(parameter.numel() for parameter in target.model.parameters())
+    for rank in (0, 1):
+        found = torch.load(root / f"{family}-{placement}-{rank}", weights_only=True)
+        with FlopCounterMode(display=False) as counter:
+            expected = target.hidden_states(*a_row(rank), packed_attention([[9, 11]]))
+        torch.testing.assert_close(found["hidden"], expected, rtol=1e-5, atol=1e-5)
+        assert found["fingerprint"] == target.identity.fingerprint
+        assert found["own"] < 0.75 * size
+        assert found["flops"] <= 1.1 * counter.get_total_flops()  # experts that no token chose are left, here as there
+
+
+def test_a_target_may_be_held_by_a_part_of_the_ranks(data, tmp_path):
+    """Four ranks, two copies of the target, each divided between two neighbours."""
+    tiny_model("llama").save_pretrained(tmp_path / "llama")
+    cases = [
+        {"out": str(tmp_path / placement), "target": str(tmp_path / "llama"), "placement": placement, "share": 2}
+        for placement in ("fsdp2", "tensor")
+    ]
+    start_ranks(4, "ranks_job", data, cases)
+    target = load_target(TargetConfig(str(tmp_path / "llama")), "cpu")
+    size = sum(parameter.numel() for parameter in target.model.parameters())
+    for placement, rank in itertools.product(("fsdp2", "tensor"), range(4)):
+        found = torch.load(tmp_path / f"{placement}-{rank}", weights_only=True)
+        expected = target.hidden_states(*a_row(rank), packed_attention([[9, 11]]))
+        torch.testing.assert_close(found["hidden"], expected, rtol=1e-5, atol=1e-5)
+        assert found["fingerprint"] == target.identity.fingerprint
+        assert 0.4 * size < found["own"] < 0.75 * size
+
+
+def test_a_plan_that_divides_next_to_nothing_is_refused(divided):
+    found = torch.load(divided("gpt_oss") / "-".join((*WHOLE, "0")), weights_only=True)
+    assert re.match(r"parallel\.target=tensor: the plan of gpt_oss leaves 98% of the weights on each", found["refused"])

@@ -1,0 +1,548 @@
+"""Guided decoding: every answer obeys its grammar, and is what plain decoding with masked logits gives. Paper 3.4.
+
+Each grammar has a twin: the same language as a regular expression of Python's, which also knows the beginnings of its
+texts. So nothing that is compared here comes from the library that makes the masks.
+"""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import regex
+import torch
+from scipy import stats
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from eagle_train.errors import UserError
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.decode.tree import chain
+from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.grammar import guided
+from eagle_train.inference.grammar.guided import Guidance
+from eagle_train.inference.requests.scheduler import Scheduler
+from eagle_train.inference.requests.sequence import Output
+from eagle_train.models.draft import Draft
+from eagle_train.models.target import Target
+from tests.support.oracle import LENGTH, PROMPTS, TREES, answers, cut, fail_at, guide, token_ids
+from tests.support.tiny import CHARACTERS, tiny_model, tiny_target, tiny_tokenizer, trained_draft
+
+MODES = ["greedy", "multinomial", "multinomial_without_replacement"]
+EOS = 2
+LONG = 32  # tokens of an answer
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+        "ok": {"type": "boolean"},
+        "tag": {"enum": ["a", "bb"]},
+    },
+    "required": ["n", "ok"],
+}
+LANGUAGES = {  # the tiny target has no white space
+    "json_schema": (SCHEMA, r'\{"n":([0-9]|[1-9][0-9]),"ok":(true|false)(,"tag":("a"|"bb"))?\}'),
+    "regex": (r"[A-Z]{2,5}(-[0-9]{1,3})*", r"[A-Z]{2,5}(-[0-9]{1,3})*"),
+    "choice": (["yes", "no", "yes!", 'a"\\b', "<s>"], r'yes!?|no|a"\\b|<s>'),
+    "ebnf": ('root ::= item (";" item){0,3}\nitem ::= "(" item ")" | [x-z]', r"(\((?1)\)|[x-z])(;(?1)){0,3}"),
+}
+KINDS = list(LANGUAGES)
+
+
+@cache
+def target(**changes) -> Target:
+    """The tiny Llama of the other tests, with a token for each character."""
+    return tiny_target("llama", tiny_tokenizer(), **changes)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Draft:
+    return trained_draft(target())
+
+
+def grammar_of(kind: str) -> dict:
+    return {kind: LANGUAGES[kind][0]}
+
+
+def begins(kind: str, text: str) -> bool:
+    return regex.fullmatch(LANGUAGES[kind][1], text, partial=True) is not None
+
+
+def obeys(kind: str, text: str) -> bool:
+    return regex.fullmatch(LANGUAGES[kind][1], text) is not None
+
+
+@cache
+def may_follow(kind: str, text: str) -> list[int]:
+    """The tokens that the twin lets follow a text, one by one."""
+    letters = [token for token, letter in enumerate(CHARACTERS, start=3) if begins(kind, text + letter)]
+    return letters + [EOS] * obeys(kind, text)
+
+
+@cache
+def truth(kind: str, prompt: tuple[int, ...], length: int = LONG) -> list[int]:
+    """transformers' most likely tokens among those the twin allows."""
+    tokens, model = [], tiny_model()
+    while len(tokens) < length and tokens[-1:] != [EOS]:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1]
+        allowed = may_follow(kind, "".join(CHARACTERS[token - 3] for token in tokens))
+        tokens.append(max(allowed, key=lambda token: float(logits[token])))
+    return tokens
+
+
+def mixed(temperature: float = 0.0) -> tuple[list, list[SamplingParams], list[str | None]]:
+    """Each prompt with each kind, and without a grammar."""
+    kinds = [kind for _ in PROMPTS for kind in [*KINDS, None]]
+    prompts = [prompt for prompt in PROMPTS for _ in [*KINDS, None]]
+    params = [
+        SamplingParams(temperature, max_tokens=LENGTH, seed=seed, ignore_eos=True)
+        if kind is None
+        else SamplingParams(temperature, max_tokens=LONG, seed=seed, grammar=grammar_of(kind))
+        for seed, kind in enumerate(kinds)
+    ]
+    return prompts, params, kinds
+
+
+def check_obeys(kind: str, output: Output) -> None:
+    if output.finish_reason == "stop":
+        assert output.token_ids[-1] == EOS
+        assert obeys(kind, output.text)
+    else:
+        assert (output.finish_reason, len(output.token_ids)) == ("length", LONG)
+        assert begins(kind, output.text)
+
+
+# --- temperature 0 against transformers, masked token by token
+
+
+@pytest.mark.parametrize("tree", [None, *TREES])
+@pytest.mark.parametrize("settings", [{}, {"kv_tokens": 5 * BLOCK, "prefill_tokens": 3}], ids=["roomy", "tight"])
+def test_greedy_tokens_are_the_most_likely_allowed(tree, settings, trained):
+    """Guided and unguided in one batch, whose rows come and go, with preemption and with prompts read in chunks."""
+    prompts, params, kinds = mixed()
+    plain = dict(zip(map(tuple, PROMPTS), cut(answers("llama")), strict=True))
+    engine = Engine(target(), trained if tree else None, tree or "chain3", max_batch_size=4, **settings)
+    outputs = engine.generate(prompts, params)
+    for prompt, kind, output in zip(prompts, kinds, outputs, strict=True):
+        assert output.token_ids == (truth(kind, tuple(prompt)) if kind else plain[tuple(prompt)])
+    ends = Counter(output.finish_reason for output, kind in zip(outputs, kinds, strict=True) if kind)
+    assert min(ends["stop"], ends["length"]) > 0
+    assert (max(max(output.rounds, default=0) for output in outputs) > 1) == (tree is not None)
+
+
+@pytest.mark.parametrize("kv_tokens", [None, 5 * BLOCK], ids=["roomy", "tight"])
+@pytest.mark.parametrize("cancelling", [False, True], ids=["kept", "cancelled"])
+def test_drafts_that_hold_to_any_depth(cancelling, kv_tokens, trained):
+    """What is rejected, forbidden tokens among it, leaves no trace; so does who is cancelled or preempted."""
+    prompts, params, kinds = mixed()
+    plain = dict(zip(map(tuple, PROMPTS), answers("llama"), strict=True))
+    wanted = [truth(k, tuple(p)) if k else plain[tuple(p)][:LENGTH] for k, p in zip(kinds, prompts, strict=True)]
+    rng = random.Random(1)
+    engine = Engine(target(), trained, "d3_bf2", max_batch_size=4, kv_tokens=kv_tokens, prefill_tokens=6)
+    guide(engine, [tokens + [0] * 4 for tokens in wanted], lambda _: rng.randint(0, 3))
+    requests = [engine.add(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    while engine.scheduler.unfinished:
+        if cancelling and rng.random() < 0.3:
+            engine.cancel(rng.choice(requests))
+        engine.step()
+    reasons = Counter(request.finish_reason for request in requests)
+    for request, tokens in zip(requests, wanted, strict=True):
+        assert request.generated == (
+            tokens[: len(request.generated)] if request.finish_reason == "cancelled" else tokens
+        )
+    assert reasons["stop"] > 3
+    assert (reasons["cancelled"] > 2) == cancelling
+
+
+# --- sampled
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("mode", MODES)
+def test_sampled_tokens_obey_whatever_the_company(mode, tree, trained):
+    """And they are those that a request gets alone; who has no grammar does not feel the others'."""
+    prompts, params, kinds = (each[::2] for each in mixed(1.0))
+    tight = Engine(target(), trained, tree, max_batch_size=5, drafting=mode, kv_tokens=6 * BLOCK, prefill_tokens=7)
+    outputs = tight.generate(prompts, params)
+    alone = Engine(target(), trained, tree, drafting=mode)
+    for prompt, own, output in list(zip(prompts, params, outputs, strict=True))[::4]:
+        assert alone.generate([prompt], [own])[0].token_ids == output.token_ids
+    for kind, output in zip(kinds, outputs, strict=True):
+        if kind:
+            check_obeys(kind, output)
+    assert len({output.text for output in outputs}) > 8
+
+
+def test_another_ranks_drafts_obey_their_grammar(trained):
+    """This rank's own drafts, which its grammars have walked, are replaced by those of the first rank."""
+    params = SamplingParams(1.0, max_tokens=LONG, grammar={"regex": "(ab|ba|aab|bba)(cd|ce|dc){1,4}x"})
+    engine, rng = Engine(target(), trained, "chain3"), random.Random(0)
+    letters = target().tokenizer.convert_tokens_to_ids(["a", "b"])
+    alone = engine.generate(PROMPTS, params)
+
+    def agreed(drafts):
+        if drafts is not None:
+            drafts[:, 1:] = torch.tensor([[rng.choice(letters) for _ in range(3)] for _ in drafts])
+        return drafts
+
+    engine.ranks.size, engine.ranks.agreed = 2, agreed
+    outputs = engine.generate(PROMPTS * 4, [replace(params, seed=seed % len(PROMPTS)) for seed in range(20)])
+    assert {output.finish_reason for output in outputs} == {"stop"}
+    assert any(max(output.rounds) > 1 for output in outputs)
+    assert all(regex.fullmatch("(ab|ba|aab|bba)(cd|ce|dc){1,4}x", output.text) for output in (*alone, *outputs))
+
+
+def proposals(engine: Engine) -> list[tuple[str, list[str]]]:
+    """Runs what waits. The text of each row before a round, and the letters of the chain proposed."""
+    found, draft_tree, tokenizer = [], engine.draft_tree, engine.target.tokenizer
+
+    def seeing(plan):
+        drafted = draft_tree(plan)
+        for sequence, row in zip(engine.active, drafted[0][:, 1:].tolist(), strict=True):
+            found.append((engine.requests.texts.decode(sequence.generated), tokenizer.convert_ids_to_tokens(row)))
+        return drafted
+
+    engine.draft_tree = seeing
+    while engine.scheduler.unfinished:
+        engine.step()
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_proposals_obey(kind, temperature, mode, trained):
+    engine = Engine(target(), trained, "chain3", drafting=mode)
+    for prompt in PROMPTS:
+        engine.add(prompt, SamplingParams(temperature, max_tokens=LONG, grammar=grammar_of(kind)))
+    rounds = proposals(engine)
+    assert len(rounds) >= len(PROMPTS)
+    for text, proposed in rounds:
+        for letter in proposed:
+            if letter == "</s>":
+                assert obeys(kind, text)
+                break
+            text += letter
+            assert begins(kind, text)
+
+
+# --- the distribution, against exact enumeration
+
+LETTERS = "abcdefghijklm"
+PROMPT = [7, 1]
+COUNT = 1500  # of requests, in one batch: 52 cells of 5 or more, and 1e-40 for what is wrong
+TOY = {
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+PATTERN = "[a-h](([b-j][a-e]?|[k-m])([c-i]|[a-c][d-m]))?|[i-m][d-k]*"
+
+
+@pytest.fixture(scope="module")
+def toy() -> tuple[Target, Draft, torch.Tensor]:
+    """A target with 16 tokens, a draft for it, and the probability of any four tokens, the first summed over."""
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *LETTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    small = Target(tiny_model(std=0.4, **TOY), PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special))
+    return small, trained_draft(small, steps=60), joint(tiny_model(std=0.4, **TOY).double())
+
+
+def joint(model) -> torch.Tensor:
+    """float64 [16, 16, 16]; an answer that has ended goes on with end tokens."""
+    mass, histories = torch.zeros([16] * 4, dtype=torch.float64), {(): 1.0}
+    for _ in range(4):
+        open_ones = [history for history in histories if history[-1:] != (EOS,)]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*PROMPT, *history] for history in open_ones])).logits[:, -1]
+        for history, row in zip(open_ones, logits, strict=True):
+            text = "".join(LETTERS[token - 3] for token in history)
+            allowed = [t for t, x in enumerate(LETTERS, 3) if regex.fullmatch(PATTERN, text + x, partial=True)]
+            allowed += [EOS] * (regex.fullmatch(PATTERN, text) is not None)
+            weight = histories.pop(history)
+            for token, share in zip(allowed, row[allowed].softmax(-1).tolist(), strict=True):
+                histories[(*history, token)] = weight * share
+    for history, weight in histories.items():
+        mass[tuple([*history, EOS, EOS, EOS][:4])] += weight
+    return mass.sum(0)
+
+
+def p_value(toy, tree: str, drafting: str = "greedy") -> float:
+    """Of the chi-square test on the last three of four tokens; cells where fewer than 5 are expected count as one."""
+    small, draft, probability = toy
+    engine = Engine(small, draft, tree, max_batch_size=COUNT, drafting=drafting)
+    params = SamplingParams(temperature=1.0, max_tokens=4, seed=10**6, grammar={"regex": PATTERN})
+    outputs = engine.generate([PROMPT] * COUNT, params)
+    tokens = torch.tensor([[*output.token_ids, EOS, EOS, EOS][1:4] for output in outputs])
+    counts = (tokens * torch.tensor([256, 16, 1])).sum(-1).bincount(minlength=16**3)
+    assert len({kept for output in outputs for kept in output.rounds}) > 1, "both acceptance and rejection"
+    observed, expected = counts.view(16, 16, 16).double(), probability * COUNT
+    assert not observed[expected == 0].any(), "tokens that the grammar forbids"
+    often, rare = expected >= 5, (expected > 0) & (expected < 5)
+    assert often.sum() > 50
+    cells = [torch.cat((x[often], x[rare].sum(0, keepdim=True)[: rare.sum()])) for x in (observed, expected)]
+    return stats.chisquare(*(x.numpy() for x in cells)).pvalue
+
+
+@pytest.mark.parametrize("tree", ["chain3", "d3_bf2"])
+@pytest.mark.parametrize("drafting", MODES)
+def test_the_distribution_is_the_targets_restricted(toy, drafting, tree):
+    assert p_value(toy, tree, drafting) > 1e-3
+
+
+@pytest.mark.parametrize("drafting", MODES)
+def test_with_a_draft_of_few_tokens(toy, drafting, capfd):
+    """Where its grammar allows none of them, it proposes what will be refused, without a word."""
+    small, draft, probability = toy
+    few = [EOS, 3, 5, 8, 9, 12]
+    little = Draft(replace(draft.config, vocab_size=len(few), vocabulary=few))
+    little.load_state_dict(draft.state_dict())
+    assert p_value((small, little, probability), "d3_bf2", drafting) > 1e-3
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_test_can_tell(toy, monkeypatch):
+    """Drafts drawn as the grammar has it, but said to be drawn from all tokens."""
+    children = Eagle.children
+
+    def half_told(self, hidden, level, choice):
+        return children(self, hidden, level, choice)[0], children(self, hidden, level, replace(choice, guidance=None))[
+            1
+        ]
+
+    monkeypatch.setattr(Eagle, "children", half_told)
+    assert p_value(toy, "chain3", "multinomial") < 1e-6
+
+
+# --- what a request may ask for beside a grammar
+
+
+def answer(grammar: dict, params: SamplingParams | None = None, **changes) -> Output:
+    params = replace(params or SamplingParams(max_tokens=LENGTH), grammar=grammar)
+    return Engine(target(**changes)).generate([PROMPTS[0]], params)[0]
+
+
+def test_special_tokens_are_no_text():
+    """`<s>` is spelt, though there is a token of that name, which a text would not show."""
+    output = answer({"choice": ["<s>"]})
+    assert output.text == "<s>"
+    assert output.token_ids == [*(3 + CHARACTERS.index(letter) for letter in "<s>"), EOS]
+
+
+def test_special_tokens_are_never_allowed():
+    """However likely they are: hot, all that is allowed comes now and then."""
+    for seed in range(20):
+        output = answer({"regex": "(<s>|<pad>|</s>){4}"}, SamplingParams(temperature=100.0, max_tokens=60, seed=seed))
+        assert regex.fullmatch("(<s>|<pad>|</s>){4}", output.text)
+        assert min(output.token_ids[:-1]) > EOS
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_lm_head_wider_than_the_tokenizer(temperature):
+    """In the tiny model padding tokens are as likely as any."""
+    for seed in range(8):
+        output = answer({"regex": "[!-~]{12}"}, SamplingParams(temperature, seed=seed), vocab_size=131)
+        assert regex.fullmatch("[!-~]{12}", output.text)
+
+
+def test_ignoring_the_end_the_longest_answer_is_given():
+    for seed in range(5):
+        params = SamplingParams(temperature=1.0, seed=seed, ignore_eos=True)
+        assert len(answer({"regex": "a{0,6}"}, params).token_ids) == 7
+    output = answer({"regex": "a+"}, SamplingParams(max_tokens=9, ignore_eos=True))
+    assert (output.text, output.finish_reason) == ("a" * 9, "length")
+
+
+def test_stop_strings_stop_tokens_and_length():
+    a = 3 + CHARACTERS.index("a")
+    assert answer({"regex": "aab"}, SamplingParams(stop="ab")).text == "a"
+    output = answer({"regex": "baab"}, SamplingParams(stop_token_ids=(a,)))
+    assert (output.text, output.finish_reason) == ("ba", "stop")
+    output = answer({"regex": "b"}, SamplingParams(stop_token_ids=(a,)))
+    assert (output.text, output.finish_reason) == ("b", "stop")
+    output = answer({"regex": "baab"}, SamplingParams(max_tokens=3))
+    assert (output.text, output.finish_reason) == ("baa", "length")
+
+
+def test_an_answer_without_tokens_for_it_ends():
+    output = answer({"choice": ["aé"]})
+    assert (output.text, output.finish_reason) == ("a", "dead_end")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", TREES)
+def test_where_nothing_is_allowed_the_end_is(temperature, tree, trained):
+    """Also below tokens that are drafted; nobody's probabilities become NaN."""
+    for texts in (["aé"], ["abé", "abcdé"]):
+        params = SamplingParams(temperature, max_tokens=9, grammar={"choice": texts})
+        for output in Engine(target(), trained, tree).generate(PROMPTS, params):
+            assert output.text in {text[:-1] for text in texts}
+            assert (output.token_ids[-1], output.finish_reason) == (EOS, "dead_end")
+    guidance = Guidance(*nothing_allowed())
+    assert guidance.allowed([0]).nonzero()[:, 2].tolist() == [EOS]
+
+
+def nothing_allowed() -> tuple:
+    """What Guidance takes, of a row that stands where its grammar has no token for what must follow."""
+    guide = Engine(target()).requests.guide
+    matcher = guide.matcher({"choice": ["aé"]})
+    assert matcher.accept(3 + CHARACTERS.index("a"))
+    return guide, chain(0), [matcher]
+
+
+@pytest.mark.parametrize("owner", [Engine, Guidance])
+@pytest.mark.parametrize("call", [1, 2, 5])
+def test_a_round_that_failed_on_its_way_through_a_grammar(trained, monkeypatch, owner, call):
+    """Once nodes were drafted, or when the logits were known: the next round stands where the failed one began."""
+    fail_at(monkeypatch, owner, "validate" if owner is Engine else "rewind", call)
+    engine = Engine(target(), trained, "d3_bf2", max_batch_size=4)
+    params = [SamplingParams(max_tokens=LONG, grammar=grammar_of(kind)) for kind in KINDS]
+    requests = [engine.add(PROMPTS[0], own) for own in params]
+    failed = 0
+    while engine.scheduler.unfinished:
+        try:
+            engine.step()
+        except MemoryError:
+            failed += 1
+    assert failed == 1
+    for request, kind in zip(requests, KINDS, strict=True):
+        assert request.generated == truth(kind, tuple(PROMPTS[0]))
+
+
+def test_a_grammar_that_counts_when_blocks_are_given_up(trained, monkeypatch):
+    """Who is preempted is read anew by the models, and not by its grammar, which would let it end too early."""
+    preempted, preempt = [], Scheduler.preempt
+
+    def seeing(self, sequence):
+        preempted.append(len(sequence.generated))
+        preempt(self, sequence)
+
+    monkeypatch.setattr(Scheduler, "preempt", seeing)
+    params = SamplingParams(max_tokens=40, grammar={"regex": "[!-~]{30}"})
+    outputs = Engine(target(), trained, "d3_bf2", kv_tokens=6 * BLOCK).generate(PROMPTS, params)
+    assert max(preempted, default=0) > 1
+    for output in outputs:
+        assert (len(output.text), output.token_ids[30:], output.finish_reason) == (30, [EOS], "stop")
+    assert token_ids(outputs) == token_ids(Engine(target()).generate(PROMPTS, params))
+
+
+def test_a_dot_is_no_line_end():
+    engine = Engine(target())
+    for pattern, text, right in (
+        ("a.b", "a\nb", False),
+        ("a.b", "axb", True),
+        (r"a\.[.]", "a..", True),
+        (r"a\.", "ax", False),
+        (r"^(?:[^^$]|\$)$", "$", True),
+    ):
+        state = engine.requests.guide.matcher({"regex": pattern}).state
+        assert (state.accept_string(text) and state.is_completed()) == right
+
+
+def test_any_json():
+    state = Engine(target()).requests.guide.matcher({"json_schema": True}).state
+    assert state.accept_string('{"a": [1, "x", null, {"b": 2.5e3}]}')
+    assert state.is_completed()
+
+
+# --- users' mistakes
+
+
+def nested(depth: int) -> dict:
+    """A schema in a schema, and so on."""
+    schema: dict = {}
+    for _ in range(depth):
+        schema = {"anyOf": [schema]}
+    return schema
+
+
+BAD = [
+    ("json", "grammar='json': must be a mapping with one of the keys json_schema, regex, choice, ebnf"),
+    ({}, "grammar={}: must be a mapping with one of the keys"),
+    ({"regex": "a", "ebnf": "b"}, "must be a mapping with one of the keys"),
+    ({"xml": "a"}, "must be a mapping with one of the keys"),
+    ({5: "a"}, "must be a mapping with one of the keys"),
+    ({"regex": 5}, "grammar.regex=5: must be a text"),
+    ({"ebnf": None}, "grammar.ebnf=None: must be a text"),
+    ({"choice": []}, r"grammar.choice=\[\]: must be a list of texts, at least one"),
+    ({"choice": "ab"}, "must be a list of texts"),
+    ({"choice": ["a", 1]}, "must be a list of texts"),
+    ({"json_schema": 5}, "must be a schema, as a mapping or as JSON"),
+    ({"json_schema": [[[[1, 2], "\n"]]] * 99}, "must be a schema, as a mapping or as JSON"),
+    ({"json_schema": nested(100_000)}, "is deeper than can be read"),
+    ({"json_schema": {"type": "object", "properties": dict.fromkeys(map(str, range(501)), True)}}, "501 properties"),
+    ({"regex": "(a"}, r"grammar.regex='\(a': .*not closed"),
+    ({"regex": "a{3,1}"}, "Lower bound is larger"),
+    ({"regex": "a(?=b)"}, "Lookahead"),
+    ({"regex": "a^b"}, r"\^ and \$ may stand at the ends only"),
+    ({"regex": "$a"}, r"\^ and \$ may stand at the ends only"),
+    ({"regex": r"\Aab\Z"}, r"\\A is no escape that is known"),
+    ({"regex": r"[a\h]"}, r"\\h is no escape that is known"),
+    ({"regex": r"[\1]"}, r"\\1 is no escape that is known"),
+    ({"regex": r"a\012"}, r"\\01 is no escape that is known"),
+    ({"regex": "[^]a]"}, r"a class that begins with \]"),
+    ({"json_schema": {"type": "string", "pattern": r"\A[a-c]+\Z"}}, r"\\A is no escape that is known"),
+    ({"regex": "\ud800"}, "surrogates"),
+    ({"regex": r"[^\s\S]"}, "matches no text"),
+    ({"choice": ["é"]}, "the target has no tokens with which to answer so"),
+    ({"ebnf": "root ::= ("}, "line 1: an element is missing"),
+    ({"ebnf": 'a ::= "b"'}, "root"),
+    ({"json_schema": '{"type":'}, "grammar.json_schema"),
+    ({"json_schema": {"type": "foo"}}, "foo"),
+    ({"json_schema": {"type": {1}}}, r"\{1\} is nothing that JSON has"),
+    ({"json_schema": {"type": "array", "uniqueItems": True}}, "#: uniqueItems cannot be guaranteed for type 'array'"),
+    ({"json_schema": {"properties": {"a": {"minimum": 5}}}}, "#: properties cannot be guaranteed for type None"),
+    ({"json_schema": {"anyOf": [{"type": "string", "pattern": "a", "minLength": 3}]}}, "#/anyOf/0: minLength, pattern"),
+    ({"json_schema": {"allOf": [{"type": "integer"}, {"const": 5}]}}, "allOf cannot be guaranteed for more than one"),
+    ({"json_schema": {"enum": [True], "type": "integer"}}, "#: no value of enum or const is of type 'integer'"),
+    ({"json_schema": {"$ref": "other.json"}}, r"\$ref 'other.json' must begin with #/"),
+    ({"json_schema": '{"items":' * 50 + "{}" + "}" * 50}, "deeper than 32 schemas|items cannot be guaranteed"),
+    ({"json_schema": '{"anyOf":[' * 50000 + "{}" + "]}" * 50000}, "is deeper than can be read"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "said"), BAD, ids=[str(i) for i in range(len(BAD))])
+def test_bad_grammars_are_one_line(grammar, said):
+    """Before anything runs; those under way go on."""
+    engine = Engine(target())
+    request = engine.add(PROMPTS[0], SamplingParams(max_tokens=6, grammar=grammar_of("regex")))
+    engine.step()
+    with pytest.raises(UserError, match=f"^(?=grammar).*{said}") as error:
+        engine.add(PROMPTS[1], SamplingParams(grammar=grammar))
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+    while engine.scheduler.unfinished:
+        engine.step()
+    assert request.generated == truth("regex", tuple(PROMPTS[0]))[:6]
+
+
+def test_what_a_grammar_needs(monkeypatch):
+    params = SamplingParams(grammar={"regex": "a"})
+    with pytest.raises(UserError, match=r"^grammar: needs a tokenizer, and the target has none$"):
+        Engine(tiny_target("llama")).generate([[5]], params)
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match=r"^grammar: needs a stop token, and .* no eos_token_id$"):
+        Engine(tiny_target("llama", tokenizer, eos_token_id=None)).generate([[5]], params)
+    monkeypatch.setattr(guided, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"^grammar: needs xgrammar; pip install 'eagle-train\[guided\]'$"):
+        Engine(target()).generate([[5]], params)
+
+
+def test_token_ids_are_counted_as_ever(trained):
+    """An unguided request of the same engine has the statistics it had."""
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+    alone = Engine(target(), trained).generate(PROMPTS, params)
+    beside = Engine(target(), trained).generate(
+        [*PROMPTS, PROMPTS[0]], [params] * 5 + [SamplingParams(grammar=grammar_of("choice"))]
+    )
+    assert token_ids(alone) == token_ids(beside[:5])
+    assert [output.rounds for output in alone] == [output.rounds for output in beside[:5]]

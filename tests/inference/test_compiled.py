@@ -1,0 +1,110 @@
+"""Compiled forwards: the same tokens, from the graphs that were compiled at the start, whoever comes and goes."""
+
+import random
+import shutil
+
+import pytest
+import torch
+from torch._inductor import config as inductor
+
+from eagle_train.errors import UserError
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.models.target import Target
+from eagle_train.ops.attention import Attend, Rule, causal_attention
+from eagle_train.ops.compiled import Compiled
+from tests.support.oracle import GREEDY, PROMPTS, answers, cut, guide, token_ids
+from tests.support.tiny import FAMILIES, shared_target, tiny_draft, tiny_target, trained_draft
+
+MOST = 4  # graphs of a forward
+SEEDED = SamplingParams(temperature=0.2, seed=5, max_tokens=24, ignore_eos=True)
+
+
+def fresh(family: str = "llama") -> Target:
+    """A family's target that nothing was compiled of."""
+    target = shared_target(family)
+    target.__dict__.pop("compiled", None)
+    return target
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_one_graph(family, graphs):
+    engine = Engine(fresh(family), max_batch_size=1, compile=True)
+    assert len(graphs) == 1
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
+    assert len(graphs) == 1
+
+
+def test_alone(graphs):
+    """The target's tree; the draft for one token, for several nodes and for several accepted: whatever is accepted."""
+    target, rng = fresh(), random.Random(0)
+    engine = Engine(target, tiny_draft(target, num_layers=1), "d3_bf2", max_batch_size=1, compile=True)
+    assert len(graphs) == 4
+    guide(engine, answers("llama"), lambda _: rng.randint(0, 3))
+    outputs = engine.generate(PROMPTS, GREEDY)
+    assert token_ids(outputs) == cut(answers("llama"))
+    assert {n for output in outputs for n in output.rounds} == {1, 2, 3, 4}
+    assert len(graphs) == 4
+
+
+def test_rows_that_come_and_go(graphs):
+    """Batches of one to three rows."""
+    target, rng, table = fresh(), random.Random(0), {1: "n8", 3: "chain1"}
+    engine = Engine(target, tiny_draft(target, num_layers=1), table, max_batch_size=3, compile=True)
+    made = len(graphs)
+    assert made <= 2 * MOST
+    guide(engine, answers("llama"), lambda _: rng.randint(0, 3))
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+    assert len(graphs) == made
+
+
+def test_a_draft_that_catches_up(graphs):
+    """Two rows do not speculate; the one that stays does, when its draft has read what it missed."""
+    target, params = fresh(), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 30)]
+    table = {1: "chain3", 2: {"parents": [-1]}}
+    engine = Engine(target, tiny_draft(target, num_layers=1), table, max_batch_size=2, compile=True)
+    made = len(graphs)
+    eager = Engine(target, tiny_draft(target, num_layers=1), table, max_batch_size=2)
+    assert token_ids(engine.generate(PROMPTS[:2], params)) == token_ids(eager.generate(PROMPTS[:2], params))
+    assert len(graphs) == made
+
+
+def test_engines_share_a_targets_graphs_and_nothing_else(graphs):
+    one, other = (tiny_target(num_hidden_layers=1, seed=seed) for seed in (0, 1))
+    good, poor = trained_draft(one, first_token="skip"), tiny_draft(one, num_layers=1)
+    for target, draft, forwards in ((one, good, 1 + 2), (one, poor, 2), (other, None, 1)):
+        before = len(graphs)
+        ours, plain = (Engine(target, draft, "chain3", max_batch_size=1, compile=c) for c in (True, False))
+        assert len(graphs) == before + forwards
+        outputs = plain.generate(PROMPTS, SEEDED)
+        found = ours.generate(PROMPTS, SEEDED)
+        assert token_ids(found) == token_ids(outputs)
+        assert [output.rounds for output in found] == [output.rounds for output in outputs]
+        assert draft is not good or any(max(output.rounds) > 1 for output in outputs), "some drafts must be accepted"
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_by_torchs_own_compiler():
+    """Two layers; the second finds what the first has kept."""
+    kept = []
+
+    def forward(x: torch.Tensor, attend: Attend) -> torch.Tensor:
+        for layer in range(2):
+            x = x + attend(layer, *[x.unflatten(-1, (2, 8)).transpose(1, 2) * n for n in (1, 2, 3)], Rule(0.5)).mean()
+        return x
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+        assert layer == len(kept)
+        kept.append(k.clone())
+        return causal_attention(q, torch.stack(kept).sum(0), v, rule)
+
+    x = torch.randn(1, 3, 16)
+    plain = forward(x, attend)
+    kept.clear()
+    torch.testing.assert_close(Compiled(forward, "cpu")(x, attend), plain)
+
+
+def test_without_a_compiler_nothing_is_asked_of_it():
+    broken = inductor.patch({"cpp.cxx": ("/nowhere/c++",), "fx_graph_cache": False})
+    with broken, pytest.raises(UserError, match=r"^compile=True: torch.compile fails: .+") as failed:
+        Engine(tiny_target(num_hidden_layers=1), max_batch_size=1, compile=True)
+    assert "\n" not in str(failed.value)

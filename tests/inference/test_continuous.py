@@ -1,0 +1,189 @@
+"""Requests come, finish and are cancelled at any time, texts are read in chunks: each gets the target's tokens."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from eagle_train.errors import UserError
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.cache.paged_kv import BLOCK, WASTE
+from tests.support.caches import check_cache, fresh, spoil
+from tests.support.oracle import GREEDY, LENGTH, PROMPTS, answers, cut, fail_at, guide, token_ids
+from tests.support.tiny import continued, random_tokens, shared_target, tiny_draft
+
+TWICE = [*PROMPTS, *PROMPTS]
+
+
+def run(engine: Engine, seed: int, cancelling: bool) -> tuple[list, dict]:
+    """TWICE, added at random between steps, and some of them cancelled: the requests, and what each was told."""
+    rng, told, requests = random.Random(seed), {}, []
+    while len(requests) < len(TWICE) or engine.scheduler.unfinished:
+        for prompt in TWICE[len(requests) :][: rng.randint(0, 2)]:
+            requests.append(engine.add(prompt, GREEDY))
+        if cancelling and requests and rng.random() < 0.3:
+            engine.cancel(rng.choice(requests))
+        for update in engine.step():
+            tokens, finished = told.setdefault(update.request, ([], []))
+            assert update.token_ids
+            assert not finished
+            tokens += update.token_ids
+            finished += [update.output] if update.output else []
+    return requests, told
+
+
+@pytest.mark.parametrize("cancelling", [False, True], ids=["kept", "cancelled"])
+@pytest.mark.parametrize("kv_tokens", [None, 5 * BLOCK], ids=["roomy", "tight"])
+@pytest.mark.parametrize(
+    ("family", "prefill_tokens"), [("llama", 1), ("llama", None), ("gemma2", 5)], ids=["1", "whole", "gemma2-5"]
+)
+def test_each_gets_its_tokens_whatever_else_goes_on(family, prefill_tokens, kv_tokens, cancelling):
+    target, rng, reasons = shared_target(family), random.Random(4), Counter()
+    truth = answers(family) * 2
+    for seed in range(2):
+        draft = tiny_draft(target)
+        engine = Engine(target, draft, "d3_bf2", max_batch_size=3, kv_tokens=kv_tokens, prefill_tokens=prefill_tokens)
+        guide(engine, truth, lambda _: rng.randint(0, 3))
+        requests, told = run(engine, seed, cancelling)
+        pool = engine.scheduler.pool
+        assert sorted(pool.free) == list(range(WASTE + 1, WASTE + 1 + pool.total))
+        for request, whole in zip(requests, cut(truth), strict=True):
+            tokens, outputs = told.get(request, ([], []))
+            reasons[request.finish_reason] += 1
+            assert request.generated == tokens
+            if request.finish_reason == "cancelled":
+                assert tokens == whole[: len(tokens)]
+                assert not outputs
+                assert engine.requests.output(request).token_ids == tokens
+            else:
+                assert tokens == whole == outputs[0].token_ids
+    assert reasons["length"] > 4
+    assert (reasons["cancelled"] > 2) == cancelling
+
+
+@pytest.mark.parametrize("prefill_tokens", [1, 3, 7])
+@pytest.mark.parametrize("first_token", ["self_fusion", "skip"])
+def test_caches_of_texts_read_in_chunks(first_token, prefill_tokens):
+    """Whenever a round begins, they are those of a fresh prefill; what was never written is not read."""
+    target, checked = shared_target("llama"), []
+    draft = tiny_draft(target, first_token=first_token)
+    engine = Engine(target, draft, "chain3", max_batch_size=3, prefill_tokens=prefill_tokens)
+    grow = engine.drafter.grow
+
+    def checking(plan, root_hidden, *rest):
+        for sequence in engine.active:
+            tokens = sequence.prompt + sequence.generated
+            check_cache(engine.drafter.cache, sequence, fresh(target, draft, tokens)[3])
+            check_cache(engine.cache, sequence, fresh(target, draft, tokens[:-1])[2])
+            checked.append(sequence.index)
+        return grow(plan, root_hidden, *rest)
+
+    engine.drafter.grow = checking
+    requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
+    while engine.scheduler.unfinished:
+        engine.step()
+        spoil(engine)
+    assert [request.generated for request in requests] == cut(answers("llama"))
+    assert set(checked) == set(range(len(PROMPTS)))
+
+
+def test_who_decodes_does_not_wait_for_a_long_prompt():
+    target = shared_target("llama")
+    engine = Engine(target, max_batch_size=2, prefill_tokens=8)
+    short, long = engine.add([1], GREEDY), engine.add(random_tokens(30)[0], GREEDY)
+    told = [[(update.request, len(update.token_ids)) for update in engine.step()] for _ in range(6)]
+    assert told[:4] == [[(short, 1)]] * 4  # the prompt's 30 tokens take four chunks; a first token waits for no round
+    assert told[4:] == [[(long, 1)], [(short, 1), (long, 1)]]
+
+
+def test_sampled_tokens_do_not_depend_on_company():
+    target = shared_target("llama")
+    draft = tiny_draft(target)
+    params = [SamplingParams(temperature=1.0, max_tokens=LENGTH, seed=seed, ignore_eos=True) for seed in range(5)]
+    alone = []
+    for prompt, own in zip(PROMPTS, params, strict=True):
+        alone += Engine(target, draft, "d3_bf2").generate([prompt], [own])
+    engine, requests = Engine(target, draft, "d3_bf2", max_batch_size=3, prefill_tokens=4), []
+    for prompt, own in zip(PROMPTS, params, strict=True):
+        requests.append(engine.add(prompt, own))
+        engine.step()
+    while engine.scheduler.unfinished:
+        engine.step()
+    assert [request.generated for request in requests] == token_ids(alone)
+
+
+def test_an_engine_is_used_again_with_longer_requests():
+    """Its store grows, and what is in it stays."""
+    target = shared_target("llama")
+    engine = Engine(target, tiny_draft(target), max_batch_size=2)
+    short = engine.add(PROMPTS[3], SamplingParams(max_tokens=LENGTH, ignore_eos=True))
+    engine.step()
+    before = engine.scheduler.pool.total
+    rest = [engine.add(prompt, GREEDY) for prompt in PROMPTS[:3]]
+    assert engine.scheduler.pool.total > before
+    while engine.scheduler.unfinished:
+        engine.step()
+    truth = cut(answers("llama"))
+    assert [short.generated, *(request.generated for request in rest)] == [truth[3], *truth[:3]]
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == truth
+
+
+def test_requests_under_way_are_not_forgotten_by_generate():
+    engine = Engine(shared_target("llama"))
+    engine.add(PROMPTS[0], GREEDY)
+    with pytest.raises(UserError, match=r"^requests were added before: step until they are done$"):
+        engine.generate(PROMPTS, GREEDY)
+    assert len(engine.scheduler.unfinished) == 1
+
+
+def test_texts_of_like_length_are_read_together(monkeypatch):
+    """What pads them is less than they are; all of them, in one step."""
+    target, read = shared_target("llama"), []
+    own = target.hidden_states
+    monkeypatch.setattr(
+        target, "hidden_states", lambda tokens, *given: (read.append(tokens.shape), own(tokens, *given))[1]
+    )
+    prompts = random_tokens(60, 5, 30, 7, 4, 1, 33)
+    engine = Engine(target, prefill_tokens=None)
+    requests = [engine.add(prompt, GREEDY) for prompt in prompts]
+    assert {update.request for update in engine.step()} == set(requests)
+    assert sorted(map(tuple, read)) == [(1, 1), (1, 30), (2, 60), (3, 7)]
+    read.clear()
+    while engine.scheduler.unfinished:
+        engine.step()
+    assert [request.generated for request in requests] == [continued(target, prompt, LENGTH) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        ("read_together", 2),
+        ("firsts", 1),
+        ("begin", 1),
+        ("draft_tree", 2),
+        ("validate", 2),
+        ("sample", 2),
+        ("commit", 2),
+    ],
+)
+def test_a_step_that_failed_loses_nobody(monkeypatch, method, call):
+    """Short and long prompts are read apart: the short ones' reading was done when the long ones' failed."""
+    prompts = random_tokens(5, 40, 6, 45)
+    target, params = shared_target(), SamplingParams(max_tokens=12, ignore_eos=True)
+    wanted = token_ids(Engine(target, max_batch_size=4).generate(prompts, params))
+    engine = Engine(target, tiny_draft(target), "d3_bf2", max_batch_size=4)
+    guide(engine, [tokens + [0] * 4 for tokens in wanted], lambda _: 2)
+    fail_at(monkeypatch, engine, method, call)
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    told = {request: [] for request in requests}
+
+    def go_on() -> None:
+        while engine.scheduler.unfinished:
+            for update in engine.step():
+                told[update.request] += update.token_ids
+
+    with pytest.raises(MemoryError):
+        go_on()
+    go_on()
+    assert [request.generated for request in requests] == list(told.values()) == wanted
+    assert len(engine.scheduler.pool.free) == engine.scheduler.pool.total

@@ -1,0 +1,430 @@
+"""The engine: the target's own tokens whatever is drafted, whoever shares the batch, however long drafts hold."""
+
+import random
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from eagle_train.artifacts.format import save_draft
+from eagle_train.errors import UserError
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.decode.tree import chain, full
+from eagle_train.inference.drafters.drafter import MOST_UNREAD
+from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.models.draft import Draft
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.target import Target
+from eagle_train.ops import threads
+from eagle_train.ops.linear import Linear, packed_of
+from tests.support.oracle import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
+from tests.support.tiny import (
+    FAMILIES,
+    LAYERED,
+    continued,
+    random_tokens,
+    shared_target,
+    tiny_draft,
+    tiny_target,
+    trained_draft,
+)
+
+BUNDLED = Path(__file__).parents[2] / "data" / "tiny_target"
+MODES = ["greedy", "multinomial", "multinomial_without_replacement"]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Draft:
+    return trained_draft(shared_target())
+
+
+# --- which targets
+
+
+@pytest.mark.parametrize("family", ["phi3", "dynamic"])
+def test_where_rope_changes_with_the_text_tokens_do_not_hang_on_neighbours(family):
+    """A text that fills the context, drafts beyond it, padding beyond it, chunks; each as transformers has it alone."""
+    target, prompts = tiny_target(family), random_tokens(7, 40, 30)
+    draft = tiny_draft(target)
+    wanted = [continued(target, prompt, min(24, 48 - len(prompt))) for prompt in prompts]
+    for options in ({}, {"draft": draft}, {"draft": draft, "tree": "d3_bf2", "prefill_tokens": 36}):
+        assert (
+            token_ids(Engine(target, **options).generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True)))
+            == wanted
+        )
+    with pytest.raises(UserError, match=r"has 48 tokens: the context of .* holds 48 \(beyond, one text's RoPE would"):
+        Engine(target).generate(random_tokens(48))
+
+
+# --- temperature 0 against transformers
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *LAYERED])
+def test_greedy_tokens_are_transformers_own(family):
+    """A ragged batch in two rows, so that rows are freed, filled and moved; batch 1; and without a draft."""
+    target, wanted = shared_target(family), cut(answers(family))
+    assert any(len(set(tokens)) > 5 for tokens in wanted), "the answers must not be all the same"
+    draft = tiny_draft(target)
+    for tree in TREES:
+        engine = Engine(target, draft, tree, max_batch_size=2)
+        assert token_ids(engine.generate(PROMPTS, GREEDY)) == wanted
+        assert token_ids(engine.generate(PROMPTS[2:3], GREEDY)) == wanted[2:3]
+    assert token_ids(Engine(target, max_batch_size=3).generate(PROMPTS, GREEDY)) == wanted
+
+
+def test_layers_that_are_given_keys_keep_none():
+    """Gemma 4: layers 0 and 2 have a head's width of 8, 1 and 3 of 16, and the last two are given those of 2 and 3."""
+    cache = Engine(shared_target("gemma4")).cache
+    assert cache.given == {4: 2, 5: 3}
+    assert sorted((len(memory), *memory.shape[2:]) for memory in cache.memory) == [(4, 2, 8), (4, 2, 16)]
+    cache = Engine(shared_target("deepseek_v3")).cache
+    assert sorted((len(memory), *memory.shape[2:]) for memory in cache.memory) == [(3, 4, 8), (3, 4, 16)]
+
+
+@pytest.mark.skipif(not BUNDLED.is_dir(), reason="data/tiny_target is not there yet")
+def test_greedy_tokens_on_the_bundled_target():
+    target = load_target(TargetConfig(str(BUNDLED), "float32"))
+    questions = [
+        "Write json.dumps.",
+        "What does os.path.join do?",
+        "Sort a list.",
+        "Implement textwrap.dedent in Python.",
+    ]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    truth = [continued(target, Engine(target).requests.tokens_of(chat, ""), 44) for chat in chats]
+    params, rng = SamplingParams(max_tokens=40, ignore_eos=True), random.Random(0)
+    assert token_ids(Engine(target).generate(chats[:1], params)) == cut(truth[:1], 40)
+    for tree in ("chain3", "d3_bf2"):
+        for count in (1, 4):
+            engine = Engine(target, tiny_draft(target, num_layers=1), tree, max_batch_size=3)
+            guide(engine, truth, lambda _: rng.randint(0, 3))
+            assert token_ids(engine.generate(chats[:count], params)) == cut(truth[:count], 40)
+
+
+# --- every way of acceptance
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_any_mix_of_accepted_lengths_gives_the_targets_tokens(family, tree, rows):
+    rng, target = random.Random(rows), shared_target(family)
+    engine = Engine(target, tiny_draft(target, num_layers=1), tree, max_batch_size=rows)
+    guide(engine, answers(family), lambda _: rng.randint(0, 3))
+    outputs = engine.generate(PROMPTS, GREEDY)
+    assert token_ids(outputs) == cut(answers(family))
+    assert {n for output in outputs for n in output.rounds} >= {1, 2, 3, 4}
+
+
+def test_rows_that_leave_together():
+    """Several rows are done in one round, at the front, and several others move into the gaps."""
+    target, wanted = shared_target(), answers("llama")
+    engine = Engine(target, tiny_draft(target, num_layers=1), max_batch_size=10)
+    guide(engine, wanted * 2, lambda sequence: sequence.index % 4)
+    limits = [4, 4, 4, 20, 4, 17, 20, 4, 20, 20]
+    params = [SamplingParams(max_tokens=limit, ignore_eos=True) for limit in limits]
+    outputs = engine.generate(PROMPTS * 2, params)
+    assert token_ids(outputs) == [tokens[:limit] for tokens, limit in zip(wanted * 2, limits, strict=True)]
+
+
+def test_a_chain_of_three_has_at_most_four_tokens_per_call():
+    target = shared_target()
+    engine = Engine(target, tiny_draft(target), "chain3")
+    guide(engine, answers("llama"), lambda _: 3)
+    for output in engine.generate(PROMPTS, SamplingParams(max_tokens=21, ignore_eos=True)):
+        assert output.stats.tpc == 4.0
+        assert output.rounds == [4] * 5
+        assert output.stats.accepted_per_depth == output.stats.drafted_per_depth == [5, 5, 5]
+
+
+def test_dispatch_changes_the_tree_with_the_batch():
+    """Five rows do not speculate, up to three have a chain, the last one alone a tree."""
+    target, wanted = shared_target(), answers("llama")
+    rng = random.Random(0)
+    table = {1: full(3, 2), 3: "chain3", 8: chain(0)}
+    engine = Engine(target, tiny_draft(target), table)
+    guide(engine, wanted, lambda _: rng.randint(0, 3))
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 6, 11, 15, 20)]
+    outputs = engine.generate(PROMPTS, params)
+    assert token_ids(outputs) == [tokens[: p.max_tokens] for tokens, p in zip(wanted, params, strict=True)]
+    assert outputs[0].rounds == [1, 1, 1], "no speculation while all five are there"
+    assert max(outputs[-1].rounds) > 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("alignment", ["accepted", "last"])
+@pytest.mark.parametrize("together", [2, 20, 45])
+def test_a_draft_catches_up(monkeypatch, trained, alignment, together, overlap):
+    """It reads nothing while two rows do not speculate, and proposes then as if it had read along."""
+    target = shared_target()
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=n) for n in (together, 64)]
+
+    def run(most: int):
+        drafter, reads, states = Eagle(trained, target, alignment), [], []
+        read, children = drafter.read_for, drafter.children
+        drafter.read_for = lambda tokens, *given: (reads.append(tokens.shape), read(tokens, *given))[1]
+        drafter.children = lambda hidden, *given: (states.append(hidden), children(hidden, *given))[1]
+        monkeypatch.setattr("eagle_train.inference.engine.MOST_UNREAD", most)
+        engine = Engine(target, drafter, {1: "chain3", 2: chain(0)}, overlap=overlap)
+        return engine.generate(PROMPTS[:2], params)[1], torch.cat(states), reads
+
+    (along, wanted, _), (later, states, reads) = run(0), run(MOST_UNREAD)
+    assert later.token_ids == along.token_ids
+    assert later.rounds == along.rounds
+    torch.testing.assert_close(states, wanted)
+    pairs = [shape for shape in reads if shape[0] == 2]
+    assert pairs == [(2, MOST_UNREAD)] * (together // MOST_UNREAD), "in between, and never for one token"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("waited", [1, 12, 31, 40])
+def test_one_is_left_of_a_batch_that_did_not_speculate(waited, overlap):
+    """The others leave with much unread, it has little: it goes on with what is its own, and whoever comes too."""
+    target = shared_target()
+    prompts, table = random_tokens(12, 3, 5), {1: "chain3", 2: chain(0)}
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (waited + 2, waited + 5, 30)]
+    truth = [continued(target, prompt, p.max_tokens) for prompt, p in zip(prompts, params, strict=True)]
+    engine = Engine(target, tiny_draft(target), table, max_batch_size=2, overlap=overlap)
+    guide(engine, truth, lambda _: 2)
+    assert token_ids(engine.generate(prompts, params)) == truth
+    first, other = engine.add(prompts[0], params[2]), engine.add(prompts[1], params[2])
+    while len(first.generated) < min(waited, 25):
+        engine.step()
+    engine.cancel(first)
+    last = engine.add(prompts[2], params[2])
+    engine.step()
+    engine.cancel(other)
+    while engine.scheduler.unfinished:
+        engine.step()
+    assert last.generated == truth[2]
+
+
+# --- sampling
+
+
+@pytest.mark.parametrize("tree", ["chain3", "n8"])
+@pytest.mark.parametrize("mode", MODES)
+def test_sampled_tokens_do_not_depend_on_the_batch(mode, tree, trained):
+    """Alone, in a full batch, and in one where rows come and go beside greedy ones."""
+    target = shared_target()
+    params = [
+        SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=s, ignore_eos=True, max_tokens=16)
+        for s in (3, 4, 5, 6, 7)
+    ]
+    engine = Engine(target, trained, tree, drafting=mode)
+    together = engine.generate(PROMPTS, params)
+    alone = [engine.generate([prompt], p)[0] for prompt, p in zip(PROMPTS, params, strict=True)]
+    assert token_ids(alone) == token_ids(together)
+    others = [SamplingParams(max_tokens=3 + i) for i in range(5)]
+    mixed = Engine(target, trained, tree, drafting=mode, max_batch_size=3).generate(
+        [prompt for pair in zip(PROMPTS, PROMPTS, strict=True) for prompt in pair],
+        [p for pair in zip(others, params, strict=True) for p in pair],
+    )
+    assert token_ids(mixed[1::2]) == token_ids(together)
+    assert any(max(output.rounds) > 1 for output in together), "some drafts must be accepted"
+
+
+@pytest.mark.parametrize("alignment", ["accepted", "last"])
+@pytest.mark.parametrize("tree", ["chain3", "n8", {1: "d3_bf2", 2: "n8", 3: "chain3"}], ids=["chain", "tree", "table"])
+def test_a_seeds_tokens_are_those_without_drafts(tree, alignment, trained):
+    """Greedy drafts leave more than the distribution as it is: a token hangs on its text, its seed and its place."""
+    target = shared_target()
+    settings = [(1.0, 0, 1.0), (0.7, 0, 0.9), (1.3, 20, 1.0), (0.0, 0, 1.0), (0.9, 10, 0.8)]
+    params = [
+        SamplingParams(temperature, top_p, top_k, max_tokens=24, seed=seed, ignore_eos=True)
+        for seed, (temperature, top_k, top_p) in enumerate(settings)
+    ]
+    plain = token_ids(Engine(target).generate(PROMPTS, params))
+    assert len({tuple(tokens) for tokens in plain}) == len(plain)
+    outputs = Engine(target, Eagle(trained, target, alignment), tree).generate(PROMPTS, params)
+    assert token_ids(outputs) == plain
+    assert any(max(output.rounds) > 1 for output in outputs), "some drafts must be accepted"
+
+
+@pytest.mark.parametrize(("tree", "drafting"), [("n8", "greedy"), (chain(0), "multinomial")], ids=["unasked", "none"])
+def test_what_is_drawn_unasked_or_not_at_all_leaves_a_seed_its_tokens(tree, drafting, trained):
+    """A drafter that gives the distribution of its drafts though nobody asked it to draw; and no drafts."""
+    target = shared_target()
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=LENGTH, ignore_eos=True)
+    engine = Engine(target, trained, tree, drafting=drafting)
+    propose = engine.drafter.propose
+
+    def drawn(*given):
+        drafted = propose(*given)
+        return drafted._replace(q=torch.rand(*drafted.tokens.shape, len(target.lm_head.weight)).softmax(-1))
+
+    engine.drafter.propose = drawn
+    assert token_ids(engine.generate(PROMPTS, params)) == token_ids(Engine(target).generate(PROMPTS, params))
+
+
+def test_seeds():
+    """One set of parameters for all gives request i the seed + i."""
+    target = shared_target()
+    engine = Engine(target)
+    params = SamplingParams(temperature=1.0, seed=10, max_tokens=12, ignore_eos=True)
+    together = token_ids(engine.generate([PROMPTS[0]] * 4, params))
+    assert all(len({tokens[place] for tokens in together}) > 1 for place in (0, 1)), "prefill's and decoding's token"
+    assert token_ids(engine.generate([PROMPTS[0]] * 4, params)) == together
+    for i, tokens in enumerate(together):
+        own = SamplingParams(temperature=1.0, seed=10 + i, max_tokens=12, ignore_eos=True)
+        assert token_ids(engine.generate([PROMPTS[0]], [own])) == [tokens]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_top_k_of_one_is_greedy(mode, trained):
+    params = SamplingParams(temperature=1.0, top_k=1, max_tokens=LENGTH, ignore_eos=True)
+    assert token_ids(Engine(shared_target(), trained, "n8", drafting=mode).generate(PROMPTS, params)) == cut(
+        answers("llama")
+    )
+
+
+@pytest.mark.parametrize("drafting", ["greedy", "multinomial"])
+def test_verification_is_compiled_for_one_and_for_many_rows_only(drafting, trained, monkeypatch):
+    """Paper section 3.2: rows come and go, and there are two compilations, and two more for top-p and top-k; all of
+    them before the first request. Greedy drafts' are for any tree, drawn ones' for each."""
+    counter, compiled = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", partial(compiled, backend=counter))
+    monkeypatch.setattr(threads, "LEAST_ELEMENTS", 0)  # what is compiled is so for one number of threads
+    params = [
+        SamplingParams(1.0, top_p, seed=s, ignore_eos=True, max_tokens=4 + 3 * s)
+        for s, top_p in enumerate((1.0, 0.9, 1.0, 0.9, 1.0))
+    ]
+    for tree, number in (("chain3", 4), ("n8", 4 if drafting == "greedy" else 8)):
+        plain = Engine(shared_target(), trained, tree, drafting=drafting).generate(PROMPTS, params)
+        engine = Engine(shared_target(), trained, tree, drafting=drafting)
+        with torch.inference_mode():
+            for job in engine.compile_sampling([(rows, engine.dispatcher.dispatch(rows)) for rows in (1, 2, 5)]):
+                job()
+        assert counter.frame_count == number
+        for rows in (4, 2, 5, 1):  # at first as many as chain3 has nodes, then as many as n8's root has children
+            assert token_ids(engine.generate(PROMPTS[:rows], params[:rows])) == token_ids(plain[:rows])
+        assert counter.frame_count == number
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_weights_of_a_bf16_checkpoint(compile):
+    """Those of target and draft are packed (ops/linear.py), and the tokens are those of transformers."""
+    target = tiny_target("llama", dtype=torch.bfloat16)
+    target = Target(target.model.float())
+    draft = tiny_draft(target).bfloat16().float()
+    truth = [continued(target, prompt, LENGTH) for prompt in PROMPTS[:3]]
+    for tree in ("chain3", "n8"):
+        engine = Engine(target, draft, tree, compile=compile, max_batch_size=3)
+        linears = [m for model in (target.model, engine.drafter.draft) for m in model.modules() if type(m) is Linear]
+        weights = [target.lm_head.weight, *(each.weight for each in linears)]
+        if torch.backends.quantized.engine in ("x86", "fbgemm"):
+            assert all(packed_of(weight) is not None for weight in weights)
+        assert token_ids(engine.generate(PROMPTS[:3], GREEDY)) == cut(truth)
+        assert token_ids(engine.generate(PROMPTS[:1], GREEDY)) == cut(truth[:1])
+
+
+# --- objects and paths
+
+
+def test_takes_paths_as_well_as_objects(tmp_path):
+    target = shared_target()
+    target.model.save_pretrained(tmp_path / "target")
+    save_draft(tiny_draft(target), tmp_path / "draft", target.identity, dtype=torch.float32)
+    for kind in (str, Path):
+        engine = Engine(kind(tmp_path / "target"), kind(tmp_path / "draft"), max_batch_size=2)
+        assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+    other = tiny_target("llama", seed=1)
+    with pytest.raises(UserError, match="made for target tiny-llama"):
+        Engine(other, str(tmp_path / "draft"))
+
+
+def test_a_draft_that_is_given_stays_as_it_is():
+    draft = tiny_draft(shared_target()).double().train().requires_grad_(True)
+    Engine(shared_target(), draft).generate(PROMPTS[:1], GREEDY)
+    assert draft.training
+    assert all(parameter.dtype == torch.float64 and parameter.requires_grad for parameter in draft.parameters())
+
+
+@pytest.mark.parametrize("tree", [None, "chain3", "d3_bf2"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_answer_ends_where_the_target_computes_nan(tree, overlap, trained):
+    """Behind a token whose embedding is infinite, or where it is drafted; the others' answers are as ever."""
+    known = cut(answers("llama"))
+    token = known[1][LENGTH // 2]
+    target = tiny_target("llama")
+    with torch.no_grad():
+        target.model.get_input_embeddings().weight[token] = torch.inf
+    engine = Engine(target, trained if tree else None, tree or "chain3", overlap=overlap)
+    outputs = engine.generate([*PROMPTS, [5, token]], GREEDY)
+    for tokens, output in zip([*known, []], outputs, strict=True):
+        whole = token not in tokens[:-1] and tokens != []
+        kept = tokens if whole else tokens[: tokens.index(token) + 1] if tokens else []
+        assert output.token_ids == kept or (tree and output.token_ids == kept[: len(output.token_ids)])
+        assert (output.finish_reason == "overflow") == (not whole or output.token_ids != kept)
+    assert {output.finish_reason for output in outputs} == {"length", "overflow"}
+
+
+def test_one_text_is_no_list_of_prompts():
+    with pytest.raises(UserError, match=r"^prompts: must be a list of prompts$"):
+        Engine(shared_target()).generate("hello")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [*FAMILIES, *LAYERED])
+def test_gpu_gives_the_same_tokens(family):
+    model = shared_target(family).model
+    on_gpu = Target(type(model)(model.config).cuda())
+    on_gpu.model.load_state_dict(model.state_dict())
+    for tree in TREES:
+        engine = Engine(on_gpu, tiny_draft(shared_target(family)), tree, max_batch_size=2)
+        assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size=0: must be at least 1, a whole number"),
+        ({"max_batch_size": "3"}, "max_batch_size='3': must be at least 1, a whole number"),
+        ({"max_batch_size": None}, "max_batch_size=None: must be at least 1, a whole number"),
+        ({"kv_tokens": 64.0}, "kv_tokens=64.0: must be at least 1, a whole number, or None"),
+        ({"prefill_tokens": 0}, "prefill_tokens=0: must be at least 1, a whole number, or None"),
+        ({"prefill_tokens": -3}, "prefill_tokens=-3: must be at least 1, a whole number, or None"),
+        ({"host_kv_tokens": -1}, "host_kv_tokens=-1: must be at least 0, a whole number"),
+        ({"host_kv_tokens": 64}, "host_kv_tokens=64: needs prefix_cache=True"),
+        ({"host_kv_tokens": 3, "prefix_cache": True}, "host_kv_tokens=3: a block has 16; must be 0 (none) or so many"),
+        ({"prefix_cache": "no"}, "prefix_cache='no': must be True or False"),
+        ({"compile": None}, "compile=None: must be True or False"),
+        ({"overlap": 1}, "overlap=1: must be True or False, or None"),
+        ({"graphs": "yes"}, "graphs='yes': must be True or False"),
+        ({"drafting": "best"}, "drafting='best': must be one of greedy, multinomial, multinomial_without_replacement"),
+        ({"draft": 42}, "draft=42: must be None, an artifact's directory, a Draft or a Drafter"),
+        ({"target": 42}, "target=42: must be a directory, a hub id, a TargetConfig or a Target"),
+        ({"target": "x", "device": "gpu"}, "device='gpu': must be cpu, cuda or cuda:N"),
+        ({"target": "x", "device": "cuda:99"}, "device=cuda:99: no such GPU is visible; use device=cpu"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        Engine(**{"target": shared_target(), **options})
+
+
+def test_parameters_that_are_none():
+    engine = Engine(shared_target())
+    with pytest.raises(UserError, match=r"^params=\{'temperature': 1\}: must be SamplingParams$"):
+        engine.add(PROMPTS[0], {"temperature": 1})
+    assert not engine.scheduler.unfinished
+
+
+def test_a_draft_of_another_width():
+    wide = tiny_draft(tiny_target("llama", hidden_size=64))
+    with pytest.raises(UserError, match=r"^draft.hidden_size=64: must be the target's, 32$"):
+        Engine(shared_target(), wide)
+
+
+def test_two_engines_have_a_drafter_each():
+    """Else each would write into the other's blocks."""
+    drafter, message = Eagle(tiny_draft(shared_target()), shared_target()), "draft: this drafter is another engine's"
+    first = Engine(shared_target(), drafter)
+    Engine(shared_target(), drafter, kv_tokens=160)
+    with pytest.raises(UserError, match=f"^{message}; make one for each$"):
+        first.generate(PROMPTS[:1], GREEDY)
+    with pytest.raises(UserError, match=f"^{message}"):
+        Engine(shared_target(), drafter, kv_tokens=160)

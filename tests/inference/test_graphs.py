@@ -1,0 +1,383 @@
+"""Drafting and validation recorded and replayed: the same tokens and rounds, from as many recordings as sizes."""
+
+import copy
+import random
+from contextlib import contextmanager
+from functools import cache
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagle_train.errors import UserError
+from eagle_train.inference import Engine, Output, SamplingParams
+from eagle_train.inference.cache.paged_kv import BLOCK, ZEROS
+from eagle_train.inference.decode import graphs
+from eagle_train.inference.decode.sampling import DRAFT_MODES
+from eagle_train.inference.decode.tree import chain, full
+from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
+from eagle_train.inference.requests.scheduler import Scheduler
+from eagle_train.models.draft import Draft
+from eagle_train.models.target import Target
+from eagle_train.ops.graphs import Padded, Recordings
+from tests.inference.test_every_switch import FAMILIES, check_tokens, engine_for, greedy, positions
+from tests.support.caches import slots_of
+from tests.support.oracle import (
+    GREEDY,
+    PROMPTS,
+    TREES,
+    answers,
+    cut,
+    finish_without_waiting,
+    guide_from_outside,
+    token_ids,
+)
+from tests.support.recorder import Recorder, recorded
+from tests.support.tiny import FAMILIES as ALL_FAMILIES
+from tests.support.tiny import random_tokens, shared_target, tiny_draft, tiny_target, tiny_tokenizer, trained_draft
+
+PARAMS = [
+    SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, ignore_eos=True)
+    for seed, (temperature, top_p, max_tokens) in enumerate(
+        [(0.0, 1.0, 14), (1.0, 0.9, 14), (0.7, 1.0, 1), (1.3, 1.0, 2), (0.0, 1.0, 18)]
+    )
+]
+LATE_GREEDY = [SamplingParams(temperature=seed % 2, seed=seed, max_tokens=4 + 3 * seed) for seed in (0, 1, 3, 5, 6)]
+
+
+@cache
+def a_draft() -> Draft:
+    return trained_draft(shared_target("llama"), steps=60)
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch):
+    """So that sequences outgrow them."""
+    monkeypatch.setattr(graphs, "LEAST_SLOTS", BLOCK)
+
+
+def all_of(outputs: list[Output]) -> list[tuple]:
+    return [(one.token_ids, one.finish_reason, one.rounds, one.stats.calls) for one in outputs]
+
+
+# --- a function of tensors
+
+
+def test_what_is_recorded_is_replayed_on_what_is_given():
+    calls = []
+
+    def function(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        calls.append(x.shape)
+        return (x * 2)[rows].cumsum(0)
+
+    run, rng = Recordings(Recorder()), torch.Generator().manual_seed(0)
+    for size in (3, 1, 4, 2):
+        x, rows = torch.randn(size, 5, generator=rng), torch.randint(size, (6,), generator=rng)
+        found = run("one", function, [Padded(x, (4, 5)), Padded(rows, (6,))])
+        assert torch.equal(found, (x * 2)[rows].cumsum(0))
+    assert calls == [(4, 5)] * 2
+    run("another", function, [Padded(x, (2, 5)), Padded(rows, (6,))])
+    assert calls == [(4, 5)] * 2 + [(2, 5)] * 2
+
+
+ASKED = {
+    "item": lambda x: x.max().item(),
+    "tolist": lambda x: x.tolist(),
+    "bool": lambda x: bool(x[0]),
+    "int": lambda x: int(x[0]),
+    "nonzero": torch.nonzero,
+    "mask": lambda x: x[x > 1],
+    "number": lambda x: x + torch.tensor([1]),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_asks_for_values_cannot_be_recorded(name):
+    run = Recordings(Recorder())
+    with torch.inference_mode(), pytest.raises(AssertionError):
+        run("", ASKED[name], [Padded(torch.arange(4), (4,))])
+
+
+@pytest.mark.parametrize("fill", [0, 7])
+def test_beyond_what_is_given_all_is_as_told(fill):
+    run = Recordings(Recorder())
+    for rows, columns in ((2, 3), (4, 1), (1, 4), (1, 1), (3, 4), (1, 1)):
+        x = torch.full((rows, columns), 5)
+        wanted = torch.full((4, 4), fill)
+        wanted[:rows, :columns] = 5
+        assert torch.equal(run("", torch.clone, [Padded(x, (4, 4), fill)]), wanted)
+
+
+# --- the engine
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("drafting", DRAFT_MODES)
+def test_outputs_and_rounds_are_the_same(tree, drafting):
+    target, rounds = shared_target("llama"), []
+    for alignment, overlap in zip(ALIGNMENTS, (True, False), strict=True):
+        options = {"max_batch_size": 3, "drafting": drafting, "overlap": overlap}
+        eager, replayed = (Engine(target, Eagle(a_draft(), target, alignment), tree, **options) for _ in range(2))
+        wanted = eager.generate(PROMPTS, PARAMS)
+        assert all_of(recorded(replayed).generate(PROMPTS, PARAMS)) == all_of(wanted)
+        rounds += [n for output in wanted for n in output.rounds]
+    assert max(rounds) > 1  # it accepts what it drafts, now and then
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_the_other_switches(family):
+    rng = random.Random(f"recorded {family} 0")
+    at = positions(rng)
+    engine = recorded(engine_for(family, at, rng, guide_from_outside))
+    check_tokens(engine, rng, at, *greedy(family))
+    assert engine.launcher.validation.made
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_draft_that_catches_up(overlap):
+    """What it reads then is wider than a recording is; what follows is recorded."""
+    target, params = shared_target("llama"), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 40)]
+    options = {"tree": {1: "chain3", 2: chain(0)}, "overlap": overlap}
+    eager, replayed = (Engine(target, Eagle(a_draft(), target), **options) for _ in range(2))
+    wanted = eager.generate(PROMPTS[:2], params)
+    assert all_of(recorded(replayed).generate(PROMPTS[:2], params)) == all_of(wanted)
+    assert replayed.launcher.drafting.made
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_sequences_that_give_up_their_blocks(overlap, monkeypatch):
+    """And find some of them again; the draft reads the last token alone."""
+    target, preempted, preempt = shared_target("llama"), [], Scheduler.preempt
+    monkeypatch.setattr(Scheduler, "preempt", lambda self, one: (preempted.append(one.index), preempt(self, one)))
+    options = {"max_batch_size": 3, "kv_tokens": 4 * BLOCK, "prefix_cache": True, "overlap": overlap}
+    engine = recorded(Engine(target, Eagle(tiny_draft(target), target, "last"), "n8", **options))
+    guide_from_outside(engine, answers("llama"), lambda sequence: sequence.index % 4)
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+    assert preempted
+
+
+@pytest.mark.parametrize("family", sorted(set(ALL_FAMILIES) - set(FAMILIES)))
+def test_every_family_can_be_recorded(family):
+    target = shared_target(family)
+    engine = recorded(Engine(target, tiny_draft(target), "n8"))
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
+
+
+def test_without_a_draft():
+    engine = recorded(Engine(shared_target("llama"), max_batch_size=3, overlap=True))
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+    assert not engine.launcher.drafting.made
+
+
+# --- how often
+
+
+def test_there_is_a_recording_for_each_size_and_tree():
+    """Rows in powers of two up to the largest batch, slots too; drafting has one for each way to choose as well."""
+    target, sizes = shared_target("llama"), []
+    table = {1: "n8", 3: "chain3", 5: full(1, 2)}
+    engine = recorded(Engine(target, a_draft(), table, max_batch_size=5, drafting="multinomial", kv_tokens=30 * BLOCK))
+    draft_tree = engine.draft_tree
+
+    def noted(plan):
+        rows = {1: 1, 2: 2, 3: 4, 4: 4, 5: 5}[len(engine.active)]
+        slots = {1: 16, 2: 32, 3: 64, 4: 64}[engine.prefix.blocks.shape[1]]
+        sizes.append((rows, slots, plan.tree.parents, engine.settings.sampling.all_greedy))
+        return draft_tree(plan)
+
+    engine.draft_tree = noted
+    prompts = random_tokens(40, 30, 17, 9, 1)
+    for _ in range(2):
+        engine.generate(prompts, LATE_GREEDY)
+        drafting, validation = engine.launcher.drafting, engine.launcher.validation
+        assert len(drafting.made) == len(set(sizes)) > 5
+        assert len(validation.made) == len({size[:3] for size in sizes}) > 5
+        assert drafting.record.replays == validation.record.replays == len(sizes)
+    for place, values in enumerate([{1, 2, 4, 5}, {32, 64}, set(), {False, True}]):
+        assert {size[place] for size in sizes} >= values
+
+
+class Launches(TorchDispatchMode):
+    """The names of the operations that the host launches."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*arguments, **(options or {}))
+
+
+def test_hidden_states_outlive_the_next_replay():
+    """A drafter may read them later, where nothing is drafted in between."""
+    engine, kept = recorded(Engine(shared_target("llama"), a_draft(), "chain3")), []
+    validate = engine.validate
+
+    def keeping(plan, tokens):
+        found = validate(plan, tokens)
+        kept.append((found[0], found[0].clone()))
+        return found
+
+    engine.validate = keeping
+    engine.generate(PROMPTS, PARAMS)
+    assert len(kept) > 2
+    assert all(torch.equal(now, then) for now, then in kept)
+
+
+def test_a_round_that_was_recorded_is_copies_and_replays():
+    engine, launches = recorded(Engine(shared_target("llama"), a_draft(), "n8", overlap=True)), Launches()
+    stage = engine.stage
+
+    @contextmanager
+    def watched(name: str):
+        with stage(name), launches if name in ("drafting", "validation") else stage(name):
+            yield
+
+    wanted = engine.generate(PROMPTS, PARAMS)
+    engine.stage = watched
+    with patch.object(Eagle, "propose"), patch.object(graphs, "validate"):  # nobody calls them any more
+        assert all_of(engine.generate(PROMPTS, PARAMS)) == all_of(wanted)
+    sent = {"lift_fresh", "detach_", "to"}  # where nothing is under way, the host tells how much the draft has read
+    assert launches.names <= {"slice", "copy_", "clone", "fill_", "add", "sub"} | sent, launches.names
+
+
+def test_a_store_that_grew_is_recorded_anew():
+    target, wanted = shared_target("llama"), answers("llama")
+    engine = recorded(Engine(target, tiny_draft(target), max_batch_size=2))
+    guide_from_outside(engine, wanted, lambda _: 2)
+    for length in (4, 16, 4):
+        params = SamplingParams(max_tokens=length, ignore_eos=True)
+        before, slots = engine.launcher.validation, engine.cache.slots
+        assert token_ids(engine.generate(PROMPTS[:2], params)) == cut(wanted[:2], length)
+        assert (engine.launcher.validation is not before) == (engine.cache.slots > slots)
+
+
+# --- where the host has a part in it
+
+
+def test_rounds_with_a_grammar_are_not_recorded():
+    target = tiny_target("llama", tiny_tokenizer())
+    draft, params = tiny_draft(target), [SamplingParams(max_tokens=20, temperature=1.0), SamplingParams(max_tokens=9)]
+    params[1] = SamplingParams(max_tokens=9, grammar={"regex": "[a-z]{3,9}"})
+    eager, replayed = (Engine(target, draft, "n8") for _ in range(2))
+    wanted = eager.generate(PROMPTS[:2], params)
+    assert all_of(recorded(replayed).generate(PROMPTS[:2], params)) == all_of(wanted)
+    rounds = [output.stats.calls for output in wanted]
+    assert replayed.launcher.validation.record.replays == rounds[0] - rounds[1] > 0
+
+
+def test_graphs_need_a_gpu():
+    with pytest.raises(UserError, match=r"^graphs=True: needs a GPU; the device is cpu$"):
+        Engine(shared_target("llama"), graphs=True)
+
+
+def test_targets_that_are_divided_or_offloaded_are_refused():
+    """Before anything is compiled."""
+    target, refused = tiny_target("llama"), r"^graphs=True: the target is {}, .*; must be False$"
+    with patch.object(Target, "device", torch.device("cuda")):
+        with (
+            patch.object(target, "together", object()),
+            pytest.raises(UserError, match=refused.format("divided over ranks")),
+        ):
+            Engine(target, graphs=True, compile=True)
+        with patch.object(Target, "is_offloaded", True), pytest.raises(UserError, match=refused.format("offloaded")):
+            Engine(target, graphs=True, compile=True)
+
+
+# --- what is beside the rows
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_rows_that_are_not_there_write_nowhere(tree):
+    """Three rows of four, then one of two, ...: nothing changes that nobody has, or that was read."""
+    target, rng = shared_target("llama"), random.Random(0)
+    engine = recorded(Engine(target, tiny_draft(target), tree, max_batch_size=4, kv_tokens=24 * BLOCK))
+    guide_from_outside(engine, answers("llama"), lambda _: rng.randint(0, 3))
+    for index, length in enumerate((20, 3, 12, 5, 9)):
+        params = SamplingParams(max_tokens=length, ignore_eos=True)
+        engine.enqueue([engine.requests.sequence(index, PROMPTS[index], params)])
+    alone = []
+    while engine.scheduler.unfinished:
+        free = set(engine.scheduler.pool.free) | {ZEROS}
+        read = [slot for each in engine.active for slot in slots_of(each)[: each.read]]
+        before = [tensor.flatten(1, 2).clone() for tensor in engine.memory.by_block]
+        engine.step()
+        free &= set(engine.scheduler.pool.free) | {ZEROS}
+        kept = [block * BLOCK + i for block in free for i in range(BLOCK)] + read
+        for was, now in zip(before, engine.memory.by_block, strict=True):
+            assert torch.equal(was[:, kept], now.flatten(1, 2)[:, kept])
+        alone.append(len(engine.active) == 3)
+    assert any(alone)
+
+
+# --- CUDA's own
+
+
+EXPERTS = ["llama4", "qwen3_moe", "gpt_oss", "mixtral"]  # on whose numbers the host waits, but in bf16
+
+
+@cache
+def on_gpu(family: str, dtype: torch.dtype = torch.float32) -> Target:
+    model = shared_target(family).model
+    target = type(model)(model.config).cuda()
+    target.load_state_dict(model.state_dict())
+    return Target(target.to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", EXPERTS)
+def test_gpu_gives_experts_the_same_tokens(family):
+    target, options = on_gpu(family, torch.bfloat16), {"max_batch_size": 3}
+    eager, replayed = (
+        Engine(target, tiny_draft(target).bfloat16(), "n8", graphs=graphs, **options) for graphs in (False, True)
+    )
+    wanted = all_of(eager.generate(PROMPTS, GREEDY))
+    for _ in range(2):
+        assert all_of(replayed.generate(PROMPTS, GREEDY)) == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family not in EXPERTS])
+@pytest.mark.parametrize("tree", TREES)
+def test_gpu_gives_the_same_tokens(family, tree):
+    engine = Engine(on_gpu(family), tiny_draft(shared_target(family)), tree, max_batch_size=3, graphs=True)
+    for _ in range(2):
+        assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
+    assert engine.launcher.drafting.made
+    assert engine.launcher.validation.made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("drafting", DRAFT_MODES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gpu_gives_what_it_gives_without_graphs(tree, drafting, overlap):
+    target, options = on_gpu("llama"), {"max_batch_size": 3, "drafting": drafting, "overlap": overlap}
+    for alignment in ALIGNMENTS:
+        eager, replayed = (
+            Engine(target, Eagle(copy.deepcopy(a_draft()), target, alignment), tree, graphs=graphs, **options)
+            for graphs in (False, True)
+        )
+        wanted = all_of(eager.generate(PROMPTS, PARAMS))
+        for _ in range(2):
+            assert all_of(replayed.generate(PROMPTS, PARAMS)) == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tree", TREES)
+def test_gpu_records_compiled_forwards(tree):
+    engine = Engine(on_gpu("llama"), a_draft(), tree, max_batch_size=3, graphs=True, compile=True)
+    for _ in range(2):
+        assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tree", TREES)
+def test_gpu_is_not_waited_for_in_a_round_that_is_replayed(tree):
+    engine = Engine(on_gpu("llama"), tiny_draft(shared_target("llama")), tree, graphs=True)
+    wanted = token_ids(engine.generate(PROMPTS, GREEDY))
+    requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
+    finish_without_waiting(engine)
+    assert [request.generated for request in requests] == wanted

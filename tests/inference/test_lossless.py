@@ -1,0 +1,148 @@
+"""Speculation changes no distribution: the whole engine's tokens, sampled, against the target's exact probabilities.
+
+A toy target with 16 tokens allows to enumerate all sequences of four. The model's own forward in float64 gives their
+exact probabilities; Pearson's chi-square tells whether the engine's samples are from them. DESIGN section 3.7.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import pytest
+import torch
+from scipy import stats
+
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference import engine as engine_module
+from eagle_train.inference.decode import sampling
+from eagle_train.models.draft import Draft
+from eagle_train.models.target import Target
+from tests.support.tiny import tiny_model, trained_draft
+
+VOCABULARY = 16
+PROMPT = [7, 1]
+ROWS = 1024  # requests in a batch
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A target, and a draft that agrees with it now and then."""
+
+    target: Target
+    draft: Draft
+
+    @cached_property
+    def conditionals(self) -> list[torch.Tensor]:
+        """For n = 0..3 float64 [V, ..., V] (n + 1 axes): p(token n | tokens before), by transformers in float64."""
+        model = tiny_model(std=0.4, **SIZES).double()
+        axes = torch.meshgrid(*[torch.arange(VOCABULARY)] * 3, indexing="ij")
+        histories = torch.stack(axes, -1).flatten(0, 2)
+        tokens = torch.cat((torch.tensor(PROMPT).expand(len(histories), -1), histories), 1)
+        with torch.no_grad():
+            logits = model(tokens).logits.view(VOCABULARY, VOCABULARY, VOCABULARY, -1, VOCABULARY)
+        first = len(PROMPT) - 1
+        by_length = [logits[0, 0, 0], logits[:, 0, 0], logits[:, :, 0], logits]
+        return [table[..., first + n, :].softmax(-1) for n, table in enumerate(by_length)]
+
+    def joint(self, num_tokens: int, top_p: float) -> torch.Tensor:
+        """float64 [V, V, V]: the probability of the last three of `num_tokens` tokens, 3 or 4."""
+        mass = torch.ones((), dtype=torch.float64)
+        for table in self.conditionals[:num_tokens]:
+            mass = mass.unsqueeze(-1) * nucleus(table, top_p)
+        return mass.view(-1, *[VOCABULARY] * 3).sum(0)
+
+
+def nucleus(p: torch.Tensor, top_p: float) -> torch.Tensor:
+    """p restricted to the fewest tokens that hold `top_p` of its mass."""
+    ordered, index = p.sort(descending=True)
+    kept = ordered * (ordered.cumsum(-1) - ordered < top_p)
+    return torch.zeros_like(p).scatter(-1, index, kept / kept.sum(-1, keepdim=True))
+
+
+@pytest.fixture(scope="module")
+def toy() -> Toy:
+    target = Target(tiny_model(std=0.4, **SIZES))
+    return Toy(target, trained_draft(target, steps=60))
+
+
+def sampled(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float, drafting: str) -> torch.Tensor:
+    """How often each three tokens ended the `num_tokens` of a request [V, V, V], of `count` requests."""
+    engine = Engine(toy.target, toy.draft, tree, max_batch_size=ROWS, drafting=drafting)
+    counts = torch.zeros(VOCABULARY**3, dtype=torch.int64)
+    accepted = drafted = 0
+    for start in range(0, count, ROWS):
+        params = SamplingParams(temperature=1.0, top_p=top_p, max_tokens=num_tokens, seed=start, ignore_eos=True)
+        outputs = engine.generate([PROMPT] * min(ROWS, count - start), params)
+        tokens = torch.tensor([output.token_ids[-3:] for output in outputs])
+        counts += (tokens * torch.tensor([VOCABULARY**2, VOCABULARY, 1])).sum(-1).bincount(minlength=len(counts))
+        accepted += sum(output.stats.accepted_per_depth[0] for output in outputs)
+        drafted += sum(output.stats.drafted_per_depth[0] for output in outputs)
+    assert counts.sum() == count
+    assert 0.2 < accepted / drafted < 0.8, "both acceptance and rejection must be common"
+    return counts.view([VOCABULARY] * 3)
+
+
+def p_value(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float = 1.0, drafting: str = "greedy") -> float:
+    """Of the chi-square test; cells where fewer than 5 are expected count as one."""
+    observed = sampled(toy, count, num_tokens, tree, top_p, drafting).double()
+    expected = toy.joint(num_tokens, top_p) * count
+    assert not observed[expected == 0].any(), "a token was sampled that top-p excludes"
+    often, rare = expected >= 5, (expected > 0) & (expected < 5)
+    assert often.sum() > 50, "too few cells to tell anything"
+    cells = [torch.cat((x[often], x[rare].sum(0, keepdim=True)[: rare.sum()])) for x in (observed, expected)]
+    return stats.chisquare(*(x.numpy() for x in cells)).pvalue
+
+
+@pytest.mark.parametrize("tree", ["chain3", "d3_bf2"])
+def test_three_tokens_have_the_targets_joint_distribution(toy, tree):
+    """The prefill's token and two of decoding."""
+    assert p_value(toy, 30_000, 3, tree) > 1e-3
+
+
+@pytest.mark.parametrize("tree", ["chain3", "d3_bf2"])
+def test_with_top_p(toy, tree):
+    """From here on the three are all of decoding, a whole chain's."""
+    assert p_value(toy, 20_000, 4, tree, top_p=0.8) > 1e-3
+
+
+@pytest.mark.parametrize("drafting", ["multinomial", "multinomial_without_replacement"])
+def test_with_children_drawn_at_random(toy, drafting):
+    assert p_value(toy, 10_000, 4, "d3_bf2", drafting=drafting) > 1e-3
+
+
+@pytest.mark.parametrize("drafting", ["greedy", "multinomial", "multinomial_without_replacement"])
+def test_with_a_draft_of_few_tokens(toy, drafting):
+    few = sorted(toy.conditionals[0].topk(9).indices.tolist())
+    draft = Draft(replace(toy.draft.config, vocab_size=len(few), vocabulary=few))
+    draft.load_state_dict(toy.draft.state_dict())
+    assert p_value(replace(toy, draft=draft), 10_000, 4, "d3_bf2", drafting=drafting) > 1e-3
+
+
+def one_number(tree, tokens, logits, settings, seeds, lengths):
+    """The root's for all nodes."""
+    draws = sampling.uniform(seeds, lengths, 1).expand_as(tokens)
+    return sampling.verify_chosen(tree, tokens, sampling.sample(sampling.probabilities(logits, settings), draws))
+
+
+def no_residual_update(tree, tokens, logits, settings, draws, q, replacement):
+    """What is drawn after a rejection comes from the target's distribution, not from what the rejected left of it."""
+    found = sampling.verify_drawn(tree, tokens, logits, settings, draws, q, replacement)
+    last = sampling.probabilities(logits, settings)[torch.arange(len(tokens)), found.node]
+    return found._replace(next_token=sampling.sample(last, draws[:, 0]))
+
+
+@pytest.mark.parametrize(
+    ("verifier", "mutant", "tree", "drafting"),
+    [("verify_sampled", one_number, "chain3", "greedy"), ("verify_drawn", no_residual_update, "d3_bf2", "multinomial")],
+)
+def test_the_test_can_tell(toy, verifier, mutant, tree, drafting, monkeypatch):
+    """Broken verification is seen with a tenth of the samples."""
+    monkeypatch.setattr(engine_module, verifier, mutant)
+    assert p_value(toy, 10_000, 4, tree, drafting=drafting) < 1e-9

@@ -1,0 +1,183 @@
+"""What the engine's caches hold, round by round, and that nothing else is ever read from them. DESIGN 3.1, 3.6."""
+
+import random
+
+import pytest
+import torch
+
+from eagle_train.errors import UserError
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.requests.scheduler import Scheduler
+from eagle_train.models.draft import shift_hidden
+from tests.support.caches import Recorder, check_cache, fresh, spoil
+from tests.support.oracle import GREEDY, PROMPTS, TREES, answers, cut, guide, token_ids
+from tests.support.tiny import shared_target, tiny_draft, trained_draft
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"irope": True, "attention_chunk": 6, "first_token": "skip"}], ids=["plain", "irope"]
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("kv_tokens", [None, 4 * BLOCK], ids=["roomy", "tight"])
+@pytest.mark.parametrize("tree", ["d3_bf2", "chain3"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_caches_are_those_of_a_fresh_prefill(tree, kv_tokens, family, overrides, overlap, monkeypatch):
+    """In every round: the target's n - 1 slots, the draft's n, and the draft's hidden state at the pending token.
+
+    Also of a sequence that gave up its blocks with more than one token for the draft to read.
+    """
+    target, rng = shared_target(family), random.Random(3)
+    unread, preempt = [], Scheduler.preempt
+    monkeypatch.setattr(
+        Scheduler, "preempt", lambda self, one: (unread.append(one.num_known - one.read), preempt(self, one))
+    )
+    draft, rounds = tiny_draft(target, **overrides), []
+    engine = Engine(target, draft, tree, max_batch_size=3, kv_tokens=kv_tokens, overlap=overlap)
+    guide(engine, answers(family), lambda _: rng.randint(0, 3))
+    grow = engine.drafter.grow
+
+    def checked(plan, root_hidden, *rest):
+        for row, sequence in enumerate(engine.active):
+            tokens = (sequence.prompt + answers(family)[sequence.index])[: engine.prefix.lengths[row] + 1]
+            assert overlap or tokens == sequence.prompt + sequence.generated
+            _, predicted, _, of_draft = fresh(target, draft, tokens)
+            check_cache(engine.drafter.cache, sequence, of_draft)
+            torch.testing.assert_close(root_hidden[row, 0], predicted[-1], rtol=1e-4, atol=1e-4)
+            check_cache(engine.cache, sequence, fresh(target, draft, tokens[:-1])[2])
+            rounds.append(sequence.index)
+        return grow(plan, root_hidden, *rest)
+
+    engine.drafter.grow = checked
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
+    assert set(rounds) == set(range(len(PROMPTS)))
+    assert (max(unread, default=0) > 1) == (kv_tokens is not None)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_aligned_with_the_last_token_alone(tree):
+    """Of a round's tokens the draft reads its own hidden states, but for the pending one and a leaf before it."""
+    target, rng, leaves = shared_target("llama"), random.Random(3), set()
+    draft = trained_draft(target, steps=60)  # an untrained one's own states make much of a rounding
+    engine = Engine(target, Eagle(draft, target, "last"), tree, max_batch_size=2)
+    guide(engine, answers("llama"), lambda _: rng.randint(0, 3))
+    grow, pairs_of = engine.drafter.grow, {}
+
+    def read(tokens: list[int], pairs: list[torch.Tensor]) -> tuple[torch.Tensor, Recorder]:
+        recorder, positions = Recorder(), torch.arange(len(tokens))[None]
+        return draft(target.embed(torch.tensor([tokens])), torch.stack(pairs)[None], positions, recorder)[0], recorder
+
+    def checked(plan, root_hidden, *rest):
+        for row, sequence in enumerate(engine.active):
+            tokens = sequence.prompt + sequence.generated
+            hidden = fresh(target, draft, tokens)[0]
+            wanted = [hidden[0], *hidden[:-1]]
+            pairs = pairs_of.get(sequence.index, wanted)
+            while len(pairs) < len(tokens):  # each accepted slot is paired with the draft's output at the one before
+                pairs = [*pairs, read(tokens[: len(pairs)], pairs)[0][-1]]
+            accepted = sequence.rounds[-1] - 1 if sequence.rounds else 0
+            unread = sequence.num_known - sequence.read
+            if tree != "n8":
+                assert unread == 1 + (accepted == 3)
+            leaves.add(unread)
+            pairs = [*pairs[:-unread], *wanted[-unread:]]
+            outputs, recorder = read(tokens, pairs)
+            torch.testing.assert_close(root_hidden[row, 0], outputs[-1], rtol=1e-4, atol=1e-4)
+            check_cache(engine.drafter.cache, sequence, recorder)
+            pairs_of[sequence.index] = pairs
+        return grow(plan, root_hidden, *rest)
+
+    engine.drafter.grow = checked
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+    assert leaves == {1, 2}
+
+
+def test_alignment_is_checked():
+    target = shared_target("llama")
+    with pytest.raises(UserError, match=r"^alignment=first: must be accepted or last$"):
+        Eagle(tiny_draft(target), target, "first")
+
+
+FEW = list(range(0, 96, 3))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"norms": "full", "irope": True, "attention_chunk": 6},
+        {"vocab_size": len(FEW), "vocabulary": FEW, "first_token": "skip"},
+    ],
+    ids=["plain", "irope", "few tokens, skip"],
+)
+@pytest.mark.parametrize("tree", TREES)
+def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides, monkeypatch):
+    """Each node's children are the most likely after its path, on which the draft reads its own hidden states."""
+    target = shared_target("gemma2")
+    draft = tiny_draft(target, **overrides)
+    engine, seen = Engine(target, draft, tree, max_batch_size=2), []
+
+    def grow(tokens: list[int], hidden: torch.Tensor, tail: list[int], pairs: list[torch.Tensor]) -> torch.Tensor:
+        """The draft's hidden state after `tokens` and the drafted `tail`, whose slots are paired with `pairs`."""
+        ids, positions = torch.tensor([tokens + tail]), torch.arange(len(tokens + tail))[None]
+        given = shift_hidden(hidden[None], positions[:, : len(tokens)])
+        given = torch.cat((given, *[pair[None, None] for pair in pairs]), 1)
+        return draft(target.embed(ids), given, positions, Recorder())[0, -1]
+
+    def check_tree(plan, tokens: torch.Tensor, logits: torch.Tensor) -> None:
+        for row, sequence in enumerate(engine.active):
+            committed = sequence.prompt + sequence.generated
+            hidden = fresh(target, draft, committed)[0]
+            outputs: dict[int, torch.Tensor] = {}
+            for node in range(plan.tree.num_nodes):
+                path = plan.tree.path_to[node][: int(plan.tree.depth[node]) + 1].tolist()
+                tail = tokens[row, path[1:]].tolist()
+                whole = target.lm_head(fresh(target, draft, committed + tail)[0][-1])
+                torch.testing.assert_close(logits[row, node], whole, rtol=1e-3, atol=1e-3)
+                kids = [kid for kid in plan.tree.children[node].tolist() if kid >= 0]
+                if kids:
+                    outputs[node] = grow(committed, hidden, tail, [outputs[above] for above in path[:-1]])
+                    known = torch.tensor(draft.config.vocabulary or range(96))
+                    best = known[target.lm_head(outputs[node])[known].topk(len(kids)).indices]
+                    assert tokens[row, kids].tolist() == best.tolist()
+            seen.append(row)
+
+    sample = Engine.sample
+
+    def checked(self, plan, tokens, logits, q):
+        check_tree(plan, tokens, logits)
+        return sample(self, plan, tokens, logits, q)
+
+    monkeypatch.setattr(Engine, "sample", checked)
+    engine.generate(PROMPTS[:3], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert set(seen) == {0, 1}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("tree", TREES)
+def test_rejected_slots_are_never_read(tree, rows, monkeypatch):
+    """Slots spoilt after every round change neither what is committed nor what the draft proposes."""
+    target, commit = shared_target("gemma2"), Engine.commit
+    proposed: list[list[list[int]]] = [[], []]
+    for spoilt, proposals in enumerate(proposed):
+        rng = random.Random(2)
+        engine = Engine(target, tiny_draft(target), tree, max_batch_size=rows)
+        own = engine.drafter.children
+        guide(engine, answers("gemma2"), lambda _, rng=rng: rng.randint(0, 3))
+        guided = engine.drafter.children
+
+        def both(*args, own=own, guided=guided, proposals=proposals):
+            proposals += own(*args)[0].tolist()
+            return guided(*args)
+
+        def committing(self, *args, spoilt=spoilt):
+            done = commit(self, *args)
+            if spoilt:
+                spoil(self)
+            return done
+
+        engine.drafter.children = both
+        monkeypatch.setattr(Engine, "commit", committing)
+        assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("gemma2"))
+    assert proposed[0] == proposed[1]

@@ -1,0 +1,199 @@
+"""Requests of all kinds through a store too small for them, as long as one likes: no leak, no wrong token, no hang.
+
+Whatever a request is, what it gets must be plain decoding's, the drawn ones' too.
+
+SOAK=2000 SEED=7 pytest tests/inference/test_soak.py    makes it a long one, of other requests, trees and faults
+"""
+
+import copy
+import os
+import random
+import warnings
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_train.inference import Engine, Output, SamplingParams
+from eagle_train.inference.cache.block_pool import BlockPool
+from eagle_train.inference.cache.paged_kv import BLOCK, WASTE
+from eagle_train.inference.decode.tree import chain
+from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
+from eagle_train.inference.parallel.disaggregated import DecodeEngine
+from eagle_train.inference.requests.sequence import Sequence
+from tests.distributed.test_disaggregated import Nearby
+from tests.support.tiny import random_tokens, tiny_target, tiny_tokenizer, trained_draft
+
+COUNT = int(os.environ.get("SOAK", "45"))
+ROWS = 6
+KINDS = 60  # different requests, whose answers are found out by plain decoding
+STEPS_EACH = 40  # more than any request needs, on average
+DEADLY = ["deaf", "silent", "torn", "astray"]  # faults of a prefill process that is given up then
+GRAMMARS = [
+    None,
+    None,
+    {"regex": "[a-f]{2,9}(xy|z)?"},
+    {"choice": ["yes", "no", "maybe not"]},
+    {"json_schema": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}},
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    prompt: list[int]
+    params: SamplingParams
+
+
+def requests(rng: random.Random) -> list[Request]:
+    """Prompts of all lengths, some of which begin alike, with parameters of all kinds."""
+    stems, made = random_tokens(20, 37, seed=rng.randrange(100)), []
+    for index in range(KINDS):
+        (tail,) = random_tokens(rng.randint(1, 24), seed=rng.randrange(10**6))
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.0, 0.7, 1.3]),
+            top_p=rng.choice([1.0, 0.9]),
+            top_k=rng.choice([0, 0, 20]),
+            max_tokens=rng.randint(1, 24),
+            seed=index,
+            stop=rng.choice([None, None, "a", ("bc", "Z")]),
+            ignore_eos=rng.random() < 0.5,
+            grammar=rng.choice(GRAMMARS),
+        )
+        if rng.random() < 0.25:  # it outgrows what it was admitted with
+            params = replace(params, max_tokens=48, stop=None, ignore_eos=True, grammar=None)
+        made.append(Request(rng.choice([[], *stems]) + tail, params))
+    return made
+
+
+@cache
+def models() -> tuple:
+    """A target in float64, so that no rounding decides between two tokens; and a draft that is right now and then."""
+    return tiny_target("gemma2", tiny_tokenizer(), torch.float64), trained_draft(tiny_target("gemma2"), steps=60)
+
+
+def drafter(alignment: str = "accepted") -> Eagle:
+    target, draft = models()
+    return Eagle(copy.deepcopy(draft), target, alignment)
+
+
+def table(rng: random.Random) -> dict:
+    """No speculation and two of a chain, a full and a pruned tree, up to batch sizes that chance decides."""
+    trees = [chain(0), *rng.sample([rng.choice(["chain1", "chain3"]), "d3_bf2", "n8"], 2)]
+    return dict(zip([*sorted(rng.sample(range(1, 5), 2)), ROWS], rng.sample(trees, 3), strict=True))
+
+
+class Faulty(Nearby):
+    """A prefill process whose answers come while it is `open`. Now and then one is that it could not read, and the
+    decode process reads those prompts itself; a mortal one may be gone before, with, or in the midst of an answer, or
+    answer something else, and is given up."""
+
+    def __init__(self, rng: random.Random, other: int, mortal: bool):
+        self.other, self.rng, self.met = other, rng, Counter()
+        self.often = {"none": 0.7, "unread": 0.3} | dict.fromkeys(DEADLY, mortal * 3 / COUNT)
+        self.engine = Engine(models()[0], drafter(), prefill_tokens=8, prefix_cache=True)
+        self.open, self.changed = Event(), {}
+
+    def tell(self, message, timeout):
+        super().tell(message, timeout)
+        (self.fault,) = self.rng.choices(list(self.often), self.often.values())
+        self.met[self.fault] += 1
+        self.fail("deaf")
+
+    def hear(self, timeout):
+        answer = super().hear(timeout)
+        self.fail("silent")
+        if self.fault == "unread":
+            return {"number": answer["number"]}
+        return answer | ({"number": -1} if self.fault == "astray" else {})
+
+    def receive(self, tensor, timeout):
+        self.fail("torn")
+        return super().receive(tensor, timeout)
+
+    def fail(self, fault: str) -> None:
+        if self.fault == fault:
+            raise RuntimeError("Connection closed by peer")
+
+
+def shake(rng: random.Random, lines: list[Faulty]) -> None:
+    """Some prefill processes are late for a while."""
+    for line in lines:
+        if rng.random() < 0.2:
+            line.open.clear() if line.open.is_set() else line.open.set()
+
+
+def check_free(pool: BlockPool) -> None:
+    assert sorted([*pool.free, *pool.idle]) == list(range(WASTE + 1, WASTE + 1 + pool.total))
+    assert not any(pool.users)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("apart", [False, True], ids=["one engine", "prefill apart"])
+def test_requests_of_all_kinds(apart, seed):
+    rng = random.Random(f"{os.environ.get('SEED', '0')} {seed} {apart}")
+    target, kinds, alignment, tree = models()[0], requests(rng), rng.choice(ALIGNMENTS), table(rng)
+    settings = {"max_batch_size": ROWS, "kv_tokens": 13 * BLOCK, "prefix_cache": True, "host_kv_tokens": 20 * BLOCK}
+    settings["overlap"] = rng.random() < 0.5
+    lines = [Faulty(random.Random(rng.random()), other, mortal=other > 1) for other in (1, 2, 3) if apart]
+    make: Any = DecodeEngine if apart else Engine
+    engine = make(
+        target, drafter(alignment), tree, **settings, **({"lines": lines} if apart else {"prefill_tokens": 16})
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "prefill process . is given up")
+        asked, outputs = served(engine, kinds, rng, lines)
+    plain = Engine(target).generate([kind.prompt for kind in kinds], [kind.params for kind in kinds])
+    truth = dict(zip(kinds, plain, strict=True))
+    for request, kind in asked:
+        if not request.generated:
+            assert request.finish_reason == "cancelled"
+            continue
+        whole = truth[kind]
+        if request.finish_reason == "cancelled":
+            assert request.generated == whole.token_ids[: len(request.generated)]
+        else:
+            output = outputs[request]
+            assert (output.token_ids, output.text) == (whole.token_ids, whole.text), kind
+            assert output.finish_reason == whole.finish_reason
+    check_free(engine.scheduler.pool)
+    assert {request.finish_reason for request, _ in asked} >= {"cancelled", "stop", "length"}
+    assert sum(request.stats.cached_tokens for request, _ in asked) > 0
+    assert any(max(request.rounds, default=0) > 1 for request, _ in asked), "some drafts must be accepted"
+    if apart:
+        check_lines(engine, lines)
+
+
+def served(
+    engine: Engine, kinds: list[Request], rng: random.Random, lines: list[Faulty]
+) -> tuple[list[tuple[Sequence, Request]], dict[Sequence, Output]]:
+    """Requests that come a few at a time, of which some are cancelled; and the outputs of all others."""
+    coming, asked, outputs = iter(rng.choices(kinds, k=COUNT)), [], {}
+    for _ in range(STEPS_EACH * COUNT):
+        for kind in islice(coming, rng.choice([0, 0, 1, 3])):
+            asked.append((engine.add(kind.prompt, kind.params), kind))
+        if asked and rng.random() < 0.05:
+            engine.cancel(rng.choice(asked[-8:])[0])
+        shake(rng, lines)
+        outputs |= {update.request: update.output for update in engine.step() if update.output is not None}
+        if len(asked) == COUNT and not engine.scheduler.unfinished:
+            break
+    assert len(asked) == COUNT
+    assert not engine.scheduler.unfinished, "it hangs"
+    return asked, outputs
+
+
+def check_lines(engine: DecodeEngine, lines: list[Faulty]) -> None:
+    """Who was not given up goes on, and nothing is left in any prefill process."""
+    for line in lines:
+        line.open.set()
+    engine.close()
+    assert lines[0] in engine.errands
+    assert len(engine.errands) < len(lines)
+    for line in lines:
+        assert line in engine.errands or any(line.met[fault] for fault in DEADLY)
+        check_free(line.engine.scheduler.pool)

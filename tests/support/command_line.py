@@ -1,0 +1,73 @@
+"""Commands called in this process, what they are given on disk (a tiny target, chat data), and a disk that is full."""
+
+import json
+import random
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny import tiny_model, tiny_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] + ':' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] + ';' }}{% endgeneration %}{% else %}{{ m['content'] + ';' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def call(main: Callable[[], None], *arguments: str) -> int:
+    """The exit status of a command with these arguments; an exception that a shell would show as a traceback rises."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["command", *arguments])
+        patch.setenv("HYDRA_FULL_ERROR", "1")  # commands set it themselves, and it must not stay
+        patch.delenv("HYDRA_FULL_ERROR")
+        try:
+            main()
+        except SystemExit as end:
+            return end.code or 0
+    return 0
+
+
+def save_target(directory: Path, template: str = TEMPLATE, **changes) -> Path:
+    """A tiny Llama with its tokenizer, as on the hub. `changes`: `tiny_model`'s."""
+    tiny_model(**changes).save_pretrained(directory)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def chats(count: int, seed: int = 0) -> list[dict]:
+    """Conversations of a question and an answer: letters that go on in the alphabet's order."""
+    rng = random.Random(seed)
+
+    def letters() -> str:
+        start, length = rng.randrange(26), rng.randint(2, 9)
+        return "".join(chr(97 + (start + i) % 26) for i in range(length))
+
+    turns = [("user", "assistant") * rng.randint(1, 2) for _ in range(count)]
+    return [{"messages": [{"role": role, "content": letters()} for role in roles]} for roles in turns]
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def disk_for(num_bytes: int) -> Iterator[None]:
+    """A disk that refuses a file's bytes beyond `num_bytes`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

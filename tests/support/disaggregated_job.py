@@ -1,0 +1,111 @@
+"""What test_disaggregated.py starts: rank 0 decodes, the others read prompts for it, some of them with faults."""
+
+import json
+import os
+import random
+import time
+import warnings
+from pathlib import Path
+
+from eagle_train import distributed
+from eagle_train.artifacts.format import load_draft
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.parallel.disaggregated import DecodeEngine, Line, connect, serve_prefill
+from eagle_train.models.loading import TargetConfig, load_target
+from tests.support.oracle import LENGTH, PROMPTS
+
+TEXTS = [*PROMPTS, *PROMPTS]
+
+
+def params_of(sampled: bool) -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=float(sampled), seed=i, max_tokens=LENGTH - i % 5, ignore_eos=True)
+        for i in range(len(TEXTS))
+    ]
+
+
+def answers(engine: Engine, stage: dict) -> tuple[list[list[int]], list[list[int]]]:
+    """Requests that come one by one; some are cancelled, which then have fewer tokens. Their tokens, and rounds."""
+    rng, requests = random.Random(0), []
+    for text, params in zip(TEXTS, params_of(stage["sampled"]), strict=True):
+        requests.append(engine.add(text, params))
+        engine.step()
+        if stage["cancelling"] and rng.random() < 0.4:
+            engine.cancel(rng.choice(requests))
+    while engine.scheduler.unfinished:
+        engine.step()
+    return [request.generated for request in requests], [request.rounds for request in requests]
+
+
+def break_down(engine: Engine, fault: str, rng: random.Random) -> None:
+    """Let a prefill process fail at random, its prompts read; or be too late with its first answer, or die with it."""
+    begin, tell, told = engine.begin, Line.tell, []
+
+    def raising(*arguments):
+        pending = begin(*arguments)
+        if rng.random() < 0.5:
+            raise RuntimeError("out of memory")
+        return pending
+
+    def last(line, message):
+        told.append(message)
+        if fault == "is slow" and len(told) == 1:
+            time.sleep(600)
+        tell(line, message)
+        if fault == "dies" and len(told) == 1:
+            os._exit(1)  # with what it announced unsent
+
+    if fault == "raises":
+        engine.begin = raising
+    else:
+        Line.tell = last
+
+
+def decode(target, draft, stage: dict, lines) -> dict:
+    """What came of a stage; `here`: how many texts this process read itself."""
+    engine, here, read = DecodeEngine(target, draft, lines=lines, **stage["engine"]), [], Engine.read
+
+    def noting(self, chunks):
+        here.extend(chunks)
+        return read(self, chunks)
+
+    Engine.read = noting
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        start = time.perf_counter()
+        tokens, rounds = answers(engine, stage)
+        seconds = time.perf_counter() - start
+        left = len(engine.errands)
+        engine.close()
+    Engine.read = read
+    pool = engine.scheduler.pool
+    told = [str(warning.message) for warning in warned]
+    return {
+        "tokens": tokens,
+        "rounds": rounds,
+        "here": len(here),
+        "free": len(pool.free) == pool.total,
+        "seconds": seconds,
+        "left": left,
+        "warned": told,
+    }
+
+
+def main(root: Path, job: dict) -> None:
+    """`job`: {"stages": [...], "faults": {"2": "raises"}}."""
+    world = distributed.start("cpu")
+    target = load_target(TargetConfig(str(root / "target")))
+    draft = load_draft(root / "draft", target.identity)
+    lines = connect(world)
+    if world.is_main:
+        found = [decode(target, draft, stage, lines) for stage in job["stages"]]
+        (root / "found.json").write_text(json.dumps(found))
+        os._exit(0)  # whatever became of the others
+    engine = Engine(target, draft, prefill_tokens=8)
+    if fault := job["faults"].get(str(world.rank)):
+        break_down(engine, fault, random.Random(world.rank))
+    for _ in job["stages"]:
+        serve_prefill(engine, lines)
+        pool = engine.scheduler.pool
+        assert len(pool.free) == pool.total
+    os._exit(0)

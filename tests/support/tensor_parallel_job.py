@@ -1,0 +1,91 @@
+"""What test_tensor_parallel.py starts on several ranks: engines whose target is divided between them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle_train import distributed
+from eagle_train.artifacts.format import load_draft
+from eagle_train.errors import UserError
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.models.draft import Draft
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.target import LMHead, Target
+from tests.support.oracle import LENGTH, PROMPTS
+from tests.support.tiny import tiny_draft
+
+
+def params_of(count: int) -> list[SamplingParams]:
+    """Of every kind, and rows that end early."""
+    return [
+        SamplingParams(
+            temperature=float(i != 2), top_p=0.9 if i % 2 else 1.0, seed=i, max_tokens=LENGTH - 3 * i, ignore_eos=True
+        )
+        for i in range(count)
+    ]
+
+
+def draft_of(case: dict, target: Target, directory: Path, rank: int) -> Draft:
+    """The family's own, or one that is another on every rank."""
+    return tiny_draft(target, seed=rank) if case.get("drafts_differ") else load_draft(directory, target.identity)
+
+
+def fall_short(engine: Engine, rank: int) -> None:
+    """Memory is another on each rank, and at first there is none on the last: all refuse what that has no room for."""
+
+    def none(*_: int) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    engine.memory.affordable = lambda: 6 + 4 * rank
+    if rank == engine.ranks.size - 1:
+        engine.cache.grown = none
+    with pytest.raises(UserError, match="no memory for the keys and values"):
+        engine.generate(PROMPTS[:1])
+    vars(engine.cache).pop("grown", None)
+
+
+def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
+    """What an engine answers, in how many rounds, and of how many rows it computed the logits."""
+    engine = Engine(target, draft_of(case, target, directory, rank), **case["engine"])
+    if case["short"]:
+        fall_short(engine, rank)
+    own, seen = target.lm_head, []
+
+    class Noting(LMHead):
+        def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+            seen.append(len(hidden))
+            return super().__call__(hidden)
+
+    target.lm_head = Noting(**vars(own))
+    count = case["count"]
+    greedy = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+    params = params_of(count) if case["sampled"] else [greedy] * count
+    if case["guided"]:
+        params[::2] = [replace(each, grammar={"regex": "[a-f]{2,9}(xy|z)?"}) for each in params[::2]]
+    outputs = engine.generate(PROMPTS[:count], params)
+    target.lm_head = own
+    pool = engine.scheduler.pool
+    return {
+        "tokens": [output.token_ids for output in outputs],
+        "rounds": [output.rounds for output in outputs],
+        "rows": seen,
+        "free": pool.available == pool.total,
+        "blocks": pool.total,
+        "heads": engine.cache.layers[0][0].shape[1],
+    }
+
+
+def main(root: Path, cases: list[dict]) -> None:
+    """`cases`: {"family": ..., "count": ..., "engine": {...}} and what else `outcome` reads."""
+    world = distributed.start("cpu", share=None, group=True)
+    targets, found = {}, []
+    for case in cases:
+        family = case["family"]
+        if family not in targets:
+            targets[family] = load_target(TargetConfig(str(root / family)), "cpu", "tensor", world)
+        found.append(outcome(case, targets[family], root / f"{family}-draft", world.rank))
+    (root / f"found-{world.size}-{world.rank}.json").write_text(json.dumps(found))
+    distributed.leave()

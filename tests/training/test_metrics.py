@@ -1,0 +1,258 @@
+"""Records reach metrics.jsonl and the trackers, a resumed run's file is the uninterrupted one's, no secret leaves."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from eagle_train.errors import UserError
+from eagle_train.results import redact
+from eagle_train.settings import CONF_DIR
+from eagle_train.training import metrics
+from eagle_train.training.metrics import Meter, MetricsLog, NoTracker, WandbTracker
+from tests.support.processes import run
+
+HF_KEY = "hf_" + "aB3" * 10
+WANDB_KEY = "0123456789abcdef" * 2 + "01234567"
+
+
+class Recorder(NoTracker):
+    def __init__(self) -> None:
+        self.calls = []
+
+    def start(self, resumed):
+        self.calls.append(("start", resumed))
+
+    def log(self, step, record):
+        self.calls.append((step, record))
+
+    def close(self):
+        self.calls.append("close")
+
+
+def lines(directory: Path) -> list[dict]:
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (directory / "metrics.jsonl").open()]
+
+
+def write_steps(directory: Path, steps, resumed_step=None) -> None:
+    log = MetricsLog(directory, NoTracker(directory, {}), resumed_step)
+    for step in steps:
+        log.log(step, {"loss": 1 / step})
+        if step % 2 == 0:
+            log.log(step, {"heldout_loss": 2 / step})
+    log.close()
+
+
+def test_meter_sums_before_it_divides():
+    meter = Meter()
+    meter.add(1, loss=torch.tensor(4.0), accepted=torch.tensor([1.0, 0.0]))
+    meter.add(torch.tensor(3), loss=torch.tensor(2.0), accepted=torch.tensor([3.0, 1.0]))
+    assert meter.means() == {"loss": 1.5, "accepted": [1.0, 0.25]}
+    meter.sums["count"] = meter.sums["count"] * 2  # another rank
+    assert meter.means() == {"loss": 0.75, "accepted": [0.5, 0.125]}
+
+
+def test_meter_without_items_is_nan():
+    meter = Meter()
+    meter.add(0, loss=0.0)
+    assert math.isnan(meter.means()["loss"])
+
+
+def test_a_record_is_in_the_file_at_once_and_goes_to_the_tracker(tmp_path):
+    tracker = Recorder()
+    log = MetricsLog(tmp_path / "run", tracker)
+    log.log(1, {"loss": 2.5, "acceptance": [0.5, 0.25]})
+    assert lines(tmp_path / "run") == [{"step": 1, "loss": 2.5, "acceptance": [0.5, 0.25]}]
+    log.close()
+    assert tracker.calls == [("start", False), (1, {"loss": 2.5, "acceptance": [0.5, 0.25]}), "close"]
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path):
+    log = MetricsLog(tmp_path, NoTracker(tmp_path, {}))
+    log.log(1, {"loss": math.nan, "norm": math.inf, "depths": [1.0, -math.inf]})
+    log.close()
+    assert lines(tmp_path) == [{"step": 1, "loss": None, "norm": None, "depths": [1.0, None]}]
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 6, "lo'], ids=["whole", "torn"])
+def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path, torn):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    write_steps(whole, range(1, 10))
+    write_steps(cut, range(1, 7))
+    with (cut / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    write_steps(cut, range(5, 10), resumed_step=4)
+    assert (cut / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_a_fresh_run_starts_a_fresh_file(tmp_path):
+    write_steps(tmp_path, range(1, 4))
+    write_steps(tmp_path, [1])
+    assert lines(tmp_path) == [{"step": 1, "loss": 1.0}]
+
+
+def test_a_foreign_line_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"loss": 1}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not a record"):
+        MetricsLog(tmp_path, NoTracker(tmp_path, {}), resumed_step=3)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_one_line(tmp_path):
+    log = MetricsLog(tmp_path, NoTracker(tmp_path, {}))
+    log.file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    with pytest.raises(UserError, match=r"metrics\.jsonl.*step 3.*No space left"):
+        log.log(3, {"loss": 1.0})
+    log.close()
+
+
+def test_secrets_are_redacted():
+    config = {
+        "hf_token": "short",
+        "apiKey": "short",
+        "db": {"PASSWORD": 1234, "client_secret": "x", "hosts": ["https://me:pass@host/x", "https://host/x"]},
+        "secrets": {"first": "a", "rest": ["b", "c"]},
+        "note": f"run with {HF_KEY}",
+        "login": WANDB_KEY,
+        "url": "https://host/?token=abcdefgh123",
+    }
+    assert redact(config) == {
+        "hf_token": "<redacted>",
+        "apiKey": "<redacted>",
+        "db": {
+            "PASSWORD": "<redacted>",
+            "client_secret": "<redacted>",
+            "hosts": ["<redacted>", "https://host/x"],
+        },
+        "secrets": {"first": "<redacted>", "rest": ["<redacted>", "<redacted>"]},
+        "note": "<redacted>",
+        "login": "<redacted>",
+        "url": "<redacted>",
+    }
+
+
+def test_what_is_no_secret_stays():
+    config = {
+        "optim": {"tokens_per_step": 2_000_000, "lr": 2e-4, "betas": (0.9, 0.95)},
+        "draft": {"first_token": "self_fusion", "num_key_value_heads": 8, "moe": False, "kind": None},
+        "target": {"tokenizer": "models/llama", "revision": WANDB_KEY, "pad_token": "<|pad|>"},
+        "api_key": None,
+    }
+    expected = config | {"optim": config["optim"] | {"betas": [0.9, 0.95]}}
+    assert redact(config) == expected
+    assert redact(OmegaConf.create(config)) == expected
+    assert type(redact(OmegaConf.create(config))["optim"]["betas"]) is list
+
+
+def test_tracking_none_tracks_nothing(tmp_path):
+    with initialize_config_dir(str(CONF_DIR.resolve() / "tracking"), version_base="1.3"):
+        tracker = instantiate(compose("none"))(directory=tmp_path, config={"tree": {"_target_": "no.such.thing"}})
+    assert isinstance(tracker, NoTracker)
+    write_steps(tmp_path, [1])
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def without_wandb_settings(directory: Path) -> dict[str, str]:
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_") and name != "NETRC"}
+    return ours | {"HOME": str(directory), "WANDB_ERROR_REPORTING": "false"}
+
+
+RUN = """
+import sys
+from pathlib import Path
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from eagle_train.training.metrics import MetricsLog
+
+assert "wandb" not in sys.modules
+conf, directory, secret = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+for resumed_step in (None, 1):
+    with initialize_config_dir(conf, version_base="1.3"):
+        tracker = instantiate(compose("wandb"))(directory=directory, config={"hub": secret, "lr": 0.5})
+    log = MetricsLog(directory, tracker, resumed_step)
+    for step in (1, 2):
+        log.log(step, {"loss": float("nan"), "acceptance": [0.5, 0.25]})
+        log.log(step, {"heldout_loss": 1.0})
+    log.close()
+"""
+
+
+def test_wandb_without_a_key_records_offline_and_asks_nothing(tmp_path):
+    pytest.importorskip("wandb")
+    home, directory = tmp_path / "home", tmp_path / "run"
+    home.mkdir()
+    arguments = [sys.executable, "-c", RUN, str(CONF_DIR.resolve() / "tracking"), directory, HF_KEY]
+    # Standard input is closed, not empty: a prompt would fail at once or hang.
+    command = ["sh", "-c", 'exec "$@" <&-', "sh", *arguments]
+    done = run(command, env=without_wandb_settings(home))
+    assert done.returncode == 0, done.stderr
+    assert "no API key, so the run is recorded offline" in done.stderr
+
+    run_id = (directory / "wandb_run_id").read_text()
+    assert len(list(directory.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))) == 2
+    kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"heldout_loss" in kept
+    assert b"acceptance/2" in kept
+    assert HF_KEY.encode() not in kept
+    assert [line["step"] for line in lines(directory)] == [1, 1, 1, 1, 2, 2]
+
+
+@pytest.fixture
+def no_key(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in os.environ:
+        if name.startswith("WANDB_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def test_online_needs_a_key(tmp_path, no_key, monkeypatch):
+    with pytest.raises(UserError, match=r"tracking\.mode=online.*WANDB_API_KEY"):
+        WandbTracker(tmp_path, {}, mode="online")
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    with pytest.raises(UserError, match=r"tracking\.mode=sometimes.*offline"):
+        WandbTracker(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("machine api.wandb.ai\n  login user\n  password x\n", True),
+        ("machine wandb.mine\n  login user\n  password x\n", True),
+        ("machine other.host\n  login user\n  password x\n", False),
+        ("no netrc at all", False),
+        (None, False),
+    ],
+)
+def test_a_key_in_netrc_counts(tmp_path, monkeypatch, content, expected):
+    path = tmp_path / "netrc"
+    monkeypatch.setenv("NETRC", str(path))
+    if content is not None:
+        path.write_text(content)
+    assert metrics.in_netrc("https://wandb.mine") is expected
+
+
+def test_steps_that_wandb_has_are_not_sent_again(tmp_path, no_key):
+    class Run:
+        def __init__(self):
+            self.step = 5
+            self.sent = []
+
+        def log(self, record, step):
+            self.sent.append((step, record))
+
+    tracker = WandbTracker(tmp_path, {}, mode="disabled")
+    tracker.run = Run()
+    for step in (4, 5, 6):
+        tracker.log(step, {"loss": step})
+    assert tracker.run.sent == [(5, {"loss": 5}), (6, {"loss": 6})]

@@ -1,0 +1,445 @@
+"""training/plan.py against what real models and steps take: parameters, FLOPs, memory; and what the command says."""
+
+import dataclasses
+import json
+import re
+import weakref
+from importlib.util import find_spec
+from typing import Any
+
+import hydra
+import pytest
+import torch
+import transformers
+from omegaconf import OmegaConf
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from eagle_train import hardware, train
+from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
+from eagle_train.models.loading import TargetConfig
+from eagle_train.ops import attention
+from eagle_train.ops.attention import packed_attention
+from eagle_train.settings import CONF_DIR, build
+from eagle_train.training import losses, parallelize, plan
+from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.losses import distillation_loss
+from eagle_train.training.optimizer import OptimConfig, Optimizer
+from eagle_train.training.plan import ClusterConfig, TargetShape
+from eagle_train.training.trainer import TrainConfig
+from eagle_train.training.unroll import unroll
+from evals import train_throughput as bench
+from evals.shapes import ShapesConfig
+from tests.support import memory_job
+from tests.support.command_line import call, save_target, write_jsonl
+from tests.support.processes import start_ranks
+from tests.support.tiny import GROUPED_FLOPS, OTHERS, SIZES, tiny_model, tiny_target
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "num_attention_heads": 4, "head_dim": 64}
+TOKENS = 32
+
+
+def step(target, draft) -> torch.Tensor:
+    """One micro-batch's loss, every token supervised."""
+    tokens = torch.arange(TOKENS)[None] % target.identity.vocab_size
+    positions, attend = torch.arange(TOKENS)[None], packed_attention([[TOKENS]])
+    hidden = target.hidden_states(tokens, positions, attend)
+    predicted = draft(target.embed(tokens), shift_hidden(hidden, positions), positions, attend)
+    return distillation_loss(predicted.flatten(0, 1), hidden.flatten(0, 1), target.lm_head).loss
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "llama4"])
+def test_a_steps_flops_are_those_that_torch_counts(family):
+    """Attention that a CPU's flash kernel does torch does not count; Gemma 2's, with its caps, is in plain products."""
+    whole = {"attention_chunk_size": TOKENS} if family == "llama4" else {}  # chunks are attended in squares too
+    target = tiny_target(family, **WIDE, **whole)
+    config = DraftConfig.from_target(target.config)
+    draft = Draft(config).init_weights(0)
+    with FlopCounterMode(display=False, custom_mapping=GROUPED_FLOPS) as counter:
+        step(target, draft).backward()
+    shape = TargetShape.of(target.config)
+    said = plan.flops_of(shape, config, draft, 0, recomputed=False)
+    if family == "gemma2":  # it attends in squares, of which the plan says half
+        said["target"] = plan.flops_of(shape, config, draft, 2 * TOKENS, recomputed=False)["target"]
+    assert TOKENS * sum(said.values()) == pytest.approx(counter.get_total_flops(), rel=2e-3)
+
+
+def test_an_unrolled_steps_flops_are_those_that_torch_counts():
+    """In documents of two tokens, where attention is next to nothing."""
+    target, lengths = tiny_target(**WIDE), [[2] * (TOKENS // 2)]
+    config = DraftConfig.from_target(target.config)
+    draft = Draft(config).init_weights(0)
+    tokens = torch.arange(TOKENS)[None]
+    positions = tokens % 2
+    with FlopCounterMode(display=False) as counter:
+        hidden = target.hidden_states(tokens, positions, packed_attention(lengths))
+        previous = shift_hidden(hidden, positions)
+        passes = unroll(draft, target.embed(tokens), previous, positions, lengths, 3)
+        losses = [distillation_loss(x.flatten(0, 1), hidden.flatten(0, 1), target.lm_head).loss for x in passes]
+        torch.stack(losses).sum().backward()
+    said = plan.flops_of(TargetShape.of(target.config), config, draft, 0, recomputed=False, unroll=3)
+    assert TOKENS * sum(said.values()) == pytest.approx(counter.get_total_flops(), rel=5e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss", "llama4"])
+def test_a_targets_parameters_are_counted_and_of_its_experts_those_at_work(family):
+    model = tiny_model(family)
+    shape = TargetShape.of(model.config)
+    assert shape.parameters == model.num_parameters()
+    idle = 0
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and parameter.ndim >= 2:
+            experts, chosen = model.config.num_local_experts, model.config.num_experts_per_tok
+            idle += parameter.numel() * (experts - chosen) / experts
+    ends = 2 * model.config.vocab_size * model.config.hidden_size
+    vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim < 2)
+    assert shape.active == pytest.approx(model.num_parameters() - ends - vectors - idle, abs=1)
+    assert (idle > 0) == (family != "llama")
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "chosen"),
+    [
+        (
+            "Gemma4TextConfig",
+            OTHERS["gemma4"][1] | {"enable_moe_block": True, "moe_intermediate_size": 48},
+            "top_k_experts",
+        ),
+        ("HunYuanMoEV1Config", {}, "moe_topk"),
+    ],
+)
+def test_experts_at_work_are_counted_whatever_the_family_calls_them(config, values, chosen):
+    def active(number: int | list[int]) -> int:
+        experts = {"num_experts": 4, chosen: number}
+        return TargetShape.of(getattr(transformers, config)(**SIZES | values | experts)).active
+
+    assert active(4) > active(2) > active(1)
+    if chosen == "moe_topk":
+        assert active([2, 2, 2]) == active(2)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_activations_are_what_the_backward_pass_keeps(passes):
+    target = tiny_target(**WIDE)
+    config = DraftConfig.from_target(target.config)
+    draft = Draft(config).init_weights(0)
+    weights = {shape for parameter in draft.parameters() for shape in (parameter.shape, parameter.shape[::-1])}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape not in weights:  # nor autocast's copies of them
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address is used twice
+        return tensor
+
+    tokens, positions = torch.arange(TOKENS)[None], torch.arange(TOKENS)[None]
+    embeddings, hidden = target.embed(tokens).bfloat16(), torch.randn(1, TOKENS, WIDE["hidden_size"]).bfloat16()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", dtype=torch.bfloat16):
+        unroll(draft, embeddings, hidden, positions, [[TOKENS]], passes)
+    measured = sum(size for size, _ in kept.values())
+    said = TOKENS * plan.activations(config, torch.bfloat16, recomputed=False, unroll=passes, document=TOKENS)[0]
+    assert said == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_drafts_state_is_what_its_optimiser_holds(name):
+    draft = Draft(DraftConfig.from_target(tiny_target(**WIDE).config, fc_bias=True)).init_weights(0)
+    config = OptimConfig(name=name)
+    optimizer = Optimizer(draft, config)
+    for parameter in draft.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(1e-3)
+    held = [state for part in optimizer.parts for state in part.state.values()]
+    states = sum(value.nbytes for state in held for value in state.values() if value.numel() > 1)
+    measured = states + sum(parameter.nbytes + parameter.grad.nbytes for parameter in draft.parameters())
+    said, host = plan.draft_state(draft, config, ParallelConfig(), 1, torch.float32)
+    assert (said, host) == (measured, 0)
+
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def in_fp32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What `func` gives. A product of bf16 is made in fp32 and rounded, which leaves as many bytes: a CPU that emulates
+    bf16 takes ten to twenty times as long for it."""
+    product = func.overloadpacket
+    if product not in (*bench.PRODUCTS, FLASH, FLASH_BACKWARD) or args[0].dtype != torch.bfloat16:
+        return func(*args, **kwargs)
+    wide = [x.float() if isinstance(x, torch.Tensor) else x for x in args]
+    result = product(*wide, **{key: value for key, value in kwargs.items() if key != "out"})
+    if "out" in kwargs:
+        return kwargs["out"].copy_(result)
+    if product is FLASH:
+        return result[0].bfloat16(), result[1]  # the second, log-sum-exp, is fp32
+    return tree_map(torch.Tensor.bfloat16, result)
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive, as a GPU's allocator does: now, and at most so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = in_fp32(func, args, kwargs or {})
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self.note(tensor.untyped_storage())
+        return result
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self.sizes:
+            self.sizes[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self.gone, storage._cdata)
+
+    def gone(self, name: int) -> None:
+        self.now -= self.sizes.pop(name)
+
+
+STEP = {"vocab": 4096, "hidden": 256, "intermediate": 768, "heads": 4, "kv_heads": 2, "layers": 4, "draft_layers": 2}
+ROWS = {"row_tokens": 512, "micro_batch_rows": 2, "tokens_per_step": 2048, "rounds": 1, "steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("low", "recomputed", "unroll"),
+    [(False, False, 1), (True, False, 1), (True, True, 1), (False, False, 2), (True, True, 2)],
+)
+def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed, unroll):
+    """Within 5 %, part by part: the weights, what stays after a step, and its peak. Where a CPU has ways of its own
+    (two threads, small blocks, attention in products) it takes a GPU's here."""
+    monkeypatch.setattr(hardware, "_cpu_computes_bf16", lambda: low)
+    monkeypatch.setattr(attention, "MATMUL_LENGTH", 0)
+    monkeypatch.setattr(losses, "MAX_WORKERS", 1)
+    monkeypatch.setattr(losses, "BLOCK_LOGITS", 2**40)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    config = bench.Config(out="", device="cpu", seed=0, tflops=None, **STEP, **ROWS)
+    words = " ".join(f"w{i}" for i in range(config.row_tokens))  # a document fills a row
+    write_jsonl(tmp_path / "documents.jsonl", [{"text": words}] * 50)
+    with Held() as held:
+        ours = bench.Ours(config, str(tmp_path), "cpu")
+        for layer in ours.draft.layers if recomputed else ():
+            layer.forward = parallelize.recomputed(layer.forward)
+        ours.trainer.config.unroll = unroll
+        ours.run(1)
+        kept = held.now
+        held.most = 0
+        ours.run(1)
+    dtype, train_config = ours.target.dtype, ours.trainer.config
+    assert dtype == (torch.bfloat16 if low else torch.float32)
+    parallel, optim = ParallelConfig(activation_checkpointing=recomputed), ours.trainer.optim
+    shape = TargetShape.of(ours.target.config)
+    given = (ours.draft.config, train_config, optim, parallel, ClusterConfig(), config.row_tokens, 1, dtype)
+    said = plan.plan(shape, *given).memory
+    weights = sum(parameter.nbytes for parameter in ours.target.model.parameters())
+    assert said["target's weights"] == pytest.approx(weights, rel=1e-3)
+    size = ours.draft.num_parameters
+    transient = 4 * size + (2 * size if low else 0)  # gradients, and the weights in the step's dtype
+    assert said["draft's weights, gradients and optimiser"] - transient == pytest.approx(kept - weights, rel=0.02)
+    assert sum(said.values()) - said["CUDA"] == pytest.approx(held.most, rel=0.05)
+
+
+@pytest.mark.ranks
+def test_what_fsdp2_gathers_of_a_draft_is_the_plans(tmp_path):
+    """Two ranks' real steps, within 5 %: of one micro-batch, and of two, through which gradients are not divided."""
+    cases = [{"layers": layers, "micro_batches": count} for layers in (1, 4) for count in (1, 2)]
+    start_ranks(2, "memory_job", tmp_path / "found.json", cases)
+    for case, measured in zip(cases, json.loads((tmp_path / "found.json").read_text()), strict=True):
+        draft = Draft(DraftConfig.from_target(tiny_model(**memory_job.WIDE).config, num_layers=case["layers"]))
+        given = draft, OptimConfig(), ParallelConfig("fsdp2"), 2, torch.bfloat16
+        said, _ = plan.draft_state(*given, accumulated=case["micro_batches"] > 1)
+        assert said == pytest.approx(measured, rel=0.05), case
+
+
+def test_what_is_divided_shrinks_and_what_is_offloaded_moves():
+    draft = Draft(DraftConfig.from_target(tiny_target().config))
+    optim, size = OptimConfig(), draft.num_parameters
+
+    def state(**settings) -> tuple[float, float]:
+        return plan.draft_state(draft, optim, ParallelConfig(**settings), 4, torch.bfloat16)
+
+    assert state(backend="ddp") == (22 * size, 0)
+    gathered = plan.gathered(draft, torch.bfloat16)
+    assert state(backend="fsdp2") == (16 * size / 4 + gathered, 0)
+    assert state(backend="fsdp2", offload_optimizer=True) == (4 * size / 4 + gathered, 12 * size / 4)
+    accumulated = plan.draft_state(draft, optim, ParallelConfig("fsdp2"), 4, torch.bfloat16, accumulated=True)
+    assert accumulated == (12 * size / 4 + 4 * size + gathered, 0)
+    assert state(backend="deepspeed", zero={"stage": 1}) == (12 * size / 4 + 6 * size, 0)
+    assert state(backend="deepspeed", zero={"stage": 2}) == (16 * size / 4 + 2 * size, 0)
+    beside = 2 * 1000 + 2 * size  # its bucket, and all gathered
+    assert state(backend="deepspeed", zero={"stage": 3, "reduce_bucket_size": 1000}) == (18 * size / 4 + beside, 0)
+    shape = TargetShape.of(tiny_target().config)
+    whole = plan.target_weights(shape, ParallelConfig(), 4, torch.bfloat16)
+    assert whole == 2 * shape.parameters
+    ends = 2 * shape.vocabulary * shape.hidden
+    tensor = plan.target_weights(shape, ParallelConfig(target="tensor", share=2), 4, torch.bfloat16)
+    assert tensor == 2 * (shape.parameters / 2 + ends)
+
+
+def test_the_command_says_what_a_run_costs_without_reading_a_weight(tmp_path, capsys):
+    target = save_target(tmp_path / "target")
+    (target / "model.safetensors").unlink()
+    given = ("plan=true", f"target={target}", "data=messages", "data.path=none.jsonl", "data.row_tokens=64")
+    assert call(train.main, *given, f"out={tmp_path / 'out'}", "optim.tokens_per_step=1024", "train.steps=10") == 0
+    said = capsys.readouterr().out
+    config = json.loads((target / "config.json").read_text())
+    assert config["num_hidden_layers"] == 3
+    for part in ("GFLOP a token", "target", "draft", "GiB on each of 1 GPUs", "10 steps of 1,024 tokens", "GPU-hours"):
+        assert part in said
+    assert "does not fit" not in said
+    assert not (tmp_path / "out").exists()
+
+
+PRESETS = {  # of each: its target (conf/shapes), that one's parameters in billions, and on how many GPUs it is to fit
+    "paper_llama3_1_8b": ("llama3_1_8b", 8.03, 8),
+    "paper_llama3_3_70b": ("llama3_3_70b", 70.6, 8),
+    "paper_llama4_scout": ("llama4_scout", 108, 8),
+    "paper_llama4_maverick": ("llama4_maverick", 401, 8),
+    "qwen3_8b": ("qwen3_8b", 8.19, 8),
+}
+
+
+def shapes_of(name: str) -> ShapesConfig:
+    with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
+        return build(ShapesConfig, hydra.compose("commands/latency", [f"shapes={name}"]).shapes, "shapes")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_fits_its_target_on_the_gpus_it_names(tmp_path, capsys, name):
+    shapes, billions, gpus = PRESETS[name]
+    shapes_of(shapes).target.save_pretrained(tmp_path)
+    given = (f"experiment={name}", f"target.path={tmp_path}", "data.path=none.jsonl", f"cluster.gpus={gpus}")
+    assert call(train.main, "plan=true", *given) == 0
+    said = capsys.readouterr().out
+    assert float(re.search(r"target: ([\d.]+) B", said)[1]) == pytest.approx(billions, rel=5e-3)
+    assert "48,000 steps of 2,097,152 tokens" in said
+    assert "does not fit" not in said
+
+
+def test_every_experiment_is_tested_or_the_quickstart():
+    assert {path.stem for path in (CONF_DIR / "experiment").glob("*.yaml")} == {*PRESETS, "quickstart"}
+    shapes = {path.stem for path in (CONF_DIR / "shapes").glob("*.yaml")}
+    assert shapes == {"base", "tiny", *(name for name, _, _ in PRESETS.values())}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_random_weights_of_a_presets_shape_have_its_draft(name):
+    shapes = shapes_of(PRESETS[name][0])
+    assert shapes.experiment == name
+    said = OmegaConf.load(CONF_DIR / "experiment" / f"{name}.yaml").draft
+    assert {key: getattr(shapes.draft, key) for key in said} == said
+    assert shapes.draft.num_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "tried"),
+    [
+        ({}, "parallel.target=fsdp2"),
+        ({"target": "fsdp2", "backend": "fsdp2"}, "more GPUs"),
+    ],
+)
+def test_a_target_that_is_too_large_is_told_with_the_way_out(settings, tried):
+    target = tiny_target()
+    train_config, cluster = TrainConfig(steps=1, micro_batch_rows=1), ClusterConfig(memory_gib=1.001)
+    shape = TargetShape(8 * 10**9, 7 * 10**9, 10**6, 3, 32, 96, 32, 48, False)
+    parallel = ParallelConfig(**settings)
+    draft = DraftConfig.from_target(target.config)
+    cost = plan.plan(shape, draft, train_config, OptimConfig(), parallel, cluster, 64, 2)
+    changes = plan.advice(cost, parallel, train_config, cluster)
+    assert any(tried in change for change in changes)
+    said = plan.text(cost, train_config, OptimConfig(), cluster, changes)
+    assert "does not fit" in said
+    roomy = ClusterConfig(memory_gib=80)
+    assert plan.advice(cost, parallel, train_config, roomy) == []
+
+
+LLAMA_8B = TargetShape(8 * 10**9, 7 * 10**9, 2 * 10**8, 32, 4096, 128256, 4096, 14336, False)
+
+
+def planned_memory(shape: TargetShape, **loaded) -> tuple[float, float]:
+    """GiB of the target's weights on a GPU, and of all that waits in its host's memory."""
+    draft = shapes_of("llama3_1_8b").draft
+    given = draft, TrainConfig(steps=1), OptimConfig(), ParallelConfig(), ClusterConfig(memory_gib=80), 2048, 1
+    cost = plan.plan(shape, *given, loaded=TargetConfig("hub/id", **loaded))
+    return cost.memory["target's weights"] / plan.GIB, cost.host / plan.GIB
+
+
+def test_what_is_offloaded_waits_in_the_hosts_memory():
+    whole = 2 * 8e9 / plan.GIB
+    assert planned_memory(LLAMA_8B) == pytest.approx((whole, 0))
+    assert planned_memory(LLAMA_8B, offload=True) == pytest.approx((whole, 0))  # it fits
+    assert planned_memory(LLAMA_8B, offload=True, device_gib=4) == pytest.approx((4, whole - 4))
+    large = dataclasses.replace(LLAMA_8B, parameters=70 * 10**9)
+    on_gpu, waiting = planned_memory(large, offload=True)
+    assert 0 < on_gpu < 74
+    assert on_gpu + waiting == pytest.approx(2 * 70e9 / plan.GIB)
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "bits"),
+    [
+        (None, None),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8.25),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}, 4.25),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}, 8.25),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.25),
+        ({"quant_method": "mxfp4"}, 4.25),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 4.25),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": None}}}, 8.25),
+    ],
+)
+def test_a_quantised_targets_layers_take_less(quantisation, bits):
+    config = tiny_model("llama").config
+    if quantisation:
+        config.quantization_config = quantisation
+    assert TargetShape.of(config).bits == bits
+    ends = 2 * 128256 * 4096
+    expected = (2 * ends + (bits or 16) / 8 * (8e9 - ends)) / plan.GIB
+    assert planned_memory(dataclasses.replace(LLAMA_8B, bits=bits))[0] == pytest.approx(expected)
+
+
+needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster.gpus=4"], "parallel=single: 4 processes"),
+        (["cluster.gpus=4", "parallel=fsdp2", "parallel.target=fsdp2", "parallel.share=3"], "parallel.share=3"),
+        (["cluster.mfu=0"], "cluster.mfu=0"),
+        (["cluster.memory_gib=-1"], "cluster.memory_gib=-1"),
+        (["optim.tokens_per_step=1000"], "optim.tokens_per_step=1000"),
+        (["target=nowhere/at/all"], "no such directory"),
+        (["parallel=fsdp2", "parallel.target=fsdp2", "target.offload=true"], "target.offload=true: not with"),
+        (["data.row_tokens=256"], "data.row_tokens=256: must be at most the context, 128"),
+        (["parallel.target=tensor", "cluster.gpus=4", "parallel=fsdp2"], "2 key/value heads cannot be divided"),
+        (["parallel=deepspeed_zero2", "parallel.zero.stage=0"], "parallel.zero.stage=0: must be 1, 2 or 3"),
+        (["parallel=deepspeed_zero2", "parallel.zero.stage=7"], "parallel.zero.stage=7: must be 1, 2 or 3"),
+        (
+            ["parallel=deepspeed_zero3", "+parallel.zero.offload_param.device=cpu"],
+            "parallel.zero.offload_param: not here",
+        ),
+        pytest.param(
+            ["parallel=deepspeed_zero2", "+parallel.zero.overlap_com=true"],
+            "parallel.zero.overlap_com=True: Extra inputs are not permitted",
+            marks=needs_deepspeed,
+        ),
+        pytest.param(
+            ["parallel=deepspeed_zero2", "+parallel.zero.reduce_bucket_size=-1"],
+            "parallel.zero.reduce_bucket_size=-1: Input should be greater than 0",
+            marks=needs_deepspeed,
+        ),
+    ],
+)
+def test_a_plan_for_a_job_that_could_not_start_is_refused(tmp_path, capsys, overrides, message):
+    target = save_target(tmp_path / "target")
+    given = (f"target={target}", "data=messages", "data.path=none.jsonl", "data.row_tokens=64")
+    assert call(train.main, "plan=true", *given, *overrides) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""

@@ -1,0 +1,648 @@
+"""training/trainer.py: what a step computes is the documents' loss however they are cut up; runs repeat and resume."""
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+from functools import cache
+from itertools import chain, repeat
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from eagle_train.corpus.render import ChatRenderer
+from eagle_train.corpus.source import DataConfig
+from eagle_train.corpus.stream import Batch, PackedRow, Stream, collate, heldout_batches
+from eagle_train.distributed import ALONE, World
+from eagle_train.errors import UserError
+from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.target import Target
+from eagle_train.ops.attention import packed_attention
+from eagle_train.training import trainer as trainer_module
+from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.budget import Budget
+from eagle_train.training.checkpoint import checkpoints, score_of
+from eagle_train.training.metrics import MetricsLog, NoTracker
+from eagle_train.training.optimizer import OptimConfig
+from eagle_train.training.parallelize import prepare
+from eagle_train.training.trainer import Interrupted, TrainConfig, Trainer, accumulation
+from tests.support.command_line import chats, read_jsonl, write_jsonl
+from tests.support.tiny import random_tokens, tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+from tests.training.test_unroll import PASSES, chains
+
+ROW = 32
+TIMES = ("tokens_per_s", "data_wait")
+
+
+@cache
+def a_target(**changes) -> Target:
+    return tiny_target(tokenizer=tiny_tokenizer(), num_hidden_layers=2, **changes)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A directory with train.jsonl, heldout.jsonl and other.jsonl."""
+    directory = tmp_path_factory.mktemp("data")
+    for seed, (name, count) in enumerate({"train": 60, "heldout": 12, "other": 60}.items()):
+        write_jsonl(directory / f"{name}.jsonl", chats(count, seed))
+    return directory
+
+
+def make_trainer(
+    directory: Path,
+    data: Path,
+    *,
+    steps: int = 6,
+    rows: int = 2,
+    rows_per_step: int = 4,
+    target: Target | None = None,
+    file: str = "train",
+    optim: dict | None = None,
+    num_layers: int = 1,
+    draft: Draft | None = None,
+    parallel: ParallelConfig | None = None,
+    world: World = ALONE,
+    **train,
+) -> Trainer:
+    """A run of a fresh draft, as eagle-train makes it: `rows` packed rows a micro-batch, `rows_per_step` a step."""
+    torch.manual_seed(0)  # for noise; weights and the order of data have their own
+    target = target or a_target()
+    config = DataConfig(str(data / f"{file}.jsonl"), heldout=str(data / "heldout.jsonl"), row_tokens=ROW)
+    renderer = ChatRenderer(target.tokenizer)
+    settings = TrainConfig(steps=steps, micro_batch_rows=rows, **train)
+    optim = OptimConfig(**{"lr": 1e-3, "tokens_per_step": rows_per_step * ROW} | (optim or {}))
+    shape = DraftConfig.from_target(target.config, num_layers=num_layers, fc_bias=True)  # parameters of every kind
+    draft = draft or Draft(shape).init_weights(0)
+    return Trainer(
+        settings,
+        optim,
+        target,
+        draft,
+        prepare(draft, optim, parallel or ParallelConfig(), world, target.dtype),
+        Stream(config, renderer, rows, world),
+        heldout_batches(config, renderer, rows, settings.eval_batches),
+        directory,
+        world,
+    )
+
+
+class Given:
+    """A stream of these batches, the last of them for ever."""
+
+    def __init__(self, batches: list[Batch]):
+        self.config = DataConfig("unread", row_tokens=ROW)
+        self.batches = chain(batches, repeat(batches[-1]))
+
+    def __next__(self) -> Batch:
+        return next(self.batches)
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def gradients_of_step(trainer: Trainer) -> tuple[dict, dict[str, torch.Tensor]]:
+    """The record of a step, and the gradients that the optimiser would have been given."""
+    found = {}
+
+    def note(lr: float) -> None:
+        found.update({name: weight.grad.clone() for name, weight in trainer.draft.named_parameters()})
+
+    trainer.backend.step = note
+    return trainer.train_step(), found
+
+
+def assert_same(actual: dict, expected: dict, tolerance: float) -> None:
+    """Numbers and tensors, by the norm of what differs."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        one, other = torch.as_tensor(actual[name]).double(), torch.as_tensor(value).double()
+        assert (one - other).norm() <= tolerance * other.norm(), (name, one, other)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_step_is_the_same_whatever_its_micro_batches(tmp_path, data, rows):
+    record, gradients = {}, {}
+    for size in (4, rows):
+        draft = tiny_draft(a_target()).requires_grad_(True)
+        trainer = make_trainer(tmp_path, data, rows=size, optim={"max_grad_norm": 1e9}, draft=draft)
+        assert trainer.accumulation == 4 // size
+        record[size], gradients[size] = gradients_of_step(trainer)
+    assert record[4]["supervised"] > 0
+    assert_same(record[rows], record[4], 1e-5)
+    assert_same(gradients[rows], gradients[4], 1e-5)
+
+
+def packed_row(*documents: tuple[list[int], list[int]]) -> PackedRow:
+    """A row of documents (tokens, supervised slots)."""
+    row = PackedRow.empty(ROW)
+    for tokens, slots in documents:
+        supervised = torch.zeros(len(tokens), dtype=torch.bool)
+        supervised[slots] = True
+        row.append(torch.tensor(tokens), supervised)
+    return row
+
+
+def naive_losses(target: Target, draft: Draft, rows: list[PackedRow]) -> tuple[torch.Tensor, ...]:
+    """Means over all supervised slots, document by document and without packing: smooth-L1 and cross-entropy."""
+    l1, ce, count = torch.zeros(()), torch.zeros(()), 0
+    for row in rows:
+        parts = zip(*(x[: sum(row.lengths)].split(row.lengths) for x in (row.tokens, row.supervised)), strict=True)
+        for tokens, supervised in parts:
+            positions, attend = torch.arange(len(tokens))[None], packed_attention([[len(tokens)]])
+            hidden = target.hidden_states(tokens[None], positions, attend)
+            previous = shift_hidden(hidden, positions)
+            predicted = draft(target.embed(tokens[None]), previous, positions, attend)[0, supervised]
+            hidden = hidden[0, supervised]
+            l1 = l1 + F.smooth_l1_loss(predicted, hidden, reduction="sum") / hidden.shape[-1]
+            wanted = target.lm_head(hidden).softmax(-1)
+            ce = ce + F.cross_entropy(target.lm_head(predicted), wanted, reduction="sum")
+            count += int(supervised.sum())
+    return l1 / count, ce / count
+
+
+def test_every_supervised_slot_weighs_the_same(tmp_path):
+    long, one, two, three, four, none = random_tokens(30, 8, 11, 13, 32, 9)
+    rows = [
+        packed_row((long, [29])),  # a single slot, alone in its micro-batch
+        packed_row((one, list(range(1, 8))), (two, list(range(1, 11))), (three, [3, 4, 5, 12])),
+        packed_row((none, [])),
+        packed_row((four, list(range(1, 32)))),
+    ]
+    target, stream = a_target(), Given([collate([row]) for row in rows])
+    config = TrainConfig(steps=1, l1_weight=0.7, ce_weight=0.3)
+    optim = OptimConfig(tokens_per_step=4 * ROW, max_grad_norm=1e9)
+    draft = tiny_draft(target).requires_grad_(True)
+    backend = prepare(draft, optim, ParallelConfig(), ALONE, target.dtype)
+    trainer = Trainer(config, optim, target, draft, backend, stream, [], tmp_path)
+    record, gradients = gradients_of_step(trainer)
+
+    l1, ce = naive_losses(target, draft, rows)
+    expected = torch.autograd.grad(0.7 * l1 + 0.3 * ce, list(draft.parameters()))
+    assert_same(gradients, dict(zip(gradients, expected, strict=True)), 1e-5)
+    assert record["supervised"] == 1 + (7 + 10 + 4) + 31
+    assert_same({name: record[name] for name in ("l1", "ce")}, {"l1": l1, "ce": ce}, 1e-5)
+    assert record["loss"] == pytest.approx(0.7 * record["l1"] + 0.3 * record["ce"])
+
+
+@pytest.mark.parametrize("first_token", ["self_fusion", "skip"])
+def test_an_unrolled_step_learns_from_every_pass(tmp_path, first_token):
+    rows = [packed_row((tokens, list(range(1, len(tokens))))) for tokens in random_tokens(9, 2, 14)]
+    target, stream = a_target(), Given([collate(rows)])
+    draft = tiny_draft(target, first_token=first_token).requires_grad_(True)
+    optim = OptimConfig(tokens_per_step=len(rows) * ROW, max_grad_norm=1e9)
+    backend = prepare(draft, optim, ParallelConfig(), ALONE, target.dtype)
+    config = TrainConfig(steps=1, micro_batch_rows=len(rows), unroll=PASSES)
+    record, gradients = gradients_of_step(Trainer(config, optim, target, draft, backend, stream, [], tmp_path))
+
+    losses = []
+    for row in rows:
+        tokens = row.tokens[: row.lengths[0]][None]
+        positions, attend = torch.arange(tokens.shape[1])[None], packed_attention([row.lengths])
+        hidden = target.hidden_states(tokens, positions, attend)
+        previous = shift_hidden(hidden, positions)
+        by_chain = chains(draft, target.embed(tokens)[0], previous[0])
+        supervised = {(depth, slot): state for (depth, slot), state in by_chain.items() if slot >= 1}
+        for (_, slot), state in supervised.items():
+            l1 = F.smooth_l1_loss(state, hidden[0, slot])
+            losses.append(
+                l1 + 0.1 * F.cross_entropy(target.lm_head(state), target.lm_head(hidden[0, slot]).softmax(-1))
+            )
+    loss = torch.stack(losses).sum() / PASSES / (8 + 1 + 13)
+    expected = torch.autograd.grad(loss, list(draft.parameters()))
+    assert record["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert record["l1"] + 0.1 * record["ce"] != pytest.approx(loss.item(), rel=1e-3)  # they are of the first pass
+    assert_same(gradients, dict(zip(gradients, expected, strict=True)), 1e-4)
+
+
+def test_a_draft_of_few_tokens_learns_the_distribution_among_them(tmp_path, data):
+    target, few = a_target(), list(range(0, 96, 2))
+    draft = tiny_draft(target, vocab_size=len(few), vocabulary=few).requires_grad_(True)
+    trainer = make_trainer(tmp_path, data, rows=4, draft=draft)
+    batch = trainer.ahead.upcoming[0][0][0]
+    hidden = trainer.hidden_states(batch)
+    record = trainer.train_step()
+    previous = shift_hidden(hidden, batch.positions)
+    twin = tiny_draft(target)  # with the weights before the step
+    predicted = twin(target.embed(batch.tokens), previous, batch.positions, packed_attention(batch.lengths))
+    rows = batch.supervised
+    wanted, found = (target.lm_head(states[rows])[:, few] for states in (hidden, predicted))
+    assert record["ce"] == pytest.approx(F.cross_entropy(found, wanted.softmax(-1)).item(), rel=1e-5)
+
+
+def test_what_a_draft_cannot_propose_is_never_accepted(tmp_path, data):
+    target = a_target()
+    trainer = make_trainer(tmp_path, data, steps=1)
+    best = {token for batch in trainer.heldout for token in chosen_at(trainer, batch)}
+    others = sorted(set(range(96)) - best)
+    draft = tiny_draft(target, vocab_size=len(others), vocabulary=others)
+    assert make_trainer(tmp_path, data, draft=draft.requires_grad_(True)).evaluate()["simulated_tpc"] == 1
+    known = sorted(best)
+    draft = tiny_draft(target, vocab_size=len(known), vocabulary=known)
+    assert make_trainer(tmp_path, data, draft=draft.requires_grad_(True)).evaluate()["simulated_tpc"] > 1
+
+
+def chosen_at(trainer: Trainer, batch: Batch) -> list[int]:
+    """What the target chooses at a batch's supervised slots."""
+    return trainer.choose(trainer.hidden_states(batch), trainer.target.lm_head)[batch.supervised].tolist()
+
+
+def test_feature_noise_is_fed_to_the_draft_and_is_no_larger_than_asked(tmp_path, data):
+    fed = []
+    for noise in (0.0, 0.25):
+        trainer = make_trainer(tmp_path, data, rows=4, feature_noise=noise)
+        trainer.draft.register_forward_pre_hook(lambda _, inputs: fed.append(inputs[1]))
+        trainer.train_step()
+    without, with_noise = fed
+    moved = (with_noise - without).abs()
+    assert 0.2 < moved.max() <= 0.25 * (1 + 1e-5)
+    assert moved.mean().item() == pytest.approx(0.125, rel=0.05)
+
+
+def test_feature_noise_is_another_for_each_micro_batch_step_and_rank(tmp_path, data):
+    trainer, states = make_trainer(tmp_path, data, feature_noise=0.5), torch.zeros(50)
+    noises = [trainer.noise_like(states)]
+    assert torch.equal(trainer.noise_like(states), noises[0])
+    trainer.micro_batch += 1
+    noises.append(trainer.noise_like(states))
+    trainer.step += 1
+    noises.append(trainer.noise_like(states))
+    trainer.world = dataclasses.replace(trainer.world, rank=1)
+    noises.append(trainer.noise_like(states))
+    assert len({tuple(noise.tolist()) for noise in noises}) == 4
+
+
+def test_the_weight_of_smooth_l1_goes_evenly_to_its_end(tmp_path, data):
+    falling = [TrainConfig(steps=5, l1_weight_end=0.2).l1_weight_at(Budget(5).course(step)) for step in range(1, 6)]
+    assert falling == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    assert TrainConfig(steps=5, l1_weight=0.7).l1_weight_at(0.75) == 0.7
+    trainer = make_trainer(tmp_path, data, steps=3, l1_weight_end=0.0)
+    records = [trainer.train_step() for _ in range(3)]
+    for weight, record in zip((1.0, 0.5, 0.0), records, strict=True):
+        assert record["loss"] == pytest.approx(weight * record["l1"] + 0.1 * record["ce"])
+
+
+def test_gradients_are_clipped_and_their_norm_is_told_before(tmp_path, data):
+    free = gradients_of_step(make_trainer(tmp_path, data, optim={"max_grad_norm": 1e9}))
+    held = gradients_of_step(make_trainer(tmp_path, data, optim={"max_grad_norm": 1e-3}))
+    norms = [torch.stack([gradient.norm() for gradient in found.values()]).norm().item() for _, found in (free, held)]
+    assert norms == pytest.approx([free[0]["grad_norm"], 1e-3], rel=1e-3)
+    assert held[0]["grad_norm"] == free[0]["grad_norm"] > 1e-3
+
+
+def test_loss_falls_on_a_handful_of_rows(tmp_path):
+    few = write_jsonl(tmp_path / "train.jsonl", chats(12, seed=5)).parent
+    write_jsonl(tmp_path / "heldout.jsonl", chats(3, seed=6))
+    trainer = make_trainer(tmp_path, few, steps=120, rows=4, optim={"lr": 1e-2})
+    records = [trainer.train_step() for _ in range(120)]
+    first, last = records[0], records[-1]
+    assert last["loss"] < 0.6 * first["loss"]  # most of what is left is the target's own entropy
+    assert last["l1"] < 0.25 * first["l1"]
+    assert last["top1_agreement"] > first["top1_agreement"] + 0.3
+
+
+def run(trainer: Trainer, resumed: bool = False) -> list[dict]:
+    """All its steps; returns its metrics, times left out."""
+    log = MetricsLog(trainer.directory, NoTracker(trainer.directory, {}), trainer.step if resumed else None)
+    trainer.train(log)
+    log.close()
+    records = read_jsonl(trainer.directory / "metrics.jsonl")
+    return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
+
+
+def same_weights(one: Trainer, other: Trainer) -> bool:
+    pairs = zip(one.draft.parameters(), other.draft.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+SCHEDULE = {"warmup_steps": 2, "decay_share": 0.5}
+
+
+def breaking(trainer: Trainer, done: int) -> Callable[[], dict]:
+    """Its `train_step`, but nothing goes after so many steps."""
+
+    def train_step() -> dict:
+        if trainer.step == done:
+            raise KeyboardInterrupt
+        return Trainer.train_step(trainer)
+
+    return train_step
+
+
+BEYOND = {"feature_noise": 0.1, "l1_weight_end": 0.1, "logits_loss": "lk", "unroll": 2}
+
+
+@pytest.mark.parametrize(("name", "breaks", "train"), [("adamw", (1, 3), {}), ("muon", (5,), BEYOND)])
+def test_a_run_that_was_interrupted_is_as_if_it_had_not_been(tmp_path, data, name, breaks, train):
+    options = {"optim": {"name": name, **SCHEDULE}, "save_every": 2, "eval_every": 3, **train}
+    whole = make_trainer(tmp_path / "whole", data, **options)
+    metrics = run(whole)
+    assert [record["step"] for record in metrics] == list(range(1, 7))
+    for done in breaks:
+        first = make_trainer(tmp_path / str(done), data, **options)
+        first.train_step = breaking(first, done)
+        with pytest.raises(KeyboardInterrupt):
+            run(first)
+        second = make_trainer(tmp_path / str(done), data, **options)
+        assert second.resume() == (done >= 2)
+        assert second.step == done // 2 * 2
+        assert run(second, resumed=done >= 2) == metrics
+        assert same_weights(second, whole)
+
+
+def stopping_at(trainer: Trainer, step: int, micro_batch: int) -> Trainer:
+    """Told to stop when so many steps were done, and this micro-batch was the last."""
+    trainer.stop_asked = lambda: (trainer.step, trainer.micro_batch) == (step, micro_batch)
+    return trainer
+
+
+FIRST, WITHIN, BETWEEN, SAVED = (0, 1), (3, 2), (3, 4), (2, 1)
+
+
+@pytest.mark.parametrize("at", [FIRST, WITHIN, BETWEEN, SAVED])
+def test_a_run_that_is_told_to_stop_leaves_its_step_and_repeats_it(tmp_path, data, at):
+    options = {"rows": 1, "optim": SCHEDULE, "save_every": 2, "keep": 0, "feature_noise": 0.1}
+    whole = make_trainer(tmp_path / "whole", data, **options)
+    metrics = run(whole)
+    first = stopping_at(make_trainer(tmp_path / "run", data, **options), *at)
+    done = at[0]
+    with pytest.raises(Interrupted, match=f"^told to stop, {done} of 6 steps done: the same command goes on$"):
+        run(first)
+    assert first.micro_batch == at[1]
+    assert all(weight.grad is None for weight in first.draft.parameters())
+    kept = {0: [], 2: [2], 3: [2, 3]}[done]
+    assert [path.name for path in checkpoints(tmp_path / "run")] == [f"step-{step:08d}" for step in kept]
+    if at == SAVED:  # it is still the one with the score of its step
+        assert score_of(checkpoints(tmp_path / "run")[-1]) == metrics[done - 1]["heldout_simulated_tpc"]
+    again = stopping_at(make_trainer(tmp_path / "run", data, **options), done, 3)
+    assert again.resume() == (done > 0)
+    with pytest.raises(Interrupted):
+        run(again, resumed=done > 0)
+    second = make_trainer(tmp_path / "run", data, **options)
+    assert second.resume() == (done > 0)
+    assert second.step == done
+    assert run(second, resumed=done > 0) == metrics
+    assert same_weights(second, whole)
+
+
+def test_resuming_goes_on_with_the_random_numbers(tmp_path, data):
+    trainer = make_trainer(tmp_path, data)
+    trainer.train_step()
+    trainer.save()
+    trainer.saver.wait()
+    expected = random.random(), torch.rand(3).tolist()
+    assert make_trainer(tmp_path, data).resume()
+    assert (random.random(), torch.rand(3).tolist()) == expected
+
+
+def test_nothing_to_resume(tmp_path, data):
+    assert not make_trainer(tmp_path / "new", data).resume()
+
+
+def test_a_finished_run_draws_nothing_and_is_not_made_shorter(tmp_path, data):
+    run(make_trainer(tmp_path, data, steps=2))
+    finished = make_trainer(tmp_path, data, steps=2)
+    assert finished.resume()
+    assert run(finished, resumed=True)[-1]["step"] == 2
+    assert "ahead" not in vars(finished)
+    with pytest.raises(UserError, match=r"^train\.steps=1: .*step-00000002 has made 2 already; give as many or more$"):
+        make_trainer(tmp_path, data, steps=1).resume()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 2}, r"^draft\.num_layers=2: .*step-00000001 was trained with 1; resume with the same draft$"),
+        ({"file": "other"}, r"^data\.path is .*other\.jsonl.* but was .*train\.jsonl.* resume with the same data$"),
+        (
+            {"optim": {"name": "muon"}},
+            r"^optim\.name=muon: .*step-00000001 was trained with another, without .*; resume with the same$",
+        ),
+        ({"target": "other"}, r"^target\.path=other: .*step-00000001 was trained for tiny-llama$"),
+    ],
+    ids=["draft", "data", "optimiser", "target"],
+)
+def test_a_run_is_resumed_only_as_what_it_was(tmp_path, data, change, message):
+    trainer = make_trainer(tmp_path, data)
+    trainer.train_step()
+    trainer.save()
+    trainer.saver.wait()
+    if "target" in change:
+        other = Target(tiny_model(seed=1, num_hidden_layers=2), tiny_tokenizer(), name="other")
+        change = {"target": other}
+    with pytest.raises(UserError, match=message) as error:
+        make_trainer(tmp_path, data, **change).resume()
+    assert "\n" not in str(error.value)
+
+
+def test_every_checkpoint_has_the_score_of_its_own_step(tmp_path, data):
+    trainer = make_trainer(tmp_path, data, steps=4, eval_every=3, save_every=2, keep=0)
+    saved, save = {}, trainer.save
+    trainer.save = lambda score: (saved.update({trainer.step: score}), save(score))
+    metrics = {record["step"]: record.get("heldout_simulated_tpc") for record in run(trainer)}
+    assert saved == {2: metrics[2], 4: metrics[4]}
+    assert None not in saved.values()
+    assert metrics[1] is None
+
+
+def test_when_it_measures_and_saves(tmp_path, data):
+    metrics = run(trainer := make_trainer(tmp_path, data, steps=5, eval_every=2, save_every=2, keep=2))
+    assert [record["step"] for record in metrics if "heldout_simulated_tpc" in record] == [2, 4, 5]
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000004", "step-00000005"]
+    assert [record["tokens"] for record in metrics] == [step * trainer.optim.tokens_per_step for step in range(1, 6)]
+    names = {"step", "loss", "l1", "ce", "top1_agreement", "grad_norm", "lr", "supervised", "tokens"}
+    assert names <= metrics[0].keys()
+    assert read_jsonl(tmp_path / "metrics.jsonl")[0]["tokens_per_s"] > 0
+
+
+def test_steps_follow_the_learning_rate(tmp_path, data):
+    metrics = run(make_trainer(tmp_path, data, optim={"lr": 0.8, **SCHEDULE}))
+    assert [record["lr"] for record in metrics] == pytest.approx([0.4, 0.8, 0.8, 0.8, 0.8 * 2 / 3, 0.8 / 3])
+
+
+def test_held_out_measurements(tmp_path, data):
+    draft = tiny_draft(a_target()).requires_grad_(True)
+    trainer = make_trainer(tmp_path, data, rows=3, rows_per_step=3, eval_batches=100, eval_depth=2, draft=draft)
+    before = [weight.clone() for weight in trainer.draft.parameters()]
+    record = trainer.evaluate()
+    rows = []
+    for batch in trainer.heldout:
+        for tokens, supervised, lengths in zip(batch.tokens, batch.supervised, batch.lengths, strict=True):
+            rows.append(PackedRow(tokens, supervised, lengths))
+    l1, ce = naive_losses(trainer.target, trainer.draft, rows)
+    assert_same({name: record[name] for name in ("l1", "ce")}, {"l1": l1, "ce": ce}, 1e-5)
+    by_depth = record["acceptance_per_depth"]
+    assert len(by_depth) == 2
+    assert by_depth[0] == pytest.approx(record["top1_agreement"])  # depth 1 is the draft on true hidden states
+    assert record["simulated_tpc"] == pytest.approx(1 + sum(by_depth))
+    assert all(torch.equal(*pair) for pair in zip(before, trainer.draft.parameters(), strict=True))
+    assert all(weight.grad is None for weight in trainer.draft.parameters())
+
+    alone = make_trainer(tmp_path, data, rows=1, rows_per_step=3, eval_batches=100, eval_depth=2, draft=draft)
+    assert len(alone.heldout) > len(trainer.heldout)
+    assert_same(alone.evaluate(), record, 1e-5)
+    alone.heldout = []
+    assert alone.evaluate() == {}
+
+
+def test_depths_without_a_chain_are_left_out(tmp_path, data):
+    """Every supervised slot of a short document is counted at depth 1, one less at each further, none at last."""
+    trainer = make_trainer(tmp_path, data, eval_depth=4)
+    trainer.heldout = [collate([packed_row((random_tokens(5)[0], [1, 2, 3]))])]
+    record = trainer.evaluate()
+    assert len(record["acceptance_per_depth"]) == 3
+    assert record["simulated_tpc"] == pytest.approx(1 + sum(record["acceptance_per_depth"]))
+
+
+def test_a_bf16_target_trains_an_fp32_draft(tmp_path, data):
+    target = Target(tiny_model(num_hidden_layers=2).bfloat16(), tiny_tokenizer(), name="low")
+    record = {}
+    for name, one in {"bf16": target, "fp32": a_target()}.items():
+        trainer = make_trainer(tmp_path, data, target=one)
+        record[name] = trainer.train_step()
+        assert {weight.dtype for weight in trainer.draft.parameters()} == {torch.float32}
+        assert trainer.evaluate()["l1"] > 0
+    for name in ("loss", "grad_norm"):
+        assert record["bf16"][name] == pytest.approx(record["fp32"][name], rel=0.05)
+        assert record["bf16"][name] != record["fp32"][name]
+
+
+@pytest.mark.parametrize("unroll", [1, 2])
+@pytest.mark.parametrize("field", ["activation_checkpointing", "compile"])
+def test_recomputed_and_compiled_layers_train_the_same(tmp_path, data, field, unroll):
+    plain, changed = (
+        gradients_of_step(make_trainer(tmp_path, data, parallel=ParallelConfig(**{field: on}), unroll=unroll))
+        for on in (False, True)
+    )
+    assert_same(changed[0], plain[0], 1e-5)
+    assert_same(changed[1], plain[1], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "optim", "ranks", "message"),
+    [
+        ("single", "adamw", 2, r"^parallel=single: 2 processes were started; use parallel=ddp, "),
+        ("deepspeed", "muon", 2, r"^optim\.name=muon: DeepSpeed trains with adamw here"),
+    ],
+)
+def test_jobs_that_a_backend_cannot_run(backend, optim, ranks, message):
+    with pytest.raises(UserError, match=message):
+        ParallelConfig(backend).check_job(OptimConfig(optim), ranks)
+
+
+def test_a_step_is_a_whole_number_of_micro_batches():
+    train = TrainConfig(steps=1, micro_batch_rows=4)
+    assert accumulation(OptimConfig(tokens_per_step=2_097_152), train, row_tokens=2048) == 256
+    assert accumulation(OptimConfig(tokens_per_step=2_097_152), train, row_tokens=2048, ranks=8) == 32
+    with pytest.raises(UserError, match=r"\* data\.row_tokens \* 3 processes = 384; 768 would do$"):
+        accumulation(OptimConfig(tokens_per_step=1000), train, row_tokens=32, ranks=3)
+    for tokens, suggestion in ((1000, 896), (100, 128), (129, 128)):
+        with pytest.raises(UserError, match=rf"^optim\.tokens_per_step={tokens}: .* = 128; {suggestion} would do$"):
+            accumulation(OptimConfig(tokens_per_step=tokens), train, row_tokens=32)
+
+
+def with_gradient(trainer: Trainer, values: dict[int, float]) -> None:
+    """Let steps by number have a gradient of this value throughout."""
+    clip = trainer.backend.clip
+
+    def spoilt() -> torch.Tensor:
+        value = values.get(trainer.step + 1)
+        if value is not None:
+            for weight in trainer.draft.parameters():
+                weight.grad.fill_(value)
+        return clip()
+
+    trainer.backend.clip = spoilt
+
+
+@pytest.mark.parametrize(("bad", "value"), [(1, math.nan), (3, math.inf), (5, 1e6)])
+def test_a_step_with_an_unsound_gradient_is_skipped_and_counted(tmp_path, data, bad, value):
+    trainer = make_trainer(tmp_path, data, steps=7)
+    with_gradient(trainer, {bad: value})
+    for step in range(1, 8):
+        before = [weight.detach().clone() for weight in trainer.draft.parameters()]
+        record = trainer.train_step()
+        assert all(torch.equal(*pair) for pair in zip(before, trainer.draft.parameters(), strict=True)) == (step == bad)
+        assert record["skipped"] == (step >= bad)
+    assert all(weight.isfinite().all() for weight in trainer.draft.parameters())
+
+
+def followed(trainer: Trainer, norms: list[float]) -> list[bool]:
+    """Which of the steps with gradients of these norms are made."""
+    return [trainer.is_sound(norm) for norm in norms]
+
+
+def test_what_a_runaway_gradient_is_compared_with(tmp_path, data, monkeypatch):
+    trainer = make_trainer(tmp_path, data, runaway=10, max_skipped=99)
+    odd = [1.0, 1e-9, 1.0, 1e9]  # nothing is usual yet, and none of them makes what is odd usual
+    assert followed(trainer, [*odd, 1.0, 9.0, 11.0, math.nan, 5.0]) == [*[True] * 6, False, False, True]
+    monkeypatch.setattr(trainer_module, "NORMS", 4)
+    assert followed(trainer, [8.0] * 4 + [79.0, 81.0]) == [*[True] * 5, False]  # the first are forgotten
+    trainer.norms = []
+    assert all(followed(trainer, [*[0.0] * 5, *[1.0] * 4]))  # a step without a supervised slot
+
+
+def test_no_step_of_a_real_runs_beginning_is_a_runaway(tmp_path):
+    """At the paper's constant rate, with a limit of 5 where 100 is usual."""
+    target = load_target(TargetConfig("data/tiny_target"), "cpu")
+    config = DataConfig("data/tiny_target/answers.jsonl.gz", row_tokens=128)
+    optim = OptimConfig(tokens_per_step=128)
+    draft = Draft(DraftConfig.from_target(target.config, num_layers=3)).init_weights(0)
+    backend = prepare(draft, optim, ParallelConfig(), ALONE, target.dtype)
+    stream = Stream(config, ChatRenderer(target.tokenizer), 1)
+    trainer = Trainer(TrainConfig(steps=20, runaway=5), optim, target, draft, backend, stream, [], tmp_path)
+    assert [trainer.train_step()["skipped"] for _ in range(20)] == [0] * 20
+    assert len(trainer.norms) == 20
+
+
+def test_too_many_unsound_gradients_end_the_run(tmp_path, data):
+    trainer = make_trainer(tmp_path, data, max_skipped=1)
+    with_gradient(trainer, {1: math.nan, 2: math.nan})
+    trainer.train_step()
+    with pytest.raises(UserError, match=r"^train\.max_skipped=1: step 2 is one more with an unsound gradient"):
+        trainer.train_step()
+
+
+@pytest.mark.parametrize("field", ["steps", "micro_batch_rows", "eval_batches", "eval_depth"])
+def test_counts_are_at_least_one(field):
+    with pytest.raises(UserError, match=rf"^train\.{field}=0: must be at least 1$"):
+        TrainConfig(**{"steps": 1, field: 0})
+
+
+NOT_NEGATIVE = ("l1_weight", "ce_weight", "save_every", "keep", "eval_every", "max_skipped", "feature_noise")
+
+
+@pytest.mark.parametrize("field", NOT_NEGATIVE)
+def test_weights_and_intervals_are_not_negative(field):
+    with pytest.raises(UserError, match=rf"^train\.{field}=-1: must be 0 or more$"):
+        TrainConfig(**{"steps": 1, field: -1})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "right"),
+    [("logits_loss", "kl", "ce or lk"), ("l1_weight_end", -1, "null, 0 or more"), ("unroll", 0, "at least 1")],
+)
+def test_options_beyond_the_paper_are_checked(field, value, right):
+    with pytest.raises(UserError, match=rf"^train\.{field}={value}: must be {right}$"):
+        TrainConfig(**{"steps": 1, field: value})
+
+
+def test_a_run_in_which_every_step_was_skipped_fails(tmp_path, data):
+    """A weight of the target that is not finite, which the samples that are looked at while loading do not show."""
+    target = a_target.__wrapped__()
+    with torch.no_grad():
+        target.model.get_input_embeddings().weight[:] = math.nan
+    trainer = make_trainer(tmp_path, data, target=target, steps=3)
+    with pytest.raises(UserError, match=r"^all 3 steps were skipped, for their gradients were not finite or too long"):
+        run(trainer)
+    assert not checkpoints(tmp_path)
+    sound = make_trainer(tmp_path, data, steps=3)
+    backward = sound.backend.backward
+    sound.backend.backward = lambda loss: backward(loss * (math.nan if sound.step < 2 else 1.0))
+    records = run(sound)  # one step is enough
+    assert records[-1]["skipped"] == 2

@@ -1,0 +1,173 @@
+"""training/unroll.py: all slots at once give what drafting gives chain by chain, and acceptance counts those chains."""
+
+import pytest
+import torch
+
+from eagle_train.models.draft import Draft, shift_hidden
+from eagle_train.ops.attention import Attend, Rule, packed_attention
+from eagle_train.training.unroll import chain_acceptance, unroll
+from tests.support.tiny import shared_target, tiny_draft
+
+PASSES = 4  # a root, then a chain of depth 1, 2, 3
+LENGTHS = [[9, 4, 1, 6], [2, 18]]  # documents of two packed rows
+ROW = sum(LENGTHS[0])
+IROPE = {"irope": True, "attention_chunk": 4, "num_layers": 3}
+KINDS = [{}, {"first_token": "skip", "norms": "full"}, IROPE, IROPE | {"first_token": "skip"}]
+IDS = ["default", "skip, all norms", "irope", "skip, irope"]
+
+
+def positions_of(lengths: list[list[int]]) -> torch.Tensor:
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+
+
+def documents(lengths: list[list[int]]) -> list[tuple[int, slice]]:
+    """(row, place in the row) of every document."""
+    ends = [torch.tensor(row).cumsum(0).tolist() for row in lengths]
+    return [
+        (row, slice(end - length, end))
+        for row, places in enumerate(ends)
+        for end, length in zip(places, lengths[row], strict=True)
+    ]
+
+
+def exact_draft(**kind) -> Draft:
+    """In float64: a random draft's states grow from pass to pass, and rounding with them."""
+    return tiny_draft(shared_target(), **kind).double()
+
+
+def draft_inputs(draft: Draft, lengths: list[list[int]] = LENGTHS) -> tuple[torch.Tensor, ...]:
+    """Embeddings, previous hidden states and positions for random tokens in rows of these documents."""
+    target, positions = shared_target(), positions_of(lengths)
+    tokens = torch.randint(3, 96, positions.shape, generator=torch.Generator().manual_seed(1))
+    hidden = target.hidden_states(tokens, positions, packed_attention(lengths))
+    previous = shift_hidden(hidden, positions)
+    return target.embed(tokens).double(), previous.double(), positions
+
+
+def cached_attention(cache: dict[int, tuple[torch.Tensor, torch.Tensor]], begin: int = 0) -> Attend:
+    """`attend` for one token after those in `cache`, to which its keys and values are added. Written out plainly.
+
+    `begin`: the position of the cache's first.
+    """
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+        if layer in cache:
+            k, v = (torch.cat((old, new), dim=2) for old, new in zip(cache[layer], (k, v), strict=True))
+        cache[layer] = k, v
+        last, groups = k.shape[2] - 1, q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        scores = (q @ k.transpose(2, 3)) * rule.scale
+        for key in range(last + 1):
+            if rule.chunk is not None and (begin + key) // rule.chunk != (begin + last) // rule.chunk:
+                scores[..., key] = -torch.inf
+        return scores.softmax(-1) @ v
+
+    return attend
+
+
+def chains(draft: Draft, embeddings: torch.Tensor, previous: torch.Tensor) -> dict[tuple[int, int], torch.Tensor]:
+    """The twin, for one document [n, H]: {(depth, slot): hidden state [H]}, one slot after the other as in drafting.
+
+    The cache holds the true hidden states' keys up to a root; a chain goes on from a copy of it on its own states.
+    Where the first token has no slot, it is not there at all.
+    """
+    out, cache, begin = {}, {}, int(draft.config.first_token == "skip")
+    for root in range(begin, len(embeddings)):
+        attend = cached_attention(cache, begin)
+        at_root = draft(embeddings[None, None, root], previous[None, None, root], torch.tensor([[root]]), attend)
+        out[0, root], own, state = at_root[0, 0], dict(cache), at_root
+        for depth in range(1, min(PASSES, len(embeddings) - root)):
+            slot = root + depth
+            state = draft(embeddings[None, None, slot], state, torch.tensor([[slot]]), cached_attention(own, begin))
+            out[depth, slot] = state[0, 0]
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=IDS)
+def test_every_pass_equals_chains_drafted_slot_by_slot(kind):
+    draft = exact_draft(**kind)
+    embeddings, previous, positions = draft_inputs(draft)
+    states = unroll(draft, embeddings, previous, positions, LENGTHS, PASSES)
+    assert [state.shape for state in states] == [embeddings.shape] * PASSES
+    compared = 0
+    for row, place in documents(LENGTHS):
+        for (depth, slot), expected in chains(draft, embeddings[row, place], previous[row, place]).items():
+            actual = states[depth][row, place.start + slot]
+            assert (actual - expected).norm() < 1e-5 * expected.norm(), (row, place, depth, slot)
+            compared += 1
+    slots = [length - draft.config.first_slot for row in LENGTHS for length in row]
+    assert compared == sum(max(0, count - depth) for count in slots for depth in range(PASSES))
+
+
+def test_a_chain_lives_on_its_own_states_and_not_on_the_targets():
+    draft = exact_draft()
+    embeddings, previous, positions = draft_inputs(draft, [[ROW]])
+    states = unroll(draft, embeddings, previous, positions, [[ROW]], PASSES)
+    moved = previous.clone()
+    moved[:, 11:] += 1.0  # what the target says of slot 10 and later
+    after = unroll(draft, embeddings, moved, positions, [[ROW]], PASSES)
+    for depth, (one, other) in enumerate(zip(states, after, strict=True)):
+        changed = (one != other).any(-1)[0]
+        assert not changed[depth : 11 + depth].any()  # a chain rooted at slot 10 or before has not heard of it
+        assert changed[11 + depth :].all()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=IDS)
+def test_gradients_flow_through_every_pass(kind):
+    draft = exact_draft(**kind).requires_grad_(True)
+    embeddings, previous, positions = draft_inputs(draft)
+    previous.requires_grad_(True)
+    states = unroll(draft, embeddings, previous, positions, LENGTHS, PASSES)
+    for depth, state in enumerate(states):
+        (state * (positions >= depth).unsqueeze(-1)).square().sum().backward(retain_graph=True)
+        gradients = {"previous": previous.grad} | {name: weight.grad for name, weight in draft.named_parameters()}
+        assert [name for name, gradient in gradients.items() if not gradient.isfinite().all()] == [], depth
+        assert [name for name, gradient in gradients.items() if not gradient.any()] == [], depth
+        ends = previous.grad[:, ROW - depth :]  # no chain of this depth has its root so late
+        assert not ends.any()
+        previous.grad = None
+        draft.zero_grad()
+
+
+def counted_by_hand(
+    picks: list[torch.Tensor], best: torch.Tensor, supervised: torch.Tensor, lengths: list[list[int]]
+) -> tuple[list[int], list[int]]:
+    """Chain by chain: how many held down to each depth, and how many there were."""
+    held, possible = [0] * len(picks), [0] * len(picks)
+    for row, place in documents(lengths):
+        for root in range(place.start, place.stop):
+            holds = True
+            for depth, pick in enumerate(picks):
+                slot = root + depth
+                if slot >= place.stop or not supervised[row, slot]:
+                    break
+                possible[depth] += 1
+                holds = holds and bool(pick[row, slot] == best[row, slot])
+                held[depth] += holds
+    return held, possible
+
+
+def test_acceptance_counts_chains():
+    lengths = [[30, 7, 3, 24], [1, 2, 61]]
+    positions, generator = positions_of(lengths), torch.Generator().manual_seed(0)
+    supervised = torch.rand(positions.shape, generator=generator) < 0.9
+    best = torch.randint(2, positions.shape, generator=generator)
+    picks = [torch.where(torch.rand(best.shape, generator=generator) < 0.8, best, 1 - best) for _ in range(PASSES)]
+    states = [pick.unsqueeze(-1).float() for pick in picks]
+    held, possible = chain_acceptance(states, best, lambda state: state.squeeze(-1).long(), supervised, positions)
+    assert (held.tolist(), possible.tolist()) == counted_by_hand(picks, best, supervised, lengths)
+    assert held[0] > held[-1] > 0
+    assert held.dtype == possible.dtype == torch.float64
+
+
+def test_acceptance_of_a_draft_that_is_always_right_and_of_one_that_is_right_once():
+    positions, best = torch.arange(6)[None], torch.zeros(1, 6)
+    supervised = positions > 0
+    right, wrong = torch.zeros(1, 6, 1), torch.ones(1, 6, 1)
+
+    def shares(*states: torch.Tensor) -> list[float]:
+        held, possible = chain_acceptance(list(states), best, lambda state: state[..., 0], supervised, positions)
+        return (held / possible).tolist()
+
+    assert shares(right, right, right) == [1.0, 1.0, 1.0]
+    assert shares(right, wrong, right) == [1.0, 0.0, 0.0]  # a chain ends where it is first wrong
