@@ -16,12 +16,14 @@ from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from docs import figure
 from eagle_train.cli import OPEN, as_typed, compose, named_path
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.settings import CONF_DIR
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/DESIGN.md", "docs/templates.md", "data/tiny_target/README.md")
+GUIDES = sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))
+PAGES = ("README.md", *GUIDES, "data/tiny_target/README.md")
 YAMLS = sorted(str(path.relative_to(ROOT)) for path in CONF_DIR.rglob("*.yaml"))
 SCRIPTS = sorted(str(path.relative_to(ROOT)) for end in ("sh", "sbatch") for path in ROOT.glob(f"launch/**/*.{end}"))
 CONFIGS = sorted(path.stem for path in CONF_DIR.glob("commands/*.yaml") if path.stem != "command")
@@ -104,7 +106,7 @@ def test_each_command_takes_what_it_is_given(file):
 
 
 def test_the_commands_are_found():
-    found = commands(text_of("README.md"))
+    found = [each for page in PAGES for each in commands(text_of(page))]
     assert len(found) > 20
     assert {name for name, _, _ in found} > {"train", "export", "generate", "latency", "switches"}
 
@@ -130,3 +132,22 @@ def test_the_quickstarts_figures_are_the_published_ones():
     assert f"\nTTIT {1e3 * figures['ttit_s']:.2f} ms, " in page
     faster, words = json.loads(text_of("evals/results/quickstart_avx512.json")), " ".join(page.split())
     assert f"a TPC of {faster['tpc']:.2f} and a speed-up of {faster['speedup']:.2f} (" in words
+
+
+def test_the_picture_shows_the_published_figures(tmp_path, monkeypatch):
+    """`python docs/figure.py` draws it; another release of matplotlib may place its texts elsewhere."""
+    monkeypatch.setattr(figure, "PICTURE", tmp_path / "speedup.svg")
+    figure.main()
+    drawn, committed = (
+        path.read_text("utf-8") for path in (tmp_path / "speedup.svg", ROOT / "docs/figures/speedup.svg")
+    )
+    texts = [re.findall(r"<text [^>]*>([^<]+)</text>", each) for each in (drawn, committed)]
+    assert texts[0] == texts[1]
+    assert "243" in texts[0]
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_each_link_leads_to_a_file(file):
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text_of(file))
+    inside = [link for link in links if not link.startswith("https://")]
+    assert [link for link in inside if not (ROOT / file).parent.joinpath(link).exists()] == []
