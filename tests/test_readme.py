@@ -151,3 +151,13 @@ def test_each_link_leads_to_a_file(file):
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text_of(file))
     inside = [link for link in links if not link.startswith("https://")]
     assert [link for link in inside if not (ROOT / file).parent.joinpath(link).exists()] == []
+
+
+def test_each_public_package_has_a_page_of_the_reference():
+    """One that names what is public; the page shows just that."""
+    packages = {file.parent.relative_to(ROOT) for file in ROOT.glob("eagle_train/**/__init__.py")}
+    public = {".".join(path.parts) for path in packages if "__all__ = [" in text_of(f"{path}/__init__.py")}
+    pages = {path.stem: path.read_text("utf-8") for path in ROOT.glob("docs/api/*.md")}
+    assert public <= {f"eagle_train.{name}" for name in pages}
+    assert all(f"\n::: eagle_train.{name}\n" in page for name, page in pages.items())
+    assert all(f"eagle_train.{name}: api/{name}.md" in text_of("mkdocs.yml") for name in pages)
