@@ -8,7 +8,6 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +19,8 @@ from docs import figure
 from eagle_train.cli import OPEN, as_typed, compose, named_path
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.settings import CONF_DIR
+from tests.support.pages import PAGES, ROOT, codes, text_of
 
-ROOT = Path(__file__).parents[1]
-GUIDES = sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))
-PAGES = ("README.md", *GUIDES, "data/tiny_target/README.md")
 YAMLS = sorted(str(path.relative_to(ROOT)) for path in CONF_DIR.rglob("*.yaml"))
 SCRIPTS = sorted(str(path.relative_to(ROOT)) for end in ("sh", "sbatch") for path in ROOT.glob(f"launch/**/*.{end}"))
 CONFIGS = sorted(path.stem for path in CONF_DIR.glob("commands/*.yaml") if path.stem != "command")
@@ -46,18 +43,6 @@ OVERRIDE = re.compile(r"(?<![\w./\[-])([a-z]\w*(?:\.\w+)+)=(?!=)")
 def hydra_once() -> Iterator[None]:
     with initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
         yield
-
-
-def text_of(file: str) -> str:
-    return (ROOT / file).read_text("utf-8")
-
-
-def codes(page: str) -> list[str]:
-    """What stands as code on a page, its lines that are continued joined: a line of a block, or a span in the text."""
-    blocks = re.findall(r"^```(?!python)\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
-    return lines + [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
 
 
 def comments(text: str) -> str:
@@ -102,18 +87,18 @@ def commands(page: str) -> list[tuple[str, str, list[str]]]:
 
 @pytest.mark.parametrize("file", PAGES)
 def test_each_command_takes_what_it_is_given(file):
-    assert all(composed(name, words) for name, _, words in commands(text_of(file)))
+    assert all(composed(name, words) for name, _, words in commands(file))
 
 
 def test_the_commands_are_found():
-    found = [each for page in PAGES for each in commands(text_of(page))]
+    found = [each for page in PAGES for each in commands(page)]
     assert len(found) > 20
     assert {name for name, _, _ in found} > {"train", "export", "generate", "latency", "switches"}
 
 
 @pytest.mark.parametrize("file", [*PAGES, *YAMLS, *SCRIPTS])
 def test_each_override_is_one(file):
-    said = "\n".join(codes(text_of(file))) if file in PAGES else comments(text_of(file))
+    said = "\n".join(codes(file)) if file in PAGES else comments(text_of(file))
     given = {found[1] for found in OVERRIDE.finditer(said)}
     assert {key for key in given - keys() if not key.startswith(OPEN)} == set()
 
