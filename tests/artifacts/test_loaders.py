@@ -1,4 +1,4 @@
-"""tests/support/loaders.py: drafts that load whole, and each way to load one wrongly of which no engine tells."""
+"""Loading rules of serving engines (tests/support/serving_engines.py): drafts that load whole, and silent faults."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_train.models.draft import Draft, DraftConfig
-from tests.support.loaders import Loaded, Tensors, read, replay
+from tests.support.serving_engines import Loaded, Tensors, read, replay
 
 H, INNER, VOCAB, HEADS, KV, HEAD_DIM, M, TARGET_LAYERS = 256, 384, 96, 4, 2, 64, 2, 12
 TARGET = {

@@ -19,13 +19,22 @@ from eagle_train.artifacts.format import read_artifact
 from eagle_train.inference import Engine
 from eagle_train.models import loading
 from eagle_train.training import assemble, checkpoint
-from tests.support.command_line import TEMPLATE, call, chats, disk_for, read_jsonl, save_target, write_jsonl
+from tests.support.command_line import (
+    TEMPLATE,
+    call,
+    chats,
+    disk_for,
+    metrics_without_times,
+    read_jsonl,
+    save_target,
+    train_arguments,
+    write_jsonl,
+)
 from tests.support.processes import run
 from tests.support.tiny import CHARACTERS
 
 STEPS = 6  # of the runs that are killed; a checkpoint every 2
 EVENTS = 21  # of such a run: two micro-batches and a record a step, and the checkpoints
-TIMES = ("tokens_per_s", "data_wait")
 
 # Forks of one process, to which torch need be imported only once: whole runs, then runs that are killed at their n-th
 # event (a micro-batch, a record of the metrics, a checkpoint: 7 in two steps) and resumed. Told is how many events a
@@ -78,40 +87,12 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def training(root: Path, *overrides: str) -> list[str]:
-    """Arguments of eagle-train; what is overridden twice has the last value."""
-    return [
-        f"target={root}/target",
-        "data=messages",
-        f"data.path={root}/train.jsonl",
-        f"data.heldout={root}/heldout.jsonl",
-        "data.row_tokens=32",
-        "optim.tokens_per_step=128",
-        "optim.lr=1e-3",
-        "train.micro_batch_rows=2",
-        "train.steps=2",
-        "draft.num_layers=1",
-        "draft.embedding_scale=null",
-        "device=cpu",
-        "target.dtype=float32",
-        *overrides,
-    ]
-
-
 @pytest.fixture(scope="module")
 def made(root) -> Path:
     """`root`, with the run of two steps in `run` and its artifact in `draft`."""
-    assert call(train.main, *training(root, f"out={root}/run")) == 0
+    assert call(train.main, *train_arguments(root, f"out={root}/run")) == 0
     assert call(export.main, f"checkpoint={root}/run", f"out={root}/draft") == 0
     return root
-
-
-def metrics(run: Path) -> list[dict]:
-    """Its records, times left out."""
-    return [
-        {name: value for name, value in record.items() if name not in TIMES}
-        for record in read_jsonl(run / "metrics.jsonl")
-    ]
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -135,8 +116,8 @@ def test_a_run_leaves_its_config_its_metrics_and_a_checkpoint(made):
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_a_process_alone_may_have_any_backend(made, tmp_path, parallel):
-    assert call(train.main, *training(made, f"out={tmp_path}/run", f"parallel={parallel}")) == 0
-    for one, other in zip(metrics(tmp_path / "run"), metrics(made / "run"), strict=True):
+    assert call(train.main, *train_arguments(made, f"out={tmp_path}/run", f"parallel={parallel}")) == 0
+    for one, other in zip(metrics_without_times(tmp_path / "run"), metrics_without_times(made / "run"), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
@@ -218,7 +199,7 @@ def test_an_answer_is_told_as_it_comes(made, capsys, monkeypatch):
 
 
 def test_a_draft_with_few_tokens_keeps_them_from_training_to_answers(made, tmp_path, capsys):
-    arguments = training(made, f"out={tmp_path}/run", "draft.vocab_size=9")
+    arguments = train_arguments(made, f"out={tmp_path}/run", "draft.vocab_size=9")
     assert call(train.main, *arguments) == 0
     assert call(train.main, *arguments, "train.steps=3") == 0  # resumed with the same tokens
     assert call(export.main, f"checkpoint={tmp_path}/run", f"out={tmp_path}/draft") == 0
@@ -267,16 +248,16 @@ def test_generate_where_the_target_computes_nan(made, capsys, monkeypatch):
 def runs(root) -> dict[str, int]:
     """Runs of STEPS steps and how many events they had: `whole`, `again`, `seed` (another one), and two `killed-N`,
     killed at event N and resumed."""
-    done = in_a_process("-c", RUNS, root, *training(root))
+    done = in_a_process("-c", RUNS, root, *train_arguments(root))
     assert done.returncode == 0, done.stderr
     return {name: int(events) for name, events in re.findall(r"^EVENTS (\S+) (\d+)$", done.stdout, re.MULTILINE)}
 
 
 def test_two_runs_with_one_seed_are_the_same(root, runs):
     assert runs["whole"] == EVENTS
-    assert metrics(root / "whole") == metrics(root / "again")
-    assert [record["step"] for record in metrics(root / "whole")] == list(range(1, STEPS + 1))
-    assert metrics(root / "whole") != metrics(root / "seed")
+    assert metrics_without_times(root / "whole") == metrics_without_times(root / "again")
+    assert [record["step"] for record in metrics_without_times(root / "whole")] == list(range(1, STEPS + 1))
+    assert metrics_without_times(root / "whole") != metrics_without_times(root / "seed")
 
 
 def test_a_run_that_was_killed_is_resumed_as_if_it_had_not_been(root, runs):
@@ -288,7 +269,7 @@ def test_a_run_that_was_killed_is_resumed_as_if_it_had_not_been(root, runs):
         # Nothing was done twice but since the last checkpoint, which may have been on its way to the disk.
         done = {saved * two_steps, max(0, saved - 1) * two_steps}
         assert EVENTS - runs[each.name] in done, each.name
-        assert metrics(each) == metrics(root / "whole"), each.name
+        assert metrics_without_times(each) == metrics_without_times(root / "whole"), each.name
         assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(each).items()), each.name
         assert sorted(os.listdir(each)) == sorted(os.listdir(root / "whole")), each.name
 
@@ -324,19 +305,19 @@ def test_what_tells_a_run_to_stop():
 
 def test_a_finished_run_stays_as_it_is(made, tmp_path, capsys):
     run = shutil.copytree(made / "run", tmp_path / "run")
-    assert call(train.main, *training(made, f"out={run}")) == 0
+    assert call(train.main, *train_arguments(made, f"out={run}")) == 0
     assert (run / "metrics.jsonl").read_text() == (made / "run" / "metrics.jsonl").read_text()
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_run_that_is_begun_again_before_its_first_checkpoint_is_the_same_at_the_tracker(root, tmp_path):
     pytest.importorskip("wandb")
-    arguments, found = training(root, f"out={tmp_path}/run", "tracking=wandb", "tracking.mode=disabled"), []
+    arguments, found = train_arguments(root, f"out={tmp_path}/run", "tracking=wandb", "tracking.mode=disabled"), []
     for resume in ("true", "true", "false"):
         assert call(train.main, *arguments, "train.steps=1", f"train.resume={resume}") == 0
         found.append((tmp_path / "run" / "wandb_run_id").read_text())
         shutil.rmtree(tmp_path / "run" / "step-00000001")
-        assert len(metrics(tmp_path / "run")) == 1
+        assert len(metrics_without_times(tmp_path / "run")) == 1
     assert found[0] == found[1] != found[2]
 
 
@@ -404,7 +385,7 @@ def that_masks_everything(root: Path, target: Path) -> list[str]:
 )
 def test_a_target_that_cannot_be_trained_for(root, tmp_path, capsys, broken, message):
     target = shutil.copytree(root / "target", tmp_path / "target")
-    arguments = training(root, *broken(root, target), "data.shuffle_window=0", f"out={tmp_path}/out")
+    arguments = train_arguments(root, *broken(root, target), "data.shuffle_window=0", f"out={tmp_path}/out")
     assert message in mistake(capsys, tmp_path / "out", train.main, *arguments)
 
 
@@ -432,7 +413,7 @@ GOOD = json.dumps(chats(1)[0])
 def test_bad_data(root, tmp_path, capsys, key, lines, message):
     if lines is not None:
         as_jsonl(tmp_path / "bad.jsonl", *lines)
-    arguments = training(root, f"data.{key}={tmp_path}/bad.jsonl", f"out={tmp_path}/out")
+    arguments = train_arguments(root, f"data.{key}={tmp_path}/bad.jsonl", f"out={tmp_path}/out")
     assert message in mistake(capsys, tmp_path / "out", train.main, *arguments)
 
 
@@ -441,7 +422,7 @@ def test_a_bad_row_costs_no_step(root, tmp_path, capsys):
     left it out from the beginning."""
     rows = [json.dumps(row) for row in chats(40)]
     path = as_jsonl(tmp_path / "some.jsonl", *rows[:30], rows[0][:-3], *rows[30:])
-    given = training(root, f"data.path={path}", "data.shuffle_window=0", f"train.steps={STEPS}")
+    given = train_arguments(root, f"data.path={path}", "data.shuffle_window=0", f"train.steps={STEPS}")
     assert call(train.main, *given, f"out={tmp_path}/run") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     found = re.fullmatch(
@@ -453,7 +434,7 @@ def test_a_bad_row_costs_no_step(root, tmp_path, capsys):
     for name in ("run", "whole"):
         assert call(train.main, *given, f"out={tmp_path}/{name}", "data.malformed=skip") == 0
     assert ", 1 malformed and left out; " in capsys.readouterr().out
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert metrics_without_times(tmp_path / "run") == metrics_without_times(tmp_path / "whole")
     for name, tensor in weights(tmp_path / "whole").items():
         assert torch.equal(tensor, weights(tmp_path / "run")[name])
 
@@ -476,7 +457,7 @@ def test_a_bad_row_costs_no_step(root, tmp_path, capsys):
     ],
 )
 def test_bad_settings_of_a_run(root, tmp_path, capsys, arguments, message):
-    arguments = training(root, f"out={tmp_path}/out", *arguments)
+    arguments = train_arguments(root, f"out={tmp_path}/out", *arguments)
     assert message in mistake(capsys, tmp_path / "out", train.main, *arguments)
     assert not (tmp_path / "out").exists()
 
@@ -490,7 +471,7 @@ def test_a_run_needs_a_directory_it_can_write(root, tmp_path, capsys, monkeypatc
         ("/sys", "out=/sys: cannot be written: "),
         ("", "out is empty: give out=DIR"),
     ):
-        assert message in mistake(capsys, tmp_path / "file", train.main, *training(root, f"out={out}"))
+        assert message in mistake(capsys, tmp_path / "file", train.main, *train_arguments(root, f"out={out}"))
 
 
 def test_a_run_is_not_mixed_with_another(made, tmp_path, capsys):
@@ -503,24 +484,24 @@ def test_a_run_is_not_mixed_with_another(made, tmp_path, capsys):
         (f"data.path={other}", f"data.path is '{other}', but was "),
         (f"target={tmp_path}/target", f"target.path={tmp_path}/target: "),
     ):
-        arguments = training(made, f"out={tmp_path}/run", "train.steps=3", change)
+        arguments = train_arguments(made, f"out={tmp_path}/run", "train.steps=3", change)
         assert message in mistake(capsys, tmp_path / "run", train.main, *arguments)
-        assert metrics(tmp_path / "run") == metrics(made / "run")
+        assert metrics_without_times(tmp_path / "run") == metrics_without_times(made / "run")
 
 
 def test_a_disk_that_is_full_when_a_checkpoint_is_written(made, tmp_path, capsys):
     run = shutil.copytree(made / "run", tmp_path / "run")
     with disk_for(60_000):  # the draft fits, the optimiser's state does not
-        line = mistake(capsys, run, train.main, *training(made, f"out={run}", "train.steps=3"))
+        line = mistake(capsys, run, train.main, *train_arguments(made, f"out={run}", "train.steps=3"))
     assert "step 3 could not be written" in line
     assert sorted(os.listdir(run)) == ["config.yaml", "metrics.jsonl", "step-00000002"]
-    assert call(train.main, *training(made, f"out={run}", "train.steps=3")) == 0  # once there is room
-    assert [record["step"] for record in metrics(run)] == [1, 2, 3]
+    assert call(train.main, *train_arguments(made, f"out={run}", "train.steps=3")) == 0  # once there is room
+    assert [record["step"] for record in metrics_without_times(run)] == [1, 2, 3]
 
 
 def test_a_disk_that_is_full_from_the_start(made, tmp_path, capsys):
     with disk_for(100):
-        line = mistake(capsys, tmp_path / "run", train.main, *training(made, f"out={tmp_path}/run"))
+        line = mistake(capsys, tmp_path / "run", train.main, *train_arguments(made, f"out={tmp_path}/run"))
         assert "config.yaml" in line
         line = mistake(capsys, tmp_path / "draft", export.main, f"checkpoint={made}/run", f"out={tmp_path}/draft")
         assert f"out={tmp_path}/draft: cannot be written: " in line

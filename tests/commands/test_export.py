@@ -29,7 +29,7 @@ from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
 from eagle_train.ops.quantise import dequantise
 from tests.support.command_line import call, chats, save_target, write_jsonl
-from tests.support.loaders import read, replay
+from tests.support.serving_engines import read, replay
 from tests.support.tiny import tiny_draft
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}

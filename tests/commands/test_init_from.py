@@ -17,8 +17,15 @@ from eagle_train.models.target import Target
 from eagle_train.settings import build
 from eagle_train.training.assemble import assemble
 from eagle_train.training.backend import ParallelConfig
-from tests.commands.test_commands import metrics, training
-from tests.support.command_line import call, chats, read_jsonl, save_target, write_jsonl
+from tests.support.command_line import (
+    call,
+    chats,
+    metrics_without_times,
+    read_jsonl,
+    save_target,
+    train_arguments,
+    write_jsonl,
+)
 from tests.support.tiny import tiny_draft
 
 OTHER = {  # than conf/draft says, each of it
@@ -68,7 +75,7 @@ def losses(root) -> dict[str, float]:
     """In the first step, of a fresh draft and of the artifact as it is: its embedding scale is 1."""
     found = {}
     for name in ("fresh", "loaded"):
-        given = training(root, f"out={root}/unwritten", "draft.embedding_scale=1")
+        given = train_arguments(root, f"out={root}/unwritten", "draft.embedding_scale=1")
         config = compose("train", [override for one in given for override in named_path(one)])
         trainer = assemble(config, build(ParallelConfig, config.parallel, "parallel"), ALONE)
         if name == "loaded":
@@ -81,27 +88,27 @@ def losses(root) -> dict[str, float]:
 def test_the_first_steps_loss_is_the_loaded_drafts(root, losses, tmp_path, parallel):
     """Whatever embedding scale it is trained with."""
     given = f"train.init_from={root}/draft"
-    assert call(train.main, *training(root, f"out={tmp_path}/run", given, f"parallel={parallel}")) == 0
+    assert call(train.main, *train_arguments(root, f"out={tmp_path}/run", given, f"parallel={parallel}")) == 0
     assert export.trained(tmp_path / "run")[0].config["embedding_scale"] != 1
-    assert metrics(tmp_path / "run")[0]["loss"] == pytest.approx(losses["loaded"], rel=1e-5)
+    assert metrics_without_times(tmp_path / "run")[0]["loss"] == pytest.approx(losses["loaded"], rel=1e-5)
     assert abs(losses["loaded"] / losses["fresh"] - 1) > 0.1
 
 
 def test_resuming_goes_on_from_the_runs_own_checkpoint(root, tmp_path):
     shutil.copytree(root / "draft", tmp_path / "draft")
     given = ["train.save_every=2", f"train.init_from={tmp_path}/draft"]
-    assert call(train.main, *training(root, f"out={tmp_path}/whole", *given, "train.steps=4")) == 0
-    assert call(train.main, *training(root, f"out={tmp_path}/run", *given)) == 0
+    assert call(train.main, *train_arguments(root, f"out={tmp_path}/whole", *given, "train.steps=4")) == 0
+    assert call(train.main, *train_arguments(root, f"out={tmp_path}/run", *given)) == 0
     target = target_of(root)
     save_draft(tiny_draft(target, seed=1, num_layers=1), tmp_path / "draft", target.identity)
-    assert call(train.main, *training(root, f"out={tmp_path}/run", *given, "train.steps=4")) == 0
+    assert call(train.main, *train_arguments(root, f"out={tmp_path}/run", *given, "train.steps=4")) == 0
     found, whole = (load_file(tmp_path / run / "step-00000004/draft.safetensors") for run in ("run", "whole"))
     torch.testing.assert_close(found, whole, rtol=0, atol=0)
     assert [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def test_a_draft_of_another_shape_is_refused_with_what_to_give(root, tmp_path, capsys):
-    given = training(root, f"out={tmp_path}/run", f"train.init_from={root}/other", "draft.norms=eagle1")
+    given = train_arguments(root, f"out={tmp_path}/run", f"train.init_from={root}/other", "draft.norms=eagle1")
     said = refused(capsys, *given)
     ours, _, needed = said.partition(f": not as train.init_from={root}/other has it; give ")
     assert {"draft.num_layers=1", "draft.norms=eagle1", "draft.fc_bias=false"} < set(shlex.split(ours))
@@ -118,7 +125,7 @@ def test_a_draft_of_another_shape_is_refused_with_what_to_give(root, tmp_path, c
 
 
 def test_what_cannot_be_started_from(root, tmp_path, capsys):
-    given = training(root, f"out={tmp_path}/run")
+    given = train_arguments(root, f"out={tmp_path}/run")
     nothing = f"train.init_from={tmp_path}/nothing"
     assert refused(capsys, *given, nothing).startswith(f"{nothing}: no config.json there; give a directory that")
     save_target(tmp_path / "target", seed=1)
@@ -135,12 +142,12 @@ def test_what_cannot_be_started_from(root, tmp_path, capsys):
 
 def test_a_draft_can_lose_the_first_tokens_slot(root, losses, tmp_path):
     given = [f"train.init_from={root}/draft", "draft.first_token=skip", f"out={tmp_path}/run"]
-    assert call(train.main, *training(root, *given)) == 0
-    loss = metrics(tmp_path / "run")[0]["loss"]
+    assert call(train.main, *train_arguments(root, *given)) == 0
+    loss = metrics_without_times(tmp_path / "run")[0]["loss"]
     assert 1e-4 < abs(loss / losses["loaded"] - 1) < 0.2
     assert export.trained(tmp_path / "run")[0].config["first_token"] == "skip"
 
 
 def test_a_plan_knows_the_shape_without_the_artifact(root, tmp_path, capsys):
-    assert call(train.main, *training(root, "plan=true", f"train.init_from={tmp_path}/nothing")) == 0
+    assert call(train.main, *train_arguments(root, "plan=true", f"train.init_from={tmp_path}/nothing")) == 0
     assert "draft: " in capsys.readouterr().out

@@ -15,7 +15,7 @@ from eagle_train.corpus.chat import conversation_of
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models import loading
-from tests.support import templating
+from tests.support import chat_templates
 from tests.support.command_line import TEMPLATE, call, chats, disk_for, read_jsonl, save_target, write_jsonl
 
 
@@ -354,7 +354,10 @@ WRITTEN = [
 
 
 def test_what_a_servers_model_wrote_is_learnt_token_for_token(made, tmp_path):
-    rows = [{"messages": [templating.user(str(number))], "tools": templating.TOOLS} for number in range(len(WRITTEN))]
+    rows = [
+        {"messages": [chat_templates.user(str(number))], "tools": chat_templates.TOOLS}
+        for number in range(len(WRITTEN))
+    ]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
 
     def answer(body: dict, _: int) -> tuple[int, dict | str]:
@@ -366,8 +369,8 @@ def test_what_a_servers_model_wrote_is_learnt_token_for_token(made, tmp_path):
     with server(answer) as url:
         assert run(made, tmp_path / "out.jsonl", f"server.url={url}", f"data.path={path}") == 0
     for (name, text, _), row in zip(WRITTEN, read_jsonl(tmp_path / "out.jsonl"), strict=True):
-        tokenizer = templating.tokenizer_of(name, merges=60)
-        renderer = ChatRenderer(tokenizer, stop_ids=templating.stop_ids(name, tokenizer))
+        tokenizer = chat_templates.tokenizer_of(name, merges=60)
+        renderer = ChatRenderer(tokenizer, stop_ids=chat_templates.stop_ids(name, tokenizer))
         tools = row["tools"] if name != "deepseek_r1" else None  # whose template has no place for them
         (document,) = renderer(conversation_of({**row, "tools": tools}, "messages", {}))
         learnt = document.tokens[document.produced].tolist()

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from eagle_train import export, train
 from evals import mt_bench
-from tests.support import templating
+from tests.support import chat_templates
 from tests.support.command_line import call, read_jsonl, write_jsonl
 from tests.support.tiny import tiny_model
 
@@ -19,23 +19,23 @@ def talk(rng: random.Random) -> dict:
     messages: list[dict] = []
     for turn in range(rng.randint(2, 3)):
         start = rng.randrange(20)
-        messages.append(templating.user(f"count from {start}"))
-        answer = templating.said(" ".join(str(start + step) for step in range(4)))
+        messages.append(chat_templates.user(f"count from {start}"))
+        answer = chat_templates.said(" ".join(str(start + step) for step in range(4)))
         kind = rng.choice(("plain", "reasoning", "tool"))
         if kind == "reasoning":
             answer["reasoning_content"] = f"start at {start}"
         if kind == "tool" and turn == 0:
-            messages.append(templating.said("", tool_calls=[templating.CALL]))
+            messages.append(chat_templates.said("", tool_calls=[chat_templates.CALL]))
             messages.append({"role": "tool", "content": str(start)})
         messages.append(answer)
-    return {"messages": messages, "tools": templating.TOOLS}
+    return {"messages": messages, "tools": chat_templates.TOOLS}
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     """A random Qwen3 with Qwen3's way to render, chats and questions."""
     home, rng = tmp_path_factory.mktemp("road"), random.Random(0)
-    tokenizer = templating.tokenizer_of("qwen3")
+    tokenizer = chat_templates.tokenizer_of("qwen3")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     model = tiny_model("qwen3", vocab_size=len(tokenizer), max_position_embeddings=1024, eos_token_id=end)
     model.generation_config = GenerationConfig(eos_token_id=[end], do_sample=False)

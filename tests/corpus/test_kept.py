@@ -5,20 +5,20 @@ import pytest
 from eagle_train.corpus import kept
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.errors import UserError
-from tests.corpus.test_templates import learnt, read, renderer_of
-from tests.support import templating
-from tests.support.templating import CONVERSATIONS, TOOLS, said, user
+from tests.support import chat_templates
+from tests.support.chat_templates import CONVERSATIONS, TOOLS, said, user
+from tests.support.renderers import renderer_of, supervised_texts, to_conversation
 
 
 def with_template(template: str, name: str = "chatml", **kwargs) -> ChatRenderer:
-    return ChatRenderer(templating.tokenizer_of(name, template=template), **kwargs)
+    return ChatRenderer(chat_templates.tokenizer_of(name, template=template), **kwargs)
 
 
 @pytest.mark.parametrize("supervise", ["assistant", "last", "all"])
 @pytest.mark.parametrize(("lost", "message"), [("user", "content of turn 1"), ("system", "content of turn 1")])
 def test_a_lost_text_that_stands_elsewhere_is_refused(supervise, lost, message):
     """ "a" is a letter of the header's "assistant"."""
-    template = templating.source("chatml").replace("m.content", f"(m.content if m.role != '{lost}' else '')")
+    template = chat_templates.source("chatml").replace("m.content", f"(m.content if m.role != '{lost}' else '')")
     renderer = with_template(template, supervise=supervise)
     messages = [{"role": "system", "content": "a"}] if lost == "system" else []
     with pytest.raises(UserError, match=rf"{message} \({lost}\), 'a', is not in"):
@@ -26,17 +26,17 @@ def test_a_lost_text_that_stands_elsewhere_is_refused(supervise, lost, message):
 
 
 def test_a_lost_answer_that_stands_in_its_end_is_refused():
-    template = templating.source("chatml").replace("m.content", "(m.content if m.role != 'assistant' else '')")
+    template = chat_templates.source("chatml").replace("m.content", "(m.content if m.role != 'assistant' else '')")
     with pytest.raises(UserError, match="content of turn 2"):
         with_template(template)([user("q"), said("im")])
 
 
 def test_a_lost_tool_and_a_lost_argument_that_stand_elsewhere_are_refused():
     with pytest.raises(UserError, match=r"does not render the row's tools \(get\)"):
-        renderer_of("chatml")(read({"messages": [user("I get it"), said("a")], "tools": TOOLS}))
+        renderer_of("chatml")(to_conversation({"messages": [user("I get it"), said("a")], "tools": TOOLS}))
     arguments = "call.arguments if call.arguments is string else call.arguments | tojson"
-    template = templating.source("qwen3").replace(arguments, "'{}'")
-    row = read(CONVERSATIONS["tools"])
+    template = chat_templates.source("qwen3").replace(arguments, "'{}'")
+    row = to_conversation(CONVERSATIONS["tools"])
     row.messages[1]["tool_calls"] = [{"function": {"name": "get", "arguments": {"e": "t"}}, "type": "function"}]
     with pytest.raises(UserError, match="the call of get in turn 2 is not in the rendering"):
         with_template(template, "qwen3")(row)
@@ -50,8 +50,8 @@ def test_a_lost_tool_and_a_lost_argument_that_stand_elsewhere_are_refused():
     ],
 )
 def test_a_template_that_looks_at_values_takes_the_rows_that_it_keeps(content):
-    renderer = with_template(templating.source("chatml").replace("m.content", f"({content})"))
-    assert learnt(renderer, renderer([user("keep: e"), said("a")])) == ["a<|im_end|>"]
+    renderer = with_template(chat_templates.source("chatml").replace("m.content", f"({content})"))
+    assert supervised_texts(renderer, renderer([user("keep: e"), said("a")])) == ["a<|im_end|>"]
 
 
 def test_rows_of_a_known_shape_are_rendered_no_more_often(monkeypatch):
@@ -64,7 +64,7 @@ def test_rows_of_a_known_shape_are_rendered_no_more_often(monkeypatch):
             monkeypatch.setattr(renderer.finder.kept, "check", lambda *_: None)
         call = {"id": ids, "type": "function", "function": {"name": f"get{ids}", "arguments": {"x": 1}}}
         result = {"role": "tool", "tool_call_id": ids, "content": ids}
-        renderer(read({"messages": [user(ids), said("", tool_calls=[call]), result, said(ids)]}))
+        renderer(to_conversation({"messages": [user(ids), said("", tool_calls=[call]), result, said(ids)]}))
         counts.append(len(times))
         times.clear()
     assert counts[0] > counts[1] == counts[2]
@@ -97,15 +97,15 @@ def test_markers_around_the_header_do_not_make_it_the_models(before, prompt):
     if prompt:
         template += "{%- if add_generation_prompt -%}{{ '" + prompt + "' }}{%- endif -%}"
     renderer = with_template(template)
-    documents = renderer(read(CONVERSATIONS["several"]))
-    assert learnt(renderer, documents) == ["a1<|im_end|>", "a2<|im_end|>"]
+    documents = renderer(to_conversation(CONVERSATIONS["several"]))
+    assert supervised_texts(renderer, documents) == ["a1<|im_end|>", "a2<|im_end|>"]
 
 
 def test_markers_around_the_whole_conversation_supervise_answers_alone():
-    template = "{% generation %}" + templating.source("chatml") + "{% endgeneration %}"
+    template = "{% generation %}" + chat_templates.source("chatml") + "{% endgeneration %}"
     for supervise, right in (("assistant", ["a1<|im_end|>", "a2<|im_end|>"]), ("last", ["a2<|im_end|>"])):
         renderer = with_template(template, supervise=supervise)
-        assert learnt(renderer, renderer(read(CONVERSATIONS["several"]))) == right
+        assert supervised_texts(renderer, renderer(to_conversation(CONVERSATIONS["several"]))) == right
 
 
 CLOSED = (  # its generation prompt has a block that its rendering of an answer has not
@@ -118,7 +118,7 @@ CLOSED = (  # its generation prompt has a block that its rendering of an answer 
 def test_markers_behind_another_generation_prompt_hold_the_same_text():
     """Contents alone, and the reasoning that the prompt began."""
     renderer = with_template(CLOSED, "qwen3", template_kwargs={"closed": True})
-    assert learnt(renderer, renderer(read(CONVERSATIONS["several"]))) == ["a1", "a2"]
+    assert supervised_texts(renderer, renderer(to_conversation(CONVERSATIONS["several"]))) == ["a1", "a2"]
     assert any("markers leave out '<|im_end|>'" in note for note in renderer.notes)
     renderer = with_template(CLOSED, "qwen3")
-    assert learnt(renderer, renderer([user("q"), said("a", reasoning_content="hm")])) == ["hm\n</think>\n\na"]
+    assert supervised_texts(renderer, renderer([user("q"), said("a", reasoning_content="hm")])) == ["hm\n</think>\n\na"]

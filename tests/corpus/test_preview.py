@@ -19,7 +19,7 @@ from eagle_train.models.loading import TargetConfig, load_config, load_target, l
 from eagle_train.models.stops import load_stop_ids
 from eagle_train.training import assemble
 from evals import mt_bench
-from tests.support import templating
+from tests.support import chat_templates
 from tests.support.command_line import call, chats, read_jsonl, save_target, write_jsonl
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -253,7 +253,7 @@ def test_the_engine_asks_through_the_same_template(tmp_path, capsys):
 
 def test_multi_turn_qwen3_rows_end_to_end(tmp_path, capsys, noisy):
     """The kind whose rows were all refused: preview, training, export, evaluation."""
-    tokenizer = templating.tokenizer_of("qwen3")
+    tokenizer = chat_templates.tokenizer_of("qwen3")
     tiny_model(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     path = write_jsonl(tmp_path / "rows.jsonl", [row(*TURNS)] * 20)

@@ -3,21 +3,18 @@ would have been given, token for token."""
 
 import random
 import re
-from itertools import groupby
-from typing import Any
 
 import pytest
 
-from eagle_train.corpus.chat import Conversation, conversation_of
+from eagle_train.corpus.chat import Conversation
 from eagle_train.corpus.preview import description
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.tokens import Document
 from eagle_train.errors import UserError
-from tests.support import templating
-from tests.support.templating import (
+from tests.support import chat_templates
+from tests.support.chat_templates import (
     CALL,
     CONVERSATIONS,
-    DAY,
     FAMILIES,
     RIGHT,
     TOOLS,
@@ -26,45 +23,23 @@ from tests.support.templating import (
     said,
     user,
 )
+from tests.support.renderers import produced_ranges, renderer_of, supervised_texts, to_conversation
 
 EVERY = [(name, conversation) for name in RIGHT for conversation in CONVERSATIONS]
-
-
-def renderer_of(name: str, merges: int = 0, supervise: str = "assistant", **kwargs: Any) -> ChatRenderer:
-    tokenizer = templating.tokenizer_of(name, merges)
-    return ChatRenderer(tokenizer, supervise, templating.stop_ids(name, tokenizer), kwargs, DAY)
-
-
-def ranges(document: Document) -> list[tuple[int, int]]:
-    """Ranges [start, end) of produced tokens."""
-    found, start = [], 0
-    for produced, group in groupby(document.produced.tolist()):
-        end = start + len(list(group))
-        found += [(start, end)] if produced else []
-        start = end
-    return found
-
-
-def learnt(renderer: ChatRenderer, documents: list[Document]) -> list[str]:
-    return [renderer.decode(each.tokens[a:b].tolist()) for each in documents for a, b in ranges(each)]
-
-
-def read(row: dict) -> Conversation:
-    return conversation_of(row, "messages", {})
 
 
 @pytest.mark.parametrize(("name", "conversation"), EVERY)
 @pytest.mark.parametrize("merges", [0, 60])
 def test_what_is_learnt(name, conversation, merges):
     right, renderer = RIGHT[name][conversation], renderer_of(name, merges)
-    row = read(CONVERSATIONS[conversation])
+    row = to_conversation(CONVERSATIONS[conversation])
     if isinstance(right, str):
         with pytest.raises(UserError, match=re.escape(right.removeprefix("refused: "))):
             renderer(row)
         return
     count, texts = documents_of(right)
     documents = renderer(row)
-    assert learnt(renderer, documents) == texts
+    assert supervised_texts(renderer, documents) == texts
     # Two line's ends are a token at a prompt's end and two before a word: what was served twice is not one document.
     assert len(documents) == count or (merges and name == "llama31" and len(documents) == len(texts))
     check_served(name, renderer, row, documents)
@@ -74,7 +49,7 @@ def check_served(name: str, renderer: ChatRenderer, row: Conversation, documents
     """Each turn stands behind exactly the tokens that a server would have been given, and ends its document or is
     followed by the next one's prompt."""
     answers = [number for number, message in enumerate(row.messages) if message["role"] == "assistant"]
-    turns = [(document, *span) for document in documents for span in ranges(document)]
+    turns = [(document, *span) for document in documents for span in produced_ranges(document)]
     assert len(turns) == len(answers)
     for number, (document, start, _) in zip(answers, turns, strict=True):
         prompt = rendered(name, row.messages[:number], row.tools, prompt=True, **given)
@@ -84,39 +59,41 @@ def check_served(name: str, renderer: ChatRenderer, row: Conversation, documents
     for document in documents:
         assert renderer.decode(document.tokens.tolist()) == document.text
     if len(documents) > 1:
-        assert [len(ranges(document)) for document in documents] == [1] * len(answers)
+        assert [len(produced_ranges(document)) for document in documents] == [1] * len(answers)
 
 
 def test_the_page_is_up_to_date():
-    """python -m tests.support.templating writes it."""
-    assert templating.PAGE.read_text() == templating.page()
+    """python -m tests.support.chat_templates writes it."""
+    assert chat_templates.PAGE.read_text() == chat_templates.page()
 
 
 def test_markers_without_the_end_token_are_told_of_once():
     renderer = renderer_of("marked_content")
     for _ in range(3):
-        renderer(read(CONVERSATIONS["several"]))
+        renderer(to_conversation(CONVERSATIONS["several"]))
     assert len(renderer.notes) == 1
     assert "markers leave out '<|im_end|>'" in next(iter(renderer.notes))
     whole = renderer_of("marked")
-    whole(read(CONVERSATIONS["several"]))
+    whole(to_conversation(CONVERSATIONS["several"]))
     assert not whole.notes
 
 
 def test_markers_around_more_than_what_is_written_hold_that_alone():
-    template = templating.source("marked").replace("{% endgeneration %}{{ '\\n' }}", "{{ '\\n' }}{% endgeneration %}")
-    assert template != templating.source("marked")
-    renderer = ChatRenderer(templating.tokenizer_of("marked", template=template))
-    documents = renderer(read(CONVERSATIONS["several"]))
-    assert (len(documents), learnt(renderer, documents)) == (1, ["a1<|im_end|>", "a2<|im_end|>"])
+    template = chat_templates.source("marked").replace(
+        "{% endgeneration %}{{ '\\n' }}", "{{ '\\n' }}{% endgeneration %}"
+    )
+    assert template != chat_templates.source("marked")
+    renderer = ChatRenderer(chat_templates.tokenizer_of("marked", template=template))
+    documents = renderer(to_conversation(CONVERSATIONS["several"]))
+    assert (len(documents), supervised_texts(renderer, documents)) == (1, ["a1<|im_end|>", "a2<|im_end|>"])
 
 
 def test_a_template_that_leaves_out_the_names_of_calls_is_taken_with_a_note():
     """What it renders is what is served; a call without arguments is lost, and refused."""
-    template = templating.source("qwen3").replace("call.name", "''")
-    renderer = ChatRenderer(templating.tokenizer_of("qwen3", template=template))
-    row = read({"messages": CONVERSATIONS["tools"]["messages"]})
-    first, _ = learnt(renderer, renderer(row))
+    template = chat_templates.source("qwen3").replace("call.name", "''")
+    renderer = ChatRenderer(chat_templates.tokenizer_of("qwen3", template=template))
+    row = to_conversation({"messages": CONVERSATIONS["tools"]["messages"]})
+    first, _ = supervised_texts(renderer, renderer(row))
     assert '"arguments": {"x": 1}}' in first
     assert any("leaves out the names of tool calls" in note for note in renderer.notes)
     row.messages[1]["tool_calls"][0]["function"]["arguments"] = {}
@@ -126,24 +103,24 @@ def test_a_template_that_leaves_out_the_names_of_calls_is_taken_with_a_note():
 
 def test_an_earlier_turns_lost_call_is_refused():
     with pytest.raises(UserError, match="the call of get in turn 2"):
-        renderer_of("chatml", supervise="last")(read(CONVERSATIONS["tools"]))
+        renderer_of("chatml", supervise="last")(to_conversation(CONVERSATIONS["tools"]))
 
 
 def test_qwen3_without_thinking():
     """The prompt holds the empty block; behind it there is no place for reasoning."""
     renderer = renderer_of("qwen3", enable_thinking=False)
-    row = read(CONVERSATIONS["several"])
+    row = to_conversation(CONVERSATIONS["several"])
     documents = renderer(row)
-    assert learnt(renderer, documents) == ["a1<|im_end|>", "a2<|im_end|>"]
+    assert supervised_texts(renderer, documents) == ["a1<|im_end|>", "a2<|im_end|>"]
     check_served("qwen3", renderer, row, documents, enable_thinking=False)
     with pytest.raises(UserError, match=r"generation prompt ends in .*</think>"):
-        renderer(read(CONVERSATIONS["reasoning"]))
+        renderer(to_conversation(CONVERSATIONS["reasoning"]))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm45", "deepseek_r1"])
 def test_reasoning_within_the_content_is_learnt_as_it_stands(name):
     renderer = renderer_of(name)
-    texts = learnt(renderer, renderer([user("q"), said("<think>\nhm\n</think>\n\na")]))
+    texts = supervised_texts(renderer, renderer([user("q"), said("<think>\nhm\n</think>\n\na")]))
     assert (
         texts
         == {
@@ -172,11 +149,11 @@ FORKED = (  # its generation prompt begins the reasoning, and an answer without 
     ],
 )
 def test_a_prompt_that_begins_the_reasoning(template, message, right):
-    tokenizer = templating.tokenizer_of("qwen3", template=template)
+    tokenizer = chat_templates.tokenizer_of("qwen3", template=template)
     renderer = ChatRenderer(tokenizer)
-    assert learnt(renderer, renderer([user("q"), message])) == [right]
+    assert supervised_texts(renderer, renderer([user("q"), message])) == [right]
     with pytest.raises(UserError, match=r"generation prompt ends in .*<think>"):
-        ChatRenderer(templating.tokenizer_of("deepseek_r1"))([user("q"), said("a")])
+        ChatRenderer(chat_templates.tokenizer_of("deepseek_r1"))([user("q"), said("a")])
 
 
 @pytest.mark.parametrize(
@@ -184,14 +161,14 @@ def test_a_prompt_that_begins_the_reasoning(template, message, right):
 )
 def test_supervise(supervise, texts):
     renderer = renderer_of("chatml", supervise=supervise)
-    documents = renderer(read(CONVERSATIONS["several"]))
-    assert (len(documents), learnt(renderer, documents)) == (1, texts)
+    documents = renderer(to_conversation(CONVERSATIONS["several"]))
+    assert (len(documents), supervised_texts(renderer, documents)) == (1, texts)
 
 
 def test_supervise_last_is_one_document_where_earlier_turns_are_rendered_otherwise():
     renderer = renderer_of("qwen3", supervise="last")
-    documents = renderer(read(CONVERSATIONS["several"]))
-    assert (len(documents), learnt(renderer, documents)) == (1, ["<think>\n\n</think>\n\na2<|im_end|>"])
+    documents = renderer(to_conversation(CONVERSATIONS["several"]))
+    assert (len(documents), supervised_texts(renderer, documents)) == (1, ["<think>\n\n</think>\n\na2<|im_end|>"])
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen3", "marked"])
@@ -200,10 +177,10 @@ def test_weight_0_is_not_learnt(name, muted):
     messages = [dict(message) for message in CONVERSATIONS["several"]["messages"]]
     messages[1 + 2 * muted]["weight"], messages[3 - 2 * muted]["weight"] = 0, 1
     renderer = renderer_of(name)
-    documents = renderer(read({"messages": messages}))
-    assert learnt(renderer, documents) == [documents_of(RIGHT[name]["several"])[1][1 - muted]]
+    documents = renderer(to_conversation({"messages": messages}))
+    assert supervised_texts(renderer, documents) == [documents_of(RIGHT[name]["several"])[1][1 - muted]]
     assert len(documents) == 1
-    everything = renderer_of(name, supervise="all")(read({"messages": messages}))[0]
+    everything = renderer_of(name, supervise="all")(to_conversation({"messages": messages}))[0]
     if name != "qwen3" or muted == 1:
         assert not everything.produced.all()
 
@@ -221,10 +198,12 @@ def test_calls_reach_the_template_as_it_takes_them(content, arguments):
         '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments }}}',
         '{"name": "{{ c.function.name }}", "arguments": {{ "" + c.function.arguments }}}',
     ):
-        renderer = ChatRenderer(templating.tokenizer_of("chatml", template=begin + form + end))
-        assert learnt(renderer, renderer(read(row))) == ['{"name": "get", "arguments": {"x": 1}}<|im_end|>']
+        renderer = ChatRenderer(chat_templates.tokenizer_of("chatml", template=begin + form + end))
+        assert supervised_texts(renderer, renderer(to_conversation(row))) == [
+            '{"name": "get", "arguments": {"x": 1}}<|im_end|>'
+        ]
         with pytest.raises(UserError, match=r"does not render the row's tools \(give\)"):  # of the form that it takes
-            renderer(read({**row, "tools": [{"name": "give"}]}))
+            renderer(to_conversation({**row, "tools": [{"name": "give"}]}))
 
 
 SYSTEM_LAST = (  # the system message stands before the last question, and nowhere once that is answered
@@ -299,21 +278,21 @@ HALF_TAG = ALWAYS.removesuffix("<|assistant|>")  # both begin with the same lett
             "set data.template_kwargs={enable_thinking: false}",
         ),
         (
-            templating.source("gemma4").replace("<channel|>{%", "<channel|>{{ thinking }}{%"),
+            chat_templates.source("gemma4").replace("<channel|>{%", "<channel|>{{ thinking }}{%"),
             CONVERSATIONS["reasoning"]["messages"],
             "leave reasoning out of the data, set data.template_kwargs={thinking: true}",
         ),
     ],
 )
 def test_prompts_that_the_rendering_does_not_begin_with(template, messages, texts):
-    tokenizer = templating.tokenizer_of("qwen3" if "im_end" in template else "mistral", template=template)
+    tokenizer = chat_templates.tokenizer_of("qwen3" if "im_end" in template else "mistral", template=template)
     renderer = ChatRenderer(tokenizer)
     if isinstance(texts, str):
         with pytest.raises(UserError, match=re.escape(texts)):
-            renderer(read({"messages": messages}))
+            renderer(to_conversation({"messages": messages}))
         return
-    documents = renderer(read({"messages": messages}))
-    assert learnt(renderer, documents) == texts
+    documents = renderer(to_conversation({"messages": messages}))
+    assert supervised_texts(renderer, documents) == texts
     if template == HALF_TAG:  # whose header a server writes too
         return
     first = next(number for number, message in enumerate(messages) if message["role"] == "assistant")
@@ -324,47 +303,47 @@ def test_prompts_that_the_rendering_does_not_begin_with(template, messages, text
 def test_a_template_that_loses_a_message_is_refused():
     with pytest.raises(UserError, match=r"turn 1 \(developer\).*'data\.roles=\{developer: system\}' makes it"):
         ChatRenderer(
-            templating.tokenizer_of(
+            chat_templates.tokenizer_of(
                 "llama31",
-                template=templating.source("chatml").replace(
+                template=chat_templates.source("chatml").replace(
                     "m.content", "(m.content if m.role != 'developer' else '')"
                 ),
             )
         )([{"role": "developer", "content": "s0"}, user("q1"), said("a1")])
     for lost, message in (("user", "content of turn 1"), ("assistant", "content of turn 2")):
-        template = templating.source("chatml").replace("m.content", f"(m.content if m.role != '{lost}' else '')")
-        renderer = ChatRenderer(templating.tokenizer_of("chatml", template=template))
+        template = chat_templates.source("chatml").replace("m.content", f"(m.content if m.role != '{lost}' else '')")
+        renderer = ChatRenderer(chat_templates.tokenizer_of("chatml", template=template))
         with pytest.raises(UserError, match=message):
             renderer([user("q1"), said("a1")])
 
 
 def test_tools_that_the_template_does_not_know_are_refused():
     with pytest.raises(UserError, match=r"does not render the row's tools \(get\)"):
-        renderer_of("chatml")(read({**CONVERSATIONS["one turn"], "tools": TOOLS}))
+        renderer_of("chatml")(to_conversation({**CONVERSATIONS["one turn"], "tools": TOOLS}))
 
 
 def test_an_end_that_is_no_stop_is_told():
-    """It is learnt, for the model writes it; engines would not stop there."""
-    tokenizer = templating.tokenizer_of("llama31", template=templating.source("chatml"))
-    tokenizer.add_special_tokens({"additional_special_tokens": list(templating.IM)})
+    """It is supervised_texts, for the model writes it; engines would not stop there."""
+    tokenizer = chat_templates.tokenizer_of("llama31", template=chat_templates.source("chatml"))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(chat_templates.IM)})
     renderer = ChatRenderer(tokenizer)
-    assert learnt(renderer, renderer([user("q"), said("a")])) == ["a<|im_end|>"]
+    assert supervised_texts(renderer, renderer([user("q"), said("a")])) == ["a<|im_end|>"]
     assert any("'<|im_end|>', which is no stop token" in note for note in renderer.notes)
-    tokenizer.chat_template = templating.source("chatml").replace("<|im_end|>", "<|im_start|>end<|im_end|>")
+    tokenizer.chat_template = chat_templates.source("chatml").replace("<|im_end|>", "<|im_start|>end<|im_end|>")
     renderer = ChatRenderer(tokenizer)
-    assert learnt(renderer, renderer([user("q"), said("a")])) == ["a<|im_start|>end<|im_end|>"]
+    assert supervised_texts(renderer, renderer([user("q"), said("a")])) == ["a<|im_start|>end<|im_end|>"]
 
 
 def test_a_template_with_markers_and_a_header_the_server_writes():
     renderer = renderer_of("no_prompt")
-    (document,) = renderer(read(CONVERSATIONS["several"]))
+    (document,) = renderer(to_conversation(CONVERSATIONS["several"]))
     assert document.text.endswith("<|im_start|>assistant\na2<|im_end|>")
 
 
 def test_the_clock_is_pinned_and_a_date_string_goes_before_it():
     for kwargs, day in (({}, "31 Jul 2026"), ({"date_string": "1 Jan 2000"}, "1 Jan 2000")):
         renderer = renderer_of("llama31", **kwargs)
-        assert f"Today Date: {day}\n" in renderer(read(CONVERSATIONS["one turn"]))[0].text
+        assert f"Today Date: {day}\n" in renderer(to_conversation(CONVERSATIONS["one turn"]))[0].text
         assert renderer.template.was_told_the_day is (not kwargs)
     assert renderer.reads_clock
     assert not renderer_of("chatml").reads_clock
@@ -375,9 +354,9 @@ def test_merges_across_the_prompts_end_are_undone():
     renderer = renderer_of("chatml", merges=60)
     pair = renderer.tokenizer("\n\n", add_special_tokens=False)["input_ids"]
     assert len(pair) == 1
-    row = read({"messages": [user("q"), said("\n\nhello world"), user("q"), said("\nhello")]})
+    row = to_conversation({"messages": [user("q"), said("\n\nhello world"), user("q"), said("\nhello")]})
     documents = renderer(row)
-    assert learnt(renderer, documents) == ["\n\nhello world<|im_end|>", "\nhello<|im_end|>"]
+    assert supervised_texts(renderer, documents) == ["\n\nhello world<|im_end|>", "\nhello<|im_end|>"]
     check_served("chatml", renderer, row, documents)
 
 
@@ -396,7 +375,7 @@ BELOW = (  # Zephyr: answers begin behind a line's end
 def test_pieces_and_bytes_of_sentencepiece(kind, template, lead):
     """A token is the model's if its characters are, with the space that it begins with, and all of a character's
     bytes; the text of some tokens is what it is where they stand."""
-    tokenizer = templating.pieces_of(kind)
+    tokenizer = chat_templates.pieces_of(kind)
     tokenizer.chat_template = template
     renderer = ChatRenderer(tokenizer)
     contents = ["hello é", "ça hello 🙂", " q ", " hello\n a"]
@@ -405,7 +384,7 @@ def test_pieces_and_bytes_of_sentencepiece(kind, template, lead):
     assert len(documents) == 1 or kind == "unigram"  # which makes one unknown piece of a line's end and what follows
     texts = [text for each in documents for text in description("", each, renderer)["supervised_text"]]
     assert texts == [f"{lead}{contents[1]}</s>", f"{lead}{contents[3]}</s>"]
-    turns = [(each.tokens.tolist(), start) for each in documents for start, _ in ranges(each)]
+    turns = [(each.tokens.tolist(), start) for each in documents for start, _ in produced_ranges(each)]
     for number, (tokens, start) in zip((1, 3), turns, strict=True):
         prompt = tokenizer.apply_chat_template(messages[:number], add_generation_prompt=True, tokenize=False)
         assert tokens[:start] == tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -432,14 +411,14 @@ AS_WRITTEN = THINKS_FIRST.replace("<think>{{ m.reasoning_content }}</think>", "{
     [
         ("qwen3", THINKS_FIRST, "<think>r1</think>a1<|im_end|>"),
         ("qwen3", AS_WRITTEN, INLINE + "<|im_end|>"),
-        ("qwen3", templating.source("chatml"), INLINE + "<|im_end|>"),
+        ("qwen3", chat_templates.source("chatml"), INLINE + "<|im_end|>"),
         ("qwen3", AS_WRITTEN.replace("think>", "seed:think>"), "<seed:think>r1</seed:think>a1<|im_end|>"),
         ("gpt_oss", None, RIGHT["gpt_oss"]["reasoning"][1]),
     ],
 )
 def test_reasoning_within_the_content_is_a_field_where_it_would_stand_twice_or_in_other_tags(name, template, right):
-    renderer = ChatRenderer(templating.tokenizer_of(name, template=template))
-    assert learnt(renderer, renderer([user("q1"), said(INLINE)])) == [right]
+    renderer = ChatRenderer(chat_templates.tokenizer_of(name, template=template))
+    assert supervised_texts(renderer, renderer([user("q1"), said(INLINE)])) == [right]
 
 
 THINKS_IN_PARTS = (  # Magistral: reasoning is a part of the content
@@ -451,12 +430,14 @@ THINKS_IN_PARTS = (  # Magistral: reasoning is a part of the content
 
 
 def test_reasoning_is_given_as_a_part_of_the_content_where_the_template_wants_it_so():
-    renderer = ChatRenderer(templating.tokenizer_of("mistral", template=THINKS_IN_PARTS))
+    renderer = ChatRenderer(chat_templates.tokenizer_of("mistral", template=THINKS_IN_PARTS))
     documents = renderer([*CONVERSATIONS["reasoning"]["messages"], user("q3"), said(INLINE)])
     texts = ["[THINK]r1[/THINK]a1</s>", "[THINK]r2[/THINK]a2</s>", "[THINK]r1[/THINK]a1</s>"]
-    assert (len(documents), learnt(renderer, documents)) == (1, texts)
+    assert (len(documents), supervised_texts(renderer, documents)) == (1, texts)
     called = renderer([user("q1"), said("", reasoning_content="r1", tool_calls=[CALL])])
-    assert learnt(renderer, called) == ['[THINK]r1[/THINK][TOOL_CALLS]{"name": "get", "arguments": {"x": 1}}</s>']
+    assert supervised_texts(renderer, called) == [
+        '[THINK]r1[/THINK][TOOL_CALLS]{"name": "get", "arguments": {"x": 1}}</s>'
+    ]
 
 
 def test_a_turn_behind_a_call_with_reasoning_ends_with_the_next_header():
@@ -464,17 +445,17 @@ def test_a_turn_behind_a_call_with_reasoning_ends_with_the_next_header():
     renderer = renderer_of("glm45")
     first = said("", reasoning_content="r1", tool_calls=[CALL])
     row = {"messages": [user("q1"), first, {"role": "tool", "content": "42"}, said("a1")], "tools": TOOLS}
-    assert learnt(renderer, renderer(read(row)))[1] == "\n<think></think>\na1<|user|>"
+    assert supervised_texts(renderer, renderer(to_conversation(row)))[1] == "\n<think></think>\na1<|user|>"
     assert not renderer.notes
 
 
 def test_what_is_noticed_in_a_form_that_the_template_does_not_take_is_not_told():
-    template = templating.source("chatml").replace("m.content", "(m.content if m.content != 'a2' else '')")
+    template = chat_templates.source("chatml").replace("m.content", "(m.content if m.content != 'a2' else '')")
     row = {"messages": CONVERSATIONS["several"]["messages"]}
-    tokenizer = templating.tokenizer_of("llama31", template=template)
+    tokenizer = chat_templates.tokenizer_of("llama31", template=template)
     renderer = ChatRenderer(tokenizer)
     with pytest.raises(UserError, match="content of turn 4"):
-        renderer(read(row))
+        renderer(to_conversation(row))
     assert not renderer.notes
 
 
@@ -514,11 +495,11 @@ def test_whatever_goes_in_comes_out(name, merges):
     rng, renderer = random.Random(f"{name} {merges}"), renderer_of(name, merges)
     stops = tuple(FAMILIES[name][1])
     for _ in range(20):
-        row = read(random_row(rng, name))
+        row = to_conversation(random_row(rng, name))
         documents = renderer(row)
         check_served(name, renderer, row, documents)
         answers = [message for message in row.messages if message["role"] == "assistant"]
-        for message, text in zip(answers, learnt(renderer, documents), strict=True):
+        for message, text in zip(answers, supervised_texts(renderer, documents), strict=True):
             assert text.endswith(stops)
             assert letters(message["content"]) in letters(text)
             assert letters(message.get("reasoning_content", "")) in letters(text)

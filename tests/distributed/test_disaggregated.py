@@ -1,9 +1,7 @@
 """Prefill and decoding in processes of their own: the tokens of one engine, whatever befalls those that prefill."""
 
 import json
-from functools import cache
 from pathlib import Path
-from threading import Event
 from types import MappingProxyType
 
 import pytest
@@ -19,10 +17,11 @@ from eagle_train.inference.parallel import disaggregated
 from eagle_train.inference.parallel.disaggregated import DecodeEngine, as_json, connect
 from eagle_train.models.draft import Draft
 from tests.support.disaggregated_job import answers
-from tests.support.oracle import GREEDY, PROMPTS, cut, token_ids
-from tests.support.oracle import answers as answers_of
+from tests.support.local_prefill import LocalPrefill, a_draft
 from tests.support.processes import start_ranks
-from tests.support.tiny import random_tokens, shared_target, trained_draft
+from tests.support.reference_answers import GREEDY, PROMPTS, cut, token_ids
+from tests.support.reference_answers import answers as answers_of
+from tests.support.tiny import random_tokens, shared_target
 
 
 def stage(sampled: bool = False, cancelling: bool = False, **engine) -> dict:
@@ -37,11 +36,6 @@ STAGES = [
 ]
 
 
-@cache
-def a_draft(first_token: str = "self_fusion") -> Draft:
-    return trained_draft(shared_target("gemma2"), steps=60, first_token=first_token)
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     """A directory with a target and a draft."""
@@ -51,26 +45,7 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-class Nearby:
-    """A line to a prefill process that is none: what is sent goes to its engine, once it is `open`."""
-
-    def __init__(self, other: int = 1, draft: Draft | None = None, **options):
-        self.other, self.engine = other, Engine(shared_target("gemma2"), draft or a_draft(), **options)
-        self.open, self.changed = Event(), {}
-
-    def tell(self, message, timeout):
-        self.request = json.loads(as_json(message))
-
-    def hear(self, timeout):
-        assert self.open.wait(60)
-        tokens, self.packed = disaggregated.read(self.engine, self.request)
-        return {"number": self.request["number"], "tokens": tokens} | self.changed
-
-    def receive(self, tensor, timeout):
-        return tensor.copy_(self.packed)
-
-
-def a_decoder(*lines: Nearby, draft: Draft | None = None, **options) -> DecodeEngine:
+def a_decoder(*lines: LocalPrefill, draft: Draft | None = None, **options) -> DecodeEngine:
     return DecodeEngine(shared_target("gemma2"), draft or a_draft(), lines=lines, **options)
 
 
@@ -86,7 +61,7 @@ def finish(engine: Engine) -> None:
 def test_what_is_sent_is_all_that_decoding_needs(stage, first_token):
     """Tokens and rounds are those of one engine."""
     draft = a_draft(first_token)
-    lines = [Nearby(1, draft), Nearby(2, draft)]
+    lines = [LocalPrefill(1, draft), LocalPrefill(2, draft)]
     for line in lines:
         line.open.set()
     alone = Engine(shared_target("gemma2"), draft, **stage["engine"])
@@ -99,7 +74,7 @@ def test_what_was_sent_is_found_again():
     """By a prompt that begins as an earlier one did; rounds are as short as where nothing was found."""
     stem, *tails = random_tokens(2 * BLOCK + 3, 4, 1, 7)
     prompts, target = [stem + tail for tail in tails], shared_target("gemma2")
-    line = Nearby(prefix_cache=True)
+    line = LocalPrefill(prefix_cache=True)
     line.open.set()
     engine, alone = a_decoder(line, prefix_cache=True), Engine(target, a_draft())
     found = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
@@ -111,7 +86,7 @@ def test_what_was_sent_is_found_again():
 
 def test_who_decodes_does_not_wait_for_a_prompt():
     """One that is cancelled while it is read, and one that is not; meanwhile the first goes on to its end."""
-    line = Nearby()
+    line = LocalPrefill()
     engine, whole = a_decoder(line), cut(answers_of("gemma2"))
     line.open.set()
     first = engine.add(PROMPTS[0], GREEDY)
@@ -130,7 +105,7 @@ def test_who_decodes_does_not_wait_for_a_prompt():
 
 def test_blocks_that_are_lost_while_a_prompt_is_read():
     """The first needs them; what comes back for the second then is not put into them, and it is read again."""
-    line, other = Nearby(1), Nearby(2)
+    line, other = LocalPrefill(1), LocalPrefill(2)
     engine = a_decoder(line, other, kv_tokens=3 * BLOCK)
     line.open.set()
     first = engine.add(PROMPTS[4], SamplingParams(max_tokens=26, ignore_eos=True))
@@ -146,7 +121,7 @@ def test_blocks_that_are_lost_while_a_prompt_is_read():
 
 
 def test_an_answer_to_something_else_is_refused():
-    line = Nearby()
+    line = LocalPrefill()
     line.open.set()
     line.changed = {"number": -1, "tokens": [5]}
     engine = a_decoder(line)
@@ -156,7 +131,7 @@ def test_an_answer_to_something_else_is_refused():
 
 
 def test_another_target_or_draft_reads_nothing():
-    engine = Nearby().engine
+    engine = LocalPrefill().engine
     request = {"number": 0, "target": "other", "texts": [[5, 6]], "starts": [0], "params": [{}], "size": 1}
     with pytest.raises(UserError, match=r"^target tiny-gemma2: the decode process has another$"):
         disaggregated.read(engine, request)
@@ -170,7 +145,7 @@ def test_another_target_or_draft_reads_nothing():
 
 
 def test_only_what_follows_a_prefix_is_sent():
-    engine, (text,) = Nearby().engine, random_tokens(3 * BLOCK + 2)
+    engine, (text,) = LocalPrefill().engine, random_tokens(3 * BLOCK + 2)
     packed = []
     for start in (0, BLOCK + 5):
         request = {
@@ -242,6 +217,6 @@ def test_what_cannot_be_disaggregated():
         with pytest.raises(
             UserError, match=rf"^timeout_s={timeout!r}: must be above 0, and at most 1000000000 seconds$"
         ):
-            a_decoder(Nearby(), timeout_s=timeout)
+            a_decoder(LocalPrefill(), timeout_s=timeout)
     with pytest.raises(UserError, match=r"^lines=\[\]: must be those to the prefill processes"):
         a_decoder()

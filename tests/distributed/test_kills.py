@@ -9,10 +9,9 @@ import sys
 
 import pytest
 
-from tests.distributed.test_ranks import metrics_of
 from tests.support import processes
-from tests.support.command_line import chats, write_jsonl
-from tests.training.test_trainer import assert_same, make_trainer, run
+from tests.support.command_line import chats, metrics_without_times, write_jsonl
+from tests.support.trainers import assert_same, make_trainer, run_training
 
 KILLS, STEPS = int(os.environ.get("KILLS", 4)), int(os.environ.get("STEPS", 40))
 
@@ -29,8 +28,10 @@ def test_killed_ranks_lose_nothing(tmp_path):
     assert done.returncode == 0, told
     assert f"KILLS {KILLS}\n" in done.stdout, told
     print(told)
-    expected = run(make_trainer(tmp_path / "whole", tmp_path, steps=STEPS, rows=1, rows_per_step=6, save_every=1))
-    found = metrics_of(tmp_path / "killed")
+    expected = run_training(
+        make_trainer(tmp_path / "whole", tmp_path, steps=STEPS, rows=1, rows_per_step=6, save_every=1)
+    )
+    found = metrics_without_times(tmp_path / "killed")
     assert [row["step"] for row in found] == list(range(1, STEPS + 1)), told
     for one, other in zip(found, expected, strict=True):
         assert_same(one, {key: other[key] for key in one}, 1e-4)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import itertools
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -16,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training.checkpoint import checkpoints
-from tests.support.command_line import chats, write_jsonl
+from tests.support.command_line import chats, metrics_without_times, write_jsonl
 from tests.support.processes import start_ranks
 from tests.support.ranks_job import a_row, leave_out, spoil
 from tests.support.tiny import tiny_model, tiny_tokenizer
-from tests.training.test_trainer import a_target, assert_same, make_trainer, run
+from tests.support.trainers import a_target, assert_same, make_trainer, run_training
 
 pytestmark = pytest.mark.ranks
 
@@ -61,13 +60,13 @@ def data(tmp_path_factory) -> Path:
 def alone(data, tmp_path_factory) -> tuple[Path, list[dict]]:
     """One process's run, and its metrics."""
     directory = tmp_path_factory.mktemp("alone")
-    return directory, run(make_trainer(directory, data, **TRAIN))
+    return directory, run_training(make_trainer(directory, data, **TRAIN))
 
 
 @pytest.fixture(scope="module")
 def alone_with_muon(data, tmp_path_factory) -> tuple[Path, list[dict]]:
     directory = tmp_path_factory.mktemp("alone_with_muon")
-    return directory, run(make_trainer(directory, data, **MUON))
+    return directory, run_training(make_trainer(directory, data, **MUON))
 
 
 def first_half(source: Path, directory: Path) -> Path:
@@ -111,11 +110,6 @@ def together(data, alone, alone_with_muon, tmp_path_factory) -> Callable[..., Pa
     return made
 
 
-def metrics_of(directory: Path) -> list[dict]:
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in ("tokens_per_s", "data_wait")} for line in lines]
-
-
 def known(rows: list[dict]) -> list[dict]:
     """Rows without the values that are no numbers."""
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
@@ -134,12 +128,12 @@ def assert_same_run(found: list[dict], expected: list[dict], tolerance: float = 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one_process_does(alone, together, name):
-    assert_same_run(metrics_of(together(name)), alone[1])
+    assert_same_run(metrics_without_times(together(name)), alone[1])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_go_on_from_one_processs_checkpoint(alone, together, name):
-    assert_same_run(metrics_of(together(name, "resumed-")), alone[1])
+    assert_same_run(metrics_without_times(together(name, "resumed-")), alone[1])
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -147,7 +141,7 @@ def test_two_ranks_train_beyond_the_paper_as_one_process_does(data, together, tm
     trainer = make_trainer(tmp_path, data, **BEYOND)
     leave_out(trainer, LEFT_OUT)
     spoil(trainer, SPOILT)
-    assert_same_run(known(metrics_of(together(name, "beyond-"))), known(run(trainer)))
+    assert_same_run(known(metrics_without_times(together(name, "beyond-"))), known(run_training(trainer)))
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -155,7 +149,9 @@ def test_two_ranks_train_in_bf16_as_one_process_does(data, together, tmp_path, n
     trainer = make_trainer(tmp_path, data, target=a_target(dtype=torch.bfloat16), **TRAIN)
     leave_out(trainer, LEFT_OUT)
     spoil(trainer, SPOILT)
-    found, expected = (continuous(known(rows)) for rows in (metrics_of(together(name, "low-")), run(trainer)))
+    found, expected = (
+        continuous(known(rows)) for rows in (metrics_without_times(together(name, "low-")), run_training(trainer))
+    )
     assert_same_run(found, expected, BF16_NOISE)
 
 
@@ -164,10 +160,10 @@ def test_two_ranks_train_with_muon_as_one_process_does(alone_with_muon, together
     """From the start, from one process's checkpoint, and one process from theirs."""
     expected = continuous(alone_with_muon[1])
     for kind in ("muon-", "resumed-muon-"):
-        assert_same_run(continuous(metrics_of(together(name, kind))), expected, MUON_NOISE)
+        assert_same_run(continuous(metrics_without_times(together(name, kind))), expected, MUON_NOISE)
     trainer = make_trainer(first_half(together(name, "muon-"), tmp_path / "run"), data, **MUON)
     assert trainer.resume()
-    assert_same_run(continuous(run(trainer, resumed=True)), expected, MUON_NOISE)
+    assert_same_run(continuous(run_training(trainer, resumed=True)), expected, MUON_NOISE)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -176,18 +172,18 @@ def test_one_process_goes_on_from_two_ranks_checkpoint(alone, together, data, tm
     trainer = make_trainer(directory, data, **TRAIN)
     assert trainer.resume()
     assert trainer.step == SAVED
-    assert_same_run(run(trainer, resumed=True), alone[1])
+    assert_same_run(run_training(trainer, resumed=True), alone[1])
 
 
 def test_a_rank_that_is_told_to_stop_stops_both_in_their_step(alone, together, data, tmp_path):
     """One process goes on from their checkpoint as if it had not been."""
     told = together("fsdp2", "told-")
     assert [path.name for path in checkpoints(told)] == [f"step-{step:08d}" for step in (SAVED, TOLD[1])]
-    assert len(metrics_of(told)) == TOLD[1]
+    assert len(metrics_without_times(told)) == TOLD[1]
     trainer = make_trainer(shutil.copytree(told, tmp_path / "run"), data, **TRAIN)
     assert trainer.resume()
     assert trainer.step == TOLD[1]
-    assert_same_run(run(trainer, resumed=True), alone[1])
+    assert_same_run(run_training(trainer, resumed=True), alone[1])
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name in DEEPSPEED])
@@ -206,7 +202,7 @@ def test_deepspeed_gathers_a_checkpoint_tensor_by_tensor(together, name):
 def test_three_ranks_go_on_from_two_ranks_checkpoint(alone, together, data, tmp_path):
     directory = first_half(together("fsdp2"), tmp_path / "run")
     start_ranks(3, "ranks_job", data, [{"out": str(directory), "parallel": CASES["fsdp2"], "train": TRAIN}])
-    assert_same_run(metrics_of(directory), alone[1])
+    assert_same_run(metrics_without_times(directory), alone[1])
 
 
 FAMILIES = ("llama", "qwen3", "mixtral", "gpt_oss", "llama4")
@@ -246,14 +242,14 @@ def test_a_divided_target_trains_as_a_whole_one_does(data, tmp_path, family):
     tiny_model(family).save_pretrained(tmp_path / "target")
     tiny_tokenizer().save_pretrained(tmp_path / "target")
     whole = load_target(TargetConfig(str(tmp_path / "target")), "cpu")
-    expected, cases = run(make_trainer(tmp_path / "whole", data, target=whole, **TRAIN)), []
+    expected, cases = run_training(make_trainer(tmp_path / "whole", data, target=whole, **TRAIN)), []
     for name, parallel in DIVIDED.items():
         for out in (tmp_path / name, first_half(tmp_path / "whole", tmp_path / f"resumed-{name}")):
             case = {"out": str(out), "weights": str(tmp_path / "target"), "parallel": parallel, "train": TRAIN}
             cases.append({**case, "share": 2})
     start_ranks(2, "ranks_job", data, cases, threads=2)
     for case in cases:
-        assert_same_run(metrics_of(Path(case["out"])), expected)
+        assert_same_run(metrics_without_times(Path(case["out"])), expected)
 
 
 WHOLE = ("gpt_oss", "tensor")  # whose plan divides next to nothing

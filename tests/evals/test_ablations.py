@@ -14,7 +14,7 @@ from evals import ablations
 from evals.ablations import gain
 from evals.worker import Worker
 from tests.support.command_line import call, chats, write_jsonl
-from tests.support.talking import make_home
+from tests.support.eval_inputs import make_home
 
 
 @pytest.fixture(scope="module")

@@ -27,38 +27,21 @@ from evals import contenders, figures, latency
 from evals.contenders import Transformers, as_it_comes, serve
 from evals.figures import Answer
 from evals.latency import PLAIN, TRANSFORMERS, Cell, rows_of, take_turns
-from evals.prompts import Asked, Prompts, arrival_times
-from evals.questions import Question
+from evals.prompts import Prompts, arrival_times
 from evals.shapes import ToldEngine
 from evals.stopwatch import breakdown
+from tests.support.clock import taking
 from tests.support.command_line import call
-from tests.support.talking import arguments, make_home
+from tests.support.eval_inputs import NOBODY, arguments, asked, make_home
 from tests.support.tiny import random_tokens, shared_target, tiny_draft
 
 SHARES = [0.8, 0.6, 0.3]
 KEYS = ("accepted_per_depth", "drafted_per_depth")
-NOBODY = Question(0, 0, None, [], [])
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     return make_home(tmp_path_factory.mktemp("latency"))
-
-
-def taking(monkeypatch, clock: list[float], owner: type, name: str, seconds: float) -> None:
-    """Let each call of a method take so long."""
-    real = getattr(owner, name)
-
-    def slow(*arguments, **options):
-        clock[0] += seconds
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(owner, name, slow)
-
-
-def asked(*prompts: list[int], arrivals: list[float] | None = None, **params) -> list[Asked]:
-    at = arrivals or [0.0] * len(prompts)
-    return [Asked(NOBODY, prompt, SamplingParams(**params), second) for prompt, second in zip(prompts, at, strict=True)]
 
 
 def told_engine(tree: str, rows: int = 3, shares: list[float] = SHARES) -> ToldEngine:

@@ -10,7 +10,8 @@ from eagle_train.models.target import Target
 from evals.contenders import serve
 from evals.loads import serve_in_turn, serve_latecomer
 from evals.sides import tell_after_round
-from tests.evals.test_latency import asked, taking
+from tests.support.clock import taking
+from tests.support.eval_inputs import asked
 from tests.support.tiny import random_tokens, shared_target, tiny_draft
 
 

@@ -30,7 +30,7 @@ from evals.figures import Answer
 from evals.mt_bench import Run, ask, check_fit, measure
 from evals.questions import Question, read_questions
 from tests.support.command_line import call
-from tests.support.talking import CONTEXT, arguments, make_home, write_rows
+from tests.support.eval_inputs import CONTEXT, arguments, make_home, write_rows
 
 
 @pytest.fixture(scope="module")

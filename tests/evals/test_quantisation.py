@@ -17,7 +17,7 @@ from evals.figures import Answer
 from evals.quantisation import Timed, feed_forward_bytes, measured
 from evals.questions import Question
 from tests.support.command_line import call
-from tests.support.talking import arguments, make_home, write_rows
+from tests.support.eval_inputs import arguments, make_home, write_rows
 
 WIDTH = 128
 FFN = 3 * 3 * WIDTH * 2 * WIDTH  # weights: layers, matrices, outputs, inputs

@@ -19,7 +19,7 @@ from evals.mt_bench import ask
 from evals.questions import read_questions
 from evals.serving import VLLM, Counts, counted, serve, version_of
 from tests.support.command_line import call
-from tests.support.talking import arguments, make_home
+from tests.support.eval_inputs import arguments, make_home
 
 ROOT = Path(__file__).parents[2]
 OWN_VLLM = ROOT / ".venv-vllm/bin/python"

@@ -32,7 +32,7 @@ from evals.questions import Question
 from evals.sides import PLACEBO, SWITCHES, SamplingAll, over_one, plain_attention, plain_linear, whole_mask
 from evals.switches import Bench, Config, compared, comparison, line
 from tests.support.command_line import call
-from tests.support.talking import arguments, make_home, write_rows
+from tests.support.eval_inputs import arguments, make_home, write_rows
 
 TABLE = "1: {parents: [-1, 0]}\n2: {parents: [-1, 0, 0]}\n3: {parents: [-1]}\n"
 SAMPLED = ("greedy_drafting", "compiled_sampling")

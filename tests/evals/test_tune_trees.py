@@ -18,8 +18,8 @@ from eagle_train.settings import CONF_DIR
 from evals import mt_bench, tune_trees
 from evals.tune_trees import Candidate, acceptance, ranks_of, round_seconds, table, table_yaml, text, tpc_of
 from tests.support.command_line import call
-from tests.support.recorder import recorded
-from tests.support.talking import arguments, make_home
+from tests.support.eval_inputs import arguments, make_home
+from tests.support.graph_recorder import recorded
 
 PROMPTS = [[5, 9, 60], [7], [100, 3, 200, 41, 8], [66, 120]]
 

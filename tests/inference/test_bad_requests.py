@@ -14,7 +14,7 @@ from eagle_train.errors import HALF, UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.paged_kv import BLOCK, WASTE
 from eagle_train.inference.grammar.json_schema import OF_TYPE
-from tests.support.oracle import GREEDY, PROMPTS, answers, cut, token_ids
+from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, token_ids
 from tests.support.tiny import shared_target, tiny_draft, tiny_target, tiny_tokenizer
 
 COUNT = int(os.environ.get("BAD_REQUESTS", "60"))

@@ -12,7 +12,7 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import Attend, Rule, causal_attention
 from eagle_train.ops.compiled import Compiled
-from tests.support.oracle import GREEDY, PROMPTS, answers, cut, guide, token_ids
+from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, guide, token_ids
 from tests.support.tiny import FAMILIES, shared_target, tiny_draft, tiny_target, trained_draft
 
 MOST = 4  # graphs of a forward

@@ -8,8 +8,8 @@ import pytest
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.paged_kv import BLOCK, WASTE
-from tests.support.caches import check_cache, fresh, spoil
-from tests.support.oracle import GREEDY, LENGTH, PROMPTS, answers, cut, fail_at, guide, token_ids
+from tests.support.cache_checks import check_cache, fresh, spoil
+from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, answers, cut, fail_at, guide, token_ids
 from tests.support.tiny import continued, random_tokens, shared_target, tiny_draft
 
 TWICE = [*PROMPTS, *PROMPTS]

@@ -15,7 +15,7 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.paged_kv import BLOCK
 from eagle_train.inference.requests.detokenizer import Detokenizer, Texts
 from eagle_train.inference.requests.sequence import Sequence
-from tests.support.oracle import guide, token_ids
+from tests.support.reference_answers import guide, token_ids
 from tests.support.tiny import random_tokens, tiny_draft, tiny_target
 
 TEXT = "The naïve café’s 東京 menu — 12 €! 👩‍👩‍👧 says: don't  stop\n\tнет, 'ok' . \ufffd é\u0301"

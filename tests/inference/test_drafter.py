@@ -14,8 +14,8 @@ from eagle_train.inference.cache.paged_kv import BLOCK, PagedKV, Prefix, Suffix
 from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, Pending, Plan
 from eagle_train.models.shapes import KVShape
 from eagle_train.models.target import Target
-from tests.support.oracle import token_ids
-from tests.support.recorder import recorded
+from tests.support.graph_recorder import recorded
+from tests.support.reference_answers import token_ids
 from tests.support.tiny import continued, random_tokens, tiny_model
 
 LENGTH = 60

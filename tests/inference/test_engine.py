@@ -20,7 +20,7 @@ from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.ops import threads
 from eagle_train.ops.linear import Linear, packed_of
-from tests.support.oracle import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
+from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
 from tests.support.tiny import (
     FAMILIES,
     LAYERED,

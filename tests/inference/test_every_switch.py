@@ -6,72 +6,29 @@ every slot without a committed token is NaN.
 """
 
 import random
-from collections.abc import Callable
 from functools import cache, partial
 
 import pytest
 
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.cache.paged_kv import BLOCK
-from eagle_train.inference.decode.tree import chain
-from eagle_train.inference.drafters.eagle import Eagle
-from eagle_train.inference.requests.sequence import Sequence
-from tests.support.caches import spoil
-from tests.support.oracle import guide
-from tests.support.tiny import LAYERED, continued, random_tokens, shared_target, tiny_draft, trained_draft
-
-FAMILIES = ["llama", "llama4", "qwen3_moe", "gpt_oss", "gemma2"]
-LENGTH = 20
-STEMS = random_tokens(35, 18, seed=5)
-TAILS = random_tokens(1, 3, 9, seed=6)
-PROMPTS = [stem + tail for stem in STEMS for tail in TAILS]
-SWITCHES = {
-    "tree": ["chain3", "d3_bf2", "n8", {1: "chain3", 2: "d3_bf2", 16: chain(0)}],
-    "alignment": ["accepted", "last"],
-    "drafting": ["greedy", "multinomial", "multinomial_without_replacement"],
-    "norms": ["eagle1", "full"],
-    "first_token": ["self_fusion", "skip"],
-    "max_batch_size": [1, 3, 16],
-    "kv_tokens": [7 * BLOCK, 12 * BLOCK, None],
-    "prefill_tokens": [5, 16, None],
-    "prefix_cache": [(False, 0), (True, 0), (True, 30 * BLOCK)],
-    "overlap": [False, True],
-}
-
-
-@cache
-def answers(family: str) -> list[list[int]]:
-    return [continued(shared_target(family), prompt, LENGTH + 10) for prompt in PROMPTS]
-
-
-def greedy(family: str) -> tuple[list[SamplingParams], list[list[int]]]:
-    """Parameters and answers for `check_tokens`."""
-    return [SamplingParams(max_tokens=LENGTH, ignore_eos=True)] * len(PROMPTS), answers(family)
-
-
-def positions(rng: random.Random) -> dict:
-    return {name: rng.choice(values) for name, values in SWITCHES.items()}
-
-
-def engine_for(
-    family: str, at: dict, rng: random.Random, guide: Callable = guide, draft_of: Callable = tiny_draft
-) -> Engine:
-    """Its draft is right for as many tokens as chance will have it."""
-    target, (prefix_cache, host) = shared_target(family), at["prefix_cache"]
-    draft = draft_of(target, norms=at["norms"], first_token=at["first_token"])
-    names = ("drafting", "max_batch_size", "kv_tokens", "prefill_tokens", "overlap")
-    drafter, settings = Eagle(draft, target, at["alignment"]), {name: at[name] for name in names}
-    engine = Engine(target, drafter, at["tree"], prefix_cache=prefix_cache, host_kv_tokens=host, **settings)
-    if at["drafting"] == "greedy":
-        guide(engine, answers(family), lambda _: rng.randint(0, 3))
-    return engine
+from tests.support.random_settings import (
+    FAMILIES,
+    LENGTH,
+    PROMPTS,
+    SETTINGS,
+    check_tokens,
+    draw_settings,
+    engine_for,
+    greedy,
+)
+from tests.support.tiny import LAYERED, shared_target, trained_draft
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("family", [*FAMILIES, *LAYERED])
 def test_the_tokens_are_the_targets_own(family, seed):
     rng = random.Random(f"{family} {seed}")
-    at = positions(rng)
+    at = draw_settings(rng)
     check_tokens(engine_for(family, at, rng), rng, at, *greedy(family))
 
 
@@ -89,7 +46,7 @@ def drawn(family: str) -> tuple[list[SamplingParams], list[list[int]]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_drawn_is_what_plain_decoding_draws(family, seed):
     rng = random.Random(f"{family} {seed} sampled")
-    at = positions(rng) | {"drafting": "greedy"}
+    at = draw_settings(rng) | {"drafting": "greedy"}
     engine = engine_for(family, at, rng, lambda *_: None, partial(trained_draft, steps=60))
     check_tokens(engine, rng, at, *drawn(family))
 
@@ -99,14 +56,14 @@ def test_what_is_drawn_is_what_plain_decoding_draws(family, seed):
 def test_what_drawn_drafts_come_to_is_as_if_alone(family, seed):
     """Whatever stands otherwise: the tree and its drafts are then part of what a seed stands for."""
     rng = random.Random(f"{family} {seed} drawn")
-    at = positions(rng) | {
-        "tree": rng.choice(SWITCHES["tree"][:3]),
-        "drafting": rng.choice(SWITCHES["drafting"][1:]),
+    at = draw_settings(rng) | {
+        "tree": rng.choice(SETTINGS["tree"][:3]),
+        "drafting": rng.choice(SETTINGS["drafting"][1:]),
     }
     if at["alignment"] == "last":  # who is begun anew has its own tokens read with the target's hidden states
         at["kv_tokens"] = None
     params, _ = drawn(family)
-    others = {name: SWITCHES[name][0] for name in ("max_batch_size", "prefix_cache", "overlap")}
+    others = {name: SETTINGS[name][0] for name in ("max_batch_size", "prefix_cache", "overlap")}
     others |= {"kv_tokens": None, "prefill_tokens": None}
     trained = partial(trained_draft, steps=60)
     alone = engine_for(family, at | others, rng, lambda *_: None, trained)
@@ -114,28 +71,3 @@ def test_what_drawn_drafts_come_to_is_as_if_alone(family, seed):
     assert any(max(output.rounds) > 1 for output in wanted), "some drafts must be accepted"
     engine = engine_for(family, at, rng, lambda *_: None, trained)
     check_tokens(engine, rng, at, params, [output.token_ids for output in wanted])
-
-
-def check_tokens(
-    engine: Engine, rng: random.Random, at: dict, params: list[SamplingParams], wanted: list[list[int]]
-) -> None:
-    """Requests of all kinds, of an engine whose switches stand so; each prompt has its parameters and its answer."""
-    waiting = [(index % len(PROMPTS), index) for index in range(2 * len(PROMPTS))]
-    rng.shuffle(waiting)
-    asked: dict[int, Sequence] = {}
-    cancelled = set()
-    while waiting or engine.scheduler.unfinished:
-        for index, request in (waiting.pop() for _ in range(min(len(waiting), rng.randint(0, 3)))):
-            asked[request] = engine.requests.sequence(index, PROMPTS[index], params[index])
-            engine.enqueue([asked[request]])
-        if asked and rng.random() < 0.05:
-            request = rng.choice(sorted(asked))
-            engine.cancel(asked[request])
-            cancelled.add(request)
-        engine.step()
-        spoil(engine)
-    for request, sequence in asked.items():
-        whole = wanted[request % len(PROMPTS)][:LENGTH]
-        begun = request in cancelled and sequence.generated == whole[: len(sequence.generated)]
-        assert sequence.generated == whole or begun, at
-    assert not any(engine.scheduler.pool.users)

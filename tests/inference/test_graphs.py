@@ -21,9 +21,10 @@ from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from eagle_train.ops.graphs import Padded, Recordings
-from tests.inference.test_every_switch import FAMILIES, check_tokens, engine_for, greedy, positions
-from tests.support.caches import slots_of
-from tests.support.oracle import (
+from tests.support.cache_checks import slots_of
+from tests.support.graph_recorder import Recorder, recorded
+from tests.support.random_settings import FAMILIES, check_tokens, draw_settings, engine_for, greedy
+from tests.support.reference_answers import (
     GREEDY,
     PROMPTS,
     TREES,
@@ -33,7 +34,6 @@ from tests.support.oracle import (
     guide_from_outside,
     token_ids,
 )
-from tests.support.recorder import Recorder, recorded
 from tests.support.tiny import FAMILIES as ALL_FAMILIES
 from tests.support.tiny import random_tokens, shared_target, tiny_draft, tiny_target, tiny_tokenizer, trained_draft
 
@@ -128,7 +128,7 @@ def test_outputs_and_rounds_are_the_same(tree, drafting):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_the_other_switches(family):
     rng = random.Random(f"recorded {family} 0")
-    at = positions(rng)
+    at = draw_settings(rng)
     engine = recorded(engine_for(family, at, rng, guide_from_outside))
     check_tokens(engine, rng, at, *greedy(family))
     assert engine.launcher.validation.made

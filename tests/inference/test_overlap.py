@@ -16,8 +16,18 @@ from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from eagle_train.ops import transfer
-from tests.support.oracle import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, finish_without_waiting, guide, token_ids
-from tests.support.recorder import no_values
+from tests.support.graph_recorder import no_values
+from tests.support.reference_answers import (
+    GREEDY,
+    LENGTH,
+    PROMPTS,
+    TREES,
+    answers,
+    cut,
+    finish_without_waiting,
+    guide,
+    token_ids,
+)
 from tests.support.tiny import (
     continued,
     random_tokens,

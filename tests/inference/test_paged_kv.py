@@ -11,8 +11,8 @@ from eagle_train.inference.cache.paged_kv import BLOCK
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.models.draft import shift_hidden
-from tests.support.caches import Recorder, check_cache, fresh, spoil
-from tests.support.oracle import GREEDY, PROMPTS, TREES, answers, cut, guide, token_ids
+from tests.support.cache_checks import Recorder, check_cache, fresh, spoil
+from tests.support.reference_answers import GREEDY, PROMPTS, TREES, answers, cut, guide, token_ids
 from tests.support.tiny import shared_target, tiny_draft, trained_draft
 
 

@@ -16,8 +16,8 @@ from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.requests.sequence import Sequence
 from eagle_train.models.shapes import KVShape
-from tests.support.caches import check_cache, fresh, spoil
-from tests.support.oracle import guide
+from tests.support.cache_checks import check_cache, fresh, spoil
+from tests.support.reference_answers import guide
 from tests.support.tiny import continued, random_tokens, shared_target, tiny_draft
 
 LENGTH = 24

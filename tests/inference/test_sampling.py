@@ -24,7 +24,7 @@ from eagle_train.inference.decode.sampling import (
 )
 from eagle_train.inference.decode.tree import Tree, chain, full
 from eagle_train.ops.compiled import own_sizes
-from tests.support.exact import GRID, REJECT, WITH, WITHOUT, Toy, by_depth, child, error, make_toy, one_row
+from tests.support.exact_distribution import GRID, REJECT, WITH, WITHOUT, Toy, by_depth, child, error, make_toy, one_row
 
 RAGGED = Tree((-1, 0, 0, 0, 1, 1, 2, 5))
 TREES = {"chain2": chain(2), "chain3": chain(3), "d2_bf2": full(2, 2), "d3_bf2": full(3, 2), "ragged": RAGGED}

@@ -12,7 +12,7 @@ from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
 from eagle_train.inference.cache.paged_kv import BLOCK, WASTE, PagedKV
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.requests.sequence import Sequence
-from tests.support.oracle import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
+from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
 from tests.support.tiny import continued, random_tokens, shared_target, tiny_draft
 
 

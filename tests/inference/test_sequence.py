@@ -6,7 +6,7 @@ from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.requests.sequence import Sequence
 from eagle_train.models.target import Target
-from tests.support.oracle import GREEDY, LENGTH, PROMPTS, answers, cut, guide, token_ids
+from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, answers, cut, guide, token_ids
 from tests.support.tiny import continued, random_tokens, shared_target, tiny_draft, tiny_target, tiny_tokenizer
 
 

@@ -26,7 +26,7 @@ from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.parallel.disaggregated import DecodeEngine
 from eagle_train.inference.requests.sequence import Sequence
-from tests.distributed.test_disaggregated import Nearby
+from tests.support.local_prefill import LocalPrefill
 from tests.support.tiny import random_tokens, tiny_target, tiny_tokenizer, trained_draft
 
 COUNT = int(os.environ.get("SOAK", "45"))
@@ -87,7 +87,7 @@ def table(rng: random.Random) -> dict:
     return dict(zip([*sorted(rng.sample(range(1, 5), 2)), ROWS], rng.sample(trees, 3), strict=True))
 
 
-class Faulty(Nearby):
+class Faulty(LocalPrefill):
     """A prefill process whose answers come while it is `open`. Now and then one is that it could not read, and the
     decode process reads those prompts itself; a mortal one may be gone before, with, or in the midst of an answer, or
     answer something else, and is given up."""

@@ -23,10 +23,10 @@ from eagle_train.models import family, forward, twin
 from eagle_train.models.family import check_family, skeleton
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import Rule, packed_attention
-from tests.models.test_target import packed_and_alone
 from tests.support.command_line import call
+from tests.support.packed_rows import packed_and_alone
+from tests.support.presets import shapes_of
 from tests.support.tiny import SIZES, continued, random_tokens, tiny_draft, tiny_tokenizer
-from tests.training.test_plan import shapes_of
 
 OWN_CONFIGS = {  # what a family's default config lacks
     "ministral": {"head_dim": 128},

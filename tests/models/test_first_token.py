@@ -12,9 +12,9 @@ from eagle_train.inference import Engine
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import Attend, Rule, packed_attention
-from tests.support.oracle import GREEDY, LENGTH, PROMPTS, answers, cut, token_ids
+from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, answers, cut, token_ids
+from tests.support.reference_chains import LENGTHS, documents, draft_inputs, exact_draft
 from tests.support.tiny import shared_target, trained_draft
-from tests.training.test_unroll import LENGTHS, documents, draft_inputs, exact_draft
 
 KINDS = {
     "eagle1": {},

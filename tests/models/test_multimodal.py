@@ -13,9 +13,9 @@ from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training.plan import TargetShape
-from tests.models.test_target import packed_and_alone
 from tests.support.command_line import call, chats, write_jsonl
 from tests.support.multimodal import FAMILIES, multimodal_config, multimodal_model
+from tests.support.packed_rows import packed_and_alone
 from tests.support.tiny import continued, random_tokens, tiny_draft, tiny_tokenizer
 
 every = pytest.mark.parametrize("family", FAMILIES)

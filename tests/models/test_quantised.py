@@ -14,7 +14,7 @@ from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.linear import Fp8Linear, Int4Linear, QuantisedLinear
 from eagle_train.ops.quantise import dequantise, fp8, int4
 from tests.support.command_line import call
-from tests.support.talking import make_home
+from tests.support.eval_inputs import make_home
 from tests.support.tiny import continued, random_tokens, tiny_draft, tiny_target, trained_draft
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}

@@ -21,6 +21,7 @@ from eagle_train.models.target import Target
 from eagle_train.models.weights import fingerprint, refuse_unloaded
 from eagle_train.ops.attention import Rule, packed_attention
 from eagle_train.training.plan import TargetShape
+from tests.support.packed_rows import packed_and_alone
 from tests.support.tiny import FAMILIES, GROUPED_FLOPS, STATEFUL, random_tokens, shared_target, tiny_model, tiny_target
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
@@ -69,19 +70,6 @@ def test_hidden_states_give_the_models_own_logits(family):
     own = target.model(input_ids=tokens).logits
     target.model.set_attn_implementation("eagle_train")
     torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
-
-
-def packed_and_alone(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-    """The hidden states of documents in packed rows, and of each on its own."""
-    lengths = [[11, 1, 8], [20]]
-    documents = random_tokens(*[length for row in lengths for length in row])
-    tokens = torch.tensor([token for document in documents for token in document]).view(2, 20)
-    positions = torch.tensor([[i for length in row for i in range(length)] for row in lengths])
-    alone = [
-        target.hidden_states(torch.tensor([d]), torch.arange(len(d))[None], packed_attention([[len(d)]]))
-        for d in documents
-    ]
-    return target.hidden_states(tokens, positions, packed_attention(lengths)), torch.cat(alone, 1).view(2, 20, -1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

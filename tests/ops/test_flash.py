@@ -16,9 +16,9 @@ from eagle_train.inference.cache import paged_kv
 from eagle_train.models.target import Target
 from eagle_train.ops import attention, flash
 from eagle_train.ops.attention import Rule, Seen, cut, packed_attention, plain_partial, slot_attention, taken_together
-from tests.ops.test_attention import RULES, SINKS, random_qkv
+from tests.support.attention_cases import RULES, SINKS, random_qkv
 from tests.support.flash_on_cpu import flash_on_cpu
-from tests.support.oracle import PROMPTS, token_ids
+from tests.support.reference_answers import PROMPTS, token_ids
 from tests.support.tiny import shared_target, tiny_draft, trained_draft
 
 IN_TORCH_2_11 = (

@@ -7,7 +7,7 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.engine import mean_elements
 from eagle_train.ops import threads
 from eagle_train.ops.threads import LEAST_ELEMENTS, LEAST_WORK, threads_for
-from tests.support.oracle import PROMPTS, answers, token_ids
+from tests.support.reference_answers import PROMPTS, answers, token_ids
 from tests.support.tiny import shared_target, tiny_draft
 
 

@@ -71,3 +71,34 @@ def disk_for(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+TIMES = ("tokens_per_s", "data_wait")
+
+
+def train_arguments(root: Path, *overrides: str) -> list[str]:
+    """Arguments of eagle-train; what is overridden twice has the last value."""
+    return [
+        f"target={root}/target",
+        "data=messages",
+        f"data.path={root}/train.jsonl",
+        f"data.heldout={root}/heldout.jsonl",
+        "data.row_tokens=32",
+        "optim.tokens_per_step=128",
+        "optim.lr=1e-3",
+        "train.micro_batch_rows=2",
+        "train.steps=2",
+        "draft.num_layers=1",
+        "draft.embedding_scale=null",
+        "device=cpu",
+        "target.dtype=float32",
+        *overrides,
+    ]
+
+
+def metrics_without_times(run: Path) -> list[dict]:
+    """Its records, times left out."""
+    return [
+        {name: value for name, value in record.items() if name not in TIMES}
+        for record in read_jsonl(run / "metrics.jsonl")
+    ]

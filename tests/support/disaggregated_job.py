@@ -12,7 +12,7 @@ from eagle_train.artifacts.format import load_draft
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.parallel.disaggregated import DecodeEngine, Line, connect, serve_prefill
 from eagle_train.models.loading import TargetConfig, load_target
-from tests.support.oracle import LENGTH, PROMPTS
+from tests.support.reference_answers import LENGTH, PROMPTS
 
 TEXTS = [*PROMPTS, *PROMPTS]
 

@@ -25,7 +25,7 @@ from eagle_train.training.checkpoint import Parts
 from eagle_train.training.metrics import NoTracker
 from eagle_train.training.trainer import Interrupted, Trainer
 from tests.support.tiny import random_tokens
-from tests.training.test_trainer import a_target, make_trainer, run
+from tests.support.trainers import a_target, make_trainer, run_training
 
 
 def one_run(data: Path, case: dict, world: World) -> None:
@@ -42,7 +42,7 @@ def one_run(data: Path, case: dict, world: World) -> None:
     resumed = trainer.resume()
     with contextlib.suppress(Interrupted):
         if world.is_main:
-            run(trainer, resumed)
+            run_training(trainer, resumed)
         else:
             trainer.train(NoTracker(trainer.directory, {}))
     if "gathered" in case:

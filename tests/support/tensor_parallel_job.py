@@ -14,7 +14,7 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import LMHead, Target
-from tests.support.oracle import LENGTH, PROMPTS
+from tests.support.reference_answers import LENGTH, PROMPTS
 from tests.support.tiny import tiny_draft
 
 

@@ -18,7 +18,7 @@ from eagle_train.training.metrics import MetricsLog, NoTracker
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.trainer import Interrupted, TrainConfig, Trainer
 from tests.support.command_line import call, chats, read_jsonl, save_target, write_jsonl
-from tests.training.test_trainer import make_trainer, run
+from tests.support.trainers import make_trainer, run_training
 
 STEP_S = 3.0
 
@@ -85,7 +85,7 @@ def test_a_pause_is_not_taken_for_the_length_of_a_step():
 
 def test_a_run_of_minutes_follows_its_schedule_by_the_share_that_is_used(ticking, tmp_path, data):
     trainer = trainer_for(tmp_path / "run", data, 8, optim={"decay_share": 0.5, "lr": 1e-3}, l1_weight_end=0.0)
-    rates = [record["lr"] for record in run(trainer)]
+    rates = [record["lr"] for record in run_training(trainer)]
     assert rates == pytest.approx([1e-3] * 5 + [0.75e-3, 0.5e-3, 0.25e-3])
     assert trainer.config.l1_weight_at(trainer.budget.course(8)) == pytest.approx(1 / 8)
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000008"]
@@ -102,20 +102,20 @@ def interrupted(trainer: Trainer, after: int) -> None:
 
 def test_a_resumed_run_has_what_is_left_of_its_minutes(ticking, tmp_path, data):
     options = {"optim": {"decay_share": 0.5}}
-    whole = run(trainer_for(tmp_path / "whole", data, 10, **options))
+    whole = run_training(trainer_for(tmp_path / "whole", data, 10, **options))
     interrupted(trainer_for(tmp_path / "run", data, 10, **options), after=4)
     ticking[0] += 10_000  # nothing runs meanwhile
     trainer = trainer_for(tmp_path / "run", data, 10, **options)
     assert trainer.resume()
-    assert run(trainer, resumed=True) == whole
+    assert run_training(trainer, resumed=True) == whole
     finished = trainer_for(tmp_path / "run", data, 10, **options)
     assert finished.resume()
-    assert run(finished, resumed=True) == whole  # nothing more was done
+    assert run_training(finished, resumed=True) == whole  # nothing more was done
     with pytest.raises(UserError, match=r"^train\.minutes=0\.25: .*step-00000010 has used 0\.5 already; give as many"):
         trainer_for(tmp_path / "run", data, 5, **options).resume()
     longer = trainer_for(tmp_path / "run", data, 12, **options)
     assert longer.resume()
-    assert len(run(longer, resumed=True)) == 12
+    assert len(run_training(longer, resumed=True)) == 12
 
 
 def test_a_run_that_is_stopped_within_its_last_step_still_has_it(ticking, tmp_path, data):
@@ -128,7 +128,7 @@ def test_a_run_that_is_stopped_within_its_last_step_still_has_it(ticking, tmp_pa
     log.close()
     resumed = trainer_for(tmp_path / "run", data, 5, rows=1)
     assert resumed.resume()
-    assert [record["step"] for record in run(resumed, resumed=True)] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in run_training(resumed, resumed=True)] == [1, 2, 3, 4, 5]
     over = trainer_for(tmp_path / "run", data, 5, rows=1)
     assert over.resume()
     assert over.budget.is_over(over.step)

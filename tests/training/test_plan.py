@@ -7,7 +7,6 @@ import weakref
 from importlib.util import find_spec
 from typing import Any
 
-import hydra
 import pytest
 import torch
 import transformers
@@ -21,7 +20,7 @@ from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.loading import TargetConfig
 from eagle_train.ops import attention
 from eagle_train.ops.attention import packed_attention
-from eagle_train.settings import CONF_DIR, build
+from eagle_train.settings import CONF_DIR
 from eagle_train.training import losses, parallelize, plan
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.losses import distillation_loss
@@ -30,9 +29,9 @@ from eagle_train.training.plan import ClusterConfig, TargetShape
 from eagle_train.training.trainer import TrainConfig
 from eagle_train.training.unroll import unroll
 from evals import train_throughput as bench
-from evals.shapes import ShapesConfig
 from tests.support import memory_job
 from tests.support.command_line import call, save_target, write_jsonl
+from tests.support.presets import shapes_of
 from tests.support.processes import start_ranks
 from tests.support.tiny import GROUPED_FLOPS, OTHERS, SIZES, tiny_model, tiny_target
 
@@ -302,11 +301,6 @@ PRESETS = {  # of each: its target (conf/shapes), that one's parameters in billi
     "paper_llama4_maverick": ("llama4_maverick", 401, 8),
     "qwen3_8b": ("qwen3_8b", 8.19, 8),
 }
-
-
-def shapes_of(name: str) -> ShapesConfig:
-    with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
-        return build(ShapesConfig, hydra.compose("commands/latency", [f"shapes={name}"]).shapes, "shapes")
 
 
 @pytest.mark.parametrize("name", PRESETS)

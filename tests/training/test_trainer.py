@@ -4,7 +4,6 @@ import dataclasses
 import math
 import random
 from collections.abc import Callable
-from functools import cache
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -14,8 +13,8 @@ import torch.nn.functional as F
 
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
-from eagle_train.corpus.stream import Batch, PackedRow, Stream, collate, heldout_batches
-from eagle_train.distributed import ALONE, World
+from eagle_train.corpus.stream import Batch, PackedRow, Stream, collate
+from eagle_train.distributed import ALONE
 from eagle_train.errors import UserError
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.loading import TargetConfig, load_target
@@ -25,21 +24,13 @@ from eagle_train.training import trainer as trainer_module
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.budget import Budget
 from eagle_train.training.checkpoint import checkpoints, score_of
-from eagle_train.training.metrics import MetricsLog, NoTracker
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
 from eagle_train.training.trainer import Interrupted, TrainConfig, Trainer, accumulation
 from tests.support.command_line import chats, read_jsonl, write_jsonl
-from tests.support.tiny import random_tokens, tiny_draft, tiny_model, tiny_target, tiny_tokenizer
-from tests.training.test_unroll import PASSES, chains
-
-ROW = 32
-TIMES = ("tokens_per_s", "data_wait")
-
-
-@cache
-def a_target(**changes) -> Target:
-    return tiny_target(tokenizer=tiny_tokenizer(), num_hidden_layers=2, **changes)
+from tests.support.reference_chains import PASSES, chains
+from tests.support.tiny import random_tokens, tiny_draft, tiny_model, tiny_tokenizer
+from tests.support.trainers import ROW, a_target, assert_same, make_trainer, run_training
 
 
 @pytest.fixture(scope="module")
@@ -49,44 +40,6 @@ def data(tmp_path_factory) -> Path:
     for seed, (name, count) in enumerate({"train": 60, "heldout": 12, "other": 60}.items()):
         write_jsonl(directory / f"{name}.jsonl", chats(count, seed))
     return directory
-
-
-def make_trainer(
-    directory: Path,
-    data: Path,
-    *,
-    steps: int = 6,
-    rows: int = 2,
-    rows_per_step: int = 4,
-    target: Target | None = None,
-    file: str = "train",
-    optim: dict | None = None,
-    num_layers: int = 1,
-    draft: Draft | None = None,
-    parallel: ParallelConfig | None = None,
-    world: World = ALONE,
-    **train,
-) -> Trainer:
-    """A run of a fresh draft, as eagle-train makes it: `rows` packed rows a micro-batch, `rows_per_step` a step."""
-    torch.manual_seed(0)  # for noise; weights and the order of data have their own
-    target = target or a_target()
-    config = DataConfig(str(data / f"{file}.jsonl"), heldout=str(data / "heldout.jsonl"), row_tokens=ROW)
-    renderer = ChatRenderer(target.tokenizer)
-    settings = TrainConfig(steps=steps, micro_batch_rows=rows, **train)
-    optim = OptimConfig(**{"lr": 1e-3, "tokens_per_step": rows_per_step * ROW} | (optim or {}))
-    shape = DraftConfig.from_target(target.config, num_layers=num_layers, fc_bias=True)  # parameters of every kind
-    draft = draft or Draft(shape).init_weights(0)
-    return Trainer(
-        settings,
-        optim,
-        target,
-        draft,
-        prepare(draft, optim, parallel or ParallelConfig(), world, target.dtype),
-        Stream(config, renderer, rows, world),
-        heldout_batches(config, renderer, rows, settings.eval_batches),
-        directory,
-        world,
-    )
 
 
 class Given:
@@ -115,14 +68,6 @@ def gradients_of_step(trainer: Trainer) -> tuple[dict, dict[str, torch.Tensor]]:
 
     trainer.backend.step = note
     return trainer.train_step(), found
-
-
-def assert_same(actual: dict, expected: dict, tolerance: float) -> None:
-    """Numbers and tensors, by the norm of what differs."""
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        one, other = torch.as_tensor(actual[name]).double(), torch.as_tensor(value).double()
-        assert (one - other).norm() <= tolerance * other.norm(), (name, one, other)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -306,15 +251,6 @@ def test_loss_falls_on_a_handful_of_rows(tmp_path):
     assert last["top1_agreement"] > first["top1_agreement"] + 0.3
 
 
-def run(trainer: Trainer, resumed: bool = False) -> list[dict]:
-    """All its steps; returns its metrics, times left out."""
-    log = MetricsLog(trainer.directory, NoTracker(trainer.directory, {}), trainer.step if resumed else None)
-    trainer.train(log)
-    log.close()
-    records = read_jsonl(trainer.directory / "metrics.jsonl")
-    return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
-
-
 def same_weights(one: Trainer, other: Trainer) -> bool:
     pairs = zip(one.draft.parameters(), other.draft.parameters(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
@@ -341,17 +277,17 @@ BEYOND = {"feature_noise": 0.1, "l1_weight_end": 0.1, "logits_loss": "lk", "unro
 def test_a_run_that_was_interrupted_is_as_if_it_had_not_been(tmp_path, data, name, breaks, train):
     options = {"optim": {"name": name, **SCHEDULE}, "save_every": 2, "eval_every": 3, **train}
     whole = make_trainer(tmp_path / "whole", data, **options)
-    metrics = run(whole)
+    metrics = run_training(whole)
     assert [record["step"] for record in metrics] == list(range(1, 7))
     for done in breaks:
         first = make_trainer(tmp_path / str(done), data, **options)
         first.train_step = breaking(first, done)
         with pytest.raises(KeyboardInterrupt):
-            run(first)
+            run_training(first)
         second = make_trainer(tmp_path / str(done), data, **options)
         assert second.resume() == (done >= 2)
         assert second.step == done // 2 * 2
-        assert run(second, resumed=done >= 2) == metrics
+        assert run_training(second, resumed=done >= 2) == metrics
         assert same_weights(second, whole)
 
 
@@ -368,11 +304,11 @@ FIRST, WITHIN, BETWEEN, SAVED = (0, 1), (3, 2), (3, 4), (2, 1)
 def test_a_run_that_is_told_to_stop_leaves_its_step_and_repeats_it(tmp_path, data, at):
     options = {"rows": 1, "optim": SCHEDULE, "save_every": 2, "keep": 0, "feature_noise": 0.1}
     whole = make_trainer(tmp_path / "whole", data, **options)
-    metrics = run(whole)
+    metrics = run_training(whole)
     first = stopping_at(make_trainer(tmp_path / "run", data, **options), *at)
     done = at[0]
     with pytest.raises(Interrupted, match=f"^told to stop, {done} of 6 steps done: the same command goes on$"):
-        run(first)
+        run_training(first)
     assert first.micro_batch == at[1]
     assert all(weight.grad is None for weight in first.draft.parameters())
     kept = {0: [], 2: [2], 3: [2, 3]}[done]
@@ -382,11 +318,11 @@ def test_a_run_that_is_told_to_stop_leaves_its_step_and_repeats_it(tmp_path, dat
     again = stopping_at(make_trainer(tmp_path / "run", data, **options), done, 3)
     assert again.resume() == (done > 0)
     with pytest.raises(Interrupted):
-        run(again, resumed=done > 0)
+        run_training(again, resumed=done > 0)
     second = make_trainer(tmp_path / "run", data, **options)
     assert second.resume() == (done > 0)
     assert second.step == done
-    assert run(second, resumed=done > 0) == metrics
+    assert run_training(second, resumed=done > 0) == metrics
     assert same_weights(second, whole)
 
 
@@ -405,10 +341,10 @@ def test_nothing_to_resume(tmp_path, data):
 
 
 def test_a_finished_run_draws_nothing_and_is_not_made_shorter(tmp_path, data):
-    run(make_trainer(tmp_path, data, steps=2))
+    run_training(make_trainer(tmp_path, data, steps=2))
     finished = make_trainer(tmp_path, data, steps=2)
     assert finished.resume()
-    assert run(finished, resumed=True)[-1]["step"] == 2
+    assert run_training(finished, resumed=True)[-1]["step"] == 2
     assert "ahead" not in vars(finished)
     with pytest.raises(UserError, match=r"^train\.steps=1: .*step-00000002 has made 2 already; give as many or more$"):
         make_trainer(tmp_path, data, steps=1).resume()
@@ -444,14 +380,14 @@ def test_every_checkpoint_has_the_score_of_its_own_step(tmp_path, data):
     trainer = make_trainer(tmp_path, data, steps=4, eval_every=3, save_every=2, keep=0)
     saved, save = {}, trainer.save
     trainer.save = lambda score: (saved.update({trainer.step: score}), save(score))
-    metrics = {record["step"]: record.get("heldout_simulated_tpc") for record in run(trainer)}
+    metrics = {record["step"]: record.get("heldout_simulated_tpc") for record in run_training(trainer)}
     assert saved == {2: metrics[2], 4: metrics[4]}
     assert None not in saved.values()
     assert metrics[1] is None
 
 
 def test_when_it_measures_and_saves(tmp_path, data):
-    metrics = run(trainer := make_trainer(tmp_path, data, steps=5, eval_every=2, save_every=2, keep=2))
+    metrics = run_training(trainer := make_trainer(tmp_path, data, steps=5, eval_every=2, save_every=2, keep=2))
     assert [record["step"] for record in metrics if "heldout_simulated_tpc" in record] == [2, 4, 5]
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000004", "step-00000005"]
     assert [record["tokens"] for record in metrics] == [step * trainer.optim.tokens_per_step for step in range(1, 6)]
@@ -461,7 +397,7 @@ def test_when_it_measures_and_saves(tmp_path, data):
 
 
 def test_steps_follow_the_learning_rate(tmp_path, data):
-    metrics = run(make_trainer(tmp_path, data, optim={"lr": 0.8, **SCHEDULE}))
+    metrics = run_training(make_trainer(tmp_path, data, optim={"lr": 0.8, **SCHEDULE}))
     assert [record["lr"] for record in metrics] == pytest.approx([0.4, 0.8, 0.8, 0.8, 0.8 * 2 / 3, 0.8 / 3])
 
 
@@ -639,10 +575,10 @@ def test_a_run_in_which_every_step_was_skipped_fails(tmp_path, data):
         target.model.get_input_embeddings().weight[:] = math.nan
     trainer = make_trainer(tmp_path, data, target=target, steps=3)
     with pytest.raises(UserError, match=r"^all 3 steps were skipped, for their gradients were not finite or too long"):
-        run(trainer)
+        run_training(trainer)
     assert not checkpoints(tmp_path)
     sound = make_trainer(tmp_path, data, steps=3)
     backward = sound.backend.backward
     sound.backend.backward = lambda loss: backward(loss * (math.nan if sound.step < 2 else 1.0))
-    records = run(sound)  # one step is enough
+    records = run_training(sound)  # one step is enough
     assert records[-1]["skipped"] == 2

@@ -14,7 +14,7 @@ import xgrammar
 
 from eagle_train.errors import UserError
 from eagle_train.inference.grammar.guided import ebnf_of
-from tests.inference.grammar.test_promises import accepts, compiled
+from tests.support.byte_grammars import accepts, compiled
 
 LETTERS = 'ab-]^"\\ \né😀\0x4Aro'
 LANGUAGES = [  # a grammar, and its language, as the `regex` module has it

@@ -27,7 +27,7 @@ from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.requests.sequence import Output
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
-from tests.support.oracle import LENGTH, PROMPTS, TREES, answers, cut, fail_at, guide, token_ids
+from tests.support.reference_answers import LENGTH, PROMPTS, TREES, answers, cut, fail_at, guide, token_ids
 from tests.support.tiny import CHARACTERS, tiny_model, tiny_target, tiny_tokenizer, trained_draft
 
 MODES = ["greedy", "multinomial", "multinomial_without_replacement"]

@@ -7,7 +7,6 @@ import ipaddress
 import json
 import random
 import re
-from functools import cache
 
 import pytest
 import torch
@@ -15,31 +14,12 @@ import xgrammar
 
 from eagle_train.errors import UserError
 from eagle_train.inference.grammar.formats import FORMATS
-from eagle_train.inference.grammar.guided import check_grammar, ebnf_of
+from eagle_train.inference.grammar.guided import ebnf_of
 from eagle_train.inference.grammar.json_schema import check_schema
 from eagle_train.inference.grammar.json_text import WHITESPACE
+from tests.support.byte_grammars import accepts, compiled
 
-STOP, LONGEST = 256, 600
-WEIGHTS = [
-    1 + 4 * (32 <= byte < 127) + 60 * (chr(byte) in '"}],:') + 12 * (chr(byte) in "-\\ud8D0159") for byte in range(256)
-]
-
-
-@cache
-def compiler() -> xgrammar.GrammarCompiler:
-    """Of a target with a token for each byte."""
-    texts = [bytes([byte]) for byte in range(256)] + [b""]
-    return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(texts, vocab_size=257, stop_token_ids=[STOP]), max_threads=1)
-
-
-def compiled(grammar: dict) -> xgrammar.CompiledGrammar:
-    check_grammar(grammar)
-    return compiler().compile_grammar(ebnf_of(grammar))
-
-
-def accepts(grammar: dict, text: str) -> bool:
-    state = xgrammar.GrammarMatcher(compiled(grammar))
-    return all(state.accept_token(byte) for byte in text.encode()) and state.is_completed()
+LONGEST = 600  # bytes of a walk
 
 
 def weights(hints: str) -> list[int]:

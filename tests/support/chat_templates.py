@@ -303,7 +303,7 @@ def page() -> str:
         "assistant's turns, from the end of the prompt that a server would be given to the token that ends it; `\\n`",
         "is a line's end. Several documents: the template renders earlier turns in another way, so each turn is learnt",
         "behind the prompt that a server would be given for it. `tests/corpus/test_templates.py` holds the code to",
-        "this page, and `python -m tests.support.templating` writes it. See the same of your own data with",
+        "this page, and `python -m tests.support.chat_templates` writes it. See the same of your own data with",
         "`eagle-train preview=10`.",
         "",
         "The conversations: *one turn* is q1, a1; *several* q1, a1, q2, a2; *system* has s0 before it; *reasoning* is",

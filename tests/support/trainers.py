@@ -1,0 +1,81 @@
+"""Trainers of a tiny draft on packed rows of letters, whole runs of them, and a comparison of what they wrote."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from eagle_train.corpus.render import ChatRenderer
+from eagle_train.corpus.source import DataConfig
+from eagle_train.corpus.stream import Stream, heldout_batches
+from eagle_train.distributed import ALONE, World
+from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.models.target import Target
+from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.metrics import MetricsLog, NoTracker
+from eagle_train.training.optimizer import OptimConfig
+from eagle_train.training.parallelize import prepare
+from eagle_train.training.trainer import TrainConfig, Trainer
+from tests.support.command_line import metrics_without_times
+from tests.support.tiny import tiny_target, tiny_tokenizer
+
+ROW = 32
+
+
+@cache
+def a_target(**changes) -> Target:
+    return tiny_target(tokenizer=tiny_tokenizer(), num_hidden_layers=2, **changes)
+
+
+def make_trainer(
+    directory: Path,
+    data: Path,
+    *,
+    steps: int = 6,
+    rows: int = 2,
+    rows_per_step: int = 4,
+    target: Target | None = None,
+    file: str = "train",
+    optim: dict | None = None,
+    num_layers: int = 1,
+    draft: Draft | None = None,
+    parallel: ParallelConfig | None = None,
+    world: World = ALONE,
+    **train,
+) -> Trainer:
+    """A run of a fresh draft, as eagle-train makes it: `rows` packed rows a micro-batch, `rows_per_step` a step."""
+    torch.manual_seed(0)  # for noise; weights and the order of data have their own
+    target = target or a_target()
+    config = DataConfig(str(data / f"{file}.jsonl"), heldout=str(data / "heldout.jsonl"), row_tokens=ROW)
+    renderer = ChatRenderer(target.tokenizer)
+    settings = TrainConfig(steps=steps, micro_batch_rows=rows, **train)
+    optim = OptimConfig(**{"lr": 1e-3, "tokens_per_step": rows_per_step * ROW} | (optim or {}))
+    shape = DraftConfig.from_target(target.config, num_layers=num_layers, fc_bias=True)  # parameters of every kind
+    draft = draft or Draft(shape).init_weights(0)
+    return Trainer(
+        settings,
+        optim,
+        target,
+        draft,
+        prepare(draft, optim, parallel or ParallelConfig(), world, target.dtype),
+        Stream(config, renderer, rows, world),
+        heldout_batches(config, renderer, rows, settings.eval_batches),
+        directory,
+        world,
+    )
+
+
+def assert_same(actual: dict, expected: dict, tolerance: float) -> None:
+    """The same names; of each number or tensor, the difference's norm is at most `tolerance` of the expected norm."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        one, other = torch.as_tensor(actual[name]).double(), torch.as_tensor(value).double()
+        assert (one - other).norm() <= tolerance * other.norm(), (name, one, other)
+
+
+def run_training(trainer: Trainer, resumed: bool = False) -> list[dict]:
+    """All its steps; returns its metrics, times left out."""
+    log = MetricsLog(trainer.directory, NoTracker(trainer.directory, {}), trainer.step if resumed else None)
+    trainer.train(log)
+    log.close()
+    return metrics_without_times(trainer.directory)
