@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eagle_train.errors import UserError, check, one_line, report
+from eagle_train.hydra_private import argument_parser
 from eagle_train.settings import CONF_DIR, PACKAGE
 from eagle_train.terminal import printable
 from eagle_train.tree_names import ANY_TREE, TREES, tree_of
@@ -108,7 +108,7 @@ def named_path(override: str) -> list[str]:
 
 def check_overrides(config_name: str, arguments: list[str]) -> None:
     """Compose once before Hydra does, so that an unknown key, or one not given, is one line and told at once."""
-    parser = get_args_parser()
+    parser = argument_parser()
     parser.error = refuse  # type: ignore[method-assign]
     given = parser.parse_args(arguments)
     if given.multirun or given.config_dir or given.config_path:  # many configs, or files beside ours

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from eagle_train.errors import UserError, check, one_line, report
+from eagle_train.ops.torch_private import default_store
 
 T = TypeVar("T")
 SIDES = ("data", "files", "votes")
@@ -151,7 +152,7 @@ def leave(status: int = 0, failed: bool = False) -> None:
     """
     several = place()[1] > 1
     if dist.is_initialized() and not failed:
-        store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), range(dist.get_world_size())
+        store, rank, ranks = default_store(), dist.get_rank(), range(dist.get_world_size())
         store.set(f"leaving/{rank}", "")
         store.wait([f"leaving/{each}" for each in ranks])
         dist.destroy_process_group()

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from eagle_train.errors import check
+from eagle_train.ops.torch_private import bf16_on_other_cpus
 
 INT4_GPU, FP8_GPU = (8, 0), (8, 9)  # compute capability from which on a GPU has the product
 # Values of ONEDNN_MAX_CPU_ISA with which oneDNN has bf16 products: AVX-512 BF16, AMX, AVX10 and newer.
@@ -72,17 +73,18 @@ def instructions() -> str:
     """The vector instructions that torch uses on this CPU, for reports: AVX2, AVX512, AVX512 BF16 AMX."""
     own = [torch.backends.cpu.get_cpu_capability()]
     own += ["BF16"] if _cpu_computes_bf16() else []
-    own += ["AMX"] if _cpu_computes_bf16() and torch.cpu._is_amx_tile_supported() else []
+    own += ["AMX"] if _cpu_computes_bf16() and torch.cpu.get_capabilities().get("amx_tile", False) else []
     return " ".join(own)
 
 
 @cache
 def _cpu_computes_bf16() -> bool:
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return bf16_on_other_cpus()
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "DEFAULT"
     allowed = limit.upper().startswith(_BF16_ISAS)
-    return allowed and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    has = torch.cpu.get_capabilities()
+    return allowed and (has.get("avx512_bf16", False) or has.get("amx_tile", False))
 
 
 def resolve_device(name: str) -> str:

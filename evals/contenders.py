@@ -20,6 +20,7 @@ from eagle_train.models.target import Target
 from eagle_train.ops.linear import Linear
 from eagle_train.ops.norm import FastNorm
 from eagle_train.ops.threads import num_threads
+from eagle_train.transformers_private import supports_sdpa
 from evals.prompts import Asked
 
 TRIALS = 3  # of each number of threads
@@ -56,7 +57,7 @@ def as_it_comes(target: Target) -> PreTrainedModel:
             module.__class__ = module.own
         if isinstance(module, RoutedMoe):
             module.routed = False
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    model.set_attn_implementation("sdpa" if supports_sdpa(model) else "eager")
     model.generation_config = GenerationConfig()  # the checkpoint's own would fill in what is left open
     return model
 

@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from eagle_train.cli import command
@@ -39,6 +38,7 @@ from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.loading import DTYPES, TargetConfig, training_dtype
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
+from eagle_train.ops.torch_private import DispatchMode
 from eagle_train.results import prepared_file, provenance, write_json
 from eagle_train.settings import build
 from eagle_train.training.backend import ParallelConfig
@@ -224,7 +224,7 @@ def warm_seconds(function: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-class Products(TorchDispatchMode):
+class Products(DispatchMode):
     """Notes every matrix product, with its operands' shapes, strides and dtypes, so that it can be done again."""
 
     def __init__(self) -> None:

@@ -2,11 +2,11 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.sources import sources
+
 FLOORS = {
     "eagle_train": 0,  # the package's __init__, which is empty
     "eagle_train.ops": 1,
@@ -17,6 +17,7 @@ FLOORS = {
     "eagle_train.progress": 1,
     "eagle_train.terminal": 1,
     "eagle_train.tree_names": 1,
+    "eagle_train.transformers_private": 1,
     "eagle_train.distributed": 1,
     "eagle_train.models": 2,
     "eagle_train.corpus": 2,
@@ -25,6 +26,7 @@ FLOORS = {
     "eagle_train.inference": 4,
     "eagle_train.usage": 5,
     "eagle_train.cli": 5,
+    "eagle_train.hydra_private": 5,
     "eagle_train.commands": 6,
     "eagle_train.train": 6,
     "eagle_train.export": 6,
@@ -41,16 +43,6 @@ STRANGERS = [
 ONLY_WHERE_USED = ("compressed_tensors", "deepspeed", "xgrammar")
 # Of these the floors of commands alone know.
 COMMANDS_ONLY = ("hydra",)
-
-
-def sources() -> dict[str, str]:
-    """The text of every module, by its dotted name; a package's `__init__` has the package's name."""
-    found = {}
-    for folder in ("eagle_train", "evals", "data"):
-        for path in (ROOT / folder).rglob("*.py"):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text("utf-8")
-    return found
 
 
 def room(module: str) -> str | None:

@@ -31,8 +31,8 @@ def made_for(monkeypatch):
 )
 def test_a_cpu_computes_bf16_where_it_has_the_instructions_and_may_use_them(monkeypatch, flags, limit, expected):
     monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: flags[0])
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: flags[1])
+    has = dict(zip(("avx512_bf16", "amx_tile"), flags, strict=True))
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     if limit is not None:

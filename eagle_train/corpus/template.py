@@ -15,11 +15,12 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from eagle_train.corpus.chat import REASONING, Message, reasoning_of
 from eagle_train.corpus.tokens import Span
 from eagle_train.errors import HALF, SURROGATE, UserError, check, one_line
+from eagle_train.transformers_private import compiled_template
 
 CLOCK = "strftime_now"  # the function by which templates read the clock
 GENERATION_PROMPT = "add_generation_prompt"
@@ -102,7 +103,7 @@ class ChatTemplate:
 
     def compiled(self, source: str) -> Any:
         try:
-            return _compile_jinja_template(source)
+            return compiled_template(source)
         except TemplateSyntaxError as error:
             raise TemplateFault(f"the chat template, line {error.lineno}: {one_line(error)}") from error
         except TemplateError as error:

@@ -55,9 +55,9 @@ from eagle_train.inference.requests.sequence import Output, SamplingParams, Sequ
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
-from eagle_train.ops.compiled import own_sizes
 from eagle_train.ops.linear import pack, use_kernels
 from eagle_train.ops.threads import threads_for
+from eagle_train.ops.torch_private import with_own_sizes
 from eagle_train.ops.transfer import to_device
 from eagle_train.progress import progress
 
@@ -192,11 +192,11 @@ class Engine:
         """Run the verification of sampled rounds by torch.compile from now on. Returns calls that have it done for
         these batch sizes, each with its plan. Paper section 3.2: one row, and several; each with top-k or top-p or not.
         """
-        self.verify_sampled = own_sizes(torch.compile(verify_sampled, dynamic=True))
-        self.verify_drawn = own_sizes(torch.compile(verify_drawn, dynamic=True))
+        self.verify_sampled = with_own_sizes(torch.compile(verify_sampled, dynamic=True))
+        self.verify_drawn = with_own_sizes(torch.compile(verify_drawn, dynamic=True))
         shapes = {(min(-(-rows // self.ranks.size), 2), plan): None for rows, plan in sizes}
         jobs = [partial(self.prepare_sampling, rows, plan, top_p) for rows, plan in shapes for top_p in (1.0, 0.5)]
-        torch._dynamo.config.recompile_limit += len(jobs)
+        torch.compiler.config.recompile_limit += len(jobs)
         return jobs
 
     def prepare_sampling(self, rows: int, plan: Plan, top_p: float) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import transformers
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
@@ -23,8 +26,13 @@ from eagle_train.models.probe import TOKENS, UNREACHED, probe
 from eagle_train.models.shapes import check_shape, context_of, layer_config, rope_limit, rope_types
 from eagle_train.models.twin import longest_border, twin_of
 from eagle_train.ops.attention import Attend, Rule, packed_attention
+from eagle_train.transformers_private import is_stateful
 
-AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+AUTO_CLASSES = {  # and the classes that each makes, by that of the config
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING,
+}
 NO_CAUSAL = "is no causal language model; a target goes on with a text, as Llama does"
 STATELESS = ("attention", "full_attention", "sliding_attention", "chunked_attention", "moe", "mlp")  # layers
 ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # of names of classes that go on with a text
@@ -42,7 +50,7 @@ def auto_class(config: Any, place: str) -> type:
     own_code = getattr(config, "auto_map", None) or {}
     own = next((each for each in AUTO_CLASSES if each.__name__ in own_code), None)
     check(own is not None or goes_on(config), f"{place}: {named} {NO_CAUSAL}")
-    found = own or next((each for each in AUTO_CLASSES if type(config) in each._model_mapping), None)
+    found = own or next((each for each, classes in AUTO_CLASSES.items() if type(config) in classes), None)
     check(found is not None, f"{place}: {named} {NO_CAUSAL}")
     return found
 
@@ -71,10 +79,10 @@ def keeps_states(auto: Any, config: Any) -> bool:
 
     Where the config names its layers one by one, these may all be attention; what others keep shows in a twin.
     """
-    found = auto._model_mapping.get(type(config), None)
+    found = AUTO_CLASSES[auto].get(type(config), None)
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ["state"]
-    return bool(getattr(found, "_is_stateful", False)) and any(kind not in STATELESS for kind in kinds)
+    return is_stateful(found) and any(kind not in STATELESS for kind in kinds)
 
 
 def skeleton(config: Any, trust_remote_code: bool, place: str) -> PreTrainedModel:

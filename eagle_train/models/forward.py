@@ -11,6 +11,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from eagle_train.ops.attention import Attend, Rule
+from eagle_train.ops.torch_private import without_torch_function
 
 OURS, PROBED = "eagle_train", "eagle_train_probe"  # attention implementations: the second has the family build masks
 
@@ -74,7 +75,7 @@ class ReachMask(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             found = func(*args, **(kwargs or {}))
         if func in cls.KEEPING:
             found = found.as_subclass(cls)

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from eagle_train.models.shapes import heads_of, rope_limit
+from eagle_train.transformers_private import model_from_config
 
 VOCABULARY = 128
 WINDOW, CHUNK, BORDER, BLOCK = 8, 6, 5, 2  # no two the same, and behind each lies most of a probe's text
@@ -99,7 +100,7 @@ def built(model_class: type[PreTrainedModel], config: Any, squeeze: Squeeze, oth
     try:
         small = small_config(config, squeeze, others)
         with torch.device("meta"):
-            size = sum(weight.numel() for weight in model_class._from_config(small).parameters())
+            size = sum(weight.numel() for weight in model_from_config(model_class, small).parameters())
         return randomised(model_class, small) if size <= NUM_PARAMETERS else None
     except Exception:  # as above
         return None
@@ -215,7 +216,7 @@ def randomised(model_class: type[PreTrainedModel], config: Any) -> PreTrainedMod
     """A model whose matrices, norms, biases and sinks all matter; no other's random numbers are changed by it."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
-        model = model_class._from_config(config, dtype=torch.float32)
+        model = model_from_config(model_class, config, torch.float32)
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape)
             if parameter.ndim > 1:

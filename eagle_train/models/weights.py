@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import align_module_device
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 
 from eagle_train.errors import check
+from eagle_train.ops.torch_private import strided_shard
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ def indices_held(tensor: DTensor, dim: int) -> torch.Tensor:
     def placed(placement: Placement) -> Placement:
         if getattr(placement, "dim", None) != dim:
             return Replicate()
-        return Shard(0) if placement.is_shard() else _StridedShard(0, split_factor=placement.split_factor)
+        return Shard(0) if placement.is_shard() else strided_shard(0, placement.split_factor)
 
     indices = torch.arange(tensor.shape[dim], device=tensor.to_local().device)
     placements = [placed(each) for each in tensor.placements]

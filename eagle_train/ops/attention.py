@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 from eagle_train.hardware import computes_bf16
 from eagle_train.ops import flash
+from eagle_train.ops.torch_private import flash_attention_on_cpu
 from eagle_train.ops.transfer import to_device
 
 MATMUL_LENGTH = 1024  # up to this length a document's scores may exist whole
@@ -144,7 +145,7 @@ def flash_partial(
         mask = mask.to(q.dtype).expand(-1, -1, q.shape[2], -1)
     width = v.shape[-1]
     q, k, v = flash.of_one_width(q, k, v)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=rule.scale)
+    out, lse = flash_attention_on_cpu(q, k, v, mask, rule.scale)
     return out[..., :width], lse
 
 

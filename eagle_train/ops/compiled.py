@@ -7,16 +7,13 @@ Knows no models.
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import config as tracing
-from torch._dynamo.exc import TorchDynamoException
-from torch.fx.experimental import _config as shapes
 
 from eagle_train.errors import UserError, one_line
 from eagle_train.ops.attention import Attend, Rule
+from eagle_train.ops.torch_private import compile_errors, with_own_graphs, with_own_sizes, with_static_floats
 
 Forward = Callable[..., torch.Tensor]
 """forward(*tensors [B, T, ...], attend) -> [B, T, H]"""
@@ -46,11 +43,6 @@ def attended_shape(
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-def own_sizes(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A function by torch.compile, with a size of its own for each dimension: two that are equal once need not be."""
-    return shapes.patch(use_duck_shape=False)(compiled)
-
-
 class Compiled:
     """`forward` by torch.compile; what it computes otherwise, to the last bits.
 
@@ -66,9 +58,8 @@ class Compiled:
 
             return forward(*tensors, attend)
 
-        graph.__code__ = graph.__code__.replace()  # which graphs there are is kept by the code: each has its own
         options = {"guard_filter_fn": shapes_alone}
-        self.graph = torch.compile(graph, dynamic=True, fullgraph=True, options=options)
+        self.graph = torch.compile(with_own_graphs(graph), dynamic=True, fullgraph=True, options=options)
         self.kept = torch.zeros(0, device=device)
 
     def __call__(self, *given: torch.Tensor | Attend) -> torch.Tensor:
@@ -80,14 +71,14 @@ class Compiled:
         finally:
             current.reset(before)
 
-    @own_sizes
-    @tracing.patch(specialize_float=True)  # a model's own numbers stay; else it would be traced twice
+    @with_own_sizes
+    @with_static_floats  # a model's own numbers stay
     def prepare(self, *tensors: torch.Tensor) -> None:
         """Compile for tensors of these sizes. Raises UserError where that fails, for want of a compiler, say."""
         try:
             own = (x.clone() for x in tensors)  # one tensor given twice would be compiled as such
             self(*own, lambda layer, q, k, v, rule: q.new_zeros(*q.shape[:-1], v.shape[-1]))
-        except TorchDynamoException as error:
+        except compile_errors() as error:
             raise UserError(f"compile=True: torch.compile fails: {one_line(error)}") from error
 
 

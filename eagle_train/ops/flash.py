@@ -4,9 +4,6 @@ Sequences lie one behind another, and any may read its keys anywhere, as one run
 slots. Keys in blocks that do not follow one another are not read where they lie: whoever asks gathers them into a copy
 first, for each layer (inference/cache/paged_kv.py). flash-attn, FlashInfer and newer releases of this operator read
 them through a block table and spare that copy, which is not done here. Knows nothing of rules or caches.
-
-`torch.nn.attention.varlen` calls the same operator; this module does too, because its arguments are one and the same
-in every torch from 2.11 on, and because it takes its own keys for each sequence and is differentiable besides.
 """
 
 import math
@@ -17,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from eagle_train.hardware import is_gpu
+from eagle_train.ops.torch_private import flash_attention_varlen
 
 DTYPES = (torch.bfloat16, torch.float16)
 WIDEST = 256  # head, in numbers
@@ -72,19 +70,16 @@ def attention(
     keys has output 0 and log-sum-exp -inf. The host waits for nothing.
     """
     (batch, _, length, _), own = q.shape, sequences
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    out, lse = flash_attention_varlen(
         *(x.transpose(1, 2).flatten(0, 1) for x in of_one_width(q, k, v)),
         own.starts_q,
         own.starts_k,
         own.longest_q,
         own.longest_k,
-        0.0,  # dropout
         own.causal,
-        False,  # no mask to debug by
-        scale=scale,
-        window_size_left=-1 if own.window is None else own.window - 1,  # beside the query's own position
-        window_size_right=0 if own.causal else -1,
-        seqused_k=own.used,
+        scale,
+        own.window,
+        own.used,
     )
     lse = lse.masked_fill(lse == math.inf, -math.inf)  # what the kernel says of a query without keys
     out = out[..., : v.shape[-1]]

@@ -12,6 +12,14 @@ from torch import nn
 
 from eagle_train.hardware import FP8_GPU, INT4_GPU, is_gpu
 from eagle_train.ops.quantise import FP8, GROUP, dequantise, dynamic_fp8, fp8, int4, one_a_byte, two_a_byte
+from eagle_train.ops.torch_private import (
+    fp8_product,
+    fp16_prepacked,
+    fp16_product,
+    int4_packed,
+    int4_product,
+    tensor_version,
+)
 
 FEW_ROWS = range(1, 7)
 SMALL_WEIGHT = 2**21  # elements; beyond, the plain product is the faster one from four rows on
@@ -48,7 +56,7 @@ def linear_on_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     rows, (outputs, inputs) = x.numel() // x.shape[-1], weight.shape
     few = FEW_ROWS.start <= rows < FEW_ROWS.stop
     if rows > 0 and not (x.requires_grad and torch.is_grad_enabled()) and (packed := packed_of(weight)) is not None:
-        out = torch.ops.quantized.linear_dynamic_fp16.default(x if x.ndim > 1 else x.unsqueeze(0), packed)
+        out = fp16_product(x if x.ndim > 1 else x.unsqueeze(0), packed)
     elif few and rows == 1 and inputs <= MOST_INPUTS and outputs % PIECE == 0:
         pieces = weight.unflatten(0, (-1, PIECE))
         row = x.reshape(1, 1, inputs).expand(len(pieces), -1, -1)
@@ -86,13 +94,13 @@ def pack(weight: torch.Tensor) -> None:
         return
     lost = torch.linalg.vector_norm(weight - weight.half())
     if lost <= torch.linalg.vector_norm(weight) * 2**-24:
-        weight.packed = weight._version, torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), None)
+        weight.packed = tensor_version(weight), fp16_prepacked(weight.contiguous())
 
 
 def packed_of(weight: torch.Tensor) -> Any:
     """What `pack` made of a weight, unless it was changed since."""
     version, packed = getattr(weight, "packed", (None, None))
-    return packed if version is not None and version == weight._version else None
+    return packed if version is not None and version == tensor_version(weight) else None
 
 
 def use_fast_linear(model: nn.Module) -> None:
@@ -159,19 +167,16 @@ class Int4Linear(QuantisedLinear):
         """A GPU that has no such product keeps the twin."""
         scales = self.scales.view(torch.bfloat16).t()
         if self.codes.device.type == "cpu":
-            codes = one_a_byte(self.codes).int() + 8
-            self.codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, INNER_TILES)
+            self.codes = int4_packed(one_a_byte(self.codes).int() + 8, INNER_TILES)
         elif is_gpu(self.codes.device, INT4_GPU):
-            self.codes = torch.ops.aten._convert_weight_to_int4pack(self.codes, INNER_TILES)
+            self.codes = int4_packed(self.codes, INNER_TILES)
         else:
             return
         self.scales = torch.stack((scales, torch.zeros_like(scales)), dim=-1).view(torch.int16)  # and zero points
         self.has_kernel = True
 
     def kernel(self, x: torch.Tensor) -> torch.Tensor:
-        aten = torch.ops.aten
-        product = aten._weight_int4pack_mm_for_cpu if x.device.type == "cpu" else aten._weight_int4pack_mm
-        return product(x.bfloat16().contiguous(), self.codes, GROUP, self.scales.view(torch.bfloat16))
+        return int4_product(x.bfloat16().contiguous(), self.codes, GROUP, self.scales.view(torch.bfloat16))
 
 
 class Fp8Linear(QuantisedLinear):
@@ -207,8 +212,7 @@ class Fp8Linear(QuantisedLinear):
     def kernel(self, x: torch.Tensor) -> torch.Tensor:
         (codes, scales), own = dynamic_fp8(x), self.scales.view(torch.float32).t()
         if self.codes.dtype == torch.uint8:
-            weight = self.codes.view(FP8).t()
-            return torch._scaled_mm(codes, weight, scale_a=scales, scale_b=own, out_dtype=torch.bfloat16)
+            return fp8_product(codes, self.codes.view(FP8).t(), scales, own)
         return linear(codes.to(self.codes.dtype), self.codes).float() * scales * own
 
 

@@ -35,10 +35,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from eagle_train.distributed import ALONE, CommonError, World
 from eagle_train.errors import check, one_line
+from eagle_train.ops.torch_private import dtensor_offset
 from eagle_train.results import json_text
 
 FORMAT = 2
@@ -110,9 +110,8 @@ class Parts:
         for number, name in enumerate(optimizer):
             tensor = optimizer[name]
             if isinstance(tensor, DTensor):
-                _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
                 if tensor.to_local().numel():
-                    parts[name], offsets[name] = copied(tensor.to_local()), list(offset)
+                    parts[name], offsets[name] = copied(tensor.to_local()), dtensor_offset(tensor)
             elif number % world.size == world.rank:
                 parts[name], offsets[name] = copied(tensor), [0] * tensor.ndim
             del tensor

@@ -23,7 +23,7 @@ from eagle_train.inference.decode.sampling import (
     verify_sampled,
 )
 from eagle_train.inference.decode.tree import Tree, chain, full
-from eagle_train.ops.compiled import own_sizes
+from eagle_train.ops.torch_private import with_own_sizes
 from tests.support.exact_distribution import GRID, REJECT, WITH, WITHOUT, Toy, by_depth, child, error, make_toy, one_row
 
 RAGGED = Tree((-1, 0, 0, 0, 1, 1, 2, 5))
@@ -233,7 +233,7 @@ def test_compiles_for_one_and_for_many_rows_only(verifier):
     """Paper section 3.2: a dynamic batch dimension leaves two compilations."""
     torch.manual_seed(0)
     counter = CompileCounter()
-    compiled = own_sizes(torch.compile(verifier, backend=counter, dynamic=True, fullgraph=True))
+    compiled = with_own_sizes(torch.compile(verifier, backend=counter, dynamic=True, fullgraph=True))
     for rows in (7, 2, 3, 5, 8, 1):
         arguments = compile_arguments(verifier, rows)
         for ours, theirs in zip(compiled(*arguments), verifier(*arguments), strict=True):

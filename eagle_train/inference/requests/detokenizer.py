@@ -9,7 +9,7 @@ Knows tokenizers; nothing of requests, models or tensors.
 
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast as Fast
+from eagle_train.transformers_private import decodes_as_usual
 
 UNDECODED = "\ufffd"  # stands for bytes that are no character, or not yet
 CONTEXT = 8  # tokens: after the four bytes that a character has at most, it no longer matters where decoding began
@@ -21,8 +21,7 @@ class Texts:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         # What most tokenizers ask, and no more than that: in two thirds of the time.
-        usual = all(getattr(type(tokenizer), name, None) is getattr(Fast, name) for name in ("decode", "_decode"))
-        self.backend = tokenizer.backend_tokenizer if usual else None
+        self.backend = tokenizer.backend_tokenizer if decodes_as_usual(tokenizer) else None
         self.shown: dict[int, bool] = {}
         names = [f"<0x{byte:02X}>" for byte in range(256)]  # as SentencePiece calls them
         tokens = [token for token in tokenizer.convert_tokens_to_ids(names) if token is not None]
