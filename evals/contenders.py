@@ -10,15 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from eagle_train.inference import Engine, Output, SamplingParams, Stats
-from eagle_train.models.experts import RoutedMoe
 from eagle_train.models.target import Target
-from eagle_train.ops.linear import Linear
-from eagle_train.ops.norm import FastNorm
 from eagle_train.ops.threads import num_threads
 from eagle_train.transformers_private import supports_sdpa
 from evals.prompts import Asked
@@ -49,14 +45,9 @@ def serve(engine: Engine, asked: Sequence[Asked]) -> list[Output]:
 
 def as_it_comes(target: Target) -> PreTrainedModel:
     """The target as transformers runs it, with all layers its own; the weights are shared."""
-    model = copy.deepcopy(target.model, {id(weight): weight for weight in target.model.parameters()})
-    for module in model.modules():
-        if type(module) is Linear:
-            module.__class__ = nn.Linear
-        if isinstance(module, FastNorm):
-            module.__class__ = module.own
-        if isinstance(module, RoutedMoe):
-            module.routed = False
+    weights = {id(weight): weight for weight in target.model.parameters()}
+    model, undo = copy.deepcopy((target.model, target.undo), weights)
+    undo()
     model.set_attn_implementation("sdpa" if supports_sdpa(model) else "eager")
     model.generation_config = GenerationConfig()  # the checkpoint's own would fill in what is left open
     return model

@@ -21,6 +21,7 @@ OF_PYTHON = {
 }
 DOCUMENTED = {"_replace", "_asdict", "_fields", "_make"}  # of namedtuples
 OWN = ("self", "cls")
+SURGERY = "eagle_train.models.patches"  # where objects may be given another class
 
 
 def is_private(name: str) -> bool:
@@ -83,6 +84,26 @@ def violations(texts: dict[str, str]) -> list[str]:
         for line, shown in private_uses(text)
         if shown.rsplit(".", 1)[-1] not in OF_PYTHON.get(module, ())
     ]
+
+
+def operations(texts: dict[str, str]) -> list[str]:
+    """Where a module changes the class or the code of an object."""
+    return [
+        f"{module}:{node.lineno}: {ast.unparse(node)}"
+        for module, text in texts.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and node.attr in ("__class__", "__code__")
+    ]
+
+
+def test_classes_are_changed_in_one_module_only():
+    found = operations(sources())
+    assert found
+    assert all(each.startswith(f"{SURGERY}:") for each in found)
+    assert operations({"x": "module.__class__ = Other"}) == ["x:1: module.__class__"]
+    assert operations({"x": "module.__class__.__name__"}) == []
 
 
 def test_private_api_is_used_where_it_is_documented_only():

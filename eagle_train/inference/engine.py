@@ -54,8 +54,8 @@ from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.requests.sequence import Output, SamplingParams, Sequence, Update, is_whole
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.patches import optimize_for_decoding
 from eagle_train.models.target import Target
-from eagle_train.ops.linear import pack, use_kernels
 from eagle_train.ops.threads import threads_for
 from eagle_train.ops.torch_private import with_own_sizes
 from eagle_train.ops.transfer import to_device
@@ -133,8 +133,7 @@ class Engine:
             draft = Eagle(load_draft(draft, target.identity), target)
         elif isinstance(draft, Draft):
             draft = Eagle(copy.deepcopy(draft), target)
-        use_kernels(target.model, target.dtype)
-        pack(target.lm_head.weight)
+        optimize_for_decoding(target.model, target.dtype, [target.lm_head.weight])
         self.target, self.max_batch_size, self.drafting = target, max_batch_size, drafting
         kept = target.kv_layers
         self.cache = PagedKV(kept.kv_shapes, 0, target.dtype, target.device, kept.given)

@@ -2,17 +2,14 @@
 
 transformers runs every expert on every token, most of them on zeros: with 16 experts that multiplies seven times as
 much for the whole model, with 128 more than twenty times. Here the host does not even ask how many chose whom, in bf16
-on Hopper and newer GPUs; elsewhere torch's own grouped product does. Models that are built while this is imported have
-the classes here, whatever is put around their `forward` afterwards (tensor parallelism, offload); `route_experts` turns
-it on.
+on Hopper and newer GPUs; elsewhere torch's own grouped product does. models/patches.py has transformers build these
+classes, and turns the routing on.
 """
 
 import torch
-from torch import nn
 from torch.nn.functional import grouped_mm
 from transformers import Llama4TextConfig
 from transformers.activations import ACT2FN
-from transformers.models.llama4 import modeling_llama4
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
 
 GROUPED = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,14 +65,3 @@ torch.library.define(
 )
 torch.library.impl("eagle_train::routed_experts", "CompositeExplicitAutograd")(routed_experts)
 torch.library.register_fake("eagle_train::routed_experts")(lambda hidden, *_: torch.empty_like(hidden))
-
-modeling_llama4.Llama4TextMoe = RoutedMoe
-modeling_llama4.Llama4TextExperts = RoutedExperts
-
-
-def route_experts(model: nn.Module) -> None:
-    """Let a Llama 4's experts be routed; those of a quantisation's own classes are left as they are, and those in a
-    dtype that torch has no grouped products for."""
-    for module in model.modules():
-        if isinstance(module, RoutedMoe):
-            module.routed = isinstance(module.experts, RoutedExperts) and model.dtype in GROUPED

@@ -5,7 +5,6 @@ it: parameters there are those of checkpoints, and modules may have hooks.
 """
 
 import copy
-from functools import lru_cache
 from itertools import chain
 
 import torch
@@ -19,8 +18,7 @@ from eagle_train.ops.linear import joined
 
 
 def fused(draft: Draft) -> Draft:
-    """The draft with one product for what reads the same input, and without hooks; `draft` is left alone, and shares
-    what stays.
+    """The draft with one product for what reads the same input; `draft` is left alone, and shares what stays.
 
     Quantised modules are to be given before they use a device's kernel.
     """
@@ -30,16 +28,7 @@ def fused(draft: Draft) -> Draft:
         for name, module in parent.named_children():
             if type(module) in FUSED:
                 setattr(parent, name, FUSED[type(module)](module))
-    for module in draft.modules():
-        if module is not draft:
-            module.__class__ = direct(type(module))
     return draft
-
-
-@lru_cache
-def direct(own: type[nn.Module]) -> type[nn.Module]:
-    """The class whose call is its forward: a module's own looks for hooks, which takes as long as a small operation."""
-    return type(own.__name__, (own,), {"__call__": own.forward})
 
 
 class FusedAttention(nn.Module):

@@ -13,12 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from eagle_train.errors import check, foreign
-from eagle_train.models.experts import route_experts
 from eagle_train.models.forward import OURS
+from eagle_train.models.patches import Undo, use_fast_modules
 from eagle_train.models.shapes import KVShape
 from eagle_train.models.weights import whole
 from eagle_train.ops.attention import Attend, Rule, packed_attention
-from eagle_train.ops.norm import use_fast_norms
 
 TOKENS = 24  # of a document that is read
 BOUNDS = {torch.float32: 1e-3}  # of relative errors
@@ -55,19 +54,18 @@ class Layers:
 
 
 @torch.no_grad()
-def probe(model: PreTrainedModel, logits_of: LogitsOf, tokens: torch.Tensor, place: str) -> Layers:
+def probe(model: PreTrainedModel, logits_of: LogitsOf, tokens: torch.Tensor, place: str) -> tuple[Layers, Undo]:
     """Compare a document's logits with the model's own, alone and behind itself in a packed row.
 
-    `tokens`: int64 [1, T]; `place`: what messages begin with. The model is left with our attention, norms and experts.
-    Raises UserError.
+    `tokens`: int64 [1, T]; `place`: what messages begin with. The model is left with our attention and modules; what
+    takes the modules back is returned beside what was seen. Raises UserError.
     """
     family, length = model.config.model_type, tokens.shape[1]
     positions = torch.arange(length, device=tokens.device)[None]
     with foreign(f"{place}: this family ({family}) cannot be run on text alone"):
         model.set_attn_implementation("eager")
         own = whole(model(input_ids=tokens, use_cache=False).logits).float()
-    route_experts(model)  # what is ours from here on must give the same
-    use_fast_norms(model)
+    undo = use_fast_modules(model)  # what is ours from here on must give the same
     layers = Layers()
     attend = layers.noted(packed_attention([[length, length]]))
     with foreign(f"{place}: {UNREACHED.format(family)}"):
@@ -88,7 +86,7 @@ def probe(model: PreTrainedModel, logits_of: LogitsOf, tokens: torch.Tensor, pla
         f"{place}: what stands before a document in its row changes its logits by {error:.1%}; this family ({family}), "
         "which keeps a state beside its attention's keys and values, is not supported",
     )
-    return layers
+    return layers, undo
 
 
 def off(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -19,12 +19,12 @@ from eagle_train.errors import check
 from eagle_train.models.family import check_family
 from eagle_train.models.forward import Reaches, hidden_states
 from eagle_train.models.head import LMHead, lm_head_of
+from eagle_train.models.patches import Undo
 from eagle_train.models.probe import TOKENS, Layers, probe
 from eagle_train.models.shapes import context_of, rope_limit
 from eagle_train.models.weights import fingerprint, refuse_unloaded, whole
 from eagle_train.ops.attention import Attend, lengths_of, packed_attention
 from eagle_train.ops.compiled import Compiled
-from eagle_train.ops.linear import use_fast_linear
 
 
 @dataclass
@@ -53,6 +53,7 @@ class Target:
     together: Any = None
     template_kwargs: dict[str, Any] | None = None
     layers: Layers = field(init=False)
+    undo: Undo = field(init=False)  # gives the model its own modules again
     reaches: Reaches = field(init=False)
     rope_limit: int | None = field(init=False)
     identity: Identity = field(init=False)
@@ -63,7 +64,6 @@ class Target:
         self.reaches = check_family(type(self.model), self.model.config, f"target {self.name}")
         refuse_unloaded(self.model, self.name)
         self.model.eval().requires_grad_(False)
-        use_fast_linear(self.model)
         self.lm_head = lm_head_of(self.model)
         with align_module_device(self.model.get_input_embeddings()):
             self.embedding = whole(self.model.get_input_embeddings().weight)
@@ -152,7 +152,7 @@ class Target:
         return 2.0 ** round(math.log2(ratio.item()) / 2)
 
     def check_states(self) -> None:
-        """LMhead(h) must be the model's own logits, see `probe`; what it says of the layers is kept. Raises UserError.
+        """LMhead(h) must be the model's own logits, see `probe`; what it returns is kept. Raises UserError.
 
         A few tokens will do: what lies behind windows and chunks was seen in a twin (`check_family`).
         """
@@ -162,7 +162,7 @@ class Target:
         def logits_of(tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
             return self.lm_head(self.hidden_states(tokens, positions, attend))
 
-        self.layers = probe(self.model, logits_of, tokens, f"target {self.name}")
+        self.layers, self.undo = probe(self.model, logits_of, tokens, f"target {self.name}")
 
 
 def gathered(own: torch.Tensor, group: Any) -> torch.Tensor:

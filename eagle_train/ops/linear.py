@@ -46,7 +46,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def linear_on_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`linear` in fp32: by the weight in fp16 where it is kept so (`pack`), whatever the number of rows.
+    """`linear` in fp32: by the weight in fp16 where it is kept so (`keep_fp16_copy`), whatever the number of rows.
 
     Else the product of few rows is faster with the weight on the left, where nothing of it is rearranged: 3.0 ms
     against 5.2 for 4 rows, 2.7 against 4.6 for 2, 5.1 against 6.0 for 6. One row's is fastest by pieces of the weight:
@@ -55,7 +55,7 @@ def linear_on_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     """
     rows, (outputs, inputs) = x.numel() // x.shape[-1], weight.shape
     few = FEW_ROWS.start <= rows < FEW_ROWS.stop
-    if rows > 0 and not (x.requires_grad and torch.is_grad_enabled()) and (packed := packed_of(weight)) is not None:
+    if rows > 0 and not (x.requires_grad and torch.is_grad_enabled()) and (packed := fp16_copy_of(weight)) is not None:
         out = fp16_product(x if x.ndim > 1 else x.unsqueeze(0), packed)
     elif few and rows == 1 and inputs <= MOST_INPUTS and outputs % PIECE == 0:
         pieces = weight.unflatten(0, (-1, PIECE))
@@ -80,7 +80,7 @@ def linear_shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 @torch.no_grad()
-def pack(weight: torch.Tensor) -> None:
+def keep_fp16_copy(weight: torch.Tensor) -> None:
     """Keep a frozen weight [N, K] in fp16 beside itself, where a CPU then has a product for it.
 
     In bf16, as checkpoints are, nearly every number is one of fp16 too: the weight is packed where what is lost of it
@@ -90,24 +90,17 @@ def pack(weight: torch.Tensor) -> None:
     """
     plain = type(weight) in (torch.Tensor, nn.Parameter) and not weight.is_inference()
     there = plain and weight.device.type == "cpu" and weight.dtype == torch.float32 and not weight.requires_grad
-    if not there or torch.backends.quantized.engine not in ("x86", "fbgemm") or packed_of(weight) is not None:
+    if not there or torch.backends.quantized.engine not in ("x86", "fbgemm") or fp16_copy_of(weight) is not None:
         return
     lost = torch.linalg.vector_norm(weight - weight.half())
     if lost <= torch.linalg.vector_norm(weight) * 2**-24:
-        weight.packed = tensor_version(weight), fp16_prepacked(weight.contiguous())
+        weight.fp16_copy = tensor_version(weight), fp16_prepacked(weight.contiguous())
 
 
-def packed_of(weight: torch.Tensor) -> Any:
-    """What `pack` made of a weight, unless it was changed since."""
-    version, packed = getattr(weight, "packed", (None, None))
+def fp16_copy_of(weight: torch.Tensor) -> Any:
+    """What `keep_fp16_copy` made of a weight, unless it was changed since."""
+    version, packed = getattr(weight, "fp16_copy", (None, None))
     return packed if version is not None and version == tensor_version(weight) else None
-
-
-def use_fast_linear(model: nn.Module) -> None:
-    """Let a model's plain linear modules be `Linear`s; quantised and parallel ones are left as they are."""
-    for module in model.modules():
-        if type(module) is nn.Linear and type(module.weight) is nn.Parameter:
-            module.__class__ = Linear
 
 
 class QuantisedLinear(nn.Module):
@@ -229,15 +222,3 @@ def joined(*modules: Linear | QuantisedLinear) -> Linear | QuantisedLinear:
     one.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
     one.weight = nn.Parameter(weight, requires_grad=False)
     return one
-
-
-def use_kernels(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let a frozen model's linear modules use their device's products; `dtype`: of what they will be given.
-
-    The model stays as it is, and on that device, from then on.
-    """
-    for module in model.modules():
-        if isinstance(module, QuantisedLinear) and not module.has_kernel:
-            module.use_kernel(dtype)
-        elif isinstance(module, Linear):
-            pack(module.weight)

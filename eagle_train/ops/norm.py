@@ -4,11 +4,9 @@ A CPU has no kernel for it, so that a small one takes as long as its operations 
 """
 
 from functools import lru_cache
-from inspect import signature
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -30,27 +28,7 @@ def scalar(value: float) -> torch.Tensor:
 
 
 class FastNorm:
-    """What a model's plain RMSNorm becomes, with its parameters and all else that its own class has."""
-
-    own: type[nn.Module]  # that class
+    """What models/patches.py puts before a plain RMSNorm's own class: its parameters, and `rms_norm`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.variance_epsilon)
-
-
-@torch.no_grad()
-def use_fast_norms(model: nn.Module) -> None:
-    """Let a model's norms in fp32 on a CPU be `rms_norm`, where that is what they compute."""
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        named = hasattr(module, "variance_epsilon") and type(weight) is nn.Parameter
-        alone = named and len(signature(module.forward).parameters) == 1  # others take a gate beside x
-        if alone and not isinstance(module, FastNorm) and weight.device.type == "cpu" and weight.dtype == torch.float32:
-            x = torch.linspace(-1, 2, weight.numel())
-            if torch.allclose(module(x), rms_norm(x, weight, module.variance_epsilon), rtol=1e-5, atol=1e-6):
-                module.__class__ = fast(type(module))
-
-
-@lru_cache
-def fast(own: type[nn.Module]) -> type[nn.Module]:
-    return type(own.__name__, (FastNorm, own), {"own": own})

@@ -9,12 +9,9 @@ from eagle_train.ops import linear as module
 from eagle_train.ops.linear import (
     Fp8Linear,
     Int4Linear,
-    Linear,
+    fp16_copy_of,
+    keep_fp16_copy,
     linear,
-    pack,
-    packed_of,
-    use_fast_linear,
-    use_kernels,
 )
 from eagle_train.ops.quantise import dequantise, dynamic_fp8, fp8, int4
 
@@ -70,21 +67,21 @@ def test_only_few_rows_of_small_weights_leave_the_plain_way(monkeypatch: pytest.
 def packable(*shape: int) -> torch.Tensor:
     """A frozen weight as bf16 checkpoints have them, packed."""
     weight = torch.randn(shape).bfloat16().float() / 16
-    pack(weight)
+    keep_fp16_copy(weight)
     return weight
 
 
 @pytest.fixture
 def packed_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of all products with a packed weight."""
-    rows, found = [], module.packed_of
+    rows, found = [], module.fp16_copy_of
 
     def noting(weight: torch.Tensor) -> object:
         packed = found(weight)
         rows.append(packed is not None)
         return packed
 
-    monkeypatch.setattr(module, "packed_of", noting)
+    monkeypatch.setattr(module, "fp16_copy_of", noting)
     return rows
 
 
@@ -109,7 +106,7 @@ def test_packed_weights_equal_the_plain_twin(
 @needs_packing
 def test_what_is_packed() -> None:
     """What fp16 holds as well as fp32 does, is frozen, and stays as it was."""
-    assert packed_of(packable(40, 24)) is not None
+    assert fp16_copy_of(packable(40, 24)) is not None
     for weight in (
         torch.randn(40, 24),
         torch.randn(40, 24).bfloat16().float() * 1e5,
@@ -117,11 +114,11 @@ def test_what_is_packed() -> None:
         torch.randn(40, 24).bfloat16(),
         nn.Parameter(torch.randn(40, 24).bfloat16().float()),
     ):
-        pack(weight)
-        assert packed_of(weight) is None
+        keep_fp16_copy(weight)
+        assert fp16_copy_of(weight) is None
     x, weight = torch.randn(4, 24), packable(40, 24)
     weight.mul_(2)
-    assert packed_of(weight) is None
+    assert fp16_copy_of(weight) is None
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
 
 
@@ -145,20 +142,6 @@ def test_packed_weights_compiled(packed_products: list[int]) -> None:
     assert packed_products[-3:] == [True] * 3
 
 
-def test_a_model_keeps_its_parameters_and_special_linears() -> None:
-    class Quantised(nn.Linear):
-        pass
-
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Quantised(8, 8), nn.Linear(8, 4, bias=False)))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    x = torch.randn(4, 8)
-    plain = model(x)
-    use_fast_linear(model)
-    assert [type(layer) for layer in (model[0], *model[1])] == [Linear, Quantised, Linear]
-    torch.testing.assert_close(model.state_dict(), before)
-    torch.testing.assert_close(model(x), plain)
-
-
 # The largest relative error of a row's product against the twin's: both are exact but for sums and for results in bf16.
 BOUNDS = {(Int4Linear, torch.float32): 2**-8, (Fp8Linear, torch.float32): 1e-6}
 ROWS = [(0, 256), (1, 256), (3, 256), (2, 4, 256), (2, 0, 256), (256,), (65, 256)]
@@ -178,7 +161,7 @@ def test_a_kernel_equals_its_twin(made, has_bias: bool, shape: tuple[int, ...], 
     twin = quantised(x)
     if has_bias:
         torch.testing.assert_close(twin, made.of(random(48, 256))(x) + bias)
-    use_kernels(quantised, dtype)
+    quantised.use_kernel(dtype)
     assert quantised.has_kernel
     check_close(quantised(x), twin, BOUNDS.get((made, dtype), 2**-7))
     assert (twin.dtype, twin.shape) == (dtype, (*shape[:-1], 48))
@@ -209,9 +192,9 @@ def test_the_product_of_gpus_with_fp8_units() -> None:
 def test_fp8_activations_have_a_scale_for_each_row() -> None:
     quantised, x = Fp8Linear.of(random(48, 256)), random(4, 256, seed=1)
     loud = torch.cat((x, 1e6 * x[:1]))
-    for _ in range(2):
-        torch.testing.assert_close(quantised(loud)[:4], quantised(x))
-        use_kernels(quantised, torch.float32)
+    torch.testing.assert_close(quantised(loud)[:4], quantised(x))
+    quantised.use_kernel(torch.float32)
+    torch.testing.assert_close(quantised(loud)[:4], quantised(x))
 
 
 @pytest.mark.parametrize("made", [Int4Linear, Fp8Linear])
@@ -221,11 +204,9 @@ def test_a_conversion_of_the_model_leaves_codes_and_scales_alone(made) -> None:
     before = model(x)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         assert torch.equal(model.to(dtype)(x), before)
-    use_kernels(model, torch.float32)
+    model[0].use_kernel(torch.float32)
     before = model(x)
     assert torch.equal(model.to(torch.bfloat16).to(torch.float32)(x), before)
-    use_kernels(model, torch.float32)  # there already
-    assert torch.equal(model(x), before)
 
 
 def test_what_a_weight_takes_up() -> None:
@@ -234,7 +215,7 @@ def test_what_a_weight_takes_up() -> None:
     }
     assert size == {Int4Linear: 64 * 128 + 64 * 2 * 2, Fp8Linear: 64 * 256 + 64 * 4}
     ready = Int4Linear.of(random(64, 256))
-    use_kernels(ready, torch.float32)
+    ready.use_kernel(torch.float32)
     assert sum(buffer.nbytes for buffer in ready.buffers()) == 64 * 128 + 64 * 2 * 4  # a zero point beside each scale
 
 
@@ -244,5 +225,5 @@ def test_what_a_weight_takes_up() -> None:
 def test_a_gpus_kernel_equals_the_twin(made, shape: tuple[int, ...]) -> None:
     quantised, x = made.of(random(48, 256)), random(*shape, seed=1).bfloat16()
     twin = quantised(x)
-    use_kernels(quantised.cuda(), torch.bfloat16)
+    quantised.cuda().use_kernel(torch.bfloat16)
     check_close(quantised(x.cuda()).cpu(), twin, 2**-7)

@@ -16,11 +16,11 @@ from eagle_train.inference.decode.sampling import propose, restrict
 from eagle_train.inference.drafters.drafter import MOST_UNREAD, Choice, Drafted, Level, Pending, Plan, pick
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.fused import fused
+from eagle_train.models.patches import optimize_for_decoding
 from eagle_train.models.shapes import KVShape
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import Attend
 from eagle_train.ops.compiled import Compiled, Forward
-from eagle_train.ops.linear import pack, use_kernels
 
 ALIGNMENTS = ("accepted", "last")
 
@@ -41,8 +41,7 @@ class Eagle:
         self.draft = fused(draft.to(target.device, target.dtype).eval().requires_grad_(False))
         self.target, self.alignment = target, alignment
         self.head = Head(self.draft, target.lm_head)
-        use_kernels(self.draft, target.dtype)
-        pack(self.head.lm_head.weight)
+        optimize_for_decoding(self.draft, target.dtype, [self.head.lm_head.weight], drop_hooks=True)
         shape = KVShape(draft.config.num_kv_heads, draft.config.head_dim, draft.config.head_dim)
         self.cache = PagedKV(dict.fromkeys(range(draft.config.num_layers), shape), 0, target.dtype, target.device)
         self.caches = [self.cache]

@@ -1,0 +1,138 @@
+"""All surgery on a loaded model: its modules' classes are changed for ours, which compute the same in less time.
+
+`use_fast_modules` is what every target has, in training and decoding alike; `Target` calls it, and compares the model's
+logits before and after (models/probe.py). `optimize_for_decoding` is what an engine adds, to its target and to its
+draft, which then stay as they are. Either returns an `Undo`. Knows nothing of engines, caches or training.
+
+Classes are changed where a module lies, because what is around a module of transformers (tied weights, hooks, names of
+checkpoints) would not survive another module in its place. Llama 4's experts have their class from the start, see
+`register_experts`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from inspect import signature
+
+import torch
+from torch import nn
+from transformers.models.llama4 import modeling_llama4
+
+from eagle_train.models.experts import GROUPED, RoutedExperts, RoutedMoe
+from eagle_train.ops.linear import Linear, QuantisedLinear, fp16_copy_of, keep_fp16_copy
+from eagle_train.ops.norm import FastNorm, rms_norm
+
+
+@dataclass
+class Undo:
+    """Takes changes back when it is called, the last one first. Copied together with a model, it is the copy's:
+    `copy.deepcopy((model, undo))`."""
+
+    classes: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list)  # those that modules had
+    routed: list[RoutedMoe] = field(default_factory=list)
+    copied: list[torch.Tensor] = field(default_factory=list)  # weights that are kept in fp16 besides
+
+    def swap(self, module: nn.Module, new: type[nn.Module]) -> None:
+        """Change a module's class."""
+        self.classes.append((module, type(module)))
+        module.__class__ = new
+
+    def __call__(self) -> None:
+        for module, own in reversed(self.classes):
+            module.__class__ = own
+        for module in self.routed:
+            module.routed = False
+        for weight in self.copied:
+            del weight.fp16_copy
+        self.classes, self.routed, self.copied = [], [], []
+
+
+def use_fast_modules(model: nn.Module) -> Undo:
+    """Let a model's plain linear modules, norms and Llama 4 experts be ours: fewer operations, the same results.
+
+    Left as they are: modules of a quantisation's or parallelism's own classes, and norms that compute something else
+    than `rms_norm` or lie elsewhere than on a CPU in fp32.
+    """
+    undo = Undo()
+    for module in model.modules():
+        if type(module) is nn.Linear and type(module.weight) is nn.Parameter:
+            undo.swap(module, Linear)
+        elif _is_plain_norm(module):
+            undo.swap(module, _with_fast_norm(type(module)))
+        elif isinstance(module, RoutedMoe) and not module.routed:
+            # Others have no grouped product in torch, or are a quantisation's.
+            module.routed = isinstance(module.experts, RoutedExperts) and model.dtype in GROUPED
+            undo.routed += [module] if module.routed else []
+    return undo
+
+
+def optimize_for_decoding(
+    model: nn.Module, dtype: torch.dtype, weights: Iterable[torch.Tensor] = (), drop_hooks: bool = False
+) -> Undo:
+    """Let a frozen model's products be the fastest of its device; it stays as it is, and there, until this is undone.
+
+    `dtype`: of the activations that it will be given. `weights` [N, K]: more that `ops.linear.linear` multiplies with,
+    the LM head's, say. On a CPU in fp32 weights are kept in fp16 besides where no result changes (`keep_fp16_copy`).
+    `drop_hooks`: modules inside the model are called without looking for hooks, which takes as long as a small
+    operation; not for models that Accelerate or tensor parallelism hooked.
+
+    Quantised modules take their device's layout, which is not undone.
+    """
+    undo = Undo()
+    for module in model.modules():
+        if isinstance(module, QuantisedLinear):
+            if not module.has_kernel:
+                module.use_kernel(dtype)
+        elif isinstance(module, Linear):
+            _copy_in_fp16(module.weight, undo)
+        if drop_hooks and module is not model:
+            undo.swap(module, _without_hooks(type(module)))
+    for weight in weights:
+        _copy_in_fp16(weight, undo)
+    return undo
+
+
+def _copy_in_fp16(weight: torch.Tensor, undo: Undo) -> None:
+    if fp16_copy_of(weight) is None:
+        keep_fp16_copy(weight)
+        undo.copied += [] if fp16_copy_of(weight) is None else [weight]
+
+
+@torch.no_grad()
+def _is_plain_norm(module: nn.Module) -> bool:
+    """Whether a module is a root-mean-square norm on a CPU in fp32: by what it computes, as families name theirs as
+    they like."""
+    weight = getattr(module, "weight", None)
+    if isinstance(module, FastNorm) or not hasattr(module, "variance_epsilon") or type(weight) is not nn.Parameter:
+        return False
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return False
+    if len(signature(module.forward).parameters) != 1:  # it takes a gate beside x
+        return False
+    x = torch.linspace(-1, 2, weight.numel())
+    return torch.allclose(module(x), rms_norm(x, weight, module.variance_epsilon), rtol=1e-5, atol=1e-6)
+
+
+@lru_cache
+def _with_fast_norm(own: type[nn.Module]) -> type[nn.Module]:
+    """A norm's class with our forward, and all else that it has."""
+    return type(own.__name__, (FastNorm, own), {})
+
+
+@lru_cache
+def _without_hooks(own: type[nn.Module]) -> type[nn.Module]:
+    """A class whose call is its forward."""
+    return type(own.__name__, (own,), {"__call__": own.forward})
+
+
+def register_experts() -> None:
+    """Let transformers build Llama 4's experts of our classes, which do as theirs until `use_fast_modules`.
+
+    Before a model is built and not after: what tensor parallelism and offload then put around a module's `forward`
+    calls ours.
+    """
+    modeling_llama4.Llama4TextMoe = RoutedMoe
+    modeling_llama4.Llama4TextExperts = RoutedExperts
+
+
+register_experts()
