@@ -1,4 +1,5 @@
 # A virtual environment in .venv with the tested versions; installs nothing twice.
+# VENV and CONSTRAINTS: another directory for it, and another file of versions.
 # Usage: bash launch/setup.sh [EXTRA]     EXTRA: a group of optional dependencies in pyproject.toml, e.g. test
 # The other scripts source it, which puts them into the repository's root, and call set_up.
 set -euo pipefail
@@ -24,23 +25,23 @@ find_python() {
 }
 
 set_up() {
-  local extra="${1:-}" stamp stamps wanted python
-  stamp=".venv/.installed${extra:+-$extra}"
-  wanted=$(cat pyproject.toml launch/constraints.txt | cksum)
+  local extra="${1:-}" venv="${VENV:-.venv}" constraints="${CONSTRAINTS:-launch/constraints.txt}" stamp stamps wanted python
+  stamp="$venv/.installed${extra:+-$extra}"
+  wanted=$(cat pyproject.toml "$constraints" | cksum)
   stamps=("$stamp")
-  [ -n "$extra" ] || stamps+=(.venv/.installed-*) # which have more
+  [ -n "$extra" ] || stamps+=("$venv"/.installed-*) # which have more
   if ! grep -qsxF "$wanted" "${stamps[@]}"; then
-    if [ ! -x .venv/bin/python ]; then
+    if [ ! -x "$venv/bin/python" ]; then
       python=$(find_python)
-      echo "creating .venv with $("$python" --version)"
-      "$python" -m venv .venv
+      echo "creating $venv with $("$python" --version)"
+      "$python" -m venv "$venv"
     fi
-    echo "installing eagle_train${extra:+ with its $extra dependencies} into .venv (some minutes the first time)"
+    echo "installing eagle_train${extra:+ with its $extra dependencies} into $venv (some minutes the first time)"
     # Python compiles a module when it is first imported; of those installed, most never are.
-    .venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c launch/constraints.txt -e ".${extra:+[$extra]}"
+    "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check -c "$constraints" -e ".${extra:+[$extra]}"
     echo "$wanted" >"$stamp"
   fi
-  export PATH="$PWD/.venv/bin:$PATH"
+  export PATH="$PWD/$venv/bin:$PATH"
 }
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then

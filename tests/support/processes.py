@@ -4,6 +4,7 @@ A watchdog ends those that hang, which is that they use no processor for minutes
 """
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import signal
@@ -157,4 +158,4 @@ def one_rank(job: str, arguments: tuple, rank: int, size: int, port: int, thread
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(threads)
-    __import__(job).main(*arguments)
+    importlib.import_module(f"{__package__}.{job}").main(*arguments)
