@@ -12,6 +12,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 PAGES = {
     "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
     "LICENSE": "license.md",
     "data/tiny_target/README.md": "tiny_target.md",
 }

@@ -5,7 +5,7 @@
 set_up test
 ruff check .
 ruff format --check .
-shellcheck .ci/run launch/*.sh launch/slurm/*
+shellcheck .ci/run examples/*.sh launch/*.sh launch/slurm/*
 NO_MKDOCS_2_WARNING=1 mkdocs build --strict # a broken link or a page without a place is an error
 # A process for each core, four at most: what one of them waits for, another does not.
 pytest --numprocesses logical --maxprocesses 4 --dist worksteal "$@"

@@ -8,6 +8,7 @@ behind the documented ones.
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,8 +36,8 @@ PROGRAMS: dict[str, tuple[Callable[[], None], list[str]]] = {
 }
 LOOKS = ("plan=true", "preview=")  # runs of eagle-train that train nothing, so there is nothing to make small
 FURTHER = {"rounding=gptq": ["calibration_tokens=128"], "tracking=wandb": ["tracking.mode=disabled"]}
-# Commands of the shell, run in the repository's root.
-SHELL = ("ruff check .", "ruff format --check .")
+# What commands of the shell begin with; they run in the repository's root.
+SHELL = ("ruff", "pytest tests/")
 ENVIRONMENT = "source .venv/bin/activate"  # which launch/setup.sh makes, and no process can do for another
 COMMANDS = [each for page in PAGES for each in shell_commands(page)]
 
@@ -47,7 +48,7 @@ def program_of(line: str) -> str | None:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.line[:60])
 def test_each_command_is_run_or_says_why_not(command):
-    run = program_of(command.line) or command.line in (*SHELL, ENVIRONMENT)
+    run = program_of(command.line) or command.line.startswith((*SHELL, ENVIRONMENT))
     assert command.mark or run, f"{command.page}: {command.line}: mark it (# needs a GPU, ...), or add its program here"
 
 
@@ -100,8 +101,8 @@ def small(words: list[str], overrides: list[str]) -> list[str]:
 def run(command: Command) -> None:
     if command.line == ENVIRONMENT:
         return
-    if command.line in SHELL:
-        subprocess.run(shlex.split(command.line), cwd=ROOT, check=True)
+    if command.line.startswith(SHELL):
+        subprocess.run([sys.executable, "-m", *shlex.split(command.line)], cwd=ROOT, check=True)
         return
     name = program_of(command.line)
     main, overrides = PROGRAMS[name]

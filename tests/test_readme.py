@@ -35,6 +35,8 @@ COMMANDS = {f"python -m evals.{name}": name for name in CONFIGS if (ROOT / "eval
     "launch/slurm/train.sbatch": "train",
     "-m eagle_train.generate": "generate",
 }
+# What CONTRIBUTING has the reader make.
+TO_BE_MADE = {"conf/target/qwen3_8b.yaml", "conf/tree/comb.yaml", "conf/data/dialog.yaml"}
 FILE = re.compile(r"(?<![\w/.*-])(?:eagle_train|conf|launch|data|tests|evals|docs)/[\w./-]*\w")
 OVERRIDE = re.compile(r"(?<![\w./\[-])([a-z]\w*(?:\.\w+)+)=(?!=)")
 
@@ -106,7 +108,7 @@ def test_each_override_is_one(file):
 @pytest.mark.parametrize("file", [*PAGES, *YAMLS, *SCRIPTS])
 def test_each_file_is_there(file):
     """As it stands, or from the package on."""
-    named = {found[0] for found in FILE.finditer(text_of(file))}
+    named = {found[0] for found in FILE.finditer(text_of(file))} - TO_BE_MADE
     assert {each for each in named if not any((ROOT / above / each).exists() for above in ("", "eagle_train"))} == set()
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))
-PAGES = ("README.md", *GUIDES, "data/tiny_target/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *GUIDES, "data/tiny_target/README.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FRAGMENT = re.compile(r"^ +```.*?^ +```", re.MULTILINE | re.DOTALL)  # of a file, below an item of a list
 # A command that no test runs says why, on its line or on a line of comment above it.
 MARK = re.compile(r"#.*\b(needs (a GPU|a cluster|a server|the hub|vLLM)|takes( \d+)? minutes)\b")
 
@@ -33,7 +34,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 def codes(page: str) -> list[str]:
     """Code of a page that is not Python: the lines of its blocks, continued ones joined, and spans in the text."""
-    text = text_of(page)
+    text = FRAGMENT.sub("", text_of(page))
     shown = [code for language, code in BLOCK.findall(text) if language != "python"]
     lines = [line for block in shown for line in block.replace("\\\n", " ").splitlines()]
     return lines + [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
