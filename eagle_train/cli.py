@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -237,11 +237,13 @@ def tell_plainly() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def warning_text(message: Any, category: type[Warning], file: str, line: int, source: str | None = None) -> str:
+def warning_text(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """A warning as it is printed: where in the code it arose is told of other libraries' alone."""
-    if category is UserWarning and any(Path(file).is_relative_to(folder) for folder in OWN):
+    if category is UserWarning and any(Path(filename).is_relative_to(folder) for folder in OWN):
         return f"warning: {printable(' '.join(str(message).split()))}\n"
-    return FORMAT_WARNING(message, category, file, line, source)
+    return FORMAT_WARNING(message, category, filename, lineno, line)
 
 
 def reader_left() -> bool:

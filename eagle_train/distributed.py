@@ -133,7 +133,7 @@ def meet(backend: str, timeout: timedelta) -> None:
 def run(job: Callable[[], int]) -> None:
     """This process's part of a job from start to end; `job` returns the exit status. See `leave`."""
     try:
-        status = record(job)()  # a launcher tells the first error of all ranks by what this notes
+        status = record(job)() or 0  # a launcher tells the first error of all ranks by what this notes
     except UserError as error:
         if place()[1] == 1:
             raise
@@ -164,7 +164,7 @@ def leave(status: int = 0, failed: bool = False) -> None:
             for child in multiprocessing.active_children():
                 child.terminate()  # nobody told them to end, and what follows waits for them
         else:
-            threading._shutdown()  # as multiprocessing ends its children
+            threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its children
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -25,7 +25,7 @@ def check(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException | None) -> str:
     """The first line of a library's message, which is the one that says what is wrong."""
     return " ".join(str(error).strip().split("\n")[0].split())
 

@@ -5,7 +5,7 @@ each dataclass lives with the code that reads it. DESIGN section 3.10.
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -23,7 +23,7 @@ def build(cls: type[T], values: Any, field: str) -> T:
     """`values` as the dataclass `cls`; unknown keys and wrong types are refused with a UserError that names `field`."""
     check(isinstance(values, Mapping), f"{field}={values!r}: must be a mapping")
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
+        return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values)))
     except OmegaConfBaseException as error:
         own = error.full_key or misfit(cls, values)
         key = ".".join(part for part in (field, own) if part)
@@ -55,7 +55,7 @@ def instantiate(spec: Mapping[str, Any], field: str) -> Any:
 
     Raises UserError, naming `field`, for a name that is nothing to call, and for keys that it does not take.
     """
-    values = OmegaConf.to_container(spec, resolve=True) if OmegaConf.is_config(spec) else dict(spec)
+    values: Any = OmegaConf.to_container(spec, resolve=True) if OmegaConf.is_config(spec) else dict(spec)
     target = values.pop("_target_")
     module, _, name = str(target).rpartition(".")
     try:

@@ -23,8 +23,9 @@ def usage(conf: Path, name: str, also: Mapping[str, str]) -> str:
     """A command's help, from `conf`/commands/`name`.yaml. `also`: what a group takes besides its YAMLs."""
     text = (conf / "commands" / f"{name}.yaml").read_text("utf-8").removeprefix(_PACKAGE)
     about, own = _about(text), _entries(text)
-    chosen = dict(found.groups() for line in text.splitlines() if (found := _GROUP.match(line)))
-    groups, keys = [], []
+    chosen = {found[1]: found[2] for line in text.splitlines() if (found := _GROUP.match(line))}
+    groups: list[str] = []
+    keys: list[str] = []
     for group, option in chosen.items():
         options = sorted(path.stem for path in (conf / group).glob("*.yaml") if path.stem != "base")
         choice = "; ".join([", ".join(options), *([also[group]] if group in also else [])])

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Set-up and tests, on a machine with Python and nothing else: lint, format, the site, then the test suite.
+# Set-up and tests, on a machine with Python and nothing else: lint, format, types, the site, then the test suite.
 # Usage: bash launch/test.sh [pytest's arguments], e.g. tests/inference/test_tree.py, or -n 0 for one process
 . "$(dirname "$0")/setup.sh"
 set_up test
 ruff check .
 ruff format --check .
+mypy
 shellcheck .ci/run examples/*.sh launch/*.sh launch/slurm/*
 NO_MKDOCS_2_WARNING=1 mkdocs build --strict # a broken link or a page without a place is an error
 # A process for each core, four at most: what one of them waits for, another does not.

@@ -137,7 +137,7 @@ def weight_files(path: Path, place: str) -> list[Path]:
     if found is None or not found.name.endswith(INDEX):
         return [] if found is None else [found]
     named = mapping_of(found, place).get("weight_map")
-    names = set(named.values()) if isinstance(named, dict) and named else {None}
+    names: set[Any] = set(named.values()) if isinstance(named, dict) and named else {None}
     for name in names:
         check(
             isinstance(name, str) and Path(name).name == name,

@@ -26,6 +26,8 @@ INIT_STD = 0.02
 class Draft(nn.Module):
     """`fc` (embedding first, hidden state second) and M layers. Parameters are NaN until initialised or loaded."""
 
+    vocabulary: torch.Tensor | None  # int64 [V'], the target's ids of the draft's tokens; None: all
+
     def __init__(self, config: DraftConfig):
         super().__init__()
         self.config = config
@@ -70,6 +72,7 @@ class Draft(nn.Module):
         draft = copy.deepcopy(self)
         draft.config = replace(self.config, first_token=first_token)
         for layer in draft.layers:
+            assert isinstance(layer, Layer)
             layer.self_attn.rule = replace(layer.self_attn.rule, skip_first=draft.config.first_slot == 1)
         return draft
 

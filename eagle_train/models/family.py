@@ -28,7 +28,7 @@ from eagle_train.models.twin import longest_border, twin_of
 from eagle_train.ops.attention import Attend, Rule, packed_attention
 from eagle_train.transformers_private import is_stateful
 
-AUTO_CLASSES = {  # and the classes that each makes, by that of the config
+AUTO_CLASSES: dict[Any, Any] = {  # and the classes that each makes, by that of the config
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -39,7 +39,7 @@ ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # of names of
 known: dict[tuple[type, str], Reaches] = {}  # of the classes and configs that passed
 
 
-def auto_class(config: Any, place: str) -> type:
+def auto_class(config: Any, place: str) -> Any:
     """transformers' auto class that loads a checkpoint with this config. Raises UserError for one that no text goes on
     from; `place` begins the message."""
     named = declared(config) or f"model_type {config.model_type}"
@@ -62,7 +62,7 @@ def goes_on(config: Any) -> bool:
     encoder's weights too, with an LM head that nobody trained.
     """
     name = declared(config)
-    known_class = name and getattr(transformers, name, None)
+    known_class = None if name is None else getattr(transformers, name, None)
     if known_class is None:
         return name is None or name.endswith(ENDS)
     return isinstance(known_class, type) and issubclass(known_class, GenerationMixin)
@@ -136,7 +136,8 @@ def as_configured(reaches: Reaches, text: Any) -> Reaches:
 
 def reaches_of(twin: PreTrainedModel, place: str) -> Reaches:
     """What the masks of a twin's layers hide. Raises UserError for a twin that does not pass."""
-    family, text, reaches = twin.config.model_type, twin.config.get_text_config(), {}
+    family, text = twin.config.model_type, twin.config.get_text_config()
+    reaches: dict[int, Reach] = {}
     check(head_of(twin) is not None, f"{place}: this family ({family}) has no LM head; it is not supported")
     head, limit = lm_head_of(twin), rope_limit(text)
     tokens = torch.arange(min(TOKENS, context_of(text)[0]))[None] % text.vocab_size

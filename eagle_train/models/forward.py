@@ -28,7 +28,7 @@ Reaches = MutableMapping[int, Reach]
 
 
 def attention_of_target(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -103,7 +103,7 @@ def mask_with_reach(
     return mask
 
 
-def temperature_correction(module: torch.nn.Module, positions: torch.Tensor) -> torch.Tensor:
+def temperature_correction(module: Any, positions: torch.Tensor) -> torch.Tensor:
     """What turns Llama 4's scaling of queries by their place in the call into that by their positions [B, T].
 
     Returns [B, 1, T, 1]. In a packed row or a tree the two differ; transformers knows the first only.

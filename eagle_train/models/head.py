@@ -1,6 +1,7 @@
 """The frozen LM head of a target, with the scaling and soft-capping its family applies. Knows nothing of layers."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from accelerate.utils import align_module_device
@@ -39,7 +40,8 @@ def head_of(model: PreTrainedModel) -> torch.nn.Module | None:
 
 def lm_head_of(model: PreTrainedModel) -> LMHead:
     """The LM head with the scaling and soft-capping its family applies."""
-    head, config = head_of(model), model.config.get_text_config()
+    head: Any = head_of(model)
+    config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None)  # Cohere multiplies
     if scale is None:
         scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)  # Granite divides

@@ -32,6 +32,8 @@ class RMSNorm(nn.Module):
 class Rotary(nn.Module):
     """Rotary position embeddings with the target's settings (base and scaling), computed by transformers' own rules."""
 
+    frequencies: torch.Tensor
+
     def __init__(self, config: DraftConfig):
         super().__init__()
         frequencies, self.scale = rope_frequencies(config)
@@ -153,6 +155,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(width, eps) if has_norm else nn.Identity()
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp: DenseFFN | MoEFFN
         if config.ffn == "moe":
             self.mlp = MoEFFN(width, config.intermediate_size, config.num_experts)
         else:

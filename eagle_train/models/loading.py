@@ -96,6 +96,7 @@ def load_config(config: TargetConfig) -> Any:
             f"{place}: no such directory, not in the hub's cache ({constants.HF_HUB_CACHE}), and with "
             "HF_HUB_OFFLINE=1 it is not downloaded",
         )
+        assert folder is not None
         check_directory(folder, place)
     values, generation = (there(folder, name, place) for name in ("config.json", "generation_config.json"))
     hint = OWN_CODE if values and "auto_map" in values and not config.trust_remote_code else ""
@@ -211,7 +212,7 @@ def load_target(
     tokenizer = load_tokenizer(config)
     if reads is not None:
         reads(config, tokenizer, hf_config.get_text_config().vocab_size)
-    options = {"trust_remote_code": config.trust_remote_code}
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if placement == "replicated":
         options |= placed(config, torch.device(device))
     dtype = DTYPES[config.dtype] or default_dtype(device)
@@ -236,7 +237,10 @@ def load_target(
     )
     if placement == "tensor":
         check_divided(model, world.share)
-    together = world.shares["share"].get_group() if placement == "tensor" and world.share > 1 else None
+    together = None
+    if placement == "tensor" and world.share > 1:
+        assert world.shares is not None, "ranks that hold a target together have a mesh"
+        together = world.shares["share"].get_group()
     try:
         return Target(model, tokenizer, config.path, together, config.template_kwargs)
     except ImportError as error:  # transformers looks for kernels when a model first runs
@@ -257,7 +261,7 @@ def division(placement: str, world: World) -> dict[str, Any]:
     """What tells transformers to load each rank's part of the weights and nothing else, if they are divided."""
     if placement == "replicated":
         return {}
-    sizes = {"tp_size" if placement == "tensor" else "fsdp_size": world.share}
+    sizes: dict[str, Any] = {"tp_size" if placement == "tensor" else "fsdp_size": world.share}
     if world.share < world.size:
         sizes["dp_replicate_size"] = world.size // world.share
     known = {field.name for field in fields(DistributedConfig)}

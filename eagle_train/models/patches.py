@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ class Undo:
         for module in self.routed:
             module.routed = False
         for weight in self.copied:
-            del weight.fp16_copy
+            del weight.fp16_copy  # type: ignore[attr-defined]
         self.classes, self.routed, self.copied = [], [], []
 
 
@@ -55,10 +56,11 @@ def use_fast_modules(model: nn.Module) -> Undo:
     """
     undo = Undo()
     for module in model.modules():
-        if type(module) is nn.Linear and type(module.weight) is nn.Parameter:
+        own: Any = type(module)
+        if own is nn.Linear and type(module.weight) is nn.Parameter:
             undo.swap(module, Linear)
         elif _is_plain_norm(module):
-            undo.swap(module, _with_fast_norm(type(module)))
+            undo.swap(module, _with_fast_norm(own))
         elif isinstance(module, RoutedMoe) and not module.routed:
             # Others have no grouped product in torch, or are a quantisation's.
             module.routed = isinstance(module.experts, RoutedExperts) and model.dtype in GROUPED
@@ -86,7 +88,8 @@ def optimize_for_decoding(
         elif isinstance(module, Linear):
             _copy_in_fp16(module.weight, undo)
         if drop_hooks and module is not model:
-            undo.swap(module, _without_hooks(type(module)))
+            own: Any = type(module)
+            undo.swap(module, _without_hooks(own))
     for weight in weights:
         _copy_in_fp16(weight, undo)
     return undo
@@ -99,7 +102,7 @@ def _copy_in_fp16(weight: torch.Tensor, undo: Undo) -> None:
 
 
 @torch.no_grad()
-def _is_plain_norm(module: nn.Module) -> bool:
+def _is_plain_norm(module: Any) -> bool:
     """Whether a module is a root-mean-square norm on a CPU in fp32: by what it computes, as families name theirs as
     they like."""
     weight = getattr(module, "weight", None)
@@ -114,13 +117,13 @@ def _is_plain_norm(module: nn.Module) -> bool:
 
 
 @lru_cache
-def _with_fast_norm(own: type[nn.Module]) -> type[nn.Module]:
+def _with_fast_norm(own: Any) -> type[nn.Module]:
     """A norm's class with our forward, and all else that it has."""
     return type(own.__name__, (FastNorm, own), {})
 
 
 @lru_cache
-def _without_hooks(own: type[nn.Module]) -> type[nn.Module]:
+def _without_hooks(own: Any) -> type[nn.Module]:
     """A class whose call is its forward."""
     return type(own.__name__, (own,), {"__call__": own.forward})
 
@@ -131,8 +134,8 @@ def register_experts() -> None:
     Before a model is built and not after: what tensor parallelism and offload then put around a module's `forward`
     calls ours.
     """
-    modeling_llama4.Llama4TextMoe = RoutedMoe
-    modeling_llama4.Llama4TextExperts = RoutedExperts
+    module: Any = modeling_llama4
+    module.Llama4TextMoe, module.Llama4TextExperts = RoutedMoe, RoutedExperts
 
 
 register_experts()

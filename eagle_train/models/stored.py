@@ -6,6 +6,7 @@ Safetensors' headers tell names, shapes and types, and so do pickles whose numbe
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from zipfile import is_zipfile
 
 import torch
@@ -109,7 +110,7 @@ def check_stored(path: Path, model: PreTrainedModel, is_quantised: bool, place: 
     if not stored:
         return
     there = held(model, stored)
-    ends = {"embedding": model.get_input_embeddings(), "LM head": head_of(model)}
+    ends: dict[str, Any] = {"embedding": model.get_input_embeddings(), "LM head": head_of(model)}
     if not is_quantised:
         check_numbers(model, there, place)
     aliases = defaultdict(list)  # of tied weights one is stored

@@ -66,7 +66,8 @@ class Target:
         self.model.eval().requires_grad_(False)
         self.lm_head = lm_head_of(self.model)
         with align_module_device(self.model.get_input_embeddings()):
-            self.embedding = whole(self.model.get_input_embeddings().weight)
+            embedding: Any = self.model.get_input_embeddings()
+            self.embedding = whole(embedding.weight)
         config = self.config
         self.rope_limit = rope_limit(config)
         self.check_states()

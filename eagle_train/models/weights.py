@@ -4,6 +4,7 @@ again by their fingerprint. Knows nothing of what a model computes.
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,8 @@ from eagle_train.ops.torch_private import strided_shard
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that may be divided over ranks, on every rank."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+    own = tensor.detach() if isinstance(tensor, DTensor) else tensor
+    return own.full_tensor() if isinstance(own, DTensor) else own
 
 
 def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -34,7 +36,8 @@ def refuse_unloaded(model: PreTrainedModel, name: str) -> None:
     """Raise UserError if a weight is still on the meta device or is not finite."""
     for key, parameter in weights_of(model):
         check(not parameter.is_meta, f"target {name}: {key} is on the meta device; load its weights first")
-        own = parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+        own = parameter.detach()
+        own = own.to_local() if isinstance(own, DTensor) else own
         sample = own.flatten()[:: max(1, own.numel() // 1024)].float()  # quantised types know no isfinite
         check(bool(sample.isfinite().all()), f"target {name}: {key} is not finite; the checkpoint is damaged")
 
@@ -72,7 +75,7 @@ def sample_of(tensor: torch.Tensor) -> torch.Tensor:
 def indices_held(tensor: DTensor, dim: int) -> torch.Tensor:
     """Which indices of a dimension a rank's part has, in its order: those of a vector divided as the dimension is."""
 
-    def placed(placement: Placement) -> Placement:
+    def placed(placement: Any) -> Placement:
         if getattr(placement, "dim", None) != dim:
             return Replicate()
         return Shard(0) if placement.is_shard() else strided_shard(0, placement.split_factor)

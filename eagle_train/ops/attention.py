@@ -160,7 +160,8 @@ class Seen:
     def __init__(self, positions: torch.Tensor, ends: torch.Tensor | None, count: int, whole: bool):
         self.positions, self.given, self.count, self.whole = positions, ends, count, whole
         self.causal = ends is None and positions.shape[1] > 1
-        self.made: dict[tuple, torch.Tensor | flash.Sequences | None] = {}
+        self.masks: dict[tuple, torch.Tensor | None] = {}
+        self.made: dict[tuple, flash.Sequences] = {}
 
     @cached_property
     def ends(self) -> torch.Tensor:
@@ -169,10 +170,9 @@ class Seen:
 
     def mask(self, rule: Rule) -> torch.Tensor | None:
         """`additive` [A or 1, 1, 1 or T, count]; None where every slot is seen."""
-        key = ("mask", *rule.reach)
-        if key not in self.made:
-            self.made[key] = self.new_mask(rule)
-        return self.made[key]
+        if rule.reach not in self.masks:
+            self.masks[rule.reach] = self.new_mask(rule)
+        return self.masks[rule.reach]
 
     def new_mask(self, rule: Rule) -> torch.Tensor | None:
         length = self.positions.shape[1]
@@ -253,8 +253,8 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Ru
     """Causal attention of tokens at positions from `start` on over themselves. Returns [B,Q,T,D]; differentiable."""
     length = q.shape[2]
     if rule.skip_first and start == 0 and length > 1:  # as two documents: position 0, and the rest
-        first, rest = zip(*(x.tensor_split([1], dim=2) for x in (q, k, v)), strict=True)
-        return torch.cat((causal_attention(*first, rule), causal_attention(*rest, rule, start=1)), dim=2)
+        first = causal_attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], rule)
+        return torch.cat((first, causal_attention(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], rule, start=1)), dim=2)
     end = start + length
     local = (rule.window is not None and length > rule.window) or (rule.chunk is not None and end > rule.chunk)
     if rule.softcap is None and rule.sinks is None and not local:
@@ -335,8 +335,8 @@ def packed_attention(lengths: list[list[int]]) -> Attend:
             return with_sinks(*flash.attention(q, k, v, sequences(rule, q.device), rule.scale), rule)
         if len(flat) == batch:
             return causal_attention(q, k, v, rule)
-        pieces = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(flat, dim=2) for x in (q, k, v)]
-        out = torch.cat([causal_attention(*piece, rule) for piece in zip(*pieces, strict=True)], dim=2)
+        qs, ks, vs = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(flat, dim=2) for x in (q, k, v))
+        out = torch.cat([causal_attention(*each, rule) for each in zip(qs, ks, vs, strict=True)], dim=2)
         return out.squeeze(0).unflatten(1, (batch, length)).transpose(0, 1)
 
     return attend

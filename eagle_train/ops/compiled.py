@@ -7,6 +7,7 @@ Knows no models.
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ torch.library.define(
 
 @torch.library.impl("eagle_train::attend", "CompositeExplicitAutograd")
 def attend_now(
-    kept: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rule: object
+    kept: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rule: Any
 ) -> torch.Tensor:
     """What the current call of a `Compiled` was given attends."""
     return current.get()(layer, q, k, v, Rule(*rule)).contiguous()
@@ -38,7 +39,7 @@ def attend_now(
 
 @torch.library.register_fake("eagle_train::attend")
 def attended_shape(
-    kept: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rule: object
+    kept: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rule: Any
 ) -> torch.Tensor:
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
@@ -58,11 +59,11 @@ class Compiled:
 
             return forward(*tensors, attend)
 
-        options = {"guard_filter_fn": shapes_alone}
+        options: dict[str, Any] = {"guard_filter_fn": shapes_alone}
         self.graph = torch.compile(with_own_graphs(graph), dynamic=True, fullgraph=True, options=options)
         self.kept = torch.zeros(0, device=device)
 
-    def __call__(self, *given: torch.Tensor | Attend) -> torch.Tensor:
+    def __call__(self, *given: Any) -> torch.Tensor:
         """`forward` of tensors and `attend`, which may not keep what it is given but copies."""
         *tensors, attend = given
         before = current.set(attend)

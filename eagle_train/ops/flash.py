@@ -70,8 +70,11 @@ def attention(
     keys has output 0 and log-sum-exp -inf. The host waits for nothing.
     """
     (batch, _, length, _), own = q.shape, sequences
+    flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in of_one_width(q, k, v))
     out, lse = flash_attention_varlen(
-        *(x.transpose(1, 2).flatten(0, 1) for x in of_one_width(q, k, v)),
+        flat_q,
+        flat_k,
+        flat_v,
         own.starts_q,
         own.starts_k,
         own.longest_q,

@@ -26,6 +26,8 @@ SMALL_WEIGHT = 2**21  # elements; beyond, the plain product is the faster one fr
 MOST_INPUTS = 2048  # beyond, the plain product is the faster one of one row
 PIECE = 16  # outputs
 
+CodesAndScales = tuple[torch.Tensor, torch.Tensor]
+
 INNER_TILES = 8  # of the GPU's INT4 layout; 16 inputs each, so that a group is a whole number of them
 
 
@@ -94,7 +96,8 @@ def keep_fp16_copy(weight: torch.Tensor) -> None:
         return
     lost = torch.linalg.vector_norm(weight - weight.half())
     if lost <= torch.linalg.vector_norm(weight) * 2**-24:
-        weight.fp16_copy = tensor_version(weight), fp16_prepacked(weight.contiguous())
+        copied = tensor_version(weight), fp16_prepacked(weight.contiguous())
+        weight.fp16_copy = copied  # type: ignore[attr-defined]
 
 
 def fp16_copy_of(weight: torch.Tensor) -> Any:
@@ -114,6 +117,9 @@ class QuantisedLinear(nn.Module):
     scheme = ""  # its name
     inputs = 1  # K must be a multiple of it
     outputs = 16  # N must be
+    codes: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
@@ -127,7 +133,29 @@ class QuantisedLinear(nn.Module):
         cls, weight: torch.Tensor, bias: torch.Tensor | None = None, moments: torch.Tensor | None = None
     ) -> "QuantisedLinear":
         """Of a weight [N, K], rounded to nearest, or by the second moments [K, K] of its inputs (ops.quantise)."""
-        return cls(*cls.rounded(weight, moments), bias)
+        codes, scales = cls.rounded(weight, moments)
+        return cls(codes, scales, bias)
+
+    @staticmethod
+    def rounded(weight: torch.Tensor, moments: torch.Tensor | None) -> CodesAndScales:
+        """The codes and scales of a weight [N, K], as ops/quantise.py makes them."""
+        raise NotImplementedError
+
+    def parts(self) -> CodesAndScales:
+        """The codes [N, K] and scales that it was made from, before it has a kernel."""
+        raise NotImplementedError
+
+    def twin(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, K] to [rows, N] by a plain product."""
+        raise NotImplementedError
+
+    def use_kernel(self, dtype: torch.dtype) -> None:
+        """Take the order of this device's own product, once; `dtype`: of the activations."""
+        raise NotImplementedError
+
+    def kernel(self, x: torch.Tensor) -> torch.Tensor:
+        """`twin` by the device's own product."""
+        raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] to [..., N] in x's dtype."""
@@ -148,7 +176,7 @@ class Int4Linear(QuantisedLinear):
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None):
         super().__init__(two_a_byte(codes), scales.view(torch.int16), bias)
 
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def parts(self) -> CodesAndScales:
         """Codes, int8 [N, K], and scales, bf16 [N, K / GROUP]."""
         assert not self.has_kernel, "a kernel keeps them in an order of its own"
         return one_a_byte(self.codes), self.scales.view(torch.bfloat16)
@@ -182,7 +210,7 @@ class Fp8Linear(QuantisedLinear):
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None):
         super().__init__(codes.view(torch.uint8), scales.view(torch.int32), bias)
 
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def parts(self) -> CodesAndScales:
         """Codes, FP8 [N, K], and scales, fp32 [N, 1]."""
         assert not self.has_kernel, "a kernel may keep them widened"
         return self.codes.view(FP8), self.scales.view(torch.float32)
@@ -214,11 +242,13 @@ def joined(*modules: Linear | QuantisedLinear) -> Linear | QuantisedLinear:
     first = modules[0]
     biased = first.bias is not None
     assert all(type(module) is type(first) and (module.bias is not None) == biased for module in modules)
-    bias = torch.cat([module.bias for module in modules]) if biased else None
+    bias = torch.cat([module.bias for module in modules if module.bias is not None]) if biased else None
     if isinstance(first, QuantisedLinear):
-        return type(first)(*map(torch.cat, zip(*(module.parts() for module in modules), strict=True)), bias)
-    weight = torch.cat([module.weight for module in modules])
-    one = Linear(*reversed(weight.shape), bias=False, device="meta")
-    one.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        parts = [module.parts() for module in modules if isinstance(module, QuantisedLinear)]
+        return type(first)(torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts]), bias)
+    weight = torch.cat([module.weight for module in modules if isinstance(module, Linear)])
+    one = Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    if bias is not None:
+        one.bias = nn.Parameter(bias, requires_grad=False)
     one.weight = nn.Parameter(weight, requires_grad=False)
     return one

@@ -30,5 +30,8 @@ def scalar(value: float) -> torch.Tensor:
 class FastNorm:
     """What models/patches.py puts before a plain RMSNorm's own class: its parameters, and `rms_norm`."""
 
+    weight: torch.Tensor
+    variance_epsilon: float
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.variance_epsilon)

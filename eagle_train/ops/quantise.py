@@ -100,15 +100,19 @@ def best_of_piece(
 ) -> torch.Tensor:
     """As `best_scales`, of so few groups that all fit a cache."""
     largest = groups.abs().amax(-1, keepdim=True)
-    best = lowest = None
+    best: torch.Tensor | None = None
+    lowest: torch.Tensor | None = None
     for most in tried:
         scales = (largest / most).to(dtype).float()
         scales = torch.where(scales.abs() < TINY, TINY, scales)
         steps = groups / scales
         relative = scales / largest.clamp(min=TINY)  # squares of the weights themselves might overflow
         errors = ((codes_of(steps) - steps).square() @ costs).unsqueeze(-1) * relative.square()
-        best = scales if best is None else torch.where(errors < lowest, scales, best)
-        lowest = errors if lowest is None else torch.minimum(errors, lowest)
+        if best is None or lowest is None:
+            best, lowest = scales, errors
+        else:
+            best, lowest = torch.where(errors < lowest, scales, best), torch.minimum(errors, lowest)
+    assert best is not None, "some scale is tried"
     return best
 
 

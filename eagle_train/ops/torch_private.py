@@ -193,7 +193,8 @@ def with_own_sizes(compiled: Callable[P, R]) -> Callable[P, R]:
     """
     from torch.fx.experimental import _config
 
-    return _config.patch(use_duck_shape=False)(compiled)
+    config: Any = _config  # torch gives the module its `patch` when it is imported
+    return config.patch(use_duck_shape=False)(compiled)
 
 
 def with_static_floats(compiled: Callable[P, R]) -> Callable[P, R]:
