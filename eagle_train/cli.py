@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from eagle_train.errors import UserError, check, one_line, report
 from eagle_train.hydra_private import argument_parser
 from eagle_train.settings import CONF_DIR, PACKAGE
-from eagle_train.terminal import printable
+from eagle_train.terminal import log_to_stderr, printable
 from eagle_train.tree_names import ANY_TREE, TREES, tree_of
 from eagle_train.usage import usage
 
@@ -230,7 +230,8 @@ def read(config_name: str) -> list[str]:
 
 
 def tell_plainly() -> None:
-    """From here on warnings of ours are one line each, and no character fails for want of an encoding."""
+    """From here on our warnings and log records are one line each, and no character fails for want of an encoding."""
+    log_to_stderr()
     warnings.formatwarning = warning_text
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -1,5 +1,6 @@
-"""Progress on stderr: a bar on a terminal, lines in a file or pipe. Knows nothing of what is done."""
+"""Progress: a bar on a terminal, log records elsewhere. Knows nothing of what is done."""
 
+import logging
 import math
 import sys
 import time
@@ -7,6 +8,7 @@ from typing import Union
 
 from tqdm import tqdm
 
+_LOG = logging.getLogger(__name__)
 LINE_SECONDS = 5  # between two lines
 
 
@@ -54,7 +56,7 @@ class Bar:
 
 
 class Lines:
-    """Plain lines: the first, then one every LINE_SECONDS, then the last."""
+    """Lines of the log: the first, then one every LINE_SECONDS, then the last."""
 
     def __init__(self, total: int | None, unit: str, initial: int) -> None:
         self.total, self.unit, self.initial = total, unit, initial
@@ -73,7 +75,7 @@ class Lines:
         line = tqdm.format_meter(
             done, self.total, now - self.started, initial=self.initial, bar_format=layout + "{postfix}", postfix=note
         )
-        print(line, file=sys.stderr, flush=True)
+        _LOG.info("%s", line)
 
     def close(self) -> None:
         """Nothing is left open."""

@@ -1,10 +1,12 @@
-"""What a terminal is sent: colours where they are wanted, and texts of others without what would command it.
+"""What a terminal is sent: colours where they are wanted, texts of others without what would command it, log records.
 
 Knows nothing of what is shown.
 """
 
+import logging
 import os
 import re
+import sys
 from typing import TextIO
 
 COLORS = ("auto", "always", "never")
@@ -28,3 +30,23 @@ def wants_color(choice: str, stream: TextIO) -> bool:
     if choice != "auto":
         return choice == "always"
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def log_to_stderr() -> None:
+    """Show the log of this project, from INFO on, on stderr: plain lines, warnings with `warning: ` before them.
+
+    Commands call it. A program of one's own sets up logging as it likes; the loggers have the names of the modules.
+    """
+    for name in ("eagle_train", "evals"):
+        logger = logging.getLogger(name)
+        logger.handlers = [_Stderr()]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False  # a library that configures the root logger would show each line twice
+
+
+class _Stderr(logging.Handler):
+    """Writes to what `sys.stderr` is when a record comes, at once."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = "warning: " if record.levelno >= logging.WARNING else ""
+        print(f"{prefix}{self.format(record)}", file=sys.stderr, flush=True)

@@ -1,11 +1,24 @@
 """Progress on stderr: lines in a pipe, a bar on a terminal."""
 
 import io
+import logging
 import math
 import sys
 
+import pytest
+
 from eagle_train.progress import progress
+from eagle_train.terminal import log_to_stderr
 from eagle_train.training.metrics import summary
+
+
+@pytest.fixture(autouse=True)
+def log_of_a_command(monkeypatch):
+    """As commands set it up, and as it was before behind the test."""
+    logger = logging.getLogger("eagle_train")
+    for name in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+    log_to_stderr()
 
 
 class Screen(io.StringIO):
@@ -47,3 +60,19 @@ def test_a_total_that_is_not_known_is_left_out(capsys):
     bar.update(4)  # within the same seconds
     bar.close()
     assert capsys.readouterr().err == "row 3, 00:00\n"
+
+
+def test_a_note_and_a_warning_are_a_line_each(capsys):
+    log = logging.getLogger("eagle_train.training.metrics")
+    log.info("recorded offline in %s", "wandb")
+    log.warning("checkpoint passed over")
+    log.debug("not shown")
+    assert capsys.readouterr().err == "recorded offline in wandb\nwarning: checkpoint passed over\n"
+
+
+def test_a_library_logs_nothing_below_warnings_by_itself(monkeypatch, capsys):
+    monkeypatch.setattr(logging.getLogger("eagle_train"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("eagle_train"), "level", logging.NOTSET)
+    bar = progress(1, "step")
+    bar.update(1)
+    assert capsys.readouterr().err == ""
