@@ -6,7 +6,7 @@ sections 3.9, 3.10.
 
 import json
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,9 @@ from eagle_train.models.stops import stop_ids_of
 from eagle_train.models.target import Identity, Target
 from eagle_train.results import redact
 from eagle_train.settings import build
-from eagle_train.training import checkpoint
+from eagle_train.training.checkpoint.format import MANIFEST, Checkpoint, checkpoints
+from eagle_train.training.checkpoint.store import CheckpointStore
+from eagle_train.training.checkpoint.verify import open_checkpoint
 
 FIELD = "checkpoint"
 NOTHING = "no checkpoint there; give the directory of a training run"
@@ -67,12 +69,12 @@ class Config:
     quant: Quant
     rounding: str
     calibration_tokens: int
+    evaluations: list[str]
+    push_to: str | None
+    push_private: bool
     device: str
-    target: TargetConfig | None = None
-    data: dict[str, Any] | None = None
-    evaluations: list[str] = field(default_factory=list)
-    push_to: str | None = None
-    push_private: bool = True
+    target: TargetConfig | None = None  # absent from the config where the group is null
+    data: dict[str, Any] | None = None  # likewise
 
     def __post_init__(self) -> None:
         check(self.engine in layouts.ENGINES, f"engine={self.engine}: must be one of {', '.join(layouts.ENGINES)}")
@@ -162,8 +164,8 @@ def rounded(config: Config, draft: Draft, target: Target | None, data: DataConfi
 
 def check_there(path: Path) -> None:
     """Raise UserError where there is neither a checkpoint nor a draft, before a target is loaded."""
-    has_draft = (path / artifact.CONFIG).is_file() or (path / checkpoint.MANIFEST).exists()
-    check(has_draft or bool(checkpoint.checkpoints(path)), f"checkpoint={path}: {NOTHING}")
+    has_draft = (path / artifact.CONFIG).is_file() or (path / MANIFEST).exists()
+    check(has_draft or bool(checkpoints(path)), f"checkpoint={path}: {NOTHING}")
 
 
 def find(path: Path, name: str, target: Target | None) -> Source:
@@ -198,19 +200,19 @@ def local(name: str) -> Path:
         raise UserError(f"checkpoint={name}: no such directory, and the hub has it not: {one_line(error)}") from error
 
 
-def trained(path: Path) -> tuple[checkpoint.Checkpoint, Draft]:
+def trained(path: Path) -> tuple[Checkpoint, Draft]:
     """A checkpoint, or the newest one of a run's directory, and its draft. Raises UserError where there is none."""
-    if not (path / checkpoint.MANIFEST).exists():
-        newest = checkpoint.latest(path)
+    if not (path / MANIFEST).exists():
+        newest = CheckpointStore(path).latest()
         check(newest is not None, f"checkpoint={path}: {NOTHING}")
         path = newest
-    found = checkpoint.load(path)
+    found = open_checkpoint(path)
     draft = Draft(build(DraftConfig, found.config, f"{path}: draft"))
     load_tensors(draft, found.draft(), f"checkpoint={path}")
     return found, draft
 
 
-def made_how(found: checkpoint.Checkpoint) -> dict[str, Any]:
+def made_how(found: Checkpoint) -> dict[str, Any]:
     """What a run's directory tells of how a checkpoint came to be: steps, tokens, its losses, the config's parts."""
     told = {"steps": found.step, "tokens": found.state["tokens"], "checkpoint": found.path.name}
     records, config = found.path.parent / "metrics.jsonl", found.path.parent / "config.yaml"

@@ -18,25 +18,25 @@ from eagle_train.models.loading import TargetConfig, load_config
 from eagle_train.results import redact, write_text
 from eagle_train.settings import build
 from eagle_train.terminal import COLORS, wants_color
-from eagle_train.training.assemble import assemble, renderer_of
+from eagle_train.training.assembly import assemble, renderer_of
 from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.cost.report import cost_report
 from eagle_train.training.metrics import MetricsLog, NoTracker, Record
-from eagle_train.training.plan import planned
 from eagle_train.training.trainer import Interrupted, Trainer
 
-INTERRUPTED = 75  # exit status: stopped by a signal after a checkpoint, run the same command again
+INTERRUPTED = 75  # exit status: stopped by a signal after a checkpoint; the same command continues
 
 
-class Stop:
-    """Whether this process was told to stop: by a cluster that takes the nodes away, by its terminal or its user.
+class _StopSignal:
+    """Whether this process was signalled to stop: by a cluster that preempts its nodes, its terminal or its user.
 
-    A second SIGINT, which has no patience, ends it at once.
+    A second SIGINT ends it at once.
     """
 
     def __init__(self) -> None:
         self.asked = False
         for number in distributed.STOP:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell for what it starts in the background
+            if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, or by a shell for its background jobs
                 signal.signal(number, self)
 
     def __call__(self, number: int, _: Any) -> None:
@@ -55,13 +55,13 @@ def main(config: DictConfig) -> None:
         return distributed.run(lambda: job(config))
     rank, size = distributed.place()
     if rank == 0 and shown:
-        show(config)
+        _show_rows(config)
     if rank == 0 and config.plan:
-        print(planned(config, size))
+        print(cost_report(config, size))
 
 
-def show(config: DictConfig) -> None:
-    """Print the first rows as they will be learnt. Raises UserError where none can be."""
+def _show_rows(config: DictConfig) -> None:
+    """Print the first rows as they are trained on. Raises UserError where there are none."""
     data, target = build(DataConfig, config.data, "data"), build(TargetConfig, config.target, "target")
     check_found(data)
     renderer = renderer_of(target, data, load_config(target))
@@ -72,25 +72,26 @@ def show(config: DictConfig) -> None:
 
 def job(config: DictConfig) -> int:
     """One rank's part; returns its exit status."""
-    stop = Stop()  # loading takes minutes too
+    stop = _StopSignal()  # before loading, which takes minutes too
     parallel = build(ParallelConfig, config.parallel, "parallel")
     share = 1 if parallel.target == "replicated" else parallel.share
     world = distributed.start(
         resolve_device(config.device), share, parallel.timeout_minutes, group=parallel.needs_group
     )
     try:
-        run(config, assemble(config, parallel, world), stop)
+        _run(config, assemble(config, parallel, world), stop)
     except Interrupted as interrupted:
         if world.is_main:
             print(interrupted, file=sys.stderr)
-        # Ranks end together: a launcher may kill those left when one ended with a status. Batches may still be drawn.
+        # Ranks end together, because a launcher may kill the others when one ends with a status. Not through the group
+        # of the data, in which batches may still be drawn.
         world.exchange(None, side="files")
         return INTERRUPTED
     return 0
 
 
-def run(config: DictConfig, trainer: Trainer, stop: Stop) -> None:
-    """The whole job on one of its ranks."""
+def _run(config: DictConfig, trainer: Trainer, stop: _StopSignal) -> None:
+    """Train on one rank, with the log, the progress and the summary on the main one."""
     if trainer.config.resume:
         trainer.resume()
     trainer.stop_asked = lambda: stop.asked
@@ -98,43 +99,43 @@ def run(config: DictConfig, trainer: Trainer, stop: Stop) -> None:
         trainer.train(NoTracker(trainer.directory, {}))
         return
     print(trainer, flush=True)
-    log = open_log(config, trainer)
+    log = _open_log(config, trainer)
     try:
         heldout = trainer.train(log)
     except Interrupted:
         log.close()
         raise
     log.close()
-    summarise(trainer, heldout)
+    _summarise(trainer, heldout)
 
 
-def open_log(config: DictConfig, trainer: Trainer) -> MetricsLog:
-    """The run's composed config and its metrics, in its directory and at the tracker.
+def _open_log(config: DictConfig, trainer: Trainer) -> MetricsLog:
+    """Write the run's composed config, and open its metrics in its directory and at the tracker.
 
-    A run that may be resumed is the same one even when it was stopped before its first checkpoint.
+    With train.resume=true a run that was stopped before its first checkpoint counts as the same run.
     """
     composed = redact(OmegaConf.to_container(config, resolve=True))
     write_text(trainer.directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(composed)))
     tracker = hydra.utils.instantiate(config.tracking)(directory=trainer.directory, config=composed)
-    return MetricsLog(trainer.directory, tracker, trainer.step if trainer.config.resume else None)
+    return MetricsLog(trainer.directory, tracker, trainer.state.step if trainer.config.resume else None)
 
 
-def counted(counts: Mapping[str, int]) -> str:
-    """What came of the data, in two lines; see `Packer` in corpus/stream.py."""
-    told = {name: f"{count:,}" for name, count in counts.items()}
+def _counted(counts: Mapping[str, int]) -> str:
+    """What became of the data, in two lines; see `Packer` in corpus/stream.py."""
+    numbers = {name: f"{count:,}" for name, count in counts.items()}
     return (
         "data: {rows} rows, {divided} divided into a document for each turn, {malformed} malformed and left out; "
         "{tokens} tokens, {padding} padding\n"
         "documents: {documents}, {split} split and {dropped} dropped for their length, {mute} in which the assistant "
         "says nothing; documents and pieces without a supervised token, skipped: {skipped}"
-    ).format(**told)
+    ).format(**numbers)
 
 
-def summarise(trainer: Trainer, heldout: Record) -> None:
-    """What the run came to, in a few lines."""
-    print(f"steps: {trainer.step:,}, of them {trainer.skipped:,} skipped because of their gradients")
-    # Of the steps that were made, not of those drawn ahead; without one, of those before.
-    print(counted(trainer.stream_state.get("counts", trainer.stream.counts)))
+def _summarise(trainer: Trainer, heldout: Record) -> None:
+    """Print the result of the run in a few lines."""
+    print(f"steps: {trainer.state.step:,}, of them {trainer.state.skipped:,} skipped because of their gradients")
+    # Counts at the last step made, not those of steps drawn ahead; before a step is made, the stream's.
+    print(_counted(trainer.state.stream.get("counts", trainer.lookahead.stream.counts)))
     if heldout:
         depths = ", ".join(f"{share:.2f}" for share in heldout["acceptance_per_depth"])
         print(f"held out: simulated TPC {heldout['simulated_tpc']:.2f}, acceptance by depth {depths}")

@@ -39,9 +39,9 @@ from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.results import prepared, provenance, write_json, write_text
 from eagle_train.settings import build
-from eagle_train.training.assemble import assemble
+from eagle_train.training.assembly import assemble
 from eagle_train.training.backend import ParallelConfig
-from eagle_train.training.lookahead import Lookahead
+from eagle_train.training.lookahead import DRAWN_AHEAD
 from evals import figures
 from evals.mt_bench import ask, check_fit
 from evals.questions import Question, read_questions
@@ -172,15 +172,16 @@ def train_steps(overrides: list[str], line: Connection) -> None:
         line.recv()
         line.send(error)
         return
+    trainer.lookahead.start(steps=None)
     while (number := line.recv()) is not None:
         seconds = []
-        for _ in range(Lookahead.STEPS + number):
+        for _ in range(DRAWN_AHEAD + number):
             started = time.perf_counter()
             trainer.train_step()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
-        line.send(seconds[Lookahead.STEPS :])
+        line.send(seconds[DRAWN_AHEAD:])
 
 
 def run_of(config: Config, name: str, seed: int) -> Found | None:

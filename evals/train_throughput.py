@@ -41,11 +41,16 @@ from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.torch_private import DispatchMode
 from eagle_train.results import prepared_file, provenance, write_json
 from eagle_train.settings import build
+from eagle_train.training.assembly import look_ahead
 from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.checkpoint.store import CheckpointStore
+from eagle_train.training.cost.flops import flops_of
+from eagle_train.training.cost.target_shape import TargetShape
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.parallelize import prepare
-from eagle_train.training.plan import TargetShape, flops_of
-from eagle_train.training.trainer import TrainConfig, Trainer
+from eagle_train.training.target_pass import hidden_states, to_device
+from eagle_train.training.train_config import TrainConfig, accumulation
+from eagle_train.training.trainer import Trainer
 from evals.memory import peak_bytes
 from evals.shapes import random_target
 from evals.stopwatch import timed
@@ -149,10 +154,13 @@ class Ours:
         optim = OptimConfig(tokens_per_step=config.tokens_per_step)
         backend = prepare(self.draft, optim, ParallelConfig(), ALONE, self.target.dtype)
         train = TrainConfig(steps=10**6, micro_batch_rows=config.micro_batch_rows)
-        self.trainer = Trainer(train, optim, self.target, self.draft, backend, self.stream, [], Path(folder))
+        ahead = look_ahead(self.stream, self.target, accumulation(optim, train, config.row_tokens))
+        store = CheckpointStore(folder)
+        self.trainer = Trainer(train, optim, self.target, self.draft, backend, ahead, [], store)
         self.seconds: dict[str, float] = {}
         if device == "cpu":  # a GPU does the parts when the host has long gone on
             self.watch()
+        ahead.start(steps=None)
 
     def watch(self) -> None:
         """Add up the time of a step's parts. The target's run beside the draft's."""
@@ -164,7 +172,7 @@ class Ours:
             return timed(function, told)
 
         trainer, backend = self.trainer, self.trainer.backend
-        trainer.hidden_states = part("target", trainer.hidden_states)
+        trainer.lookahead.hidden_states = part("target", trainer.lookahead.hidden_states)
         trainer.forward_backward_step = part("draft and loss", trainer.forward_backward_step)
         backend.draft = part("  draft, forward", backend.draft)
         backend.backward = part("  draft, backward", backend.backward)
@@ -173,10 +181,10 @@ class Ours:
 
     def run(self, steps: int) -> int:
         """Train; returns how many tokens that were no padding."""
-        before, waited = self.stream_tokens(), self.trainer.ahead.waited
+        before, waited = self.stream_tokens(), self.trainer.lookahead.waited
         for _ in range(steps):
             self.trainer.train_step()
-        waited = self.trainer.ahead.waited - waited
+        waited = self.trainer.lookahead.waited - waited
         self.seconds["waiting for data"] = self.seconds.get("waiting for data", 0.0) + waited
         return self.stream_tokens() - before
 
@@ -184,18 +192,18 @@ class Ours:
         """Tokens of the rows handed out; the share of padding is taken to be that of the rows drawn ahead."""
         counts = self.stream.counts
         filled = counts["tokens"] / max(1, counts["tokens"] + counts["padding"])
-        return round(self.trainer.tokens * filled)
+        return round(self.trainer.state.tokens * filled)
 
     def floor(self) -> list[float]:
         """Seconds of a step's products alone, run in two ways: the target's beside the draft's, and before them."""
-        batches = [self.trainer.placed(next(self.stream)) for _ in range(self.trainer.accumulation)]
+        batches = [to_device(next(self.stream), self.target.device) for _ in range(self.trainer.lookahead.accumulation)]
         with Products() as of_target:
-            hidden = [self.trainer.hidden_states(batch) for batch in batches]
-        self.trainer.ahead.share = lambda work: work()  # in this thread, where it is seen
+            hidden = [hidden_states(self.target, batch) for batch in batches]
+        self.trainer.lookahead.share = lambda work: work()  # in this thread, where it is seen
         with Products() as of_draft:
             for batch, states in zip(batches, hidden, strict=True):
                 self.trainer.forward_backward_step(batch, states, 1.0)
-        del self.trainer.ahead.share
+        del self.trainer.lookahead.share
         self.trainer.backend.skip()
 
         def both() -> None:

@@ -65,7 +65,7 @@ def test_muon_computes_in_what_the_device_has(made_for, monkeypatch, has):
         return mm(x, y)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", noting)
-    muon.orthogonalised(torch.randn(6, 4))
+    muon._orthogonalised(torch.randn(6, 4))
     assert seen == {torch.bfloat16 if has else torch.float32}
 
 

@@ -1,8 +1,8 @@
-"""How a step's gradients become new weights on all ranks: one process, DDP, FSDP2 or DeepSpeed, behind one seam.
+"""How a step's gradients become new weights on all ranks: one process, DDP, FSDP2 or DeepSpeed, with one interface.
 
-The trainer calls `begin`, `draft` (its forward), `backward`, `clip` and `step`, and sees no difference. Weights and
-optimiser state are fp32, whatever the computation is in. States are kept by the draft's own tensor names, so that a
-checkpoint of one backend is read by another, on any number of ranks. Knows nothing of losses, data or files.
+The trainer calls `begin`, `draft` (its forward), `backward`, `clip` and `step`, and need not know which it is. Weights
+and optimiser state are fp32, in whatever dtype the draft computes. States have the draft's own tensor names, so that
+a checkpoint of one backend is read by another, on any number of ranks. Knows nothing of losses, data or files.
 """
 
 import importlib.util
@@ -31,19 +31,19 @@ class ParallelConfig:
     """The group `parallel`. Raises UserError for values that cannot be.
 
     `backend`: how the draft is trained on several processes. `target`: where the frozen target's weights are, whole on
-    every rank (replicated), or divided by FSDP2 or by its tensor-parallel plan; `share` is the number of neighbouring
+    every rank (replicated), or sharded by FSDP2 or by its tensor-parallel plan; `share` is the number of neighbouring
     ranks that hold one target together, None for all. `offload_optimizer`: weights and optimiser state in host memory.
     `timeout_minutes`: how long a rank waits for another before the job ends. `zero`: DeepSpeed's `zero_optimization`.
     """
 
-    backend: str = "single"
-    target: str = "replicated"
-    share: int | None = None
-    offload_optimizer: bool = False
-    activation_checkpointing: bool = False
-    compile: bool = False
-    timeout_minutes: float = 30.0
-    zero: dict[str, Any] = field(default_factory=dict)
+    backend: str = "single"  # single | ddp | fsdp2 | deepspeed
+    target: str = "replicated"  # replicated | fsdp2 | tensor: where the frozen target's weights are
+    share: int | None = None  # neighbouring ranks that hold one sharded target together; null: all
+    offload_optimizer: bool = False  # fp32 weights and optimiser state in host memory
+    activation_checkpointing: bool = False  # the draft's layers run again in the backward pass
+    compile: bool = False  # torch.compile on the draft's layers
+    timeout_minutes: float = 30.0  # for which a rank waits for another before the job ends
+    zero: dict[str, Any] = field(default_factory=dict)  # DeepSpeed's zero_optimization
 
     def __post_init__(self) -> None:
         for key, allowed in (("backend", BACKENDS), ("target", PLACEMENTS)):
@@ -66,7 +66,7 @@ class ParallelConfig:
         )
         stage = self.zero.get("stage", 2)
         check(stage in (1, 2, 3), f"parallel.zero.stage={stage}: must be 1, 2 or 3; parallel=ddp divides nothing")
-        for key in ("offload_optimizer", "offload_param"):  # which a plan would not know of
+        for key in ("offload_optimizer", "offload_param"):  # which the estimate of `plan=true` would not see
             check(key not in self.zero, f"parallel.zero.{key}: not here; use parallel.offload_optimizer=true")
         check(self.timeout_minutes > 0, f"parallel.timeout_minutes={self.timeout_minutes}: must be above 0")
 
@@ -90,44 +90,45 @@ class ParallelConfig:
 
 
 class Backend(Protocol):
-    """What the trainer needs. `draft` has the signature of `Draft.forward`.
+    """What the trainer needs of a backend.
 
-    `divisor`: by how much a rank's gradients are divided when they are added to the others'.
+    `draft`: the forward, with the signature of `Draft.forward`. `divisor`: by what a rank's gradients are divided when
+    they are reduced over the ranks; the trainer multiplies its loss with it.
     """
 
     draft: Callable[..., torch.Tensor]
     divisor: int
 
     def begin(self, last: bool) -> None:
-        """Before a micro-batch's forward; with the `last` of a step, gradients are added up over the ranks."""
+        """Called before a micro-batch's forward. In the `last` one of a step gradients are reduced over the ranks."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add a micro-batch's gradients."""
 
     def clip(self) -> torch.Tensor:
-        """The norm of the step's gradient over all ranks, a scalar; a longer one is cut to `optim.max_grad_norm`."""
+        """The norm of the step's gradient over all ranks, a scalar. Clips the gradient to `optim.max_grad_norm`."""
 
     def step(self, lr: float) -> None:
-        """Change the weights by the gradients, and forget these."""
+        """Update the weights at the learning rate `lr`, and clear the gradients."""
 
     def skip(self) -> None:
-        """Forget the gradients and leave the weights alone."""
+        """Clear the gradients and leave the weights as they are."""
 
     def state(self) -> tuple[Tensors, Tensors]:
-        """The draft's tensors and the optimiser's, by name; a rank's parts as DTensors where they are divided.
+        """The draft's tensors and the optimiser's, by name; DTensors where they are sharded.
 
-        Where a tensor must be gathered, that happens when it is asked for: every rank asks for all, in their order.
+        A tensor may be gathered when it is looked up, so all ranks look all of them up, in their order.
         """
 
     def restore(self, read: Callable[[dict[str, torch.Tensor]], None]) -> None:
-        """Go on from another state: `read` fills the tensors it is given, by the names that `state` has."""
+        """Continue from another state: `read` fills the tensors it is given, by the names that `state` has."""
 
 
 class Torch:
-    """torch's own optimisers, on a draft that is whole (single), copied (DDP) or divided (FSDP2)."""
+    """torch's own optimisers, on a draft that is whole (single), copied to all ranks (DDP) or sharded (FSDP2)."""
 
     def __init__(self, module: Draft, forward: nn.Module, optim: OptimConfig, ranks: int):
-        self.module, self.draft, self.optim = module, forward, optim
+        self._module, self.draft, self._optim = module, forward, optim
         self.divisor = ranks
         self.optimizer = Optimizer(module, optim)
 
@@ -141,7 +142,7 @@ class Torch:
         loss.backward()
 
     def clip(self) -> torch.Tensor:
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.optim.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(self._module.parameters(), self._optim.max_grad_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(self, lr: float) -> None:
@@ -152,20 +153,20 @@ class Torch:
         self.optimizer.zero_grad()
 
     def state(self) -> tuple[Tensors, Tensors]:
-        draft, optimizer = get_state_dict(self.module, self.optimizer.parts, options=FLAT)
-        return draft, tensors_of(optimizer)
+        draft, optimizer = get_state_dict(self._module, self.optimizer.parts, options=_FLAT)
+        return draft, _tensors_of(optimizer)
 
     def restore(self, read: Callable[[dict[str, torch.Tensor]], None]) -> None:
-        draft, optimizer = get_state_dict(self.module, self.optimizer.parts, options=FLAT)
-        read(draft | tensors_of(optimizer))
+        draft, optimizer = get_state_dict(self._module, self.optimizer.parts, options=_FLAT)
+        read(draft | _tensors_of(optimizer))
         set_state_dict(
-            self.module, self.optimizer.parts, model_state_dict=draft, optim_state_dict=optimizer, options=FLAT
+            self._module, self.optimizer.parts, model_state_dict=draft, optim_state_dict=optimizer, options=_FLAT
         )
 
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # `state.NAME.exp_avg` and the like, one level deep
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one level of keys, `state.NAME.exp_avg`
 
 
-def tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of an optimiser's flat state; the rest of it, the groups' settings, follows from the config."""
+def _tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of an optimiser's flat state. The rest of it, the groups' settings, follows from the config."""
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}

@@ -1,7 +1,7 @@
-"""How long a run is: so many steps, or so many minutes of training, and how much of that is used.
+"""The length of a run, in steps or in minutes of training, and how much of it is used.
 
-All that follows the course of a run (the learning rate, weights of losses, the last step) follows the share that is
-used, which is the same on every rank. Knows nothing of models, data or ranks.
+Everything that changes in the course of a run (the learning rate, weights of losses, the last step) follows the share
+that is used, which is the same on every rank. Knows nothing of models, data or ranks.
 """
 
 import statistics
@@ -9,16 +9,16 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-RECENT = 9  # steps whose median duration is taken for the next one's
+_RECENT = 9  # steps whose median duration predicts the next one's
 
 
 @dataclass
 class Budget:
-    """One of `steps` and `minutes`, the other None.
+    """One of `steps` and `minutes`; the other is None.
 
-    `used`: the share before the step under way, from 0 to below 1. `is_last`: whether the run ends with this step; of
-    minutes it is the one whose end is nearest to the budget's. `before`: seconds that earlier processes of a resumed
-    run have used; `finished`: whether they made their last step.
+    `used`: the share used before the current step, from 0 to below 1. `is_last`: whether the run ends with the current
+    step; of minutes, the last step is the one whose end is nearest to the budget's. `before`: seconds that earlier
+    processes of a resumed run have used; `finished`: whether they made the last step.
     """
 
     steps: int | None = None
@@ -27,42 +27,44 @@ class Budget:
     is_last: bool = False
     before: float = 0.0
     finished: bool = False
-    started: float | None = None
-    begins: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT + 1))
+    _started: float | None = None
+    _begins: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT + 1))
 
     def start(self) -> None:
-        """Training begins here, or goes on."""
-        self.started = time.monotonic()
+        """Start the clock: training begins or continues here."""
+        self._started = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Of training so far, by this process's clock; of minutes never more than there are, all in the last step."""
-        spent = self.before + (0.0 if self.started is None else time.monotonic() - self.started)
+        """Training time so far, by this process's clock. Of minutes never more than the budget, in the last step all
+        of it.
+        """
+        spent = self.before + (0.0 if self._started is None else time.monotonic() - self._started)
         if self.minutes is None:
             return spent
         return 60 * self.minutes if self.is_last else min(spent, 60 * self.minutes)
 
     def is_over(self, step: int) -> bool:
-        """Whether a run that has made `step` steps has nothing more to do."""
+        """Whether a run that has made `step` steps has nothing left to do."""
         return step >= self.steps if self.minutes is None else self.finished and self.before >= 60 * self.minutes
 
     def drop(self) -> None:
-        """The step under way is not made."""
+        """Take back `begin`: the current step is not made."""
         self.is_last = False
 
     def begin(self, step: int, seconds: float) -> None:
-        """The step after `step` others begins, at a time that all ranks agree on."""
+        """Begin the step after `step` others, at a time of training that is the same on all ranks."""
         if self.minutes is None:
             self.used, self.is_last = step / self.steps, step + 1 >= self.steps
             return
-        self.begins.append(seconds)
-        recent = [later - earlier for earlier, later in zip(self.begins, list(self.begins)[1:], strict=False)]
+        self._begins.append(seconds)
+        recent = [later - earlier for earlier, later in zip(self._begins, list(self._begins)[1:], strict=False)]
         self.used = min(1.0, seconds / (60 * self.minutes))
         usual = statistics.median(recent) if recent else 0.0
         self.is_last = seconds + 1.5 * usual >= 60 * self.minutes
 
-    def course(self, step: int) -> float:
-        """How far the run is in its step number `step`, from 0 in the first to 1 in the last."""
+    def progress_at(self, step: int) -> float:
+        """The run's progress in step 1, 2, ...: 0 in the first, 1 in the last of so many steps; of minutes, `used`."""
         return self.used if self.minutes is not None else (step - 1) / max(1, self.steps - 1)
 
     def done(self, step: int) -> str:

@@ -1,9 +1,9 @@
-"""Batches drawn by a thread of their own, and the frozen target run a micro-batch ahead of the draft.
+"""Batches drawn in a thread, and the frozen target run in another, ahead of the draft.
 
-On a CPU the target gets a thread and half of the cores: two streams of small operations fill the cores better than one
-stream split over all of them (measured on two: the target's forward takes as long on two threads as on one). What the
-draft's side can split, the target's thread helps with, so that both have as much to do. On a GPU the one queue is kept
-full as it is. Knows nothing of losses, drafts or optimisers.
+On a CPU the target's thread gets half of the cores: two streams of small operations fill the cores better than one
+stream that is split over all of them (measured on two: the target's forward takes as long on two threads as on one).
+Work that the draft's side can split is shared with the target's thread, so that both have as much to do. On a GPU the
+one queue is kept full anyway, and the target runs in turn. Knows nothing of losses, drafts or optimisers.
 """
 
 import queue
@@ -15,176 +15,206 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from eagle_train.corpus.stream import TENSORS, Batch, Stream
 
-
-class Drawer:
-    """A thread that draws `steps` steps (None: as many as are taken), `ahead` of them at most, each with the state of
-    the stream after it.
-
-    All ranks draw the same number, so that none waits for another in a last exchange.
-    """
-
-    def __init__(
-        self, draw: Callable[[], list[Batch]], state: Callable[[], dict[str, Any]], steps: int | None, ahead: int
-    ):
-        self.draw, self.state, self.limit = draw, state, steps
-        self.begun, self.counting = 0, threading.Lock()
-        self.ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
-
-    def may_draw(self) -> bool:
-        """Whether one more step is to be drawn; it is then counted."""
-        with self.counting:
-            wanted = self.limit is None or self.begun < self.limit
-            self.begun += wanted
-            return wanted
-
-    def run(self) -> None:
-        while self.may_draw():
-            try:
-                step: Any = self.draw(), self.state()
-            except Exception as error:  # told to who waits for the step
-                step = error
-            self.ready.put(step)
-            if isinstance(step, Exception):
-                return
-
-    def take(self) -> tuple[list[Batch], dict[str, Any]]:
-        """The next step and the state after it. Raises what the drawing raised."""
-        step = self.ready.get()
-        if isinstance(step, Exception):
-            raise step
-        return step
-
-    def finish(self, most: Callable[[int], int]) -> None:
-        """Draw no more than some rank has begun to: `most` gives the largest of all ranks' numbers."""
-        if self.limit is None:
-            with self.counting:
-                self.limit = self.begun
-            wanted = most(self.limit)
-            while self.thread.is_alive():  # it may be waiting for room, or for a rank that has drawn less
-                with suppress(queue.Empty):
-                    self.ready.get(timeout=0.01)
-            for _ in range(wanted - self.limit):
-                self.draw()
-
-
-def ready(batch: Batch, device: torch.device) -> Batch:
-    """In memory that a GPU can copy from while it computes."""
-    if device.type != "cuda":
-        return batch
-    return replace(batch, **{name: getattr(batch, name).pin_memory() for name in TENSORS})
+DRAWN_AHEAD = 2  # steps drawn beyond the current one: the target's next run but one needs its batch
 
 
 class Lookahead:
-    """Hands out each optimiser step's micro-batches with the target's hidden states.
+    """Hands out each optimiser step's micro-batches with the target's hidden states. A context manager:
 
-    `state` is the stream's after the last step that was handed out: where a checkpoint goes on. `waited`: seconds in
-    which nothing was done because no batch was ready.
+        with lookahead.start(steps):
+            for batch, hidden in lookahead.with_hidden_states(lookahead.step()): ...
+
+    `state`: the stream's state after the last step that was handed out, where a checkpoint continues. `waited`:
+    seconds in which the trainer waited for a batch.
     """
-
-    STEPS = 2  # drawn beyond the one at work, so that the target's next run but one has its batch
 
     def __init__(
         self,
         stream: Stream,
         accumulation: int,
-        steps: int | None,
-        place: Callable[[Batch], Batch],
+        to_device: Callable[[Batch], Batch],
         hidden_states: Callable[[Batch], torch.Tensor],
         device: torch.device,
         beside: bool = True,
     ):
-        """`beside`: whether the target may run in a thread of its own; not where its ranks talk with each other, for
-        two threads must not talk in one group."""
-        self.accumulation, self.place, self.hidden_states = accumulation, place, hidden_states
-        self.pool, self.threads = None, torch.get_num_threads()
-        if beside and device.type == "cpu" and self.threads > 1:
-            half = self.threads // 2
-            torch.set_num_threads(half)
-            # A thread has a number of its own, and what a product is divided over decides how it is rounded.
-            self.pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(half,))
-        self.state: dict[str, Any] = stream.state_dict()
+        """`accumulation`: micro-batches of a step. `hidden_states`: [B, T, H] of a batch on the device. `beside`:
+        whether the target may run in a thread of its own. It may not where its ranks communicate, because two threads
+        must not use one process group.
+        """
+        self.stream, self.accumulation = stream, accumulation
+        self.to_device, self.hidden_states, self.device = to_device, hidden_states, device
+        self.state: dict[str, Any] = {}
         self.waited = 0.0
-        self.stream = stream
-        self.drawer = Drawer(
-            lambda: [ready(next(stream), device) for _ in range(accumulation)],
-            stream.state_dict,
-            None if steps is None else steps + self.STEPS,  # the last step looks ahead too
-            stream.config.prefetch,
-        )
-        self.upcoming = deque(self.take() for _ in range(self.STEPS))
-        self.known: list[Batch] = []  # micro-batches whose hidden states are yet to be handed out
-        self.running: deque[Future[torch.Tensor]] = deque()  # the target's runs, for the first of them
-        self.shared: Callable[[], None] | None = None
-        self.helping = threading.Lock()
-        self.failure: Exception | None = None
+        self._beside = beside
+        self._pool: ThreadPoolExecutor | None = None
+        self._threads = 0  # of torch, before `start` halved them
+        self._upcoming: deque[tuple[list[Batch], dict[str, Any]]] = deque()
+        self._known: list[Batch] = []  # micro-batches whose hidden states are still to be handed out
+        self._running: deque[Future[torch.Tensor]] = deque()  # the target's runs for the first of `_known`
+        self._shared: Callable[[], None] | None = None
+        self._helping = threading.Lock()
+        self._failure: Exception | None = None
 
-    def take(self) -> tuple[list[Batch], dict[str, Any]]:
-        started = time.perf_counter()
-        batches, state = self.drawer.take()
-        self.waited += time.perf_counter() - started
-        return [self.place(batch) for batch in batches], state
+    def start(self, steps: int | None) -> "Lookahead":
+        """Draw from where the stream stands now: `steps` steps, or as many as are taken if None."""
+        self._threads = torch.get_num_threads()
+        if self._beside and self.device.type == "cpu" and self._threads > 1:
+            half = self._threads // 2
+            torch.set_num_threads(half)
+            # The number of threads is each thread's own. It decides how a product is divided, and so how it is rounded.
+            self._pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(half,))
+        self.state = self.stream.state_dict()
+        self._drawer = _Drawer(
+            lambda: [_pinned(next(self.stream), self.device) for _ in range(self.accumulation)],
+            self.stream.state_dict,
+            None if steps is None else steps + DRAWN_AHEAD,  # the last step looks ahead too
+            self.stream.config.prefetch,
+        )
+        self._upcoming.extend(self._take() for _ in range(DRAWN_AHEAD))
+        return self
+
+    def __enter__(self) -> "Lookahead":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Close it. After an error the other ranks are not waited for: they may wait for this one elsewhere."""
+        if kind is None:
+            self._drawer.finish(lambda own: max(self.stream.world.exchange(own, side="files")))
+            self.stream.close()
+        self._release(wait=kind is None)
+
+    def _release(self, wait: bool) -> None:
+        """End the target's thread and give torch its cores back."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=wait, cancel_futures=True)
+            torch.set_num_threads(self._threads)
+
+    def upcoming(self, number: int = 0) -> list[Batch]:
+        """The micro-batches of a step that is drawn and not handed out yet; 0 is the next one."""
+        return self._upcoming[number][0]
 
     def step(self) -> list[Batch]:
         """The next optimiser step's micro-batches."""
-        batches, self.state = self.upcoming.popleft()
-        self.upcoming.append(self.take())
+        batches, self.state = self._upcoming.popleft()
+        self._upcoming.append(self._take())
         return batches
 
+    def _take(self) -> tuple[list[Batch], dict[str, Any]]:
+        """The next step that was drawn, on the device, and the stream's state after it."""
+        started = time.perf_counter()
+        batches, state = self._drawer.take()
+        self.waited += time.perf_counter() - started
+        return [self.to_device(batch) for batch in batches], state
+
     def with_hidden_states(self, batches: list[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Each of the step's micro-batches with its [B, T, H]; the two after it are computed meanwhile."""
-        if self.pool is None:
+        """Each of the step's micro-batches with its hidden states [B, T, H]. The target's thread computes those of the
+        two micro-batches after it meanwhile.
+        """
+        if self._pool is None:
             yield from ((batch, self.hidden_states(batch)) for batch in batches)
             return
         for number, batch in enumerate(batches):
-            self.known = [*batches[number:], *chain.from_iterable(step for step, _ in self.upcoming)]
-            self.run_ahead()
-            self.known = self.known[1:]
-            yield batch, self.running.popleft().result()
+            self._known = [*batches[number:], *chain.from_iterable(step for step, _ in self._upcoming)]
+            self._run_ahead()
+            self._known = self._known[1:]
+            yield batch, self._running.popleft().result()
 
-    def run_ahead(self) -> None:
-        """Let the target's thread have two runs that are not used yet, done or to do."""
-        for batch in self.known[len(self.running) : 2]:
-            self.running.append(self.pool.submit(self.hidden_states, batch))
+    def _run_ahead(self) -> None:
+        """Fill the target's thread up to two runs whose results are not used yet, finished or not."""
+        for batch in self._known[len(self._running) : 2]:
+            self._running.append(self._pool.submit(self.hidden_states, batch))
 
     def share(self, work: Callable[[], None]) -> None:
-        """Run `work`, and let the target's thread run it too if it has time before this one is done.
+        """Run `work` in this thread, and in the target's too if it becomes free before this one is done.
 
-        Two threads at once must share what there is to do among them; when this returns, both have returned.
+        `work` must allow two threads at once, and divide among them what there is to do. When this returns, both have
+        returned. Raises what either raised.
         """
-        if self.pool is None:
+        if self._pool is None:
             work()
             return
-        self.shared = work
-        self.pool.submit(self.help)
+        self._shared = work
+        self._pool.submit(self._help)
         work()
-        self.shared = None
-        with self.helping:
-            if self.failure is not None:
-                raise self.failure
-        if self.accumulation > 1:  # else it would run beside the optimiser each time, which wants all cores
-            self.run_ahead()  # not before: it would not have had time to help
+        self._shared = None
+        with self._helping:
+            if self._failure is not None:
+                raise self._failure
+        if self.accumulation > 1:  # with one micro-batch it would run beside the optimiser, which needs all cores
+            self._run_ahead()  # not earlier: the target's thread would not have been free to help
 
-    def help(self) -> None:
-        with self.helping:
-            work, self.shared = self.shared, None  # once: a task that was late may find the next work
+    def _help(self) -> None:
+        with self._helping:
+            work, self._shared = self._shared, None  # taken once: a late task may find the next call's work
             if work is not None:
                 try:
                     work()
-                except Exception as failure:  # told to who shares
-                    self.failure = failure
+                except Exception as failure:  # raised in the thread that shares
+                    self._failure = failure
 
-    def close(self) -> None:
-        """Give the cores back, when the last step was handed out."""
-        self.drawer.finish(lambda own: max(self.stream.world.exchange(own, side="files")))
-        self.stream.close()
-        if self.pool is not None:
-            self.pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(self.threads)
+
+class _Drawer:
+    """A thread that draws steps ahead, `ahead` of them at most, each with the stream's state after it.
+
+    `steps`: how many; None for as many as are taken. All ranks draw the same number, so that none waits for another in
+    a last exchange.
+    """
+
+    def __init__(
+        self, draw: Callable[[], list[Batch]], state: Callable[[], dict[str, Any]], steps: int | None, ahead: int
+    ):
+        self._draw, self._state, self._limit = draw, state, steps
+        self._begun, self._counting = 0, threading.Lock()
+        self._ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _may_draw(self) -> bool:
+        """Whether one more step is to be drawn; it is then counted."""
+        with self._counting:
+            wanted = self._limit is None or self._begun < self._limit
+            self._begun += wanted
+            return wanted
+
+    def _run(self) -> None:
+        while self._may_draw():
+            try:
+                step: Any = self._draw(), self._state()
+            except Exception as error:  # raised in the thread that takes the step
+                step = error
+            self._ready.put(step)
+            if isinstance(step, Exception):
+                return
+
+    def take(self) -> tuple[list[Batch], dict[str, Any]]:
+        """The next step and the state after it. Raises what the drawing raised."""
+        step = self._ready.get()
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+    def finish(self, largest: Callable[[int], int]) -> None:
+        """Stop drawing, after as many steps as the rank that has begun most; `largest` gives their maximum."""
+        if self._limit is None:
+            with self._counting:
+                self._limit = self._begun
+            wanted = largest(self._limit)
+            while self._thread.is_alive():  # it may wait for room in the queue, or for a rank that has drawn less
+                with suppress(queue.Empty):
+                    self._ready.get(timeout=0.01)
+            for _ in range(wanted - self._limit):
+                self._draw()
+
+
+def _pinned(batch: Batch, device: torch.device) -> Batch:
+    """For a GPU, the batch in memory from which it can be copied while the GPU computes."""
+    if device.type != "cuda":
+        return batch
+    return replace(batch, **{name: getattr(batch, name).pin_memory() for name in TENSORS})

@@ -1,8 +1,8 @@
 """The distillation loss: smooth-L1 on hidden states, cross-entropy against the target's distribution. DESIGN 3.2.
 
-Or, instead of the cross-entropy, the LK loss (arXiv 2602.23881), which aims at the acceptance rate. Sums over
-supervised rows, which the caller has selected and counted. Of models it knows the frozen LM head's four fields; of data
-and ranks nothing. Source: the paper, section 2.1.
+Instead of the cross-entropy, the LK loss (arXiv 2602.23881), which optimises the acceptance rate. Sums over supervised
+rows, which the caller has selected and counted. Of models it knows the frozen LM head's four fields; of data and ranks
+nothing. Source: the paper, section 2.1.
 
 Shapes: R rows, C rows of a chunk or of a block of it, H hidden, V vocabulary.
 """
@@ -17,30 +17,30 @@ from torch.autograd.function import once_differentiable
 
 from eagle_train.models.target import LMHead
 
-# Rows whose products exist at once: enough to fill a matmul, few enough for memory. Median time on one core in bf16,
+# Rows whose products exist at once: enough for a fast matmul, few enough for memory. Median time on one core in bf16,
 # forward and backward, for chunks of 64, 128, 256, 512, 1024 rows:
 #   2,048 rows x  32,000 x 512: 1020, 858, 756, 747, 813 ms (581 of them products)
 #     512 rows x 128,256 x 512: 1016, 790, 757, 863 ms (577)
-CHUNK_ROWS = 256
-CHUNK_LOGITS = 2**25  # 64 MiB in bf16, of each model
-# Logits that go through softmax and what follows together, in a CPU's caches: 2**17, 18, 19, 20 took 773, 719, 696 and
-# 715 ms of the first line's work, a whole chunk 772.
-BLOCK_LOGITS = 2**19  # 2 MiB in fp32
-STRIPE = 256  # columns, see row_max
+_CHUNK_ROWS = 256
+_CHUNK_LOGITS = 2**25  # 64 MiB in bf16, of each model
+# Logits that go through softmax and the gradient together, to stay in a CPU's caches: 2**17, 18, 19, 20 took 773, 719,
+# 696 and 715 ms for the first line's work, a whole chunk 772.
+_BLOCK_LOGITS = 2**19  # 2 MiB in fp32
+_STRIPE = 256  # columns, see _row_max
 LOGITS_LOSSES = ("ce", "lk")
-MAX_WORKERS = 2  # threads that may share the chunks
+_MAX_WORKERS = 2  # threads that may share the chunks
 Share = Callable[[Callable[[], None]], None]
-LK_RATE = 3.0  # how fast the LK loss turns from cross-entropy to acceptance as the acceptance grows
+_LK_RATE = 3.0  # how fast the LK loss shifts from cross-entropy to acceptance as the acceptance grows
 
 
 @dataclass(frozen=True)
 class LossSums:
-    """`loss` is what to call backward on; the others are detached sums over `rows` rows, left on their device."""
+    """Call backward on `loss`. The others are detached sums over `rows` rows, on their device."""
 
-    loss: torch.Tensor  # scalar: scale * (l1_weight * l1 + ce_weight * (ce or lk))
-    l1: torch.Tensor  # scalar: smooth-L1, its mean over H
-    ce: torch.Tensor  # scalar: cross-entropy in nats
-    agree: torch.Tensor  # int64 scalar: rows in which draft and target choose the same token
+    loss: torch.Tensor  # fp32 scalar: scale * (l1_weight * l1 + ce_weight * (ce or lk))
+    l1: torch.Tensor  # fp32 scalar: smooth-L1, its mean over H
+    ce: torch.Tensor  # fp32 scalar: cross-entropy in nats
+    agree: torch.Tensor  # int64 scalar: rows in which draft and target have the same most likely token
     rows: int
 
 
@@ -58,12 +58,12 @@ def distillation_loss(
 ) -> LossSums:
     """The loss of draft_hidden [R,H] against target_hidden [R,H], supervised rows only; R may be 0.
 
-    `scale` is one over the number of supervised rows of the whole step (all micro-batches, all ranks), so that the
-    gradients of several calls add up to those of one. `logits_loss`: ce, or lk (see `lk_gradient`). Matmuls run in the
-    LM head's dtype, softmax and smooth-L1 in fp32 (fp64 where their inputs are), under autocast too. Gradients flow to
-    `draft_hidden` alone, and none is formed where none is wanted. `chunk_rows` trades memory for speed; None is what
-    was measured to be fast. `share(work)` runs `work`, which computes chunks until none is left, in one thread or in
-    several at once (`Lookahead.share`); the sums do not depend on it.
+    `scale`: one over the number of supervised rows of the whole step (all micro-batches, all ranks), so that the
+    gradients of several calls add up to those of one. `logits_loss`: ce, or lk (see `_lk_gradient`). Products are in
+    the LM head's dtype, softmax and smooth-L1 in fp32 (fp64 for fp64 inputs), under autocast too. Gradients flow to
+    `draft_hidden` only, and are computed only if it requires one. `chunk_rows` trades memory for speed; None is the
+    fastest measured. `share(work)` runs `work`, which computes chunks until none is left, in one thread or in several
+    at once (`Lookahead.share`); the sums do not depend on it.
     """
     assert draft_hidden.shape == target_hidden.shape, (draft_hidden.shape, target_hidden.shape)
     assert not target_hidden.requires_grad, "the target is frozen"
@@ -74,7 +74,7 @@ def distillation_loss(
     with torch.autocast(draft_hidden.device.type, enabled=False):
         exact = torch.promote_types(draft_hidden.dtype, torch.float32)
         l1 = F.smooth_l1_loss(draft_hidden.to(exact), target_hidden.to(exact), reduction="sum") / width
-        on_logits, ce, agree = ChunkedLogitsLoss.apply(
+        on_logits, ce, agree = _ChunkedLogitsLoss.apply(
             draft_hidden, target_hidden, lm_head, logits_loss, chunk_rows, with_gradient, share
         )
     loss = scale * (l1_weight * l1 + ce_weight * on_logits)
@@ -82,16 +82,16 @@ def distillation_loss(
 
 
 def default_chunk_rows(vocab_size: int) -> int:
-    """Rows of a chunk, a multiple of 64 where there is room: a GPU's matmul works in tiles of as many."""
-    rows = max(1, min(CHUNK_ROWS, CHUNK_LOGITS // vocab_size))
+    """Rows of a chunk, a multiple of 64 if the vocabulary allows it: a GPU's matmul works in tiles of 64 rows."""
+    rows = max(1, min(_CHUNK_ROWS, _CHUNK_LOGITS // vocab_size))
     return rows // 64 * 64 or rows
 
 
-class ChunkedLogitsLoss(torch.autograd.Function):
+class _ChunkedLogitsLoss(torch.autograd.Function):
     """Sums over rows: the loss, CE(softmax(z_t), log_softmax(z_d)), and whether both logits have the same argmax.
 
-    The gradient for the draft's hidden states is formed in the forward, chunk by chunk, while the chunk's logits exist;
-    the backward only scales it. The products are a chunk's, the softmax and what follows a block's.
+    The gradient for the draft's hidden states is computed in the forward, chunk by chunk, while the chunk's logits
+    exist; the backward only scales it. Products are computed for a chunk, softmax and gradient for a block of it.
     """
 
     @staticmethod
@@ -110,8 +110,8 @@ class ChunkedLogitsLoss(torch.autograd.Function):
         starts = range(0, len(draft), chunk_rows)
         left = iter(starts)  # each start goes to one of the threads
         sums: dict[int, torch.Tensor] = {}
-        # Made here: another thread's allocator gives memory back to the kernel, and takes it anew each time.
-        spare = [Buffers(head, chunk_rows) for _ in range(MAX_WORKERS if draft.device.type == "cpu" else 1)]
+        # Allocated in this thread: another thread's allocator returns memory to the kernel each time.
+        spare = [_Buffers(head, chunk_rows) for _ in range(_MAX_WORKERS if draft.device.type == "cpu" else 1)]
 
         @torch.no_grad()  # each thread has its own setting
         def work() -> None:
@@ -119,12 +119,12 @@ class ChunkedLogitsLoss(torch.autograd.Function):
             for start in left:
                 rows = slice(start, start + chunk_rows)
                 slope = None if gradient is None else gradient[rows]
-                sums[start] = chunk_loss(draft[rows], target[rows], head, kind, slope, buffers)
+                sums[start] = _chunk_loss(draft[rows], target[rows], head, kind, slope, buffers)
 
         share(work)
         none = torch.zeros(3, dtype=torch.float64, device=draft.device)
         loss, ce, agree = torch.stack([none, *(sums[start] for start in starts)]).sum(0).unbind()
-        exact = exact_dtype(head)
+        exact = _exact_dtype(head)
         loss, ce, agree = loss.to(exact), ce.to(exact), agree.long()
         if gradient is not None:
             ctx.save_for_backward(gradient)
@@ -138,18 +138,18 @@ class ChunkedLogitsLoss(torch.autograd.Function):
         return gradient * grad_loss, None, None, None, None, None, None
 
 
-class Buffers:
-    """What a thread works in: both models' products of a chunk, and where these are not exact, a block's logits.
+class _Buffers:
+    """A thread's memory: both models' products of a chunk, and, if these are in low precision, a block's logits.
 
-    Where they are, a block's softmax and what follows happen in the products' own memory.
+    Products in fp32 or fp64 are turned into softmax and gradient in place.
     """
 
     def __init__(self, head: LMHead, chunk_rows: int):
-        weight, exact = head.weight, exact_dtype(head)
+        weight, exact = head.weight, _exact_dtype(head)
         vocab_size = len(weight)
         self.products = weight.new_empty(2 * chunk_rows, vocab_size)
-        # A CPU's caches hold a block; a GPU takes the whole chunk at once.
-        block_rows = BLOCK_LOGITS // vocab_size if weight.device.type == "cpu" else chunk_rows
+        # A block fits in a CPU's caches. A GPU computes the whole chunk at once.
+        block_rows = _BLOCK_LOGITS // vocab_size if weight.device.type == "cpu" else chunk_rows
         self.block_rows = max(1, min(chunk_rows, block_rows))
 
         def block(needed: bool) -> torch.Tensor | None:
@@ -159,26 +159,26 @@ class Buffers:
         self.capped = block(head.softcap is not None)  # the cap's slope needs the draft's logits
 
 
-def exact_dtype(head: LMHead) -> torch.dtype:
+def _exact_dtype(head: LMHead) -> torch.dtype:
     """The dtype of softmax and sums: fp32, or fp64 where the head's is."""
     return torch.promote_types(head.weight.dtype, torch.float32)
 
 
-def chunk_loss(
-    draft: torch.Tensor, target: torch.Tensor, head: LMHead, kind: str, gradient: torch.Tensor | None, buffers: Buffers
+def _chunk_loss(
+    draft: torch.Tensor, target: torch.Tensor, head: LMHead, kind: str, gradient: torch.Tensor | None, buffers: _Buffers
 ) -> torch.Tensor:
-    """A chunk's sums, fp64 [3]: the loss, the cross-entropy, the agreements. `gradient` [C,H] is filled if given."""
-    of_target, of_draft = products(target, draft, head, buffers.products)
+    """A chunk's sums, fp64 [3]: the loss, the cross-entropy, the agreements. Fills `gradient` [C,H] if given."""
+    of_target, of_draft = _products(target, draft, head, buffers.products)
     sums = torch.zeros(3, dtype=torch.float64, device=draft.device)
     for block in (slice(first, first + buffers.block_rows) for first in range(0, len(draft), buffers.block_rows)):
-        p = logits(of_target[block], head, buffers.of_target)
-        q = logits(of_draft[block], head, buffers.of_draft)
+        p = _logits(of_target[block], head, buffers.of_target)
+        q = _logits(of_draft[block], head, buffers.of_draft)
         capped = None if buffers.capped is None else buffers.capped[: len(q)].copy_(q)
-        ce, same = cross_entropy(p, q)
-        loss = lk_gradient(ce, p, q) if kind == "lk" else ce_gradient(ce, p, q)
+        ce, same = _cross_entropy(p, q)
+        loss = _lk_gradient(ce, p, q) if kind == "lk" else _ce_gradient(ce, p, q)
         sums += torch.stack([loss, ce.sum(), same.sum()])
         if gradient is not None:
-            before_cap(q, capped, head)
+            _before_cap(q, capped, head)
             if buffers.of_draft is not None:
                 of_draft[block] = q
     if gradient is not None:
@@ -186,62 +186,62 @@ def chunk_loss(
     return sums
 
 
-def products(
+def _products(
     target: torch.Tensor, draft: torch.Tensor, head: LMHead, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The LM head's matrix products [C,V] of both, in its dtype. Made as one: the more rows, the faster each."""
+    """The LM head's products [C,V] with both, in its dtype. Computed as one product: more rows take less time each."""
     hidden = torch.cat((target.to(out.dtype), draft.to(out.dtype)))
     return torch.mm(hidden, head.weight.t(), out=out[: len(hidden)]).chunk(2)
 
 
-def cross_entropy(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A block's cross-entropies and agreements, [C,1] each. Logits become probabilities: the target's `p`, the draft's
-    `q`.
+def _cross_entropy(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A block's cross-entropies and agreements, [C,1] each. Replaces logits by probabilities: the target's in `p`, the
+    draft's in `q`.
 
-    Each distribution costs one pass of exponentials: the draft's normaliser is read off its most likely token, whose
+    Each distribution costs one pass of exponentials: the draft's normaliser follows from its most likely token, whose
     probability is exp(0) / normaliser.
     """
-    _, choice = row_max(p)
+    _, choice = _row_max(p)
     torch.softmax(p, -1, out=p)
-    peak, guess = row_max(q)
+    peak, guess = _row_max(q)
     q -= peak
-    expected = torch.linalg.vecdot(p, q).unsqueeze(-1)  # no term is positive, so nothing cancels
+    expected = torch.linalg.vecdot(p, q).unsqueeze(-1)  # no term is positive, so there is no cancellation
     torch.softmax(q, -1, out=q)
     log_normaliser = -q.gather(-1, guess).log()
     return log_normaliser - expected, choice == guess
 
 
-def ce_gradient(ce: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """A block's cross-entropy; its gradient for the draft's logits replaces `q`."""
+def _ce_gradient(ce: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """A block's cross-entropy. Replaces `q` by its gradient for the draft's logits."""
     q -= p
     return ce.sum()
 
 
-def lk_gradient(ce: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """A block's LK loss; its gradient for the draft's logits replaces `q`.
+def _lk_gradient(ce: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """A block's LK loss. Replaces `q` by its gradient for the draft's logits.
 
     A row's acceptance at temperature 1 is a = sum(min(p, q)); its loss is w * CE + (1 - w) * (1 - a). The weight
-    w = exp(-LK_RATE * a) is held constant: where nothing is accepted, 1 - a has no slope to follow. The source takes
-    the mean acceptance of a batch for a; a row's own does not depend on how rows are split over chunks and ranks.
+    w = exp(-_LK_RATE * a) counts as a constant: where nothing is accepted, 1 - a has no gradient. The source uses the
+    mean acceptance of a batch for a; a row's own does not depend on how rows are split over chunks and ranks.
     """
     accepted = torch.minimum(p, q).sum(-1, keepdim=True)
-    weight = torch.exp(-LK_RATE * accepted)
+    weight = torch.exp(-_LK_RATE * accepted)
     loss = (weight * ce + (1 - weight) * (1 - accepted)).sum()
     below = (q < p).to(q.dtype)  # where more probability would be accepted
     gained = (q * below).sum(-1, keepdim=True)
-    below.sub_(gained).mul_(1 - weight)  # the slope of a, but for the factor q
+    below.sub_(gained).mul_(1 - weight)  # the gradient of a, without its factor q
     q.mul_(below.neg_().add_(weight)).addcmul_(p, -weight.expand_as(p))
     return loss
 
 
-def before_cap(slope: torch.Tensor, capped: torch.Tensor | None, head: LMHead) -> None:
-    """Turn the gradient [C,V] for logits into that for logits before they are capped; uses up `capped`."""
-    if capped is not None:  # softcap * tanh(x / softcap) has the slope 1 - tanh(x / softcap)^2
+def _before_cap(slope: torch.Tensor, capped: torch.Tensor | None, head: LMHead) -> None:
+    """Turn the gradient [C,V] for logits into that for uncapped logits, in place. Overwrites `capped`."""
+    if capped is not None:  # the derivative of softcap * tanh(x / softcap) is 1 - tanh(x / softcap)^2
         slope.addcmul_(slope, capped.div_(head.softcap).square_(), value=-1)
 
 
-def logits(product: torch.Tensor, head: LMHead, out: torch.Tensor | None) -> torch.Tensor:
-    """`head(hidden)` from its matrix product, in `out` and its dtype, or in the product's place where that is None."""
+def _logits(product: torch.Tensor, head: LMHead, out: torch.Tensor | None) -> torch.Tensor:
+    """`head(hidden)` from its product, in `out` and its dtype, or in place of the product if that is None."""
     out = product if out is None else out[: len(product)].copy_(product)
     if head.bias is not None:
         out += head.bias
@@ -252,12 +252,12 @@ def logits(product: torch.Tensor, head: LMHead, out: torch.Tensor | None) -> tor
     return out
 
 
-def row_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's maximum and where it first occurs, [C,1] each: `x.max(-1)`, which is 5 times slower on a CPU."""
+def _row_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's maximum and its first column, [C,1] each: `x.max(-1)`, which takes 5 times as long on a CPU."""
     size = x.shape[-1]
-    width = min(STRIPE, size)
+    width = min(_STRIPE, size)
     blocks = x.unfold(-1, width, width).amax(-1)
-    last = x[:, -width:].amax(-1, keepdim=True)  # may overlap: the columns that fill no block are in no other
+    last = x[:, -width:].amax(-1, keepdim=True)  # covers the columns that fill no block; may overlap
     first = torch.cat([blocks, last], -1).argmax(-1, keepdim=True)
     start = (first * width).clamp(max=size - width)
     value, offset = x.gather(-1, start + torch.arange(width, device=x.device)).max(-1, keepdim=True)

@@ -1,6 +1,6 @@
-"""Metrics of a run: sums that become a record, `metrics.jsonl`, trackers, and the progress shown on stderr.
+"""Metrics of a run: a step's sums become a record, which goes to `metrics.jsonl` and to a tracker.
 
-A record is a mapping of names to numbers (or lists of them) for one step. Knows nothing of models, losses or devices.
+A record maps names to numbers, or to lists of numbers, for one step. Knows nothing of models or losses.
 DESIGN sections 3.10 and 3.11.
 """
 
@@ -24,32 +24,32 @@ from eagle_train.results import json_text, redact, write_text
 
 Record = dict[str, Any]
 
-WANDB_MODES = ("online", "offline", "disabled", "shared")
-WANDB_HOST = "api.wandb.ai"  # netrc entries name it even where wandb's default address has another name
-INIT_TIMEOUT = 60  # seconds
+_WANDB_MODES = ("online", "offline", "disabled", "shared")
+_WANDB_HOST = "api.wandb.ai"  # netrc entries name it even where wandb's default address has another name
+_INIT_TIMEOUT = 60  # seconds
 
 
 class Meter:
-    """Sums over a step's micro-batches, divided once when they are read. Tensors stay on their device until then."""
+    """Sums over a step's micro-batches, divided once, when they are read. Tensors stay on their device until then."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, Tensor | float] = {}
+        self._sums: dict[str, Tensor | float] = {}
 
     def add(self, count: Tensor | float, **sums: Tensor | float) -> None:
         """Add sums over `count` items each: scalars, or tensors of one shape per name."""
         for name, value in {"count": count, **sums}.items():
-            self.sums[name] = self.sums.get(name, 0) + value
+            self._sums[name] = self._sums.get(name, 0) + value
 
     def means(self, world: World = ALONE) -> Record:
-        """Each sum over all ranks, divided by the count's: floats, or lists of them for tensors with a shape.
+        """Each sum over all ranks, divided by the count over all ranks: floats, or lists for tensors with a shape.
 
-        NaN where none count.
+        NaN where the count is 0. All ranks call it.
         """
-        values = [torch.as_tensor(value).detach().double() for value in self.sums.values()]
+        values = [torch.as_tensor(value).detach().double() for value in self._sums.values()]
         device = next((value.device for value in values if value.device.type != "cpu"), torch.device("cpu"))
         flat = world.sum(torch.cat([value.to(device).flatten() for value in values])).cpu()
         parts = flat.split([value.numel() for value in values])
-        sums = {name: part.view(value.shape) for name, part, value in zip(self.sums, parts, values, strict=True)}
+        sums = {name: part.view(value.shape) for name, part, value in zip(self._sums, parts, values, strict=True)}
         count = sums.pop("count")
         return {name: (value / count).tolist() for name, value in sums.items()}
 
@@ -65,7 +65,7 @@ class Tracker(Protocol):
 
 
 class NoTracker:
-    """Tracks nothing, so that nobody has to ask whether there is a tracker."""
+    """A tracker that does nothing: `tracking=none`."""
 
     def __init__(self, directory: Path | str, config: Mapping[str, Any]) -> None:
         pass
@@ -81,11 +81,11 @@ class NoTracker:
 
 
 class WandbTracker:
-    """Weights & Biases, online where there is a key and offline where there is none; never asks, never waits for long.
+    """Weights & Biases, online if there is an API key and offline if there is none. Never prompts for a key.
 
-    The run's id lies in the run's directory, so that a resumed run continues the same W&B run. What is sent: the
-    records, `config` without its secrets, and the machine's load; not the command line, the code or the console, which
-    may hold secrets. Raises UserError when built with an impossible mode, or started where no server answers.
+    The W&B run's id is kept in the run's directory, so that a resumed run continues it. Sent are the records, `config`
+    without its secrets, and the machine's load, but not the command line, the code or the console, which may hold
+    secrets. Raises UserError if `mode` is unknown, or if no server answers when it is started.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class WandbTracker:
         mode: str | None = None,
     ) -> None:
         wanted = mode or os.environ.get("WANDB_MODE")
-        check(not wanted or wanted in WANDB_MODES, f"tracking.mode={wanted}: give one of {', '.join(WANDB_MODES)}")
+        check(not wanted or wanted in _WANDB_MODES, f"tracking.mode={wanted}: give one of {', '.join(_WANDB_MODES)}")
         import wandb
 
         settings = wandb.setup().settings
-        has_key = settings.api_key or settings.identity_token_file or in_netrc(settings.base_url)
+        has_key = settings.api_key or settings.identity_token_file or _in_netrc(settings.base_url)
         check(has_key or wanted != "online", "tracking.mode=online: no W&B API key; set WANDB_API_KEY or use offline")
         mode = wanted or settings.mode
         if mode == "online" and not has_key:
@@ -118,7 +118,7 @@ class WandbTracker:
         if not (resumed and id_file.exists()):
             write_text(id_file, secrets.token_hex(8))
         settings = self.wandb.Settings(
-            init_timeout=INIT_TIMEOUT, console="off", x_disable_meta=True, disable_git=True, disable_code=True
+            init_timeout=_INIT_TIMEOUT, console="off", x_disable_meta=True, disable_git=True, disable_code=True
         )
         try:
             self.run = self.wandb.init(
@@ -129,67 +129,67 @@ class WandbTracker:
             raise UserError(f"tracking=wandb: {one_line(error)} ({remedy})") from error
 
     def log(self, step: int, record: Record) -> None:
-        # Steps that the server has from before a kill are repeated by the resumed run; it would warn of each.
+        # After a kill the resumed run repeats steps that the server already has, and W&B would warn of each.
         if step >= self.run.step:
-            self.run.log(dict(flatten(record)), step=step)
+            self.run.log(dict(_flatten(record)), step=step)
 
     def close(self) -> None:
         self.run.finish()
 
 
-def in_netrc(base_url: str) -> bool:
-    """Whether `wandb login` has left a key in the user's netrc file for this server."""
+def _in_netrc(base_url: str) -> bool:
+    """Whether the user's netrc file has a key for this server, as `wandb login` writes it."""
     path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    # wandb cannot use a file that is missing or malformed either, and would then ask for a key.
+    # wandb cannot read a missing or malformed file either, and would then prompt for a key.
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         entries = netrc.netrc(path)
-        return any(entries.authenticators(host) for host in (urlsplit(base_url).netloc, WANDB_HOST))
+        return any(entries.authenticators(host) for host in (urlsplit(base_url).netloc, _WANDB_HOST))
     return False
 
 
-def flatten(record: Record) -> Iterator[tuple[str, Any]]:
-    """Lists as one entry for each place, counted from 1: W&B draws no lists."""
+def _flatten(record: Record) -> Iterator[tuple[str, Any]]:
+    """A record with each list as one entry per item, counted from 1: W&B draws no lists."""
     for name, value in record.items():
         if isinstance(value, list):
-            yield from ((f"{name}/{place}", item) for place, item in enumerate(value, 1))
+            yield from ((f"{name}/{number}", item) for number, item in enumerate(value, 1))
         else:
             yield name, value
 
 
 class MetricsLog:
-    """Writes each record as one line of `metrics.jsonl` in the run's directory, at once, and hands it to the tracker.
+    """Writes each record as a line of `metrics.jsonl` in the run's directory, at once, and passes it to the tracker.
 
-    `resumed_step` is the step of the checkpoint that the run continues from, 0 before its first, None for a run that
-    resumes none: later records are cut off, so that the file of a resumed run equals that of one never interrupted, but
-    for times. NaN and infinities are written as null, because JSON has none.
+    `resumed_step`: the step of the checkpoint that the run continues from, 0 if it has none yet, None for a new run.
+    Records of later steps are removed, so that the file of a resumed run equals that of an uninterrupted one, except
+    for times. NaN and infinities are written as null, because JSON has neither.
     """
 
     def __init__(self, directory: Path | str, tracker: Tracker, resumed_step: int | None = None) -> None:
         self.path = Path(directory) / "metrics.jsonl"
-        write_text(self.path, "".join(kept_lines(self.path, resumed_step)))
-        # Unbuffered: a line is in the file at once, and one that failed is not tried again when the file is closed.
-        self.file = self.path.open("ab", buffering=0)
-        self.tracker = tracker
+        write_text(self.path, "".join(_kept_lines(self.path, resumed_step)))
+        # Unbuffered: a line is in the file at once, and a failed write is not repeated when the file is closed.
+        self._file = self.path.open("ab", buffering=0)
+        self._tracker = tracker
         tracker.start(resumed=resumed_step is not None)
 
     def log(self, step: int, record: Record) -> None:
         """Write one record. Raises UserError when the disk refuses."""
         line = json_text({"step": step, **record}) + "\n"
         try:
-            self.file.write(line.encode())
+            self._file.write(line.encode())
         except OSError as error:
             raise UserError(
                 f"{self.path}: the record of step {step} could not be written: {one_line(error)}"
             ) from error
-        self.tracker.log(step, record)
+        self._tracker.log(step, record)
 
     def close(self) -> None:
-        self.file.close()
-        self.tracker.close()
+        self._file.close()
+        self._tracker.close()
 
 
-def kept_lines(path: Path, resumed_step: int | None) -> Iterator[str]:
-    """The whole lines of an earlier part of the run, up to `resumed_step`."""
+def _kept_lines(path: Path, resumed_step: int | None) -> Iterator[str]:
+    """The complete lines of an earlier part of the run, up to `resumed_step`."""
     if resumed_step is None or not path.exists():
         return
     for number, line in enumerate(path.read_text("utf-8").splitlines(keepends=True), 1):
@@ -204,4 +204,5 @@ def kept_lines(path: Path, resumed_step: int | None) -> Iterator[str]:
 
 
 def summary(loss: float, tokens_per_s: float) -> str:
+    """A step's numbers beside the progress bar."""
     return f"loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s"

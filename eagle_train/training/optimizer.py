@@ -1,4 +1,7 @@
-"""Optimisers and the learning rate; the paper's recipe (section 2.2) is the default. Knows nothing of losses."""
+"""Optimisers and the learning-rate schedule. The defaults are the paper's recipe (section 2.2).
+
+Knows nothing of losses.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,21 +18,21 @@ NAMES = ("adamw", "muon")
 
 @dataclass
 class OptimConfig:
-    """The group `optim`.
+    """The group `optim`. Raises UserError for values that cannot be.
 
-    `name`: adamw, or muon (Muon for matrices, AdamW for norms and biases, with steps of like size).
-    `betas` are AdamW's under either name, `momentum` is Muon's. The learning rate climbs for `warmup_steps`, stays at
-    `lr`, and falls linearly to 0 over the last `decay_share` of the run's steps or minutes. `tokens_per_step` counts
-    the tokens of an optimiser step, padding included.
+    `name`: adamw, or muon: Muon for matrices and AdamW for norms and biases, with updates of similar size. `betas` are
+    AdamW's under either name, `momentum` is Muon's. The learning rate rises linearly for `warmup_steps`, stays at `lr`,
+    and falls linearly to 0 over the last `decay_share` of the run's steps or minutes. `tokens_per_step`: the tokens of
+    an optimiser step over all ranks, padding included.
     """
 
-    name: str = "adamw"
+    name: str = "adamw"  # adamw | muon (matrices by Muon, norms by AdamW)
     lr: float = 2e-4
     weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    momentum: float = 0.95
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
+    momentum: float = 0.95  # Muon's
     warmup_steps: int = 0
-    decay_share: float = 0.0
+    decay_share: float = 0.0  # the last share of the run, in which the learning rate falls to 0
     max_grad_norm: float = 1.0
     tokens_per_step: int = 2_097_152
 
@@ -46,7 +49,7 @@ class OptimConfig:
         check(0 <= self.momentum < 1, f"optim.momentum={self.momentum}: must be 0 or more and below 1")
 
     def lr_at(self, step: int, used: float) -> float:
-        """The learning rate of step 1, 2, ..., before which the share `used` of the run was used."""
+        """The learning rate of step 1, 2, ..., before which the share `used` of the run was used (0 to 1)."""
         share = min(1.0, step / max(1, self.warmup_steps))
         if self.decay_share:
             share = min(share, (1 - used) / self.decay_share)
@@ -54,34 +57,34 @@ class OptimConfig:
 
 
 class Optimizer:
-    """torch's optimisers for one model as one: `step`, `zero_grad`; `parts` have the state.
+    """The optimisers of one model as one: `step` and `zero_grad`. `parts` are torch's optimisers, which have the state.
 
-    Muon's products are too small for two of a CPU's cores to share one, so each takes half of the matrices: on the
-    bundled target's draft, 32 ms a step where it was 54 on one core and 78 with the products divided.
+    Muon's products are too small to be split over two of a CPU's cores, so each core takes half of the matrices. A step
+    on the bundled target's draft takes 32 ms; on one core it takes 54, and with the products split 78.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig):
         matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
         vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
         adamw = {"lr": config.lr, "betas": config.betas, "fused": True}
-        # Norm weights are scales around 1: decay would pull them to 0. Biases are left to themselves, as is usual.
+        # Norm weights are scales around 1, which decay would pull to 0. Biases are not decayed either, as is usual.
         groups = [{"params": vectors, "weight_decay": 0.0}]
         if config.name == "muon":
             muon = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
-            muons = [Muon(share, **muon, adjust_lr_fn="match_rms_adamw") for share in shares(matrices)]
-            self.parts, self.beside = [*muons, torch.optim.AdamW(groups, **adamw)], muons[1:]
+            muons = [Muon(half, **muon, adjust_lr_fn="match_rms_adamw") for half in _halves(matrices)]
+            self.parts, self._beside = [*muons, torch.optim.AdamW(groups, **adamw)], muons[1:]
         else:
             groups.append({"params": matrices, "weight_decay": config.weight_decay})
-            self.parts, self.beside = [torch.optim.AdamW(groups, **adamw)], []
-        self.helper = ThreadPoolExecutor(max_workers=1)
+            self.parts, self._beside = [torch.optim.AdamW(groups, **adamw)], []
+        self._helper = ThreadPoolExecutor(max_workers=1)
 
     def step(self, lr: float) -> None:
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = lr
-        helped = [self.helper.submit(part.step) for part in self.beside]
+        helped = [self._helper.submit(part.step) for part in self._beside]
         for part in self.parts:
-            if part not in self.beside:
+            if part not in self._beside:
                 part.step()
         for step in helped:
             step.result()
@@ -91,8 +94,8 @@ class Optimizer:
             part.zero_grad()
 
 
-def shares(matrices: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The matrices in two halves of like work where two cores are to be had, or in one."""
+def _halves(matrices: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The matrices in two halves of similar work where there are two CPU threads, else in one list."""
     plain = all(matrix.device.type == "cpu" and not isinstance(matrix, DTensor) for matrix in matrices)
     if not plain or len(matrices) < 2 or torch.get_num_threads() < 2:
         return [matrices]

@@ -1,4 +1,7 @@
-"""A draft made ready for its backend: copied, divided, recomputed, compiled. The loop knows nothing of it."""
+"""A draft prepared for its backend, in this order: recomputed layers, compiled, then sharded (FSDP2) or copied (DDP).
+
+The draft and the training loop know nothing of it.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,32 +18,32 @@ from eagle_train.training.optimizer import OptimConfig
 
 
 def prepare(draft: Draft, optim: OptimConfig, parallel: ParallelConfig, world: World, dtype: torch.dtype) -> Backend:
-    """The draft, fp32 and on its device, made ready to be trained in `dtype`; its layers are changed in place."""
+    """The backend for a draft that is fp32 and on its device, to be trained in `dtype`. Changes its layers in place."""
     for layer in draft.layers:
         if parallel.activation_checkpointing:
             layer.forward = recomputed(layer.forward)
         if parallel.compile:
             layer.compile()
     if parallel.backend == "deepspeed":
-        # Loaded where needed: nothing else needs it to be installed.
+        # Imported here: only this backend needs it to be installed.
         from eagle_train.training.deepspeed import DeepSpeed
 
         return DeepSpeed(draft, optim, parallel, world, dtype)
     if parallel.backend == "fsdp2":
-        shard(draft, parallel, world, dtype)
+        _shard(draft, parallel, world, dtype)
     whole = draft
     if parallel.backend == "ddp":
         whole = DistributedDataParallel(draft, process_group=world.mesh.get_group(), broadcast_buffers=False)
     return Torch(draft, whole, optim, world.size)
 
 
-def shard(draft: Draft, parallel: ParallelConfig, world: World, dtype: torch.dtype) -> None:
-    """Divide the draft's weights over all ranks, layer by layer (FSDP2); gradients are added up in fp32."""
+def _shard(draft: Draft, parallel: ParallelConfig, world: World, dtype: torch.dtype) -> None:
+    """Shard the draft's weights over all ranks, layer by layer (FSDP2); gradients are reduced in fp32."""
     low = dtype if dtype != torch.float32 else None
     host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     options: dict[str, Any] = {
         "mesh": world.mesh,
-        # Inputs stay as they are: among them are the angles of the positions, which bf16 would spoil.
+        # Inputs are not cast: among them are the rotary angles, which need more than bf16.
         "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False),
         "offload_policy": host if parallel.offload_optimizer else OffloadPolicy(),
     }
@@ -50,5 +53,5 @@ def shard(draft: Draft, parallel: ParallelConfig, world: World, dtype: torch.dty
 
 
 def recomputed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A layer's forward that keeps its input only, and runs again in the backward pass."""
+    """A layer's forward that keeps only its input, and is recomputed in the backward pass."""
     return lambda *args: checkpoint(forward, *args, use_reentrant=False)

@@ -28,7 +28,7 @@ from eagle_train.models.quantised import Quant
 from eagle_train.results import prepared, prepared_file, write_json, write_text
 from eagle_train.settings import CONF_DIR, build
 from eagle_train.training.optimizer import OptimConfig
-from eagle_train.training.trainer import TrainConfig
+from eagle_train.training.train_config import TrainConfig
 from tests.support.command_line import call
 
 TEXTS = [

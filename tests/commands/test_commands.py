@@ -18,7 +18,9 @@ from eagle_train import export, generate, train
 from eagle_train.artifacts.format import read_artifact
 from eagle_train.inference import Engine
 from eagle_train.models import loading
-from eagle_train.training import assemble, checkpoint
+from eagle_train.training import assembly
+from eagle_train.training.checkpoint.store import CheckpointStore
+from eagle_train.training.checkpoint.verify import open_checkpoint
 from tests.support.command_line import (
     TEMPLATE,
     call,
@@ -123,7 +125,7 @@ def test_a_process_alone_may_have_any_backend(made, tmp_path, parallel):
 
 def trained_weights(made: Path) -> dict[str, torch.Tensor]:
     """What the run of two steps learned, the embedding scale folded."""
-    found = checkpoint.load(made / "run" / "step-00000002")
+    found = open_checkpoint(made / "run" / "step-00000002")
     assert found.config["embedding_scale"] != 1
     tensors = found.draft()
     tensors["fc.weight"][:, : found.config["hidden_size"]] *= found.config["embedding_scale"]
@@ -430,7 +432,7 @@ def test_a_bad_row_costs_no_step(root, tmp_path, capsys):
     )
     done = int(found[1])
     assert 0 < done < STEPS
-    assert checkpoint.latest(tmp_path / "run").name == f"step-{done:08d}"
+    assert CheckpointStore(tmp_path / "run").latest().name == f"step-{done:08d}"
     for name in ("run", "whole"):
         assert call(train.main, *given, f"out={tmp_path}/{name}", "data.malformed=skip") == 0
     assert ", 1 malformed and left out; " in capsys.readouterr().out
@@ -464,7 +466,7 @@ def test_bad_settings_of_a_run(root, tmp_path, capsys, arguments, message):
 
 def test_a_run_needs_a_directory_it_can_write(root, tmp_path, capsys, monkeypatch):
     """Which is told before the target is loaded."""
-    monkeypatch.setattr(assemble, "load_target", None)
+    monkeypatch.setattr(assembly, "load_target", None)
     (tmp_path / "file").touch()
     for out, message in (
         (f"{tmp_path}/file/run", f"out={tmp_path}/file/run: cannot be written: "),

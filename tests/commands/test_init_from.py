@@ -15,7 +15,7 @@ from eagle_train.distributed import ALONE
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.settings import build
-from eagle_train.training.assemble import assemble
+from eagle_train.training.assembly import assemble
 from eagle_train.training.backend import ParallelConfig
 from tests.support.command_line import (
     call,
@@ -80,7 +80,8 @@ def losses(root) -> dict[str, float]:
         trainer = assemble(config, build(ParallelConfig, config.parallel, "parallel"), ALONE)
         if name == "loaded":
             trainer.draft.load_state_dict(load_draft(root / "draft").state_dict())
-        found[name] = trainer.train_step()["loss"]
+        with trainer.lookahead.start(steps=1):
+            found[name] = trainer.train_step()["loss"]
     return found
 
 

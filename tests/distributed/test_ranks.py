@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.ops.attention import packed_attention
-from eagle_train.training.checkpoint import checkpoints
+from eagle_train.training.checkpoint.format import checkpoints
 from tests.support.command_line import chats, metrics_without_times, write_jsonl
 from tests.support.processes import start_ranks
 from tests.support.ranks_job import a_row, leave_out, spoil
@@ -171,7 +171,7 @@ def test_one_process_goes_on_from_two_ranks_checkpoint(alone, together, data, tm
     directory = first_half(together(name), tmp_path / "run")
     trainer = make_trainer(directory, data, **TRAIN)
     assert trainer.resume()
-    assert trainer.step == SAVED
+    assert trainer.state.step == SAVED
     assert_same_run(run_training(trainer, resumed=True), alone[1])
 
 
@@ -182,7 +182,7 @@ def test_a_rank_that_is_told_to_stop_stops_both_in_their_step(alone, together, d
     assert len(metrics_without_times(told)) == TOLD[1]
     trainer = make_trainer(shutil.copytree(told, tmp_path / "run"), data, **TRAIN)
     assert trainer.resume()
-    assert trainer.step == TOLD[1]
+    assert trainer.state.step == TOLD[1]
     assert_same_run(run_training(trainer, resumed=True), alone[1])
 
 

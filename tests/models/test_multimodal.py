@@ -12,7 +12,7 @@ from eagle_train.models.forward import decoder_of
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
-from eagle_train.training.plan import TargetShape
+from eagle_train.training.cost.target_shape import TargetShape
 from tests.support.command_line import call, chats, write_jsonl
 from tests.support.multimodal import FAMILIES, multimodal_config, multimodal_model
 from tests.support.packed_rows import packed_and_alone

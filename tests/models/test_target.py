@@ -20,7 +20,7 @@ from eagle_train.models.shapes import rope_limit
 from eagle_train.models.target import Target
 from eagle_train.models.weights import fingerprint, refuse_unloaded
 from eagle_train.ops.attention import Rule, packed_attention
-from eagle_train.training.plan import TargetShape
+from eagle_train.training.cost.target_shape import TargetShape
 from tests.support.packed_rows import packed_and_alone
 from tests.support.tiny import FAMILIES, GROUPED_FLOPS, STATEFUL, random_tokens, shared_target, tiny_model, tiny_target
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from eagle_train import distributed
-from eagle_train.training.checkpoint import latest
+from eagle_train.training.checkpoint.store import CheckpointStore
 from tests.support.processes import Watchdog
 from tests.support.ranks_job import one_run
 
@@ -86,7 +86,7 @@ def main(data: Path, out: Path, kills: int, steps: int, seed: int) -> None:
         left = ended(ranks, math.inf if together else 1)  # the others must notice that a rank is gone
         kill(left)  # which is the launcher's part
         ended(left)
-        path = latest(out)
+        path = CheckpointStore(out).latest()
         print(f"kill {done}: {len(victims)} of {len(ranks)} ranks; goes on from {path and path.name}", flush=True)
     ranks = fork_ranks(2, data, out, steps)
     statuses = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]

@@ -1,4 +1,4 @@
-"""What test_plan.py starts on several ranks: how much a draft that FSDP2 divides holds at the peak of a step."""
+"""What test_cost.py starts on several ranks: how much a draft that FSDP2 divides holds at the peak of a step."""
 
 import gc
 import json

@@ -21,8 +21,9 @@ from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.weights import fingerprint, sample_of
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training.backend import ParallelConfig
-from eagle_train.training.checkpoint import Parts
+from eagle_train.training.checkpoint.format import RankTensors
 from eagle_train.training.metrics import NoTracker
+from eagle_train.training.target_pass import hidden_states as states_of
 from eagle_train.training.trainer import Interrupted, Trainer
 from tests.support.tiny import random_tokens
 from tests.support.trainers import a_target, make_trainer, run_training
@@ -51,20 +52,20 @@ def one_run(data: Path, case: dict, world: World) -> None:
 
 def leave_out(trainer: Trainer, steps: list[int]) -> None:
     """Let the trainer skip these steps too, as if their gradients were unsound."""
-    is_sound = trainer.is_sound
-    trainer.is_sound = lambda norm: is_sound(norm) and trainer.step not in steps
+    is_sound = trainer._is_sound
+    trainer._is_sound = lambda norm: is_sound(norm) and trainer.state.step not in steps
 
 
 def drop_parts(trainer: Trainer, steps: list[int]) -> None:
     """Let these steps begin with a micro-batch, of a later step, whose gradients are dropped."""
 
     def train_step() -> dict:
-        if trainer.step + 1 in steps:
-            batch = trainer.ahead.upcoming[-1][0][0]
-            hidden = trainer.hidden_states(batch)
+        if trainer.state.step + 1 in steps:
+            batch = trainer.lookahead.upcoming(-1)[0]
+            hidden = states_of(trainer.target, batch)
             trainer.backend.begin(last=False)
             trainer.forward_backward_step(batch, hidden, 1.0)
-            trainer.drop(batch, hidden)
+            trainer._drop_step(batch, hidden)
         return Trainer.train_step(trainer)
 
     trainer.train_step = train_step
@@ -73,18 +74,18 @@ def drop_parts(trainer: Trainer, steps: list[int]) -> None:
 def spoil(trainer: Trainer, steps: list[int]) -> None:
     """Let the gradients of these steps be no numbers."""
     backward = trainer.backend.backward
-    trainer.backend.backward = lambda loss: backward(loss * math.nan if trainer.step + 1 in steps else loss)
+    trainer.backend.backward = lambda loss: backward(loss * math.nan if trainer.state.step + 1 in steps else loss)
 
 
 def stop_at(trainer: Trainer, told: list[int] | None) -> None:
     """Tell one of the ranks to stop: [rank, steps that were done, micro-batch that was the last]."""
     if told is not None and told[0] == trainer.world.rank:
-        trainer.stop_asked = lambda: [trainer.step, trainer.micro_batch] == told[1:]
+        trainer.stop_asked = lambda: [trainer.state.step, trainer.micro_batch] == told[1:]
 
 
 def most_gathered(trainer: Trainer) -> dict[str, int]:
     """How many of the tensors that DeepSpeed gathers for a checkpoint are there at once, and what is kept of them."""
-    tools, alive, most = trainer.backend.tools, weakref.WeakSet(), 0
+    tools, alive, most = trainer.backend._tools, weakref.WeakSet(), 0
 
     def counting(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def counted(*arguments: Any) -> torch.Tensor:
@@ -96,9 +97,9 @@ def most_gathered(trainer: Trainer) -> dict[str, int]:
         return counted
 
     names = ("safe_get_full_fp32_param", "safe_get_full_optimizer_state")
-    trainer.backend.tools = SimpleNamespace(**{name: counting(getattr(tools, name)) for name in names})
-    parts = Parts.of(*trainer.backend.state(), trainer.world)
-    trainer.backend.tools = tools
+    trainer.backend._tools = SimpleNamespace(**{name: counting(getattr(tools, name)) for name in names})
+    parts = RankTensors.copied(*trainer.backend.state(), trainer.world)
+    trainer.backend._tools = tools
     return {"most": most, "draft": len(parts.draft), "optimizer": len(parts.optimizer), "left": len(alive)}
 
 

@@ -7,15 +7,18 @@ import torch
 
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
-from eagle_train.corpus.stream import Stream, heldout_batches
+from eagle_train.corpus.stream import Batch, Stream, heldout_batches
 from eagle_train.distributed import ALONE, World
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.target import Target
+from eagle_train.training.assembly import look_ahead
 from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.checkpoint.store import CheckpointStore
 from eagle_train.training.metrics import MetricsLog, NoTracker
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
-from eagle_train.training.trainer import TrainConfig, Trainer
+from eagle_train.training.train_config import TrainConfig, accumulation
+from eagle_train.training.trainer import Trainer
 from tests.support.command_line import metrics_without_times
 from tests.support.tiny import tiny_target, tiny_tokenizer
 
@@ -52,17 +55,32 @@ def make_trainer(
     optim = OptimConfig(**{"lr": 1e-3, "tokens_per_step": rows_per_step * ROW} | (optim or {}))
     shape = DraftConfig.from_target(target.config, num_layers=num_layers, fc_bias=True)  # parameters of every kind
     draft = draft or Draft(shape).init_weights(0)
-    return Trainer(
-        settings,
-        optim,
-        target,
-        draft,
-        prepare(draft, optim, parallel or ParallelConfig(), world, target.dtype),
-        Stream(config, renderer, rows, world),
-        heldout_batches(config, renderer, rows, settings.eval_batches),
-        directory,
-        world,
-    )
+    stream = Stream(config, renderer, rows, world)
+    heldout = heldout_batches(config, renderer, rows, settings.eval_batches)
+    return trainer_of(settings, optim, target, draft, stream, heldout, directory, parallel, world)
+
+
+def trainer_of(
+    train: TrainConfig,
+    optim: OptimConfig,
+    target: Target,
+    draft: Draft,
+    stream: Stream,
+    heldout: list[Batch],
+    directory: Path,
+    parallel: ParallelConfig | None = None,
+    world: World = ALONE,
+) -> Trainer:
+    """A trainer of these parts, put together as `assemble` does."""
+    backend = prepare(draft, optim, parallel or ParallelConfig(), world, target.dtype)
+    ahead = look_ahead(stream, target, accumulation(optim, train, stream.config.row_tokens, world.size), world)
+    return Trainer(train, optim, target, draft, backend, ahead, heldout, CheckpointStore(directory, world))
+
+
+def started(trainer: Trainer) -> Trainer:
+    """A trainer whose steps are made one by one."""
+    trainer.lookahead.start(steps=None)
+    return trainer
 
 
 def assert_same(actual: dict, expected: dict, tolerance: float) -> None:
@@ -75,7 +93,7 @@ def assert_same(actual: dict, expected: dict, tolerance: float) -> None:
 
 def run_training(trainer: Trainer, resumed: bool = False) -> list[dict]:
     """All its steps; returns its metrics, times left out."""
-    log = MetricsLog(trainer.directory, NoTracker(trainer.directory, {}), trainer.step if resumed else None)
+    log = MetricsLog(trainer.directory, NoTracker(trainer.directory, {}), trainer.state.step if resumed else None)
     trainer.train(log)
     log.close()
     return metrics_without_times(trainer.directory)

@@ -12,11 +12,13 @@ from eagle_train import train
 from eagle_train.cli import compose, with_others_off
 from eagle_train.errors import UserError
 from eagle_train.models.draft_config import DraftConfig
-from eagle_train.training import budget, forecast
+from eagle_train.training import budget
 from eagle_train.training.budget import Budget
+from eagle_train.training.cost import this_machine
 from eagle_train.training.metrics import MetricsLog, NoTracker
 from eagle_train.training.optimizer import OptimConfig
-from eagle_train.training.trainer import Interrupted, TrainConfig, Trainer
+from eagle_train.training.train_config import TrainConfig
+from eagle_train.training.trainer import Interrupted, Trainer
 from tests.support.command_line import call, chats, read_jsonl, save_target, write_jsonl
 from tests.support.trainers import make_trainer, run_training
 
@@ -87,13 +89,13 @@ def test_a_run_of_minutes_follows_its_schedule_by_the_share_that_is_used(ticking
     trainer = trainer_for(tmp_path / "run", data, 8, optim={"decay_share": 0.5, "lr": 1e-3}, l1_weight_end=0.0)
     rates = [record["lr"] for record in run_training(trainer)]
     assert rates == pytest.approx([1e-3] * 5 + [0.75e-3, 0.5e-3, 0.25e-3])
-    assert trainer.config.l1_weight_at(trainer.budget.course(8)) == pytest.approx(1 / 8)
+    assert trainer.config.l1_weight_at(trainer.budget.progress_at(8)) == pytest.approx(1 / 8)
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000008"]
 
 
 def interrupted(trainer: Trainer, after: int) -> None:
     """A run that is told to stop after so many steps."""
-    trainer.stop_asked = lambda: trainer.step >= after
+    trainer.stop_asked = lambda: trainer.state.step >= after
     log = MetricsLog(trainer.directory, NoTracker(trainer.directory, {}), 0)
     with pytest.raises(Interrupted, match=rf"{after} steps and 0\.\d of {trainer.config.minutes:g} minutes done"):
         trainer.train(log)
@@ -121,7 +123,7 @@ def test_a_resumed_run_has_what_is_left_of_its_minutes(ticking, tmp_path, data):
 def test_a_run_that_is_stopped_within_its_last_step_still_has_it(ticking, tmp_path, data):
     """Though all of its time is used then."""
     trainer = trainer_for(tmp_path / "run", data, 5, rows=1)
-    trainer.stop_asked = lambda: trainer.budget.is_last and trainer.step == 4
+    trainer.stop_asked = lambda: trainer.budget.is_last and trainer.state.step == 4
     log = MetricsLog(trainer.directory, NoTracker(trainer.directory, {}), 0)
     with pytest.raises(Interrupted, match=r"4 steps and 0\.\d+ of 0\.25 minutes done"):
         trainer.train(log)
@@ -131,7 +133,7 @@ def test_a_run_that_is_stopped_within_its_last_step_still_has_it(ticking, tmp_pa
     assert [record["step"] for record in run_training(resumed, resumed=True)] == [1, 2, 3, 4, 5]
     over = trainer_for(tmp_path / "run", data, 5, rows=1)
     assert over.resume()
-    assert over.budget.is_over(over.step)
+    assert over.budget.is_over(over.state.step)
 
 
 def test_one_of_steps_and_minutes():
@@ -187,16 +189,16 @@ def test_a_plan_says_how_many_steps_there_are_on_this_machine(monkeypatch):
     draft = DraftConfig(64, 128, num_heads=2, num_kv_heads=1, head_dim=32, max_position_embeddings=64)
     told = []
     for speed in (1e9, 2e9):
-        monkeypatch.setattr(forecast, "measured_speed", lambda device, dtype, speed=speed: speed)
+        monkeypatch.setattr(this_machine, "measured_speed", lambda device, dtype, speed=speed: speed)
         optim = OptimConfig(tokens_per_step=1000)
-        line = forecast.steps_here(TrainConfig(steps=None, minutes=2.0), 1e6, draft, optim, "cpu")
+        line = this_machine.steps_here(TrainConfig(steps=None, minutes=2.0), 1e6, draft, optim, "cpu")
         assert line.endswith(" steps in train.minutes=2")
         told.append(int(re.search(r"([\d,]+) steps", line)[1].replace(",", "")))
-    assert told == pytest.approx([120 * forecast.REACH, 2 * 120 * forecast.REACH], abs=1)
-    line = forecast.steps_here(TrainConfig(steps=round(7.2e3 * forecast.REACH)), 1e9, draft, optim, "cpu")
-    assert line.endswith(f"): about {500 / forecast.REACH:.0f} s a step, 1,000.0 hours for train.steps=5760")
-    dense = forecast.step_flops(1e6, draft, OptimConfig(name="adamw", tokens_per_step=1000), torch.float32)
-    muon = forecast.step_flops(1e6, draft, OptimConfig(name="muon", tokens_per_step=1000), torch.float32)
+    assert told == pytest.approx([120 * this_machine._REACH, 2 * 120 * this_machine._REACH], abs=1)
+    line = this_machine.steps_here(TrainConfig(steps=round(7.2e3 * this_machine._REACH)), 1e9, draft, optim, "cpu")
+    assert line.endswith(f"): about {500 / this_machine._REACH:.0f} s a step, 1,000.0 hours for train.steps=5760")
+    dense = this_machine.step_flops(1e6, draft, OptimConfig(name="adamw", tokens_per_step=1000), torch.float32)
+    muon = this_machine.step_flops(1e6, draft, OptimConfig(name="muon", tokens_per_step=1000), torch.float32)
     assert dense == 1e9 < muon
 
 

@@ -10,19 +10,12 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
-from eagle_train.distributed import ALONE, CommonError
+from eagle_train.distributed import CommonError
 from eagle_train.errors import UserError
-from eagle_train.training import checkpoint
-from eagle_train.training.checkpoint import (
-    Parts,
-    Saver,
-    check_shared,
-    latest,
-    load,
-    random_state,
-    save,
-    set_random_state,
-)
+from eagle_train.training.checkpoint.format import Checkpoint, RankTensors
+from eagle_train.training.checkpoint.store import CheckpointStore
+from eagle_train.training.checkpoint.verify import open_checkpoint
+from eagle_train.training.state import random_state, set_random_state
 from tests.support.command_line import disk_for
 from tests.support.processes import run
 
@@ -32,12 +25,14 @@ KILLED_SAVES = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from eagle_train.training import checkpoint
+from eagle_train.training.checkpoint import format
+from eagle_train.training.checkpoint.format import RankTensors
+from eagle_train.training.checkpoint.store import CheckpointStore
 
 def save(directory, step, value, keep):
     tensors = {"w": torch.full((64,), float(value))}
-    parts = checkpoint.Parts.of(tensors, {"state.w": tensors["w"]})
-    checkpoint.save(directory, step, parts, {"value": value}, {"value": value}, keep)
+    parts = RankTensors.copied(tensors, {"state.w": tensors["w"]})
+    CheckpointStore(directory).save(step, parts, {"value": value}, {"value": value}, keep)
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -54,13 +49,13 @@ def kill_at(point):
 
 def kill_in(writer):
     if writer == "draft":
-        checkpoint.save_file = lambda tensors, path, metadata: (path.write_bytes(b"half"), die())
+        format.save_file = lambda tensors, path, metadata: (path.write_bytes(b"half"), die())
     else:
         torch.save = lambda state, file: (file.write(b"half"), file.flush(), die())
 
 def killed(directory, before, step, keep, prepare, *arguments):
     for number in before:
-        save(directory, number, 1, 0)
+        CheckpointStore(directory).save(number, 1, 0)
     child = os.fork()
     if child == 0:
         prepare(*arguments)
@@ -93,9 +88,8 @@ def killed_saves(tmp_path_factory) -> Path:
 
 def some_save(directory: Path, step: int, keep: int = 0, size: int = 64) -> Path:
     weights = {"w": torch.full((size,), float(step))}
-    return save(
-        directory, step, Parts.of(weights, {"state.w": weights["w"]}), {"layers": step}, {"position": step}, keep
-    )
+    tensors = RankTensors.copied(weights, {"state.w": weights["w"]})
+    return CheckpointStore(directory).save(step, tensors, {"layers": step}, {"position": step}, keep)
 
 
 def names(directory: Path) -> list[str]:
@@ -106,15 +100,15 @@ def names(directory: Path) -> list[str]:
 def test_a_kill_at_any_point_leaves_a_whole_checkpoint(killed_saves, capsys, scenario, old_step, new_step):
     outcomes = []
     for directory in sorted((killed_saves / scenario).iterdir()):
-        found = load(latest(directory))
+        found = open_checkpoint(CheckpointStore(directory).latest())
         value = found.config["value"]
         assert found.step == (old_step if value == 1 else new_step)
         assert found.state == {"value": value}
         assert torch.equal(found.draft()["w"], torch.full((64,), float(value)))
         outcomes.append(value)
         for path in directory.glob("step-*"):
-            load(path)
-        save(directory, 9, Parts.of({}, {}), {}, {}, keep=1)
+            open_checkpoint(path)
+        CheckpointStore(directory).save(9, RankTensors.copied({}, {}), {}, {}, keep=1)
         assert names(directory) == ["step-00000009"]
     assert set(outcomes) == {1, 2}
     *_, in_draft, in_trainer = outcomes
@@ -126,11 +120,11 @@ def test_round_trip_is_exact(tmp_path):
     tensors = {"a": torch.randn(3, 5), "b.t": torch.randn(4, 6).t(), "half": torch.randn(7).bfloat16()}
     moments = {"state.a": torch.randn(3, 5), "state.steps": torch.tensor(7.0)}
     state = {"step": 7, "betas": (0.9, 0.95), "ids": torch.arange(5), "name": "x", "nothing": None, "rows": [[1, 2.5]]}
-    path = save(
-        tmp_path / "new" / "run", 1234, Parts.of(tensors, moments), {"num_layers": 3, "norms": "eagle1"}, state, keep=0
+    path = CheckpointStore(tmp_path / "new" / "run").save(
+        1234, RankTensors.copied(tensors, moments), {"num_layers": 3, "norms": "eagle1"}, state, keep=0
     )
     assert path == tmp_path / "new" / "run" / "step-00001234"
-    found = load(path)
+    found = open_checkpoint(path)
     assert (found.step, found.config) == (1234, {"num_layers": 3, "norms": "eagle1"})
     assert list(found.draft()) == sorted(tensors)
     for name, tensor in tensors.items():
@@ -167,11 +161,11 @@ def test_adamw_scheduler_and_random_numbers_continue_exactly(tmp_path):
     train(model, optimizer, scheduler, 3)
     random.gauss(0, 1)  # leaves the second number of a pair in the generator's state
     state = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(), "random": random_state()}
-    path = save(tmp_path, 3, Parts.of(model.state_dict(), {}), {}, state, keep=0)
+    path = CheckpointStore(tmp_path).save(3, RankTensors.copied(model.state_dict(), {}), {}, state, keep=0)
     expected = train(model, optimizer, scheduler, 3), random.gauss(0, 1), random.random()
 
     other_model, other_optimizer, other_scheduler = training(seed=1)
-    found = load(path)
+    found = open_checkpoint(path)
     other_model.load_state_dict(found.draft())
     other_optimizer.load_state_dict(found.state["optimizer"])
     other_scheduler.load_state_dict(found.state["scheduler"])
@@ -185,9 +179,11 @@ def test_adamw_scheduler_and_random_numbers_continue_exactly(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_random_numbers_and_tensors_of_a_cuda_device(tmp_path):
     weights = torch.randn(5, device="cuda")
-    path = save(tmp_path, 1, Parts.of({"w": weights}, {}), {}, {"moment": weights, "random": random_state()}, keep=0)
+    path = CheckpointStore(tmp_path).save(
+        1, RankTensors.copied({"w": weights}, {}), {}, {"moment": weights, "random": random_state()}, keep=0
+    )
     expected = torch.rand(4, device="cuda")
-    found = load(path)
+    found = open_checkpoint(path)
     set_random_state(found.state["random"])
     assert torch.equal(torch.rand(4, device="cuda"), expected)
     assert found.state["moment"].device.type == "cpu"
@@ -198,7 +194,7 @@ def test_the_last_ones_are_kept(tmp_path):
     for step in (5, 10, 99_999_999, 100_000_000):
         some_save(tmp_path, step, keep=2)
     assert names(tmp_path) == ["step-100000000", "step-99999999"]
-    assert latest(tmp_path).name == "step-100000000"
+    assert CheckpointStore(tmp_path).latest().name == "step-100000000"
     some_save(tmp_path, 7, keep=1)  # what later steps hold is not this run's to delete
     assert names(tmp_path) == ["step-00000007", "step-100000000", "step-99999999"]
     some_save(tmp_path, 200_000_000, keep=0)
@@ -207,30 +203,30 @@ def test_the_last_ones_are_kept(tmp_path):
 
 def test_the_best_is_kept_beside_the_last(tmp_path):
     for step, score in enumerate((None, 2.5, 2.0, None, 2.25), 1):
-        save(tmp_path, step, Parts.of({}, {}), {}, {}, keep=1, score=score)
+        CheckpointStore(tmp_path).save(step, RankTensors.copied({}, {}), {}, {}, keep=1, score=score)
         assert names(tmp_path) == [f"step-{kept:08d}" for kept in sorted({step, 2} if step >= 2 else {1})]
 
 
 def test_saving_in_the_background(tmp_path):
-    saver = Saver(ALONE)
+    store = CheckpointStore(tmp_path)
     weights = torch.zeros(5)
     for step in (1, 2):
         weights += 1
-        saver.save(tmp_path, step, Parts.of({"w": weights}, {}), {}, {}, keep=0)
+        store.save_in_background(step, RankTensors.copied({"w": weights}, {}), {}, {}, keep=0)
         weights += 10  # the copy was made before
-    assert saver.wait() == tmp_path / "step-00000002"
-    assert [load(path).draft()["w"][0].item() for path in sorted(tmp_path.iterdir())] == [1, 12]
+    assert store.wait() == tmp_path / "step-00000002"
+    assert [open_checkpoint(path).draft()["w"][0].item() for path in sorted(tmp_path.iterdir())] == [1, 12]
     with disk_for(100):
-        saver.save(tmp_path, 3, Parts.of({"w": weights}, {}), {}, {}, keep=0)
+        store.save_in_background(3, RankTensors.copied({"w": weights}, {}), {}, {}, keep=0)
         with pytest.raises(UserError, match="step 3 could not be written"):
-            saver.wait()
+            store.wait()
 
 
 def test_the_same_step_is_replaced(tmp_path):
     some_save(tmp_path, 3)
-    save(tmp_path, 3, Parts.of({"w": torch.ones(2)}, {}), {"layers": 9}, {}, keep=1)
+    CheckpointStore(tmp_path).save(3, RankTensors.copied({"w": torch.ones(2)}, {}), {"layers": 9}, {}, keep=1)
     assert names(tmp_path) == ["step-00000003"]
-    assert load(latest(tmp_path)).config == {"layers": 9}
+    assert open_checkpoint(CheckpointStore(tmp_path).latest()).config == {"layers": 9}
 
 
 def flip(path: Path) -> None:
@@ -250,11 +246,11 @@ def truncate(path: Path) -> None:
 def test_damage_is_noticed(tmp_path, capsys, file, damage):
     good, bad = some_save(tmp_path, 1), some_save(tmp_path, 2)
     damage(bad / file)
-    assert latest(tmp_path) == good
+    assert CheckpointStore(tmp_path).latest() == good
     (warning,) = capsys.readouterr().err.splitlines()
     assert str(bad) in warning
     with pytest.raises(UserError, match=r"step-00000002.*(missing|No such file|damaged|differs)"):
-        load(bad)
+        open_checkpoint(bad)
 
 
 def test_nothing_is_started_anew_where_no_checkpoint_is_whole(tmp_path):
@@ -264,7 +260,7 @@ def test_nothing_is_started_anew_where_no_checkpoint_is_whole(tmp_path):
     with pytest.raises(
         UserError, match=rf"holds 2 checkpoints and none is whole \({reasons}.*\); remove them to start"
     ):
-        latest(tmp_path)
+        CheckpointStore(tmp_path).latest()
 
 
 def test_another_format_is_not_read(tmp_path):
@@ -272,15 +268,15 @@ def test_another_format_is_not_read(tmp_path):
     manifest = path / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 3'))
     with pytest.raises(UserError, match="format 3"):
-        load(path)
+        open_checkpoint(path)
 
 
 def test_no_checkpoint(tmp_path):
-    assert latest(tmp_path / "absent") is None
+    assert CheckpointStore(tmp_path / "absent").latest() is None
     (tmp_path / "step-of-mine").mkdir()
-    assert latest(tmp_path) is None
+    assert CheckpointStore(tmp_path).latest() is None
     with pytest.raises(UserError, match=r"manifest\.json.*step-XXXXXXXX"):
-        load(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(("size", "state_size"), [(100_000, 1), (1, 100_000)], ids=["draft", "trainer"])
@@ -288,13 +284,13 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path, size,
     some_save(tmp_path, 1)
     state = {"moments": torch.zeros(state_size)}
     with disk_for(50_000), pytest.raises(UserError) as error:
-        save(tmp_path, 2, Parts.of({"w": torch.zeros(size)}, {}), {}, state, keep=1)
+        CheckpointStore(tmp_path).save(2, RankTensors.copied({"w": torch.zeros(size)}, {}), {}, state, keep=1)
     assert str(tmp_path) in str(error.value)
     assert "step 2" in str(error.value)
     assert "File too large" in str(error.value)
     assert "\n" not in str(error.value)
     assert names(tmp_path) == ["step-00000001"]
-    assert load(latest(tmp_path)).step == 1
+    assert open_checkpoint(CheckpointStore(tmp_path).latest()).step == 1
 
 
 def test_a_disk_that_fills_while_it_is_flushed(tmp_path, monkeypatch):
@@ -317,7 +313,9 @@ def test_a_directory_that_cannot_be_made(tmp_path):
 
 def test_a_state_that_could_not_be_read_back_is_refused_when_saved(tmp_path):
     with pytest.raises(Exception, match="Weights only"):
-        save(tmp_path, 1, Parts.of({}, {}), {}, {"path": checkpoint.Checkpoint(tmp_path, 1, {}, {})}, keep=0)
+        CheckpointStore(tmp_path).save(
+            1, RankTensors.copied({}, {}), {}, {"path": Checkpoint(tmp_path, 1, {}, {})}, keep=0
+        )
     assert names(tmp_path) == []
 
 
@@ -345,4 +343,4 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
 def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CommonError, match=rf"^out={tmp_path}/file/run: cannot be written: "):
-        check_shared(tmp_path / "file" / "run", lambda own: [own], 0)
+        CheckpointStore(tmp_path / "file" / "run").check_shared()

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -38,12 +39,12 @@ def make():
     def make(cores: int = 2, hidden_states=lambda batch: -batch, accumulation: int = ACCUMULATION) -> Lookahead:
         torch.set_num_threads(cores)
         place = lambda batch: batch  # noqa: E731
-        made.append(Lookahead(Numbers(), accumulation, 100, place, hidden_states, torch.device("cpu")))
-        return made[-1]
+        made.append(Lookahead(Numbers(), accumulation, place, hidden_states, torch.device("cpu")))
+        return made[-1].start(steps=100)
 
     yield make
     for each in made:
-        each.close()
+        each.__exit__(None, None, None)
     torch.set_num_threads(threads)
 
 
@@ -78,7 +79,7 @@ def test_the_targets_thread_helps_before_its_next_run(make):
             ahead.share(work)
             assert len(workers) == 2
             assert runs_then == [number + 1] * 2
-            assert len(ahead.running) == 2  # the next may begin
+            assert len(ahead._running) == 2  # the next may begin
 
 
 def test_who_shares_waits_for_the_helper_and_hears_of_its_failure(make):
@@ -107,3 +108,22 @@ def test_one_core_does_the_work_once(make):
     ahead, calls = make(cores=1), []
     ahead.share(lambda: calls.append(threading.current_thread()))
     assert calls == [threading.current_thread()]
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_its_block_gives_torch_its_threads_back(error):
+    """Also after an error, when nothing is asked of the other ranks: the stream stays open."""
+    before, stream = torch.get_num_threads(), Numbers()
+    closed = []
+    stream.close = lambda: closed.append(True)
+    torch.set_num_threads(2)
+    ahead = Lookahead(stream, ACCUMULATION, lambda batch: batch, lambda batch: -batch, torch.device("cpu"))
+    try:
+        with suppress(KeyboardInterrupt), ahead.start(steps=3):
+            assert torch.get_num_threads() == 1
+            if error is not None:
+                raise error
+        assert torch.get_num_threads() == 2
+        assert closed == ([] if error else [True])
+    finally:
+        torch.set_num_threads(before)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_train.models.target import LMHead
 from eagle_train.training import losses
-from eagle_train.training.losses import LOGITS_LOSSES, STRIPE, LossSums, default_chunk_rows, distillation_loss, row_max
+from eagle_train.training.losses import LOGITS_LOSSES, LossSums, default_chunk_rows, distillation_loss
 
 R, H, V = 37, 24, 700  # V fills two blocks of row_max and leaves a rest
 HEADS = {
@@ -96,7 +96,7 @@ def test_chunks_do_not_matter(chunk_rows, kind):
     assert_same(sums, draft.grad, *naive(draft, target, head, logits_loss=kind))
 
 
-@pytest.mark.parametrize("vocabulary", [2, STRIPE - 1, STRIPE, STRIPE + 1, 8 * STRIPE])
+@pytest.mark.parametrize("vocabulary", [2, losses._STRIPE - 1, losses._STRIPE, losses._STRIPE + 1, 8 * losses._STRIPE])
 def test_vocabulary_sizes(vocabulary):
     head = make_head(vocabulary)
     draft, target = make_hidden()
@@ -164,10 +164,10 @@ def test_agreement_takes_the_first_of_equals():
     assert distillation_loss(draft, target, head).agree == 3
 
 
-@pytest.mark.parametrize("size", [1, STRIPE - 1, STRIPE, STRIPE + 1, 5 * STRIPE + 3])
+@pytest.mark.parametrize("size", [1, losses._STRIPE - 1, losses._STRIPE, losses._STRIPE + 1, 5 * losses._STRIPE + 3])
 def test_row_max_is_the_first_argmax(size):
     x = torch.randint(4, (200, size), generator=torch.Generator().manual_seed(size)).float()
-    value, index = row_max(x)
+    value, index = losses._row_max(x)
     assert torch.equal(value, x.amax(-1, keepdim=True))
     assert torch.equal(index, x.argmax(-1, keepdim=True))
 
@@ -209,7 +209,7 @@ def test_matmuls_run_in_the_heads_dtype():
 def test_evaluation_forms_no_gradient(how, monkeypatch):
     head, (draft, target) = make_head(), make_hidden()
     wanted, _ = naive(draft, target, head)
-    monkeypatch.setattr("eagle_train.training.losses.before_cap", None)
+    monkeypatch.setattr("eagle_train.training.losses._before_cap", None)
     with torch.set_grad_enabled(how != "no_grad"):
         sums = distillation_loss(draft.detach() if how == "detached" else draft, target, head)
     assert not sums.loss.requires_grad
@@ -271,7 +271,7 @@ def test_two_threads_share_the_chunks(kind):
     alone = distillation_loss(draft, target, head, logits_loss=kind, chunk_rows=5)
     (wanted,) = torch.autograd.grad(alone.loss, draft)
     begun, threads = threading.Barrier(2), set()
-    whole = losses.chunk_loss
+    whole = losses._chunk_loss
 
     def chunk_loss(*arguments):
         if threading.current_thread() not in threads:  # nobody is done before both have begun
@@ -286,7 +286,7 @@ def test_two_threads_share_the_chunks(kind):
             other.result()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(losses, "chunk_loss", chunk_loss)
+        patch.setattr(losses, "_chunk_loss", chunk_loss)
         shared = distillation_loss(draft, target, head, logits_loss=kind, chunk_rows=5, share=share)
     (gradient,) = torch.autograd.grad(shared.loss, draft)
     assert len(threads) == 2

@@ -58,7 +58,7 @@ def test_meter_sums_before_it_divides():
     meter.add(1, loss=torch.tensor(4.0), accepted=torch.tensor([1.0, 0.0]))
     meter.add(torch.tensor(3), loss=torch.tensor(2.0), accepted=torch.tensor([3.0, 1.0]))
     assert meter.means() == {"loss": 1.5, "accepted": [1.0, 0.25]}
-    meter.sums["count"] = meter.sums["count"] * 2  # another rank
+    meter._sums["count"] = meter._sums["count"] * 2  # another rank
     assert meter.means() == {"loss": 0.75, "accepted": [0.5, 0.125]}
 
 
@@ -110,7 +110,7 @@ def test_a_foreign_line_is_named(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_is_one_line(tmp_path):
     log = MetricsLog(tmp_path, NoTracker(tmp_path, {}))
-    log.file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     with pytest.raises(UserError, match=r"metrics\.jsonl.*step 3.*No space left"):
         log.log(3, {"loss": 1.0})
     log.close()
@@ -239,7 +239,7 @@ def test_a_key_in_netrc_counts(tmp_path, monkeypatch, content, expected):
     monkeypatch.setenv("NETRC", str(path))
     if content is not None:
         path.write_text(content)
-    assert metrics.in_netrc("https://wandb.mine") is expected
+    assert metrics._in_netrc("https://wandb.mine") is expected
 
 
 def test_steps_that_wandb_has_are_not_sent_again(tmp_path, no_key):

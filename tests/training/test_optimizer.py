@@ -10,7 +10,7 @@ from torch import nn
 
 from eagle_train.errors import UserError
 from eagle_train.training.backend import Torch
-from eagle_train.training.muon import Muon, by_gram, directly
+from eagle_train.training.muon import Muon, _by_gram, _directly
 from eagle_train.training.optimizer import NAMES, OptimConfig, Optimizer
 
 
@@ -183,8 +183,8 @@ def test_the_small_iteration_is_the_plain_one(shape):
     for scale in (torch.ones(shape[0], 1), torch.logspace(0, -3, shape[0]).unsqueeze(1)):
         matrix = torch.randn(shape) * scale
         wide = matrix.T if shape[0] > shape[1] else matrix
-        expected = directly((wide / wide.norm()).double())
-        found = by_gram(wide / wide.norm())
+        expected = _directly((wide / wide.norm()).double())
+        found = _by_gram(wide / wide.norm())
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
 
 

@@ -1,6 +1,5 @@
 """training/trainer.py: what a step computes is the documents' loss however they are cut up; runs repeat and resume."""
 
-import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -14,23 +13,24 @@ import torch.nn.functional as F
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Batch, PackedRow, Stream, collate
-from eagle_train.distributed import ALONE
 from eagle_train.errors import UserError
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
-from eagle_train.training import trainer as trainer_module
+from eagle_train.training import runaway
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.budget import Budget
-from eagle_train.training.checkpoint import checkpoints, score_of
+from eagle_train.training.checkpoint.format import checkpoints, score_of
+from eagle_train.training.evaluate import most_likely
 from eagle_train.training.optimizer import OptimConfig
-from eagle_train.training.parallelize import prepare
-from eagle_train.training.trainer import Interrupted, TrainConfig, Trainer, accumulation
+from eagle_train.training.target_pass import hidden_states
+from eagle_train.training.train_config import TrainConfig, accumulation
+from eagle_train.training.trainer import Interrupted, Trainer, feature_noise
 from tests.support.command_line import chats, read_jsonl, write_jsonl
 from tests.support.reference_chains import PASSES, chains
 from tests.support.tiny import random_tokens, tiny_draft, tiny_model, tiny_tokenizer
-from tests.support.trainers import ROW, a_target, assert_same, make_trainer, run_training
+from tests.support.trainers import ROW, a_target, assert_same, make_trainer, run_training, started, trainer_of
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def gradients_of_step(trainer: Trainer) -> tuple[dict, dict[str, torch.Tensor]]:
         found.update({name: weight.grad.clone() for name, weight in trainer.draft.named_parameters()})
 
     trainer.backend.step = note
-    return trainer.train_step(), found
+    return started(trainer).train_step(), found
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -76,7 +76,7 @@ def test_a_step_is_the_same_whatever_its_micro_batches(tmp_path, data, rows):
     for size in (4, rows):
         draft = tiny_draft(a_target()).requires_grad_(True)
         trainer = make_trainer(tmp_path, data, rows=size, optim={"max_grad_norm": 1e9}, draft=draft)
-        assert trainer.accumulation == 4 // size
+        assert trainer.lookahead.accumulation == 4 // size
         record[size], gradients[size] = gradients_of_step(trainer)
     assert record[4]["supervised"] > 0
     assert_same(record[rows], record[4], 1e-5)
@@ -120,12 +120,10 @@ def test_every_supervised_slot_weighs_the_same(tmp_path):
         packed_row((four, list(range(1, 32)))),
     ]
     target, stream = a_target(), Given([collate([row]) for row in rows])
-    config = TrainConfig(steps=1, l1_weight=0.7, ce_weight=0.3)
+    config = TrainConfig(steps=1, micro_batch_rows=1, l1_weight=0.7, ce_weight=0.3)
     optim = OptimConfig(tokens_per_step=4 * ROW, max_grad_norm=1e9)
     draft = tiny_draft(target).requires_grad_(True)
-    backend = prepare(draft, optim, ParallelConfig(), ALONE, target.dtype)
-    trainer = Trainer(config, optim, target, draft, backend, stream, [], tmp_path)
-    record, gradients = gradients_of_step(trainer)
+    record, gradients = gradients_of_step(trainer_of(config, optim, target, draft, stream, [], tmp_path))
 
     l1, ce = naive_losses(target, draft, rows)
     expected = torch.autograd.grad(0.7 * l1 + 0.3 * ce, list(draft.parameters()))
@@ -141,9 +139,8 @@ def test_an_unrolled_step_learns_from_every_pass(tmp_path, first_token):
     target, stream = a_target(), Given([collate(rows)])
     draft = tiny_draft(target, first_token=first_token).requires_grad_(True)
     optim = OptimConfig(tokens_per_step=len(rows) * ROW, max_grad_norm=1e9)
-    backend = prepare(draft, optim, ParallelConfig(), ALONE, target.dtype)
     config = TrainConfig(steps=1, micro_batch_rows=len(rows), unroll=PASSES)
-    record, gradients = gradients_of_step(Trainer(config, optim, target, draft, backend, stream, [], tmp_path))
+    record, gradients = gradients_of_step(trainer_of(config, optim, target, draft, stream, [], tmp_path))
 
     losses = []
     for row in rows:
@@ -168,9 +165,9 @@ def test_an_unrolled_step_learns_from_every_pass(tmp_path, first_token):
 def test_a_draft_of_few_tokens_learns_the_distribution_among_them(tmp_path, data):
     target, few = a_target(), list(range(0, 96, 2))
     draft = tiny_draft(target, vocab_size=len(few), vocabulary=few).requires_grad_(True)
-    trainer = make_trainer(tmp_path, data, rows=4, draft=draft)
-    batch = trainer.ahead.upcoming[0][0][0]
-    hidden = trainer.hidden_states(batch)
+    trainer = started(make_trainer(tmp_path, data, rows=4, draft=draft))
+    (batch,) = trainer.lookahead.upcoming()
+    hidden = hidden_states(target, batch)
     record = trainer.train_step()
     previous = shift_hidden(hidden, batch.positions)
     twin = tiny_draft(target)  # with the weights before the step
@@ -194,13 +191,14 @@ def test_what_a_draft_cannot_propose_is_never_accepted(tmp_path, data):
 
 def chosen_at(trainer: Trainer, batch: Batch) -> list[int]:
     """What the target chooses at a batch's supervised slots."""
-    return trainer.choose(trainer.hidden_states(batch), trainer.target.lm_head)[batch.supervised].tolist()
+    target = trainer.target
+    return most_likely(hidden_states(target, batch), target.lm_head)[batch.supervised].tolist()
 
 
 def test_feature_noise_is_fed_to_the_draft_and_is_no_larger_than_asked(tmp_path, data):
     fed = []
     for noise in (0.0, 0.25):
-        trainer = make_trainer(tmp_path, data, rows=4, feature_noise=noise)
+        trainer = started(make_trainer(tmp_path, data, rows=4, feature_noise=noise))
         trainer.draft.register_forward_pre_hook(lambda _, inputs: fed.append(inputs[1]))
         trainer.train_step()
     without, with_noise = fed
@@ -209,24 +207,19 @@ def test_feature_noise_is_fed_to_the_draft_and_is_no_larger_than_asked(tmp_path,
     assert moved.mean().item() == pytest.approx(0.125, rel=0.05)
 
 
-def test_feature_noise_is_another_for_each_micro_batch_step_and_rank(tmp_path, data):
-    trainer, states = make_trainer(tmp_path, data, feature_noise=0.5), torch.zeros(50)
-    noises = [trainer.noise_like(states)]
-    assert torch.equal(trainer.noise_like(states), noises[0])
-    trainer.micro_batch += 1
-    noises.append(trainer.noise_like(states))
-    trainer.step += 1
-    noises.append(trainer.noise_like(states))
-    trainer.world = dataclasses.replace(trainer.world, rank=1)
-    noises.append(trainer.noise_like(states))
-    assert len({tuple(noise.tolist()) for noise in noises}) == 4
+def test_feature_noise_is_another_for_each_micro_batch_step_and_rank():
+    states, places = torch.zeros(50), [(0, 1, 0), (0, 2, 0), (1, 1, 0), (1, 1, 1)]
+    noises = [feature_noise(states, 0.5, *place) for place in places]
+    assert torch.equal(feature_noise(states, 0.5, *places[0]), noises[0])
+    assert len({tuple(noise.tolist()) for noise in noises}) == len(places)
 
 
 def test_the_weight_of_smooth_l1_goes_evenly_to_its_end(tmp_path, data):
-    falling = [TrainConfig(steps=5, l1_weight_end=0.2).l1_weight_at(Budget(5).course(step)) for step in range(1, 6)]
+    config, budget = TrainConfig(steps=5, l1_weight_end=0.2), Budget(5)
+    falling = [config.l1_weight_at(budget.progress_at(step)) for step in range(1, 6)]
     assert falling == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
     assert TrainConfig(steps=5, l1_weight=0.7).l1_weight_at(0.75) == 0.7
-    trainer = make_trainer(tmp_path, data, steps=3, l1_weight_end=0.0)
+    trainer = started(make_trainer(tmp_path, data, steps=3, l1_weight_end=0.0))
     records = [trainer.train_step() for _ in range(3)]
     for weight, record in zip((1.0, 0.5, 0.0), records, strict=True):
         assert record["loss"] == pytest.approx(weight * record["l1"] + 0.1 * record["ce"])
@@ -243,7 +236,7 @@ def test_gradients_are_clipped_and_their_norm_is_told_before(tmp_path, data):
 def test_loss_falls_on_a_handful_of_rows(tmp_path):
     few = write_jsonl(tmp_path / "train.jsonl", chats(12, seed=5)).parent
     write_jsonl(tmp_path / "heldout.jsonl", chats(3, seed=6))
-    trainer = make_trainer(tmp_path, few, steps=120, rows=4, optim={"lr": 1e-2})
+    trainer = started(make_trainer(tmp_path, few, steps=120, rows=4, optim={"lr": 1e-2}))
     records = [trainer.train_step() for _ in range(120)]
     first, last = records[0], records[-1]
     assert last["loss"] < 0.6 * first["loss"]  # most of what is left is the target's own entropy
@@ -263,7 +256,7 @@ def breaking(trainer: Trainer, done: int) -> Callable[[], dict]:
     """Its `train_step`, but nothing goes after so many steps."""
 
     def train_step() -> dict:
-        if trainer.step == done:
+        if trainer.state.step == done:
             raise KeyboardInterrupt
         return Trainer.train_step(trainer)
 
@@ -286,14 +279,14 @@ def test_a_run_that_was_interrupted_is_as_if_it_had_not_been(tmp_path, data, nam
             run_training(first)
         second = make_trainer(tmp_path / str(done), data, **options)
         assert second.resume() == (done >= 2)
-        assert second.step == done // 2 * 2
+        assert second.state.step == done // 2 * 2
         assert run_training(second, resumed=done >= 2) == metrics
         assert same_weights(second, whole)
 
 
 def stopping_at(trainer: Trainer, step: int, micro_batch: int) -> Trainer:
     """Told to stop when so many steps were done, and this micro-batch was the last."""
-    trainer.stop_asked = lambda: (trainer.step, trainer.micro_batch) == (step, micro_batch)
+    trainer.stop_asked = lambda: (trainer.state.step, trainer.micro_batch) == (step, micro_batch)
     return trainer
 
 
@@ -321,16 +314,16 @@ def test_a_run_that_is_told_to_stop_leaves_its_step_and_repeats_it(tmp_path, dat
         run_training(again, resumed=done > 0)
     second = make_trainer(tmp_path / "run", data, **options)
     assert second.resume() == (done > 0)
-    assert second.step == done
+    assert second.state.step == done
     assert run_training(second, resumed=done > 0) == metrics
     assert same_weights(second, whole)
 
 
 def test_resuming_goes_on_with_the_random_numbers(tmp_path, data):
-    trainer = make_trainer(tmp_path, data)
+    trainer = started(make_trainer(tmp_path, data))
     trainer.train_step()
     trainer.save()
-    trainer.saver.wait()
+    trainer.store.wait()
     expected = random.random(), torch.rand(3).tolist()
     assert make_trainer(tmp_path, data).resume()
     assert (random.random(), torch.rand(3).tolist()) == expected
@@ -342,10 +335,11 @@ def test_nothing_to_resume(tmp_path, data):
 
 def test_a_finished_run_draws_nothing_and_is_not_made_shorter(tmp_path, data):
     run_training(make_trainer(tmp_path, data, steps=2))
-    finished = make_trainer(tmp_path, data, steps=2)
+    finished, drawn = make_trainer(tmp_path, data, steps=2), []
+    finished.lookahead.start = drawn.append
     assert finished.resume()
     assert run_training(finished, resumed=True)[-1]["step"] == 2
-    assert "ahead" not in vars(finished)
+    assert drawn == []
     with pytest.raises(UserError, match=r"^train\.steps=1: .*step-00000002 has made 2 already; give as many or more$"):
         make_trainer(tmp_path, data, steps=1).resume()
 
@@ -364,10 +358,10 @@ def test_a_finished_run_draws_nothing_and_is_not_made_shorter(tmp_path, data):
     ids=["draft", "data", "optimiser", "target"],
 )
 def test_a_run_is_resumed_only_as_what_it_was(tmp_path, data, change, message):
-    trainer = make_trainer(tmp_path, data)
+    trainer = started(make_trainer(tmp_path, data))
     trainer.train_step()
     trainer.save()
-    trainer.saver.wait()
+    trainer.store.wait()
     if "target" in change:
         other = Target(tiny_model(seed=1, num_hidden_layers=2), tiny_tokenizer(), name="other")
         change = {"target": other}
@@ -379,7 +373,7 @@ def test_a_run_is_resumed_only_as_what_it_was(tmp_path, data, change, message):
 def test_every_checkpoint_has_the_score_of_its_own_step(tmp_path, data):
     trainer = make_trainer(tmp_path, data, steps=4, eval_every=3, save_every=2, keep=0)
     saved, save = {}, trainer.save
-    trainer.save = lambda score: (saved.update({trainer.step: score}), save(score))
+    trainer.save = lambda score: (saved.update({trainer.state.step: score}), save(score))
     metrics = {record["step"]: record.get("heldout_simulated_tpc") for record in run_training(trainer)}
     assert saved == {2: metrics[2], 4: metrics[4]}
     assert None not in saved.values()
@@ -439,7 +433,7 @@ def test_a_bf16_target_trains_an_fp32_draft(tmp_path, data):
     target = Target(tiny_model(num_hidden_layers=2).bfloat16(), tiny_tokenizer(), name="low")
     record = {}
     for name, one in {"bf16": target, "fp32": a_target()}.items():
-        trainer = make_trainer(tmp_path, data, target=one)
+        trainer = started(make_trainer(tmp_path, data, target=one))
         record[name] = trainer.train_step()
         assert {weight.dtype for weight in trainer.draft.parameters()} == {torch.float32}
         assert trainer.evaluate()["l1"] > 0
@@ -487,7 +481,7 @@ def with_gradient(trainer: Trainer, values: dict[int, float]) -> None:
     clip = trainer.backend.clip
 
     def spoilt() -> torch.Tensor:
-        value = values.get(trainer.step + 1)
+        value = values.get(trainer.state.step + 1)
         if value is not None:
             for weight in trainer.draft.parameters():
                 weight.grad.fill_(value)
@@ -498,7 +492,7 @@ def with_gradient(trainer: Trainer, values: dict[int, float]) -> None:
 
 @pytest.mark.parametrize(("bad", "value"), [(1, math.nan), (3, math.inf), (5, 1e6)])
 def test_a_step_with_an_unsound_gradient_is_skipped_and_counted(tmp_path, data, bad, value):
-    trainer = make_trainer(tmp_path, data, steps=7)
+    trainer = started(make_trainer(tmp_path, data, steps=7))
     with_gradient(trainer, {bad: value})
     for step in range(1, 8):
         before = [weight.detach().clone() for weight in trainer.draft.parameters()]
@@ -508,19 +502,21 @@ def test_a_step_with_an_unsound_gradient_is_skipped_and_counted(tmp_path, data, 
     assert all(weight.isfinite().all() for weight in trainer.draft.parameters())
 
 
-def followed(trainer: Trainer, norms: list[float]) -> list[bool]:
-    """Which of the steps with gradients of these norms are made."""
-    return [trainer.is_sound(norm) for norm in norms]
+def followed(norms: list[float], recent: list[float] | None = None) -> list[bool]:
+    """Which of the steps with gradients of these norms are made, at a limit of 10 times the usual."""
+    recent, sound = recent or [], []
+    for norm in norms:
+        sound.append(runaway.is_sound(norm, recent, limit=10))
+        recent = runaway.appended(recent, norm) if sound[-1] else recent
+    return sound
 
 
-def test_what_a_runaway_gradient_is_compared_with(tmp_path, data, monkeypatch):
-    trainer = make_trainer(tmp_path, data, runaway=10, max_skipped=99)
+def test_what_a_runaway_gradient_is_compared_with(monkeypatch):
     odd = [1.0, 1e-9, 1.0, 1e9]  # nothing is usual yet, and none of them makes what is odd usual
-    assert followed(trainer, [*odd, 1.0, 9.0, 11.0, math.nan, 5.0]) == [*[True] * 6, False, False, True]
-    monkeypatch.setattr(trainer_module, "NORMS", 4)
-    assert followed(trainer, [8.0] * 4 + [79.0, 81.0]) == [*[True] * 5, False]  # the first are forgotten
-    trainer.norms = []
-    assert all(followed(trainer, [*[0.0] * 5, *[1.0] * 4]))  # a step without a supervised slot
+    assert followed([*odd, 1.0, 9.0, 11.0, math.nan, 5.0]) == [*[True] * 6, False, False, True]
+    assert all(followed([*[0.0] * 5, *[1.0] * 4]))  # a step without a supervised slot
+    monkeypatch.setattr(runaway, "_RECENT", 4)
+    assert followed([8.0] * 4 + [79.0, 81.0], recent=[1.0] * 4) == [*[True] * 5, False]  # the first are forgotten
 
 
 def test_no_step_of_a_real_runs_beginning_is_a_runaway(tmp_path):
@@ -529,15 +525,15 @@ def test_no_step_of_a_real_runs_beginning_is_a_runaway(tmp_path):
     config = DataConfig("data/tiny_target/answers.jsonl.gz", row_tokens=128)
     optim = OptimConfig(tokens_per_step=128)
     draft = Draft(DraftConfig.from_target(target.config, num_layers=3)).init_weights(0)
-    backend = prepare(draft, optim, ParallelConfig(), ALONE, target.dtype)
     stream = Stream(config, ChatRenderer(target.tokenizer), 1)
-    trainer = Trainer(TrainConfig(steps=20, runaway=5), optim, target, draft, backend, stream, [], tmp_path)
+    train = TrainConfig(steps=20, micro_batch_rows=1, runaway=5)
+    trainer = started(trainer_of(train, optim, target, draft, stream, [], tmp_path))
     assert [trainer.train_step()["skipped"] for _ in range(20)] == [0] * 20
-    assert len(trainer.norms) == 20
+    assert len(trainer.state.norms) == 20
 
 
 def test_too_many_unsound_gradients_end_the_run(tmp_path, data):
-    trainer = make_trainer(tmp_path, data, max_skipped=1)
+    trainer = started(make_trainer(tmp_path, data, max_skipped=1))
     with_gradient(trainer, {1: math.nan, 2: math.nan})
     trainer.train_step()
     with pytest.raises(UserError, match=r"^train\.max_skipped=1: step 2 is one more with an unsound gradient"):
@@ -579,6 +575,6 @@ def test_a_run_in_which_every_step_was_skipped_fails(tmp_path, data):
     assert not checkpoints(tmp_path)
     sound = make_trainer(tmp_path, data, steps=3)
     backward = sound.backend.backward
-    sound.backend.backward = lambda loss: backward(loss * (math.nan if sound.step < 2 else 1.0))
+    sound.backend.backward = lambda loss: backward(loss * (math.nan if sound.state.step < 2 else 1.0))
     records = run_training(sound)  # one step is enough
     assert records[-1]["skipped"] == 2

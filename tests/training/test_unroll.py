@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from eagle_train.training.unroll import chain_acceptance, unroll
+from eagle_train.training.evaluate import chain_acceptance
+from eagle_train.training.unroll import unroll
 from tests.support.reference_chains import (
     LENGTHS,
     PASSES,

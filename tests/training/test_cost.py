@@ -1,4 +1,4 @@
-"""training/plan.py against what real models and steps take: parameters, FLOPs, memory; and what the command says."""
+"""training/cost against what real models and steps take: parameters, FLOPs, memory; and what the command says."""
 
 import dataclasses
 import json
@@ -10,23 +10,26 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from eagle_train import hardware, train
+from eagle_train.cli import compose
 from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.loading import TargetConfig
 from eagle_train.ops import attention
 from eagle_train.ops.attention import packed_attention
 from eagle_train.settings import CONF_DIR
-from eagle_train.training import losses, parallelize, plan
+from eagle_train.training import losses, parallelize
 from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.cost import memory, report
+from eagle_train.training.cost.estimate import GIB, ClusterConfig, estimate_cost
+from eagle_train.training.cost.flops import flops_of
+from eagle_train.training.cost.target_shape import TargetShape
 from eagle_train.training.losses import distillation_loss
 from eagle_train.training.optimizer import OptimConfig, Optimizer
-from eagle_train.training.plan import ClusterConfig, TargetShape
-from eagle_train.training.trainer import TrainConfig
+from eagle_train.training.train_config import TrainConfig
 from eagle_train.training.unroll import unroll
 from evals import train_throughput as bench
 from tests.support import memory_job
@@ -58,9 +61,9 @@ def test_a_steps_flops_are_those_that_torch_counts(family):
     with FlopCounterMode(display=False, custom_mapping=GROUPED_FLOPS) as counter:
         step(target, draft).backward()
     shape = TargetShape.of(target.config)
-    said = plan.flops_of(shape, config, draft, 0, recomputed=False)
+    said = flops_of(shape, config, draft, 0, recomputed=False)
     if family == "gemma2":  # it attends in squares, of which the plan says half
-        said["target"] = plan.flops_of(shape, config, draft, 2 * TOKENS, recomputed=False)["target"]
+        said["target"] = flops_of(shape, config, draft, 2 * TOKENS, recomputed=False)["target"]
     assert TOKENS * sum(said.values()) == pytest.approx(counter.get_total_flops(), rel=2e-3)
 
 
@@ -77,7 +80,7 @@ def test_an_unrolled_steps_flops_are_those_that_torch_counts():
         passes = unroll(draft, target.embed(tokens), previous, positions, lengths, 3)
         losses = [distillation_loss(x.flatten(0, 1), hidden.flatten(0, 1), target.lm_head).loss for x in passes]
         torch.stack(losses).sum().backward()
-    said = plan.flops_of(TargetShape.of(target.config), config, draft, 0, recomputed=False, unroll=3)
+    said = flops_of(TargetShape.of(target.config), config, draft, 0, recomputed=False, unroll=3)
     assert TOKENS * sum(said.values()) == pytest.approx(counter.get_total_flops(), rel=5e-3)
 
 
@@ -137,7 +140,7 @@ def test_activations_are_what_the_backward_pass_keeps(passes):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", dtype=torch.bfloat16):
         unroll(draft, embeddings, hidden, positions, [[TOKENS]], passes)
     measured = sum(size for size, _ in kept.values())
-    said = TOKENS * plan.activations(config, torch.bfloat16, recomputed=False, unroll=passes, document=TOKENS)[0]
+    said = TOKENS * memory.activations(config, torch.bfloat16, recomputed=False, unroll=passes, document=TOKENS)[0]
     assert said == pytest.approx(measured, rel=0.15)
 
 
@@ -152,7 +155,7 @@ def test_the_drafts_state_is_what_its_optimiser_holds(name):
     held = [state for part in optimizer.parts for state in part.state.values()]
     states = sum(value.nbytes for state in held for value in state.values() if value.numel() > 1)
     measured = states + sum(parameter.nbytes + parameter.grad.nbytes for parameter in draft.parameters())
-    said, host = plan.draft_state(draft, config, ParallelConfig(), 1, torch.float32)
+    said, host = memory.draft_state(draft, config, ParallelConfig(), 1, torch.float32)
     assert (said, host) == (measured, 0)
 
 
@@ -234,7 +237,7 @@ def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed
     parallel, optim = ParallelConfig(activation_checkpointing=recomputed), ours.trainer.optim
     shape = TargetShape.of(ours.target.config)
     given = (ours.draft.config, train_config, optim, parallel, ClusterConfig(), config.row_tokens, 1, dtype)
-    said = plan.plan(shape, *given).memory
+    said = estimate_cost(shape, *given).memory
     weights = sum(parameter.nbytes for parameter in ours.target.model.parameters())
     assert said["target's weights"] == pytest.approx(weights, rel=1e-3)
     size = ours.draft.num_parameters
@@ -251,7 +254,7 @@ def test_what_fsdp2_gathers_of_a_draft_is_the_plans(tmp_path):
     for case, measured in zip(cases, json.loads((tmp_path / "found.json").read_text()), strict=True):
         draft = Draft(DraftConfig.from_target(tiny_model(**memory_job.WIDE).config, num_layers=case["layers"]))
         given = draft, OptimConfig(), ParallelConfig("fsdp2"), 2, torch.bfloat16
-        said, _ = plan.draft_state(*given, accumulated=case["micro_batches"] > 1)
+        said, _ = memory.draft_state(*given, accumulated=case["micro_batches"] > 1)
         assert said == pytest.approx(measured, rel=0.05), case
 
 
@@ -260,23 +263,23 @@ def test_what_is_divided_shrinks_and_what_is_offloaded_moves():
     optim, size = OptimConfig(), draft.num_parameters
 
     def state(**settings) -> tuple[float, float]:
-        return plan.draft_state(draft, optim, ParallelConfig(**settings), 4, torch.bfloat16)
+        return memory.draft_state(draft, optim, ParallelConfig(**settings), 4, torch.bfloat16)
 
     assert state(backend="ddp") == (22 * size, 0)
-    gathered = plan.gathered(draft, torch.bfloat16)
+    gathered = memory.fsdp_gathered(draft, torch.bfloat16)
     assert state(backend="fsdp2") == (16 * size / 4 + gathered, 0)
     assert state(backend="fsdp2", offload_optimizer=True) == (4 * size / 4 + gathered, 12 * size / 4)
-    accumulated = plan.draft_state(draft, optim, ParallelConfig("fsdp2"), 4, torch.bfloat16, accumulated=True)
+    accumulated = memory.draft_state(draft, optim, ParallelConfig("fsdp2"), 4, torch.bfloat16, accumulated=True)
     assert accumulated == (12 * size / 4 + 4 * size + gathered, 0)
     assert state(backend="deepspeed", zero={"stage": 1}) == (12 * size / 4 + 6 * size, 0)
     assert state(backend="deepspeed", zero={"stage": 2}) == (16 * size / 4 + 2 * size, 0)
     beside = 2 * 1000 + 2 * size  # its bucket, and all gathered
     assert state(backend="deepspeed", zero={"stage": 3, "reduce_bucket_size": 1000}) == (18 * size / 4 + beside, 0)
     shape = TargetShape.of(tiny_target().config)
-    whole = plan.target_weights(shape, ParallelConfig(), 4, torch.bfloat16)
+    whole = memory.target_weights(shape, ParallelConfig(), 4, torch.bfloat16)
     assert whole == 2 * shape.parameters
     ends = 2 * shape.vocabulary * shape.hidden
-    tensor = plan.target_weights(shape, ParallelConfig(target="tensor", share=2), 4, torch.bfloat16)
+    tensor = memory.target_weights(shape, ParallelConfig(target="tensor", share=2), 4, torch.bfloat16)
     assert tensor == 2 * (shape.parameters / 2 + ends)
 
 
@@ -325,7 +328,7 @@ def test_every_experiment_is_tested_or_the_quickstart():
 def test_random_weights_of_a_presets_shape_have_its_draft(name):
     shapes = shapes_of(PRESETS[name][0])
     assert shapes.experiment == name
-    said = OmegaConf.load(CONF_DIR / "experiment" / f"{name}.yaml").draft
+    said = {key: value for key, value in compose("train", [f"experiment={name}"]).draft.items() if value is not None}
     assert {key: getattr(shapes.draft, key) for key in said} == said
     assert shapes.draft.num_layers == 3
 
@@ -343,13 +346,13 @@ def test_a_target_that_is_too_large_is_told_with_the_way_out(settings, tried):
     shape = TargetShape(8 * 10**9, 7 * 10**9, 10**6, 3, 32, 96, 32, 48, False)
     parallel = ParallelConfig(**settings)
     draft = DraftConfig.from_target(target.config)
-    cost = plan.plan(shape, draft, train_config, OptimConfig(), parallel, cluster, 64, 2)
-    changes = plan.advice(cost, parallel, train_config, cluster)
+    cost = estimate_cost(shape, draft, train_config, OptimConfig(), parallel, cluster, 64, 2)
+    changes = report.advice(cost, parallel, train_config, cluster)
     assert any(tried in change for change in changes)
-    said = plan.text(cost, train_config, OptimConfig(), cluster, changes)
+    said = report.text(cost, train_config, OptimConfig(), cluster, changes)
     assert "does not fit" in said
     roomy = ClusterConfig(memory_gib=80)
-    assert plan.advice(cost, parallel, train_config, roomy) == []
+    assert report.advice(cost, parallel, train_config, roomy) == []
 
 
 LLAMA_8B = TargetShape(8 * 10**9, 7 * 10**9, 2 * 10**8, 32, 4096, 128256, 4096, 14336, False)
@@ -358,20 +361,21 @@ LLAMA_8B = TargetShape(8 * 10**9, 7 * 10**9, 2 * 10**8, 32, 4096, 128256, 4096, 
 def planned_memory(shape: TargetShape, **loaded) -> tuple[float, float]:
     """GiB of the target's weights on a GPU, and of all that waits in its host's memory."""
     draft = shapes_of("llama3_1_8b").draft
-    given = draft, TrainConfig(steps=1), OptimConfig(), ParallelConfig(), ClusterConfig(memory_gib=80), 2048, 1
-    cost = plan.plan(shape, *given, loaded=TargetConfig("hub/id", **loaded))
-    return cost.memory["target's weights"] / plan.GIB, cost.host / plan.GIB
+    train, cluster = TrainConfig(steps=1, micro_batch_rows=1), ClusterConfig(memory_gib=80)
+    given = draft, train, OptimConfig(), ParallelConfig(), cluster, 2048, 1
+    cost = estimate_cost(shape, *given, loaded=TargetConfig("hub/id", **loaded))
+    return cost.memory["target's weights"] / GIB, cost.host / GIB
 
 
 def test_what_is_offloaded_waits_in_the_hosts_memory():
-    whole = 2 * 8e9 / plan.GIB
+    whole = 2 * 8e9 / GIB
     assert planned_memory(LLAMA_8B) == pytest.approx((whole, 0))
     assert planned_memory(LLAMA_8B, offload=True) == pytest.approx((whole, 0))  # it fits
     assert planned_memory(LLAMA_8B, offload=True, device_gib=4) == pytest.approx((4, whole - 4))
     large = dataclasses.replace(LLAMA_8B, parameters=70 * 10**9)
     on_gpu, waiting = planned_memory(large, offload=True)
     assert 0 < on_gpu < 74
-    assert on_gpu + waiting == pytest.approx(2 * 70e9 / plan.GIB)
+    assert on_gpu + waiting == pytest.approx(2 * 70e9 / GIB)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +397,7 @@ def test_a_quantised_targets_layers_take_less(quantisation, bits):
         config.quantization_config = quantisation
     assert TargetShape.of(config).bits == bits
     ends = 2 * 128256 * 4096
-    expected = (2 * ends + (bits or 16) / 8 * (8e9 - ends)) / plan.GIB
+    expected = (2 * ends + (bits or 16) / 8 * (8e9 - ends)) / GIB
     assert planned_memory(dataclasses.replace(LLAMA_8B, bits=bits))[0] == pytest.approx(expected)
 
 

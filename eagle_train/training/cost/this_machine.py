@@ -1,4 +1,4 @@
-"""What a run comes to on the machine at hand. Knows products and their speed; runs no model."""
+"""How long a run takes on the machine at hand, from the measured speed of its matrix products. Runs no model."""
 
 import torch
 
@@ -7,15 +7,15 @@ from eagle_train.models.draft import Draft
 from eagle_train.models.draft_config import DraftConfig
 from eagle_train.training import muon
 from eagle_train.training.optimizer import OptimConfig
-from eagle_train.training.trainer import TrainConfig
+from eagle_train.training.train_config import TrainConfig
 
-# The share of the measured speed that a step's products reach, all else in its time included: the quickstart's steps
-# of 0.45 s on an AMD EPYC with AVX2, two cores, 147 GFLOP/s. Less where products are faster and all else is not.
-REACH = 0.8
+# The share of the measured speed that a step reaches, whatever else it does included: measured on the quickstart's
+# steps of 0.45 s on an AMD EPYC with AVX2, two cores, 147 GFLOP/s. Less where products are faster and the rest is not.
+_REACH = 0.8
 
 
 def step_flops(flops: float, draft: DraftConfig, optim: OptimConfig, dtype: torch.dtype) -> float:
-    """Of an optimiser step: `flops` for each of its tokens, and Muon's own."""
+    """FLOPs of an optimiser step: `flops` for each of its tokens, and Muon's own."""
     whole = flops * optim.tokens_per_step
     if optim.name == "muon":
         with torch.device("meta"):
@@ -25,11 +25,12 @@ def step_flops(flops: float, draft: DraftConfig, optim: OptimConfig, dtype: torc
 
 
 def steps_here(train: TrainConfig, flops: float, draft: DraftConfig, optim: OptimConfig, device: str) -> str:
-    """One line: how long a step takes on this machine, by a measurement of half a second, and how many there are, or
-    how long they take."""
+    """One line: how long a step takes on this machine, and how many steps the run's minutes are, or how long its steps
+    take. Measures for half a second.
+    """
     dtype = low_precision(device)
     speed = measured_speed(device, dtype)
-    seconds = step_flops(flops, draft, optim, dtype) / (REACH * speed)
+    seconds = step_flops(flops, draft, optim, dtype) / (_REACH * speed)
     name = torch.cuda.get_device_name() if device == "cuda" else f"{cpu_name()}, {torch.get_num_threads()} threads"
     if train.minutes is None:
         run = f"{train.steps * seconds / 3600:,.1f} hours for train.steps={train.steps}"

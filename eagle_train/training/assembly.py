@@ -1,5 +1,7 @@
-"""From a composed config to a trainer: its target, data, draft and backend, refused as early as can be where they
-cannot go together. Knows nothing of logs, signals or how a run ends. DESIGN section 3.10.
+"""From a composed config to a trainer: its target, data, draft, backend and look-ahead.
+
+What cannot be trained is refused as early as possible, most of it before a weight is loaded. Knows nothing of logs,
+signals or how a run ends. DESIGN section 3.10.
 """
 
 import dataclasses
@@ -19,7 +21,7 @@ from eagle_train.corpus.preview import check_data
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig, are_here, check_found
 from eagle_train.corpus.stream import Stream, heldout_batches
-from eagle_train.distributed import World
+from eagle_train.distributed import ALONE, World
 from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
 from eagle_train.models.draft import Draft, DraftConfig
@@ -38,18 +40,26 @@ from eagle_train.models.stops import load_stop_ids
 from eagle_train.models.target import Target
 from eagle_train.settings import build
 from eagle_train.training.backend import ParallelConfig
-from eagle_train.training.checkpoint import check_shared, checkpoints
+from eagle_train.training.checkpoint.format import checkpoints
+from eagle_train.training.checkpoint.store import CheckpointStore
+from eagle_train.training.lookahead import Lookahead
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
-from eagle_train.training.trainer import TrainConfig, Trainer, accumulation
+from eagle_train.training.target_pass import hidden_states, to_device
+from eagle_train.training.train_config import TrainConfig, accumulation
+from eagle_train.training.trainer import Trainer
 
-INIT_FROM = "train.init_from"
-# A draft that is given takes any scale, can lose or gain the first token's slot, and knows its own tokens.
-OWN = ("embedding_scale", "first_token", "vocabulary")
+_INIT_FROM = "train.init_from"
+# Fields in which a given draft may differ: it can be rescaled, lose or gain the first token's slot, and it has its own
+# vocabulary.
+_MAY_DIFFER = ("embedding_scale", "first_token", "vocabulary")
 
 
-def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trainer:
-    """A rank's trainer, at step 0. Raises UserError for a config that cannot be trained."""
+def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE) -> Trainer:
+    """A rank's trainer, at step 0, from the composed config of eagle-train. All ranks call it.
+
+    Sets the seeds of Python and torch. Raises UserError for a config that cannot be trained.
+    """
     train = build(TrainConfig, config.train, "train")
     optim = build(OptimConfig, config.optim, "optim")
     data = build(DataConfig, config.data, "data")
@@ -65,22 +75,23 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
     )
     check_found(data)
     if train.init_from is not None:
-        read_artifact(train.init_from, INIT_FROM)
+        read_artifact(train.init_from, _INIT_FROM)
     sound = isinstance(config.seed, int) and 0 <= config.seed < 2**63
     check(sound, f"seed={config.seed}: must be a whole number, 0 or more and below 2**63")
     random.seed(config.seed)
     torch.manual_seed(config.seed)
 
-    data.date = config.data.date = world.exchange(data.date or day_of(out, train.resume))[0]  # one for all ranks
+    data.date = config.data.date = world.exchange(data.date or _day_of(out, train.resume))[0]  # the same on all ranks
     renderer = renderer_of(target_config, data, hf_config)
     for note in check_data(data, renderer):
         if world.is_main:
             warnings.warn(note, stacklevel=1)
 
-    check_shared(out, world.exchange, world.rank)
+    store = CheckpointStore(out, world)
+    store.check_shared()
     target = load_target(training_dtype(target_config, device), device, parallel.target, world)
-    shape = draft_shape(config.draft, target)  # refused before any data are read
-    given = None if train.init_from is None else given_draft(train.init_from, shape, target)
+    shape = _draft_shape(config.draft, target)  # raises before any data are read
+    given = None if train.init_from is None else _given_draft(train.init_from, shape, target)
 
     stream = Stream(data, renderer, train.micro_batch_rows, world)
     if given is None and shape.vocab_size:
@@ -88,22 +99,38 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World) -> Trai
     draft = (Draft(shape).init_weights(config.seed) if given is None else given).to(device)
     heldout = heldout_batches(data, renderer, train.micro_batch_rows, train.eval_batches)
     backend = prepare(draft, optim, parallel, world, target.dtype)
-    return Trainer(train, optim, target, draft, backend, stream, heldout, out, world)
+    ahead = look_ahead(stream, target, accumulation(optim, train, data.row_tokens, world.size), world)
+    return Trainer(train, optim, target, draft, backend, ahead, heldout, store)
 
 
-def day_of(out: Path, resume: bool) -> str:
-    """The day that the run in `out` began if it goes on, else today."""
+def look_ahead(stream: Stream, target: Target, accumulation: int, world: World = ALONE) -> Lookahead:
+    """What hands out the stream's batches with the target's hidden states, `accumulation` micro-batches a step."""
+    return Lookahead(
+        stream,
+        accumulation,
+        lambda batch: to_device(batch, target.device),
+        lambda batch: hidden_states(target, batch),
+        target.device,
+        beside=world.share == 1,
+    )
+
+
+def _day_of(out: Path, resume: bool) -> str:
+    """The day on which the run in `out` began if it is resumed, else today."""
     composed = out / "config.yaml"
-    told = OmegaConf.load(composed) if resume and composed.is_file() else None
-    return str((told and OmegaConf.select(told, "data.date")) or today())
+    before = OmegaConf.load(composed) if resume and composed.is_file() else None
+    return str((before and OmegaConf.select(before, "data.date")) or _today())
 
 
-def today() -> str:
+def _today() -> str:
     return str(datetime.date.today())
 
 
 def check_planned_data(target: TargetConfig, data: DataConfig, hf_config: Any) -> list[str]:
-    """`check_data` for a plan: of what is on this machine, for a plan may be for data and a tokenizer elsewhere."""
+    """`check_data` for `plan=true`, which may be for data and a tokenizer that are not on this machine.
+
+    Returns warnings. Raises UserError where the first rows cannot be trained on.
+    """
     if not are_here(data) or load_tokenizer(target) is None:
         missing = "data are" if not are_here(data) else "tokenizer is"
         return [f"the first rows were not looked at: the {missing} not here"]
@@ -111,7 +138,10 @@ def check_planned_data(target: TargetConfig, data: DataConfig, hf_config: Any) -
 
 
 def renderer_of(target: TargetConfig, data: DataConfig, hf_config: Any) -> ChatRenderer:
-    """What makes documents of rows, from the checkpoint's files but its weights. Raises UserError where it cannot."""
+    """The renderer of rows into documents, from the target's files without its weights.
+
+    Raises UserError where the target has no tokenizer or no usable chat template.
+    """
     given = target.template_kwargs
     check(
         not given or given == data.template_kwargs,
@@ -136,7 +166,7 @@ def check_job(
 ) -> None:
     """Raise UserError, before any weight is loaded, for a job of `ranks` processes that could not start.
 
-    `hf_config`: the target's own. A plan is refused for the same reasons.
+    `hf_config`: the target's Hugging Face config. `plan=true` is refused for the same reasons.
     """
     parallel.check_job(optim, ranks)
     share = 1 if parallel.target == "replicated" else parallel.share or ranks
@@ -152,31 +182,31 @@ def check_job(
     check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {context}")
 
 
-def draft_shape(values: DictConfig, target: Target) -> DraftConfig:
-    """The draft that the group `draft` asks for."""
+def _draft_shape(values: DictConfig, target: Target) -> DraftConfig:
+    """The config of the draft that the group `draft` describes."""
     shape = OmegaConf.to_container(values)
     if shape["embedding_scale"] is None:
         shape["embedding_scale"] = target.embedding_scale()
     return DraftConfig.from_target(target.config, **shape)
 
 
-def given_draft(directory: str, shape: DraftConfig, target: Target) -> Draft:
-    """The draft of an artifact, whose shape must be the one that the group `draft` asks for.
+def _given_draft(directory: str, shape: DraftConfig, target: Target) -> Draft:
+    """The draft of an artifact, whose config must be the one that the group `draft` describes.
 
-    Raises UserError where it is not, or was made for another target; it says what to give.
+    Raises UserError where it is not, saying what to give, or where the draft was made for another target.
     """
-    draft = load_draft(directory, target.identity, INIT_FROM)
+    draft = load_draft(directory, target.identity, _INIT_FROM)
     quant = quant_of(draft)
     check(
-        quant.scheme == "none", f"{INIT_FROM}={directory}: is quantised, {quant}; give the draft that it was made from"
+        quant.scheme == "none", f"{_INIT_FROM}={directory}: is quantised, {quant}; give the draft that it was made from"
     )
     ours, theirs = dataclasses.asdict(shape), dataclasses.asdict(draft.config)
-    other = [name for name in ours if name not in OWN and ours[name] != theirs[name]]
-    said, needed = (" ".join(override(name, values[name]) for name in other) for values in (ours, theirs))
-    check(not other, f"{said}: not as {INIT_FROM}={directory} has it; give {needed}")
+    other = [name for name in ours if name not in _MAY_DIFFER and ours[name] != theirs[name]]
+    said, needed = (" ".join(_override(name, values[name]) for name in other) for values in (ours, theirs))
+    check(not other, f"{said}: not as {_INIT_FROM}={directory} has it; give {needed}")
     return draft.rescaled(shape.embedding_scale).with_first_token(shape.first_token)
 
 
-def override(name: str, value: Any) -> str:
-    """What sets a draft's field, as one types it in a shell."""
+def _override(name: str, value: Any) -> str:
+    """The override that sets a draft's field, as typed in a shell."""
     return shlex.quote(f"draft.{name}={json.dumps(value)}".replace('"', ""))

@@ -1,0 +1,123 @@
+"""The cost of a training run: FLOPs, memory of each GPU, duration. Known before a weight is loaded.
+
+Measured by tests/training/test_cost.py: the memory of one process's real steps at their peak, within 5 % and part by
+part, and FSDP2's of a draft on two ranks, within 5 %. All else is formula: DDP's and DeepSpeed's buckets, a sharded or
+offloaded target, the host's memory. Knows nothing of data or files.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from eagle_train.errors import check
+from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.models.loading import TargetConfig
+from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.cost.flops import flops_of
+from eagle_train.training.cost.memory import (
+    activations,
+    draft_state,
+    loss_memory,
+    target_activations,
+    target_weights,
+)
+from eagle_train.training.cost.target_shape import TargetShape
+from eagle_train.training.optimizer import OptimConfig
+from eagle_train.training.train_config import TrainConfig
+
+GIB = 2**30
+USABLE = 0.92  # of a GPU's memory; the rest is lost between blocks
+_CUDA_GIB = 1.0  # what CUDA and its libraries take before anything is computed
+
+
+@dataclass
+class ClusterConfig:
+    """The group `cluster`: the GPUs that `plan=true` computes for. Raises UserError for values that cannot be.
+
+    The defaults are H100s: 80 GB, 989 dense bf16 TFLOP/s (NVIDIA's data sheet). `mfu`: the share of their FLOP/s that
+    the job reaches.
+    """
+
+    gpus: int | None = None  # null: as many as there are processes
+    memory_gib: float = 80.0  # of a GPU
+    tflops: float = 989.0  # of a GPU, dense bf16; an H100's
+    mfu: float = 0.4  # the share of them that the job reaches
+
+    def __post_init__(self) -> None:
+        check(self.gpus is None or self.gpus >= 1, f"cluster.gpus={self.gpus}: must be at least 1, or null")
+        for key in ("memory_gib", "tflops"):
+            check(getattr(self, key) > 0, f"cluster.{key}={getattr(self, key)}: must be above 0")
+        check(0 < self.mfu <= 1, f"cluster.mfu={self.mfu}: must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class CostEstimate:
+    """The cost of a run on `gpus` GPUs.
+
+    `flops`: of one token, by part. `memory`: bytes on one GPU, by part. `host`: bytes in the memory of its host.
+    `tokens_per_s`: of all GPUs. `seconds`: of the whole run.
+    """
+
+    target: TargetShape
+    draft_parameters: int
+    flops: Mapping[str, float]
+    memory: Mapping[str, float]
+    host: float
+    gpus: int
+    tokens_per_s: float
+    seconds: float
+
+
+def estimate_cost(
+    target: TargetShape,
+    draft: DraftConfig,
+    train: TrainConfig,
+    optim: OptimConfig,
+    parallel: ParallelConfig,
+    cluster: ClusterConfig,
+    row_tokens: int,
+    ranks: int,
+    dtype: torch.dtype = torch.bfloat16,
+    loaded: TargetConfig | None = None,
+) -> CostEstimate:
+    """The cost of a job of `ranks` processes with one GPU each.
+
+    `dtype`: what the GPUs compute in. `loaded`: how the target is loaded, which says what of it is offloaded.
+    """
+    with torch.device("meta"):
+        module = Draft(draft)
+    recomputed = parallel.activation_checkpointing
+    flops = flops_of(target, draft, module, row_tokens, recomputed, train.unroll)
+    tokens_per_s = ranks * cluster.tflops * 1e12 * cluster.mfu / sum(flops.values())
+    tokens = train.micro_batch_rows * row_tokens
+    accumulated = optim.tokens_per_step > tokens * ranks
+    weights, host = draft_state(module, optim, parallel, ranks, dtype, accumulated)
+    of_target = tokens * dtype.itemsize * target_activations(target, parallel, ranks)
+    kept, again = (tokens * each for each in activations(draft, dtype, recomputed, train.unroll, row_tokens))
+    states, chunk = loss_memory(target, draft, tokens, dtype, train.unroll)
+    of_draft, of_loss = kept + max(0, again - chunk), states + chunk  # the loss is over when a layer runs again
+    memory = {
+        "target's weights": target_weights(target, parallel, ranks, dtype),
+        "draft's weights, gradients and optimiser": weights,
+        "draft's activations": of_draft,
+        "hidden states and the loss": of_loss,
+        "target's activations beyond these": max(0, of_target - of_draft - of_loss),  # gone when these come
+        "CUDA": _CUDA_GIB * GIB,
+    }
+    if loaded and loaded.offload:  # the rest waits in the host's memory
+        left = USABLE * cluster.memory_gib * GIB - sum(memory.values()) + memory["target's weights"]
+        room = left if loaded.device_gib is None else loaded.device_gib * GIB
+        fits = max(0.0, min(memory["target's weights"], room))
+        host += memory["target's weights"] - fits
+        memory["target's weights"] = fits
+    return CostEstimate(
+        target,
+        module.num_parameters,
+        flops,
+        memory,
+        host,
+        ranks,
+        tokens_per_s,
+        60 * train.minutes if train.steps is None else train.steps * optim.tokens_per_step / tokens_per_s,
+    )

@@ -1,0 +1,130 @@
+"""Memory of one GPU in training, by part: weights, optimiser, activations, the loss. In bytes.
+
+Knows shapes and settings. Every token is taken to be supervised and every row to be one document, so the numbers are
+the most that a step takes. Kernels' workspaces and gaps between an allocator's blocks are not counted.
+"""
+
+import torch
+
+from eagle_train.models.draft import Draft
+from eagle_train.models.draft_config import DraftConfig
+from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.cost.target_shape import TargetShape
+from eagle_train.training.losses import default_chunk_rows
+from eagle_train.training.optimizer import OptimConfig
+
+# DeepSpeed's defaults of reduce_bucket_size and stage3_max_live_parameters, in numbers.
+_ZERO_BUCKET, _ZERO_LIVE = 5 * 10**8, 10**9
+
+
+def target_weights(target: TargetShape, parallel: ParallelConfig, ranks: int, dtype: torch.dtype) -> float:
+    """Bytes of a rank's part of the target. Embedding and LM head are whole on each rank, and FSDP2 gathers two layers
+    at once.
+    """
+    ends = dtype.itemsize * target.vocabulary * target.hidden * (1 if target.tied else 2)
+    each = dtype.itemsize if target.bits is None else target.bits / 8
+    whole = ends + each * (target.parameters - ends / dtype.itemsize)
+    if parallel.target == "replicated":
+        return whole
+    gathered = 2 * each * target.largest_layer if parallel.target == "fsdp2" else 0
+    return whole / min(parallel.share or ranks, ranks) + ends + gathered
+
+
+def target_activations(target: TargetShape, parallel: ParallelConfig, ranks: int) -> float:
+    """Numbers that exist at once for one token of a rank in the target's forward, which keeps none of them.
+
+    Ranks of a tensor-parallel target run all their tokens together, each with its part of the heads and of the
+    feed-forward.
+    """
+    share = min(parallel.share or ranks, ranks) if parallel.target == "tensor" else 1
+    return 4 * target.hidden * share + 2 * target.attention + 3 * target.intermediate
+
+
+def draft_state(
+    module: Draft,
+    optim: OptimConfig,
+    parallel: ParallelConfig,
+    ranks: int,
+    dtype: torch.dtype,
+    accumulated: bool = False,
+) -> tuple[float, float]:
+    """Bytes of the draft's fp32 weights and gradients, of its optimiser's state, and of its copy in `dtype`: on a GPU,
+    and on its host.
+
+    `accumulated`: over several micro-batches, during which FSDP2 keeps gradients whole. AdamW keeps two numbers for
+    each weight, Muon one for each weight of a matrix.
+    """
+    size = module.num_parameters
+    matrices = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim >= 2)
+    state = 8 * size - (4 * matrices if optim.name == "muon" else 0)
+    copy = dtype.itemsize * size if dtype != torch.float32 else 0
+    stage = parallel.zero.get("stage", 2) if parallel.backend == "deepspeed" else 0
+    sharded = parallel.backend == "fsdp2"
+    parts = {  # bytes, and whether the ranks divide them
+        "weights": (4 * size, sharded or stage >= 1),
+        "gradients": (4 * size, (sharded and not accumulated) or stage >= 2),
+        "state": (state, sharded or stage >= 1),
+        "copy": (fsdp_gathered(module, dtype) if sharded else copy, stage == 3),
+    }
+    bytes_of = {name: amount / (ranks if divided else 1) for name, (amount, divided) in parts.items()}
+    if parallel.backend == "ddp":
+        bytes_of["buckets"] = 4 * size
+    if stage == 3:
+        bucket = parallel.zero.get("reduce_bucket_size", _ZERO_BUCKET)
+        live = min(size, parallel.zero.get("stage3_max_live_parameters", _ZERO_LIVE))
+        # In the step, when nothing is gathered, the rank's gradients are there twice more.
+        bytes_of["gathered"] = dtype.itemsize * bucket + max(dtype.itemsize * live, 8 * size / ranks)
+    host = 0.0
+    if parallel.offload_optimizer:
+        host = bytes_of.pop("weights") + bytes_of.pop("state")
+    return sum(bytes_of.values()), host
+
+
+def fsdp_gathered(module: Draft, dtype: torch.dtype) -> int:
+    """Bytes of whole tensors that FSDP2's backward pass holds of the draft.
+
+    Throughout: what is in no layer. At its peak: a layer, the one prefetched, and a layer's gradients, in `dtype` and
+    in fp32 for their reduction.
+    """
+    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in module.layers]
+    ends, layer = module.num_parameters - sum(layers), max(layers)
+    return dtype.itemsize * (ends + min(2, len(layers)) * layer + layer) + 4 * layer
+
+
+def activations(
+    draft: DraftConfig, dtype: torch.dtype, recomputed: bool, unroll: int = 1, document: int = 0
+) -> tuple[int, int]:
+    """Bytes that a token leaves for the draft's backward pass, and those of one layer that is recomputed in it.
+
+    Of a layer: the inputs of its two norms, in fp32, and their outputs; queries, keys, values, the attention's output
+    and the same as rows; the gate before and after its activation, the other half, and their product. A pass after the
+    first also keeps its attention scores over a `document` of so many tokens, in fp32 before and after exp and rounded
+    for the product with the values, and what merges them with one key of each pass.
+    """
+    own, exact = dtype.itemsize, 4
+    heads, kv = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
+    layer = 2 * exact * draft.hidden_size
+    layer += own * (2 * draft.hidden_size + 3 * heads + 2 * kv + 4 * draft.intermediate_size)
+    scores = draft.num_heads * document * (2 * exact + (own if own < exact else 0))
+    passes = [layer, *(layer + scores + 6 * own * heads * merged for merged in range(1, unroll))]
+    ends = 2 * own * draft.hidden_size * unroll
+    if recomputed:
+        return own * draft.hidden_size * draft.num_layers * unroll + ends, max(passes)
+    return draft.num_layers * sum(passes) + ends, 0
+
+
+def loss_memory(
+    target: TargetShape, draft: DraftConfig, tokens: int, dtype: torch.dtype, unroll: int = 1
+) -> tuple[float, float]:
+    """Bytes of hidden states, and of a chunk's logits.
+
+    Two micro-batches' hidden states with, for each pass, fp32 copies and a gradient. Logits of both models in the
+    head's dtype and in fp32, and their product.
+    """
+    states = tokens * target.hidden * (2 * dtype.itemsize + unroll * (dtype.itemsize + 4 * 4))
+    vocabulary = draft.vocab_size or target.vocabulary
+    copied = 0 if dtype == torch.float32 else 2 * 4
+    chunk = default_chunk_rows(vocabulary) * vocabulary * (2 * dtype.itemsize + copied + 4)
+    if draft.vocab_size:  # its head is a copy
+        states += dtype.itemsize * vocabulary * target.hidden
+    return states, chunk

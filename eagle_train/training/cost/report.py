@@ -1,0 +1,108 @@
+"""What `plan=true` prints: the cost of a run, what would make it fit, how long it takes. Loads no weights.
+
+Raises what the run itself would raise before it loads weights. DESIGN section 3.10.
+"""
+
+import warnings
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from eagle_train.corpus.source import DataConfig
+from eagle_train.hardware import resolve_device
+from eagle_train.models.draft import DraftConfig
+from eagle_train.models.loading import DTYPES, TargetConfig, load_config
+from eagle_train.settings import build
+from eagle_train.training.assembly import check_job, check_planned_data
+from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.cost.estimate import GIB, USABLE, ClusterConfig, CostEstimate, estimate_cost
+from eagle_train.training.cost.target_shape import TargetShape
+from eagle_train.training.cost.this_machine import steps_here
+from eagle_train.training.optimizer import OptimConfig
+from eagle_train.training.train_config import TrainConfig
+
+
+def cost_report(config: DictConfig, ranks: int) -> str:
+    """The report for a composed config, on `ranks` processes or on `cluster.gpus` GPUs.
+
+    Raises UserError for a job that could not start.
+    """
+    cluster = build(ClusterConfig, config.cluster, "cluster")
+    train, optim = build(TrainConfig, config.train, "train"), build(OptimConfig, config.optim, "optim")
+    parallel, data = build(ParallelConfig, config.parallel, "parallel"), build(DataConfig, config.data, "data")
+    target = build(TargetConfig, config.target, "target")
+    ranks = cluster.gpus or ranks
+    hf_config = load_config(target)
+    check_job(train, optim, parallel, data, target, hf_config, ranks, config.device)
+    for note in check_planned_data(target, data, hf_config):
+        warnings.warn(note, stacklevel=1)
+    shape = {key: value for key, value in OmegaConf.to_container(config.draft).items() if value is not None}
+    draft = DraftConfig.from_target(hf_config, **shape)
+    dtype = DTYPES[target.dtype] or torch.bfloat16  # which the GPUs to plan for compute in
+    cost = estimate_cost(
+        TargetShape.of(hf_config, target.trust_remote_code, f"target.path={target.path}"),
+        draft,
+        train,
+        optim,
+        parallel,
+        cluster,
+        data.row_tokens,
+        ranks,
+        dtype,
+        target,
+    )
+    lines = text(cost, train, optim, cluster, advice(cost, parallel, train, cluster))
+    if train.minutes is None and cluster.gpus is not None:  # a job for other machines
+        return lines
+    here = steps_here(train, sum(cost.flops.values()), draft, optim, resolve_device(config.device))
+    return f"{lines}\n{here}"
+
+
+def advice(cost: CostEstimate, parallel: ParallelConfig, train: TrainConfig, cluster: ClusterConfig) -> list[str]:
+    """Changes that make a run fit, the cheapest first; none for a run that fits."""
+    over = sum(cost.memory.values()) - USABLE * cluster.memory_gib * GIB
+    if over <= 0:
+        return []
+    found = []
+    weights, states = cost.memory["target's weights"], cost.memory["draft's weights, gradients and optimiser"]
+    passing = sum(cost.memory.values()) - weights - states
+    if train.micro_batch_rows > 1 and passing > over / 2:
+        found.append(f"train.micro_batch_rows={max(1, train.micro_batch_rows // 2)} (accumulation makes up for it)")
+    if not parallel.activation_checkpointing and cost.memory["draft's activations"] > over / 2:
+        found.append("parallel.activation_checkpointing=true (the draft's layers cost a third more)")
+    if parallel.target == "replicated" and weights > over / 2:
+        found.append("parallel.target=fsdp2, or tensor within a node" + ("" if cost.gpus > 1 else ", on more GPUs"))
+    elif parallel.target != "replicated" and weights > over / 2:
+        found.append("more GPUs, or a larger parallel.share")
+    if states > over / 2 and parallel.backend in ("single", "ddp"):
+        found.append("parallel=fsdp2" + ("" if cost.gpus > 1 else ", on more GPUs"))
+    if states > over / 2 and not parallel.offload_optimizer and parallel.backend in ("fsdp2", "deepspeed"):
+        found.append("parallel.offload_optimizer=true")
+    return found or ["more GPUs, or GPUs with more memory"]
+
+
+def text(cost: CostEstimate, train: TrainConfig, optim: OptimConfig, cluster: ClusterConfig, changes: list[str]) -> str:
+    """The estimate as lines to read."""
+    total = sum(cost.memory.values())
+    all_flops, hours = sum(cost.flops.values()), cost.seconds / 3600
+    target, steps = cost.target, train.steps or int(cost.seconds * cost.tokens_per_s / optim.tokens_per_step)
+    run = f"{steps:,} steps of {optim.tokens_per_step:,} tokens"
+    width = max(map(len, [*cost.flops, *cost.memory])) + 2
+    lines = [
+        f"target: {target.parameters / 1e9:.4g} B parameters, of its layers {target.active / 1e9:.4g} B for a token",
+        f"draft: {cost.draft_parameters / 1e9:.4g} B parameters",
+        "",
+        "GFLOP a token",
+        *(f"  {part:<{width}}{value / 1e9:10.3f}  {value / all_flops:4.0%}" for part, value in cost.flops.items()),
+        f"  {'all':<{width}}{all_flops / 1e9:10.3f}",
+        "",
+        f"GiB on each of {cost.gpus} GPUs" + (f", and {cost.host / GIB:.1f} of its host" if cost.host else ""),
+        *(f"  {part:<{width}}{value / GIB:10.2f}" for part, value in cost.memory.items()),
+        f"  {'all, at most':<{width}}{total / GIB:10.2f}  of {cluster.memory_gib:g}"
+        + ("" if not changes else f": does not fit below {USABLE:.0%}"),
+        *(f"  try {change}" for change in changes),
+        "",
+        f"on these GPUs, at {cluster.mfu:.0%} of {cluster.tflops:g} TFLOP/s each: {cost.tokens_per_s:,.0f} tokens/s",
+        f"{run}: {hours:,.1f} hours, {hours * cost.gpus:,.1f} GPU-hours",
+    ]
+    return "\n".join(lines)

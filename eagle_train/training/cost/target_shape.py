@@ -1,0 +1,76 @@
+"""What a target's config says of its cost: counts of weights and widths, from a model without memory for its weights.
+
+Knows nothing of drafts, GPUs or the length of a run.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eagle_train.models.draft_config import widest
+from eagle_train.models.family import skeleton
+from eagle_train.models.forward import decoder_of
+from eagle_train.models.head import head_of
+from eagle_train.models.quantisation import quantisation_of
+from eagle_train.models.shapes import heads_of
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """Counts of weights and widths. `active`: the decoder's weights that one token is multiplied with."""
+
+    parameters: int
+    active: int
+    largest_layer: int
+    layers: int
+    hidden: int
+    vocabulary: int
+    attention: int  # query heads * head_dim
+    intermediate: int  # of the experts that a token goes through together
+    tied: bool
+    bits: float | None = None  # of a layer's weight where the checkpoint is quantised, its scales included
+
+    @classmethod
+    def of(cls, config: Any, trust_remote_code: bool = False, place: str = "target") -> "TargetShape":
+        """Counted on the model built without memory for its weights. `place` begins the message of a UserError."""
+        model = skeleton(config, trust_remote_code, place)
+        text = config.get_text_config()
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        experts = next((count for name in names if (count := getattr(text, name, None))), 1)
+        numbers = (getattr(text, name, None) for name in ("num_experts_per_tok", "top_k_experts"))
+        chosen = min(experts, max(map(widest, filter(None, numbers)), default=1))  # some say it for each layer
+        ends = {id(model.get_input_embeddings().weight), id(head_of(model).weight)}
+        looked_up = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+        ours = {id(parameter) for parameter in decoder_of(model).parameters()} - ends - looked_up  # no vision tower's
+        active, layers = 0.0, {}
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in ours:
+                continue
+            number = next((part for part in name.split(".") if part.isdigit()), None)
+            layers[number] = layers.get(number, 0) + parameter.numel()
+            if parameter.ndim >= 2:
+                active += parameter.numel() * (chosen / experts if ".experts." in name else 1)
+        heads = [heads_of(text, layer) for layer in range(text.num_hidden_layers)]
+        return cls(
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            active=round(active),
+            largest_layer=max(layers.values()),
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            vocabulary=text.vocab_size,
+            attention=max(each.queries * each.width for each in heads),
+            intermediate=(widest(getattr(text, "intermediate_size", None)) or 0) * chosen,
+            tied=len(ends) == 1,
+            bits=_bits_of(quantisation_of(config)),
+        )
+
+
+def _bits_of(quantisation: Any) -> float | None:
+    """Bits of a weight in a quantised checkpoint, with a 16-bit scale for every 64 weights; None if not quantised."""
+    if not quantisation:
+        return None
+    groups = (group.get("weights") or {} for group in (quantisation.get("config_groups") or {}).values())
+    said = [quantisation.get("bits"), *(weights.get("num_bits") for weights in groups)]
+    small = quantisation.get("load_in_4bit") or "fp4" in str(quantisation.get("quant_method")) or 4 in said
+    return (4 if small else 8) + 16 / 64

@@ -1,0 +1,92 @@
+"""Held-out measurement: losses, and how deep simulated chains of draft tokens would be accepted.
+
+Without an engine: the draft is unrolled on its own features, from every supervised slot at once. Knows nothing of
+optimisers, checkpoints or the course of a run. DESIGN sections 3.2, 3.8.
+
+Shapes: B rows, T tokens of a packed row, H hidden.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from eagle_train.corpus.stream import Batch
+from eagle_train.distributed import ALONE, World
+from eagle_train.models.draft import Head, shift_hidden
+from eagle_train.models.target import LMHead, Target
+from eagle_train.training.losses import distillation_loss
+from eagle_train.training.metrics import Meter, Record
+from eagle_train.training.target_pass import autocast, hidden_states, to_device
+from eagle_train.training.unroll import unroll
+
+_CHOICE_ROWS = 1024  # rows whose logits exist at once while a token is chosen for each
+
+
+@torch.no_grad()
+def measure_heldout(
+    target: Target,
+    draft: Callable[..., torch.Tensor],
+    head: Head,
+    batches: list[Batch],
+    depth: int,
+    world: World = ALONE,
+) -> Record:
+    """Losses, acceptance by depth and simulated TPC on held-out batches; {} without any. All ranks call it.
+
+    `draft` has the signature of `Draft.forward`, `head` is its LM head. Rank r measures every size-th batch.
+    `acceptance_per_depth` has up to `depth` numbers: depths for which no held-out document is long enough are left out.
+    """
+    meter = Meter()
+    accepted = chains = torch.zeros(depth, dtype=torch.float64, device=target.device)
+    for start in range(0, len(batches), world.size):
+        number = start + world.rank
+        counts = number < len(batches)  # a rank without a batch runs the first one uncounted: forwards are collective
+        batch = to_device(batches[number] if counts else batches[0], target.device)
+        hidden, positions = hidden_states(target, batch), batch.positions
+        with autocast(target):
+            previous = shift_hidden(hidden, positions)
+            states = unroll(draft, target.embed(batch.tokens), previous, positions, batch.lengths, depth)
+        rows = batch.supervised & counts
+        sums = distillation_loss(states[0][rows], hidden[rows], head.lm_head)
+        meter.add(sums.rows, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
+        best = most_likely(hidden, target.lm_head)
+        held, possible = chain_acceptance(
+            states, best, lambda state: head.tokens(most_likely(state, head.lm_head)), rows, positions
+        )
+        accepted, chains = accepted + held, chains + possible
+    if not batches:
+        return {}
+    accepted, chains = world.sum(accepted), world.sum(chains)
+    by_depth = (accepted / chains)[chains > 0].tolist()
+    return {**meter.means(world), "acceptance_per_depth": by_depth, "simulated_tpc": 1 + sum(by_depth)}
+
+
+def most_likely(hidden: torch.Tensor, lm_head: LMHead) -> torch.Tensor:
+    """The most likely of the head's tokens, int64 [B, T], for hidden states [B, T, H]."""
+    rows = hidden.flatten(0, 1).split(_CHOICE_ROWS)
+    return torch.cat([lm_head(chunk).argmax(-1) for chunk in rows]).view(hidden.shape[:2])
+
+
+def chain_acceptance(
+    states: list[torch.Tensor],
+    best: torch.Tensor,
+    choose: Callable[[torch.Tensor], torch.Tensor],
+    supervised: torch.Tensor,
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many simulated chains were accepted down to each depth, and how many there were: two float64 tensors [depth].
+
+    `states`: the draft's hidden states [B, T, H] of each pass. `best` [B, T]: the target's choice at each slot.
+    `choose`: the draft's choice for hidden states. A chain counts if all its slots are supervised, so all depths count
+    the same chains, except those that a document's end cuts short.
+    """
+    held = possible = torch.ones_like(supervised)
+    accepted, chains = [], []
+    for depth, state in enumerate(states):
+        if depth > 0:  # a chain at slot j continues the one at slot j-1
+            held, possible = held.roll(1, dims=1), possible.roll(1, dims=1)
+        possible = possible & supervised & (positions >= depth)
+        held = held & possible & (choose(state) == best)
+        accepted.append(held.sum())
+        chains.append(possible.sum())
+    return torch.stack(accepted).double(), torch.stack(chains).double()

@@ -1,0 +1,51 @@
+"""Whether a run may continue from a checkpoint. Knows nothing of how tensors are restored."""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+from eagle_train.errors import UserError, check
+from eagle_train.models.draft import DraftConfig
+from eagle_train.models.target import Target
+from eagle_train.settings import build
+from eagle_train.training.checkpoint.format import Checkpoint
+from eagle_train.training.optimizer import OptimConfig
+from eagle_train.training.state import TrainState
+from eagle_train.training.train_config import TrainConfig
+
+
+def check_budget(train: TrainConfig, path: Path, state: TrainState) -> None:
+    """Raise UserError where the checkpoint at `path` has used more steps or minutes than the run is to have."""
+    steps, minutes = train.steps, train.minutes
+    check(
+        steps is None or state.step <= steps,
+        f"train.steps={steps}: {path} has made {state.step} already; give as many or more",
+    )
+    check(
+        minutes is None or state.seconds <= 60 * minutes,
+        f"train.minutes={minutes}: {path} has used {state.seconds / 60:.1f} already; give as many or more",
+    )
+
+
+def check_same_run(
+    found: Checkpoint, draft: DraftConfig, target: Target, optim: OptimConfig, optimizer_names: Iterable[str]
+) -> None:
+    """Raise UserError where the checkpoint was made with another draft, target or optimiser.
+
+    `optimizer_names`: the names of the tensors in this run's optimiser.
+    """
+    path = found.path
+    trained = build(DraftConfig, found.config, f"{path}: draft")
+    for name, value in dataclasses.asdict(draft).items():
+        then = getattr(trained, name)
+        mine, theirs = (f"={value}", then) if name != "vocabulary" else ("", "other tokens")
+        check(then == value, f"draft.{name}{mine}: {path} was trained with {theirs}; resume with the same draft")
+    made_for = found.state["target"]
+    if made_for["fingerprint"] != target.identity.fingerprint:
+        raise UserError(f"target.path={target.name}: {path} was trained for {made_for['name']}")
+    saved = found.names
+    missing = next((name for name in optimizer_names if name not in saved), None)
+    check(
+        missing is None,
+        f"optim.name={optim.name}: {path} was trained with another, without {missing}; resume with the same",
+    )
