@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eagle_train.errors import UserError, check, one_line, report
+from eagle_train.fields import FIELDS, groups
 from eagle_train.hydra_private import argument_parser
 from eagle_train.settings import CONF_DIR, PACKAGE
 from eagle_train.terminal import log_to_stderr, printable
@@ -90,6 +91,8 @@ def offer_trees(arguments: Iterable[str]) -> None:
 
 
 offer_trees(())
+for _group, _values in groups().items():
+    ConfigStore.instance().store(FIELDS, _values, group=_group, provider="eagle_train")
 
 
 def named_path(override: str) -> list[str]:
@@ -165,7 +168,7 @@ def misread(overrides: list[str], config_name: str) -> str | None:
 def refused(error: Exception) -> str:
     """What Hydra says of an override, and what would be right."""
     options = getattr(error, "options", None)  # of a group that has none of that name
-    options = options and [name for name in options if name in TREES or tree_of(name) is None]
+    options = options and [name for name in options if name in TREES or (tree_of(name) is None and name != FIELDS)]
     hint = f"there are {', '.join(options)}" if options else "--help tells the keys"
     hint += f", and {ANY_TREE}" if options and TREES[0] in options else ""
     said = one_line(error).rstrip(".").replace(f"In '{COMMANDS}/", "In '")

@@ -1,8 +1,13 @@
-"""What `--help` prints: a command's groups and keys as its YAMLs tell them. Knows nothing of what the keys do."""
+"""What `--help` prints: a command's groups and keys, from its YAMLs and the dataclasses that these stand for.
+
+Knows nothing of what the keys do.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from eagle_train.fields import FIELDS, Field, fields_of
 
 HOW = """\
 Usage: {program} [KEY=VALUE ...]
@@ -29,8 +34,9 @@ def usage(conf: Path, name: str, also: Mapping[str, str]) -> str:
     for group, option in chosen.items():
         options = sorted(path.stem for path in (conf / group).glob("*.yaml") if path.stem != "base")
         choice = "; ".join([", ".join(options), *([also[group]] if group in also else [])])
-        groups.append(f"  {f'{group}={option}':<20} {choice}")
-        entries = _merged(conf / group / f"{option}.yaml") if option in options else {}
+        if option != FIELDS:
+            groups.append(f"  {f'{group}={option}':<20} {choice}")
+        entries = _merged(conf / group, option) if option in (*options, FIELDS) else {}
         _overlay(entries, _entries("\n".join(line.removeprefix("  ") for line in own.pop(group, [])[1:])))
         keys += [line for lines in entries.values() for line in _dotted(lines, f"{group}.")]
     keys += [line for lines in own.values() for line in _dotted(lines)]
@@ -50,16 +56,23 @@ def _about(text: str) -> str:
     return "\n".join(lines)
 
 
-def _merged(path: Path) -> Entries:
-    """A YAML's keys and, before them, those of the YAMLs that it begins with."""
-    text = path.read_text("utf-8")
+def _merged(group: Path, option: str) -> Entries:
+    """The keys of a group's option and, before them, those of the options that its YAML begins with."""
+    if option == FIELDS:
+        return {each.name: _lines_of(each) for each in fields_of(group.name)}
+    text = (group / f"{option}.yaml").read_text("utf-8")
     entries: Entries = {}
     found = _BASES.search(text)
     for base in found[1].split(", ") if found else []:
         if base != "_self_":
-            _overlay(entries, _merged(path.with_name(f"{base}.yaml")))
+            _overlay(entries, _merged(group, base))
     _overlay(entries, _entries(text))
     return entries
+
+
+def _lines_of(field: Field) -> list[str]:
+    """A dataclass's field as a YAML would have it."""
+    return [f"{field.name}: {field.text}" + (f" # {field.comment}" if field.comment else "")]
 
 
 def _overlay(entries: Entries, more: Entries) -> None:

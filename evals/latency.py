@@ -55,8 +55,8 @@ Answering = Callable[[Sequence[Asked]], list[Output]]
 class Artifact:
     """`path`: a directory that eagle-export wrote; None with shapes. `alignment`: see inference/drafters/eagle.py."""
 
-    path: str | None = None
-    alignment: str = "accepted"
+    path: str | None
+    alignment: str
 
     def __post_init__(self) -> None:
         check(self.alignment in ALIGNMENTS, f"draft.alignment={self.alignment}: must be {' or '.join(ALIGNMENTS)}")

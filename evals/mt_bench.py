@@ -49,7 +49,7 @@ class Artifact:
     """`path`: a directory that eagle-export wrote. `alignment`: see inference/drafters/eagle.py."""
 
     path: str
-    alignment: str = "accepted"
+    alignment: str
 
     def __post_init__(self) -> None:
         check(self.alignment in ALIGNMENTS, f"draft.alignment={self.alignment}: must be {' or '.join(ALIGNMENTS)}")

@@ -4,7 +4,7 @@ A random draft never guesses a random target's tokens, so what is accepted is dr
 own work. DESIGN section 3.8. Knows nothing of measuring.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ from eagle_train.settings import CONF_DIR
 class ShapesConfig:
     """conf/shapes: a Hugging Face config, and the preset (conf/experiment) whose draft is made for it."""
 
-    config: dict[str, Any] = field(default_factory=dict)
-    experiment: str | None = None
-    dtype: str = "auto"
+    config: dict[str, Any]
+    experiment: str | None
+    dtype: str
 
     def __post_init__(self) -> None:
         check(self.dtype in DTYPES, f"shapes.dtype={self.dtype}: must be one of {', '.join(DTYPES)}")
@@ -48,7 +48,7 @@ class ShapesConfig:
         given = {}
         if self.experiment is not None:
             preset = OmegaConf.load(CONF_DIR / "experiment" / f"{self.experiment}.yaml")
-            given = OmegaConf.to_container(preset.draft)
+            given = OmegaConf.to_container(preset).get("draft", {})
         return DraftConfig.from_target(self.target, **given)
 
 

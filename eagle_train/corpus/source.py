@@ -40,14 +40,14 @@ class SourceConfig:
     documents are drawn beside the others'.
     """
 
-    path: str | None = None
-    format: str = "messages"
-    columns: dict[str, str | None] = field(default_factory=dict)
-    roles: dict[str, str] | None = None
-    assistant_pattern: str | None = None
-    name: str | None = None
-    split: str = "train"
-    weight: float = 1.0
+    path: str | None = None  # JSON, Parquet or Arrow: a file, glob or directory; or a hub data set
+    format: str = "messages"  # messages | sharegpt | prompt_response | text
+    columns: dict[str, str | None] = field(default_factory=dict)  # the format's keys: the data's names of them
+    roles: dict[str, str] | None = None  # who else speaks, and as what: {narrator: user}, say
+    assistant_pattern: str | None = None  # of format=text: a regular expression, its group 1 or all of it
+    name: str | None = None  # config of a hub data set
+    split: str = "train"  # of a hub data set, or of a directory that `save_to_disk` wrote
+    weight: float = 1.0  # of a data set in a mix
 
     def check(self, key: str) -> None:
         """Raise UserError, naming the field below `key`, for values that cannot be."""
@@ -95,18 +95,18 @@ class DataConfig(SourceConfig):
     `workers`: processes of each rank that tokenise, 0 for none but its own. `prefetch`: optimiser steps drawn ahead.
     """
 
-    mix: dict[str, SourceConfig] | None = None
-    heldout: str | None = None
-    supervise: str = "assistant"
-    template_kwargs: dict[str, Any] | None = None
-    date: str | None = None
-    row_tokens: int = 2048
-    long_documents: str = "split"
-    malformed: str = "refuse"
-    shuffle_window: int = 4096
+    mix: dict[str, SourceConfig] | None = None  # instead of path: data sets by name, each with its path
+    heldout: str | None = None  # other data for the held-out measurements, or null
+    supervise: str = "assistant"  # assistant | last | all: whose tokens are learnt; last: the assistant's last turn
+    template_kwargs: dict[str, Any] | None = None  # the chat template's own variables, {enable_thinking: false}, say
+    date: str | None = None  # the day for a template that reads the clock, 2026-07-31, say; null: when the run began
+    row_tokens: int = 2048  # length of a packed row
+    long_documents: str = "split"  # split | drop: documents longer than a row; both are counted
+    malformed: str = "refuse"  # refuse | skip: what a malformed row does to the run; skipped rows are counted
+    shuffle_window: int = 4096  # documents shuffled among themselves; 0 keeps the data's order
     seed: int = 0
-    workers: int = 0
-    prefetch: int = 2
+    workers: int = 0  # processes of each rank that tokenise; 0: its own does
+    prefetch: int = 2  # optimiser steps drawn ahead
 
     def __post_init__(self) -> None:
         for key, allowed in (("supervise", SUPERVISE), ("long_documents", LONG_DOCUMENTS), ("malformed", MALFORMED)):

@@ -29,7 +29,7 @@ class DraftConfig:
     """
 
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # null, here and below: the target's
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -37,18 +37,18 @@ class DraftConfig:
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     rms_norm_eps: float = 1e-5
     num_layers: int = 3
-    norms: str = "eagle1"
-    ffn: str = "dense"
-    num_experts: int = 16
-    first_token: str = "self_fusion"
-    fc_bias: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    embedding_scale: float = 1.0
-    irope: bool = False
+    norms: str = "eagle1"  # eagle1 | full: no norm before layer 0 and at the end, or both
+    ffn: str = "dense"  # dense | moe
+    num_experts: int = 16  # of ffn=moe
+    first_token: str = "self_fusion"  # self_fusion | skip: its own hidden state, or no slot, as serving engines have it
+    fc_bias: bool = False  # a bias on what fuses embedding and hidden state, as EAGLE-1's first checkpoints have
+    qkv_bias: bool = False  # on queries, keys and values, as Qwen2's layers have
+    o_bias: bool = False  # on the attention's output
+    mlp_bias: bool = False  # on the three matrices of a dense feed-forward
+    embedding_scale: float = 1.0  # of embeddings, a power of two; null: what makes them as large as hidden states
+    irope: bool = False  # chunks of attention_chunk positions; every fourth layer and the last: all, without RoPE
     attention_chunk: int = 8192
-    vocab_size: int | None = None
+    vocab_size: int | None = None  # the most frequent tokens of the data, which alone the draft can propose; null: all
     vocabulary: list[int] | None = None
 
     def __post_init__(self) -> None:

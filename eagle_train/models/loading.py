@@ -53,12 +53,12 @@ class TargetConfig:
     """
 
     path: str
-    dtype: str = "auto"
+    dtype: str = "auto"  # auto | float32 | bfloat16. auto: bf16 where the hardware is made for it, else fp32
     trust_remote_code: bool = False
-    chat_template: str | None = None
-    template_kwargs: dict[str, Any] | None = None
-    offload: bool = False
-    device_gib: float | None = None
+    chat_template: str | None = None  # a file with the chat template that is served, if not the tokenizer's own
+    template_kwargs: dict[str, Any] | None = None  # the template's variables, for prompts
+    offload: bool = False  # true: layers that do not fit on the device wait in the host's memory, then on disk
+    device_gib: float | None = None  # of the device, for the target, with offload; null: all that is free
 
     def __post_init__(self) -> None:
         check(bool(self.path), "target.path is empty: give a directory or a hub id")

@@ -22,8 +22,8 @@ SCOPES = ("ffn", "all_linear")
 class Quant:
     """conf/quant. `scheme`: none, int4 (groups of 128) or fp8; `scope`: ffn (the paper's) or all_linear."""
 
-    scheme: str = "none"
-    scope: str = "ffn"
+    scheme: str = "none"  # none | int4 | fp8
+    scope: str = "ffn"  # ffn | all_linear
 
     def __post_init__(self) -> None:
         known = ("none", *SCHEMES)

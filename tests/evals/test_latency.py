@@ -277,7 +277,7 @@ def answer(token_ids: list[int], ttft: float, intervals: list[float], calls: int
 def small_config(**changes) -> latency.Config:
     values = {
         **{
-            "draft": latency.Artifact("somewhere"),
+            "draft": latency.Artifact("somewhere", "accepted"),
             "target": TargetConfig("t"),
             "acceptance": None,
             "trees": ["chain3"],

@@ -50,7 +50,7 @@ def home(tmp_path_factory) -> Path:
 def config_for(home: Path, **changes) -> Config:
     values = {
         "target": TargetConfig(str(home / "target")),
-        "draft": Artifact(str(home / "draft")),
+        "draft": Artifact(str(home / "draft"), "accepted"),
         "tree": "chain3",
         "table": str(home / "table.yaml"),
         "prefill_tokens": 16,
