@@ -66,7 +66,8 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     target_config = build(TargetConfig, config.target, "target")
     hf_config = load_config(target_config)
     check_job(train, optim, parallel, data, target_config, hf_config, world.size, config.device)
-    DraftConfig.from_target(hf_config, **OmegaConf.to_container(config.draft))
+    settings: Any = OmegaConf.to_container(config.draft)
+    DraftConfig.from_target(hf_config, **settings)  # raises where the draft cannot be made
     check(str(config.out) != "", "out is empty: give out=DIR")
     out, device = Path(str(config.out)), resolve_device(config.device)
     check(
@@ -184,7 +185,7 @@ def check_job(
 
 def _draft_shape(values: DictConfig, target: Target) -> DraftConfig:
     """The config of the draft that the group `draft` describes."""
-    shape = OmegaConf.to_container(values)
+    shape: Any = OmegaConf.to_container(values)
     if shape["embedding_scale"] is None:
         shape["embedding_scale"] = target.embedding_scale()
     return DraftConfig.from_target(target.config, **shape)

@@ -128,7 +128,8 @@ class Torch:
     """torch's own optimisers, on a draft that is whole (single), copied to all ranks (DDP) or sharded (FSDP2)."""
 
     def __init__(self, module: Draft, forward: nn.Module, optim: OptimConfig, ranks: int):
-        self._module, self.draft, self._optim = module, forward, optim
+        self._module, self._optim = module, optim
+        self.draft: Callable[..., torch.Tensor] = forward
         self.divisor = ranks
         self.optimizer = Optimizer(module, optim)
 
@@ -153,11 +154,13 @@ class Torch:
         self.optimizer.zero_grad()
 
     def state(self) -> tuple[Tensors, Tensors]:
-        draft, optimizer = get_state_dict(self._module, self.optimizer.parts, options=_FLAT)
+        state: tuple[Any, Any] = get_state_dict(self._module, self.optimizer.parts, options=_FLAT)
+        draft, optimizer = state
         return draft, _tensors_of(optimizer)
 
     def restore(self, read: Callable[[dict[str, torch.Tensor]], None]) -> None:
-        draft, optimizer = get_state_dict(self._module, self.optimizer.parts, options=_FLAT)
+        state: tuple[Any, Any] = get_state_dict(self._module, self.optimizer.parts, options=_FLAT)
+        draft, optimizer = state
         read(draft | _tensors_of(optimizer))
         set_state_dict(
             self._module, self.optimizer.parts, model_state_dict=draft, optim_state_dict=optimizer, options=_FLAT

@@ -44,9 +44,17 @@ class Budget:
             return spent
         return 60 * self.minutes if self.is_last else min(spent, 60 * self.minutes)
 
+    @property
+    def _total(self) -> int:
+        """The steps of a run that has no minutes."""
+        assert self.steps is not None
+        return self.steps
+
     def is_over(self, step: int) -> bool:
         """Whether a run that has made `step` steps has nothing left to do."""
-        return step >= self.steps if self.minutes is None else self.finished and self.before >= 60 * self.minutes
+        if self.minutes is None:
+            return step >= self._total
+        return self.finished and self.before >= 60 * self.minutes
 
     def drop(self) -> None:
         """Take back `begin`: the current step is not made."""
@@ -55,7 +63,7 @@ class Budget:
     def begin(self, step: int, seconds: float) -> None:
         """Begin the step after `step` others, at a time of training that is the same on all ranks."""
         if self.minutes is None:
-            self.used, self.is_last = step / self.steps, step + 1 >= self.steps
+            self.used, self.is_last = step / self._total, step + 1 >= self._total
             return
         self._begins.append(seconds)
         recent = [later - earlier for earlier, later in zip(self._begins, list(self._begins)[1:], strict=False)]
@@ -65,7 +73,7 @@ class Budget:
 
     def progress_at(self, step: int) -> float:
         """The run's progress in step 1, 2, ...: 0 in the first, 1 in the last of so many steps; of minutes, `used`."""
-        return self.used if self.minutes is not None else (step - 1) / max(1, self.steps - 1)
+        return self.used if self.minutes is not None else (step - 1) / max(1, self._total - 1)
 
     def done(self, step: int) -> str:
         """For messages: how much is done after `step` steps."""

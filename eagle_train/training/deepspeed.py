@@ -77,6 +77,7 @@ class DeepSpeed:
     """ZeRO-1, 2 or 3 around torch's AdamW."""
 
     def __init__(self, draft: Draft, optim: OptimConfig, parallel: ParallelConfig, world: World, dtype: torch.dtype):
+        assert world.mesh is not None  # it needs a group even for one process
         _choose_accelerator(world.mesh.device_type)
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it in a process without a launcher too
         import deepspeed
@@ -142,7 +143,9 @@ class DeepSpeed:
             self._optimizer.averaged_gradients = {}
 
     def state(self) -> tuple[Tensors, Tensors]:
-        draft = {name: partial(self._tools.safe_get_full_fp32_param, weight) for weight, name in self._names.items()}
+        draft: dict[str, Callable[[], torch.Tensor]] = {
+            name: partial(self._tools.safe_get_full_fp32_param, weight) for weight, name in self._names.items()
+        }
         optimizer: dict[str, Callable[[], torch.Tensor]] = {}
         for weight, name in self._names.items():
             for moment in _MOMENTS:

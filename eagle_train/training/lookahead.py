@@ -128,6 +128,7 @@ class Lookahead:
 
     def _run_ahead(self) -> None:
         """Fill the target's thread up to two runs whose results are not used yet, finished or not."""
+        assert self._pool is not None
         for batch in self._known[len(self._running) : 2]:
             self._running.append(self._pool.submit(self.hidden_states, batch))
 

@@ -191,7 +191,8 @@ def _products(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The LM head's products [C,V] with both, in its dtype. Computed as one product: more rows take less time each."""
     hidden = torch.cat((target.to(out.dtype), draft.to(out.dtype)))
-    return torch.mm(hidden, head.weight.t(), out=out[: len(hidden)]).chunk(2)
+    of_target, of_draft = torch.mm(hidden, head.weight.t(), out=out[: len(hidden)]).chunk(2)
+    return of_target, of_draft
 
 
 def _cross_entropy(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,6 +238,7 @@ def _lk_gradient(ce: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Te
 def _before_cap(slope: torch.Tensor, capped: torch.Tensor | None, head: LMHead) -> None:
     """Turn the gradient [C,V] for logits into that for uncapped logits, in place. Overwrites `capped`."""
     if capped is not None:  # the derivative of softcap * tanh(x / softcap) is 1 - tanh(x / softcap)^2
+        assert head.softcap is not None
         slope.addcmul_(slope, capped.div_(head.softcap).square_(), value=-1)
 
 

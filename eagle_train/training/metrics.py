@@ -6,10 +6,10 @@ DESIGN sections 3.10 and 3.11.
 
 import contextlib
 import json
+import logging
 import netrc
 import os
 import secrets
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from eagle_train.errors import UserError, check, one_line
 from eagle_train.results import json_text, redact, write_text
 
 Record = dict[str, Any]
+_LOG = logging.getLogger(__name__)
 
 _WANDB_MODES = ("online", "offline", "disabled", "shared")
 _WANDB_HOST = "api.wandb.ai"  # netrc entries name it even where wandb's default address has another name
@@ -107,7 +108,7 @@ class WandbTracker:
         mode = wanted or settings.mode
         if mode == "online" and not has_key:
             mode = "offline"
-            print(f"W&B: no API key, so the run is recorded offline in {directory}/wandb", file=sys.stderr)
+            _LOG.info("W&B: no API key, so the run is recorded offline in %s/wandb", directory)
         self.directory = Path(directory)
         self.arguments = {"project": project, "entity": entity, "name": name, "mode": mode, "config": redact(config)}
         self.wandb = wandb

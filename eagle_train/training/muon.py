@@ -23,7 +23,7 @@ class Muon(torch.optim.Muon):
     """torch's Muon, with its settings (by default Nesterov's momentum and five iterations) and its state."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None, "not used here"
         for group in self.param_groups:
             lr, momentum = group["lr"], group["momentum"]
@@ -80,11 +80,13 @@ def _by_gram(x: torch.Tensor) -> torch.Tensor:
     loses too much precision.
     """
     a, b, c = _COEFFICIENTS
-    gram, product = x @ x.T, None
+    gram = x @ x.T
+    product: torch.Tensor | None = None
     for number in range(_ITERATIONS):
         factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         factor.diagonal().add_(a)
         product = factor if product is None else factor @ product
         if number < _ITERATIONS - 1:
             gram = factor @ (gram @ factor)
+    assert product is not None
     return product @ x

@@ -5,6 +5,7 @@ Knows nothing of losses.
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,11 +67,11 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: OptimConfig):
         matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
         vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-        adamw = {"lr": config.lr, "betas": config.betas, "fused": True}
+        adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "fused": True}
         # Norm weights are scales around 1, which decay would pull to 0. Biases are not decayed either, as is usual.
-        groups = [{"params": vectors, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": vectors, "weight_decay": 0.0}]
         if config.name == "muon":
-            muon = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
+            muon: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
             muons = [Muon(half, **muon, adjust_lr_fn="match_rms_adamw") for half in _halves(matrices)]
             self.parts, self._beside = [*muons, torch.optim.AdamW(groups, **adamw)], muons[1:]
         else:

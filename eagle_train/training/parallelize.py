@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -31,8 +32,9 @@ def prepare(draft: Draft, optim: OptimConfig, parallel: ParallelConfig, world: W
         return DeepSpeed(draft, optim, parallel, world, dtype)
     if parallel.backend == "fsdp2":
         _shard(draft, parallel, world, dtype)
-    whole = draft
+    whole: nn.Module = draft
     if parallel.backend == "ddp":
+        assert world.mesh is not None  # DDP needs a group even for one process
         whole = DistributedDataParallel(draft, process_group=world.mesh.get_group(), broadcast_buffers=False)
     return Torch(draft, whole, optim, world.size)
 

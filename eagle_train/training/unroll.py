@@ -8,18 +8,18 @@ Shapes: B rows, T tokens, H hidden; Q, K, D as in ops.attention.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
-from eagle_train.models.draft import Draft
 from eagle_train.ops.attention import Attend, Rule, additive, merge, packed_attention, plain_partial
 
 _Keys = tuple[torch.Tensor, torch.Tensor]
 
 
 def unroll(
-    draft: Draft,
+    draft: Callable[..., torch.Tensor],
     embeddings: torch.Tensor,
     previous: torch.Tensor,
     positions: torch.Tensor,
@@ -28,15 +28,17 @@ def unroll(
 ) -> list[torch.Tensor]:
     """The hidden states [B, T, H] of each pass: those of pass k at slot j are what a chain predicts there at depth k.
 
-    `embeddings` [B, T, H] of the tokens, `previous` [B, T, H]: the hidden state that each slot is paired with;
-    `positions` [B, T] within documents, `lengths` of each row's documents. In pass k the first k-1 slots of a document,
-    counted from the draft's first, have no chain of that depth; their values are meaningless.
+    `draft` has the signature of `Draft.forward`. `embeddings` [B, T, H] of the tokens, `previous` [B, T, H]: the hidden
+    state that each slot is paired with; `positions` [B, T] within documents, `lengths` of each row's documents. In pass
+    k the first k-1 slots of a document, counted from the draft's first, have no chain of that depth; their values are
+    meaningless.
     """
     seen: list[dict[int, _Keys]] = [{}]
     first = packed_attention(lengths)
     states = [draft(embeddings, previous, positions, _recording(first, seen[0]) if passes > 1 else first)]
     for _ in range(1, passes):
-        attend = _chained(list(seen), own := {}, positions, lengths)
+        own: dict[int, _Keys] = {}
+        attend = _chained(list(seen), own, positions, lengths)
         states.append(draft(embeddings, states[-1].roll(1, dims=1), positions, attend))
         seen.append(own)
     return states
@@ -68,7 +70,8 @@ def _chained(
         total = _rooted_attention(q, *seen[0][layer], behind, lengths, rule)
         for steps, kept in enumerate([own, *reversed(seen[1:])]):
             near = rule.sees(positions, positions - steps).expand_as(positions)
-            total = merge(total, _single_key(q, *(x.roll(steps, dims=2) for x in kept[layer]), near, rule))
+            keys, values = (x.roll(steps, dims=2) for x in kept[layer])
+            total = merge(total, _single_key(q, keys, values, near, rule))
         return total[0].to(q.dtype)
 
     return attend

@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 
 from eagle_train.distributed import CommonError
 from eagle_train.errors import UserError
+from eagle_train.terminal import log_to_stderr
 from eagle_train.training.checkpoint.format import Checkpoint, RankTensors
 from eagle_train.training.checkpoint.store import CheckpointStore
 from eagle_train.training.checkpoint.verify import open_checkpoint
@@ -55,7 +56,7 @@ def kill_in(writer):
 
 def killed(directory, before, step, keep, prepare, *arguments):
     for number in before:
-        CheckpointStore(directory).save(number, 1, 0)
+        save(directory, number, 1, 0)
     child = os.fork()
     if child == 0:
         prepare(*arguments)
@@ -98,6 +99,7 @@ def names(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize(("scenario", "old_step", "new_step"), [("next", 1, 2), ("prune", 2, 3), ("replace", 1, 1)])
 def test_a_kill_at_any_point_leaves_a_whole_checkpoint(killed_saves, capsys, scenario, old_step, new_step):
+    log_to_stderr()
     outcomes = []
     for directory in sorted((killed_saves / scenario).iterdir()):
         found = open_checkpoint(CheckpointStore(directory).latest())
@@ -244,6 +246,7 @@ def truncate(path: Path) -> None:
     "file", ["draft.safetensors", "draft.json", "optimizer-00001.safetensors", "trainer.pt", "manifest.json"]
 )
 def test_damage_is_noticed(tmp_path, capsys, file, damage):
+    log_to_stderr()  # as commands do
     good, bad = some_save(tmp_path, 1), some_save(tmp_path, 2)
     damage(bad / file)
     assert CheckpointStore(tmp_path).latest() == good

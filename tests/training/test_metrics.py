@@ -172,8 +172,10 @@ import sys
 from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from eagle_train.terminal import log_to_stderr
 from eagle_train.training.metrics import MetricsLog
 
+log_to_stderr()  # as commands do
 assert "wandb" not in sys.modules
 conf, directory, secret = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 for resumed_step in (None, 1):

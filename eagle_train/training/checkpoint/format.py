@@ -75,7 +75,7 @@ class Checkpoint:
     def _reader(self) -> HuggingFaceStorageReader:
         """torch's reader. Its metadata is cached: it would open the files of all ranks again at each `read_into`."""
         reader = HuggingFaceStorageReader(str(self.path))
-        reader.read_metadata = functools.cache(reader.read_metadata)
+        reader.read_metadata = functools.cache(reader.read_metadata)  # type: ignore[method-assign]
         return reader
 
 

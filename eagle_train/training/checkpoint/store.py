@@ -5,9 +5,9 @@ ones before. Knows nothing of what a checkpoint holds; see format.py. DESIGN sec
 """
 
 import functools
+import logging
 import math
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +33,7 @@ from eagle_train.training.checkpoint.format import (
 from eagle_train.training.checkpoint.verify import find_flaw, open_checkpoint
 
 T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 _Exchange = Callable[[Any], list[Any]]
 
 
@@ -113,7 +114,7 @@ class CheckpointStore:
     def latest(self) -> Path | None:
         """The newest complete checkpoint, None if there is none. Each rank reads some of the files to verify them.
 
-        A damaged one is passed over, with a warning on stderr that gives the reason. Raises UserError where there are
+        A damaged one is passed over, with a warning in the log that gives the reason. Raises UserError where there are
         checkpoints and none is complete: a run that started anew would overwrite what may still be rescued.
         """
         if self.world.is_main:
@@ -126,7 +127,7 @@ class CheckpointStore:
                 return path
             flaws.append(f"{path.name}: {flaw}")
             if self.world.is_main:
-                print(f"warning: checkpoint {path} is passed over: {flaw}", file=sys.stderr)
+                _LOG.warning("checkpoint %s is passed over: %s", path, flaw)
         found = f"{self.directory} holds {len(paths)} checkpoints and none is whole"
         check(not paths, f"{found} ({'; '.join(flaws)}); remove them to start anew")
         return None

@@ -119,5 +119,12 @@ def estimate_cost(
         host,
         ranks,
         tokens_per_s,
-        60 * train.minutes if train.steps is None else train.steps * optim.tokens_per_step / tokens_per_s,
+        _seconds(train, optim, tokens_per_s),
     )
+
+
+def _seconds(train: TrainConfig, optim: OptimConfig, tokens_per_s: float) -> float:
+    if train.steps is not None:
+        return train.steps * optim.tokens_per_step / tokens_per_s
+    assert train.minutes is not None  # one of them is given
+    return 60 * train.minutes

@@ -4,6 +4,7 @@ Raises what the run itself would raise before it loads weights. DESIGN section 3
 """
 
 import warnings
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -36,8 +37,8 @@ def cost_report(config: DictConfig, ranks: int) -> str:
     check_job(train, optim, parallel, data, target, hf_config, ranks, config.device)
     for note in check_planned_data(target, data, hf_config):
         warnings.warn(note, stacklevel=1)
-    shape = {key: value for key, value in OmegaConf.to_container(config.draft).items() if value is not None}
-    draft = DraftConfig.from_target(hf_config, **shape)
+    settings: Any = OmegaConf.to_container(config.draft)
+    draft = DraftConfig.from_target(hf_config, **{key: value for key, value in settings.items() if value is not None})
     dtype = DTYPES[target.dtype] or torch.bfloat16  # which the GPUs to plan for compute in
     cost = estimate_cost(
         TargetShape.of(hf_config, target.trust_remote_code, f"target.path={target.path}"),

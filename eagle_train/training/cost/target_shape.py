@@ -34,16 +34,17 @@ class TargetShape:
     @classmethod
     def of(cls, config: Any, trust_remote_code: bool = False, place: str = "target") -> "TargetShape":
         """Counted on the model built without memory for its weights. `place` begins the message of a UserError."""
-        model = skeleton(config, trust_remote_code, place)
+        model: Any = skeleton(config, trust_remote_code, place)
         text = config.get_text_config()
         names = ("num_local_experts", "num_experts", "n_routed_experts")
-        experts = next((count for name in names if (count := getattr(text, name, None))), 1)
+        experts: int = next((count for name in names if (count := getattr(text, name, None))), 1)
         numbers = (getattr(text, name, None) for name in ("num_experts_per_tok", "top_k_experts"))
-        chosen = min(experts, max(map(widest, filter(None, numbers)), default=1))  # some say it for each layer
-        ends = {id(model.get_input_embeddings().weight), id(head_of(model).weight)}
+        chosen = min(experts, max((widest(each) or 1 for each in numbers if each), default=1))  # or one per layer
+        head: Any = head_of(model)
+        ends = {id(model.get_input_embeddings().weight), id(head.weight)}
         looked_up = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
         ours = {id(parameter) for parameter in decoder_of(model).parameters()} - ends - looked_up  # no vision tower's
-        active, layers = 0.0, {}
+        active, layers = 0.0, dict[str | None, int]()
         for name, parameter in model.named_parameters():
             if id(parameter) not in ours:
                 continue

@@ -32,9 +32,10 @@ def steps_here(train: TrainConfig, flops: float, draft: DraftConfig, optim: Opti
     speed = measured_speed(device, dtype)
     seconds = step_flops(flops, draft, optim, dtype) / (_REACH * speed)
     name = torch.cuda.get_device_name() if device == "cuda" else f"{cpu_name()}, {torch.get_num_threads()} threads"
-    if train.minutes is None:
+    if train.steps is not None:
         run = f"{train.steps * seconds / 3600:,.1f} hours for train.steps={train.steps}"
     else:
+        assert train.minutes is not None  # one of them is given
         run = f"{max(1, round(60 * train.minutes / seconds)):,} steps in train.minutes={train.minutes:g}"
     return (
         f"on this machine ({name}; {speed / 1e9:,.0f} GFLOP/s in {str(dtype).removeprefix('torch.')}): about "
