@@ -1,5 +1,6 @@
 """eagle-train: chat text in, checkpoints of a draft out. Knows nothing of export or inference. DESIGN section 3.10."""
 
+import logging
 import signal
 import sys
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from eagle_train.training.cost.report import cost_report
 from eagle_train.training.metrics import MetricsLog, NoTracker, Record
 from eagle_train.training.trainer import Interrupted, Trainer
 
+_LOG = logging.getLogger("eagle_train.train")  # `__name__` is another one where the module is run
 INTERRUPTED = 75  # exit status: stopped by a signal after a checkpoint; the same command continues
 
 
@@ -82,7 +84,7 @@ def job(config: DictConfig) -> int:
         _run(config, assemble(config, parallel, world), stop)
     except Interrupted as interrupted:
         if world.is_main:
-            print(interrupted, file=sys.stderr)
+            _LOG.info("%s", interrupted)
         # Ranks end together, because a launcher may kill the others when one ends with a status. Not through the group
         # of the data, in which batches may still be drawn.
         world.exchange(None, side="files")

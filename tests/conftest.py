@@ -20,10 +20,12 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import GraphModule
 
+from eagle_train.terminal import log_to_stderr
 from evals import figures
 from tests.support.command_line import save_target
 from tests.support.slow import slow
 
+log_to_stderr()  # as commands do
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
 

@@ -5,20 +5,8 @@ import logging
 import math
 import sys
 
-import pytest
-
 from eagle_train.progress import progress
-from eagle_train.terminal import log_to_stderr
 from eagle_train.training.metrics import summary
-
-
-@pytest.fixture(autouse=True)
-def log_of_a_command(monkeypatch):
-    """As commands set it up, and as it was before behind the test."""
-    logger = logging.getLogger("eagle_train")
-    for name in ("handlers", "level", "propagate"):
-        monkeypatch.setattr(logger, name, getattr(logger, name))
-    log_to_stderr()
 
 
 class Screen(io.StringIO):

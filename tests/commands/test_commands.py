@@ -278,11 +278,11 @@ def test_a_run_that_was_killed_is_resumed_as_if_it_had_not_been(root, runs):
 
 STOP = """
 import os, signal
-from eagle_train.train import Stop
+from eagle_train.train import _StopSignal
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell starts in the background
 signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-stop = Stop()
+stop = _StopSignal()
 os.kill(os.getpid(), signal.SIGHUP)
 print(stop.asked)
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
@@ -294,7 +294,7 @@ try:
 except KeyboardInterrupt:
     print("at once")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-stop = Stop()
+stop = _StopSignal()
 os.kill(os.getpid(), signal.SIGHUP)
 print(stop.asked)
 """
