@@ -37,8 +37,13 @@ PLACEHOLDER = re.compile(r"(\\*)\$\{")  # what OmegaConf would fill in
 TEXTS = ("prompt", "grammar.regex", "grammar.ebnf", "data.assistant_pattern")
 OPEN = ("data.template_kwargs.", "target.template_kwargs.", "data.roles.")  # mappings whose keys are the user's own
 
-BESIDE = {"target": "or a directory or hub id", "tree": f"or {ANY_TREE}, or FILE.yaml"}  # a group's YAMLs
-SHORT = {"target.path": "target", "draft.path": "draft", "tree.table": "tree"}  # see `named_path`
+BESIDE = {  # what a group takes besides its YAMLs
+    "target": "or a directory or hub id",
+    "tree": f"or {ANY_TREE}, or FILE.yaml",
+    "drafter": "or FILE.yaml",
+}
+# Keys that have a short name, see `named_path`.
+SHORT = {"target.path": "target", "draft.path": "draft", "tree.table": "tree", "drafter.file": "drafter"}
 FORMAT_WARNING = warnings.formatwarning  # Python's own
 OWN = (PACKAGE, PACKAGE.parent / "evals", PACKAGE.parent / "data")  # where our code is
 
@@ -96,16 +101,21 @@ for _group, _values in groups().items():
 
 
 def named_path(override: str) -> list[str]:
-    """`target=X`, `draft=X` and `tree=X.yaml`, where X is no YAML of that group: a directory, a hub id, a file.
+    """`target=X`, `draft=X`, `tree=X.yaml`, `drafter=X.yaml`, where X is no YAML of the group but a path or hub id.
 
     A tree's other names are left to Hydra, see `offer_trees`.
     """
     key, _, value = override.partition("=")
-    if key not in ("target", "draft", "tree") or not value or value.startswith("{"):
+    if key not in ("target", "draft", "tree", "drafter") or not value or value.startswith("{"):
         return [override]
-    if (CONF_DIR / key / f"{value}.yaml").exists() or (key == "tree" and not value.endswith(".yaml")):
+    if (CONF_DIR / key / f"{value}.yaml").exists() or (key in ("tree", "drafter") and not value.endswith(".yaml")):
         return [override]
-    short = {"draft": ["draft.path="], "target": ["target=hf", "target.path="], "tree": ["tree=table", "tree.table="]}
+    short = {
+        "draft": ["draft.path="],
+        "drafter": ["drafter=file", "drafter.file="],
+        "target": ["target=hf", "target.path="],
+        "tree": ["tree=table", "tree.table="],
+    }
     return [*short[key][:-1], short[key][-1] + value]
 
 

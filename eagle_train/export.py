@@ -64,7 +64,7 @@ class Config:
 
     checkpoint: str
     out: str
-    engine: str
+    layout: str
     dtype: str
     quant: Quant
     rounding: str
@@ -77,7 +77,7 @@ class Config:
     data: dict[str, Any] | None = None  # likewise
 
     def __post_init__(self) -> None:
-        check(self.engine in layouts.ENGINES, f"engine={self.engine}: must be one of {', '.join(layouts.ENGINES)}")
+        check(self.layout in layouts.ENGINES, f"layout={self.layout}: must be one of {', '.join(layouts.ENGINES)}")
         check(self.dtype in DTYPES, f"dtype={self.dtype}: must be {' or '.join(DTYPES)}")
         check(self.rounding in ROUNDINGS, f"rounding={self.rounding}: must be {' or '.join(ROUNDINGS)}")
         gptq, given = self.rounding == "gptq", self.target is not None
@@ -86,8 +86,8 @@ class Config:
         )
         check(not gptq or given, "rounding=gptq: reads the target's states; give target=PATH")
         check(not gptq or self.data is not None, "rounding=gptq: reads chat data; give data=messages data.path=FILE")
-        repeats = self.engine == "trtllm"
-        check(not repeats or given, "engine=trtllm: its file repeats the target's embedding; give target=PATH")
+        repeats = self.layout == "trtllm"
+        check(not repeats or given, "layout=trtllm: its file repeats the target's embedding; give target=PATH")
         check(self.calibration_tokens >= 1, f"calibration_tokens={self.calibration_tokens}: must be at least 1")
 
 
@@ -115,7 +115,7 @@ def main(values: DictConfig) -> None:
         target = load_target(config.target, resolve_device(config.device), reads=None if data is None else texts)
     source = find(path, config.checkpoint, target)
     measured = read_evaluations(config.evaluations, source.about.source)
-    about = replace(source.about, engine=config.engine, dtype=config.dtype)
+    about = replace(source.about, engine=config.layout, dtype=config.dtype)
     about.evaluations = [*about.evaluations, *measured]
     if config.quant.scheme != "none":
         about = replace(about, quant=config.quant, rounding=config.rounding)

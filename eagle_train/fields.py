@@ -21,6 +21,7 @@ _CLASSES = {
     "cluster": ("training/cost/estimate.py", "ClusterConfig"),
     "data": ("corpus/source.py", "DataConfig"),
     "draft": ("models/draft_config.py", "DraftConfig"),
+    "engine": ("inference/options.py", "EngineConfig"),
     "optim": ("training/optimizer.py", "OptimConfig"),
     "parallel": ("training/backend.py", "ParallelConfig"),
     "quant": ("models/quantised.py", "Quant"),

@@ -13,13 +13,14 @@ from eagle_train.artifacts.format import load_draft
 from eagle_train.cli import command
 from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
-from eagle_train.inference import Engine, Output, SamplingParams
+from eagle_train.inference import Engine, EngineConfig, Output, SamplingParams, Sequence
 from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.graphs import check_graphs
-from eagle_train.inference.drafters.drafter import check_drafting
-from eagle_train.inference.requests.detokenizer import Detokenizer
+from eagle_train.inference.drafters import drafter_spec, make_drafter
+from eagle_train.inference.options import DraftOptions
+from eagle_train.inference.requests.detokenizer import Detokenizer, Texts
 from eagle_train.inference.requests.readable import chats, texts
-from eagle_train.inference.requests.sequence import OVERFLOW, Sequence
+from eagle_train.inference.requests.sequence import OVERFLOW
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
 from eagle_train.settings import build
@@ -43,9 +44,6 @@ def main(config: DictConfig) -> None:
 def job(config: DictConfig) -> int:
     """One rank's part; returns its exit status."""
     check(config.color in COLORS, f"color={config.color}: must be one of {', '.join(COLORS)}")
-    for name in ("compile", "graphs"):
-        check(isinstance(config[name], bool), f"{name}={config[name]}: must be true or false")
-    check_drafting(config.drafting)
     check(bool(config.prompt), "prompt is empty: give prompt=TEXT")
     stop = OmegaConf.to_container(config.stop) if OmegaConf.is_config(config.stop) else config.stop
     numbers = build(Numbers, {k: config[k] for k in ("temperature", "top_p", "top_k", "max_tokens", "seed")}, "")
@@ -53,30 +51,30 @@ def job(config: DictConfig) -> int:
     stop = tuple(stop) if isinstance(stop, list) else stop
     params = SamplingParams(**vars(numbers), stop=stop, grammar=grammar or None)
     given, quant = build(TargetConfig, config.target, "target"), build(Quant, config.quant, "quant")
-    path, device = config.draft.path, resolve_device(config.device)
-    check_graphs(config.graphs, device)
+    path, device = build(DraftOptions, config.draft, "draft").path, resolve_device(config.device)
+    engine_config, spec = build(EngineConfig, config.engine, "engine"), drafter_spec(config.drafter)
+    check_graphs(engine_config.graphs, device)
     tree = OmegaConf.to_container(config.tree)
     Dispatcher(tree)  # what is no tree is told before the target is loaded
     check(
         path is not None or quant.scheme == "none", f"quant.scheme={quant.scheme}: no draft to quantise; give draft=DIR"
     )
     world = distributed.start(device, share=None)
-    check_graphs(config.graphs, device, is_divided=world.size > 1)
+    check_graphs(engine_config.graphs, device, is_divided=world.size > 1)
     placement = "tensor" if world.size > 1 else "replicated"
     target = load_target(given, device, placement, world, reads=chats if config.chat else texts)
     draft = None if path is None else quantised(load_draft(path, target.identity), quant)
-    options = {name: config[name] for name in ("drafting", "compile", "graphs")}
-    engine = Engine(target, draft, tree, max_batch_size=1, **options)
+    engine = Engine(target, make_drafter(spec, target, draft), tree, engine_config)
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
     request = engine.add(prompt, params)
-    text = Detokenizer(engine.requests.texts, params.stop_strings)
+    text = Detokenizer(Texts(target.tokenizer), params.stop_strings)
     marked = Marked(text, wants_color(config.color, sys.stdout), on_terminal=sys.stdout.isatty())
     while not request.finish_reason:
         if engine.step() and world.is_main:
             print(marked.news(request), end="", flush=True)
     if world.is_main:
         print(flush=True)
-        print(summary(engine.requests.output(request)), file=sys.stderr)
+        print(summary(engine.output(request)), file=sys.stderr)
     check(request.finish_reason != "overflow", f"target {target.name}: {OVERFLOW}")
     return 0
 

@@ -39,6 +39,7 @@ from eagle_train.corpus.source import DataConfig, open_source
 from eagle_train.errors import UserError, check, one_line
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.options import DraftOptions
 from eagle_train.inference.requests.readable import chats
 from eagle_train.inference.requests.sequence import Output
 from eagle_train.models.loading import TargetConfig, load_target
@@ -49,13 +50,6 @@ BATCHES = 8  # that the engine answers, or a server is sent, ahead of the row th
 BUSY = (408, 409, 425, 429, *range(500, 600))  # statuses worth another try
 REFUSED = (400, 413, 422)  # what a server says to a conversation it will not take: one too long, say
 CUT = "its answer was cut at max_tokens={} before it had any text"
-
-
-@dataclass
-class Artifact:
-    """`path`: a directory that eagle-export wrote, or None."""
-
-    path: str | None
 
 
 @dataclass
@@ -92,7 +86,7 @@ class Config:
     seed: int
     batch_size: int
     device: str
-    draft: Artifact
+    draft: DraftOptions
     server: ServerConfig
 
     def __post_init__(self) -> None:

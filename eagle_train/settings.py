@@ -50,8 +50,8 @@ def misfit(cls: type, values: Mapping[str, Any]) -> str:
     return ""
 
 
-def instantiate(spec: Mapping[str, Any], field: str) -> Any:
-    """What `_target_`, a dotted name, makes of the other keys; the same registry as Hydra's, a name in a YAML.
+def instantiate(spec: Mapping[str, Any], field: str, **more: Any) -> Any:
+    """What `_target_`, a dotted name, makes of the other keys and `more`: YAMLs are the only registry.
 
     Raises UserError, naming `field`, for a name that is nothing to call, and for keys that it does not take.
     """
@@ -59,7 +59,7 @@ def instantiate(spec: Mapping[str, Any], field: str) -> Any:
     target = values.pop("_target_")
     module, _, name = str(target).rpartition(".")
     try:
-        return getattr(import_module(module), name)(**values)
+        return getattr(import_module(module), name)(**values, **more)
     except UserError:
         raise
     except Exception as error:  # whatever the code that is named raises

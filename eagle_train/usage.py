@@ -29,6 +29,12 @@ def usage(conf: Path, name: str, also: Mapping[str, str]) -> str:
     text = (conf / "commands" / f"{name}.yaml").read_text("utf-8").removeprefix(_PACKAGE)
     about, own = _about(text), _entries(text)
     chosen = {found[1]: found[2] for line in text.splitlines() if (found := _GROUP.match(line))}
+    for group, option in list(chosen.items()):
+        if _is_shared(conf / group / f"{option}.yaml"):  # keys that commands share, and nothing to choose
+            shared = _merged(conf / group / f"{option}.yaml")
+            _overlay(shared, own)
+            own = shared
+            del chosen[group]
     groups: list[str] = []
     keys: list[str] = []
     for group, option in chosen.items():
@@ -44,6 +50,10 @@ def usage(conf: Path, name: str, also: Mapping[str, str]) -> str:
     if groups:
         parts.append("\n".join(["Configuration groups, GROUP=OPTION, and what there is of each:", *groups]))
     return "\n\n".join([*parts, "\n".join(["Keys, with their values where nothing is given:", *keys])])
+
+
+def _is_shared(path: Path) -> bool:
+    return path.is_file() and path.read_text("utf-8").startswith(_PACKAGE)
 
 
 def _about(text: str) -> str:

@@ -1,9 +1,9 @@
 """How much memory each rank takes to load a target that the ranks divide, against the whole of it. CPU and Linux only.
 
-A random Llama is written in shards of bf16, loaded in fp32 by ranks that talk over gloo, and removed. So what a rank
-keeps is memory of its own, which is what is counted; pages of the checkpoint's files, which the kernel drops when it
-likes, are told beside it. On a CPU the layers that FSDP2 gathers for the check at the start are in the host's memory
-too. DESIGN section 3.4. Knows nothing of drafts.
+A random Llama is written in shards of bf16, loaded in fp32 by ranks that communicate over gloo, and removed. A rank's
+anonymous memory is what counts; pages of the checkpoint's files, which the kernel may drop, are reported beside it. On
+a CPU the layers that FSDP2 gathers for the check at the start are in the host's memory too. DESIGN section 3.4. Knows
+nothing of drafts.
 
     python -m evals.load_memory [gigabytes=1.5] [ranks=2] [shards=8] [limit=0.75] [seed=0]
         [out=outputs/load_memory.json]
@@ -28,15 +28,15 @@ from eagle_train import distributed
 from eagle_train.errors import UserError, check, report
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.results import prepared_file, provenance, write_json
-from evals.memory import options, peak_bytes, resident_bytes, status
+from evals.bench.memory import options, peak_bytes, resident_bytes, status
 
 PLACEMENTS = ("fsdp2", "tensor")
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
 VOCABULARY = 4096  # small: embedding and LM head are whole on every rank
 LAYER = 2 * (4 * 1024 * 1024 + 3 * 1024 * 4096)  # bytes in bf16
-EVERY = 0.002  # seconds between two looks at the memory
-# Large blocks go back to the kernel when they are freed: glibc otherwise keeps those of gathered layers, of which it
-# reuses few (aligned ones), and what is held could not be told from what was.
+INTERVAL_S = 0.002  # between two samples of the memory
+# Large blocks go back to the kernel when they are freed. Otherwise glibc keeps those of gathered layers, of which it
+# reuses few (aligned ones), and memory in use could not be told from freed memory.
 ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"}
 
 
@@ -70,11 +70,11 @@ def write_checkpoint(folder: str, config: Config) -> int:
 
 @contextmanager
 def watched(look: Callable[[], int]) -> Iterator[list[int]]:
-    """The most that `look` told while the block ran, in a list of one."""
+    """The largest value of `look` while the block ran, in a list of one."""
     most, done = [look()], threading.Event()
 
     def watch() -> None:
-        while not done.wait(EVERY):
+        while not done.wait(INTERVAL_S):
             most[0] = max(most[0], look())
 
     watcher = threading.Thread(target=watch)
@@ -85,7 +85,7 @@ def watched(look: Callable[[], int]) -> Iterator[list[int]]:
 
 
 def rank_loads(folder: str, placement: str) -> None:
-    """One rank's part: load, and write down what that took."""
+    """One rank's part: load, and write the memory that it took to a file."""
     torch.set_num_threads(1)
     world = distributed.start("cpu", share=None, group=True)
     started, resident = status("RssAnon"), resident_bytes()
@@ -102,11 +102,11 @@ def rank_loads(folder: str, placement: str) -> None:
 
 
 def measure(folder: str, placement: str, ranks: int) -> list[dict[str, Any]]:
-    """What each rank took, in bytes."""
+    """The memory of each rank, in bytes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", "evals.load_memory", folder, placement]
     ended = subprocess.run(command, env=os.environ | ALLOCATOR).returncode
-    check(ended == 0, f"parallel.target={placement}: the ranks ended with status {ended}; what they said is above")
+    check(ended == 0, f"parallel.target={placement}: the ranks ended with status {ended}; their output is above")
     return [json.loads((Path(folder) / f"{placement}-{rank}.json").read_text()) for rank in range(ranks)]
 
 

@@ -1,7 +1,7 @@
 """Peak extra memory of the distillation loss, forward and backward, on the CPU, on Linux. DESIGN section 3.2.
 
-The inputs are made first; what the process's peak then grows by is the loss's own: its chunk buffers and both
-gradients. Beside it stands what the two models' whole logits in fp32 would take. Knows nothing of models or data.
+The inputs are made first; the growth of the process's peak after that is the loss's own: its chunk buffers and both
+gradients. It is compared with both models' whole logits in fp32. Knows nothing of models or data.
 
     python -m evals.loss_memory [rows=8192] [vocab=128256] [hidden=512] [dtype=auto] [limit_gb=1.5] [seed=0]
         [out=outputs/loss_memory.json]
@@ -18,7 +18,7 @@ from eagle_train.hardware import low_precision, warn_of_emulation
 from eagle_train.models.target import LMHead
 from eagle_train.results import prepared_file, provenance, write_json
 from eagle_train.training.losses import default_chunk_rows, distillation_loss
-from evals.memory import options, peak_bytes, resident_bytes
+from evals.bench.memory import options, peak_bytes, resident_bytes
 
 DTYPES = {"auto": low_precision("cpu"), "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,7 +42,7 @@ class Config:
 
 
 def measure(config: Config) -> tuple[int, float]:
-    """The loss's extra bytes, from what is held before it to the process's highest ever (so never too few); seconds."""
+    """The loss's extra bytes, from the memory before it to the process's peak (so never too few); and seconds."""
     torch.manual_seed(config.seed)
     make = {"dtype": DTYPES[config.dtype]}
     head = LMHead(torch.empty(config.vocab, config.hidden, **make).normal_(std=0.1))

@@ -1,7 +1,6 @@
-"""Whether the stream of training data holds more memory the more it reads: one epoch, the process's memory on the way.
+"""Whether the stream of training data takes more memory the more it reads: the process's memory during one epoch.
 
-Without `data.path` it reads chats made up here, as many megabytes of JSONL as are asked for. Linux only. Knows nothing
-of models.
+Without `data.path` it reads made-up chats, `megabytes` of JSONL. Linux only. Knows nothing of models.
 
     python -m evals.stream_memory megabytes=100
     python -m evals.stream_memory data=gsm8k data.path=gsm8k_train.jsonl
@@ -23,15 +22,15 @@ from eagle_train.cli import command
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Stream
-from eagle_train.errors import check
 from eagle_train.progress import progress
 from eagle_train.results import prepared_file, provenance, write_json
 from eagle_train.settings import build
-from evals.memory import resident_bytes
+from evals.bench.config import check_least
+from evals.bench.memory import resident_bytes
 
 WORDS = ("first", "list", "number", "return", "where", "value", "every", "string", "often", "between", "answer", "a")
-LONGEST = 400  # words of a turn; the logarithm of their number is drawn evenly
-MARKS = 20  # how often the memory is noted
+LONGEST = 400  # words of a turn; the logarithm of their number is uniform
+MARKS = 20  # samples of the memory
 MICRO_BATCH_ROWS = 8
 
 
@@ -46,7 +45,7 @@ class Config:
     data: dict[str, Any]
 
     def __post_init__(self) -> None:
-        check(self.megabytes >= 1, f"megabytes={self.megabytes}: must be at least 1")
+        check_least(self, 1, "megabytes")
 
 
 @command("stream_memory")
@@ -63,9 +62,9 @@ def main(values: DictConfig) -> None:
     found |= {"limit_mb": config.limit_mb, "config": asdict(config), "provenance": provenance()}
     write_json(out, found)
     print(f"{size / 1e6:.1f} MB, {found['documents']:,} documents, {found['seconds']:.0f} s; written to {config.out}")
-    print("MB held on the way: " + " ".join(f"{held:.0f}" for held in found["held_mb"]))
+    print("MB during the epoch: " + " ".join(f"{held:.0f}" for held in found["held_mb"]))
     grown = found["grown_mb"]
-    print(f"from a tenth of the way to the end it grew by {grown:.1f} MB at most; asked: below {config.limit_mb:g}")
+    print(f"after the first tenth it grew by {grown:.1f} MB at most; asked: below {config.limit_mb:g}")
     sys.exit(grown >= config.limit_mb)
 
 
@@ -80,11 +79,12 @@ def write_chats(path: Path, size: int, seed: int) -> None:
 
 
 def turn_length(rng: random.Random) -> int:
+    """Words of a turn."""
     return round(LONGEST ** rng.random())
 
 
 def streamed(data: DataConfig, tokenizer: str) -> dict[str, Any]:
-    """An epoch: its documents, its seconds, and the megabytes the process held at MARKS places at most on the way."""
+    """An epoch: its documents, its seconds, and the process's megabytes at MARKS places at most."""
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(tokenizer), data.supervise)
     count = sum(1 for source in Stream(data, renderer, 1).feed.sources.values() for _ in source.rows())
     stream, held, started = Stream(data, renderer, MICRO_BATCH_ROWS), [], time.perf_counter()

@@ -1,98 +1,38 @@
-"""What a training step costs: its parts, its tokens per second, its memory; against its floor and against a naive step.
+"""What a training step costs: its parts, its tokens per second, its memory; against its floor and a naive step.
 
 The floor is the step's own matrix products, replayed with nothing between them. The naive step trains the same draft on
-the same documents as one would write it down first: documents padded to the longest, all logits at once. Each of the
-two lives in a process of its own; they take turns, so that whatever else the machine does hits both alike. The target's
-weights are random: time and memory do not depend on them. Knows nothing of inference.
+the same documents in the simplest way. Each of the two has its own process, and they take turns. The target's weights
+are random: time and memory do not depend on them. Knows nothing of inference.
 
     python -m evals.train_throughput vocab=32000 hidden=512 rounds=5
 """
 
-import json
-import random
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
+from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from omegaconf import DictConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from eagle_train.cli import command
-from eagle_train.corpus.render import ChatRenderer
-from eagle_train.corpus.rows import parse
-from eagle_train.corpus.source import DataConfig, open_source
-from eagle_train.corpus.stream import Stream
-from eagle_train.distributed import ALONE
-from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
-from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
-from eagle_train.models.loading import DTYPES, TargetConfig, training_dtype
-from eagle_train.models.target import Target
-from eagle_train.ops.attention import packed_attention
-from eagle_train.ops.torch_private import DispatchMode
+from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.results import prepared_file, provenance, write_json
 from eagle_train.settings import build
-from eagle_train.training.assembly import look_ahead
-from eagle_train.training.backend import ParallelConfig
-from eagle_train.training.checkpoint.store import CheckpointStore
 from eagle_train.training.cost.flops import flops_of
 from eagle_train.training.cost.target_shape import TargetShape
-from eagle_train.training.optimizer import OptimConfig, Optimizer
-from eagle_train.training.parallelize import prepare
-from eagle_train.training.target_pass import hidden_states, to_device
-from eagle_train.training.train_config import TrainConfig, accumulation
-from eagle_train.training.trainer import Trainer
-from evals.memory import peak_bytes
-from evals.shapes import random_target
-from evals.stopwatch import timed
-from evals.worker import Worker
+from evals.bench.statistics import median_ratio
+from evals.bench.training_steps import StepConfig, llama, work, write_documents
+from evals.bench.worker import Worker
 
-DOCUMENTS = 2000
-SHORTEST, LONGEST = 24, 512  # tokens of a document; the logarithm of its length is drawn evenly
-PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 KINDS = ("ours", "naive")
-
-
-@dataclass
-class Config:
-    """conf/commands/train_throughput.yaml, which says what each key is. Raises UserError for values that cannot be."""
-
-    out: str
-    device: str
-    vocab: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    layers: int
-    draft_layers: int
-    row_tokens: int
-    micro_batch_rows: int
-    tokens_per_step: int
-    rounds: int
-    steps: int
-    seed: int
-    tflops: float | None
-
-    def __post_init__(self) -> None:
-        for key in ("vocab", "hidden", "layers", "draft_layers", "rounds", "steps"):
-            check(getattr(self, key) >= 1, f"{key}={getattr(self, key)}: must be at least 1")
-        least = f"must be at least {LONGEST}, as long as the longest document"
-        check(self.row_tokens >= LONGEST, f"row_tokens={self.row_tokens}: {least}")
 
 
 @command("train_throughput")
 def main(values: DictConfig) -> None:
-    config = build(Config, values, "")
+    config = build(StepConfig, values, "")
     resolve_device(config.device)
     out = prepared_file(config.out)
     with tempfile.TemporaryDirectory() as folder:
@@ -104,256 +44,8 @@ def main(values: DictConfig) -> None:
     print(f"written to {config.out}")
 
 
-def write_documents(path: Path, config: Config) -> None:
-    """Documents of words that are each one token, of mixed length."""
-    rng = random.Random(config.seed)
-    with path.open("w") as file:
-        for _ in range(DOCUMENTS):
-            length = round(SHORTEST * (LONGEST / SHORTEST) ** rng.random())
-            words = " ".join(f"w{rng.randrange(config.vocab - 1)}" for _ in range(length))
-            file.write(json.dumps({"text": words}) + "\n")
-
-
-def word_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordLevel({"?": 0} | {f"w{i}": i + 1 for i in range(vocab - 1)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def llama(config: Config) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=config.vocab,
-        hidden_size=config.hidden,
-        intermediate_size=config.intermediate,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        num_hidden_layers=config.layers,
-        tie_word_embeddings=False,
-    )
-
-
-def llama_target(config: Config, device: str) -> Target:
-    """A Llama of this shape, as training loads one."""
-    dtype = DTYPES[training_dtype(TargetConfig("random"), device).dtype]
-    return random_target(llama(config), dtype, device, word_tokenizer(config.vocab))
-
-
-class Ours:
-    """The trainer as users run it."""
-
-    def __init__(self, config: Config, folder: str, device: str):
-        self.target = llama_target(config, device)
-        data = DataConfig(f"{folder}/documents.jsonl", format="text", row_tokens=config.row_tokens, seed=config.seed)
-        self.stream = Stream(
-            data,
-            ChatRenderer(self.target.tokenizer, num_embeddings=len(self.target.embedding)),
-            config.micro_batch_rows,
-        )
-        draft = Draft(DraftConfig.from_target(self.target.config, num_layers=config.draft_layers)).init_weights(0)
-        self.draft = draft.to(device)
-        optim = OptimConfig(tokens_per_step=config.tokens_per_step)
-        backend = prepare(self.draft, optim, ParallelConfig(), ALONE, self.target.dtype)
-        train = TrainConfig(steps=10**6, micro_batch_rows=config.micro_batch_rows)
-        ahead = look_ahead(self.stream, self.target, accumulation(optim, train, config.row_tokens))
-        store = CheckpointStore(folder)
-        self.trainer = Trainer(train, optim, self.target, self.draft, backend, ahead, [], store)
-        self.seconds: dict[str, float] = {}
-        if device == "cpu":  # a GPU does the parts when the host has long gone on
-            self.watch()
-        ahead.start(steps=None)
-
-    def watch(self) -> None:
-        """Add up the time of a step's parts. The target's run beside the draft's."""
-
-        def part(name: str, function: Callable) -> Callable:
-            def told(seconds: float) -> None:
-                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-
-            return timed(function, told)
-
-        trainer, backend = self.trainer, self.trainer.backend
-        trainer.lookahead.hidden_states = part("target", trainer.lookahead.hidden_states)
-        trainer.forward_backward_step = part("draft and loss", trainer.forward_backward_step)
-        backend.draft = part("  draft, forward", backend.draft)
-        backend.backward = part("  draft, backward", backend.backward)
-        backend.clip = part("clip", backend.clip)
-        backend.step = part("optimiser", backend.step)
-
-    def run(self, steps: int) -> int:
-        """Train; returns how many tokens that were no padding."""
-        before, waited = self.stream_tokens(), self.trainer.lookahead.waited
-        for _ in range(steps):
-            self.trainer.train_step()
-        waited = self.trainer.lookahead.waited - waited
-        self.seconds["waiting for data"] = self.seconds.get("waiting for data", 0.0) + waited
-        return self.stream_tokens() - before
-
-    def stream_tokens(self) -> int:
-        """Tokens of the rows handed out; the share of padding is taken to be that of the rows drawn ahead."""
-        counts = self.stream.counts
-        filled = counts["tokens"] / max(1, counts["tokens"] + counts["padding"])
-        return round(self.trainer.state.tokens * filled)
-
-    def floor(self) -> list[float]:
-        """Seconds of a step's products alone, run in two ways: the target's beside the draft's, and before them."""
-        batches = [to_device(next(self.stream), self.target.device) for _ in range(self.trainer.lookahead.accumulation)]
-        with Products() as of_target:
-            hidden = [hidden_states(self.target, batch) for batch in batches]
-        self.trainer.lookahead.share = lambda work: work()  # in this thread, where it is seen
-        with Products() as of_draft:
-            for batch, states in zip(batches, hidden, strict=True):
-                self.trainer.forward_backward_step(batch, states, 1.0)
-        del self.trainer.lookahead.share
-        self.trainer.backend.skip()
-
-        def both() -> None:
-            of_target.replay()
-            of_draft.replay()
-
-        def one_beside_the_other() -> None:
-            other = pool.submit(of_target.replay)
-            of_draft.replay()
-            other.result()
-
-        threads = torch.get_num_threads()
-        with ThreadPoolExecutor(1) as pool:
-            beside = warm_seconds(one_beside_the_other)
-        torch.set_num_threads(threads * 2)
-        before = warm_seconds(both)
-        torch.set_num_threads(threads)
-        return [beside, before]
-
-
-def warm_seconds(function: Callable[[], None]) -> float:
-    """How long the second of two runs takes: the first finds its operands and threads cold."""
-    function()
-    started = time.perf_counter()
-    function()
-    return time.perf_counter() - started
-
-
-class Products(DispatchMode):
-    """Notes every matrix product, with its operands' shapes, strides and dtypes, so that it can be done again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Callable, list[Any]]] = []
-        self.known: dict[Any, torch.Tensor] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in PRODUCTS:
-            self.calls.append((func.overloadpacket, [self.like(x) for x in args]))
-        return result
-
-    def like(self, value: Any) -> Any:
-        """An operand of the same layout; products of one layout share it."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        key = (value.shape, value.stride(), value.dtype)
-        if key not in self.known:
-            size = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
-            memory = torch.randn(size, device=value.device).to(value.dtype)
-            self.known[key] = memory.as_strided(value.shape, value.stride())
-        return self.known[key]
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        for function, operands in self.calls:
-            function(*operands)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-
-
-class Naive:
-    """A step as one would write it down first."""
-
-    def __init__(self, config: Config, folder: str, device: str):
-        self.config, self.device = config, device
-        self.target = llama_target(config, device)
-        data = DataConfig(f"{folder}/documents.jsonl", format="text")
-        self.rows = [parse(*placed) for placed in open_source(data).rows()]
-        self.draft = Draft(DraftConfig.from_target(self.target.config, num_layers=config.draft_layers))
-        self.draft.init_weights(0).to(device)
-        self.optimizer = Optimizer(self.draft, OptimConfig())
-        self.batches = self.padded()
-        self.seconds: dict[str, float] = {}
-
-    def padded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(tokens, mask) of as many documents as fill a step when each is as long as the longest of them."""
-        tokenizer, rng = self.target.tokenizer, random.Random(self.config.seed)
-        while True:
-            rng.shuffle(self.rows)
-            batch: list[torch.Tensor] = []
-            for row in self.rows:
-                document = torch.tensor(tokenizer(row["text"])["input_ids"])
-                if (len(batch) + 1) * max(len(document), *map(len, batch), 0) > self.config.tokens_per_step:
-                    yield self.collated(batch)
-                    batch = []
-                batch.append(document)
-
-    def collated(self, documents: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        pad = torch.nn.utils.rnn.pad_sequence
-        tokens = pad(documents, batch_first=True)
-        mask = pad([torch.ones(len(document), dtype=torch.bool) for document in documents], batch_first=True)
-        return tokens.to(self.device), mask.to(self.device)
-
-    def run(self, steps: int) -> int:
-        """Train; returns how many tokens that were no padding."""
-        return sum(self.step(*next(self.batches)) for _ in range(steps))
-
-    def step(self, tokens: torch.Tensor, mask: torch.Tensor) -> int:
-        rows, length = tokens.shape
-        positions = torch.arange(length, device=self.device).expand(rows, -1)
-        attend = packed_attention([[length]] * rows)
-        low = self.target.dtype != torch.float32
-        hidden = self.target.hidden_states(tokens, positions, attend)
-        with torch.autocast(self.device, dtype=self.target.dtype if low else None, enabled=low):
-            previous = shift_hidden(hidden, positions)
-            predicted = self.draft(self.target.embed(tokens), previous, positions, attend)
-            logits, wanted = self.target.lm_head(predicted).float(), self.target.lm_head(hidden).float()
-        ce = -(wanted.softmax(-1) * logits.log_softmax(-1)).sum(-1)
-        l1 = F.smooth_l1_loss(predicted.float(), hidden.float(), reduction="none").mean(-1)
-        loss = ((l1 + 0.1 * ce) * mask).sum() / mask.sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
-        self.optimizer.step(2e-4)
-        self.optimizer.zero_grad()
-        return int(mask.sum())
-
-
-def work(kind: str, config: Config, folder: str, device: str, line: Connection) -> None:
-    """A process: builds its step, then runs as many as it is told and answers with what they took."""
-    torch.manual_seed(config.seed)
-    torch.empty(1, device=device)  # what the device's own libraries take is not the step's
-    before = peak_memory(device)
-    step = Ours(config, folder, device) if kind == "ours" else Naive(config, folder, device)
-    step.run(2)  # caches, compiled kernels, the optimiser's state
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    while (order := line.recv()) is not None:
-        if order == "floor":
-            line.send(step.floor())
-            continue
-        step.seconds.clear()
-        seconds, tokens = [], 0
-        for _ in range(config.steps):
-            started = time.perf_counter()
-            tokens += step.run(1)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - started)
-        took = {"seconds": seconds, "tokens": tokens, "parts": dict(step.seconds)}
-        line.send({**took, "memory": peak_memory(device) - before})
-
-
-def peak_memory(device: str) -> int:
-    """Bytes: the most that was ever allocated on the GPU, or held by this process."""
-    return torch.cuda.max_memory_allocated() if device == "cuda" else peak_bytes()
-
-
-def compared(config: Config, folder: str) -> dict[str, Any]:
-    """Both steps' figures, taken in turn; medians of the rounds."""
+def compared(config: StepConfig, folder: str) -> dict[str, Any]:
+    """Both steps' figures; the steps run in turn."""
     device = resolve_device(config.device)
     workers = {kind: Worker(work, kind, config, folder, device) for kind in KINDS}
     rounds: dict[str, list[dict]] = {kind: [] for kind in KINDS}
@@ -367,22 +59,21 @@ def compared(config: Config, folder: str) -> dict[str, Any]:
     return figures(config, rounds, floors)
 
 
-def figures(config: Config, rounds: dict[str, list[dict]], floors: list[list[float]]) -> dict[str, Any]:
+def figures(config: StepConfig, rounds: dict[str, list[dict]], floors: list[list[float]]) -> dict[str, Any]:
     """Medians of the rounds, and the ratios that count. Seconds, bytes.
 
     The floor is the faster of its two ways; each has as many runs as there are steps.
-    Memory is that of the first round: later on the floor's own operands are held beside the step. The share of the
+    Memory is that of the first round: later the floor's operands are held too. The share of the
     device's FLOP/s leaves out attention, whose cost depends on the documents.
     """
-    median = statistics.median
     found: dict[str, Any] = {}
-    for kind, told in rounds.items():
+    for kind, results in rounds.items():
         found[kind] = {
-            "step_s": median(second for one in told for second in one["seconds"]),
-            "tokens_per_s": median(one["tokens"] / sum(one["seconds"]) for one in told),
-            "peak_memory": told[0]["memory"],
+            "step_s": median(second for one in results for second in one["seconds"]),
+            "tokens_per_s": median(one["tokens"] / sum(one["seconds"]) for one in results),
+            "peak_memory": results[0]["memory"],
         }
-    ours = rounds["ours"]
+    ours, both = rounds["ours"], (rounds["ours"], rounds["naive"])
     parts = {part: median(one["parts"][part] for one in ours) / config.steps for part in ours[0]["parts"]}
     shape = llama(config)
     draft = DraftConfig.from_target(shape, num_layers=config.draft_layers)
@@ -397,16 +88,13 @@ def figures(config: Config, rounds: dict[str, list[dict]], floors: list[list[flo
         "step_over_floor": found["ours"]["step_s"] / floor,
         "tflops_per_s": rate,
         "mfu": rate / config.tflops if config.tflops else None,
-        "faster_than_naive": median(
-            one["tokens"] / sum(one["seconds"]) / (other["tokens"] / sum(other["seconds"]))
-            for one, other in zip(ours, rounds["naive"], strict=True)
-        ),
+        "faster_than_naive": median_ratio(*([one["tokens"] / sum(one["seconds"]) for one in each] for each in both)),
         "memory_of_naive": found["ours"]["peak_memory"] / found["naive"]["peak_memory"],
     }
 
 
 def text(found: dict[str, Any]) -> str:
-    """The figures as lines to read."""
+    """For the terminal."""
     lines = []
     for kind in KINDS:
         one = found[kind]
@@ -415,7 +103,7 @@ def text(found: dict[str, Any]) -> str:
     speed, memory = found["faster_than_naive"], found["memory_of_naive"]
     lines.append(f"ours has {speed:.2f} times the tokens/s (padding not counted), and takes {memory:.0%} of the memory")
     if found["parts_s"]:
-        lines.append("of our step, the target beside the rest:")
+        lines.append("of our step, the target in parallel with the rest:")
     lines += [f"  {part:<18}{seconds * 1e3:8.1f} ms" for part, seconds in found["parts_s"].items()]
     lines.append(
         f"the step takes {found['step_over_floor']:.2f} times its products alone ({found['floor_s'] * 1e3:.0f} ms); it "

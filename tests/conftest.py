@@ -21,7 +21,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import GraphModule
 
 from eagle_train.terminal import log_to_stderr
-from evals import figures
+from evals.bench import statistics
 from tests.support.command_line import save_target
 from tests.support.slow import slow
 
@@ -70,7 +70,7 @@ def clock(monkeypatch) -> list[float]:
 @pytest.fixture
 def noisy(monkeypatch):
     """No evaluation is refused because of its times: on a machine that does something else as well they are any."""
-    monkeypatch.setattr(figures, "check_timing", lambda results: None)
+    monkeypatch.setattr(statistics, "check_timing", lambda results: None)
 
 
 @pytest.fixture

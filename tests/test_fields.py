@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from eagle_train import fields
 from eagle_train.cli import compose
 from eagle_train.corpus.source import DataConfig
+from eagle_train.inference import EngineConfig
 from eagle_train.models.draft_config import DraftConfig
 from eagle_train.models.loading import TargetConfig
 from eagle_train.models.quantised import Quant
@@ -23,6 +24,7 @@ CLASSES = {
     "cluster": ClusterConfig,
     "data": DataConfig,
     "draft": DraftConfig,
+    "engine": EngineConfig,
     "optim": OptimConfig,
     "parallel": ParallelConfig,
     "quant": Quant,

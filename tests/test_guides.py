@@ -55,7 +55,7 @@ def test_each_command_is_run_or_says_why_not(command):
 def test_commands_and_marks_are_found():
     lines = {command.line: command.mark for command in COMMANDS}
     assert lines["bash launch/quickstart.sh"] == "takes 10 minutes"
-    assert lines["eagle-export checkpoint=outputs/mine engine=native out=outputs/mine/draft"] is None
+    assert lines["eagle-export checkpoint=outputs/mine layout=native out=outputs/mine/draft"] is None
     assert sum(mark is None for mark in lines.values()) >= 12
 
 

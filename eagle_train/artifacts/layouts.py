@@ -119,7 +119,7 @@ def check_runs(engine: str, draft: DraftConfig, quant: Quant) -> None:
     if engine == "native":
         return
     reason = refusal(engine, draft, quant)
-    check(reason is None, f"engine={engine}: {NAMES[engine]} {reason}; use engine=native")
+    check(reason is None, f"layout={engine}: {NAMES[engine]} {reason}; use layout=native")
 
 
 def refusal(engine: str, draft: DraftConfig, quant: Quant) -> str | None:

@@ -1,6 +1,41 @@
-"""The bundled inference harness: the paper's pipeline from prefill to bookkeeping. Knows nothing of training."""
+"""The inference harness: the paper's pipeline from prefill to bookkeeping. Knows nothing of training.
 
+The names below are what users may call. Everything else in these folders is internal and may change.
+"""
+
+from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.simulated import SimulatedAcceptance
+from eagle_train.inference.decode.tree import Tree, chain, full, pruned
+from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, Pending, TreePlan
+from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.engine import Engine
-from eagle_train.inference.requests.sequence import Output, SamplingParams, Stats
+from eagle_train.inference.options import EngineConfig
+from eagle_train.inference.parallel.disaggregated import PrefillServer, RemotePrefill, connect
+from eagle_train.inference.requests.requests import Requests
+from eagle_train.inference.requests.sequence import Output, SamplingParams, Sequence, Stats, Update
 
-__all__ = ["Engine", "Output", "SamplingParams", "Stats"]
+__all__ = [
+    "Choice",
+    "Dispatcher",
+    "Drafted",
+    "Drafter",
+    "Eagle",
+    "Engine",
+    "EngineConfig",
+    "Output",
+    "Pending",
+    "PrefillServer",
+    "RemotePrefill",
+    "Requests",
+    "SamplingParams",
+    "Sequence",
+    "SimulatedAcceptance",
+    "Stats",
+    "Tree",
+    "TreePlan",
+    "Update",
+    "chain",
+    "connect",
+    "full",
+    "pruned",
+]

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 from eagle_train.hardware import computes_bf16
 from eagle_train.ops import flash
+from eagle_train.ops.kernels import is_plain
 from eagle_train.ops.torch_private import flash_attention_on_cpu
 from eagle_train.ops.transfer import to_device
 
@@ -114,7 +115,7 @@ def partial_attention(
     """
     # The kernel reports 0, not -inf, for a query without keys, so a local rule's masks go the plain way. `skip_first`
     # leaves every query its own key, and a tree's more than one of the prefix.
-    if q.device.type == "cpu" and rule.softcap is None and not rule.is_local:
+    if q.device.type == "cpu" and rule.softcap is None and not rule.is_local and not is_plain("attention"):
         return flash_partial(q, k, v, mask, rule)
     return plain_partial(q, k, v, mask, rule)
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from eagle_train.hardware import is_gpu
+from eagle_train.ops.kernels import is_plain
 from eagle_train.ops.torch_private import flash_attention_varlen
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -33,7 +34,8 @@ def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether `attention` takes queries, keys and values of these devices, dtypes and widths [..., D]."""
     width = max(q.shape[-1], v.shape[-1])
     fits = width % 8 == 0 and width <= WIDEST
-    return fits and q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and runs_on(q.device)
+    kernel = runs_on(q.device) and not is_plain("attention")
+    return fits and q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and kernel
 
 
 def of_one_width(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -61,8 +61,8 @@ def given(monkeypatch) -> SimpleNamespace:
         return SimpleNamespace(identity=None)
 
     class StandIn:
-        def __init__(self, target, draft, tree, **options):
-            vars(seen).update(draft=draft, tree=tree)
+        def __init__(self, target, draft, tree, config):
+            vars(seen).update(draft=draft, tree=tree, config=config)
 
         def add(self, prompt, params):
             seen.prompt = prompt
@@ -70,6 +70,7 @@ def given(monkeypatch) -> SimpleNamespace:
 
     monkeypatch.setattr(generate, "load_target", target)
     monkeypatch.setattr(generate, "load_draft", lambda path, identity: path)
+    monkeypatch.setattr(generate, "make_drafter", lambda spec, target, draft: draft)
     monkeypatch.setattr(generate, "Engine", StandIn)
     return seen
 
@@ -169,7 +170,7 @@ def test_a_mistake_is_one_line(given, capsys, arguments, message):
         (["--help"], "Configuration groups"),
         (["--cfg", "job"], "prompt: ???"),
         (["--cfg", "job", "prompt=a, b"], "a, b"),
-        (["--cfg", "job", "--config-name", "commands/export", "out=x"], "engine: native"),
+        (["--cfg", "job", "--config-name", "commands/export", "out=x"], "layout: native"),
     ],
 )
 def test_hydras_own_options_work(capsys, arguments, expected):

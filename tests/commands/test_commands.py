@@ -173,7 +173,7 @@ def test_an_answer_with_a_draft_is_the_targets_own(made, capsys):
 
 def test_drafts_are_chosen_as_told(made, monkeypatch):
     seen, step = [], Engine.step
-    monkeypatch.setattr(Engine, "step", lambda engine: seen.append(engine.drafting) or step(engine))
+    monkeypatch.setattr(Engine, "step", lambda engine: seen.append(engine.config.drafting) or step(engine))
     arguments = [f"target={made}/target", f"draft={made}/draft", "max_tokens=4", "temperature=1", "prompt=abc"]
     for override in ([], ["drafting=multinomial"]):
         assert call(generate.main, *arguments, *override) == 0
@@ -517,8 +517,8 @@ def test_a_disk_that_is_full_from_the_start(made, tmp_path, capsys):
         (["checkpoint={tmp}/damaged", "out={tmp}/out"], "trainer.pt is not what was written"),
         (["checkpoint={made}/run", "out={made}/run"], "/run: exists and holds no draft"),
         (
-            ["checkpoint={made}/run", "out={tmp}/out", "engine=nosuch"],
-            "engine=nosuch: must be one of native, vllm, sglang, trtllm",
+            ["checkpoint={made}/run", "out={tmp}/out", "layout=nosuch"],
+            "layout=nosuch: must be one of native, vllm, sglang, trtllm",
         ),
         (["checkpoint={made}/run", "out={tmp}/out", "dtype=int3"], "dtype=int3: must be bfloat16 or float32"),
         (["checkpoint={made}/run"], "out is needed: give out=VALUE"),

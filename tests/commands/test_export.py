@@ -103,7 +103,7 @@ def test_the_engine_loads_it_whole_and_so_do_we(home, tmp_path, engine, norms, q
 
 
 def test_positions_are_told_to_old_and_new_readers(home, tmp_path):
-    config = json.loads((exported(home, tmp_path / "out", "engine=vllm") / "config.json").read_text())
+    config = json.loads((exported(home, tmp_path / "out", "layout=vllm") / "config.json").read_text())
     rope = load_draft(home / "eagle1").config.rope_parameters
     assert config["rope_parameters"] == rope
     assert config["rope_scaling"] | {"rope_theta": config["rope_theta"]} == rope
@@ -116,7 +116,7 @@ def test_the_library_reads_what_is_packed(home, tmp_path):
     from compressed_tensors.quantization import QuantizationConfig
 
     for quant in ("int4", "fp8"):
-        out = exported(home, tmp_path / quant, "engine=vllm", f"quant={quant}")
+        out = exported(home, tmp_path / quant, "layout=vllm", f"quant={quant}")
         config = QuantizationConfig(**json.loads((out / "config.json").read_text())["quantization_config"])
         compressor = BaseCompressor.get_value_from_registry(config.format)
         name, tensors = "layers.1.mlp.up_proj", load_file(out / "model.safetensors")
@@ -130,7 +130,7 @@ def test_sglang_is_given_the_tokens_of_a_draft_that_knows_a_part(home, target, t
     tokens = [3, 5, 8, 40]
     draft = tiny_draft(target, vocab_size=4, vocabulary=tokens)
     save_draft(draft, tmp_path / "draft", target.identity)
-    out = exported(tmp_path, tmp_path / "out", "engine=sglang", source="draft")
+    out = exported(tmp_path, tmp_path / "out", "layout=sglang", source="draft")
     assert torch.load(out / "token_map.pt", weights_only=True) == tokens
     assert "--speculative-token-map out/token_map.pt" in (out / "README.md").read_text()
     assert load_draft(out).config.vocabulary == tokens
@@ -139,7 +139,7 @@ def test_sglang_is_given_the_tokens_of_a_draft_that_knows_a_part(home, target, t
 # --- what was trained
 
 
-@pytest.mark.parametrize("arguments", [["engine=vllm"], ["engine=vllm", "quant=int4"], ["quant=fp8"]], ids=str)
+@pytest.mark.parametrize("arguments", [["layout=vllm"], ["layout=vllm", "quant=int4"], ["quant=fp8"]], ids=str)
 def test_twice_gives_the_same_bytes(home, tmp_path, arguments):
     first, again = (exported(home, tmp_path / name / "draft", *arguments) for name in ("one", "two"))
     assert contents(first) == contents(again)
@@ -148,12 +148,12 @@ def test_twice_gives_the_same_bytes(home, tmp_path, arguments):
 
 def test_an_export_can_be_exported(home, tmp_path):
     """By way of SGLang's layout the same as straight on, and quantised ones as they are."""
-    straight = exported(home, tmp_path / "straight" / "draft", "engine=vllm", "quant=fp8")
-    exported(home, tmp_path / "way", "engine=sglang", "dtype=float32")
-    assert contents(exported(tmp_path, tmp_path / "round" / "draft", "engine=vllm", "quant=fp8", source="way")) == (
+    straight = exported(home, tmp_path / "straight" / "draft", "layout=vllm", "quant=fp8")
+    exported(home, tmp_path / "way", "layout=sglang", "dtype=float32")
+    assert contents(exported(tmp_path, tmp_path / "round" / "draft", "layout=vllm", "quant=fp8", source="way")) == (
         contents(straight)
     )
-    small = exported(tmp_path, tmp_path / "small", "engine=native", source="straight/draft")
+    small = exported(tmp_path, tmp_path / "small", "layout=native", source="straight/draft")
     assert read_artifact(small).quant == Quant("fp8")
     assert load_file(small / "model.safetensors").keys() == load_file(straight / "model.safetensors").keys()
     assert read_artifact(small).source == read_artifact(home / "eagle1").source
@@ -161,7 +161,7 @@ def test_an_export_can_be_exported(home, tmp_path):
 
 @pytest.mark.parametrize("quant", ["none", "int4", "fp8"])
 def test_answers_with_an_export_are_those_with_the_trained_draft(home, target, tmp_path, quant):
-    out = exported(home, tmp_path / "out", "engine=vllm", f"quant={quant}", "dtype=float32")
+    out = exported(home, tmp_path / "out", "layout=vllm", f"quant={quant}", "dtype=float32")
     params, prompts = SamplingParams(max_tokens=12), [[5, 9, 11], [40, 41, 42, 43]]
     trained = quantised(load_draft(home / "eagle1"), Quant(quant)).with_first_token("skip")
     for one, other in zip(
@@ -200,7 +200,7 @@ def test_names_and_outputs_are_looked_at_too(home, target, tmp_path):
     small = quantised(wrong, Quant("fp8"))
     with pytest.raises(AssertionError, match=r"layers\.0\.mlp\.gate_proj is .* off"):
         artifact.write_artifact(about, small, tmp_path / "a", "", lambda at: proof.prove(at, about, small, trained))
-    out = exported(home, tmp_path / "out", "engine=vllm")
+    out = exported(home, tmp_path / "out", "layout=vllm")
     save_file(load_file(out / "model.safetensors") | {"norm.weight": torch.ones(128)}, out / "model.safetensors")
     with pytest.raises(AssertionError, match="not the names vllm loads"):
         proof.check_names(out, read_artifact(out))
@@ -218,7 +218,7 @@ def test_rounding_by_the_targets_states(home, target, tmp_path, capsys):
     """With data that say which inputs matter, other codes, in the same layout."""
     text = write_jsonl(tmp_path / "chats.jsonl", chats(60))
     given = [f"target={home}/target", "data=messages", f"data.path={text}", "data.row_tokens=64"]
-    given += ["engine=vllm", "quant=int4", "quant.scope=all_linear", "calibration_tokens=300"]
+    given += ["layout=vllm", "quant=int4", "quant.scope=all_linear", "calibration_tokens=300"]
     nearest = exported(home, tmp_path / "nearest", *given)
     gptq = exported(home, tmp_path / "gptq", *given, "rounding=gptq")
     assert (read_artifact(gptq).rounding, read_artifact(nearest).rounding) == ("gptq", "nearest")
@@ -239,18 +239,18 @@ def test_rounding_by_the_targets_states(home, target, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("overrides", "arguments", "reason"),
     [
-        ({"ffn": "moe"}, ["engine=vllm"], "vLLM runs no draft with draft.ffn=moe"),
-        ({"irope": True}, ["engine=sglang"], "SGLang runs no draft with draft.irope=true"),
-        ({"norms": "full"}, ["engine=sglang"], "SGLang has no class that applies both"),
-        ({"norms": "full"}, ["engine=trtllm", "target={home}/target"], "TensorRT-LLM has no class that applies both"),
-        ({"vocab_size": 2, "vocabulary": [4, 5]}, ["engine=vllm"], "proposes from the target's whole vocabulary"),
-        ({"fc_bias": True}, ["engine=vllm"], "vLLM drops the bias of fc"),
-        ({"mlp_bias": True}, ["engine=sglang"], "SGLang drops the biases of the feed-forward"),
-        ({"o_bias": True}, ["engine=trtllm", "target={home}/target"], "TensorRT-LLM has no biases in its layers"),
-        ({}, ["engine=sglang", "quant=int4", "quant.scope=all_linear"], "SGLang runs fc as it is"),
-        ({}, ["engine=trtllm", "quant=fp8", "target={home}/target"], "reads no weights in compressed-tensors' formats"),
-        ({}, ["engine=trtllm"], "its file repeats the target's embedding; give target=PATH"),
-        ({}, ["engine=vllm", "target={home}/other"], "made for target"),
+        ({"ffn": "moe"}, ["layout=vllm"], "vLLM runs no draft with draft.ffn=moe"),
+        ({"irope": True}, ["layout=sglang"], "SGLang runs no draft with draft.irope=true"),
+        ({"norms": "full"}, ["layout=sglang"], "SGLang has no class that applies both"),
+        ({"norms": "full"}, ["layout=trtllm", "target={home}/target"], "TensorRT-LLM has no class that applies both"),
+        ({"vocab_size": 2, "vocabulary": [4, 5]}, ["layout=vllm"], "proposes from the target's whole vocabulary"),
+        ({"fc_bias": True}, ["layout=vllm"], "vLLM drops the bias of fc"),
+        ({"mlp_bias": True}, ["layout=sglang"], "SGLang drops the biases of the feed-forward"),
+        ({"o_bias": True}, ["layout=trtllm", "target={home}/target"], "TensorRT-LLM has no biases in its layers"),
+        ({}, ["layout=sglang", "quant=int4", "quant.scope=all_linear"], "SGLang runs fc as it is"),
+        ({}, ["layout=trtllm", "quant=fp8", "target={home}/target"], "reads no weights in compressed-tensors' formats"),
+        ({}, ["layout=trtllm"], "its file repeats the target's embedding; give target=PATH"),
+        ({}, ["layout=vllm", "target={home}/other"], "made for target"),
         ({"intermediate_size": 200}, ["quant=int4"], "must be multiples of 16 and 128"),
         ({}, ["quant.scheme=int3"], "quant.scheme=int3: must be one of none, int4, fp8"),
         ({}, ["rounding=gptq"], "rounding=gptq: nothing is rounded; give quant=int4 or quant=fp8"),
@@ -275,7 +275,7 @@ def test_a_quantised_draft_is_not_quantised_again(home, tmp_path, capsys):
 @pytest.mark.parametrize("quant", ["none", "int4", "fp8"])
 @pytest.mark.parametrize("length", [0, 300, 20000])
 def test_truncated_files(home, tmp_path, capsys, quant, length):
-    path = exported(home, tmp_path / "cut", "engine=vllm", f"quant={quant}") / "model.safetensors"
+    path = exported(home, tmp_path / "cut", "layout=vllm", f"quant={quant}") / "model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
     assert "model.safetensors cannot be read" in refusal(capsys, f"checkpoint={tmp_path}/cut", f"out={tmp_path}/out")
 
@@ -578,7 +578,7 @@ def results(home: Path, path: Path, **changes) -> Path:
 
 def test_the_card_tells_what_the_artifact_knows(home, tmp_path):
     measured = results(home, tmp_path / "results.json")
-    out = exported(home, tmp_path / "out", "engine=vllm", "quant=int4", f"evaluations=[{measured}]")
+    out = exported(home, tmp_path / "out", "layout=vllm", "quant=int4", f"evaluations=[{measured}]")
     card = (out / "README.md").read_text()
     target, source = read_artifact(out).target, read_artifact(out).source
     for words in (
@@ -604,7 +604,7 @@ def test_the_card_tells_what_the_artifact_knows(home, tmp_path):
 
 def test_what_an_engine_leaves_out_is_told(home, target, tmp_path, capsys):
     said = "serving engines begin the draft at the second token"
-    out = exported(home, tmp_path / "out", "engine=vllm")
+    out = exported(home, tmp_path / "out", "layout=vllm")
     assert f"note: {said}" in capsys.readouterr().out
     assert f"Note: {said}" in (out / "README.md").read_text()
     assert load_draft(out).config.first_token == "skip"  # as it is run
@@ -670,7 +670,7 @@ class Hub:
 
 def test_an_export_is_pushed(home, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(export, "HfApi", Hub)
-    out = exported(home, tmp_path / "out", "engine=vllm", "push_to=me/draft")
+    out = exported(home, tmp_path / "out", "layout=vllm", "push_to=me/draft")
     assert Hub.repositories == {"me/draft": (True, contents(out))}
     assert '"model": "me/draft"' in (out / "README.md").read_text()
     assert "pushed to https://hub/me/draft" in capsys.readouterr().out

@@ -77,7 +77,7 @@ def test_multi_turn_chats_of_qwen3_from_preview_to_evaluation(home, capsys):
     assert " 0 malformed" in told
 
     made = [f"checkpoint={home}/run", f"out={home}/draft", f"target={home}/target"]
-    assert call(export.main, *made, "engine=vllm") == 0
+    assert call(export.main, *made, "layout=vllm") == 0
     asked = [f"target={home}/target", f"draft={home}/draft", f"questions={home}/questions.jsonl", "max_tokens=16"]
     assert call(mt_bench.main, *asked, f"out={home}/eval", "device=cpu") == 0
     results = json.loads((home / "eval/results.json").read_text())

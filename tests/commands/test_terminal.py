@@ -99,7 +99,7 @@ def test_help_tells_every_key_that_there_is(name):
         (train, ["Usage: eagle-train [KEY=VALUE ...]", "target=tiny", "or a directory or hub id", "train.steps=48000"]),
         (train, ["data.row_tokens=512                # length of a packed row"]),  # stdlib's value, base's words
         (generate, ["Usage: eagle-generate", "tree=chain3", "any chainN", "grammar.regex=null"]),
-        (export, ["Usage: eagle-export", "checkpoint=???", "engine=native"]),
+        (export, ["Usage: eagle-export", "checkpoint=???", "layout=native"]),
     ],
 )
 def test_help(command, words, capsys):

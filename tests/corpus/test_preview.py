@@ -14,7 +14,7 @@ from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Stream
 from eagle_train.errors import UserError
-from eagle_train.inference import Engine
+from eagle_train.inference import Requests
 from eagle_train.models.loading import TargetConfig, load_config, load_target, load_tokenizer
 from eagle_train.models.stops import load_stop_ids
 from eagle_train.training import assembly
@@ -233,7 +233,7 @@ def test_training_and_engine_stop_at_the_same_tokens(tmp_path, generation, stops
         (tmp_path / "generation_config.json").unlink()
     config = TargetConfig(str(tmp_path))
     target = load_target(config)
-    assert Engine(target).requests.stop_ids == stops
+    assert Requests(target).stop_ids == stops
     assert load_stop_ids(config, load_config(config), load_tokenizer(config)) == stops
 
 
@@ -243,7 +243,7 @@ def test_the_engine_asks_through_the_same_template(tmp_path, capsys):
     target = save_target(tmp_path / "target")
     (tmp_path / "parts.jinja").write_text(parts)
     config = TargetConfig(str(target), chat_template=f"{tmp_path}/parts.jinja", template_kwargs={"kind": "!"})
-    requests = Engine(load_target(config)).requests
+    requests = Requests(load_target(config))
     assert requests.target.tokenizer.decode(requests.tokens_of([{"role": "user", "content": "hi"}], "p")) == "hi!"
     given = ("prompt=hi", "max_tokens=2", f"target={target}", f"target.chat_template={tmp_path}/parts.jinja")
     assert call(generate.main, *given, "target.template_kwargs={kind: '!'}") == 0

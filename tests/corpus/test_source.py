@@ -23,7 +23,7 @@ from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, SourceConfig, check_found, open_source
 from eagle_train.errors import UserError
 from eagle_train.settings import CONF_DIR, build
-from evals.questions import read_questions
+from evals.bench.questions import read_questions
 
 
 def make_rows(num_rows: int) -> list[dict]:

@@ -13,10 +13,10 @@ from eagle_train.distributed import World
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.paged_kv import BLOCK
-from eagle_train.inference.parallel import disaggregated
-from eagle_train.inference.parallel.disaggregated import DecodeEngine, as_json, connect
+from eagle_train.inference.parallel.disaggregated import RemotePrefill, _as_json, _size_of, connect
 from eagle_train.models.draft import Draft
 from tests.support.disaggregated_job import answers
+from tests.support.inside import inside, pool_of
 from tests.support.local_prefill import LocalPrefill, a_draft
 from tests.support.processes import start_ranks
 from tests.support.reference_answers import GREEDY, PROMPTS, cut, token_ids
@@ -45,14 +45,14 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def a_decoder(*lines: LocalPrefill, draft: Draft | None = None, **options) -> DecodeEngine:
-    return DecodeEngine(shared_target("gemma2"), draft or a_draft(), lines=lines, **options)
+def a_decoder(*lines: LocalPrefill, draft: Draft | None = None, **options) -> Engine:
+    return Engine(shared_target("gemma2"), draft or a_draft(), prefill=RemotePrefill(list(lines)), **options)
 
 
 def finish(engine: Engine) -> None:
-    while engine.scheduler.unfinished:
+    while engine.has_unfinished:
         engine.step()
-    assert len(engine.scheduler.pool.free) == engine.scheduler.pool.total
+    assert len(pool_of(engine).free) == pool_of(engine).total
 
 
 @pytest.mark.parametrize(
@@ -125,41 +125,41 @@ def test_an_answer_to_something_else_is_refused():
     line.open.set()
     line.changed = {"number": -1, "tokens": [5]}
     engine = a_decoder(line)
-    with pytest.warns(UserWarning, match="^prefill process 1 is given up: its answer is to something else$"):
+    with pytest.warns(UserWarning, match="^prefill process 1 is given up: its answer is to another request$"):
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers_of("gemma2"))
-    assert engine.errands == {}
+    assert inside(engine).reader._tasks == {}
 
 
 def test_another_target_or_draft_reads_nothing():
-    engine = LocalPrefill().engine
+    server, target = LocalPrefill().server, shared_target("gemma2")
     request = {"number": 0, "target": "other", "texts": [[5, 6]], "starts": [0], "params": [{}], "size": 1}
     with pytest.raises(UserError, match=r"^target tiny-gemma2: the decode process has another$"):
-        disaggregated.read(engine, request)
-    own = request | {"target": engine.target.identity.fingerprint, "dtype": "torch.bfloat16"}
+        server.read(request)
+    own = request | {"target": target.identity.fingerprint, "dtype": "torch.bfloat16"}
     wanted = r"^target tiny-gemma2: it is in torch.float32 here, and the decode process has it in torch.bfloat16$"
     with pytest.raises(UserError, match=wanted):
-        disaggregated.read(engine, own)
+        server.read(own)
     own |= {"dtype": "torch.float32"}
     with pytest.raises(UserError, match=r"^draft or prefix_cache: the decode process has another$"):
-        disaggregated.read(engine, own)
+        server.read(own)
 
 
 def test_only_what_follows_a_prefix_is_sent():
-    engine, (text,) = LocalPrefill().engine, random_tokens(3 * BLOCK + 2)
+    server, (text,) = LocalPrefill().server, random_tokens(3 * BLOCK + 2)
     packed = []
     for start in (0, BLOCK + 5):
         request = {
-            "target": engine.target.identity.fingerprint,
+            "target": shared_target("gemma2").identity.fingerprint,
             "dtype": "torch.float32",
             "texts": [text],
             "starts": [start],
             "params": [{}],
-            "size": disaggregated.size_of(engine, start, len(text)),
+            "size": _size_of(server._parts, start, len(text)),
         }
-        packed.append(disaggregated.read(engine, request)[1])
-    assert not engine.advanced, "a request that was read is kept by nobody"
+        packed.append(server.read(request)[1])
+    assert not server._parts.scheduler.has_unfinished, "a request that was read is kept by nobody"
     whole, rest = packed
-    for kept in engine.memory.by_block:
+    for kept in server._parts.memory.by_block:
         of_whole, whole = whole.tensor_split([4 * kept[:, 0].numel()])
         of_rest, rest = rest.tensor_split([3 * kept[:, 0].numel()])
         assert torch.equal(of_whole.view(len(kept), 4, -1)[:, 1:], of_rest.view(len(kept), 3, -1))
@@ -207,7 +207,7 @@ def test_faults_of_prefill_processes(root):
 @pytest.mark.parametrize("grammar", [OmegaConf.create({"regex": "[a-c]{2}"}), MappingProxyType({"regex": "[a-c]{2}"})])
 def test_a_grammar_in_a_mapping_of_any_kind(grammar):
     params = SamplingParams(grammar=grammar)
-    assert SamplingParams(**json.loads(as_json(vars(params)))) == SamplingParams(grammar={"regex": "[a-c]{2}"})
+    assert SamplingParams(**json.loads(_as_json(vars(params)))) == SamplingParams(grammar={"regex": "[a-c]{2}"})
 
 
 def test_what_cannot_be_disaggregated():
@@ -217,6 +217,6 @@ def test_what_cannot_be_disaggregated():
         with pytest.raises(
             UserError, match=rf"^timeout_s={timeout!r}: must be above 0, and at most 1000000000 seconds$"
         ):
-            a_decoder(LocalPrefill(), timeout_s=timeout)
+            RemotePrefill([LocalPrefill()], timeout_s=timeout)
     with pytest.raises(UserError, match=r"^lines=\[\]: must be those to the prefill processes"):
         a_decoder()

@@ -121,7 +121,7 @@ class Several(Ranks):
     """One of several ranks without the others."""
 
     def __init__(self, rank: int, size: int):
-        self.group, self.rank, self.size = "others", rank, size
+        self.group, self.rank, self.size, self.divided = "others", rank, size, True
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

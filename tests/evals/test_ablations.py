@@ -1,4 +1,4 @@
-"""evals/ablations.py: steps by the ratio of times, runs that are done once, gains by hand; the whole on tiny models."""
+"""evals.ablations: steps by the ratio of times, results that are made once; the whole command on tiny models."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,8 @@ from eagle_train.cli import compose
 from eagle_train.errors import UserError
 from eagle_train.settings import build
 from evals import ablations
-from evals.ablations import gain
-from evals.worker import Worker
+from evals.bench import ablation_runs
+from evals.bench.worker import Worker
 from tests.support.command_line import call, chats, write_jsonl
 from tests.support.eval_inputs import make_home
 
@@ -40,14 +40,14 @@ def given(home: Path, *overrides: str) -> list[str]:
 
 @pytest.fixture
 def in_process(monkeypatch) -> list[list[str]]:
-    """Training runs in this process; its overrides are noted. A variant's step takes twice as long as the base's."""
+    """Training runs in this process; its overrides are recorded. A variant's step takes twice as long as the base's."""
     runs = []
 
     def started(command: list[str], **_) -> SimpleNamespace:
         runs.append(command[3:])
         return SimpleNamespace(returncode=train.job(compose("train", command[3:])))
 
-    monkeypatch.setattr(ablations.subprocess, "run", started)
+    monkeypatch.setattr(ablation_runs.subprocess, "run", started)
     timed = {"base": 1.0, "plain": 2.0, "lk": 2.0}
     monkeypatch.setattr(ablations, "cost", lambda config, name: {"ratio": timed[name], "interval": None})
     return runs
@@ -85,27 +85,27 @@ def test_variants_train_for_the_bases_time_and_once(home, in_process, capsys):
     ("ratio", "interval", "steps"),
     [(0.9, None, 9), (0.9, (0.8, 1.1), 8), (0.9, (0.8, 0.95), 9), (2.0, (1.5, 2.5), 4), (1.1, (1.0, 1.2), 8)],
 )
-def test_a_step_whose_time_is_not_told_from_the_bases_is_worth_as_many(home, tmp_path, ratio, interval, steps):
-    config = build(ablations.Config, compose("ablations", given(home, f"out={tmp_path}")), "")
-    ablations.once(
-        tmp_path / "step-lk.json", ablations.timing_of(config, "lk"), lambda: {"ratio": ratio, "interval": interval}
+def test_a_step_time_within_noise_gives_as_many_steps(home, tmp_path, ratio, interval, steps):
+    config = build(ablation_runs.AblationConfig, compose("ablations", given(home, f"out={tmp_path}")), "")
+    ablation_runs.once(
+        tmp_path / "step-lk.json", ablation_runs.timing_of(config, "lk"), lambda: {"ratio": ratio, "interval": interval}
     )
-    training = ablations.run_of(config, "lk", 0)["training"]
+    training = ablation_runs.run_of(config, "lk", 0)["training"]
     assert training["steps"] == steps
     assert f"train.steps={steps}" in training["overrides"]
 
 
 def test_a_training_is_kept_until_its_draft_has_answered(home, in_process, tmp_path, monkeypatch, capsys):
-    """Whatever was wrong with the questions: the one that is asked otherwise goes on with the same training."""
-    answered, arguments = ablations.answered, ["only=[base]", f"out={tmp_path}"]
+    """A run with other questions uses the same training."""
+    answered, arguments = ablation_runs.answered, ["only=[base]", f"out={tmp_path}"]
 
     def failing(*_):
         raise UserError("an answer that cannot be")
 
-    monkeypatch.setattr(ablations, "answered", failing)
+    monkeypatch.setattr(ablation_runs, "answered", failing)
     assert call(ablations.main, *given(home, *arguments)) == 2
     assert "step 8/8" in capsys.readouterr().err
-    monkeypatch.setattr(ablations, "answered", answered)
+    monkeypatch.setattr(ablation_runs, "answered", answered)
     assert call(ablations.main, *given(home, *arguments, "max_tokens=11")) == 0
     assert "step " not in capsys.readouterr().err
     assert json.loads((tmp_path / "base-0.json").read_text())["tokens"] > 0
@@ -125,33 +125,22 @@ def test_a_training_is_kept_until_its_draft_has_answered(home, in_process, tmp_p
         ("max_tokens=300", "error: question "),
     ],
 )
-def test_questions_are_looked_at_before_anything_is_trained(home, in_process, tmp_path, capsys, override, message):
+def test_questions_are_checked_before_training(home, in_process, tmp_path, capsys, override, message):
     assert call(ablations.main, *given(home, f"out={tmp_path}/out", override)) == 2
     assert message in capsys.readouterr().err
     assert in_process == []
 
 
-def test_steps_are_timed_in_turn_in_processes_of_their_own(home, capsys):
+def test_steps_are_timed_in_turn_in_two_processes(home, capsys):
     values = compose("ablations", given(home))
-    config = build(ablations.Config, values, "")
-    found = ablations.cost(config, "lk")
+    config = build(ablation_runs.AblationConfig, values, "")
+    found = ablation_runs.cost(config, "lk")
     assert found["ratio"] == pytest.approx(found["step_s"] / found["base_s"])
     assert 0.001 < found["step_s"] < 5
     assert found["interval"] is None  # of one round
-    broken = Worker(ablations.train_steps, [*config.overrides("lk"), "train.unroll=0"])
+    broken = Worker(ablation_runs.train_steps, [*config.overrides("lk"), "train.unroll=0"])
     with pytest.raises(UserError, match=r"^train\.unroll=0"):
         broken.ask(1)
-
-
-def test_a_gain_is_over_all_answers_and_its_interval_over_the_questions():
-    base = {"answers": [[30, 15], [10, 10]]}  # 40 tokens in 25 calls
-    better = {"answers": [[30, 12], [10, 8]]}
-    found = gain([better], [base])
-    assert found["tpc"] == pytest.approx(40 / 20 - 40 / 25)
-    assert (found["low"], found["high"]) == pytest.approx((10 / 8 - 1, 30 / 12 - 30 / 15))  # one question, twice
-    assert gain([base], [base]) == {"tpc": 0.0, "low": 0.0, "high": 0.0}
-    both = gain([better, base], [base, base])
-    assert both["tpc"] == pytest.approx(80 / 45 - 80 / 50)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +158,7 @@ def test_mistakes_are_one_line(home, capsys, override, message):
     assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
-def test_a_run_that_fails_is_told(home, monkeypatch, capsys):
-    monkeypatch.setattr(ablations.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2))
+def test_a_failed_run_is_an_error(home, monkeypatch, capsys):
+    monkeypatch.setattr(ablation_runs.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2))
     assert call(ablations.main, *given(home, "only=[base]", "seeds=[7]")) == 2
     assert "error: base-7: eagle-train ended with status 2" in capsys.readouterr().err

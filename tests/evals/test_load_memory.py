@@ -1,4 +1,4 @@
-"""evals/load_memory.py: ranks that divide a target hold their parts of it; one that loads all of it is found out."""
+"""evals/load_memory.py: ranks that divide a target hold their parts of it; one that loads all of it is detected."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def measured(tmp_path, monkeypatch):
     return run
 
 
-def test_help_is_what_the_file_begins_with(monkeypatch, capsys):
+def test_help_is_the_files_docstring(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["load_memory", "--help"])
     with pytest.raises(SystemExit) as end:
         load_memory.main()
@@ -32,7 +32,7 @@ def test_help_is_what_the_file_begins_with(monkeypatch, capsys):
     assert "python -m evals.load_memory [gigabytes=1.5]" in capsys.readouterr().out
 
 
-def test_a_rank_that_holds_its_part_is_told_from_one_that_holds_all(measured):
+def test_a_rank_with_its_part_is_told_apart_from_one_with_all(measured):
     status, shares = measured("fsdp2", "replicated")
     assert status == 1  # for the second
     assert 0.45 < shares["fsdp2"] < 0.85

@@ -8,14 +8,17 @@ import torch
 
 from eagle_train import export
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
-from eagle_train.inference import Engine, Output, SamplingParams, Stats
+from eagle_train.inference import Eagle, Engine, Output, Requests, SamplingParams, Stats
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.quantised import Quant, quantised
-from evals import mt_bench, quantisation, stopwatch
-from evals.figures import Answer
-from evals.quantisation import Timed, feed_forward_bytes, measured
-from evals.questions import Question
+from eagle_train.models.target import Target
+from evals import mt_bench, quantisation
+from evals.bench import stage_clock
+from evals.bench.quantised_drafts import TimedRun, feed_forward_bytes
+from evals.bench.questions import Question
+from evals.bench.statistics import Answer
+from evals.quantisation import measured
 from tests.support.command_line import call
 from tests.support.eval_inputs import arguments, make_home, write_rows
 
@@ -33,15 +36,20 @@ def target(home):
     return load_target(TargetConfig(str(home / "target")))
 
 
-def run(engine, drafting, tokens) -> Timed:
+def made(home: Path, target: Target, **options) -> TimedRun:
+    drafter = Eagle(load_draft(home / "draft"), target)
+    return TimedRun(Engine(target, drafter, **options), Requests(target), drafter)
+
+
+def run(timed: TimedRun, drafting, tokens) -> TimedRun:
     stats = Stats(calls=4, tokens=tokens, accepted_per_depth=[3, 1], drafted_per_depth=[4, 4])
     answer = Answer(Question(1, 1, None, [], ["?"]), 1, [7], Output([5] * tokens, "", "stop", stats, []))
-    return Timed(engine, [[answer]], drafting)
+    return TimedRun(timed.engine, timed.requests, timed.drafter, [[answer]], drafting)
 
 
 def test_ratios_are_those_of_the_same_batch(home, target):
-    """A batch that was disturbed throughout, and one without a round, change no median."""
-    engine = Engine(target, load_draft(home / "draft"))
+    """A disturbed batch, and one without a round, change no median."""
+    engine = made(home, target)
     plain = run(engine, [(0.010, 10), (0.0, 0), (0.030, 10), (0.500, 10)], 8)
     found = measured(run(engine, [(0.008, 10), (0.0, 0), (0.018, 10), (0.500, 5)], 7), plain)
     assert found["draft_latency_ms"] == pytest.approx(1.8)
@@ -54,9 +62,9 @@ def test_ratios_are_those_of_the_same_batch(home, target):
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_a_batchs_drafting_is_its_own(home, target, clock, monkeypatch, gpu):
-    """Two seconds a forward of the draft, three of them a round; a GPU takes them when it is waited for."""
-    timed, plain = (Timed(Engine(target, load_draft(home / "draft"), overlap=gpu)) for _ in range(2))
+def test_drafting_is_timed_for_each_batch(home, target, clock, monkeypatch, gpu):
+    """Two seconds per forward of the draft, three forwards a round; on a GPU they pass when it is waited for."""
+    timed, plain = (made(home, target, overlap=gpu) for _ in range(2))
     forward, work = Draft.forward, [0.0]
 
     def wait() -> None:
@@ -69,8 +77,8 @@ def test_a_batchs_drafting_is_its_own(home, target, clock, monkeypatch, gpu):
         return forward(*arguments, **options)
 
     monkeypatch.setattr(Draft, "forward", launched)
-    monkeypatch.setattr(stopwatch, "runs_ahead", lambda device: gpu)
-    monkeypatch.setattr(stopwatch, "wait_for_gpu", wait)
+    monkeypatch.setattr(stage_clock, "runs_ahead", lambda device: gpu)
+    monkeypatch.setattr(stage_clock, "wait_for_gpu", wait)
     questions = [Question(1, 1, None, [], ["Why?", "Is it?"]), Question(2, 2, None, [], ["So?"])]
     for question in questions:
         timed.ask([question], SamplingParams(max_tokens=9, ignore_eos=True))
@@ -85,7 +93,7 @@ def test_a_batchs_drafting_is_its_own(home, target, clock, monkeypatch, gpu):
         assert rounds == list(map(sum, calls))
 
 
-def test_the_bytes_held(home, target):
+def test_the_bytes_of_feed_forward_parts(home, target):
     draft = load_draft(home / "draft")
     sizes = [feed_forward_bytes(quantised(draft, Quant(scheme))) for scheme in ("none", "fp8", "int4")]
     outputs = 3 * (2 * 2 * WIDTH + WIDTH)
@@ -120,7 +128,7 @@ def test_the_whole_command(home, tmp_path, capsys):
     assert f"`{home}/draft`, int4 (ffn);" in (tmp_path / "alone" / "report.md").read_text()
 
 
-def test_exports_are_measured_beside_and_go_into_a_card(home, tmp_path, capsys):
+def test_exports_are_measured_too_and_go_into_a_card(home, tmp_path, capsys):
     small, out = tmp_path / "small", tmp_path / "out"
     given = [f"checkpoint={home}/draft", f"out={small}", "dtype=float32"]
     assert call(export.main, *given, "quant=int4") == 0
@@ -174,8 +182,8 @@ def test_mistakes_are_one_line(home, tmp_path, capsys, override, message):
     assert not (tmp_path / "out" / "results.json").exists()
 
 
-def test_where_no_batch_had_a_size_that_is_drafted_for_a_line_says_so(home, tmp_path, capsys):
-    """Both questions' answers end together, so that there never is a batch of one."""
+def test_an_error_where_no_batch_had_a_size_that_is_drafted_for(home, tmp_path, capsys):
+    """Both answers end together, so that there is no batch of one."""
     table = tmp_path / "table.yaml"
     table.write_text("1: {parents: [-1, 0]}\n2: {parents: [-1]}\n")
     write_rows(tmp_path / "questions.jsonl", [{"prompt": "a"}] * 2)

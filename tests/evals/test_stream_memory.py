@@ -1,4 +1,4 @@
-"""evals/stream_memory.py: it reads every document, and tells when the memory grew."""
+"""evals/stream_memory.py: it reads every document, and reports how much the memory grew."""
 
 import json
 import mmap
@@ -20,7 +20,7 @@ def test_made_up_chats_are_read_to_the_end(tmp_path):
     assert 5 < len(found["held_mb"]) <= stream_memory.MARKS
 
 
-def test_a_stream_that_keeps_what_it_read_is_found_out(tmp_path, monkeypatch, capsys):
+def test_a_stream_that_keeps_its_rows_is_detected(tmp_path, monkeypatch, capsys):
     path, kept, pack = write_jsonl(tmp_path / "chats.jsonl", chats(2000)), [], stream_module.Packer.pack
 
     def keeping(self, document):

@@ -1,64 +1,30 @@
-"""The dispatcher's table: what a tree makes of ranks is what the engine makes of it; the best tree is the fastest."""
+"""evals.tune_trees: the table has the fastest trees, and what is timed is a round of the tree."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
-from eagle_train.artifacts.format import load_draft
 from eagle_train.errors import UserError
-from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.decode.dispatcher import Dispatcher
-from eagle_train.inference.decode.tree import Tree, chain, full, load_tree, pruned
-from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.inference import Dispatcher, Engine, EngineConfig, Sequence, Tree, chain, full
+from eagle_train.inference.decode.tree import load_tree
 from eagle_train.settings import CONF_DIR
 from evals import mt_bench, tune_trees
-from evals.tune_trees import Candidate, acceptance, ranks_of, round_seconds, table, table_yaml, text, tpc_of
+from evals.bench import session
+from evals.bench.round_times import round_seconds
+from evals.bench.tree_search import Candidate
+from evals.tune_trees import table, table_yaml, text
 from tests.support.command_line import call
 from tests.support.eval_inputs import arguments, make_home
 from tests.support.graph_recorder import recorded
-
-PROMPTS = [[5, 9, 60], [7], [100, 3, 200, 41, 8], [66, 120]]
+from tests.support.inside import runner_of
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     return make_home(tmp_path_factory.mktemp("tune_trees"))
-
-
-@pytest.mark.parametrize("tree", [chain(1), chain(3), full(2, 3), pruned(6, [[0.5, 0.3, 0.1]] * 3)])
-@pytest.mark.parametrize("temperature", [0.0, 0.4])
-def test_a_trees_calls_are_the_engines(home, tree, temperature):
-    """At temperature 0 to the last call; sampled, a token is committed from the draft exactly when it was drafted."""
-    target = load_target(TargetConfig(str(home / "target")))
-    draft = load_draft(home / "draft")
-    params = SamplingParams(temperature=temperature, max_tokens=40, seed=4)
-    outputs = Engine(target, draft, tree).generate(PROMPTS, params)
-    ranks = [
-        ranks_of(target, draft, prompt, output.token_ids, 3, 3) for prompt, output in zip(PROMPTS, outputs, strict=True)
-    ]
-    tokens, calls = (sum(getattr(o.stats, name) for o in outputs) for name in ("tokens", "calls"))
-    assert 1.2 < tokens / calls < tree.max_depth + 0.9
-    assert tpc_of(tree, ranks) == tokens / calls
-
-
-def test_shares_by_depth_and_rank():
-    ranks = [torch.tensor([[0, 1], [2, 0], [0, 0]]), torch.tensor([[1, 2]])]
-    # Depth 0: ranks 0, 2, 0, 1, of which 2 is a miss; depth 1, of the three that held: 1, 0, 2.
-    assert acceptance(ranks, 2, 2) == [[0.5, 0.25], [pytest.approx(1 / 3), pytest.approx(1 / 3)]]
-
-
-def test_a_trees_tpc_by_hand():
-    answer = torch.tensor([[0, 1], [1, 0], [0, 2], [2, 2]])
-    # chain2: root 0 takes one and stops (2 tokens), root 2 takes one and the answer ends after its own (2).
-    assert tpc_of(chain(2), [answer]) == 2.0
-    assert tpc_of(chain(0), [answer]) == 1.0
-    # Two children a node: root 0 takes ranks 0 and 1 (3 tokens), root 3 misses (1).
-    assert tpc_of(full(2, 2), [answer]) == 2.0
-    assert tpc_of(chain(2), [torch.zeros(0, 2, dtype=torch.int64)]) == 1.0
 
 
 TRIED = [Candidate("plain", chain(0), 1.0), Candidate("chain2", chain(2), 2.0), Candidate("n3", full(1, 3), 1.5)]
@@ -80,8 +46,8 @@ def test_the_fastest_tree_of_each_batch_size():
 
 def test_the_dispatcher_reads_the_table(tmp_path):
     path = tmp_path / "table.yaml"
-    path.write_text(table_yaml(TRIED, SECONDS, SimpleNamespace(compile=True, graphs=False)))
-    assert "by python -m evals.tune_trees compile=true graphs=false. " in path.read_text()
+    path.write_text(table_yaml(TRIED, SECONDS, EngineConfig(compile=True)))
+    assert "by python -m evals.tune_trees engine.compile=true engine.graphs=false. " in path.read_text()
     dispatcher = Dispatcher({"table": str(path)})
     assert [dispatcher.dispatch(size).tree for size in (1, 2, 99)] == [full(1, 3), chain(0), chain(0)]
 
@@ -95,8 +61,8 @@ def test_the_bundled_tree_is_the_one_that_was_measured():
 
 
 @pytest.mark.parametrize("name", ["own", "n8"])
-def test_the_dispatcher_reads_a_tree_of_ones_own(tmp_path, name):
-    """As its parents, and as those in conf/tree."""
+def test_the_dispatcher_reads_a_users_tree(tmp_path, name):
+    """As its parents, and as a YAML of conf/tree."""
     path = tmp_path / "mine.yaml"
     path.write_text("parents: [-1, 0, 0, 1]" if name == "own" else (CONF_DIR / "tree" / "n8.yaml").read_text())
     expected = Tree((-1, 0, 0, 1)) if name == "own" else load_tree(name)
@@ -115,7 +81,7 @@ def test_the_dispatcher_reads_a_tree_of_ones_own(tmp_path, name):
         ("parents: [-1, 1]", r"node 1 has parent 1"),
     ],
 )
-def test_a_table_that_is_none(tmp_path, content, message):
+def test_files_that_are_no_table(tmp_path, content, message):
     path = tmp_path / "table.yaml"
     if content is not None:
         path.write_text(content)
@@ -149,41 +115,38 @@ def test_the_whole_command(home, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("noisy")
-def test_what_is_timed_is_a_round_of_the_tree(home, tmp_path, monkeypatch):
-    """And stands behind another of the same tree, whose tokens the draft reads. Also where an engine would read prompts
-    by chunks, and tell of a round one step later, as it does on a GPU."""
-    done: list[tuple[Tree, list[Tree]]] = []
+def test_timed_rounds_are_of_their_tree(home, tmp_path, monkeypatch):
+    """After another round of the same tree, whose tokens the draft reads. Also where options ask for prompts in chunks
+    and for rounds that are reported one step later."""
+    done: list[tuple[Tree, set[int]]] = []
+    drafted: dict[Sequence, int] = {}  # of each request, before the step
 
     class Watched(Engine):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **{"overlap": True, "prefill_tokens": 8} | options)
-            self.finished: list[Tree] = []
-
-        def finish(self, round_):
-            self.finished += [] if round_ is None else [round_.plan.tree]
-            super().finish(round_)
-
         def step(self):
-            self.finished.clear()
-            told = super().step()
-            done.append((self.dispatcher.dispatch(len(told)).tree, list(self.finished)))
-            return told
+            tree = self.dispatcher.dispatch(1).tree
+            updates = super().step()
+            depths = {sum(one.request.stats.drafted_per_depth) - drafted.get(one.request, 0) for one in updates}
+            drafted.update({one.request: sum(one.request.stats.drafted_per_depth) for one in updates})
+            if all(one.request.rounds for one in updates):
+                done.append((tree, depths))
+            return updates
 
     def timed(*arguments):
         done.clear()
         return round_seconds(*arguments)
 
-    monkeypatch.setattr(tune_trees, "Engine", Watched)
+    monkeypatch.setattr(session, "Engine", Watched)
     monkeypatch.setattr(tune_trees, "round_seconds", timed)
     small = ["batch_sizes=[1,3]", "depth=2", "children=2", "nodes=[3]", "full=[]", "rounds=2"]
+    small += ["engine.overlap=true", "engine.prefill_tokens=8"]
     assert call(tune_trees.main, *arguments(home, f"out={tmp_path}/out", *small)) == 0
     trees = [tree["parents"] for tree in json.loads((tmp_path / "out" / "tune_trees.json").read_text())["trees"]]
     assert [list(tree.parents) for tree, _ in done] == [tree for tree in trees * 2 * 3 for _ in range(2)]
-    assert all(finished == [tree] for tree, finished in done)
+    assert all(depths == {tree.max_depth} for tree, depths in done)
 
 
 @pytest.mark.usefixtures("noisy")
-def test_what_is_timed_is_compiled_before(home, tmp_path, monkeypatch, graphs):
+def test_timed_rounds_are_compiled_before(home, tmp_path, monkeypatch, graphs):
     made = []
 
     def timed(*arguments):
@@ -200,25 +163,25 @@ def test_what_is_timed_is_compiled_before(home, tmp_path, monkeypatch, graphs):
         "nodes=[5,7]",
         "full=[[2,2]]",
         "rounds=2",
-        "compile=true",
+        "engine.compile=true",
         "device=cpu",
     ]
     assert call(tune_trees.main, *arguments(home, f"out={tmp_path}/out", *small)) == 0
     assert made[0] == made[1] > 0
-    assert json.loads((tmp_path / "out" / "tune_trees.json").read_text())["config"]["compile"] is True
+    assert json.loads((tmp_path / "out" / "tune_trees.json").read_text())["config"]["engine"]["compile"] is True
 
 
-def test_what_is_timed_is_recorded(home, tmp_path, monkeypatch):
-    """Drafting and validation of each tree, where an engine would."""
+def test_timed_rounds_are_recorded_as_graphs(home, tmp_path, monkeypatch):
+    """Drafting and validation of each tree."""
     engines = []
 
-    def recording(*arguments, graphs, **options):
-        engine = Engine(*arguments, **options)
-        engines.append(recorded(engine) if graphs else engine)
+    def recording(target, draft, tree, config, **parts):
+        engine = Engine(target, draft, tree, replace(config, graphs=False), **parts)
+        engines.append(recorded(engine) if config.graphs else engine)
         return engine
 
-    monkeypatch.setattr(tune_trees, "Engine", recording)
-    monkeypatch.setattr(tune_trees, "check_graphs", lambda *_: None)
+    monkeypatch.setattr(session, "Engine", recording)
+    monkeypatch.setattr(session, "check_graphs", lambda *_: None)
     small = [
         "batch_sizes=[1,3]",
         "depth=3",
@@ -226,13 +189,13 @@ def test_what_is_timed_is_recorded(home, tmp_path, monkeypatch):
         "nodes=[5]",
         "full=[[2,2]]",
         "rounds=2",
-        "graphs=true",
+        "engine.graphs=true",
         "device=cpu",
     ]
     assert call(tune_trees.main, *arguments(home, f"out={tmp_path}/out", *small)) == 0
     found = json.loads((tmp_path / "out" / "tune_trees.json").read_text())
-    assert found["config"]["graphs"] is True
-    plain, drafting = (engine.launcher for engine in engines)
+    assert found["config"]["engine"]["graphs"] is True
+    plain, drafting = (runner_of(engine).launcher for engine in engines)
     assert {plan.tree.parents for _, _, plan, _ in drafting.drafting.made} == {
         tuple(tree["parents"]) for tree in found["trees"][1:]
     }
@@ -247,8 +210,8 @@ def test_what_is_timed_is_recorded(home, tmp_path, monkeypatch):
         ("nodes=[0]", "error: nodes=[0]: must be numbers from 1 on"),
         ("nodes=[2,1400]", "error: nodes=[2, 1400]: depth=5 and children=4 make trees of at most 1023"),
         ("max_tokens=1", "error: max_tokens=1: must be at least 2, for there to be decoding"),
-        ("compile=maybe", "error: compile: Value 'maybe'"),
-        ("graphs=true", "error: graphs=True: needs a GPU; the device is cpu"),
+        ("engine.compile=maybe", "error: engine.compile: Value 'maybe'"),
+        ("engine.graphs=true", "error: graphs=True: needs a GPU; the device is cpu"),
         ("full=[3]", "error: full: must be a list of lists, as full=[[...], [...]]"),
         ("full=[[9,2]]", "error: full=[[9, 2]]: [9, 2] goes beyond depth=5 and children=4"),
         ("full=[[0,2]]", "error: tree.depth is 0; it must be a whole number, at least 1"),
@@ -260,9 +223,9 @@ def test_what_is_timed_is_recorded(home, tmp_path, monkeypatch):
 )
 def test_mistakes_are_one_line(home, tmp_path, capsys, override, message):
     assert call(tune_trees.main, *arguments(home, f"out={tmp_path}/out", "device=cpu", override)) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert not any(line.startswith("batch ") for line in told)  # nothing was asked
-    lines = [line for line in told if line.startswith("error")]
+    printed = capsys.readouterr().err.splitlines()
+    assert not any(line.startswith("batch ") for line in printed)  # nothing was asked
+    lines = [line for line in printed if line.startswith("error")]
     assert len(lines) == 1
     assert lines[0].startswith(message)
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "tune_trees.json").exists()

@@ -14,6 +14,7 @@ from eagle_train.errors import HALF, UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.paged_kv import BLOCK, WASTE
 from eagle_train.inference.grammar.json_schema import OF_TYPE
+from tests.support.inside import active_in, inside, pool_of, runner_of
 from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, token_ids
 from tests.support.tiny import shared_target, tiny_draft, tiny_target, tiny_tokenizer
 
@@ -127,12 +128,12 @@ def test_a_request_is_answered_or_refused(engine):
             except UserError as error:
                 told.append(str(error))
         outputs = []
-        while engine.scheduler.unfinished:
+        while engine.has_unfinished:
             outputs += [update.output for update in engine.step() if update.output]
         for output in outputs:
             assert output.finish_reason in ("stop", "length", "dead_end")
             assert all(0 <= token < 96 for token in output.token_ids)
-        pool = engine.scheduler.pool
+        pool = pool_of(engine)
         assert sorted([*pool.free, *pool.idle]) == list(range(WASTE + 1, WASTE + 1 + pool.total))
 
     ask()
@@ -195,7 +196,7 @@ def test_seeds_go_round():
 def test_stop_ids_are_of_the_vocabulary(engine, token):
     with pytest.raises(UserError, match=rf"^stop_token_ids=\[{token}\]: the vocabulary has 96$"):
         engine.add(PROMPTS[0], SamplingParams(stop_token_ids=(5, token)))
-    assert not engine.scheduler.unfinished
+    assert not engine.has_unfinished
 
 
 def test_a_target_whose_stop_token_it_does_not_have():
@@ -231,7 +232,7 @@ def test_prompts(prompt, message):
     engine = Engine(tiny_target(tokenizer=tiny_tokenizer()))
     with pytest.raises(UserError, match=f"^{message}$"):
         engine.add(prompt)
-    assert not engine.scheduler.unfinished
+    assert not engine.has_unfinished
 
 
 STRING, INTEGER, ARRAY = {"type": "string"}, {"type": "integer"}, {"type": "array", "items": True}
@@ -325,7 +326,7 @@ def test_grammars_that_are_refused_beforehand(engine, grammar, said):
         engine.add(PROMPTS[0], SamplingParams(grammar=grammar))
     assert len(str(error.value).splitlines()) == 1
     assert len(str(error.value)) < 400
-    assert not engine.scheduler.unfinished
+    assert not engine.has_unfinished
 
 
 FINE = [
@@ -384,7 +385,7 @@ FINE = [
 
 @pytest.mark.parametrize(("grammar", "text"), FINE, ids=[str(i) for i in range(len(FINE))])
 def test_grammars_that_are_not_refused(engine, grammar, text):
-    state = engine.requests.guide.matcher(grammar).state
+    state = inside(engine).requests.guide.matcher(grammar).state
     assert text == "" or state.accept_string(text)
     assert state.is_completed()
 
@@ -398,17 +399,18 @@ def test_a_chat_needs_a_template():
 
 def test_generate_that_was_interrupted_leaves_nothing_behind(monkeypatch):
     target = shared_target("llama")
-    engine, sample = Engine(target, tiny_draft(target), max_batch_size=2), Engine.sample
+    engine = Engine(target, tiny_draft(target), max_batch_size=2)
+    sample = runner_of(engine).sample
 
-    def interrupted(self, *arguments):
-        if len(self.active[0].generated) > 4:
+    def interrupted(*arguments):
+        if len(active_in(engine)[0].generated) > 4:
             raise KeyboardInterrupt
-        return sample(self, *arguments)
+        return sample(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Engine, "sample", interrupted)
+        patched.setattr(runner_of(engine), "sample", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, GREEDY)
-    assert not engine.scheduler.unfinished
-    assert len(engine.scheduler.pool.free) == engine.scheduler.pool.total
+    assert not engine.has_unfinished
+    assert len(pool_of(engine).free) == pool_of(engine).total
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))

@@ -9,6 +9,7 @@ from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.paged_kv import BLOCK, WASTE
 from tests.support.cache_checks import check_cache, fresh, spoil
+from tests.support.inside import active_in, drafter_of, inside, pool_of, runner_of, scheduler_of
 from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, answers, cut, fail_at, guide, token_ids
 from tests.support.tiny import continued, random_tokens, shared_target, tiny_draft
 
@@ -18,7 +19,7 @@ TWICE = [*PROMPTS, *PROMPTS]
 def run(engine: Engine, seed: int, cancelling: bool) -> tuple[list, dict]:
     """TWICE, added at random between steps, and some of them cancelled: the requests, and what each was told."""
     rng, told, requests = random.Random(seed), {}, []
-    while len(requests) < len(TWICE) or engine.scheduler.unfinished:
+    while len(requests) < len(TWICE) or engine.has_unfinished:
         for prompt in TWICE[len(requests) :][: rng.randint(0, 2)]:
             requests.append(engine.add(prompt, GREEDY))
         if cancelling and requests and rng.random() < 0.3:
@@ -45,7 +46,7 @@ def test_each_gets_its_tokens_whatever_else_goes_on(family, prefill_tokens, kv_t
         engine = Engine(target, draft, "d3_bf2", max_batch_size=3, kv_tokens=kv_tokens, prefill_tokens=prefill_tokens)
         guide(engine, truth, lambda _: rng.randint(0, 3))
         requests, told = run(engine, seed, cancelling)
-        pool = engine.scheduler.pool
+        pool = pool_of(engine)
         assert sorted(pool.free) == list(range(WASTE + 1, WASTE + 1 + pool.total))
         for request, whole in zip(requests, cut(truth), strict=True):
             tokens, outputs = told.get(request, ([], []))
@@ -54,7 +55,7 @@ def test_each_gets_its_tokens_whatever_else_goes_on(family, prefill_tokens, kv_t
             if request.finish_reason == "cancelled":
                 assert tokens == whole[: len(tokens)]
                 assert not outputs
-                assert engine.requests.output(request).token_ids == tokens
+                assert engine.output(request).token_ids == tokens
             else:
                 assert tokens == whole == outputs[0].token_ids
     assert reasons["length"] > 4
@@ -68,19 +69,19 @@ def test_caches_of_texts_read_in_chunks(first_token, prefill_tokens):
     target, checked = shared_target("llama"), []
     draft = tiny_draft(target, first_token=first_token)
     engine = Engine(target, draft, "chain3", max_batch_size=3, prefill_tokens=prefill_tokens)
-    grow = engine.drafter.grow
+    grow = drafter_of(engine).grow
 
     def checking(plan, root_hidden, *rest):
-        for sequence in engine.active:
+        for sequence in active_in(engine):
             tokens = sequence.prompt + sequence.generated
-            check_cache(engine.drafter.cache, sequence, fresh(target, draft, tokens)[3])
-            check_cache(engine.cache, sequence, fresh(target, draft, tokens[:-1])[2])
+            check_cache(drafter_of(engine).cache, sequence, fresh(target, draft, tokens)[3])
+            check_cache(runner_of(engine).cache, sequence, fresh(target, draft, tokens[:-1])[2])
             checked.append(sequence.index)
         return grow(plan, root_hidden, *rest)
 
-    engine.drafter.grow = checking
+    drafter_of(engine).grow = checking
     requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
-    while engine.scheduler.unfinished:
+    while engine.has_unfinished:
         engine.step()
         spoil(engine)
     assert [request.generated for request in requests] == cut(answers("llama"))
@@ -107,7 +108,7 @@ def test_sampled_tokens_do_not_depend_on_company():
     for prompt, own in zip(PROMPTS, params, strict=True):
         requests.append(engine.add(prompt, own))
         engine.step()
-    while engine.scheduler.unfinished:
+    while engine.has_unfinished:
         engine.step()
     assert [request.generated for request in requests] == token_ids(alone)
 
@@ -118,10 +119,10 @@ def test_an_engine_is_used_again_with_longer_requests():
     engine = Engine(target, tiny_draft(target), max_batch_size=2)
     short = engine.add(PROMPTS[3], SamplingParams(max_tokens=LENGTH, ignore_eos=True))
     engine.step()
-    before = engine.scheduler.pool.total
+    before = pool_of(engine).total
     rest = [engine.add(prompt, GREEDY) for prompt in PROMPTS[:3]]
-    assert engine.scheduler.pool.total > before
-    while engine.scheduler.unfinished:
+    assert pool_of(engine).total > before
+    while engine.has_unfinished:
         engine.step()
     truth = cut(answers("llama"))
     assert [short.generated, *(request.generated for request in rest)] == [truth[3], *truth[:3]]
@@ -133,7 +134,7 @@ def test_requests_under_way_are_not_forgotten_by_generate():
     engine.add(PROMPTS[0], GREEDY)
     with pytest.raises(UserError, match=r"^requests were added before: step until they are done$"):
         engine.generate(PROMPTS, GREEDY)
-    assert len(engine.scheduler.unfinished) == 1
+    assert len(scheduler_of(engine).unfinished) == 1
 
 
 def test_texts_of_like_length_are_read_together(monkeypatch):
@@ -149,36 +150,36 @@ def test_texts_of_like_length_are_read_together(monkeypatch):
     assert {update.request for update in engine.step()} == set(requests)
     assert sorted(map(tuple, read)) == [(1, 1), (1, 30), (2, 60), (3, 7)]
     read.clear()
-    while engine.scheduler.unfinished:
+    while engine.has_unfinished:
         engine.step()
     assert [request.generated for request in requests] == [continued(target, prompt, LENGTH) for prompt in prompts]
 
 
 @pytest.mark.parametrize(
-    ("method", "call"),
+    ("part", "method", "call"),
     [
-        ("read_together", 2),
-        ("firsts", 1),
-        ("begin", 1),
-        ("draft_tree", 2),
-        ("validate", 2),
-        ("sample", 2),
-        ("commit", 2),
+        ("runner", "prefill", 2),
+        ("runner", "first_tokens", 1),
+        ("batch", "add", 1),
+        ("runner", "draft", 2),
+        ("runner", "validate", 2),
+        ("runner", "sample", 2),
+        ("runner", "commit", 2),
     ],
 )
-def test_a_step_that_failed_loses_nobody(monkeypatch, method, call):
+def test_a_step_that_failed_loses_nobody(monkeypatch, part, method, call):
     """Short and long prompts are read apart: the short ones' reading was done when the long ones' failed."""
     prompts = random_tokens(5, 40, 6, 45)
     target, params = shared_target(), SamplingParams(max_tokens=12, ignore_eos=True)
     wanted = token_ids(Engine(target, max_batch_size=4).generate(prompts, params))
     engine = Engine(target, tiny_draft(target), "d3_bf2", max_batch_size=4)
     guide(engine, [tokens + [0] * 4 for tokens in wanted], lambda _: 2)
-    fail_at(monkeypatch, engine, method, call)
+    fail_at(monkeypatch, runner_of(engine) if part == "runner" else inside(engine).batch, method, call)
     requests = [engine.add(prompt, params) for prompt in prompts]
     told = {request: [] for request in requests}
 
     def go_on() -> None:
-        while engine.scheduler.unfinished:
+        while engine.has_unfinished:
             for update in engine.step():
                 told[update.request] += update.token_ids
 
@@ -186,4 +187,4 @@ def test_a_step_that_failed_loses_nobody(monkeypatch, method, call):
         go_on()
     go_on()
     assert [request.generated for request in requests] == list(told.values()) == wanted
-    assert len(engine.scheduler.pool.free) == engine.scheduler.pool.total
+    assert len(pool_of(engine).free) == pool_of(engine).total

@@ -262,7 +262,7 @@ def test_updates_make_the_output(tree, cancelling, talking):
     guide(engine, token_ids(free), lambda _: rng.randint(0, 3))
     requests = [engine.add(*each) for each in zip(prompts, params, strict=True)]
     tokens, texts, outputs = {each: [] for each in requests}, dict.fromkeys(requests, ""), {}
-    while engine.scheduler.unfinished:
+    while engine.has_unfinished:
         if cancelling and rng.random() < 0.3:
             engine.cancel(rng.choice(requests))
         for update in engine.step():
@@ -273,7 +273,7 @@ def test_updates_make_the_output(tree, cancelling, talking):
     assert (len(outputs) < len(requests)) == cancelling
     lengths = set()
     for request, own, most in zip(requests, params, free, strict=True):
-        output = outputs.get(request) or engine.requests.output(request)
+        output = outputs.get(request) or engine.output(request)
         assert (output.token_ids, output.text) == (tokens[request], texts[request])
         whole_answer = most.token_ids[:40]
         if EOS in whole_answer and not own.ignore_eos:

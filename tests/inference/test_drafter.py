@@ -11,10 +11,11 @@ import torch
 
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.paged_kv import BLOCK, PagedKV, Prefix, Suffix
-from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, Pending, Plan
+from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, Pending, TreePlan
 from eagle_train.models.shapes import KVShape
 from eagle_train.models.target import Target
 from tests.support.graph_recorder import recorded
+from tests.support.inside import scheduler_of
 from tests.support.reference_answers import token_ids
 from tests.support.tiny import continued, random_tokens, tiny_model
 
@@ -32,7 +33,7 @@ class PromptLookup:
         self.cache = PagedKV({0: KVShape(1, 1, 1)}, blocks=0, dtype=torch.int64, device="cpu")
         self.caches = [self.cache]
 
-    def compile(self, sizes: Iterable[tuple[int, Plan]]) -> list[Callable[[], None]]:
+    def compile(self, sizes: Iterable[tuple[int, TreePlan]]) -> list[Callable[[], None]]:
         return []
 
     def prefill(
@@ -45,7 +46,7 @@ class PromptLookup:
     ) -> None:
         self.cache.memory[0][0, prefix.slots(positions)] = tokens[:, :, None, None]
 
-    def propose(self, plan: Plan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice) -> Drafted:
+    def propose(self, plan: TreePlan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice) -> Drafted:
         unread = read.positions(pending.tokens.shape[1])
         self.cache.memory[0][0, read.slots(unread)] = pending.tokens[:, :, None, None]
         places = torch.arange(prefix.longest + 1)[None]
@@ -58,7 +59,7 @@ class PromptLookup:
         return Drafted(torch.cat((pending.last, text.gather(1, there)), 1)[:, plan.tree.depth], None, None)
 
     def rewind(
-        self, plan: Plan, prefix: Prefix, suffix: Suffix | None, node: torch.Tensor, pending: Pending
+        self, plan: TreePlan, prefix: Prefix, suffix: Suffix | None, node: torch.Tensor, pending: Pending
     ) -> Pending:
         return pending
 
@@ -103,8 +104,8 @@ def test_a_drafter_of_anyones_own(tree, options, graphs):
     engine = Engine(target(), drafter, tree, **{"max_batch_size": 4} | options)
     if graphs:
         recorded(engine)
-    preempted, preempt = [], engine.scheduler.preempt
-    engine.scheduler.preempt = lambda sequence: preempted.append(sequence) or preempt(sequence)
+    preempted, preempt = [], scheduler_of(engine).preempt
+    scheduler_of(engine).preempt = lambda sequence: preempted.append(sequence) or preempt(sequence)
     for _ in range(2):  # kept beginnings are found by the second
         outputs = engine.generate(PROMPTS, GREEDY)
         assert token_ids(outputs) == answers()

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 from eagle_train.artifacts.format import save_draft
 from eagle_train.errors import UserError
-from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference import Engine, Requests, SamplingParams
 from eagle_train.inference.decode.tree import chain, full
 from eagle_train.inference.drafters.drafter import MOST_UNREAD
 from eagle_train.inference.drafters.eagle import Eagle
@@ -19,7 +19,8 @@ from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.ops import threads
-from eagle_train.ops.linear import Linear, packed_of
+from eagle_train.ops.linear import Linear, fp16_copy_of
+from tests.support.inside import drafter_of, runner_of
 from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
 from tests.support.tiny import (
     FAMILIES,
@@ -77,10 +78,10 @@ def test_greedy_tokens_are_transformers_own(family):
 
 def test_layers_that_are_given_keys_keep_none():
     """Gemma 4: layers 0 and 2 have a head's width of 8, 1 and 3 of 16, and the last two are given those of 2 and 3."""
-    cache = Engine(shared_target("gemma4")).cache
+    cache = runner_of(Engine(shared_target("gemma4"))).cache
     assert cache.given == {4: 2, 5: 3}
     assert sorted((len(memory), *memory.shape[2:]) for memory in cache.memory) == [(4, 2, 8), (4, 2, 16)]
-    cache = Engine(shared_target("deepseek_v3")).cache
+    cache = runner_of(Engine(shared_target("deepseek_v3"))).cache
     assert sorted((len(memory), *memory.shape[2:]) for memory in cache.memory) == [(3, 4, 8), (3, 4, 16)]
 
 
@@ -94,7 +95,7 @@ def test_greedy_tokens_on_the_bundled_target():
         "Implement textwrap.dedent in Python.",
     ]
     chats = [[{"role": "user", "content": question}] for question in questions]
-    truth = [continued(target, Engine(target).requests.tokens_of(chat, ""), 44) for chat in chats]
+    truth = [continued(target, Requests(target).tokens_of(chat, ""), 44) for chat in chats]
     params, rng = SamplingParams(max_tokens=40, ignore_eos=True), random.Random(0)
     assert token_ids(Engine(target).generate(chats[:1], params)) == cut(truth[:1], 40)
     for tree in ("chain3", "d3_bf2"):
@@ -197,7 +198,7 @@ def test_one_is_left_of_a_batch_that_did_not_speculate(waited, overlap):
     last = engine.add(prompts[2], params[2])
     engine.step()
     engine.cancel(other)
-    while engine.scheduler.unfinished:
+    while engine.has_unfinished:
         engine.step()
     assert last.generated == truth[2]
 
@@ -250,13 +251,13 @@ def test_what_is_drawn_unasked_or_not_at_all_leaves_a_seed_its_tokens(tree, draf
     target = shared_target()
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=LENGTH, ignore_eos=True)
     engine = Engine(target, trained, tree, drafting=drafting)
-    propose = engine.drafter.propose
+    propose = drafter_of(engine).propose
 
     def drawn(*given):
         drafted = propose(*given)
         return drafted._replace(q=torch.rand(*drafted.tokens.shape, len(target.lm_head.weight)).softmax(-1))
 
-    engine.drafter.propose = drawn
+    drafter_of(engine).propose = drawn
     assert token_ids(engine.generate(PROMPTS, params)) == token_ids(Engine(target).generate(PROMPTS, params))
 
 
@@ -294,10 +295,7 @@ def test_verification_is_compiled_for_one_and_for_many_rows_only(drafting, train
     ]
     for tree, number in (("chain3", 4), ("n8", 4 if drafting == "greedy" else 8)):
         plain = Engine(shared_target(), trained, tree, drafting=drafting).generate(PROMPTS, params)
-        engine = Engine(shared_target(), trained, tree, drafting=drafting)
-        with torch.inference_mode():
-            for job in engine.compile_sampling([(rows, engine.dispatcher.dispatch(rows)) for rows in (1, 2, 5)]):
-                job()
+        engine = Engine(shared_target(), trained, tree, drafting=drafting, compile_sampling=True, max_batch_size=5)
         assert counter.frame_count == number
         for rows in (4, 2, 5, 1):  # at first as many as chain3 has nodes, then as many as n8's root has children
             assert token_ids(engine.generate(PROMPTS[:rows], params[:rows])) == token_ids(plain[:rows])
@@ -313,10 +311,12 @@ def test_weights_of_a_bf16_checkpoint(compile):
     truth = [continued(target, prompt, LENGTH) for prompt in PROMPTS[:3]]
     for tree in ("chain3", "n8"):
         engine = Engine(target, draft, tree, compile=compile, max_batch_size=3)
-        linears = [m for model in (target.model, engine.drafter.draft) for m in model.modules() if type(m) is Linear]
+        linears = [
+            m for model in (target.model, drafter_of(engine).draft) for m in model.modules() if type(m) is Linear
+        ]
         weights = [target.lm_head.weight, *(each.weight for each in linears)]
         if torch.backends.quantized.engine in ("x86", "fbgemm"):
-            assert all(packed_of(weight) is not None for weight in weights)
+            assert all(fp16_copy_of(weight) is not None for weight in weights)
         assert token_ids(engine.generate(PROMPTS[:3], GREEDY)) == cut(truth)
         assert token_ids(engine.generate(PROMPTS[:1], GREEDY)) == cut(truth[:1])
 
@@ -410,7 +410,7 @@ def test_parameters_that_are_none():
     engine = Engine(shared_target())
     with pytest.raises(UserError, match=r"^params=\{'temperature': 1\}: must be SamplingParams$"):
         engine.add(PROMPTS[0], {"temperature": 1})
-    assert not engine.scheduler.unfinished
+    assert not engine.has_unfinished
 
 
 def test_a_draft_of_another_width():

@@ -23,6 +23,7 @@ from eagle_train.models.target import Target
 from eagle_train.ops.graphs import Padded, Recordings
 from tests.support.cache_checks import slots_of
 from tests.support.graph_recorder import Recorder, recorded
+from tests.support.inside import active_in, add_as, inside, pool_of, runner_of
 from tests.support.random_settings import FAMILIES, check_tokens, draw_settings, engine_for, greedy
 from tests.support.reference_answers import (
     GREEDY,
@@ -131,7 +132,7 @@ def test_with_the_other_switches(family):
     at = draw_settings(rng)
     engine = recorded(engine_for(family, at, rng, guide_from_outside))
     check_tokens(engine, rng, at, *greedy(family))
-    assert engine.launcher.validation.made
+    assert runner_of(engine).launcher.validation.made
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -142,7 +143,7 @@ def test_a_draft_that_catches_up(overlap):
     eager, replayed = (Engine(target, Eagle(a_draft(), target), **options) for _ in range(2))
     wanted = eager.generate(PROMPTS[:2], params)
     assert all_of(recorded(replayed).generate(PROMPTS[:2], params)) == all_of(wanted)
-    assert replayed.launcher.drafting.made
+    assert runner_of(replayed).launcher.drafting.made
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -167,7 +168,7 @@ def test_every_family_can_be_recorded(family):
 def test_without_a_draft():
     engine = recorded(Engine(shared_target("llama"), max_batch_size=3, overlap=True))
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
-    assert not engine.launcher.drafting.made
+    assert not runner_of(engine).launcher.drafting.made
 
 
 # --- how often
@@ -178,19 +179,19 @@ def test_there_is_a_recording_for_each_size_and_tree():
     target, sizes = shared_target("llama"), []
     table = {1: "n8", 3: "chain3", 5: full(1, 2)}
     engine = recorded(Engine(target, a_draft(), table, max_batch_size=5, drafting="multinomial", kv_tokens=30 * BLOCK))
-    draft_tree = engine.draft_tree
+    draft = runner_of(engine).draft
 
-    def noted(plan):
-        rows = {1: 1, 2: 2, 3: 4, 4: 4, 5: 5}[len(engine.active)]
-        slots = {1: 16, 2: 32, 3: 64, 4: 64}[engine.prefix.blocks.shape[1]]
-        sizes.append((rows, slots, plan.tree.parents, engine.settings.sampling.all_greedy))
-        return draft_tree(plan)
+    def noted(inputs):
+        rows = {1: 1, 2: 2, 3: 4, 4: 4, 5: 5}[len(active_in(engine))]
+        slots = {1: 16, 2: 32, 3: 64, 4: 64}[inputs.prefix.blocks.shape[1]]
+        sizes.append((rows, slots, inputs.plan.tree.parents, inputs.sampling.all_greedy))
+        return draft(inputs)
 
-    engine.draft_tree = noted
+    runner_of(engine).draft = noted
     prompts = random_tokens(40, 30, 17, 9, 1)
     for _ in range(2):
         engine.generate(prompts, LATE_GREEDY)
-        drafting, validation = engine.launcher.drafting, engine.launcher.validation
+        drafting, validation = runner_of(engine).launcher.drafting, runner_of(engine).launcher.validation
         assert len(drafting.made) == len(set(sizes)) > 5
         assert len(validation.made) == len({size[:3] for size in sizes}) > 5
         assert drafting.record.replays == validation.record.replays == len(sizes)
@@ -213,14 +214,14 @@ class Launches(TorchDispatchMode):
 def test_hidden_states_outlive_the_next_replay():
     """A drafter may read them later, where nothing is drafted in between."""
     engine, kept = recorded(Engine(shared_target("llama"), a_draft(), "chain3")), []
-    validate = engine.validate
+    validate = runner_of(engine).validate
 
-    def keeping(plan, tokens):
-        found = validate(plan, tokens)
+    def keeping(inputs, tokens):
+        found = validate(inputs, tokens)
         kept.append((found[0], found[0].clone()))
         return found
 
-    engine.validate = keeping
+    runner_of(engine).validate = keeping
     engine.generate(PROMPTS, PARAMS)
     assert len(kept) > 2
     assert all(torch.equal(now, then) for now, then in kept)
@@ -228,7 +229,7 @@ def test_hidden_states_outlive_the_next_replay():
 
 def test_a_round_that_was_recorded_is_copies_and_replays():
     engine, launches = recorded(Engine(shared_target("llama"), a_draft(), "n8", overlap=True)), Launches()
-    stage = engine.stage
+    stage = engine.stage_times.stage
 
     @contextmanager
     def watched(name: str):
@@ -236,7 +237,7 @@ def test_a_round_that_was_recorded_is_copies_and_replays():
             yield
 
     wanted = engine.generate(PROMPTS, PARAMS)
-    engine.stage = watched
+    engine.stage_times.stage = watched
     with patch.object(Eagle, "propose"), patch.object(graphs, "validate"):  # nobody calls them any more
         assert all_of(engine.generate(PROMPTS, PARAMS)) == all_of(wanted)
     sent = {"lift_fresh", "detach_", "to"}  # where nothing is under way, the host tells how much the draft has read
@@ -249,9 +250,9 @@ def test_a_store_that_grew_is_recorded_anew():
     guide_from_outside(engine, wanted, lambda _: 2)
     for length in (4, 16, 4):
         params = SamplingParams(max_tokens=length, ignore_eos=True)
-        before, slots = engine.launcher.validation, engine.cache.slots
+        before, slots = runner_of(engine).launcher.validation, runner_of(engine).cache.slots
         assert token_ids(engine.generate(PROMPTS[:2], params)) == cut(wanted[:2], length)
-        assert (engine.launcher.validation is not before) == (engine.cache.slots > slots)
+        assert (runner_of(engine).launcher.validation is not before) == (runner_of(engine).cache.slots > slots)
 
 
 # --- where the host has a part in it
@@ -265,7 +266,7 @@ def test_rounds_with_a_grammar_are_not_recorded():
     wanted = eager.generate(PROMPTS[:2], params)
     assert all_of(recorded(replayed).generate(PROMPTS[:2], params)) == all_of(wanted)
     rounds = [output.stats.calls for output in wanted]
-    assert replayed.launcher.validation.record.replays == rounds[0] - rounds[1] > 0
+    assert runner_of(replayed).launcher.validation.record.replays == rounds[0] - rounds[1] > 0
 
 
 def test_graphs_need_a_gpu():
@@ -297,18 +298,18 @@ def test_rows_that_are_not_there_write_nowhere(tree):
     guide_from_outside(engine, answers("llama"), lambda _: rng.randint(0, 3))
     for index, length in enumerate((20, 3, 12, 5, 9)):
         params = SamplingParams(max_tokens=length, ignore_eos=True)
-        engine.enqueue([engine.requests.sequence(index, PROMPTS[index], params)])
+        add_as(engine, index, PROMPTS[index], params)
     alone = []
-    while engine.scheduler.unfinished:
-        free = set(engine.scheduler.pool.free) | {ZEROS}
-        read = [slot for each in engine.active for slot in slots_of(each)[: each.read]]
-        before = [tensor.flatten(1, 2).clone() for tensor in engine.memory.by_block]
+    while engine.has_unfinished:
+        free = set(pool_of(engine).free) | {ZEROS}
+        read = [slot for each in active_in(engine) for slot in slots_of(each)[: each.read]]
+        before = [tensor.flatten(1, 2).clone() for tensor in inside(engine).memory.by_block]
         engine.step()
-        free &= set(engine.scheduler.pool.free) | {ZEROS}
+        free &= set(pool_of(engine).free) | {ZEROS}
         kept = [block * BLOCK + i for block in free for i in range(BLOCK)] + read
-        for was, now in zip(before, engine.memory.by_block, strict=True):
+        for was, now in zip(before, inside(engine).memory.by_block, strict=True):
             assert torch.equal(was[:, kept], now.flatten(1, 2)[:, kept])
-        alone.append(len(engine.active) == 3)
+        alone.append(len(active_in(engine)) == 3)
     assert any(alone)
 
 
@@ -345,8 +346,8 @@ def test_gpu_gives_the_same_tokens(family, tree):
     engine = Engine(on_gpu(family), tiny_draft(shared_target(family)), tree, max_batch_size=3, graphs=True)
     for _ in range(2):
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
-    assert engine.launcher.drafting.made
-    assert engine.launcher.validation.made
+    assert runner_of(engine).launcher.drafting.made
+    assert runner_of(engine).launcher.validation.made
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from eagle_train.ops import transfer
 from tests.support.graph_recorder import no_values
+from tests.support.inside import drafter_of, inside
 from tests.support.reference_answers import (
     GREEDY,
     LENGTH,
@@ -87,23 +88,23 @@ def test_a_round_begins_before_the_one_before_is_known():
     guide(engine, answers("llama"), lambda _: 1)
     request = engine.add(PROMPTS[0], GREEDY)
     told = []
-    while engine.scheduler.unfinished:
+    while engine.has_unfinished:
         told.append([len(update.token_ids) for update in engine.step()])
-        assert (engine.under_way is not None) == (2 <= len(told) < 10)
+        assert (inside(engine).in_flight is not None) == (2 <= len(told) < 10)
     assert told == [[1], [], [2], [2], [2], [2], [2], [2], [2], [1]]
     assert request.generated == answers("llama")[0][:LENGTH]
 
 
 def test_a_sequence_is_in_one_round_too_many_at_most():
     engine, rounds = engine_for(overlap=True), 0
-    propose = engine.drafter.propose
+    propose = drafter_of(engine).propose
 
     def counted(*arguments):
         nonlocal rounds
         rounds += 1
         return propose(*arguments)
 
-    engine.drafter.propose = counted
+    drafter_of(engine).propose = counted
     for max_tokens in (1, 2, 3, 12):
         rounds = 0
         (output,) = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
@@ -121,12 +122,12 @@ def test_who_comes_after_one_that_has_ended(cancelled):
         guide(engine, truth, lambda _: 3)
         stop = None if cancelled else (truth[0][ended_by],)
         first = engine.add(prompts[0], SamplingParams(max_tokens=20, stop_token_ids=stop, ignore_eos=True))
-        while engine.scheduler.unfinished:
+        while engine.has_unfinished:
             engine.step()
             if cancelled and len(first.generated) >= ended_by:
                 engine.cancel(first)
         second = engine.add(prompts[1], SamplingParams(max_tokens=3, ignore_eos=True))
-        while engine.scheduler.unfinished:
+        while engine.has_unfinished:
             engine.step()
         assert second.generated == truth[1][:3]
 
@@ -150,7 +151,16 @@ def nobody_waits():
             return to_device(values, device, dtype)
 
     to_device = transfer.to_device
-    modules = ["engine", "cache.paged_kv", "decode.sampling", "decode.prefill", "cache.prefix_cache"]
+    modules = [
+        "engine",
+        "batch",
+        "runner",
+        "requests.prompt_reader",
+        "cache.paged_kv",
+        "decode.sampling",
+        "decode.prefill",
+        "cache.prefix_cache",
+    ]
     with no_values():
         for name in modules:
             patch(f"eagle_train.inference.{name}.to_device", sent).start()
@@ -171,11 +181,11 @@ def test_nothing_in_a_round_waits_for_the_device(family, tree, drafting):
         for _ in range(2):
             engine.step()
         finished = []
-        engine.finish = finished.append
+        engine._finish = finished.append
         with nobody_waits():
             engine.step()
         (done,) = finished
-        assert [gain.tokens for _, gain in done.gains()]
+        assert [gain.tokens for gain in done.result.gains()]
 
 
 @pytest.mark.parametrize("family", ["llama", *FAMILIES])
@@ -194,16 +204,16 @@ def test_nor_does_the_reading_of_a_chunk(family, monkeypatch):
     first, answer = engine.add(early, GREEDY), SamplingParams(max_tokens=4, ignore_eos=True)
     while len(first.generated) < 5:
         engine.step()
-    second, finished, finish = engine.add(late, answer), [], engine.finish
+    second, finished, finish = engine.add(late, answer), [], engine._finish
     moved.clear()
-    engine.finish = finished.append
+    engine._finish = finished.append
     with nobody_waits():
         engine.step()
     assert set(moved) == {"put", "get"}
     assert 32 < second.read < len(late)
-    engine.finish = finish
+    engine._finish = finish
     finish(*finished)
-    while engine.scheduler.unfinished:
+    while engine.has_unfinished:
         engine.step()
     assert second.generated == Engine(target).generate([late], answer)[0].token_ids
 
@@ -215,7 +225,7 @@ def test_nothing_in_a_round_waits_for_the_gpu(tree):
     target = Target(type(model)(model.config).cuda())
     target.model.load_state_dict(model.state_dict())
     engine = Engine(target, tiny_draft(shared_target("llama")), tree)
-    assert engine.overlap
+    assert engine._overlap
     requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
     finish_without_waiting(engine)
     assert [request.generated for request in requests] == cut(answers("llama"))

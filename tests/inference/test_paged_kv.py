@@ -12,6 +12,7 @@ from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.models.draft import shift_hidden
 from tests.support.cache_checks import Recorder, check_cache, fresh, spoil
+from tests.support.inside import active_in, drafter_of, runner_of
 from tests.support.reference_answers import GREEDY, PROMPTS, TREES, answers, cut, guide, token_ids
 from tests.support.tiny import shared_target, tiny_draft, trained_draft
 
@@ -36,20 +37,20 @@ def test_caches_are_those_of_a_fresh_prefill(tree, kv_tokens, family, overrides,
     draft, rounds = tiny_draft(target, **overrides), []
     engine = Engine(target, draft, tree, max_batch_size=3, kv_tokens=kv_tokens, overlap=overlap)
     guide(engine, answers(family), lambda _: rng.randint(0, 3))
-    grow = engine.drafter.grow
+    grow = drafter_of(engine).grow
 
-    def checked(plan, root_hidden, *rest):
-        for row, sequence in enumerate(engine.active):
-            tokens = (sequence.prompt + answers(family)[sequence.index])[: engine.prefix.lengths[row] + 1]
+    def checked(plan, root_hidden, root_token, prefix, choice):
+        for row, sequence in enumerate(active_in(engine)):
+            tokens = (sequence.prompt + answers(family)[sequence.index])[: prefix.lengths[row] + 1]
             assert overlap or tokens == sequence.prompt + sequence.generated
             _, predicted, _, of_draft = fresh(target, draft, tokens)
-            check_cache(engine.drafter.cache, sequence, of_draft)
+            check_cache(drafter_of(engine).cache, sequence, of_draft)
             torch.testing.assert_close(root_hidden[row, 0], predicted[-1], rtol=1e-4, atol=1e-4)
-            check_cache(engine.cache, sequence, fresh(target, draft, tokens[:-1])[2])
+            check_cache(runner_of(engine).cache, sequence, fresh(target, draft, tokens[:-1])[2])
             rounds.append(sequence.index)
-        return grow(plan, root_hidden, *rest)
+        return grow(plan, root_hidden, root_token, prefix, choice)
 
-    engine.drafter.grow = checked
+    drafter_of(engine).grow = checked
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
     assert set(rounds) == set(range(len(PROMPTS)))
     assert (max(unread, default=0) > 1) == (kv_tokens is not None)
@@ -62,14 +63,14 @@ def test_aligned_with_the_last_token_alone(tree):
     draft = trained_draft(target, steps=60)  # an untrained one's own states make much of a rounding
     engine = Engine(target, Eagle(draft, target, "last"), tree, max_batch_size=2)
     guide(engine, answers("llama"), lambda _: rng.randint(0, 3))
-    grow, pairs_of = engine.drafter.grow, {}
+    grow, pairs_of = drafter_of(engine).grow, {}
 
     def read(tokens: list[int], pairs: list[torch.Tensor]) -> tuple[torch.Tensor, Recorder]:
         recorder, positions = Recorder(), torch.arange(len(tokens))[None]
         return draft(target.embed(torch.tensor([tokens])), torch.stack(pairs)[None], positions, recorder)[0], recorder
 
     def checked(plan, root_hidden, *rest):
-        for row, sequence in enumerate(engine.active):
+        for row, sequence in enumerate(active_in(engine)):
             tokens = sequence.prompt + sequence.generated
             hidden = fresh(target, draft, tokens)[0]
             wanted = [hidden[0], *hidden[:-1]]
@@ -84,11 +85,11 @@ def test_aligned_with_the_last_token_alone(tree):
             pairs = [*pairs[:-unread], *wanted[-unread:]]
             outputs, recorder = read(tokens, pairs)
             torch.testing.assert_close(root_hidden[row, 0], outputs[-1], rtol=1e-4, atol=1e-4)
-            check_cache(engine.drafter.cache, sequence, recorder)
+            check_cache(drafter_of(engine).cache, sequence, recorder)
             pairs_of[sequence.index] = pairs
         return grow(plan, root_hidden, *rest)
 
-    engine.drafter.grow = checked
+    drafter_of(engine).grow = checked
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
     assert leaves == {1, 2}
 
@@ -126,7 +127,7 @@ def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides, mon
         return draft(target.embed(ids), given, positions, Recorder())[0, -1]
 
     def check_tree(plan, tokens: torch.Tensor, logits: torch.Tensor) -> None:
-        for row, sequence in enumerate(engine.active):
+        for row, sequence in enumerate(active_in(engine)):
             committed = sequence.prompt + sequence.generated
             hidden = fresh(target, draft, committed)[0]
             outputs: dict[int, torch.Tensor] = {}
@@ -163,9 +164,9 @@ def test_rejected_slots_are_never_read(tree, rows, monkeypatch):
     for spoilt, proposals in enumerate(proposed):
         rng = random.Random(2)
         engine = Engine(target, tiny_draft(target), tree, max_batch_size=rows)
-        own = engine.drafter.children
+        own = drafter_of(engine).children
         guide(engine, answers("gemma2"), lambda _, rng=rng: rng.randint(0, 3))
-        guided = engine.drafter.children
+        guided = drafter_of(engine).children
 
         def both(*args, own=own, guided=guided, proposals=proposals):
             proposals += own(*args)[0].tolist()
@@ -177,7 +178,7 @@ def test_rejected_slots_are_never_read(tree, rows, monkeypatch):
                 spoil(self)
             return done
 
-        engine.drafter.children = both
+        drafter_of(engine).children = both
         monkeypatch.setattr(Engine, "commit", committing)
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("gemma2"))
     assert proposed[0] == proposed[1]

@@ -17,6 +17,7 @@ from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.requests.sequence import Sequence
 from eagle_train.models.shapes import KVShape
 from tests.support.cache_checks import check_cache, fresh, spoil
+from tests.support.inside import active_in, add_as, drafter_of, pool_of, runner_of, scheduler_of
 from tests.support.reference_answers import guide
 from tests.support.tiny import continued, random_tokens, shared_target, tiny_draft
 
@@ -43,7 +44,7 @@ def engine_for(family: str, tree: str = "d3_bf2", alignment: str = "accepted", *
 
 def check_pool(engine: Engine) -> None:
     """Nobody has a block, and none is lost."""
-    pool = engine.scheduler.pool
+    pool = pool_of(engine)
     assert sorted([*pool.free, *pool.idle]) == list(range(WASTE + 1, WASTE + 1 + pool.total))
     assert not any(pool.users)
     assert set(pool.named.values()) == set(pool.name_of) == set(pool.idle)
@@ -69,9 +70,13 @@ def test_what_was_read_before_a_preemption_was_not_found():
     engine.add(short, SamplingParams(max_tokens=60, ignore_eos=True))
     for _ in range(3):
         engine.step()
-    late, read, preempt = engine.add(long, SamplingParams(max_tokens=4, ignore_eos=True)), [], engine.scheduler.preempt
-    engine.scheduler.preempt = lambda sequence: read.append(sequence.read) or preempt(sequence)
-    while engine.scheduler.unfinished:
+    late, read, preempt = (
+        engine.add(long, SamplingParams(max_tokens=4, ignore_eos=True)),
+        [],
+        scheduler_of(engine).preempt,
+    )
+    scheduler_of(engine).preempt = lambda sequence: read.append(sequence.read) or preempt(sequence)
+    while engine.has_unfinished:
         engine.step()
     assert max(read) >= BLOCK
     assert late.stats.cached_tokens == 0
@@ -96,9 +101,8 @@ def test_what_is_found_is_what_was_read(family, alignment):
     """As long as the longest beginning that both models have read, and never the whole of a prompt."""
     engine, earlier = engine_for(family, alignment=alignment, kv_tokens=60 * BLOCK), []
     for index in [0, 1, 2, 0, 3, 4, 5, 2]:
-        request = engine.requests.sequence(index, PROMPTS[index], GREEDY)
-        engine.enqueue([request])
-        while engine.scheduler.unfinished:
+        request = add_as(engine, index, PROMPTS[index], GREEDY)
+        while engine.has_unfinished:
             engine.step()
             spoil(engine)
         assert request.generated == answers(family)[index][:LENGTH]
@@ -117,17 +121,17 @@ def test_both_caches_are_those_of_a_fresh_prefill(first_token, host_kv_tokens, m
     monkeypatch.setattr(HostKV, "get", lambda self, names, blocks: (brought.extend(blocks), get(self, names, blocks)))
     engine = Engine(target, draft, "chain3", kv_tokens=6 * BLOCK, prefix_cache=True, host_kv_tokens=host_kv_tokens)
     guide(engine, answers("llama") * 2, lambda _: rng.randint(0, 3))
-    grow = engine.drafter.grow
+    grow = drafter_of(engine).grow
 
     def checking(plan, root_hidden, *rest):
-        for sequence in engine.active:
+        for sequence in active_in(engine):
             tokens = sequence.prompt + sequence.generated
-            check_cache(engine.drafter.cache, sequence, fresh(target, draft, tokens)[3])
-            check_cache(engine.cache, sequence, fresh(target, draft, tokens[:-1])[2])
+            check_cache(drafter_of(engine).cache, sequence, fresh(target, draft, tokens)[3])
+            check_cache(runner_of(engine).cache, sequence, fresh(target, draft, tokens[:-1])[2])
             checked.append(sequence.stats.cached_tokens)
         return grow(plan, root_hidden, *rest)
 
-    engine.drafter.grow = checking
+    drafter_of(engine).grow = checking
     outputs = engine.generate(PROMPTS * 2, GREEDY)
     assert [output.token_ids for output in outputs] == [answer[:LENGTH] for answer in answers("llama") * 2]
     assert len(set(checked)) > 1
@@ -152,11 +156,10 @@ def test_requests_come_and_go(family, kv_tokens, host_kv_tokens):
         }
         engine = engine_for(family, max_batch_size=3, **settings)
         requests, cancelled = [], set()
-        while len(requests) < 16 or engine.scheduler.unfinished:
+        while len(requests) < 16 or engine.has_unfinished:
             if len(requests) < 16 and rng.random() < 0.5:
                 index = rng.randrange(len(PROMPTS))
-                request = engine.requests.sequence(index, PROMPTS[index], GREEDY)
-                engine.enqueue([request])
+                request = add_as(engine, index, PROMPTS[index], GREEDY)
                 requests.append(request)
             if requests and rng.random() < 0.1:
                 victim = rng.choice(requests)
@@ -186,7 +189,7 @@ def test_sampled_tokens_do_not_depend_on_what_was_found():
 
 def test_who_was_preempted_goes_on_from_what_is_left():
     engine, again = engine_for("llama", kv_tokens=9 * BLOCK, max_batch_size=4, host_kv_tokens=40 * BLOCK), []
-    preempt, give = engine.scheduler.preempt, engine.scheduler.give_blocks
+    preempt, give = scheduler_of(engine).preempt, scheduler_of(engine).give_blocks
     left: dict[Sequence, int] = {}
 
     def preempting(sequence):
@@ -198,7 +201,7 @@ def test_who_was_preempted_goes_on_from_what_is_left():
         if sequence in left:
             again.append((sequence.read, left.pop(sequence)))
 
-    engine.scheduler.preempt, engine.scheduler.give_blocks = preempting, giving
+    scheduler_of(engine).preempt, scheduler_of(engine).give_blocks = preempting, giving
     engine.generate(PROMPTS, GREEDY)
     assert again
     assert all(found == read > 0 for found, read in again)
@@ -238,7 +241,7 @@ def test_the_pool_empties_the_least_recently_used_end_of_a_text_first():
 
 
 def memory_of(store: PagedKV, pool: BlockPool) -> BlockMemory:
-    return BlockMemory([store], pool, Ranks(), None, moved=lambda _: None)
+    return BlockMemory([store], pool, Ranks(), None, on_realloc=lambda _: None)
 
 
 def test_host_memory_keeps_the_most_recently_used():

@@ -12,6 +12,7 @@ from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
 from eagle_train.inference.cache.paged_kv import BLOCK, WASTE, PagedKV
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.requests.sequence import Sequence
+from tests.support.inside import drafter_of, pool_of
 from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
 from tests.support.tiny import continued, random_tokens, shared_target, tiny_draft
 
@@ -36,7 +37,7 @@ def test_who_there_is_no_memory_for_is_refused_and_the_others_go_on(error, monke
     engine, grown = Engine(target, tiny_draft(target), "chain3"), PagedKV.grown
 
     def short(self, blocks):
-        if self is engine.drafter.cache and blocks > 20:
+        if self is drafter_of(engine).cache and blocks > 20:
             raise error
         return grown(self, blocks)
 
@@ -48,7 +49,7 @@ def test_who_there_is_no_memory_for_is_refused_and_the_others_go_on(error, monke
         with pytest.raises(UserError, match=wanted):
             engine.add(PROMPTS[1], SamplingParams(max_tokens=50 * BLOCK))
     others = [engine.add(prompt, GREEDY) for prompt in PROMPTS[1:3]]
-    while engine.scheduler.unfinished:
+    while engine.has_unfinished:
         engine.step()
     assert [request.generated for request in (first, *others)] == cut(answers("llama"))[:3]
 
@@ -61,10 +62,10 @@ def test_where_memory_is_short_they_wait_for_each_other(preempted, monkeypatch):
         monkeypatch.setattr(BlockMemory, "affordable", lambda _, affordable=affordable: affordable)
         engine = Engine(target, tiny_draft(target), "chain3", max_batch_size=4)
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
-        assert engine.scheduler.pool.total == max(affordable, *needs)
+        assert pool_of(engine).total == max(affordable, *needs)
         requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]  # none of whom needs more than there is
-        assert engine.scheduler.pool.total == max(affordable, *needs)
-        while engine.scheduler.unfinished:
+        assert pool_of(engine).total == max(affordable, *needs)
+        while engine.has_unfinished:
             engine.step()
         assert [request.generated for request in requests] == cut(answers("llama"))
     assert preempted
@@ -75,9 +76,9 @@ def test_where_free_memory_lies_in_pieces_they_wait_too(monkeypatch):
     engine = Engine(target, tiny_draft(target), "chain3", max_batch_size=4)
     engine.generate(PROMPTS[:1], GREEDY)
     monkeypatch.setattr(PagedKV, "grown", lambda *_: torch.zeros(2**62))
-    before = engine.scheduler.pool.total
+    before = pool_of(engine).total
     assert token_ids(engine.generate(PROMPTS[:1] * 4, GREEDY)) == cut(answers("llama"))[:1] * 4
-    assert engine.scheduler.pool.total == before
+    assert pool_of(engine).total == before
     with pytest.raises(UserError, match="no memory"):
         engine.generate(PROMPTS, SamplingParams(max_tokens=50 * BLOCK))
     monkeypatch.setattr(PagedKV, "grown", grown)
@@ -94,7 +95,7 @@ def test_a_store_too_small_for_all(family, tree, preempted):
     outputs = engine.generate(PROMPTS, GREEDY)
     assert token_ids(outputs) == cut(answers(family))
     assert preempted
-    pool = engine.scheduler.pool
+    pool = pool_of(engine)
     assert sorted(pool.free) == list(range(WASTE + 1, WASTE + 1 + pool.total))
     for output in outputs:
         assert output.stats.tokens == LENGTH - 1 == sum(output.rounds)
@@ -222,7 +223,7 @@ def test_the_rows_that_stay_are_those_of_who_came_first(preempted):
     long, short = random_tokens(40, 5)
     engine = Engine(shared_target(), max_batch_size=3, kv_tokens=7 * BLOCK)
     requests = [engine.add(prompt, SamplingParams(max_tokens=50, ignore_eos=True)) for prompt in (long, short)]
-    while engine.scheduler.unfinished:
+    while engine.has_unfinished:
         engine.step()
     assert preempted == [1]
     assert [each.generated for each in requests] == [continued(shared_target(), each.prompt, 50) for each in requests]

@@ -26,7 +26,7 @@ def test_statistics(depth):
         assert min(stats.intervals_s) > 0
         assert stats.ttft_s > 0
         assert stats.ttit_s == pytest.approx(sum(stats.intervals_s) / stats.tokens)
-    assert set(engine.stage_seconds) == {"prefill", "drafting", "validation", "sampling", "bookkeeping"}
+    assert set(engine.stage_times.seconds) == {"prefill", "drafting", "validation", "sampling", "bookkeeping"}
 
 
 # --- what a request asks for

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from threading import Event
-from typing import Any
 
 import pytest
 import torch
@@ -24,8 +23,9 @@ from eagle_train.inference.cache.block_pool import BlockPool
 from eagle_train.inference.cache.paged_kv import BLOCK, WASTE
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
-from eagle_train.inference.parallel.disaggregated import DecodeEngine
+from eagle_train.inference.parallel.disaggregated import PrefillServer, RemotePrefill
 from eagle_train.inference.requests.sequence import Sequence
+from tests.support.inside import pool_of
 from tests.support.local_prefill import LocalPrefill
 from tests.support.tiny import random_tokens, tiny_target, tiny_tokenizer, trained_draft
 
@@ -95,25 +95,25 @@ class Faulty(LocalPrefill):
     def __init__(self, rng: random.Random, other: int, mortal: bool):
         self.other, self.rng, self.met = other, rng, Counter()
         self.often = {"none": 0.7, "unread": 0.3} | dict.fromkeys(DEADLY, mortal * 3 / COUNT)
-        self.engine = Engine(models()[0], drafter(), prefill_tokens=8, prefix_cache=True)
+        self.server = PrefillServer(models()[0], drafter(), prefill_tokens=8, prefix_cache=True)
         self.open, self.changed = Event(), {}
 
-    def tell(self, message, timeout):
-        super().tell(message, timeout)
+    def send(self, message, timeout):
+        super().send(message, timeout)
         (self.fault,) = self.rng.choices(list(self.often), self.often.values())
         self.met[self.fault] += 1
         self.fail("deaf")
 
-    def hear(self, timeout):
-        answer = super().hear(timeout)
+    def recv(self, timeout):
+        answer = super().recv(timeout)
         self.fail("silent")
         if self.fault == "unread":
             return {"number": answer["number"]}
         return answer | ({"number": -1} if self.fault == "astray" else {})
 
-    def receive(self, tensor, timeout):
+    def recv_tensor(self, tensor, timeout):
         self.fail("torn")
-        return super().receive(tensor, timeout)
+        return super().recv_tensor(tensor, timeout)
 
     def fail(self, fault: str) -> None:
         if self.fault == fault:
@@ -140,10 +140,9 @@ def test_requests_of_all_kinds(apart, seed):
     settings = {"max_batch_size": ROWS, "kv_tokens": 13 * BLOCK, "prefix_cache": True, "host_kv_tokens": 20 * BLOCK}
     settings["overlap"] = rng.random() < 0.5
     lines = [Faulty(random.Random(rng.random()), other, mortal=other > 1) for other in (1, 2, 3) if apart]
-    make: Any = DecodeEngine if apart else Engine
-    engine = make(
-        target, drafter(alignment), tree, **settings, **({"lines": lines} if apart else {"prefill_tokens": 16})
-    )
+    prefill = RemotePrefill(lines) if apart else None
+    settings |= {} if apart else {"prefill_tokens": 16}
+    engine = Engine(target, drafter(alignment), tree, prefill=prefill, **settings)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "prefill process . is given up")
         asked, outputs = served(engine, kinds, rng, lines)
@@ -160,12 +159,12 @@ def test_requests_of_all_kinds(apart, seed):
             output = outputs[request]
             assert (output.token_ids, output.text) == (whole.token_ids, whole.text), kind
             assert output.finish_reason == whole.finish_reason
-    check_free(engine.scheduler.pool)
+    check_free(pool_of(engine))
     assert {request.finish_reason for request, _ in asked} >= {"cancelled", "stop", "length"}
     assert sum(request.stats.cached_tokens for request, _ in asked) > 0
     assert any(max(request.rounds, default=0) > 1 for request, _ in asked), "some drafts must be accepted"
     if apart:
-        check_lines(engine, lines)
+        check_lines(prefill, lines)
 
 
 def served(
@@ -180,20 +179,20 @@ def served(
             engine.cancel(rng.choice(asked[-8:])[0])
         shake(rng, lines)
         outputs |= {update.request: update.output for update in engine.step() if update.output is not None}
-        if len(asked) == COUNT and not engine.scheduler.unfinished:
+        if len(asked) == COUNT and not engine.has_unfinished:
             break
     assert len(asked) == COUNT
-    assert not engine.scheduler.unfinished, "it hangs"
+    assert not engine.has_unfinished, "it hangs"
     return asked, outputs
 
 
-def check_lines(engine: DecodeEngine, lines: list[Faulty]) -> None:
+def check_lines(prefill: RemotePrefill, lines: list[Faulty]) -> None:
     """Who was not given up goes on, and nothing is left in any prefill process."""
     for line in lines:
         line.open.set()
-    engine.close()
-    assert lines[0] in engine.errands
-    assert len(engine.errands) < len(lines)
+    prefill.close()
+    assert lines[0] in prefill._tasks
+    assert len(prefill._tasks) < len(lines)
     for line in lines:
-        assert line in engine.errands or any(line.met[fault] for fault in DEADLY)
-        check_free(line.engine.scheduler.pool)
+        assert line in prefill._tasks or any(line.met[fault] for fault in DEADLY)
+        check_free(line.server._parts.scheduler.pool)

@@ -127,7 +127,7 @@ def test_every_command_says_it(copy, tmp_path, capsys, config, kind, command):
     arguments = {
         "plan": (train.main, "plan=true", *data),
         "train": (train.main, *data),
-        "export": (export.main, f"checkpoint={copy}", f"out={tmp_path / 'out'}", "engine=trtllm"),
+        "export": (export.main, f"checkpoint={copy}", f"out={tmp_path / 'out'}", "layout=trtllm"),
         "generate": (generate.main, "prompt=hi"),
     }
     main, *given = arguments[command]

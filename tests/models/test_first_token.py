@@ -12,6 +12,7 @@ from eagle_train.inference import Engine
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import Attend, Rule, packed_attention
+from tests.support.inside import active_in, drafter_of
 from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, answers, cut, token_ids
 from tests.support.reference_chains import LENGTHS, documents, draft_inputs, exact_draft
 from tests.support.tiny import shared_target, trained_draft
@@ -108,16 +109,16 @@ def test_the_engine_drafts_as_the_twin(kind, options):
     target = shared_target()
     draft, checked = a_draft(kind), []
     engine = Engine(target, draft, "chain3", **options)
-    grow = engine.drafter.grow
+    grow = drafter_of(engine).grow
 
     def checking(plan, root_hidden, *rest):
-        for row, sequence in enumerate(engine.active):
+        for row, sequence in enumerate(active_in(engine)):
             wanted, _ = drafted(target, draft, sequence.prompt + sequence.generated, 1)
             torch.testing.assert_close(root_hidden[row, 0], wanted, rtol=1e-4, atol=1e-4)
             checked.append(sequence.index)
         return grow(plan, root_hidden, *rest)
 
-    engine.drafter.grow = checking
+    drafter_of(engine).grow = checking
     outputs = engine.generate(PROMPTS * 2, GREEDY)
     truth = answers("llama")
     assert token_ids(outputs) == cut(truth) * 2

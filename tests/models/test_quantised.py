@@ -15,6 +15,7 @@ from eagle_train.ops.linear import Fp8Linear, Int4Linear, QuantisedLinear
 from eagle_train.ops.quantise import dequantise, fp8, int4
 from tests.support.command_line import call
 from tests.support.eval_inputs import make_home
+from tests.support.inside import drafter_of
 from tests.support.tiny import continued, random_tokens, tiny_draft, tiny_target, trained_draft
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -100,7 +101,9 @@ def test_an_engines_output_is_the_targets_own(target, scheme, scope, ffn):
     for tree in ("chain3", "d3_bf2"):
         engine = Engine(target, small, tree)
         assert [output.token_ids for output in engine.generate(prompts, params)] == wanted
-        used = [module.has_kernel for module in engine.drafter.draft.modules() if isinstance(module, QuantisedLinear)]
+        used = [
+            module.has_kernel for module in drafter_of(engine).draft.modules() if isinstance(module, QuantisedLinear)
+        ]
         assert used
         assert all(used)
     assert not any(module.has_kernel for module in small.modules() if isinstance(module, QuantisedLinear))

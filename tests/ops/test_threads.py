@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.engine import mean_elements
+from eagle_train.inference.runner import _mean_elements as mean_elements
 from eagle_train.ops import threads
 from eagle_train.ops.threads import LEAST_ELEMENTS, LEAST_WORK, threads_for
+from tests.support.inside import active_in
 from tests.support.reference_answers import PROMPTS, answers, token_ids
 from tests.support.tiny import shared_target, tiny_draft
 
@@ -41,7 +42,7 @@ def test_rounds_have_threads_by_their_rows(compile, graphs, monkeypatch):
     made, seen, engine_round = len(graphs), set(), engine.round
 
     def noted(plan):
-        seen.add((len(engine.active), torch.get_num_threads()))
+        seen.add((len(active_in(engine)), torch.get_num_threads()))
         return engine_round(plan)
 
     engine.round = noted

@@ -8,6 +8,7 @@ from eagle_train.inference.requests.sequence import Sequence
 from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
+from tests.support.inside import active_in, drafter_of, inside, pool_of, runner_of, scheduler_of
 
 
 class Recorder:
@@ -45,15 +46,15 @@ def fresh(target: Target, draft: Draft, tokens: list[int]) -> tuple[torch.Tensor
 @torch.inference_mode()
 def spoil(engine: Engine) -> None:
     """Make NaN of every slot that holds no committed token."""
-    named = [block * BLOCK + i for block in engine.scheduler.pool.name_of for i in range(BLOCK)]
-    for cache, of_target in ((engine.cache, True), (engine.drafter.cache, False)):
+    named = [block * BLOCK + i for block in pool_of(engine).name_of for i in range(BLOCK)]
+    for cache, of_target in ((runner_of(engine).cache, True), (drafter_of(engine).cache, False)):
         free = torch.ones(cache.slots, dtype=torch.bool)
         free[ZEROS * BLOCK : (ZEROS + 1) * BLOCK] = False
-        if engine.active:
-            lengths = engine.pending.lengths if of_target else engine.pending.read
-            for sequence, length in zip(engine.active, lengths.tolist(), strict=True):
+        if active_in(engine):
+            lengths = inside(engine).batch.pending.lengths if of_target else inside(engine).batch.pending.read
+            for sequence, length in zip(active_in(engine), lengths.tolist(), strict=True):
                 free[slots_of(sequence)[:length]] = False
-        for sequence in engine.scheduler.reading:
+        for sequence in scheduler_of(engine).reading:
             free[slots_of(sequence)[: sequence.read]] = False
         free[named] = False
         for memory in cache.memory:

@@ -10,8 +10,9 @@ from pathlib import Path
 from eagle_train import distributed
 from eagle_train.artifacts.format import load_draft
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.parallel.disaggregated import DecodeEngine, Line, connect, serve_prefill
+from eagle_train.inference.parallel.disaggregated import Line, PrefillServer, RemotePrefill, connect
 from eagle_train.models.loading import TargetConfig, load_target
+from tests.support.inside import pool_of
 from tests.support.reference_answers import LENGTH, PROMPTS
 
 TEXTS = [*PROMPTS, *PROMPTS]
@@ -32,53 +33,57 @@ def answers(engine: Engine, stage: dict) -> tuple[list[list[int]], list[list[int
         engine.step()
         if stage["cancelling"] and rng.random() < 0.4:
             engine.cancel(rng.choice(requests))
-    while engine.scheduler.unfinished:
+    while engine.has_unfinished:
         engine.step()
     return [request.generated for request in requests], [request.rounds for request in requests]
 
 
-def break_down(engine: Engine, fault: str, rng: random.Random) -> None:
+def break_down(server: PrefillServer, fault: str, rng: random.Random) -> None:
     """Let a prefill process fail at random, its prompts read; or be too late with its first answer, or die with it."""
-    begin, tell, told = engine.begin, Line.tell, []
+    reader = server._parts.reader
+    first_tokens, send, sent = reader.first_tokens, Line.send, []
 
-    def raising(*arguments):
-        pending = begin(*arguments)
+    def raising(sequences):
+        tokens = first_tokens(sequences)
         if rng.random() < 0.5:
             raise RuntimeError("out of memory")
-        return pending
+        return tokens
 
     def last(line, message):
-        told.append(message)
-        if fault == "is slow" and len(told) == 1:
+        sent.append(message)
+        if fault == "is slow" and len(sent) == 1:
             time.sleep(600)
-        tell(line, message)
-        if fault == "dies" and len(told) == 1:
+        send(line, message)
+        if fault == "dies" and len(sent) == 1:
             os._exit(1)  # with what it announced unsent
 
     if fault == "raises":
-        engine.begin = raising
+        reader.first_tokens = raising
     else:
-        Line.tell = last
+        Line.send = last
 
 
 def decode(target, draft, stage: dict, lines) -> dict:
     """What came of a stage; `here`: how many texts this process read itself."""
-    engine, here, read = DecodeEngine(target, draft, lines=lines, **stage["engine"]), [], Engine.read
+    options = dict(stage["engine"])
+    prefill = RemotePrefill(lines, **({"timeout_s": options.pop("timeout_s")} if "timeout_s" in options else {}))
+    engine, here = Engine(target, draft, prefill=prefill, **options), []
+    local = prefill._local
+    read = local.read
 
-    def noting(self, chunks):
+    def noting(chunks, is_decoding):
         here.extend(chunks)
-        return read(self, chunks)
+        return read(chunks, is_decoding)
 
-    Engine.read = noting
+    local.read = noting
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         start = time.perf_counter()
         tokens, rounds = answers(engine, stage)
         seconds = time.perf_counter() - start
-        left = len(engine.errands)
-        engine.close()
-    Engine.read = read
-    pool = engine.scheduler.pool
+        left = len(prefill._tasks)
+        prefill.close()
+    pool = pool_of(engine)
     told = [str(warning.message) for warning in warned]
     return {
         "tokens": tokens,
@@ -101,11 +106,11 @@ def main(root: Path, job: dict) -> None:
         found = [decode(target, draft, stage, lines) for stage in job["stages"]]
         (root / "found.json").write_text(json.dumps(found))
         os._exit(0)  # whatever became of the others
-    engine = Engine(target, draft, prefill_tokens=8)
+    server = PrefillServer(target, draft, prefill_tokens=8)
     if fault := job["faults"].get(str(world.rank)):
-        break_down(engine, fault, random.Random(world.rank))
+        break_down(server, fault, random.Random(world.rank))
     for _ in job["stages"]:
-        serve_prefill(engine, lines)
-        pool = engine.scheduler.pool
+        server.serve(lines)
+        pool = server._parts.scheduler.pool
         assert len(pool.free) == pool.total
     os._exit(0)

@@ -8,12 +8,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle_train.artifacts.format import save_draft
-from eagle_train.inference import SamplingParams
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
-from evals.prompts import Asked
-from evals.questions import Question
 
 CONTEXT = 256
 TEMPLATE = (
@@ -87,11 +84,3 @@ def write_rows(path: Path, rows: list) -> Path:
 def arguments(home: Path, *overrides: str) -> list[str]:
     paths = [f"target.path={home}/target", f"draft.path={home}/draft", f"questions={home}/questions.jsonl"]
     return [*paths, "max_tokens=12", *overrides]
-
-
-NOBODY = Question(0, 0, None, [], [])
-
-
-def asked(*prompts: list[int], arrivals: list[float] | None = None, **params) -> list[Asked]:
-    at = arrivals or [0.0] * len(prompts)
-    return [Asked(NOBODY, prompt, SamplingParams(**params), second) for prompt, second in zip(prompts, at, strict=True)]

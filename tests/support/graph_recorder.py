@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from eagle_train.inference import Engine
 from eagle_train.inference.cache.paged_kv import BLOCK
 from eagle_train.inference.decode.graphs import Graphs
+from tests.support.inside import pool_of, runner_of
 
 ASKING = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "bincount", "_unique2"}
 REFUSED = ASKING | {"lift_fresh"}  # which makes a tensor of numbers
@@ -106,6 +107,6 @@ class Recorder:
 
 def recorded(engine: Engine) -> Engine:
     """The engine with drafting and validation recorded."""
-    engine.launcher = Graphs(Recorder, engine.max_batch_size, engine.dispatcher.deepest + 1)
-    engine.launcher.forget(engine.scheduler.pool.total * BLOCK)
+    runner_of(engine).launcher = Graphs(Recorder, engine.config.max_batch_size, engine.dispatcher.deepest + 1)
+    runner_of(engine).launcher.forget(pool_of(engine).total * BLOCK)
     return engine

@@ -1,12 +1,11 @@
-"""A prefill process of disaggregated serving without the process: its engine is in this one."""
+"""A prefill process of disaggregated serving without the process: its server is in this one."""
 
 import json
 from functools import cache
 from threading import Event
 
-from eagle_train.inference import Engine
-from eagle_train.inference.parallel import disaggregated
-from eagle_train.inference.parallel.disaggregated import as_json
+from eagle_train.inference import PrefillServer
+from eagle_train.inference.parallel.disaggregated import _as_json
 from eagle_train.models.draft import Draft
 from tests.support.tiny import shared_target, trained_draft
 
@@ -17,19 +16,19 @@ def a_draft(first_token: str = "self_fusion") -> Draft:
 
 
 class LocalPrefill:
-    """A line to a prefill process that is none: what is sent goes to its engine, once it is `open`."""
+    """A line to a prefill process that is none: what is sent goes to its server, once it is `open`."""
 
     def __init__(self, other: int = 1, draft: Draft | None = None, **options):
-        self.other, self.engine = other, Engine(shared_target("gemma2"), draft or a_draft(), **options)
+        self.other, self.server = other, PrefillServer(shared_target("gemma2"), draft or a_draft(), **options)
         self.open, self.changed = Event(), {}
 
-    def tell(self, message, timeout):
-        self.request = json.loads(as_json(message))
+    def send(self, message, timeout):
+        self.request = json.loads(_as_json(message))
 
-    def hear(self, timeout):
+    def recv(self, timeout):
         assert self.open.wait(60)
-        tokens, self.packed = disaggregated.read(self.engine, self.request)
+        tokens, self.packed = self.server.read(self.request)
         return {"number": self.request["number"], "tokens": tokens} | self.changed
 
-    def receive(self, tensor, timeout):
+    def recv_tensor(self, tensor, timeout):
         return tensor.copy_(self.packed)

@@ -2,7 +2,7 @@
 
 from eagle_train.cli import compose
 from eagle_train.settings import build
-from evals.shapes import ShapesConfig
+from evals.bench.random_models import ShapesConfig
 
 
 def shapes_of(name: str) -> ShapesConfig:

@@ -10,6 +10,7 @@ from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.requests.sequence import Sequence
 from tests.support.cache_checks import spoil
+from tests.support.inside import add_as, pool_of
 from tests.support.reference_answers import guide
 from tests.support.tiny import continued, random_tokens, shared_target, tiny_draft
 
@@ -68,10 +69,9 @@ def check_tokens(
     rng.shuffle(waiting)
     asked: dict[int, Sequence] = {}
     cancelled = set()
-    while waiting or engine.scheduler.unfinished:
+    while waiting or engine.has_unfinished:
         for index, request in (waiting.pop() for _ in range(min(len(waiting), rng.randint(0, 3)))):
-            asked[request] = engine.requests.sequence(index, PROMPTS[index], params[index])
-            engine.enqueue([asked[request]])
+            asked[request] = add_as(engine, index, PROMPTS[index], params[index])
         if asked and rng.random() < 0.05:
             request = rng.choice(sorted(asked))
             engine.cancel(asked[request])
@@ -82,4 +82,4 @@ def check_tokens(
         whole = wanted[request % len(PROMPTS)][:LENGTH]
         begun = request in cancelled and sequence.generated == whole[: len(sequence.generated)]
         assert sequence.generated == whole or begun, at
-    assert not any(engine.scheduler.pool.users)
+    assert not any(pool_of(engine).users)

@@ -14,8 +14,10 @@ import torch
 
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.decode.tree import Tree
-from eagle_train.inference.drafters.drafter import Drafted, Plan
+from eagle_train.inference.drafters.drafter import Drafted
 from eagle_train.inference.requests.sequence import Output, Sequence
+from eagle_train.inference.runner import RoundInputs
+from tests.support.inside import active_in, drafter_of, inside, runner_of
 from tests.support.tiny import continued, random_tokens, shared_target
 
 TREES = ["chain3", "d3_bf2", "n8"]
@@ -46,8 +48,9 @@ def right_as_told(engine: Engine, truth: list[list[int]], depth_of: DepthOf) -> 
     rng = random.Random(0)
 
     def tokens_for(tree: Tree) -> torch.Tensor:
-        tokens = torch.zeros(len(engine.active), tree.num_nodes, dtype=torch.long)
-        for row, (sequence, length) in enumerate(zip(engine.active, engine.pending.lengths.tolist(), strict=True)):
+        tokens = torch.zeros(len(active_in(engine)), tree.num_nodes, dtype=torch.long)
+        lengths = inside(engine).batch.pending.lengths.tolist()
+        for row, (sequence, length) in enumerate(zip(active_in(engine), lengths, strict=True)):
             right = truth[sequence.index][length + 1 - len(sequence.prompt) :]
             right += [0] * (tree.max_depth - len(right))  # it may have ended since the round before began
             path = [node for node in rng.choice(tree.paths.tolist()) if node > 0]
@@ -65,27 +68,27 @@ def guide(engine: Engine, truth: list[list[int]], depth_of: DepthOf) -> None:
     tokens_for, wanted = right_as_told(engine, truth, depth_of), {}
 
     def children(hidden, level, choice):
-        tree = engine.dispatcher.dispatch(len(engine.active)).tree
+        tree = engine.dispatcher.dispatch(len(active_in(engine))).tree
         if level.parents.tolist() == [0]:
             wanted["tokens"] = tokens_for(tree)
-        proposed = torch.zeros(len(engine.active), len(level.parents), level.most, dtype=torch.long)
+        proposed = torch.zeros(len(active_in(engine)), len(level.parents), level.most, dtype=torch.long)
         places = slice(None) if level.proposal is None else level.proposal
         below = slice(*tree.levels[tree.depth[level.parents[0]] + 1])
         proposed.flatten(1)[:, places] = wanted["tokens"][:, below]
         return proposed, None
 
-    engine.drafter.children = children
+    drafter_of(engine).children = children
 
 
 def guide_from_outside(engine: Engine, truth: list[list[int]], depth_of: DepthOf) -> None:
     """As `guide`, for drafting that may be recorded: its tokens are replaced when it is done."""
-    tokens_for, draft_tree = right_as_told(engine, truth, depth_of), engine.draft_tree
+    tokens_for, draft = right_as_told(engine, truth, depth_of), runner_of(engine).draft
 
-    def replaced(plan: Plan) -> Drafted:
-        wanted, drafted = tokens_for(plan.tree), draft_tree(plan)
-        return drafted._replace(tokens=torch.where(plan.tree.depth > 0, wanted, drafted.tokens))
+    def replaced(inputs: RoundInputs) -> Drafted:
+        wanted, drafted = tokens_for(inputs.plan.tree), draft(inputs)
+        return drafted._replace(tokens=torch.where(inputs.plan.tree.depth > 0, wanted, drafted.tokens))
 
-    engine.draft_tree = replaced
+    runner_of(engine).draft = replaced
 
 
 def fail_at(monkeypatch, owner: Any, name: str, call: int) -> None:
@@ -109,5 +112,5 @@ def finish_without_waiting(engine: Engine) -> None:
         engine.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    while engine.scheduler.unfinished:
+    while engine.has_unfinished:
         engine.step()

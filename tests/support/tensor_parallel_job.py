@@ -14,6 +14,7 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import LMHead, Target
+from tests.support.inside import inside, pool_of, runner_of
 from tests.support.reference_answers import LENGTH, PROMPTS
 from tests.support.tiny import tiny_draft
 
@@ -39,12 +40,12 @@ def fall_short(engine: Engine, rank: int) -> None:
     def none(*_: int) -> torch.Tensor:
         raise RuntimeError("can't allocate memory")
 
-    engine.memory.affordable = lambda: 6 + 4 * rank
-    if rank == engine.ranks.size - 1:
-        engine.cache.grown = none
+    inside(engine).memory.affordable = lambda: 6 + 4 * rank
+    if rank == runner_of(engine).ranks.size - 1:
+        runner_of(engine).cache.grown = none
     with pytest.raises(UserError, match="no memory for the keys and values"):
         engine.generate(PROMPTS[:1])
-    vars(engine.cache).pop("grown", None)
+    vars(runner_of(engine).cache).pop("grown", None)
 
 
 def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
@@ -67,14 +68,14 @@ def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
         params[::2] = [replace(each, grammar={"regex": "[a-f]{2,9}(xy|z)?"}) for each in params[::2]]
     outputs = engine.generate(PROMPTS[:count], params)
     target.lm_head = own
-    pool = engine.scheduler.pool
+    pool = pool_of(engine)
     return {
         "tokens": [output.token_ids for output in outputs],
         "rounds": [output.rounds for output in outputs],
         "rows": seen,
         "free": pool.available == pool.total,
         "blocks": pool.total,
-        "heads": engine.cache.layers[0][0].shape[1],
+        "heads": runner_of(engine).cache.layers[0][0].shape[1],
     }
 
 

@@ -31,7 +31,7 @@ from eagle_train.training.losses import distillation_loss
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.train_config import TrainConfig
 from eagle_train.training.unroll import unroll
-from evals import train_throughput as bench
+from evals.bench import training_steps as bench
 from tests.support import memory_job
 from tests.support.command_line import call, save_target, write_jsonl
 from tests.support.presets import shapes_of
@@ -220,7 +220,7 @@ def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed
     monkeypatch.setattr(losses, "MAX_WORKERS", 1)
     monkeypatch.setattr(losses, "BLOCK_LOGITS", 2**40)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    config = bench.Config(out="", device="cpu", seed=0, tflops=None, **STEP, **ROWS)
+    config = bench.StepConfig(out="", device="cpu", seed=0, tflops=None, **STEP, **ROWS)
     words = " ".join(f"w{i}" for i in range(config.row_tokens))  # a document fills a row
     write_jsonl(tmp_path / "documents.jsonl", [{"text": words}] * 50)
     with Held() as held:

@@ -44,11 +44,11 @@ class BlockMemory:
         pool: BlockPool,
         ranks: Ranks,
         kv_tokens: int | None,
-        moved: Callable[[int], None],
+        on_realloc: Callable[[int], None],
     ):
-        """`kv_tokens`: as the engine's; raises UserError, as `grow` does, where so much cannot be had. `moved`: is told
-        when the stores have other tensors, and of how many slots a sequence can have then."""
-        self.stores, self.pool, self.ranks, self.kv_tokens, self.moved = stores, pool, ranks, kv_tokens, moved
+        """`kv_tokens`: as the engine's; raises UserError, as `grow` does, where so much cannot be had. `on_realloc`:
+        called with the number of slots that a sequence can have when the stores' tensors were replaced."""
+        self.stores, self.pool, self.ranks, self.kv_tokens, self.on_realloc = stores, pool, ranks, kv_tokens, on_realloc
         if kv_tokens is not None:
             self.reserve(kv_tokens // BLOCK)
 
@@ -82,7 +82,7 @@ class BlockMemory:
         self.pool.grow(blocks)
         for store, memory in zip(self.stores, grown, strict=True):
             store.hold(memory)
-        self.moved(self.pool.total * BLOCK)
+        self.on_realloc(self.pool.total * BLOCK)
 
     def grown(self, blocks: int) -> list[Listing[torch.Tensor]]:
         """What the stores are to hold with so many blocks. Raises UserError, with all as it was, for want of memory."""

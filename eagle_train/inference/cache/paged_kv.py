@@ -46,7 +46,7 @@ class Prefix:
     ) -> "Prefix":
         """`there`: the lengths, where the device has them already."""
         if len(blocks) == 1 and blocks[0] == list(range(blocks[0][0], blocks[0][0] + len(blocks[0]))):
-            return Alone(lengths[0], blocks[0], device, there)
+            return ContiguousPrefix(lengths[0], blocks[0], device, there)
         width = max(map(len, blocks))
         table = to_device([row + [WASTE] * (width - len(row)) for row in blocks], device)
         tensor = to_device(lengths, device) if there is None else there
@@ -81,7 +81,7 @@ class Prefix:
         return block * BLOCK + positions % BLOCK
 
 
-class Alone(Prefix):
+class ContiguousPrefix(Prefix):
     """That of a batch of one, where the host knows the length and the blocks follow one another: slots are a range.
 
     So hardly anything need be computed: tensors are made when they are asked for.
@@ -106,11 +106,11 @@ class Alone(Prefix):
         """How many slots there are."""
         return len(self.row) * BLOCK
 
-    def at(self, lengths: list[int]) -> "Alone":
-        return Alone(lengths[0], self.row, self.device)
+    def at(self, lengths: list[int]) -> "ContiguousPrefix":
+        return ContiguousPrefix(lengths[0], self.row, self.device)
 
-    def grown(self, tokens: int) -> "Alone":
-        return Alone(self.longest + tokens, self.row, self.device)
+    def grown(self, tokens: int) -> "ContiguousPrefix":
+        return ContiguousPrefix(self.longest + tokens, self.row, self.device)
 
     def positions(self, count: int) -> torch.Tensor:
         return torch.arange(self.longest, self.longest + count, device=self.device).unsqueeze(0)
@@ -141,10 +141,12 @@ class PagedKV:
         dtype: torch.dtype,
         device: torch.device | str,
         given: Mapping[int, int] | None = None,
+        joint: bool = False,
     ):
         """`shapes`: by layer. `given`: layers that read the keys and values of the layer that is named, and have none
-        of their own."""
+        of their own. `joint`: a tree attends to prefix and nodes at once, under one mask, not to each apart."""
         self.given = given or {}
+        self._over_tree = _joint if joint else _split
         self.parts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # heads, width: each layer, and 0 (keys) or 1
         for layer, (heads, *widths) in shapes.items():
             for which, width in enumerate(widths):
@@ -244,7 +246,7 @@ class PagedKV:
             if layer not in self.given:
                 suffix.append(layer, k, v)
             k, v = suffix.layers[self.given.get(layer, layer)]
-            return over_both(q, *committed(layer), k, v, rule, masks)
+            return self._over_tree(q, *committed(layer), k, v, rule, masks)
 
         return attend
 
@@ -310,7 +312,7 @@ class BlockEnds:
         self.hidden[torch.where(slots % BLOCK == BLOCK - 1, slots // BLOCK, WASTE)] = hidden
 
 
-def over_both(
+def _split(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -322,6 +324,21 @@ def over_both(
     """Attention over the committed keys and values and over k, v, merged by log-sum-exp."""
     committed = slot_attention(q, keys, values, masks.prefix, rule)
     return with_sinks(*merge(committed, partial_attention(q, k, v, masks.suffix(rule), rule)), rule)
+
+
+def _joint(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rule: Rule,
+    masks: "Masks",
+) -> torch.Tensor:
+    """The twin of `_split`, with a mask [A, 1, T, S + nodes] that is made once for all layers of the same reach."""
+    mask = masks.joint(rule, (len(q), 1, q.shape[2]), keys.shape[2], k.shape[2])
+    keys, values = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
+    return with_sinks(*partial_attention(q, keys, values, mask, rule), rule)
 
 
 def append(tensor: torch.Tensor | None, more: torch.Tensor, dim: int) -> torch.Tensor:
@@ -354,6 +371,19 @@ class Masks:
         if rule.reach not in self.made:
             self.made[rule.reach] = self.suffix_mask(rule)
         return self.made[rule.reach]
+
+    def joint(self, rule: Rule, shape: tuple[int, int, int], slots: int, nodes: int) -> torch.Tensor:
+        """Additive [*shape, slots + nodes]: what is seen of the prefix, then of the nodes."""
+        key = ("joint", *rule.reach)
+        if key not in self.made:
+            parts = (self.prefix.mask(rule), slots), (self.suffix(rule), nodes)
+            device = self.positions.device
+            whole = [
+                torch.zeros(*shape, width, device=device) if part is None else part.expand(*shape, width)
+                for part, width in parts
+            ]
+            self.made[key] = torch.cat(whole, dim=3)
+        return self.made[key]
 
     def suffix_mask(self, rule: Rule) -> torch.Tensor | None:
         if self.seen.numel() == 1:

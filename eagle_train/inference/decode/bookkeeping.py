@@ -1,7 +1,7 @@
 """Bookkeeping, in two halves that need not wait for each other. Paper sections 3 (stage 6) and 3.3.
 
-`commit` is the device's: caches and hidden states are rewound to the accepted path, and the next round can begin.
-`Round` is the host's: what came of it, once that is known.
+`commit` runs on the device: caches and hidden states are rewound to the accepted path, and the next round can start.
+`RoundResult` brings the committed tokens to the host. Knows nothing of requests.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ import torch
 from eagle_train.inference.cache.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.decode.sampling import Verified
 from eagle_train.inference.decode.tree import Tree
-from eagle_train.inference.drafters.drafter import Pending, Plan
-from eagle_train.inference.requests.sequence import Sequence
+from eagle_train.inference.drafters.drafter import Pending
 from eagle_train.ops.transfer import Arriving
 
 
@@ -44,9 +43,9 @@ def commit(
 
 @dataclass(frozen=True)
 class Gain:
-    """What a round brought a sequence: the tokens it committed, and how many of the newest the drafter has not read.
+    """What a round brought a row: the tokens it committed, and how many of the newest the drafter has not read.
 
-    `finite`: no hidden state of the target was NaN or infinite; else the tokens are those that came before it.
+    `finite`: no hidden state of the target was NaN or infinite; otherwise the tokens are those that came before it.
     """
 
     tokens: list[int]
@@ -54,20 +53,17 @@ class Gain:
     finite: bool
 
 
-class Round:
-    """A round that the device has been told to do, for these sequences."""
+class RoundResult:
+    """The results of a round that was launched, on their way from the device to the host."""
 
-    def __init__(self, sequences: list[Sequence], plan: Plan, pending: Pending, unread: torch.Tensor):
-        """`pending`: what it leaves; `unread` [A]: how many of it the drafter is to read."""
-        self.sequences, self.plan = list(sequences), plan
-        self.most = plan.tree.max_depth + 1  # tokens it may bring a sequence
-        sound = pending.hidden.isfinite().all(2).cumprod(1).sum(1)  # tokens before the first of which it is not so
-        self.arriving = Arriving(torch.column_stack((pending.counts, unread, sound, pending.tokens)))
+    def __init__(self, max_depth: int, committed: Pending, unread: torch.Tensor):
+        """`committed`: what the round committed; `unread` [A]: how many tokens of each row the drafter has not read."""
+        self.max_depth = max_depth
+        self.max_tokens = max_depth + 1  # that it may commit of a row
+        finite = committed.hidden.isfinite().all(2).cumprod(1).sum(1)  # tokens before the first that is not
+        self._arriving = Arriving(torch.column_stack((committed.counts, unread, finite, committed.tokens)))
 
-    def gains(self) -> list[tuple[Sequence, Gain]]:
-        """What it brought each sequence. The host waits until that is known."""
-        rows = zip(self.sequences, self.arriving.wait().tolist(), strict=True)
-        return [
-            (sequence, Gain(tokens[: min(count, sound)], unread, count <= sound))
-            for sequence, (count, unread, sound, *tokens) in rows
-        ]
+    def gains(self) -> list[Gain]:
+        """What the round brought each row. The host waits for it."""
+        rows = self._arriving.wait().tolist()
+        return [Gain(tokens[: min(count, finite)], unread, count <= finite) for count, unread, finite, *tokens in rows]

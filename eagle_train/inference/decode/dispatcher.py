@@ -10,7 +10,7 @@ from yaml import YAMLError
 
 from eagle_train.errors import UserError, check, one_line
 from eagle_train.inference.decode.tree import Tree, load_tree
-from eagle_train.inference.drafters.drafter import Plan
+from eagle_train.inference.drafters.drafter import TreePlan
 
 
 class Dispatcher:
@@ -27,9 +27,9 @@ class Dispatcher:
         is_table = isinstance(spec, Mapping) and bool(spec) and all(str(size).isdigit() for size in spec)
         table = {int(size): tree for size, tree in spec.items()} if is_table else {1 << 62: spec}
         check(all(size > 0 for size in table), f"dispatch: batch sizes {sorted(table)} must be above 0")
-        self.table = sorted((size, Plan(load_tree(tree).to(device))) for size, tree in table.items())
+        self.table = sorted((size, TreePlan(load_tree(tree).to(device))) for size, tree in table.items())
 
-    def dispatch(self, batch_size: int) -> Plan:
+    def dispatch(self, batch_size: int) -> TreePlan:
         """The plan of the smallest listed size that holds the batch; beyond the table, the last one."""
         return next((plan for size, plan in self.table if batch_size <= size), self.table[-1][1])
 

@@ -15,7 +15,7 @@ from eagle_train.errors import check
 from eagle_train.inference.cache.paged_kv import BLOCK, WASTE, PagedKV, Prefix, Suffix
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.decode.validation import validate
-from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, Pending, Plan
+from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, Pending, TreePlan
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.models.target import Target
 from eagle_train.ops.compiled import Forward
@@ -81,7 +81,7 @@ class Graphs:
         return min(power_of_two(rows), self.rows), min(power_of_two(slots), self.slots)
 
     def propose(
-        self, drafter: Drafter, plan: Plan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice
+        self, drafter: Drafter, plan: TreePlan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice
     ) -> Drafted:
         """As `drafter.propose`, without a grammar. One that catches up on more is not recorded."""
         if pending.tokens.shape[1] > self.pending:

@@ -10,14 +10,12 @@ V vocabulary.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from eagle_train.errors import check, shown
 from eagle_train.inference.cache.paged_kv import PagedKV, Prefix, Suffix
-from eagle_train.inference.decode.sampling import DRAFT_MODES
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.grammar.guided import Guidance
 
@@ -63,7 +61,7 @@ class Pending:
         hidden = self.hidden.take_along_dim(place.unsqueeze(2), dim=1)
         return Pending(self.tokens.gather(1, place), hidden, counts, self.lengths)
 
-    def then(self, newer: "Pending") -> "Pending":
+    def append_token(self, newer: "Pending") -> "Pending":
         """These, and behind them the one token that a round without drafts brought each row."""
         place = self.counts.unsqueeze(1)
         tokens = F.pad(self.tokens, (0, 1)).scatter(1, place, newer.tokens)
@@ -78,7 +76,7 @@ class Pending:
         tokens, hidden = (x.narrow_copy(1, 0, width) for x in (self.tokens, self.hidden))
         return replace(self, tokens=tokens, hidden=hidden)
 
-    def followed_by(self, other: "Pending") -> "Pending":
+    def concat_rows(self, other: "Pending") -> "Pending":
         """These rows, then the other's."""
         width = max(self.tokens.shape[1], other.tokens.shape[1])
         tokens = [F.pad(x.tokens, (0, width - x.tokens.shape[1])) for x in (self, other)]
@@ -101,11 +99,6 @@ class Choice:
     guidance: Guidance | None = None
 
 
-def check_drafting(drafting: Any) -> None:
-    """Raise UserError for what is no way to choose a node's children."""
-    check(drafting in DRAFT_MODES, f"drafting={shown(drafting)}: must be one of {', '.join(DRAFT_MODES)}")
-
-
 class Drafted(NamedTuple):
     """A tree for each row."""
 
@@ -123,7 +116,7 @@ class Drafter(Protocol):
     caches: list[PagedKV]
     """What it keeps in the blocks; the engine sees to their size."""
 
-    def compile(self, sizes: "Iterable[tuple[int, Plan]]") -> list[Callable[[], None]]:
+    def compile(self, sizes: "Iterable[tuple[int, TreePlan]]") -> list[Callable[[], None]]:
         """Run forwards by torch.compile from now on. Returns calls that have it done for these batch sizes, each with
         its plan; they raise UserError where torch.compile fails."""
 
@@ -138,7 +131,7 @@ class Drafter(Protocol):
         """Texts, or what follows a prefix of them: tokens [A, T], padded on the right, the target's hidden states
         [A, T, H], and `before` [A, H], that of the token before the first; None where every prefix is empty."""
 
-    def propose(self, plan: "Plan", prefix: Prefix, read: Prefix, pending: Pending, choice: Choice) -> Drafted:
+    def propose(self, plan: "TreePlan", prefix: Prefix, read: Prefix, pending: Pending, choice: Choice) -> Drafted:
         """A tree for each row, whose pending tokens `prefix` precedes, and `read` the first of those in `pending`.
 
         Where there is no grammar it may be recorded (ops/graphs.py): so it asks for no tensor's values, and keeps
@@ -146,7 +139,7 @@ class Drafter(Protocol):
         """
 
     def rewind(
-        self, plan: "Plan", prefix: Prefix, suffix: Suffix | None, node: torch.Tensor, pending: Pending
+        self, plan: "TreePlan", prefix: Prefix, suffix: Suffix | None, node: torch.Tensor, pending: Pending
     ) -> Pending:
         """The proposed tree's nodes down to `node` [A] were accepted, which left `pending` of the round. `prefix`: as
         for `propose`; `suffix`: its result's.
@@ -169,7 +162,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TreePlan:
     """A tree with what the drafting precomputes from it."""
 
     tree: Tree

@@ -13,7 +13,7 @@ import torch
 from eagle_train.errors import check
 from eagle_train.inference.cache.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.decode.sampling import propose, restrict
-from eagle_train.inference.drafters.drafter import MOST_UNREAD, Choice, Drafted, Level, Pending, Plan, pick
+from eagle_train.inference.drafters.drafter import MOST_UNREAD, Choice, Drafted, Level, Pending, TreePlan, pick
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.fused import fused
 from eagle_train.models.patches import optimize_for_decoding
@@ -60,7 +60,7 @@ class Eagle:
         """Those of `forward` [A, N, H] at `wanted` [A, N] of the tokens."""
         return self.draft(self.target.embed(tokens), hidden, positions, attend, wanted)
 
-    def compile(self, sizes: Iterable[tuple[int, Plan]]) -> list[Callable[[], None]]:
+    def compile(self, sizes: Iterable[tuple[int, TreePlan]]) -> list[Callable[[], None]]:
         self.read, self.read_for = (Compiled(x, self.target.device) for x in (self.forward, self.forward_for))
         aligned, grown, sizes = set(), set(), list(sizes)
         catches_up = any(plan.tree.num_nodes == 1 for _, plan in sizes)
@@ -95,7 +95,7 @@ class Eagle:
         # Of the hidden states none is wanted: the caches are what a prompt is read for.
         self.forward_for(tokens, previous, positions, positions[:, :0], self.cache.extend(prefix, positions))
 
-    def propose(self, plan: Plan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice) -> Drafted:
+    def propose(self, plan: TreePlan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice) -> Drafted:
         hidden = self.align(read, pending)
         return self.grow(plan, hidden, pending.last, prefix, choice)
 
@@ -109,7 +109,7 @@ class Eagle:
         return self.read_for(pending.tokens, pending.hidden, positions, pending.end, attend)
 
     def grow(
-        self, plan: Plan, root_hidden: torch.Tensor, root_token: torch.Tensor, prefix: Prefix, choice: Choice
+        self, plan: TreePlan, root_hidden: torch.Tensor, root_token: torch.Tensor, prefix: Prefix, choice: Choice
     ) -> Drafted:
         """The tree below the root [A, 1], whose hidden state [A, 1, H] is the draft's, behind `prefix`. Returns what
         `propose` does."""
@@ -144,7 +144,7 @@ class Eagle:
         return self.head.tokens(proposed), None if q is None else self.head.spread(q)
 
     def rewind(
-        self, plan: Plan, prefix: Prefix, suffix: Suffix | None, node: torch.Tensor, pending: Pending
+        self, plan: TreePlan, prefix: Prefix, suffix: Suffix | None, node: torch.Tensor, pending: Pending
     ) -> Pending:
         if self.alignment == "accepted":
             return pending
@@ -152,3 +152,14 @@ class Eagle:
             self.cache.commit(suffix, prefix.grown(1), plan.place[plan.tree.path_to[node][:, 1:]])
         is_leaf = plan.tree.children[node, 0] < 0
         return pending.newest(1 + (is_leaf & (node > 0)).long(), min(2, pending.tokens.shape[1]))
+
+
+def make_eagle(target: Target, draft: Draft | None, alignment: str = "accepted") -> Eagle | None:
+    """The drafter of conf/drafter/eagle.yaml; None, which is plain decoding, without a draft."""
+    check_alignment(alignment)
+    return None if draft is None else Eagle(draft, target, alignment)
+
+
+def check_alignment(alignment: str) -> None:
+    """Raise UserError for one that there is not."""
+    check(alignment in ALIGNMENTS, f"draft.alignment={alignment}: must be {' or '.join(ALIGNMENTS)}")

@@ -264,3 +264,9 @@ class Guidance:
         """The matchers stand at the roots again."""
         for walk in self.walks:
             walk.go(0, [])
+
+    def restart(self) -> None:
+        """As new: no token of the trees is known."""
+        self.rewind()
+        self.known.clear()
+        self.bits.fill_(-1)

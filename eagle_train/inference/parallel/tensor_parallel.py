@@ -17,21 +17,26 @@ import torch.distributed as dist
 class Ranks:
     """The ranks of a process group; None: this process alone, and everything here costs nothing."""
 
-    def __init__(self, group: Any = None, device: torch.device | str = "cpu"):
-        self.group, self.device = group, device
+    def __init__(self, group: Any = None, device: torch.device | str = "cpu", divided: bool = True):
+        """`divided`: each rank samples some rows of the batch; False: each samples all of them."""
+        self.group, self.device, self.divided = group, device, divided and group is not None
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+    def share(self, rows: int) -> int:
+        """How many of so many rows this rank samples."""
+        return -(-rows // self.size) if self.divided else rows
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's rows [R, ...] of x [A, ...]: as many on every rank, the last row again where there are none."""
-        if self.group is None:
+        if not self.divided:
             return x
-        share = -(-len(x) // self.size)
+        share = self.share(len(x))
         rows = torch.arange(share * self.rank, share * (self.rank + 1), device=x.device)
         return x[rows.clamp(max=len(x) - 1)]
 
     def all(self, batch: int, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What the ranks found for their rows, int64 [R] or [R, W] each, for the whole batch; told in one call."""
-        if self.group is None:
+        if not self.divided:
             return own
         columns = torch.column_stack(own)
         everyone = columns.new_empty(self.size * len(columns), columns.shape[1])

@@ -10,7 +10,8 @@ from functools import cached_property
 
 from eagle_train.corpus.template import ChatTemplate
 from eagle_train.errors import HALF, SURROGATE, UserError, check, shown
-from eagle_train.inference.grammar.guided import Guide, Matcher
+from eagle_train.inference.decode.tree import Tree
+from eagle_train.inference.grammar.guided import Guidance, Guide, Matcher
 from eagle_train.inference.requests.detokenizer import Detokenizer, Texts
 from eagle_train.inference.requests.sequence import Output, SamplingParams, Sequence, Update, check_prompt
 from eagle_train.models.stops import stop_ids_of
@@ -55,6 +56,11 @@ class Requests:
     def matcher_of(self, params: SamplingParams) -> Matcher | None:
         """The beginning of a request's grammar. Raises UserError for one that makes no sense."""
         return None if params.grammar is None else self.guide.matcher(params.grammar, longest=params.ignore_eos)
+
+    def guidance(self, sequences: list[Sequence], tree: Tree) -> Guidance | None:
+        """What the sequences' grammars allow at the nodes of a tree; None where none has a grammar."""
+        matchers = [sequence.matcher for sequence in sequences]
+        return Guidance(self.guide, tree, matchers) if any(matchers) else None
 
     def tokens_of(self, prompt: Prompt, name: str) -> list[int]:
         """Token ids of a text, a list of ids, or a list of chat messages (through the chat template).

@@ -25,6 +25,10 @@ class Scheduler:
         self.active: list[Sequence] = []
 
     @property
+    def has_unfinished(self) -> bool:
+        return bool(self.active or self.reading or self.waiting)
+
+    @property
     def unfinished(self) -> list[Sequence]:
         return [*self.active, *self.reading, *self.waiting]
 
@@ -74,16 +78,16 @@ class Scheduler:
         self.reading = [sequence for sequence in self.reading if sequence not in sequences]
         self.active += sequences
 
-    def make_room(self, under_way: int = 0) -> bool:
+    def make_room(self, in_flight: int = 0) -> bool:
         """Let every active sequence have blocks for the next round; the last to come gives up its own if need be.
 
-        `under_way`: slots that a round may have taken whose results are not known. Nobody has to go then: False is
-        returned where blocks are missing.
+        `in_flight`: slots that a round may take whose results are unknown. Then nothing is preempted: False is returned
+        where blocks are missing.
         """
         for sequence in list(self.active):
-            slots = sequence.committed + under_way + self.ahead
+            slots = sequence.committed + in_flight + self.ahead
             while sequence in self.active and not self.pool.extend(sequence.blocks, slots):
-                if under_way > 0:
+                if in_flight > 0:
                     return False
                 self.preempt(max([*self.active, *self.reading], key=turn))
         return True

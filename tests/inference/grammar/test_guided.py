@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from eagle_train.errors import UserError
-from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference import Engine, Requests, SamplingParams
 from eagle_train.inference.cache.paged_kv import BLOCK
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.eagle import Eagle
@@ -25,8 +25,10 @@ from eagle_train.inference.grammar import guided
 from eagle_train.inference.grammar.guided import Guidance
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.requests.sequence import Output
+from eagle_train.inference.runner import Runner
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
+from tests.support.inside import active_in, inside, runner_of
 from tests.support.reference_answers import LENGTH, PROMPTS, TREES, answers, cut, fail_at, guide, token_ids
 from tests.support.tiny import CHARACTERS, tiny_model, tiny_target, tiny_tokenizer, trained_draft
 
@@ -144,7 +146,7 @@ def test_drafts_that_hold_to_any_depth(cancelling, kv_tokens, trained):
     engine = Engine(target(), trained, "d3_bf2", max_batch_size=4, kv_tokens=kv_tokens, prefill_tokens=6)
     guide(engine, [tokens + [0] * 4 for tokens in wanted], lambda _: rng.randint(0, 3))
     requests = [engine.add(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    while engine.scheduler.unfinished:
+    while engine.has_unfinished:
         if cancelling and rng.random() < 0.3:
             engine.cancel(rng.choice(requests))
         engine.step()
@@ -188,7 +190,7 @@ def test_another_ranks_drafts_obey_their_grammar(trained):
             drafts[:, 1:] = torch.tensor([[rng.choice(letters) for _ in range(3)] for _ in drafts])
         return drafts
 
-    engine.ranks.size, engine.ranks.agreed = 2, agreed
+    runner_of(engine).ranks.size, runner_of(engine).ranks.agreed = 2, agreed
     outputs = engine.generate(PROMPTS * 4, [replace(params, seed=seed % len(PROMPTS)) for seed in range(20)])
     assert {output.finish_reason for output in outputs} == {"stop"}
     assert any(max(output.rounds) > 1 for output in outputs)
@@ -197,16 +199,18 @@ def test_another_ranks_drafts_obey_their_grammar(trained):
 
 def proposals(engine: Engine) -> list[tuple[str, list[str]]]:
     """Runs what waits. The text of each row before a round, and the letters of the chain proposed."""
-    found, draft_tree, tokenizer = [], engine.draft_tree, engine.target.tokenizer
+    found, draft, tokenizer = [], runner_of(engine).draft, engine.target.tokenizer
 
-    def seeing(plan):
-        drafted = draft_tree(plan)
-        for sequence, row in zip(engine.active, drafted[0][:, 1:].tolist(), strict=True):
-            found.append((engine.requests.texts.decode(sequence.generated), tokenizer.convert_ids_to_tokens(row)))
+    def seeing(inputs):
+        drafted = draft(inputs)
+        for sequence, row in zip(active_in(engine), drafted[0][:, 1:].tolist(), strict=True):
+            found.append(
+                (inside(engine).requests.texts.decode(sequence.generated), tokenizer.convert_ids_to_tokens(row))
+            )
         return drafted
 
-    engine.draft_tree = seeing
-    while engine.scheduler.unfinished:
+    runner_of(engine).draft = seeing
+    while engine.has_unfinished:
         engine.step()
     return found
 
@@ -392,22 +396,22 @@ def test_where_nothing_is_allowed_the_end_is(temperature, tree, trained):
 
 def nothing_allowed() -> tuple:
     """What Guidance takes, of a row that stands where its grammar has no token for what must follow."""
-    guide = Engine(target()).requests.guide
+    guide = Requests(target()).guide
     matcher = guide.matcher({"choice": ["aé"]})
     assert matcher.accept(3 + CHARACTERS.index("a"))
     return guide, chain(0), [matcher]
 
 
-@pytest.mark.parametrize("owner", [Engine, Guidance])
+@pytest.mark.parametrize("owner", [Runner, Guidance])
 @pytest.mark.parametrize("call", [1, 2, 5])
 def test_a_round_that_failed_on_its_way_through_a_grammar(trained, monkeypatch, owner, call):
     """Once nodes were drafted, or when the logits were known: the next round stands where the failed one began."""
-    fail_at(monkeypatch, owner, "validate" if owner is Engine else "rewind", call)
+    fail_at(monkeypatch, owner, "validate" if owner is Runner else "rewind", call)
     engine = Engine(target(), trained, "d3_bf2", max_batch_size=4)
     params = [SamplingParams(max_tokens=LONG, grammar=grammar_of(kind)) for kind in KINDS]
     requests = [engine.add(PROMPTS[0], own) for own in params]
     failed = 0
-    while engine.scheduler.unfinished:
+    while engine.has_unfinished:
         try:
             engine.step()
         except MemoryError:
@@ -443,12 +447,12 @@ def test_a_dot_is_no_line_end():
         (r"a\.", "ax", False),
         (r"^(?:[^^$]|\$)$", "$", True),
     ):
-        state = engine.requests.guide.matcher({"regex": pattern}).state
+        state = inside(engine).requests.guide.matcher({"regex": pattern}).state
         assert (state.accept_string(text) and state.is_completed()) == right
 
 
 def test_any_json():
-    state = Engine(target()).requests.guide.matcher({"json_schema": True}).state
+    state = Requests(target()).guide.matcher({"json_schema": True}).state
     assert state.accept_string('{"a": [1, "x", null, {"b": 2.5e3}]}')
     assert state.is_completed()
 
@@ -519,7 +523,7 @@ def test_bad_grammars_are_one_line(grammar, said):
         engine.add(PROMPTS[1], SamplingParams(grammar=grammar))
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
-    while engine.scheduler.unfinished:
+    while engine.has_unfinished:
         engine.step()
     assert request.generated == truth("regex", tuple(PROMPTS[0]))[:6]
 

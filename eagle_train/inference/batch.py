@@ -1,0 +1,71 @@
+"""The rows that decode: what the device knows of each, and the inputs of the next round. DESIGN section 3.9.
+
+Knows nothing of who is admitted or finished.
+"""
+
+import torch
+
+from eagle_train.inference.cache.paged_kv import Prefix
+from eagle_train.inference.decode.sampling import SamplingTensors, uniform
+from eagle_train.inference.drafters.drafter import Pending, TreePlan
+from eagle_train.inference.grammar.guided import Guidance
+from eagle_train.inference.requests.prompt_reader import sampling_of
+from eagle_train.inference.requests.sequence import Sequence
+from eagle_train.inference.runner import RoundInputs, Runner
+from eagle_train.ops.transfer import to_device
+
+
+class Batch:
+    """Pending tokens and sampling settings of the active sequences, row by row."""
+
+    def __init__(self, runner: Runner):
+        self._runner, self._device = runner, runner.target.device
+        self.pending: Pending | None = None
+        self._seated: list[Sequence] = []
+        self._sampling: SamplingTensors | None = None
+        self._seeds: torch.Tensor | None = None
+
+    def add(self, pending: Pending) -> None:
+        """New rows, behind the others."""
+        self.pending = pending if not self._seated else self._pending.concat_rows(pending)
+
+    def clear(self) -> None:
+        """No row is left."""
+        self.pending = None
+        self.seat([])
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop all other rows."""
+        self.pending = self._pending.rows(to_device(rows, self._device, torch.long))
+
+    def seat(self, sequences: list[Sequence]) -> None:
+        """These are the rows from now on."""
+        if self._seated != sequences:
+            self._seated = list(sequences)
+            self._sampling, self._seeds = sampling_of(sequences, self._device)
+
+    def inputs(self, plan: TreePlan, in_flight: int | None, guidance: Guidance | None) -> RoundInputs:
+        """The next round's inputs. `in_flight`: most tokens of a row that a round with unknown results commits; None:
+        there is no such round."""
+        active, pending = self._seated, self._pending
+        if in_flight is None:  # otherwise only the device knows how much is unread
+            pending = pending.narrow(max(each.num_known - each.read for each in active))
+        lengths, blocks = [each.committed for each in active], [each.blocks for each in active]
+        prefix = Prefix.of(lengths, blocks, self._device, pending.lengths)
+        if in_flight is not None:
+            prefix = prefix.at_most(pending.lengths, prefix.longest + in_flight)
+        read = None
+        if self._runner.drafts(plan, pending):
+            known = in_flight is None
+            read = prefix.at([s.read for s in active]) if known else prefix.at_most(pending.read, prefix.longest)
+        assert self._sampling is not None
+        assert self._seeds is not None
+        drafting, draws = self._runner.config.drafting, None
+        if drafting != "greedy" and plan.tree.num_nodes > 1 and not self._sampling.all_greedy:
+            draws = uniform(self._seeds, prefix.lengths, plan.num_draws)
+        return RoundInputs(plan, prefix, read, pending, self._sampling, self._seeds, drafting, draws, guidance)
+
+    @property
+    def _pending(self) -> Pending:
+        assert self.pending is not None
+        return self.pending

@@ -1,0 +1,35 @@
+"""Rounds that accept with given probabilities, whatever was drafted: latency without a trained draft. DESIGN 3.8.
+
+A random draft never guesses a random target's tokens, so what is accepted is drawn instead. Outputs mean nothing then.
+Knows nothing of models or requests.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from eagle_train.errors import check
+from eagle_train.inference.decode.sampling import Verified, uniform
+
+if TYPE_CHECKING:
+    from eagle_train.inference.runner import RoundInputs
+
+
+class SimulatedAcceptance:
+    """Accepts the first node of each depth d with probability `rates[d - 1]`, counted over all rounds.
+
+    The draw depends on a request's seed and position alone. Raises UserError for rates that cannot be.
+    """
+
+    def __init__(self, rates: Sequence[float]):
+        falling = all(0 <= after <= before <= 1 for before, after in zip([1.0, *rates], rates, strict=False))
+        check(len(rates) > 0 and falling, f"acceptance={list(rates)}: must be shares from 1 to 0 that never grow")
+        self.rates = torch.tensor(rates, dtype=torch.float64)
+
+    def __call__(self, inputs: "RoundInputs", verified: Verified) -> Verified:
+        """The round's verification with another accepted node; the next token stays the verified one."""
+        tree, self.rates = inputs.plan.tree, self.rates.to(inputs.seeds.device)
+        drawn = uniform(inputs.seeds, inputs.prefix.lengths, 1)
+        accepted = (drawn < self.rates[: tree.max_depth]).sum(1)
+        return Verified(torch.searchsorted(tree.depth, accepted), verified.next_token)

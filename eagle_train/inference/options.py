@@ -1,0 +1,123 @@
+"""The engine's options: one list for Python, Hydra (`conf/engine`) and reports. Knows nothing of models or requests.
+
+DESIGN section 3.9.
+"""
+
+from dataclasses import dataclass
+
+from eagle_train.errors import check, shown
+from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.decode.sampling import DRAFT_MODES
+from eagle_train.inference.drafters.eagle import check_alignment
+from eagle_train.inference.requests.sequence import is_whole
+
+KERNELS = ("auto", "plain")
+TREE_ATTENTIONS = ("split", "joint")
+
+
+@dataclass
+class DraftOptions:
+    """The draft of a command. `path`: a directory that eagle-export wrote; None: plain decoding. `alignment`: which
+    tokens of a round the draft reads again with the target's states, see `Eagle`. Raises UserError."""
+
+    path: str | None = None
+    alignment: str = "accepted"
+
+    def __post_init__(self) -> None:
+        check_alignment(self.alignment)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an `Engine` decodes. The defaults are right for most users. Raises UserError, naming the field.
+
+    Scheduling
+    - `max_batch_size`: requests that decode together.
+    - `prefill_tokens`: prompt tokens read between two rounds, which bounds how long a prefill may stall decoding; None:
+      whole prompts.
+    - `overlap`: start a round before the results of the previous one are on the host (paper section 3.3). `step` then
+      reports each round one call later, and a finished request may have taken part in one round too many. Rounds with
+      a grammar wait for their results. None: on a GPU.
+
+    Memory
+    - `kv_tokens`: tokens whose keys and values are kept at most, drafted ones included. Requests wait for room, or are
+      preempted and recomputed. None: as many as `max_batch_size` of the requests may need; on a GPU as many of these as
+      fit in its free memory.
+    - `prefix_cache`: a prompt that begins like an earlier text is read from where they differ. Cached blocks are
+      evicted least-recently-used.
+    - `host_kv_tokens`: evicted blocks of so many tokens are kept in host memory; needs `prefix_cache`.
+
+    Drafts
+    - `drafting`: how a node's children are chosen above temperature 0: greedy, multinomial or
+      multinomial_without_replacement. With greedy drafts a seed gives the tokens that it gives without drafts, except
+      for rounding. With the others a seed's tokens are another draw of the same distribution for each tree, and so for
+      each batch size with its own tree; with `Eagle`'s alignment `last` also for a prompt found in the cache or
+      recomputed.
+
+    Speed; none of these changes an output, except for rounding
+    - `compile`: run the forwards of target and drafter in decoding by torch.compile, and on a GPU the verification of
+      sampled rounds (paper section 3.2). Compiles in the constructor, for a batch of one and for larger ones. Prefill
+      and the forward of a target that is divided over ranks are not compiled.
+    - `compile_sampling`: the verification of sampled rounds alone; None: with `compile`, on a GPU.
+    - `graphs`: record drafting and validation as CUDA graphs when a round first needs them (paper section 3.4). Rounds
+      with a grammar are not recorded. Needs a GPU and a target that is whole on it.
+    - `divide_sampling`: ranks that share one target sample a part of the batch each (paper section 3.2); false: each
+      rank samples all of it.
+    - `attention`: `plain` replaces the device's attention kernels by products and a softmax.
+    - `tree_attention`: `split` attends to prefix and tree apart and merges (paper section 3.1); `joint` to both at
+      once, under one mask.
+    - `linear`: `plain` replaces the CPU's products for few rows by torch's own.
+    """
+
+    max_batch_size: int = 16  # requests that decode together
+    prefill_tokens: int | None = 8192  # prompt tokens read between two rounds; null: whole prompts
+    overlap: bool | None = None  # start a round before the previous one's results are on the host; null: on a GPU
+    kv_tokens: int | None = None  # tokens of keys and values kept at most; null: what the requests may need
+    prefix_cache: bool = False  # true: read a prompt from where it differs from earlier texts
+    host_kv_tokens: int = 0  # evicted blocks of so many tokens are kept in host memory; needs prefix_cache
+    drafting: str = "greedy"  # above temperature 0: greedy | multinomial | multinomial_without_replacement
+    compile: bool = False  # true: the forwards by torch.compile, at the start
+    compile_sampling: bool | None = None  # verification by torch.compile; null: with compile, on a GPU
+    graphs: bool = False  # true: drafting and validation as CUDA graphs, on a GPU
+    divide_sampling: bool = True  # ranks that share one target sample a part of the batch each
+    attention: str = "auto"  # auto | plain: products and a softmax in place of the device's kernels
+    tree_attention: str = "split"  # split | joint: prefix and tree apart, or at once under one mask
+    linear: str = "auto"  # auto | plain: torch's products in place of those for few rows on a CPU
+
+    def __post_init__(self) -> None:
+        for name, (least, may_be_none) in _NUMBERS.items():
+            value = getattr(self, name)
+            wanted = f"must be at least {least}, a whole number" + (", or None" if may_be_none else "")
+            check(is_whole(value, least) or (may_be_none and value is None), f"{name}={shown(value)}: {wanted}")
+        for name, may_be_none in _SWITCHES.items():
+            value = getattr(self, name)
+            wanted = "must be True or False" + (", or None" if may_be_none else "")
+            check(isinstance(value, bool) or (may_be_none and value is None), f"{name}={shown(value)}: {wanted}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            check(value in choices, f"{name}={shown(value)}: must be one of {', '.join(choices)}")
+        host = self.host_kv_tokens
+        check(host == 0 or self.prefix_cache, f"host_kv_tokens={host}: needs prefix_cache=True")
+        check(host == 0 or host >= BLOCK, f"host_kv_tokens={host}: a block has {BLOCK}; must be 0 (none) or so many")
+
+
+_NUMBERS = {  # the least, and whether None is a value
+    "max_batch_size": (1, False),
+    "kv_tokens": (1, True),
+    "prefill_tokens": (1, True),
+    "host_kv_tokens": (0, False),
+}
+_SWITCHES = {  # whether None is a value
+    "prefix_cache": False,
+    "compile": False,
+    "compile_sampling": True,
+    "overlap": True,
+    "graphs": False,
+    "divide_sampling": False,
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "drafting": DRAFT_MODES,
+    "attention": KERNELS,
+    "tree_attention": TREE_ATTENTIONS,
+    "linear": KERNELS,
+}

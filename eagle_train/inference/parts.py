@@ -1,0 +1,106 @@
+"""The parts that an engine is made of, built from a target, a draft and options. Internal: users build an `Engine`."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_train.artifacts.format import load_draft
+from eagle_train.errors import check, shown
+from eagle_train.inference.cache.block_memory import BlockMemory
+from eagle_train.inference.cache.block_pool import BlockPool
+from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.cache.prefix_cache import PrefixCache
+from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.graphs import check_graphs, launcher
+from eagle_train.inference.decode.sampling import Verified
+from eagle_train.inference.decode.tree import chain
+from eagle_train.inference.drafters.drafter import Drafter
+from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.options import EngineConfig
+from eagle_train.inference.requests.prompt_reader import LocalReader
+from eagle_train.inference.requests.requests import Requests
+from eagle_train.inference.requests.scheduler import Scheduler
+from eagle_train.inference.runner import RoundInputs, Runner
+from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.patches import optimize_for_decoding
+from eagle_train.models.target import Target
+
+AnyTarget = str | Path | TargetConfig | Target
+AnyDraft = str | Path | Draft | Drafter | None
+Acceptance = Callable[[RoundInputs, Verified], Verified]
+
+
+@dataclass
+class Parts:
+    """`requests` knows texts, `scheduler` decides who runs, `runner` computes, `memory` holds what is cached."""
+
+    config: EngineConfig
+    target: Target
+    dispatcher: Dispatcher
+    requests: Requests
+    memory: BlockMemory
+    scheduler: Scheduler
+    runner: Runner
+    reader: LocalReader
+
+
+def build_parts(
+    target: AnyTarget, draft: AnyDraft, tree: Any, device: str, config: EngineConfig, acceptance: Acceptance | None
+) -> Parts:
+    """As `Engine`'s arguments. Raises UserError for what does not fit together, as far as possible before loading."""
+    _check(target, draft, device)
+    check_graphs(config.graphs, target.device if isinstance(target, Target) else device)
+    if not isinstance(target, Target):
+        target = load_target(target if isinstance(target, TargetConfig) else TargetConfig(str(target)), device)
+    check_graphs(config.graphs, target.device, target.together is not None, target.is_offloaded)
+    drafter = _drafter(target, draft)
+    optimize_for_decoding(target.model, target.dtype, [target.lm_head.weight])
+    DraftConfig.from_target(target.config)  # refuses what has no rotary positions
+    tree = chain(0) if drafter is None else tree
+    dispatcher = tree if isinstance(tree, Dispatcher) else Dispatcher(tree, target.device)
+    ahead = dispatcher.deepest + 1  # slots that a round may take beyond the committed ones
+    launch = launcher(config.graphs, target.device, config.max_batch_size, ahead)
+    runner = Runner(target, drafter, config, launch, acceptance)
+    _compile(runner, dispatcher, config)
+    # The launcher there is then: it may have been replaced.
+    memory = BlockMemory(
+        runner.stores, BlockPool(0), runner.ranks, config.kv_tokens, lambda slots: runner.launcher.forget(slots)
+    )
+    prefixes = PrefixCache(memory, config.host_kv_tokens // BLOCK) if config.prefix_cache else None
+    scheduler = Scheduler(memory.pool, config.max_batch_size, ahead, prefixes)
+    requests = Requests(target)
+    reader = LocalReader(runner, requests, scheduler.note)
+    return Parts(config, target, dispatcher, requests, memory, scheduler, runner, reader)
+
+
+def _drafter(target: Target, draft: AnyDraft) -> Drafter | None:
+    if isinstance(draft, str | Path):
+        return Eagle(load_draft(draft, target.identity), target)
+    return Eagle(copy.deepcopy(draft), target) if isinstance(draft, Draft) else draft
+
+
+def _compile(runner: Runner, dispatcher: Dispatcher, config: EngineConfig) -> None:
+    """Batches of one, of two and of the most, and where another tree begins."""
+    most = config.max_batch_size
+    ends = {1, 2, most, *(size + n for size, _ in dispatcher.table for n in (0, 1))}
+    sizes = [(rows, dispatcher.dispatch(rows)) for rows in sorted(ends) if rows <= most]
+    runner.compile(sizes, most * dispatcher.largest.num_nodes)
+
+
+def _check(target: Any, draft: Any, device: Any) -> None:
+    check(
+        isinstance(target, str | Path | TargetConfig | Target),
+        f"target={shown(target)}: must be a directory, a hub id, a TargetConfig or a Target",
+    )
+    kind, _, number = str(device).partition(":")
+    right = kind in ("cpu", "cuda") and (number.isdigit() or not number)
+    check(right, f"device={shown(device)}: must be cpu, cuda or cuda:N")
+    there = kind == "cpu" or isinstance(target, Target) or int(number or 0) < torch.cuda.device_count()
+    check(there, f"device={device}: no such GPU is visible; use device=cpu")
+    drafts = draft is None or isinstance(draft, str | Path | Draft) or hasattr(draft, "propose")
+    check(drafts, f"draft={shown(draft)}: must be None, an artifact's directory, a Draft or a Drafter")

@@ -1,0 +1,31 @@
+"""A request's way in: it waits for its turn, and the caches have room for it. Knows nothing of rounds or models."""
+
+from eagle_train.errors import check
+from eagle_train.inference.cache.block_memory import BlockMemory
+from eagle_train.inference.cache.block_pool import blocks_for
+from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.requests.scheduler import Scheduler
+from eagle_train.inference.requests.sequence import Sequence
+
+
+def enqueue(sequences: list[Sequence], scheduler: Scheduler, memory: BlockMemory) -> None:
+    """Queue requests. Raises UserError, with nothing queued, where one alone would not fit into `kv_tokens`.
+
+    Without a limit the caches grow until as many of the largest requests as decode together fit, if there is memory.
+    """
+    unfinished = [*scheduler.unfinished, *sequences]
+    needs = [blocks_for(_most_slots(each, scheduler.ahead)) for each in unfinished]
+    kv_tokens, total = memory.kv_tokens, memory.pool.total
+    for sequence, need in zip(unfinished, needs, strict=True):
+        check(
+            kv_tokens is None or need <= total,
+            f"kv_tokens={kv_tokens}: prompt {sequence.index} and its answer need {need * BLOCK}",
+        )
+    blocks = (max(needs, default=0) + 1) * min(scheduler.rows, len(needs))
+    if kv_tokens is None and blocks > total:
+        memory.grow(blocks, least=max(needs))
+    scheduler.waiting.extend(sequences)
+
+
+def _most_slots(sequence: Sequence, ahead: int) -> int:
+    return len(sequence.prompt) + sequence.params.max_tokens + ahead

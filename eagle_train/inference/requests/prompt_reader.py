@@ -1,0 +1,90 @@
+"""Prompts are read into the caches, in chunks, and first tokens are sampled. Paper sections 3 (stage 1) and 3.3.
+
+`LocalReader` reads in this process; parallel/disaggregated.py has one that lets other processes read. Knows nothing of
+rounds or of who is admitted.
+"""
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Protocol
+
+import torch
+
+from eagle_train.inference.cache.paged_kv import BLOCK, Prefix
+from eagle_train.inference.decode.sampling import SamplingTensors
+from eagle_train.inference.decode.tree import chain
+from eagle_train.inference.requests.requests import Requests
+from eagle_train.inference.requests.sequence import Sequence
+from eagle_train.inference.runner import Runner
+from eagle_train.ops.transfer import to_device
+
+Chunk = tuple[Sequence, int]
+"""A sequence, and how many of its tokens are read next."""
+
+
+class PromptReader(Protocol):
+    """Reads prompts, here or elsewhere. A sequence's `read` and `last_hidden` say how far it is."""
+
+    def read(self, chunks: list[Chunk], is_decoding: bool) -> None:
+        """Read chunks, or go on without waiting. `is_decoding`: rows are decoding, so that there is other work."""
+
+    def first_tokens(self, sequences: list[Sequence]) -> list[int]:
+        """The first tokens of sequences whose prompts were read."""
+
+
+class LocalReader:
+    """Reads prompts in this process."""
+
+    def __init__(self, runner: Runner, requests: Requests, on_read: Callable[[Sequence], None]):
+        """`on_read`: called when more of a sequence is in the caches."""
+        self._runner, self._requests, self._on_read = runner, requests, on_read
+
+    def read(self, chunks: list[Chunk], is_decoding: bool) -> None:
+        """Read all chunks. Those that differ by less than a factor of two are padded and read together: the padding is
+        less than they are."""
+        for _, alike in groupby(sorted(chunks, key=_octave), _octave):
+            self._read_together(list(alike))
+
+    def first_tokens(self, sequences: list[Sequence]) -> list[int]:
+        """Sampled from the target's hidden states at the prompts' ends."""
+        device = self._runner.target.device
+        sampling, seeds = sampling_of(sequences, device)
+        lengths = to_device([sequence.read - 1 for sequence in sequences], device)
+        hidden = torch.stack([each.last_hidden for each in sequences])
+        guidance = self._requests.guidance(sequences, chain(0))
+        return self._runner.first_tokens(hidden, lengths, sampling, seeds, guidance)
+
+    def _read_together(self, chunks: list[Chunk]) -> None:
+        new = [sequence for sequence, _ in chunks]
+        texts = [sequence.to_prefill[sequence.read : sequence.read + count] for sequence, count in chunks]
+        starts, blocks = [sequence.read for sequence in new], [sequence.blocks for sequence in new]
+        prefix = Prefix.of(starts, blocks, self._runner.target.device)
+        before = torch.stack([self._hidden_before(each) for each in new]) if prefix.longest > 0 else None
+        hidden = self._runner.prefill(prefix, texts, before)
+        for sequence, text, state in zip(new, texts, hidden, strict=True):
+            sequence.read, sequence.last_hidden = sequence.read + len(text), state
+            self._on_read(sequence)
+
+    def _hidden_before(self, sequence: Sequence) -> torch.Tensor:
+        """The target's hidden state at the last token that was read [H]; zeros where none was."""
+        if sequence.last_hidden is not None:
+            return sequence.last_hidden
+        if sequence.read > 0:  # its beginning was found in the caches
+            assert self._runner.ends is not None
+            return self._runner.ends.hidden[sequence.blocks[sequence.read // BLOCK - 1]]
+        target = self._runner.target
+        return torch.zeros_like(target.lm_head.weight[0], dtype=target.dtype)
+
+
+def sampling_of(sequences: list[Sequence], device: torch.device) -> tuple[SamplingTensors, torch.Tensor]:
+    """The sequences' sampling settings and seeds, int64 [A]."""
+    params = [sequence.params for sequence in sequences]
+    sampling = SamplingTensors.from_lists(
+        [p.temperature for p in params], [p.top_k for p in params], [p.top_p for p in params], device
+    )
+    return sampling, to_device([p.seed for p in params], device, torch.int64)
+
+
+def _octave(chunk: Chunk) -> int:
+    """Which power of two the chunk's length is below."""
+    return chunk[1].bit_length()

@@ -1,0 +1,271 @@
+"""The runner: prefill, dispatch, draft, validate, sample, commit. Paper section 3, DESIGN section 3.9.
+
+A round of decoding is `Runner.run`; each stage takes its inputs and returns its outputs, and keeps nothing but what the
+caches hold. Without speculation a round is the same code with a tree of its root alone. The engine decides which
+requests are in a batch. Knows nothing of requests, the scheduler or texts.
+
+Ranks that share one target (tensor parallel) run every stage with the same inputs, and so decide alike.
+
+Shapes: A active rows, N tree nodes, T tokens of a prompt, H hidden, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from eagle_train.inference.cache.paged_kv import BlockEnds, PagedKV, Prefix, Suffix
+from eagle_train.inference.decode.bookkeeping import RoundResult, commit
+from eagle_train.inference.decode.graphs import EAGER, Eager, Graphs
+from eagle_train.inference.decode.prefill import prefill
+from eagle_train.inference.decode.sampling import (
+    SamplingTensors,
+    Verified,
+    probabilities,
+    restrict,
+    sample,
+    uniform,
+    verify_chosen,
+)
+from eagle_train.inference.decode.stage_times import StageTimes
+from eagle_train.inference.decode.verification import Verification
+from eagle_train.inference.drafters.drafter import MOST_UNREAD, Choice, Drafted, Drafter, Pending, TreePlan
+from eagle_train.inference.grammar.guided import Guidance
+from eagle_train.inference.options import EngineConfig
+from eagle_train.inference.parallel.tensor_parallel import Ranks
+from eagle_train.models.target import Target
+from eagle_train.ops import kernels
+from eagle_train.ops.threads import threads_for
+from eagle_train.ops.transfer import to_device
+from eagle_train.progress import progress
+
+
+@dataclass(frozen=True)
+class RoundInputs:
+    """All that a round depends on beside models and caches.
+
+    `prefix`: the committed tokens of each row and their blocks; `read`: those that the drafter has read, None where it
+    takes no part in this round. `pending`: the tokens after them, see there. `sampling` and `seeds` int64 [A] are the
+    rows'. `drafting`: how children are chosen (`EngineConfig`); `draws` float64 [A, draws]: its random numbers, None
+    for greedy drafts. `guidance`: what the rows' grammars allow, None without a grammar.
+    """
+
+    plan: TreePlan
+    prefix: Prefix
+    read: Prefix | None
+    pending: Pending
+    sampling: SamplingTensors
+    seeds: torch.Tensor
+    drafting: str
+    draws: torch.Tensor | None
+    guidance: Guidance | None
+
+    @property
+    def choice(self) -> Choice:
+        """How children are chosen. At temperature 0 every mode proposes the most likely tokens."""
+        if self.draws is None:
+            return Choice(guidance=self.guidance)
+        # A row's numbers: one for its last token, a coin per node, then the drafts' noise.
+        noise = self.draws[:, 1 + self.plan.tree.num_nodes :]
+        return Choice(self.drafting, self.sampling.temperature, noise, self.guidance)
+
+
+class Validated(NamedTuple):
+    """The target's hidden states [A, N, H] at a tree's nodes, its logits [R, N, V] of this rank's rows, and the nodes'
+    keys and values where the cache does not have them yet."""
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    suffix: Suffix | None
+
+
+class Runner:
+    """A target, a drafter and their caches, and the stages that run them."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        config: EngineConfig,
+        launcher: Eager | Graphs,
+        acceptance: Callable[[RoundInputs, Verified], Verified] | None = None,
+    ):
+        """`launcher`: how drafting and validation are launched. `acceptance`: replaces what verification accepts."""
+        self.target, self.drafter, self.launcher, self.acceptance = target, drafter, launcher, acceptance
+        self.config = config
+        layers = target.kv_layers
+        joint = config.tree_attention == "joint"
+        self.cache = PagedKV(layers.kv_shapes, 0, target.dtype, target.device, layers.given, joint=joint)
+        self.ends: BlockEnds | None = None
+        if config.prefix_cache:
+            self.ends = BlockEnds(target.embedding.shape[1], target.dtype, target.device)
+        self.ranks = Ranks(target.together, target.device, divided=config.divide_sampling)
+        self.verification = Verification(config.drafting)
+        self.times = StageTimes()
+        self._is_compiled = False  # the target's forward
+        self._elements = _mean_elements(target)
+        self._compiled_rows = 0  # compiled forwards run with one number of threads, that of the largest rounds
+        self._plain = [name for name in kernels.KERNELS if getattr(config, name) == "plain"]
+
+    @property
+    def stores(self) -> list[PagedKV | BlockEnds]:
+        """All that is kept of each block of tokens."""
+        drafter = [] if self.drafter is None else self.drafter.caches
+        return [self.cache, *drafter, *([] if self.ends is None else [self.ends])]
+
+    def run(self, inputs: RoundInputs) -> tuple[Pending, RoundResult]:
+        """One round. Returns what the next round starts from, and the results, which are not waited for."""
+        rows = self._compiled_rows or len(inputs.pending.lengths) * inputs.plan.tree.num_nodes
+        with self._resources(rows):
+            drafted = self.draft(inputs)
+            validated = self.validate(inputs, drafted.tokens)
+            verified = self.sample(inputs, drafted, validated.logits)
+            return self.commit(inputs, drafted, validated, verified)
+
+    def prefill(self, prefix: Prefix, texts: list[list[int]], before: torch.Tensor | None) -> torch.Tensor:
+        """Read texts, each after its prefix, into the caches of target and drafter.
+
+        `before` [A, H]: the target's hidden states at the prefixes' last tokens; None where every prefix is empty.
+        Returns those at the texts' last tokens [A, H].
+        """
+        with self.times.stage("prefill"), self._resources(len(texts) * max(map(len, texts))):
+            hidden = prefill(self.target, self.cache, self.drafter, prefix, texts, before)
+            if self.ends is not None:
+                self.ends.write(prefix, hidden)
+            last = to_device([len(text) - 1 for text in texts], hidden.device)
+            return hidden[torch.arange(len(texts), device=hidden.device), last]
+
+    def first_tokens(
+        self,
+        hidden: torch.Tensor,
+        lengths: torch.Tensor,
+        sampling: SamplingTensors,
+        seeds: torch.Tensor,
+        guidance: Guidance | None,
+    ) -> list[int]:
+        """The tokens that follow prompts, from the target's hidden states at their last tokens [A, H].
+
+        `lengths` int64 [A]: tokens before the prompts' last ones. The host waits for the result.
+        """
+        with self.times.stage("prefill"):
+            own, coins = self.ranks.own, uniform(seeds, lengths, 1).squeeze(1)
+            logits = self.target.lm_head(own(hidden)).unsqueeze(1)
+            if guidance is not None:
+                logits = restrict(logits, own(guidance.allowed([0])))
+            tokens = sample(probabilities(logits, sampling.rows(own)).squeeze(1), own(coins))
+            (tokens,) = self.ranks.all(len(hidden), tokens)
+            return tokens.tolist()
+
+    def drafts(self, plan: TreePlan, pending: Pending) -> bool:
+        """Whether the drafter takes part in a round.
+
+        Where nothing is drafted it need not read along. It catches up before the next tree, or when so much is unread
+        that reading costs about as little for each token as in prefill.
+        """
+        return self.drafter is not None and (plan.tree.num_nodes > 1 or pending.tokens.shape[1] >= MOST_UNREAD)
+
+    def draft(self, inputs: RoundInputs) -> Drafted:
+        """A tree of tokens for each row; the pending token alone where the drafter takes no part."""
+        if inputs.read is None:
+            return Drafted(inputs.pending.last, None, None)
+        with self.times.stage("drafting"):
+            plan, prefix, pending = inputs.plan, inputs.prefix, inputs.pending
+            launcher = self._launcher(inputs)
+            drafted = launcher.propose(self.drafter, plan, prefix, inputs.read, pending, inputs.choice)
+            if self.ranks.size == 1:
+                return drafted
+            if inputs.guidance is not None:
+                inputs.guidance.restart()  # it has read this rank's drafts, which may differ by a rounding
+            return drafted._replace(tokens=self.ranks.agreed(drafted.tokens), q=self.ranks.agreed(drafted.q))
+
+    def validate(self, inputs: RoundInputs, tokens: torch.Tensor) -> Validated:
+        """The target reads the trees' tokens [A, N] in one call."""
+        with self.times.stage("validation"):
+            if inputs.guidance is not None:
+                inputs.guidance.read(tokens)  # before the launch: it waits for all that the device was given before
+            forward = self.target.compiled if self._is_compiled else self.target.hidden_states
+            given = (self.target, forward, self.cache, inputs.prefix, inputs.plan.tree, tokens, self.ranks)
+            return Validated(*self._launcher(inputs).validate(*given))
+
+    def sample(self, inputs: RoundInputs, drafted: Drafted, logits: torch.Tensor) -> Verified:
+        """Which nodes the target accepts, and the token that follows each row's last one."""
+        with self.times.stage("sampling"):
+            tree, own = inputs.plan.tree, self.ranks.own
+            if inputs.guidance is not None:
+                logits = restrict(logits, own(inputs.guidance.allowed(list(range(tree.num_nodes)))))
+                inputs.guidance.rewind()
+            tokens = own(drafted.tokens)
+            if inputs.sampling.all_greedy:
+                verified = verify_chosen(tree, tokens, logits.argmax(-1))
+            else:
+                sampling, seeds, lengths = inputs.sampling.rows(own), own(inputs.seeds), own(inputs.prefix.lengths)
+                drawn = [None if x is None else own(x) for x in (inputs.draws, drafted.q)]
+                verified = self.verification(inputs.plan, tokens, logits, sampling, seeds, lengths, *drawn)
+            verified = Verified(*self.ranks.all(len(drafted.tokens), *verified))
+            return verified if self.acceptance is None else self.acceptance(inputs, verified)
+
+    def commit(
+        self, inputs: RoundInputs, drafted: Drafted, validated: Validated, verified: Verified
+    ) -> tuple[Pending, RoundResult]:
+        """Rewind the caches to the accepted paths. Returns what the next round starts from, and the round's results."""
+        with self.times.stage("bookkeeping"):
+            plan, prefix = inputs.plan, inputs.prefix
+            hidden, suffix = validated.hidden, validated.suffix
+            committed = commit(self.cache, prefix, plan.tree, suffix, hidden, drafted.tokens, verified)
+            if self.ends is not None:
+                self.ends.write(prefix, committed.hidden)
+            if self.drafter is None:
+                pending = committed
+            elif inputs.read is not None:
+                pending = self.drafter.rewind(plan, prefix, drafted.suffix, verified.node, committed)
+            else:
+                pending = inputs.pending.append_token(committed)
+            return pending, RoundResult(plan.tree.max_depth, committed, pending.counts)
+
+    @torch.inference_mode()
+    def compile(self, sizes: list[tuple[int, TreePlan]], most: int) -> None:
+        """Compile what the config says, for these batch sizes, each with its plan; a round has at most `most` tokens.
+
+        Raises UserError where torch.compile fails.
+        """
+        config, is_gpu = self.config, self.target.device.type == "cuda"
+        jobs: list[Callable[[], None]] = []
+        if config.compile and self.drafter is not None:
+            jobs += self.drafter.compile(sizes)
+        if config.compile and self.target.together is None:
+            self._is_compiled = True
+            for rows, plan in sizes:
+                tokens = torch.zeros(rows, plan.tree.num_nodes, dtype=torch.long, device=self.target.device)
+                jobs.append(partial(self.target.compiled.prepare, tokens, tokens))
+        # On a CPU the few operations of verification gain nothing by it.
+        if config.compile and is_gpu if config.compile_sampling is None else config.compile_sampling:
+            own = [(self.ranks.share(rows), plan) for rows, plan in sizes]
+            jobs += self.verification.compile(own, self.target.lm_head.weight)
+        if not jobs:
+            return
+        self._compiled_rows = most
+        bar = progress(len(jobs), "compiled shape", shown=self.ranks.rank == 0)
+        with self._resources(self._compiled_rows):
+            for done, job in enumerate(jobs, 1):
+                job()
+                bar.update(done)
+        bar.close()
+
+    def _launcher(self, inputs: RoundInputs) -> Eager | Graphs:
+        return self.launcher if inputs.guidance is None else EAGER  # the host takes part in what obeys a grammar
+
+    @contextmanager
+    def _resources(self, rows: int) -> Iterator[None]:
+        """The threads and kernels for forwards of so many tokens."""
+        with kernels.plain(*self._plain), threads_for(rows, self._elements):
+            yield
+
+
+def _mean_elements(target: Target) -> float:
+    """Elements of a matrix of the target on average; infinite where a CPU's threads have no part in it."""
+    sizes = [math.prod(weight.shape[-2:]) for weight in target.model.parameters() if weight.ndim > 1]
+    return sum(sizes) / len(sizes) if target.device.type == "cpu" else math.inf

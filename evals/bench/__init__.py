@@ -1,0 +1,1 @@
+"""What evaluations share: their keys, models, questions, statistics and reports. No evaluation imports another."""

@@ -1,0 +1,69 @@
+"""The keys that evaluations share (conf/bench), checked in one place. Knows nothing of what is measured."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_train.errors import check
+from eagle_train.inference import EngineConfig, SamplingParams
+from eagle_train.inference.options import DraftOptions
+from eagle_train.inference.requests.sequence import is_whole
+from eagle_train.models.loading import TargetConfig
+from eagle_train.settings import build
+
+
+@dataclass(kw_only=True)
+class BenchConfig:
+    """conf/bench/default.yaml, which says what each key is. Raises UserError for values that cannot be.
+
+    `options`: the keys of `engine` as an EngineConfig.
+    """
+
+    target: TargetConfig
+    draft: DraftOptions
+    engine: dict[str, Any]
+    questions: str
+    max_tokens: int
+    seed: int
+    device: str
+    threads: int | None
+    out: str
+
+    def __post_init__(self) -> None:
+        check(self.threads is None or self.threads >= 1, f"threads={self.threads}: must be at least 1, or null")
+        self.options = build(EngineConfig, self.engine, "engine")
+        rows = self.options.max_batch_size
+        check(
+            rows == EngineConfig.max_batch_size,
+            f"engine.max_batch_size={rows}: follows from the batch size here; leave it out",
+        )
+
+
+@dataclass(kw_only=True)
+class SampledConfig(BenchConfig):
+    """conf/bench/sampling.yaml. `params`: how answers are sampled."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
+
+
+def check_least(config: Any, least: int, *keys: str) -> None:
+    """Raise UserError for a key of a config whose value is smaller."""
+    for key in keys:
+        value = getattr(config, key)
+        check(value >= least, f"{key}={value}: must be at least {least}")
+
+
+def check_decodes(max_tokens: int) -> None:
+    """Raise UserError for answers too short to measure decoding: the prefill gives their first token."""
+    check(max_tokens >= 2, f"max_tokens={max_tokens}: must be at least 2, for there to be decoding")
+
+
+def check_sizes(key: str, sizes: list[int]) -> None:
+    """Raise UserError where a list of numbers is empty, or one of them is below 1."""
+    right = bool(sizes) and all(is_whole(size, 1) for size in sizes)
+    check(right, f"{key}={sizes}: must be numbers from 1 on")

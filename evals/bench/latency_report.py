@@ -1,0 +1,126 @@
+"""The report on latency: the summary on the terminal and report.md. Knows nothing of engines or models.
+
+`found` is what evals/latency.py writes to results.json.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from eagle_train.artifacts.markdown import code, plain
+from evals.bench.report import TERMS, document, made_on, ms, number, percent, sampling, several, table
+
+Found = Mapping[str, Any]
+COLUMNS = (
+    "`threads` of a CPU: the engine chooses them for each product; `transformers` has those that it is fastest "
+    "with. `times as fast`: plain decoding's mean TTIT divided by the row's, the median over the batches. "
+    "Tokens/s count the prefill; `over plain` and `over transformers` are ratios of tokens/s, medians over the batches."
+)
+SHARES = ("drafting", "validation", "sampling", "bookkeeping", "rest")  # of a round, in the order of figure 4b
+
+
+def summary(found: Found) -> str:
+    """For the terminal: a line per row."""
+    wide = max(28, *(len(name(row)) + 2 for row in found["rows"]))
+    lines = [
+        f"{'batch':>5} {'context':>8}  {'decoding':<{wide}}"
+        f"{'TPC':>5}{'TTFT':>12}{'TTIT':>11}{'tokens/s':>10}{'plain':>7}"
+    ]
+    for row in found["rows"]:
+        lines.append(
+            f"{row['batch_size']:>5} {context(row):>8}  {name(row):<{wide}}{number(row['tpc']):>5}"
+            f"{ms(row['ttft_s']):>12}{ms(row['ttit_s']):>11}{row['tokens_per_s']:>10,.1f}{over(row, 'plain'):>7}"
+        )
+    return "\n".join([*lines, outside(found)])
+
+
+def outside(found: Found) -> str:
+    """The share of a round in which no model computes, as a sentence."""
+    return f"{percent(found['outside'])} of a round is spent outside the forwards of target, draft and LM head"
+
+
+def markdown(found: Found) -> str:
+    """report.md."""
+    config = found["config"]
+    prompts = f"questions of {code(config['questions'])}" if config["questions"] else "random tokens"
+    target = found["target"] if config.get("shapes") else code(found["target"])
+    setting = (
+        f"Target {target}, {found['dtype']} on {found['device']}; {prompts}; {sampling(config)}; answers of up to "
+        f"{config['max_tokens']} tokens; {several(config['repeats'], 'batch', 'es')} of each size, in turn. The "
+        "title's figure is of the first batch size and context: plain decoding's mean TTIT divided by this one's."
+    )
+    if found["cells"]["measured"] < found["cells"]["of"]:
+        setting += " Of {of} batch sizes and contexts {measured} so far.".format(**found["cells"])
+    for path, trees in found["tables"].items():
+        setting += f" {code(path)} is {trees}."
+    if config["acceptance"]:
+        setting += f" Weights are random, and acceptance is simulated: {config['acceptance']}."
+    sections = {f"{plain(found['tree'])} is {found['speedup']:.2f} times as fast as plain decoding": setting}
+    together = latencies([row for row in found["rows"] if row["arrivals"] == "together"])
+    sections["Batches"] = f"{together}\n\n{TERMS}\n\n{COLUMNS}"
+    if config["rate"]:
+        title = f"Arrivals at random, {config['rate']:g} a second"
+        sections[title] = latencies([row for row in found["rows"] if row["arrivals"] == "poisson"])
+    sections["Where a round's time goes"] = stages(found)
+    sections["Made on"] = made_on(found)
+    return document(sections)
+
+
+def context(row: Found) -> str:
+    """The context length of a row."""
+    return "as is" if row["context_length"] is None else str(row["context_length"])
+
+
+def name(row: Found) -> str:
+    """The variant of a row."""
+    return row["decoding"] + (", arriving" if row["arrivals"] == "poisson" else "")
+
+
+def over(row: Found, other: str) -> str:
+    """How many times as many tokens a second as another variant."""
+    return number(row["over"].get(other, 1.0 if row["decoding"] == other else None))
+
+
+def latencies(rows: list[Found]) -> str:
+    """The table of latencies."""
+    header = ["decoding", "threads", "batch", "context", "TPC", "TTFT", "TTFT p50", "TTFT p99", "TTIT", "TTIT p50"]
+    header += ["TTIT p99", "times as fast", "tokens/s", "over plain", "over transformers"]
+    header += ["answers that differ from plain's"]
+    cells = [
+        [
+            plain(row["decoding"]),
+            "own choice" if row["threads"] is None else str(row["threads"]),
+            str(row["batch_size"]),
+            context(row),
+            number(row["tpc"]),
+            *(ms(row[f"{key}_{kind}"]) for key in ("ttft", "ttit") for kind in ("s", "p50_s", "p99_s")),
+            number(row["speedup_batch_median"]),
+            number(row["tokens_per_s"], 1),
+            over(row, "plain"),
+            over(row, "transformers"),
+            "" if row["differing_answers"] is None else f"{row['differing_answers']} of {row['answers']}",
+        ]
+        for row in rows
+    ]
+    return table(header, cells)
+
+
+def stages(found: Found) -> str:
+    """Paper figure 4b, and the share of a round outside the forwards."""
+    header = ["decoding", "batch", "context", "prefill, ms", "round, ms", *SHARES, "outside the forwards"]
+    cells = [
+        [
+            plain(each["decoding"]),
+            str(each["batch_size"]),
+            context(each),
+            number(each["prefill_ms"]),
+            number(each["round_ms"]),
+            *(percent(each["stages_ms"].get(stage, 0.0) / each["round_ms"]) for stage in SHARES),
+            percent(each["outside"]),
+        ]
+        for each in found["breakdown"]
+    ]
+    note = (
+        "Measured on separate rounds; on a GPU each stage is waited for there, which makes rounds slower. Outside "
+        "the forwards: the share of a round in which neither target nor draft nor LM head computes."
+    )
+    return f"{table(header, cells)}\n\n{note}"

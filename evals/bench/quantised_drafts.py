@@ -1,0 +1,50 @@
+"""Quantised drafts beside one another: their names, the bytes they hold, and the time of their drafting.
+
+Knows nothing of how weights are rounded.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from eagle_train.artifacts.format import read_artifact
+from eagle_train.errors import check
+from eagle_train.inference import SamplingParams
+from eagle_train.models.draft import Draft
+from evals.bench.answering import Run
+from evals.bench.questions import Question
+from evals.bench.stage_clock import StageClock
+
+
+@dataclass
+class TimedRun(Run):
+    """A run with the drafting of each batch of questions: seconds, and rounds that drafted. On a GPU each stage is
+    waited for: no other time of the run is reported."""
+
+    drafting: list[tuple[float, int]] = field(default_factory=list)
+
+    def ask(self, questions: Sequence[Question], params: SamplingParams) -> None:
+        """As `Run.ask`."""
+        clock = StageClock(self.engine)
+        with clock.running(forwards=False):
+            super().ask(questions, params)
+        self.drafting.append((clock.seconds["drafting"], clock.runs["drafting"]))
+
+
+def export_names(exports: Sequence[str], source: str, draft: str) -> dict[str, str]:
+    """The directories of exports by how they were rounded, and by the directory besides where several were rounded
+    alike. Raises UserError for an export of another draft."""
+    abouts = {path: read_artifact(path) for path in exports}
+    for path, about in abouts.items():
+        same = about.source == source
+        check(same, f"also={path}: made from a draft of fingerprint {about.source}, and draft={draft} is {source}")
+        check(about.quant.scheme != "none", f"also={path}: is not quantised; the draft itself is measured anyway")
+    names = {path: f"{about.quant}, {about.rounding}" for path, about in abouts.items()}
+    alike = Counter(names.values())
+    return {name if alike[name] == 1 else f"{name}, {path}": path for path, name in names.items()}
+
+
+def feed_forward_bytes(draft: Draft) -> int:
+    """What the feed-forward parts hold in memory, as they run here."""
+    tensors = [tensor for layer in draft.layers for tensor in (*layer.mlp.parameters(), *layer.mlp.buffers())]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,90 @@
+"""Files of questions: MT-Bench's own, or any JSON file of prompts. Knows nothing of targets or tokens."""
+
+import re
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from eagle_train.corpus.chat import Message, to_messages
+from eagle_train.corpus.json_files import JsonFiles
+from eagle_train.corpus.kinds import check_contents
+from eagle_train.corpus.rows import Row, parse
+from eagle_train.corpus.source import hint
+from eagle_train.errors import SURROGATE, UserError, check, shown
+
+
+@dataclass(frozen=True)
+class Question:
+    """`turns`: the user's messages, each of which follows the target's answer to the one before.
+
+    `history`: the messages before the first turn. `reference`: the file's own answer, where it has one; the target
+    never sees it. `line`: the question's place in the file, from 1: its line, or its element of an array.
+    """
+
+    line: int
+    id: str | int
+    category: str | None
+    history: list[Message]
+    turns: list[str]
+    reference: str | None = None
+
+
+def read_questions(path: str, limit: int | None = None) -> list[Question]:
+    """The questions of a JSON file (an object a line, or an array), or `limit` of them, taken evenly over the file.
+
+    A row has `turns` (MT-Bench), `messages` (the last user turn is the question, the assistant's answer to it the
+    reference) or `prompt`; and may have `question_id` or `id`, and `category`. Raises UserError for a file that is
+    missing or empty and, with its line, for a row that is malformed or has no turns.
+    """
+    check(Path(path).is_file(), f"questions={path}: no such file{hint(path) or '; give a JSON file'}")
+    check(limit is None or limit >= 1, f"limit={limit}: must be at least 1, or null for all questions")
+    check_contents(path)
+    questions = [_question_of(parse(place, row), place) for place, row in JsonFiles([path]).rows()]
+    check(len(questions) > 0, f"questions={path}: the file is empty; give a question a line")
+    count = min(limit or len(questions), len(questions))
+    return [questions[i * len(questions) // count] for i in range(count)]
+
+
+def _question_of(row: Row, place: str) -> Question:
+    """The question of a row; `place` is FILE:LINE. Raises UserError that begins with the place."""
+    try:
+        history, turns, reference = _parts_of(row)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
+    line, category = int(re.search(r"\d+$", place)[0]), row.get("category")
+    said = "must be a text or a number, or left out"
+    check(category is None or _is_name(category), f"{place}: category={shown(category)}: {said}")
+    name = row.get("question_id", row.get("id", line))
+    check(_is_name(name), f"{place}: question_id={shown(name)}: {said}")
+    category = None if category is None else str(category).strip() or None  # sorted as texts, whatever a file has
+    return Question(line, name, category, history, turns, reference)
+
+
+def _is_name(value: Any) -> bool:
+    """Whether it is a text or a number that JSON can hold."""
+    if isinstance(value, str):
+        return SURROGATE.search(value) is None
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _parts_of(row: Row) -> tuple[list[Message], list[str], str | None]:
+    """History, turns and reference of a row."""
+    if "turns" in row:
+        return [], _texts(row["turns"], "turns"), None
+    if "messages" not in row:
+        check("prompt" in row, f"the row has no turns, messages or prompt; it has {', '.join(row) or 'nothing'}")
+        return [], _texts([row["prompt"]], "prompt"), None
+    messages = to_messages(row, "messages", {})
+    asked = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    check(len(asked) > 0, "the row has no turns of a user: messages must hold a question")
+    answer = [m["content"] for m in messages[asked[-1] + 1 :] if m["role"] == "assistant"]
+    return messages[: asked[-1]], _texts([messages[asked[-1]]["content"]], "messages"), answer[0] if answer else None
+
+
+def _texts(values: Any, field: str) -> list[str]:
+    """A list of texts, none of them blank. Raises UserError for anything else."""
+    check(isinstance(values, list) and len(values) > 0, f"{field}: the row has no turns; give a list of texts")
+    for value in values:
+        check(isinstance(value, str) and bool(value.strip()), f"{field}: a turn must be a text, not {value!r}")
+    return values

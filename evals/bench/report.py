@@ -1,0 +1,123 @@
+"""How results are written and shown: files, tables of Markdown, texts of numbers, pictures.
+
+Knows nothing of engines or models.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from eagle_train.artifacts import markdown as md
+from eagle_train.artifacts.markdown import code, plain
+from eagle_train.results import write_bytes, write_json, write_text
+
+Found = Mapping[str, Any]
+"""What an evaluation writes to results.json."""
+
+TERMS = (
+    "TPC: tokens committed in decoding, by calls of the target. TTFT: time to the first token. TTIT: time between one "
+    "token and the next; tokens of one round come together, so that p50 may be far below the mean."
+)
+
+
+def write_report(out: Path, found: Found, report: str) -> None:
+    """report.md and results.json, each whole or not there."""
+    write_text(out / "report.md", report)
+    write_json(out / "results.json", found)
+
+
+def document(sections: Mapping[str, str]) -> str:
+    """Markdown: each title with its text; the first title is the document's."""
+    parts = [f"{'##' if place else '#'} {title}\n\n{text}" for place, (title, text) in enumerate(sections.items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others are numbers."""
+    return md.table(header, rows, rule="---:")
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number with so many digits; an empty text for None."""
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share in percent; an empty text for None."""
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def change(value: float, digits: int = 1) -> str:
+    """A relative difference in percent, with its sign; zero has none."""
+    text = f"{100 * value:+.{digits}f}"
+    return f"{text[1:] if float(text) == 0 else text} %"
+
+
+def several(count: int, of: str, ending: str = "s") -> str:
+    """`1 prompt`, `2 prompts`."""
+    return f"{count:,} {of}" + ("" if count == 1 else ending)
+
+
+def ms(seconds: float) -> str:
+    """Seconds as milliseconds."""
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def subject(found: Found) -> str:
+    """Target, dtype, device and draft, for the first line of a report."""
+    target, draft = code(found["target"]), code(found["config"]["draft"]["path"])
+    return f"Target {target}, {found['dtype']} on {found['device']}; draft {draft}"
+
+
+def sampling(config: Found) -> str:
+    """Temperature, top-p, top-k and the kind of drafts, for a report."""
+    if config["temperature"] == 0:
+        return "temperature 0"
+    parts = [f"temperature {config['temperature']:g}", f"top-p {config['top_p']:g}"]
+    parts += [f"top-k {config['top_k']}"] if config["top_k"] else []
+    drafting = config.get("engine", {}).get("drafting", "greedy")
+    return ", ".join(parts if drafting == "greedy" else [*parts, f"{drafting.replace('_', ' ')} drafts"])
+
+
+def made_on(found: Found) -> str:
+    """A table of versions and hardware."""
+    rows = {**found["provenance"], "seed": found["config"].get("seed")}
+    rows["load_average"] = " ".join(map(str, rows["load_average"]))
+    said = [[name.replace("_", " "), plain(str(value))] for name, value in rows.items() if value is not None]
+    return md.table(["", ""], said)
+
+
+def plot_acceptance(found: Found, path: Path) -> None:
+    """Acceptance by depth as a PNG, whole or not there."""
+    figure, picture = figure_of(found["acceptance_per_depth"], found["acceptance_after_depth_before"]), BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
+    write_bytes(path, picture.getvalue())
+
+
+def figure_of(shares: Sequence[float], given: Sequence[float | None] | None) -> Figure:
+    """Acceptance by depth, of all rounds and, where `given` has it, of those that accepted the depth before."""
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.subplots()
+    depths = range(1, len(shares) + 1)
+    hollow = {"markersize": 9, "markerfacecolor": "none"}  # around the other's mark where both are the same
+    given = given if len(shares) > 1 else None  # before depth 1 there is no other
+    for values, style, look, name in (
+        (shares, "o-", {}, "of rounds that draft to this depth"),
+        (given or [], "s--", hollow, "of rounds that accepted the depth before"),
+    ):
+        heights = [float("nan") if value is None else value for value in values]
+        if heights:
+            axes.plot(depths, heights, style, label=name, clip_on=False, **look)
+    axes.set(xlabel="depth in the tree", ylabel="share accepted", ylim=(0, 1), xlim=(0.7, len(shares) + 0.3))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    # Outside the axes, one name a line: no curve crosses it, and it is at most as wide as the picture.
+    figure.legend(frameon=False, loc="outside upper left", fontsize="small", ncols=1)
+    return figure

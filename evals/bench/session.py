@@ -1,0 +1,94 @@
+"""The target, the draft and the questions of an evaluation, and what its results say of them.
+
+Knows nothing of what is measured. DESIGN section 3.10.
+"""
+
+import copy
+from dataclasses import asdict, replace
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from eagle_train.artifacts.format import Artifact, load_draft, read_artifact
+from eagle_train.distributed import ALONE, World
+from eagle_train.hardware import resolve_device
+from eagle_train.inference import Eagle, Engine, RemotePrefill, Requests, SimulatedAcceptance
+from eagle_train.inference.decode.graphs import check_graphs
+from eagle_train.inference.requests.readable import chats
+from eagle_train.models.draft import Draft
+from eagle_train.models.loading import load_target
+from eagle_train.models.quantised import Quant, quantised
+from eagle_train.models.target import Target
+from eagle_train.results import prepared, provenance, redact
+from evals.bench.config import BenchConfig
+from evals.bench.questions import Question, read_questions
+
+C = TypeVar("C", bound=BenchConfig)
+
+
+class Session(Generic[C]):
+    """What an evaluation works with. Models are loaded when they are first used; evaluations may set others.
+
+    `artifact`: what the draft's directory says of it, None without one. `questions`: `limit` of them where the config
+    has one, none where it names no file. `out`: the directory for results.
+    """
+
+    def __init__(self, config: C, world: World = ALONE):
+        """Sets the number of threads, and checks all that can be wrong before a weight is loaded. `world`: the ranks
+        that hold the target together. Raises UserError."""
+        self.config, self.world, self.device = config, world, resolve_device(config.device)
+        check_graphs(config.options.graphs, self.device)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        path = config.draft.path
+        self.artifact: Artifact | None = None if path is None else read_artifact(path)
+        self.questions: list[Question] = []
+        if config.questions is not None:
+            self.questions = read_questions(config.questions, getattr(config, "limit", None))
+        self.out = prepared(config.out)
+
+    @cached_property
+    def target(self) -> Target:
+        """The target, which every rank holds a part of where there are several."""
+        placement = "replicated" if self.world is ALONE else "tensor"
+        reads = chats if self.questions else None
+        return load_target(self.config.target, self.device, placement, self.world, reads=reads)
+
+    @cached_property
+    def draft(self) -> Draft:
+        """The draft as it was exported. Drafters get copies, as an engine rounds its own."""
+        return load_draft(self.config.draft.path, self.target.identity)
+
+    @cached_property
+    def requests(self) -> Requests:
+        """How prompts become tokens, and what ends an answer."""
+        return Requests(self.target)
+
+    def drafter(self, quant: Quant | None = None, alignment: str | None = None, draft: Draft | None = None) -> Eagle:
+        """The draft, or another one, quantised. `alignment`: None for the config's."""
+        draft = quantised(copy.deepcopy(self.draft if draft is None else draft), quant or Quant())
+        return Eagle(draft, self.target, alignment or self.config.draft.alignment)
+
+    def engine(
+        self,
+        drafter: Eagle | None = None,
+        tree: Any = "chain3",
+        prefill: RemotePrefill | None = None,
+        acceptance: SimulatedAcceptance | None = None,
+        **options: Any,
+    ) -> Engine:
+        """As `Engine`, with the config's options, some of them replaced."""
+        config = replace(self.config.options, **options)
+        return Engine(self.target, drafter, tree, config, prefill=prefill, acceptance=acceptance)
+
+    def about(self) -> dict[str, Any]:
+        """What every results.json says: the models, the config without secrets, and where it was measured."""
+        return {
+            "draft_source": None if self.artifact is None else self.artifact.source,
+            "target": self.target.name,
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "device": self.target.device.type,
+            "config": redact(asdict(self.config)),
+            "provenance": provenance(),
+        }

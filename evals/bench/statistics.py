@@ -1,0 +1,222 @@
+"""Statistics of answers: tokens per call, acceptance, latency, intervals. Sums are taken before they are divided.
+
+Knows nothing of how answers are made or shown. DESIGN section 3.8; paper section 2.2.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise, zip_longest
+from math import comb
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from eagle_train.errors import check
+from eagle_train.inference import Output
+from evals.bench.questions import Question
+
+NGRAM = 8  # repeated sequences of so many tokens are counted
+RESAMPLES = 2000  # of the questions, for a bootstrap interval
+NO_DRAFTS = "tree: no round was of a batch size that it drafts for, so there is nothing to measure; try chain3"
+NO_DECODING = "no answer has a second token, so no decoding was measured; raise max_tokens, or ask other questions"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An engine's answer to one turn (from 1) of a question. `prompt`: the token ids it was given."""
+
+    question: Question
+    turn: int
+    prompt: list[int]
+    output: Output
+
+
+AnswerBatch = list[Answer]
+"""Answers that were decoded together."""
+
+
+def tpc(answers: Iterable[Answer]) -> float | None:
+    """Tokens committed in decoding ÷ target calls in decoding; None without a call."""
+    stats = [answer.output.stats for answer in answers]
+    calls = sum(s.calls for s in stats)
+    return sum(s.tokens for s in stats) / calls if calls else None
+
+
+def acceptance(answers: Iterable[Answer]) -> list[float]:
+    """Share of the rounds with a node at depth 1, 2, ... in which the target accepted down to that depth."""
+    stats = [answer.output.stats for answer in answers]
+    accepted = map(sum, zip_longest(*(s.accepted_per_depth for s in stats), fillvalue=0))
+    drafted = map(sum, zip_longest(*(s.drafted_per_depth for s in stats), fillvalue=0))
+    return [hits / rounds for hits, rounds in zip(accepted, drafted, strict=True)]
+
+
+def intervals(answers: Iterable[Answer]) -> list[float]:
+    """Seconds between one token and the next, for every token of decoding."""
+    return [seconds for answer in answers for seconds in answer.output.stats.intervals_s]
+
+
+def round_waits(answers: Iterable[Answer]) -> list[float]:
+    """Seconds from one round's tokens to the next one's, for every round of decoding."""
+    found = []
+    for output in (answer.output for answer in answers):
+        ends = list(accumulate(output.rounds))
+        found += [sum(output.stats.intervals_s[a:b]) for a, b in pairwise([0, *ends])]
+    return found
+
+
+def repeated_ngrams(texts: Iterable[Sequence[int]], n: int = NGRAM) -> float:
+    """Share of the texts' n-grams that occurred earlier in the same text; 0 where all texts are shorter than n."""
+    repeated = total = 0
+    for tokens in texts:
+        ngrams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+        total += len(ngrams)
+        repeated += len(ngrams) - len(set(ngrams))
+    return repeated / total if total else 0.0
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of the values lie, interpolated."""
+    return torch.tensor(values, dtype=torch.float64).quantile(share).item()
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % confidence interval of the median, from the order statistics (the sign test's interval): two of the
+    values. It holds for any distribution. None for fewer than 6 values.
+    """
+    ordered, count, left_out = sorted(values), len(values), 0
+    while 40 * sum(comb(count, k) for k in range(left_out + 1)) <= 2**count:
+        left_out += 1
+    return (ordered[left_out - 1], ordered[-left_out]) if left_out else None
+
+
+def median_ratio(ours: Iterable[float], theirs: Iterable[float]) -> float:
+    """The median of the ratios by batch, which a disturbance of a few batches does not change."""
+    return median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def tpc_gain(ours: Sequence[Sequence[Sequence[int]]], theirs: Sequence[Sequence[Sequence[int]]]) -> dict[str, float]:
+    """TPC above another draft's, and its 95 % bootstrap interval over the questions.
+
+    Of each run [tokens, calls] for each answer; runs of several seeds are added up.
+    """
+    own, other = (torch.tensor(runs).sum(0).double() for runs in (ours, theirs))
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(own), (RESAMPLES, len(own)), generator=generator)
+
+    def ratio(pairs: torch.Tensor) -> torch.Tensor:
+        tokens, calls = pairs.sum(-2).unbind(-1)
+        return tokens / calls
+
+    spread = (ratio(own[drawn]) - ratio(other[drawn])).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
+    low, high = spread.tolist()
+    return {"tpc": (ratio(own) - ratio(other)).item(), "low": low, "high": high}
+
+
+def num_rounds(batches: Iterable[AnswerBatch]) -> int:
+    """Rounds of decoding; a batch has as many as its longest answer."""
+    return sum(max(answer.output.stats.calls for answer in batch) for batch in batches)
+
+
+def times(answers: Iterable[Answer]) -> dict[str, float]:
+    """Means and percentiles of the time to the first token and of those between tokens, in seconds."""
+    answers = list(answers)
+    found = {}
+    for key, values in (("ttft", [answer.output.stats.ttft_s for answer in answers]), ("ttit", intervals(answers))):
+        found[f"{key}_s"] = fmean(values)
+        found |= {f"{key}_p{share}_s": percentile(values, share / 100) for share in (50, 99)}
+    return found
+
+
+def latency(batches: list[AnswerBatch]) -> dict[str, Any]:
+    """`times`, and the rounds that they were taken over."""
+    return {**times(chain.from_iterable(batches)), "rounds": num_rounds(batches)}
+
+
+def conditional(shares: Sequence[float]) -> list[float | None]:
+    """Acceptance at each depth among the rounds that accepted the depth before, from shares of the same rounds; None
+    where there were none."""
+    return [share / before if before else None for before, share in zip([1.0, *shares], shares, strict=False)]
+
+
+def stages(seconds: Mapping[str, float], runs: Mapping[str, int], batches: int) -> dict[str, Any]:
+    """An engine's stages in milliseconds per round, the prefill per batch, drafting also per round that drafts.
+
+    `seconds` and `runs`: of each stage, over all rounds (`Engine.stage_times`).
+    """
+    each = {name: spent * 1e3 / runs["validation"] for name, spent in seconds.items() if name != "prefill"}
+    found = {"stage_ms_per_round": each, "prefill_ms_per_batch": seconds["prefill"] * 1e3 / batches}
+    if "drafting" in each:
+        found["draft_latency_ms"] = seconds["drafting"] * 1e3 / runs["drafting"]
+    return found
+
+
+def tokens_per_s(batch: AnswerBatch, arrivals: Sequence[float]) -> float:
+    """Tokens of answers, the first ones included, divided by the time from the start to the end of the last.
+
+    `arrivals`: when each request arrived, in seconds after the start.
+    """
+    stats = [answer.output.stats for answer in batch]
+    ends = [at + each.ttft_s + sum(each.intervals_s) for at, each in zip(arrivals, stats, strict=True)]
+    return sum(len(answer.output.token_ids) for answer in batch) / max(ends)
+
+
+def counts(answers: list[Answer], max_tokens: int) -> dict[str, Any]:
+    """Numbers of questions, prompts and tokens, and why answers ended: `context` where the context cut one short."""
+    lengths = [len(answer.output.token_ids) for answer in answers]
+    reasons = [answer.output.finish_reason for answer in answers]
+    reasons = ["context" if r == "length" and n < max_tokens else r for r, n in zip(reasons, lengths, strict=True)]
+    return {
+        "questions": len({answer.question.line for answer in answers}),
+        "prompts": len(answers),
+        "tokens": sum(answer.output.stats.tokens for answer in answers),
+        "calls": sum(answer.output.stats.calls for answer in answers),
+        "mean_answer_tokens": fmean(lengths),
+        "finish_reasons": dict(Counter(reasons)),
+    }
+
+
+def groups(answers: list[Answer]) -> list[dict[str, Any]]:
+    """TPC and acceptance by category, by turn, and by turn of a category; None stands for all of them."""
+    categories = sorted({answer.question.category for answer in answers} - {None})
+    turns = sorted({answer.turn for answer in answers})
+    found = []
+    for category in [*categories, None]:
+        for turn in [*turns, None]:
+            among = [a for a in answers if category in (None, a.question.category) and turn in (None, a.turn)]
+            measured = {"prompts": len(among), "tpc": tpc(among), "acceptance_per_depth": acceptance(among)}
+            found.append({"category": category, "turn": turn, **measured})
+    return found
+
+
+def compare(plain: list[AnswerBatch], speculative: list[AnswerBatch]) -> dict[str, Any]:
+    """Speculative against plain decoding of the same prompts in the same batches.
+
+    `speedup`: the ratio of the mean times between tokens over all answers; `speedup_batch_median`: the median of that
+    ratio over the batches, which a disturbance of a few batches does not change. Raises UserError without decoding.
+    """
+    times = [[intervals(batch) for batch in pair] for pair in zip(plain, speculative, strict=True)]
+    ratios = [fmean(before) / fmean(after) for before, after in times if before and after]
+    check(len(ratios) > 0, NO_DECODING)
+    before, after = (fmean(chain.from_iterable(side)) for side in zip(*times, strict=True))
+    pairs = [pair for batches in zip(plain, speculative, strict=True) for pair in zip(*batches, strict=True)]
+    return {
+        "speedup": before / after,
+        "speedup_batch_median": median(ratios),
+        "differing_answers": sum(a.output.token_ids != b.output.token_ids for a, b in pairs),
+    }
+
+
+def check_timing(results: Mapping[str, Any]) -> None:
+    """Raise UserError where the speed-up of single prompts exceeds tokens per call: a draft makes no target call
+    faster. DESIGN 3.8.
+
+    In a batch it may exceed it: requests that accept much finish early, and the batch that is left is smaller and
+    faster. Nor does the bound hold for the median of batches, some of which accept more than others.
+    """
+    check(
+        results["speedup"] <= results["tpc"],
+        f"speed-up {results['speedup']:.3f} exceeds {results['tpc']:.3f} tokens per call, so the timing cannot be "
+        "right and no result was written; run again with more questions on a quieter machine",
+    )

@@ -1,0 +1,178 @@
+"""Latency over batch sizes and contexts: a row per cell and variant, and where the time of each engine's rounds goes.
+
+Knows nothing of how variants are made or how rows are shown. Paper sections 2.4 and 3.3; DESIGN sections 3.8, 3.10.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
+from statistics import median
+from typing import Any
+
+from eagle_train.errors import check
+from eagle_train.inference import Engine
+from eagle_train.models.quantised import Quant
+from eagle_train.progress import progress
+from evals.bench import statistics
+from evals.bench.answering import serve, take_turns
+from evals.bench.baselines import Transformers
+from evals.bench.config import SampledConfig, check_decodes, check_least, check_sizes
+from evals.bench.requests import PromptSource, TimedRequest, with_arrivals
+from evals.bench.stage_clock import breakdown
+from evals.bench.statistics import AnswerBatch
+
+PLAIN, TRANSFORMERS, LOOKUP = "plain", "transformers", "transformers, prompt lookup"
+BREAKDOWN_BATCHES = 8  # of a cell, at most
+Rows = list[dict[str, Any]]
+Batch = list[TimedRequest]
+
+
+@dataclass(kw_only=True)
+class SweepConfig(SampledConfig):
+    """The keys of conf/commands/latency.yaml that say what is swept. Raises UserError for values that cannot be."""
+
+    acceptance: list[float] | None
+    batch_sizes: list[int]
+    context_lengths: list[int] | None
+    trees: list[str]
+    quants: list[str]
+    repeats: int
+    rate: float | None
+    requests: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least(self, 1, "repeats", "requests")
+        check_decodes(self.max_tokens)
+        check(self.rate is None or self.rate > 0, f"rate={self.rate}: must be above 0, or null")
+        check_sizes("batch_sizes", self.batch_sizes)
+        check_sizes("context_lengths", [1] if self.context_lengths is None else self.context_lengths)
+        check(bool(self.quants), "quants=[]: must name none, int4 or fp8")
+
+    @property
+    def drafters(self) -> dict[str, tuple[str, Quant]]:
+        """Each tree, or table of trees, with each quantisation of the draft, by their names in the report."""
+        pairs = [(tree, Quant(scheme)) for tree in self.trees for scheme in self.quants]
+        names = [tree if quant.scheme == "none" else f"{tree} {quant.scheme}" for tree, quant in pairs]
+        return dict(zip(names, pairs, strict=True))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A point of the sweep. `context_length`: None where the questions are as they are."""
+
+    batch_size: int
+    context_length: int | None
+
+
+@dataclass(frozen=True)
+class Variants:
+    """What is compared in a cell. `engines`: by a batch size, plain decoding's (`PLAIN`) and the drafters'.
+    `baselines`: by a batch, transformers' tuned for it."""
+
+    engines: Callable[[int], dict[str, Engine]]
+    baselines: Callable[[Batch], dict[str, Transformers]]
+
+
+def sweep(config: SweepConfig, prompts: PromptSource, variants: Variants) -> Iterator[dict[str, Any]]:
+    """After each cell, what results.json says so far: a row for each cell and variant, the breakdown of each engine's
+    rounds, and the first tree's figures on top. Raises UserError before the first for prompts that do not fit."""
+    cells = [Cell(size, length) for size in config.batch_sizes for length in config.context_lengths or [None]]
+    fixed = [prompts.batches(config.repeats, cell.batch_size, cell.context_length) for cell in cells]
+    arriving: list[list[Batch]] = [[] for _ in cells]
+    if config.rate is not None:
+        arriving = [prompts.batches(config.repeats, config.requests, cell.context_length) for cell in cells]
+        arriving = [with_arrivals(batches, config.rate, config.seed) for batches in arriving]
+    rows, breakdowns = [], []
+    bar, done = progress(sum(map(len, (*fixed, *arriving))), "batch"), 0
+    for number, (cell, batches, arrivals) in enumerate(zip(cells, fixed, arriving, strict=True), 1):
+        engines = variants.engines(cell.batch_size)
+        serving = {name: partial(serve, engine) for name, engine in engines.items()}
+        baselines = variants.baselines(batches[0])
+        answered = take_turns(serving | baselines, batches, on_batch=lambda n, before=done: bar.update(before + n))
+        done += len(batches)
+        rows += rows_of(config, cell, answered, batches, threads_of(baselines))
+        if arrivals:
+            played = take_turns(serving, arrivals, on_batch=lambda n, before=done: bar.update(before + n))
+            done += len(arrivals)
+            rows += rows_of(config, cell, played, arrivals)
+        some = with_rounds(batches, answered[PLAIN])
+        breakdowns += [
+            {**asdict(cell), "decoding": name, **breakdown(engine, some)} for name, engine in engines.items()
+        ]
+        top = headline(rows, breakdowns, next(iter(config.drafters)))
+        yield {**top, "rows": rows, "breakdown": breakdowns, "cells": {"measured": number, "of": len(cells)}}
+    bar.close()
+
+
+def threads_of(baselines: Mapping[str, Transformers]) -> dict[str, int]:
+    """The threads of a CPU that each was tuned to."""
+    return {name: one.threads for name, one in baselines.items() if one.model.device.type == "cpu"}
+
+
+def with_rounds(batches: list[Batch], plain: list[AnswerBatch]) -> list[Batch]:
+    """Batches for a breakdown, taken evenly from those in which plain decoding, and so any other, has rounds."""
+    some = [batch for batch, answers in zip(batches, plain, strict=True) if statistics.intervals(answers)]
+    return some[:: -(-len(some) // BREAKDOWN_BATCHES)]
+
+
+def rows_of(
+    config: SweepConfig,
+    cell: Cell,
+    answered: dict[str, list[AnswerBatch]],
+    batches: list[Batch],
+    threads: Mapping[str, int] | None = None,
+) -> Rows:
+    """A row for each variant; `threads`: of those that were tuned. Raises UserError where the speed-up of single
+    prompts exceeds tokens per call."""
+    at = [[each.arrival for each in batch] for batch in batches]
+    speeds = {name: list(map(statistics.tokens_per_s, answered[name], at)) for name in answered}
+    poisson = any(chain.from_iterable(at))
+    rows = []
+    for name, theirs in answered.items():
+        answers = list(chain.from_iterable(theirs))
+        found = {
+            **asdict(cell),
+            "arrivals": "poisson" if poisson else "together",
+            "decoding": name,
+            "tpc": statistics.tpc(answers),
+            "acceptance_per_depth": statistics.acceptance(answers),
+            **statistics.compare(answered[PLAIN], theirs),  # before the times: it raises where nothing was decoded
+            **statistics.times(answers),
+            "tokens_per_s": median(speeds[name]),
+            "over": {
+                other: statistics.median_ratio(speeds[name], speeds[other]) for other in answered if other != name
+            },
+            "answers": len(answers),
+            "threads": (threads or {}).get(name),
+        }
+        if may_differ(config, name):
+            found["differing_answers"] = None
+        drafts = bool(found["acceptance_per_depth"])  # a table may draft nothing at this size
+        if name in config.drafters and drafts and cell.batch_size == 1 and not poisson:
+            statistics.check_timing(found)
+        rows.append(found)
+    return rows
+
+
+def may_differ(config: SweepConfig, name: str) -> bool:
+    """Whether a variant's answers may be other than plain decoding's: other samples, or simulated acceptance."""
+    own_draws = name in config.drafters and config.options.drafting != "greedy"
+    sampled = config.temperature > 0 and (own_draws or name in (TRANSFORMERS, LOOKUP))
+    return config.acceptance is not None or sampled
+
+
+def headline(rows: Rows, breakdowns: Rows, tree: str) -> dict[str, Any]:
+    """The first tree's figures in the first cell, under the names of evals.mt_bench. DESIGN section 3.10."""
+    own, plain = (next(row for row in rows if row["decoding"] == name) for name in (tree, PLAIN))
+    stages = next(each for each in breakdowns if each["decoding"] == tree)
+    keys = ("tpc", "acceptance_per_depth", "speedup", "speedup_batch_median", "differing_answers")
+    times = [key for key in own if key.startswith(("ttft", "ttit"))]
+    return {
+        "tree": tree,
+        **{key: own[key] for key in (*keys, *times)},
+        **{f"plain_{key}": plain[key] for key in times},
+        "draft_latency_ms": stages["draft_latency_ms"],
+        "outside": stages["outside"],
+    }

@@ -1,0 +1,44 @@
+"""The trees of an evaluation: whether they draft at all, and their names in a report."""
+
+from itertools import groupby
+from typing import Any
+
+from eagle_train.errors import check
+from eagle_train.inference import Dispatcher, Tree
+
+
+def check_tree(tree: Any, batch_size: int) -> None:
+    """Raise UserError for a tree, or a table of trees, that drafts for no batch of up to this size."""
+    drafts = any(tree.max_depth > 0 for tree, _ in dispatched(Dispatcher(tree), batch_size))
+    check(
+        drafts,
+        f"tree: it drafts nothing at batch sizes up to batch_size={batch_size}, so there is nothing to measure; try "
+        "chain3",
+    )
+
+
+def dispatched(dispatcher: Dispatcher, batch_size: int) -> list[tuple[Tree, list[int]]]:
+    """The trees of batches of 1 to `batch_size` rows, and the sizes of each: a batch shrinks as requests finish."""
+    by_tree = groupby(range(1, batch_size + 1), lambda size: dispatcher.dispatch(size).tree)
+    return [(tree, list(sizes)) for tree, sizes in by_tree]
+
+
+def tree_names(dispatcher: Dispatcher, batch_size: int) -> str:
+    """The trees of batches of up to this size, for a report."""
+    trees = dispatched(dispatcher, batch_size)
+    if len(trees) == 1:
+        return tree_name(trees[0][0])
+    return ", ".join(f"{tree_name(tree)} (batch size {' to '.join(map(str, _ends(sizes)))})" for tree, sizes in trees)
+
+
+def tree_name(tree: Tree) -> str:
+    """A tree, for a report."""
+    if tree.max_depth == 0:
+        return "no draft"
+    if tree.is_chain:
+        return f"chain{tree.max_depth}"
+    return f"tree of {tree.num_nodes - 1} nodes, depth {tree.max_depth}"
+
+
+def _ends(sizes: list[int]) -> list[int]:
+    return sorted({sizes[0], sizes[-1]})

@@ -1,0 +1,39 @@
+"""A separate process that runs orders, so that what is timed in it shares nothing with what it is compared to.
+
+Knows nothing of what is timed.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+from eagle_train.errors import UserError
+
+# As in launch/quickstart.sh: without these, a step spends most of its time on allocating memory from the kernel.
+ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967296"
+
+
+class Worker:
+    """Runs `work(*arguments, line)`, which receives orders from `line` and sends results, until it receives None."""
+
+    def __init__(self, work: Callable[..., None], *arguments: Any):
+        os.environ.setdefault("GLIBC_TUNABLES", ALLOCATOR)  # read when a process starts
+        context = multiprocessing.get_context("spawn")
+        self.line, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(*arguments, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, order: Any) -> Any:
+        """The result of an order. Raises the UserError that was sent instead."""
+        self.line.send(order)
+        answer = self.line.recv()
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self.line.send(None)
+        self.process.join()

@@ -1,0 +1,55 @@
+"""Prompts of a given length, and arrival times."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from scipy import stats
+
+from eagle_train.errors import UserError
+from eagle_train.inference import Requests, SamplingParams
+from eagle_train.models.loading import TargetConfig, load_target
+from evals.bench.questions import read_questions
+from evals.bench.requests import PromptSource, arrival_times
+from tests.support.eval_inputs import make_home
+
+
+def test_arrivals_are_a_poisson_process_of_the_rate():
+    times = torch.tensor(arrival_times(4000, 5.0, seed=1), dtype=torch.float64)
+    gaps = torch.diff(times, prepend=times.new_zeros(1))
+    assert times[-1].item() == pytest.approx(4000 / 5, rel=0.05)
+    assert stats.kstest(gaps.numpy(), "expon", args=(0, 1 / 5)).pvalue > 0.01
+    assert arrival_times(9, 5.0, seed=1) == times[:9].tolist() != arrival_times(9, 5.0, seed=2)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    return make_home(tmp_path_factory.mktemp("latency"))
+
+
+@pytest.fixture(scope="module")
+def prompts(home) -> PromptSource:
+    target = load_target(TargetConfig(str(home / "target")))
+    return PromptSource(Requests(target), read_questions(str(home / "questions.jsonl")), SamplingParams(max_tokens=9))
+
+
+@pytest.mark.parametrize("length", [1, 5, 20, 100, 200])
+def test_contexts_are_exact(prompts, length):
+    batches = prompts.batches(2, 2, length)
+    assert [[len(each.prompt) for each in batch] for batch in batches] == [[length] * 2] * 2
+    texts = [tokens for _, tokens in prompts.texts]
+    first, joined = batches[0][0].prompt, texts[1] + texts[2] + texts[0]
+    assert first[-min(length, len(joined)) :] == joined[-length:]
+    assert [each.params.seed for batch in batches for each in batch] == [0, 1, 2, 3]
+
+
+def test_questions_as_they_are_are_taken_evenly_over_the_file(prompts):
+    of = {tuple(tokens): question.id for question, tokens in prompts.texts}
+    ids = [[of[tuple(each.prompt)] for each in batch] for batch in prompts.batches(2, 1, None)]
+    assert ids == [[81], [82]]
+    assert [of[tuple(batch[0].prompt)] for batch in prompts.batches(4, 1, None)] == [81, 82, 101, 81]
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(prompts):
+    with pytest.raises(UserError, match=r"max_tokens=9: a prompt has 250 tokens, and the context of \S+ 256$"):
+        prompts.batches(1, 1, 250)

@@ -1,0 +1,105 @@
+"""Statistics against numbers worked out by hand."""
+
+import pytest
+
+from eagle_train.errors import UserError
+from evals.bench import statistics
+from evals.bench.statistics import tpc_gain
+from tests.support.measuring import answer
+
+
+def test_tpc_is_summed_before_it_is_divided():
+    assert statistics.tpc([answer(calls=1, tokens=4), answer(calls=9, tokens=9)]) == 13 / 10
+    assert statistics.tpc([answer()]) is None
+
+
+def test_acceptance_is_summed_depth_by_depth():
+    deep = answer(accepted_per_depth=[3, 1], drafted_per_depth=[4, 4])
+    flat = answer(accepted_per_depth=[1], drafted_per_depth=[2])
+    assert statistics.acceptance([deep, flat]) == [4 / 6, 1 / 4]
+    assert statistics.conditional([0.8, 0.4, 0.0, 0.0]) == [0.8, 0.5, 0.0, None]
+
+
+def test_repeated_ngrams():
+    assert statistics.repeated_ngrams([[1, 2, 1, 2, 1]], n=2) == 2 / 4
+    assert statistics.repeated_ngrams([list(range(8)) * 2, range(10), range(7)]) == 1 / (9 + 3)
+    assert statistics.repeated_ngrams([range(7)]) == 0
+
+
+def test_latency():
+    batches = [
+        [
+            answer(ttft_s=0.5, intervals_s=[1.0, 2.0], calls=2),
+            answer(ttft_s=1.5, intervals_s=[3.0] * 7, calls=7),
+        ],
+        [answer(ttft_s=1.0, intervals_s=[104.0], calls=1)],
+    ]
+    found = statistics.latency(batches)
+    assert (found["ttft_s"], found["ttft_p50_s"]) == (1.0, 1.0)
+    assert (found["ttit_s"], found["ttit_p50_s"]) == (12.8, 3.0)
+    assert found["ttit_p99_s"] == pytest.approx(3.0 + 0.91 * 101)  # between the 9th and the 10th of ten
+    assert found["rounds"] == 8  # a batch's rounds are its longest answer's
+    seconds = {"prefill": 3.0, "drafting": 0.4, "validation": 1.6}
+    found = statistics.stages(seconds, {"prefill": 2, "drafting": 5, "validation": 8}, batches=2)
+    assert found["stage_ms_per_round"] == pytest.approx({"drafting": 50.0, "validation": 200.0})
+    assert (found["prefill_ms_per_batch"], found["draft_latency_ms"]) == (1500, 80)
+    assert "draft_latency_ms" not in statistics.stages(
+        {"prefill": 1.0, "validation": 1.0}, {"validation": 1}, batches=1
+    )
+
+
+def test_speed_up_over_everything_and_the_median_batch():
+    plain = [[answer([1, 2], intervals_s=[2.0] * 4)], [answer([3], intervals_s=[2.0])], [answer([3], intervals_s=[9])]]
+    fast = [[answer([1, 2], intervals_s=[1.0] * 4)], [answer([4], intervals_s=[0.5])], [answer([3], intervals_s=[3])]]
+    found = statistics.compare(plain, fast)
+    assert found["speedup"] == pytest.approx((19 / 6) / (7.5 / 6))
+    assert found["speedup_batch_median"] == 3.0
+    assert found["differing_answers"] == 1
+    with pytest.raises(UserError, match="no decoding was measured"):
+        statistics.compare([[answer([1])]], [[answer([1])]])
+
+
+def test_counts_and_groups():
+    answers = [
+        answer([1] * 5, "maths", 1, 1, "stop", calls=1, tokens=4),
+        answer([1] * 6, "maths", 2, 1, "length", calls=4, tokens=5),
+        answer([1] * 10, "art", 1, 2, "length", calls=3, tokens=9),
+    ]
+    found = statistics.counts(answers, max_tokens=10)
+    assert found == {
+        "questions": 2,
+        "prompts": 3,
+        "tokens": 18,
+        "calls": 8,
+        "mean_answer_tokens": 7,
+        "finish_reasons": {"stop": 1, "context": 1, "length": 1},
+    }
+    tpc = {(group["category"], group["turn"]): group["tpc"] for group in statistics.groups(answers)}
+    assert tpc == {
+        ("art", 1): 3,
+        ("art", 2): None,
+        ("art", None): 3,
+        ("maths", 1): 4,
+        ("maths", 2): 5 / 4,
+        ("maths", None): 9 / 5,
+        (None, 1): 13 / 4,
+        (None, 2): 5 / 4,
+        (None, None): 18 / 8,
+    }
+
+
+def test_a_speed_up_beyond_tpc_is_an_error():
+    with pytest.raises(UserError, match=r"2\.300 exceeds 2\.200 .* timing cannot be right"):
+        statistics.check_timing({"tpc": 2.2, "speedup": 2.3, "speedup_batch_median": 1.0})
+    statistics.check_timing({"tpc": 2.2, "speedup": 2.2, "speedup_batch_median": 2.3})
+
+
+def test_a_gain_is_over_all_answers_and_its_interval_over_the_questions():
+    base = {"answers": [[30, 15], [10, 10]]}  # 40 tokens in 25 calls
+    better = {"answers": [[30, 12], [10, 8]]}
+    found = tpc_gain([better["answers"]], [base["answers"]])
+    assert found["tpc"] == pytest.approx(40 / 20 - 40 / 25)
+    assert (found["low"], found["high"]) == pytest.approx((10 / 8 - 1, 30 / 12 - 30 / 15))  # one question, twice
+    assert tpc_gain([base["answers"]], [base["answers"]]) == {"tpc": 0.0, "low": 0.0, "high": 0.0}
+    both = tpc_gain([better["answers"], base["answers"]], [base["answers"]] * 2)
+    assert both["tpc"] == pytest.approx(80 / 45 - 80 / 50)

@@ -1,0 +1,74 @@
+"""vLLM as a program: a stand-in takes its place, whose counts are read and whose failures are one line."""
+
+import fcntl
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle_train.errors import UserError
+from evals.bench.vllm import VLLM, Counts, run_job, version_of
+from tests.support.fake_vllm import GOOD, giving, interpreter
+
+
+def served(directory: Path, answering: str, timeout_s: float = 60) -> Counts:
+    job = {"llm": {"speculative_config": {"num_speculative_tokens": 3}}, "prompts": [[1], [2]]}
+    vllm = VLLM(str(interpreter(directory, answering)), timeout_s, 1, None)
+    return run_job(job | {"answer": str(directory / "vllm_answer.json")}, vllm, directory)
+
+
+def test_counts_by_hand():
+    counts = Counts(4, [3, 1, 0], [[5] * 6, [7] * 4])
+    assert (counts.acceptance_length, counts.acceptance) == (2.0, [3 / 4, 1 / 4, 0])
+    assert counts.tpc == (5 + 3) / 4
+    assert counts.figures["accepted_tokens"] == 4
+
+
+def test_an_answer_is_read(tmp_path):
+    (tmp_path / "vllm_answer.json").write_text("of an earlier run")
+    assert served(tmp_path, f"print('loaded')\n{giving(GOOD)}") == Counts(4, [3, 1, 0], [[5] * 6, [7] * 4])
+    assert (tmp_path / "vllm.log").read_text() == "loaded\n"
+
+
+@pytest.mark.parametrize(
+    ("answering", "message"),
+    [
+        ("print('loading')\nraise ValueError('no such draft')", "failed with status 1: ValueError: no such draft (all"),
+        ("sys.exit(3)", "vLLM failed with status 3: it said nothing (all"),
+        ("import os\nos.abort()", "vLLM failed with status -6: it said nothing (all"),
+        ("", "vLLM ended without an answer"),
+        (giving("0 drafts"), "no answer to the job: JSONDecodeError"),
+        (giving("[]"), "no answer to the job: TypeError"),
+        (giving({key: GOOD[key] for key in GOOD if key != "drafts"}), "no answer to the job: KeyError 'drafts'"),
+        (giving(GOOD | {"token_ids": [[5]]}), "no answer to the job: 2 prompts, 3 tokens a draft"),
+        (giving(GOOD | {"accepted_tokens_per_pos": [3, 1]}), "no answer to the job: 2 prompts, 3 tokens a draft"),
+        (giving(GOOD | {"accepted_tokens": 5}), "no answer to the job: 2 prompts, 3 tokens a draft"),
+        (giving(GOOD | {"drafts": 0}), "vLLM drafted nothing"),
+    ],
+)
+def test_a_failure_is_one_line(tmp_path, answering, message):
+    (tmp_path / "vllm_answer.json").write_text(json.dumps(GOOD))  # of an earlier run
+    with pytest.raises(UserError, match=r"^[^\n]*$") as error:
+        served(tmp_path, answering)
+    assert message in str(error.value)
+    assert (tmp_path / "vllm.log").is_file()
+
+
+def test_vllm_and_its_children_are_ended_after_the_timeout(tmp_path):
+    """A child holds a lock and would sleep for ten minutes: the lock is free at once."""
+    child = (
+        "import fcntl, time; fcntl.flock(open('FILE', 'w'), fcntl.LOCK_EX); print('there', flush=True); time.sleep(600)"
+    )
+    child = child.replace("FILE", str(tmp_path / "lock"))
+    hanging = f"import subprocess\nsubprocess.run([sys.executable, '-c', {child!r}])"
+    with pytest.raises(UserError, match=r"vLLM took longer than vllm\.timeout_s=3 and was ended"):
+        served(tmp_path, hanging, timeout_s=3)
+    assert (tmp_path / "vllm.log").read_text() == "there\n"
+    with open(tmp_path / "lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def test_a_python_without_vllm_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"cannot import vllm: ModuleNotFoundError: No module named 'vllm'; `bash"):
+        version_of(sys.executable)

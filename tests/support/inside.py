@@ -1,0 +1,49 @@
+"""The parts inside an engine, for tests of those parts: where they are is known here alone."""
+
+from types import SimpleNamespace
+
+from eagle_train.inference import Engine, Sequence
+from eagle_train.inference.cache.block_pool import BlockPool
+from eagle_train.inference.drafters.drafter import Drafter
+from eagle_train.inference.requests.admission import enqueue
+from eagle_train.inference.requests.scheduler import Scheduler
+from eagle_train.inference.runner import Runner
+
+
+def scheduler_of(engine: Engine) -> Scheduler:
+    return engine._scheduler
+
+
+def runner_of(engine: Engine) -> Runner:
+    return engine._runner
+
+
+def drafter_of(engine: Engine) -> Drafter:
+    return engine._runner.drafter
+
+
+def pool_of(engine: Engine) -> BlockPool:
+    return engine._scheduler.pool
+
+
+def active_in(engine: Engine) -> list[Sequence]:
+    """The sequences that decode, row by row."""
+    return engine._scheduler.active
+
+
+def inside(engine: Engine) -> SimpleNamespace:
+    """All other parts."""
+    return SimpleNamespace(
+        batch=engine._batch,
+        memory=engine._memory,
+        requests=engine._requests,
+        reader=engine._reader,
+        in_flight=engine._in_flight,
+    )
+
+
+def add_as(engine: Engine, index: int, prompt: list[int], params: object) -> Sequence:
+    """Queue a request with an index of the test's choice."""
+    request = engine._requests.sequence(index, prompt, params)
+    enqueue([request], engine._scheduler, engine._memory)
+    return request

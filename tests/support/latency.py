@@ -1,0 +1,47 @@
+"""The config and the session of evals.latency on tiny random models."""
+
+import tempfile
+
+from eagle_train.inference.options import DraftOptions
+from eagle_train.models.loading import TargetConfig
+from eagle_train.models.target import Target
+from evals.bench.session import Session
+from evals.latency import Config
+from tests.support.tiny import tiny_draft
+
+
+def latency_config(**changes) -> Config:
+    values = {
+        **{
+            "draft": DraftOptions("somewhere"),
+            "target": TargetConfig("t"),
+            "acceptance": None,
+            "trees": ["chain3"],
+            "quants": ["none"],
+        },
+        **{"batch_sizes": [1], "context_lengths": None, "questions": "q.jsonl", "repeats": 2, "rate": None},
+        **{
+            "requests": 4,
+            "out": str(tempfile.gettempdir()),
+            "max_tokens": 9,
+            "ignore_eos": False,
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "top_k": 0,
+        },
+        **{
+            "seed": 0,
+            "prompt_lookup": 10,
+            "engine": {},
+            "device": "cpu",
+            "threads": None,
+        },
+    }
+    return Config(**values | changes)
+
+
+def session_of(target: Target, config: Config) -> Session:
+    """A session of these models, without reading any file."""
+    made = Session.__new__(Session)
+    made.config, made.questions, made.target, made.draft = config, [], target, tiny_draft(target)
+    return made
