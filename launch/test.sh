@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set-up and tests, on a machine with Python and nothing else: lint, format, types, the site, then the test suite.
-# Usage: bash launch/test.sh [pytest's arguments], e.g. tests/inference/test_tree.py, or -n 0 for one process
+# Usage: bash launch/test.sh [pytest's arguments], e.g. tests/inference/decode/test_tree.py, or -n 0 for one process
 . "$(dirname "$0")/setup.sh"
 set_up test
 ruff check .

@@ -23,16 +23,16 @@ from torch.fx import GraphModule
 from eagle_train.terminal import log_to_stderr
 from evals.bench import statistics
 from tests.support.command_line import save_target
-from tests.support.slow import slow
+from tests.support.slow import TESTS, slow_tests
 
 log_to_stderr()  # as commands do
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    names = slow()
+    names = slow_tests()
     for item in items:
-        if f"{item.path.name}::{item.originalname}" in names:
+        if f"{item.path.relative_to(TESTS).as_posix()}::{item.originalname}" in names:
             item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return

@@ -1,13 +1,79 @@
-"""The tests' own order: no test imports another; what they share is in tests/support."""
+"""The tests' own order: each module has its test file, no test imports another, what they share is in tests/support."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.support.slow import slow_tests
+
 TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "eagle_train"
 # Also in a program that a test holds as a string of several lines.
 IMPORTED_TEST = re.compile(r"^ *(?:from|import) +(?:\S*\btest_|tests\S* +import +.*\btest_).*$", re.MULTILINE)
+# Modules without a test file at their own place, ROOM/test_MODULE.py, by the file that tests them.
+TESTED_IN = {
+    "corpus/test_chat.py": "corpus/columns",
+    "corpus/test_json_files.py": "corpus/rows",
+    "corpus/test_stream.py": "corpus/feed",
+    "corpus/test_preview.py": "models/stops",
+    "corpus/test_templates.py": "corpus/beginnings corpus/contents corpus/render corpus/template corpus/thoughts "
+    "corpus/tokens corpus/turns",
+    "distributed/test_ranks.py": "training/deepspeed",
+    "inference/decode/test_graphs.py": "ops/graphs",
+    "inference/decode/test_sampling.py": "inference/decode/validation inference/decode/verification",
+    "inference/decode/test_tree.py": "tree_names",
+    "inference/grammar/test_promises.py": "inference/grammar/expressions inference/grammar/formats "
+    "inference/grammar/json_schema inference/grammar/json_text inference/grammar/numbers inference/grammar/patterns "
+    "inference/grammar/rules",
+    "inference/requests/test_bad_requests.py": "inference/requests/requests",
+    "inference/requests/test_scheduler.py": "inference/cache/block_memory inference/cache/block_pool "
+    "inference/requests/admission",
+    "inference/test_compiled.py": "ops/compiled",
+    "inference/test_continuous.py": "inference/decode/prefill inference/requests/prompt_reader",
+    "inference/test_engine.py": "inference/batch inference/decode/bookkeeping inference/decode/dispatcher "
+    "inference/decode/stage_times inference/drafters/eagle inference/options inference/parts inference/runner",
+    "inference/test_overlap.py": "ops/transfer",
+    "inference/test_simulated.py": "inference/decode/simulated",
+    "ops/test_linear.py": "ops/kernels",
+    "models/test_directory.py": "models/config_json",
+    "models/test_draft.py": "models/draft_config models/layers",
+    "models/test_family.py": "models/probe models/twin",
+    "models/test_stored.py": "models/quantisation",
+    "models/test_target.py": "models/experts models/forward models/head models/loading models/shapes models/weights",
+    "test_cli.py": "errors settings",
+    "test_commands.py": "generate train",
+    "test_export.py": "artifacts/card artifacts/compressed artifacts/foreign artifacts/layouts artifacts/verify",
+    "test_private_api.py": "hydra_private ops/torch_private transformers_private",
+    "test_regenerate.py": "corpus/dialogues corpus/row_log",
+    "test_terminal.py": "usage",
+    "training/test_checkpoint.py": "training/checkpoint/format training/checkpoint/store training/checkpoint/verify",
+    "training/test_cost.py": "training/cost/estimate training/cost/flops training/cost/memory training/cost/report "
+    "training/cost/target_shape training/cost/this_machine",
+    "training/test_init_from.py": "training/assembly",
+    "training/test_lookahead.py": "training/target_pass",
+    "training/test_metrics.py": "results",
+    "training/test_optimizer.py": "training/muon",
+    "training/test_trainer.py": "training/backend training/evaluate training/parallelize training/resume "
+    "training/runaway training/state training/train_config",
+}
+
+
+def modules() -> set[str]:
+    paths = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+    return {path.as_posix() for path in paths}
+
+
+def own_test(module: str) -> str:
+    room, _, name = f"/{module}".rpartition("/")
+    return f"{room}/test_{name}.py".lstrip("/")
+
+
+def test_every_module_has_its_tests():
+    """In the file at its own place, or in the one that the table names; and the table names nothing else."""
+    elsewhere = {module for named in TESTED_IN.values() for module in named.split()}
+    assert {module for module in modules() if not (TESTS / own_test(module)).exists()} == elsewhere
+    assert [file for file in TESTED_IN if not (TESTS / file).exists()] == []
 
 
 def test_no_test_imports_another():
@@ -27,3 +93,9 @@ def test_no_test_imports_another():
 )
 def test_an_imported_test_is_found(text):
     assert len(IMPORTED_TEST.findall(text)) == 1
+
+
+def test_slow_tests_are_there():
+    for name in slow_tests():
+        file, _, test = name.partition("::")
+        assert f"def {test}(" in (TESTS / file).read_text("utf-8"), f"tests/support/slow.txt: {name}"
