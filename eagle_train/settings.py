@@ -17,6 +17,14 @@ T = TypeVar("T")
 PACKAGE = Path(__file__).parent
 # A wheel carries the YAMLs inside the package; in a clone they lie beside it.
 CONF_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
+BUNDLED = "data/tiny_target"  # likewise
+
+
+def bundled(path: str) -> str:
+    """A path of the bundled target from any working directory; any other path as it is."""
+    inside = CONF_DIR.parent / path
+    is_elsewhere = path.startswith(BUNDLED) and not Path(path).exists() and inside.exists()
+    return str(inside) if is_elsewhere else path
 
 
 def build(cls: type[T], values: Any, field: str) -> T:

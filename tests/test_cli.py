@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -452,3 +453,22 @@ def test_what_json_cannot_hold_is_null(tmp_path):
     write_json(tmp_path / "a.json", {"a": float("nan"), "b": [1.5, (float("inf"), {"c": -float("inf")})]})
     found = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
     assert found == {"a": None, "b": [1.5, [None, {"c": None}]]}
+
+
+def test_the_bundled_target_is_found_from_any_directory(tmp_path, monkeypatch):
+    """Beside conf/, as in a wheel; a directory of the same name in the working directory goes first."""
+    bundled = CONF_DIR.parent / "data" / "tiny_target"
+    monkeypatch.chdir(tmp_path)
+    assert TargetConfig("data/tiny_target").path == str(bundled)
+    assert TargetConfig("data/other").path == "data/other"
+    (tmp_path / "data" / "tiny_target").mkdir(parents=True)
+    assert TargetConfig("data/tiny_target").path == "data/tiny_target"
+
+
+def test_a_wheel_has_the_package_its_configs_and_the_bundled_target():
+    wheel = tomllib.loads((CONF_DIR.parent / "pyproject.toml").read_text("utf-8"))["tool"]["hatch"]["build"]["targets"][
+        "wheel"
+    ]
+    assert wheel["packages"] == ["eagle_train"]
+    inside = {source: place.removeprefix("eagle_train/") for source, place in wheel["force-include"].items()}
+    assert inside == {"conf": "conf", "data/tiny_target": "data/tiny_target"}

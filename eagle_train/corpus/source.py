@@ -227,7 +227,7 @@ def check_kinds(files: list[str], where: str) -> None:
 def hint(path: str) -> str:
     """What to do about a path that is not there, where that can be told."""
     if path.startswith("outputs/stdlib_chat/"):  # the bundled data
-        return "; python data/stdlib_chat.py outputs/stdlib_chat makes it"
+        return "; python data/stdlib_chat.py outputs/stdlib_chat makes it, in a clone of the repository"
     if "://" in path:
         return "; what has an address must be fetched first, unless it is a hub data set: OWNER/NAME"
     return "; give $HOME in the place of ~" if path.startswith("~") else ""

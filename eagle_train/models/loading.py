@@ -38,6 +38,7 @@ from eagle_train.models.quantisation import check_quantisation, quantisation_of
 from eagle_train.models.shapes import heads_of
 from eagle_train.models.stored import check_stored
 from eagle_train.models.target import Target
+from eagle_train.settings import bundled
 
 
 @dataclass
@@ -62,7 +63,7 @@ class TargetConfig:
 
     def __post_init__(self) -> None:
         check(bool(self.path), "target.path is empty: give a directory or a hub id")
-        self.path = os.path.expanduser(self.path)
+        self.path = bundled(os.path.expanduser(self.path))
         check(self.dtype in DTYPES, f"target.dtype={self.dtype}: must be one of {', '.join(DTYPES)}")
         gib = self.device_gib
         check(gib is None or gib > 0, f"target.device_gib={gib}: must be null or above 0")
