@@ -36,7 +36,14 @@ COMMANDS = {f"python -m evals.{name}": name for name in CONFIGS if (ROOT / "eval
     "-m eagle_train.generate": "generate",
 }
 # What CONTRIBUTING has the reader make.
-TO_BE_MADE = {"conf/target/qwen3_8b.yaml", "conf/tree/comb.yaml", "conf/data/dialog.yaml"}
+TO_BE_MADE = {
+    "conf/target/qwen3_8b.yaml",
+    "conf/tree/comb.yaml",
+    "conf/data/dialog.yaml",
+    "conf/drafter/bigram.yaml",
+    "eagle_train/inference/drafters/bigram.py",
+    "tests/inference/drafters/test_bigram.py",
+}
 FILE = re.compile(r"(?<![\w/.*-])(?:eagle_train|conf|launch|data|tests|evals|docs)/[\w./-]*\w")
 OVERRIDE = re.compile(r"(?<![\w./\[-])([a-z]\w*(?:\.\w+)+)=(?!=)")
 

@@ -156,7 +156,7 @@ def full(depth: int, branching: int) -> Tree:
 def pruned(num_nodes: int, acceptance: Sequence[Sequence[float]]) -> Tree:
     """The `num_nodes` drafted nodes most likely to be accepted: the paper's N_i (figure 8).
 
-    acceptance[d][r] is the measured share of accepted nodes at depth d that go on to their child of rank r. A node's
+    `acceptance[d][r]` is the measured share of accepted nodes at depth d that go on to their child of rank r. A node's
     worth is the product along its path; it can be taken once its parent and earlier siblings are. Among equals the
     shallower, then the one of lower ranks, comes first.
     """
