@@ -114,14 +114,14 @@ def start(device: str, share: int | None = 1, timeout_minutes: float = 30.0, gro
     if size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        meet(backend, timeout)
+        _meet(backend, timeout)
     mesh = init_device_mesh(device, (size,), mesh_dim_names=("rank",))
     shares = init_device_mesh(device, (size // share, share), mesh_dim_names=("copy", "share"))
     sides = {side: dist.new_group(backend="gloo", timeout=timeout) for side in SIDES}
     return World(rank, size, share, mesh, shares, sides)
 
 
-def meet(backend: str, timeout: timedelta) -> None:
+def _meet(backend: str, timeout: timedelta) -> None:
     """Find the job's other ranks. Raises UserError where that fails: most often the port is another job's."""
     try:
         dist.init_process_group(backend, timeout=timeout)

@@ -18,7 +18,7 @@ from eagle_train.artifacts import format as artifact
 from eagle_train.artifacts import layouts
 from eagle_train.artifacts.calibrate import calibrated
 from eagle_train.artifacts.card import card, caveat, read_evaluations
-from eagle_train.artifacts.compressed import file_tensors, load_tensors
+from eagle_train.artifacts.compressed_tensors_format import file_tensors, load_tensors
 from eagle_train.artifacts.foreign import load_foreign
 from eagle_train.artifacts.format import (
     DTYPES,
@@ -40,8 +40,8 @@ from eagle_train.errors import UserError, check, one_line
 from eagle_train.hardware import resolve_device
 from eagle_train.inference.requests.readable import texts
 from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
-from eagle_train.models.quantised import Quant, quantised
 from eagle_train.models.stops import stop_ids_of
 from eagle_train.models.target import Identity, Target
 from eagle_train.results import redact
@@ -149,9 +149,9 @@ def as_served(about: Artifact, draft: Draft) -> tuple[Artifact, Draft]:
 
 
 def rounded(config: Config, draft: Draft, target: Target | None, data: DataConfig | None) -> Draft:
-    """The draft quantised as asked. Raises UserError as `quantised` and the stream of `data` do."""
+    """The draft quantised as asked. Raises UserError as `quantise_draft` and the stream of `data` do."""
     if config.rounding == "nearest":
-        return quantised(draft, config.quant)
+        return quantise_draft(draft, config.quant)
     fits = data.row_tokens <= target.max_positions
     check(fits, f"data.row_tokens={data.row_tokens}: must be at most the context, {target.context}")
     stops = stop_ids_of(target.model.generation_config, target.config, target.tokenizer)

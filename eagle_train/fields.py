@@ -24,7 +24,7 @@ _CLASSES = {
     "engine": ("inference/options.py", "EngineConfig"),
     "optim": ("training/optimizer.py", "OptimConfig"),
     "parallel": ("training/backend.py", "ParallelConfig"),
-    "quant": ("models/quantised.py", "Quant"),
+    "quant": ("models/draft_quantisation.py", "Quant"),
     "target": ("models/loading.py", "TargetConfig"),
     "train": ("training/train_config.py", "TrainConfig"),
 }

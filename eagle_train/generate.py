@@ -21,8 +21,8 @@ from eagle_train.inference.options import DraftOptions
 from eagle_train.inference.requests.detokenizer import Detokenizer, Texts
 from eagle_train.inference.requests.readable import chats, texts
 from eagle_train.inference.requests.sequence import OVERFLOW
+from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
-from eagle_train.models.quantised import Quant, quantised
 from eagle_train.settings import build
 from eagle_train.terminal import COLORS, GREEN, RESET, printable, wants_color
 
@@ -63,7 +63,7 @@ def job(config: DictConfig) -> int:
     check_graphs(engine_config.graphs, device, is_divided=world.size > 1)
     placement = "tensor" if world.size > 1 else "replicated"
     target = load_target(given, device, placement, world, reads=chats if config.chat else texts)
-    draft = None if path is None else quantised(load_draft(path, target.identity), quant)
+    draft = None if path is None else quantise_draft(load_draft(path, target.identity), quant)
     engine = Engine(target, make_drafter(spec, target, draft), tree, engine_config)
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
     request = engine.add(prompt, params)

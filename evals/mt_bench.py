@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from eagle_train.cli import command
 from eagle_train.errors import check
-from eagle_train.models.quantised import Quant, quant_of
+from eagle_train.models.draft_quantisation import Quant, quant_of
 from eagle_train.results import json_text, write_text
 from eagle_train.settings import build
 from evals.bench import statistics

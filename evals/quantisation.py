@@ -17,7 +17,7 @@ from eagle_train.artifacts.format import load_draft
 from eagle_train.artifacts.markdown import aligned, code, plain
 from eagle_train.cli import command
 from eagle_train.errors import check
-from eagle_train.models.quantised import SCOPES, Quant
+from eagle_train.models.draft_quantisation import SCOPES, Quant
 from eagle_train.settings import build
 from evals.bench import statistics
 from evals.bench.answering import run_in_turn

@@ -16,7 +16,7 @@ from eagle_train.cli import command
 from eagle_train.errors import check
 from eagle_train.inference import EngineConfig, full
 from eagle_train.inference.decode.tree import MAX_NODES
-from eagle_train.models.quantised import Quant
+from eagle_train.models.draft_quantisation import Quant
 from eagle_train.progress import progress
 from eagle_train.results import provenance, redact, write_json, write_text
 from eagle_train.settings import build

@@ -24,8 +24,8 @@ from eagle_train.errors import UserError, check
 from eagle_train.hardware import resolve_device
 from eagle_train.inference.decode.tree import load_tree
 from eagle_train.models.draft import DraftConfig
+from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.loading import TargetConfig
-from eagle_train.models.quantised import Quant
 from eagle_train.results import prepared, prepared_file, write_json, write_text
 from eagle_train.settings import CONF_DIR, build
 from eagle_train.training.optimizer import OptimConfig

@@ -19,15 +19,15 @@ from eagle_train.artifacts import format as artifact
 from eagle_train.artifacts import layouts
 from eagle_train.artifacts import verify as proof
 from eagle_train.artifacts.card import read_evaluations
-from eagle_train.artifacts.compressed import file_tensors
+from eagle_train.artifacts.compressed_tensors_format import file_tensors
 from eagle_train.artifacts.foreign import load_foreign, refuse_other
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.draft import Draft
+from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
-from eagle_train.models.quantised import Quant, quantised
-from eagle_train.ops.quantise import dequantise
+from eagle_train.ops.weight_codes import dequantise
 from tests.support.command_line import call, chats, save_target, write_jsonl
 from tests.support.serving_engines import read, replay
 from tests.support.tiny import tiny_draft
@@ -94,7 +94,7 @@ def test_the_engine_loads_it_whole_and_so_do_we(home, tmp_path, engine, norms, q
     loaded = replay(engine, config, tensors, json.loads((home / "target" / "config.json").read_text()))
     assert (loaded.errors, loaded.uninitialised, loaded.spoiled) == ([], set(), set())
     assert loaded.skipped <= {"fc.bias", "embed_tokens.weight"}
-    ours = quantised(load_draft(home / norms), Quant(quant, scope))
+    ours = quantise_draft(load_draft(home / norms), Quant(quant, scope))
     assert load_draft(out).config == replace(ours.config, first_token="skip")
     wanted, found = file_tensors(ours, torch.bfloat16), file_tensors(load_draft(out), torch.bfloat16)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
@@ -163,7 +163,7 @@ def test_an_export_can_be_exported(home, tmp_path):
 def test_answers_with_an_export_are_those_with_the_trained_draft(home, target, tmp_path, quant):
     out = exported(home, tmp_path / "out", "layout=vllm", f"quant={quant}", "dtype=float32")
     params, prompts = SamplingParams(max_tokens=12), [[5, 9, 11], [40, 41, 42, 43]]
-    trained = quantised(load_draft(home / "eagle1"), Quant(quant)).with_first_token("skip")
+    trained = quantise_draft(load_draft(home / "eagle1"), Quant(quant)).with_first_token("skip")
     for one, other in zip(
         Engine(target, load_draft(out, target.identity), "chain3").generate(prompts, params),
         Engine(target, trained, "chain3").generate(prompts, params),
@@ -197,7 +197,7 @@ def test_names_and_outputs_are_looked_at_too(home, target, tmp_path):
     with pytest.raises(AssertionError, match="outputs are"):
         artifact.write_artifact(about, wrong, tmp_path / "a", "", lambda at: proof.prove(at, about, wrong, trained))
     about = replace(about, quant=Quant("fp8"))
-    small = quantised(wrong, Quant("fp8"))
+    small = quantise_draft(wrong, Quant("fp8"))
     with pytest.raises(AssertionError, match=r"layers\.0\.mlp\.gate_proj is .* off"):
         artifact.write_artifact(about, small, tmp_path / "a", "", lambda at: proof.prove(at, about, small, trained))
     out = exported(home, tmp_path / "out", "layout=vllm")

@@ -12,8 +12,8 @@ from eagle_train.cli import compose
 from eagle_train.corpus.source import DataConfig
 from eagle_train.inference import EngineConfig
 from eagle_train.models.draft_config import DraftConfig
+from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.loading import TargetConfig
-from eagle_train.models.quantised import Quant
 from eagle_train.settings import CONF_DIR
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.cost.estimate import ClusterConfig

@@ -24,7 +24,7 @@ from torch import nn
 from eagle_train.corpus.stream import TENSORS, Batch
 from eagle_train.errors import check
 from eagle_train.models.draft import Draft, shift_hidden
-from eagle_train.models.quantised import Quant, chosen, quantised
+from eagle_train.models.draft_quantisation import Quant, modules_to_quantise, quantise_draft
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.progress import progress
@@ -34,10 +34,10 @@ TOKENS = 65_536
 
 @torch.no_grad()
 def calibrated(draft: Draft, target: Target, batches: Iterable[Batch], quant: Quant, tokens: int = TOKENS) -> Draft:
-    """`quantised`, rounded by the second moments of each module's inputs over `tokens` supervised slots of `batches`.
+    """`quantise_draft` by the second moments of each module's inputs over `tokens` supervised slots of `batches`.
 
     The batches are those of `corpus.stream.Stream`; where they end before, fewer slots are seen. `draft` is left alone,
-    and the result lies where it does. Raises UserError as `quantised` does, and for less than one token.
+    and the result lies where it does. Raises UserError as `quantise_draft` does, and for less than one token.
     """
     check(tokens >= 1, f"tokens={tokens}: must be at least 1")
     if quant.scheme == "none":
@@ -51,7 +51,7 @@ def calibrated(draft: Draft, target: Target, batches: Iterable[Batch], quant: Qu
         if moments.seen >= tokens:
             break
     bar.close()
-    return quantised(moved, quant, moments.sums).to(draft.fc.weight.device)
+    return quantise_draft(moved, quant, moments.sums).to(draft.fc.weight.device)
 
 
 class Moments:
@@ -66,7 +66,7 @@ class Moments:
         self.counted: torch.Tensor  # bool [B * T]: the slots of the batch that count
         self.experts: dict[str, torch.Tensor] = {}  # by the mixture's name: which expert each slot was sent to
         self.sums: dict[str, torch.Tensor] = {}
-        for name, module in chosen(draft, quant).items():
+        for name, module in modules_to_quantise(draft, quant).items():
             self.sums[name] = module.weight.new_zeros(module.in_features, module.in_features)
             module.register_forward_pre_hook(partial(self.add, name))
         for name, module in draft.named_modules():

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eagle_train.artifacts.compressed import load_tensors
+from eagle_train.artifacts.compressed_tensors_format import load_tensors
 from eagle_train.errors import UserError, check, foreign, one_line, shown
-from eagle_train.models.directory import mapping_of
+from eagle_train.models.directory import read_mapping
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.target import Target
 
@@ -84,7 +84,7 @@ def everybodys(name: str) -> str:
 
 
 def read_values(directory: Path) -> dict[str, Any]:
-    return the_drafts_own(mapping_of(directory / "config.json", f"checkpoint={directory}"), directory)
+    return the_drafts_own(read_mapping(directory / "config.json", f"checkpoint={directory}"), directory)
 
 
 def the_drafts_own(values: dict[str, Any], directory: Path) -> dict[str, Any]:

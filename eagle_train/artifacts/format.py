@@ -20,10 +20,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from eagle_train.artifacts import layouts
-from eagle_train.artifacts.compressed import check_finite, file_tensors, load_tensors
+from eagle_train.artifacts.compressed_tensors_format import check_finite, file_tensors, load_tensors
 from eagle_train.errors import UserError, check
 from eagle_train.models.draft import Draft, DraftConfig
-from eagle_train.models.quantised import Quant, quant_of
+from eagle_train.models.draft_quantisation import Quant, quant_of
 from eagle_train.models.target import Identity
 from eagle_train.results import write_json, write_text
 from eagle_train.settings import build

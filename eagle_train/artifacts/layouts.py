@@ -10,9 +10,9 @@ import torch
 
 from eagle_train.errors import check
 from eagle_train.models.draft_config import DraftConfig
-from eagle_train.models.quantised import Quant
+from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.target import Identity
-from eagle_train.ops.quantise import GROUP
+from eagle_train.ops.weight_codes import GROUP
 
 ENGINES = ("native", "vllm", "sglang", "trtllm")
 NAMES = {"native": "our own engine", "vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}

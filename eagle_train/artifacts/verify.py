@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from eagle_train.artifacts import layouts
-from eagle_train.artifacts.compressed import file_tensors
+from eagle_train.artifacts.compressed_tensors_format import file_tensors
 from eagle_train.artifacts.format import Artifact, load_draft, read_tensors
 from eagle_train.models.draft import Draft
-from eagle_train.models.quantised import quant_of
+from eagle_train.models.draft_quantisation import quant_of
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.linear import QuantisedLinear
 

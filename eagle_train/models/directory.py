@@ -83,22 +83,22 @@ def check_directory(path: Path, place: str) -> None:
     `place` begins the message.
     """
     if path.is_file():
-        kind = "a GGUF file, which cannot be trained on" if begins(path, GGUF) else "a file"
+        kind = "a GGUF file, which cannot be trained on" if _starts_with(path, GGUF) else "a file"
         raise UserError(f"{place}: {kind}; give a Hugging Face checkpoint's directory")
     for file in sorted(file for pattern in READ for file in path.glob(pattern)):
         check(
-            not begins(file, LFS),
+            not _starts_with(file, LFS),
             f"{place}: {file.name} is a Git LFS pointer, not the file it stands for; run `git lfs pull` there",
         )
     if (path / ADAPTERS).is_file():
-        raise UserError(f"{place}: {MERGE.format(base_of(path / ADAPTERS, place))}")
+        raise UserError(f"{place}: {MERGE.format(_base_of(path / ADAPTERS, place))}")
     embeds = (path / "config_sentence_transformers.json").is_file()
     check(
         not embeds, f"{place}: a model of sentence-transformers, which makes embeddings; a target goes on with a text"
     )
     has_config = (path / "config.json").is_file()
     if has_config and any(each.name not in UNREAD for pattern in WEIGHTS for each in path.glob(pattern)):
-        check_shards(path, place)
+        _check_shards(path, place)
     else:
         for pattern, kind in (FOREIGN if has_config else NO_CONFIG).items():
             check(not any(path.glob(pattern)), f"{place}: {kind}")
@@ -107,12 +107,12 @@ def check_directory(path: Path, place: str) -> None:
         check(has_config, f"{place}: no config.json there; give {instead}")
     for name in MAPPINGS:
         if (path / name).exists():
-            mapping_of(path / name, place)
-            is_marked = begins(path / name, codecs.BOM_UTF8)  # which transformers does not read
+            read_mapping(path / name, place)
+            is_marked = _starts_with(path / name, codecs.BOM_UTF8)  # which transformers does not read
             check(not is_marked, f"{place}: {name} begins with a byte order mark; save it as UTF-8 without")
 
 
-def mapping_of(file: Path, place: str) -> dict[str, Any]:
+def read_mapping(file: Path, place: str) -> dict[str, Any]:
     """What a JSON file holds. Raises UserError, which `place` begins, unless that is a mapping."""
     try:
         values = json.loads(file.read_text("utf-8-sig"))
@@ -136,7 +136,7 @@ def weight_files(path: Path, place: str) -> list[Path]:
     found = next((path / name for file in FILES for name in (file, file + INDEX) if (path / name).is_file()), None)
     if found is None or not found.name.endswith(INDEX):
         return [] if found is None else [found]
-    named = mapping_of(found, place).get("weight_map")
+    named = read_mapping(found, place).get("weight_map")
     names: set[Any] = set(named.values()) if isinstance(named, dict) and named else {None}
     for name in names:
         check(
@@ -147,7 +147,7 @@ def weight_files(path: Path, place: str) -> list[Path]:
     return [path / name for name in sorted(names)]
 
 
-def check_shards(path: Path, place: str) -> None:
+def _check_shards(path: Path, place: str) -> None:
     """Raise UserError where some files of weights are there, and others that the index names are not."""
     named = weight_files(path, place)
     check(bool(named), f"{place}: files of weights, and neither {' nor '.join(FILES)} nor an index of others is there")
@@ -159,13 +159,13 @@ def check_shards(path: Path, place: str) -> None:
     )
 
 
-def base_of(file: Path, place: str) -> str:
+def _base_of(file: Path, place: str) -> str:
     """Which model adapters say they are for, in words."""
-    base = mapping_of(file, place).get("base_model_name_or_path")
+    base = read_mapping(file, place).get("base_model_name_or_path")
     return f" of {base}" if base else ""
 
 
-def begins(file: Path, magic: bytes) -> bool:
+def _starts_with(file: Path, magic: bytes) -> bool:
     """Whether a file begins so; one that cannot be read does not."""
     if not file.is_file():
         return False

@@ -78,7 +78,7 @@ class DraftConfig:
         """The draft for a target with this Hugging Face config; an override that is None is left to the target."""
         text = target_config.get_text_config()
         kind = f"target of type {text.model_type}: its config has no"
-        rope = rope_parameters_of(text)
+        rope = _rope_parameters_of(text)
         check("rope_theta" in rope, f"{kind} rope_parameters; a draft needs a Llama-like target")
         inner = overrides.get("intermediate_size") or widest(getattr(text, "intermediate_size", None))
         check(inner is not None, f"{kind} intermediate_size; give draft.intermediate_size")
@@ -120,7 +120,7 @@ def widest(size: int | list[int] | None) -> int | None:
     return max(size) if isinstance(size, list | tuple) else size
 
 
-def rope_parameters_of(text: Any) -> dict[str, Any]:
+def _rope_parameters_of(text: Any) -> dict[str, Any]:
     """The target's rotary settings as a flat mapping, empty where it has none; where they differ by layer type, those
     of full attention. M-RoPE's sections are left out: at a text's positions they say nothing."""
     parameters = dict(getattr(text, "rope_parameters", None) or {})

@@ -40,11 +40,11 @@ class RoutedExperts(Llama4TextExperts):
         """hidden [N, H]; scores [N, E], 0 where a token did not choose an expert. Returns [N, H]."""
         if scores is None:
             return super().forward(hidden)
-        run = torch.ops.eagle_train.routed_experts if torch.compiler.is_compiling() else routed_experts
+        run = torch.ops.eagle_train.routed_experts if torch.compiler.is_compiling() else _routed_experts
         return run(hidden, scores, self.gate_up_proj, self.down_proj, self.num_chosen, self.activation)
 
 
-def routed_experts(
+def _routed_experts(
     hidden: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: int, activation: str
 ) -> torch.Tensor:
     """hidden [N, H] and scores [N, E] with the experts' matrices [E, H, 2I] and [E, I, H] to [N, H]."""
@@ -63,5 +63,5 @@ torch.library.define(
     "eagle_train::routed_experts",
     "(Tensor hidden, Tensor scores, Tensor gate_up, Tensor down, int chosen, str activation) -> Tensor",
 )
-torch.library.impl("eagle_train::routed_experts", "CompositeExplicitAutograd")(routed_experts)
+torch.library.impl("eagle_train::routed_experts", "CompositeExplicitAutograd")(_routed_experts)
 torch.library.register_fake("eagle_train::routed_experts")(lambda hidden, *_: torch.empty_like(hidden))

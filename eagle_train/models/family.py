@@ -42,39 +42,39 @@ known: dict[tuple[type, str], Reaches] = {}  # of the classes and configs that p
 def auto_class(config: Any, place: str) -> Any:
     """transformers' auto class that loads a checkpoint with this config. Raises UserError for one that no text goes on
     from; `place` begins the message."""
-    named = declared(config) or f"model_type {config.model_type}"
+    named = _declared_class(config) or f"model_type {config.model_type}"
     check(
         not getattr(config, "is_encoder_decoder", False),
         f"{place}: {named} is an encoder-decoder; a target is a decoder alone, as Llama is",
     )
     own_code = getattr(config, "auto_map", None) or {}
     own = next((each for each in AUTO_CLASSES if each.__name__ in own_code), None)
-    check(own is not None or goes_on(config), f"{place}: {named} {NO_CAUSAL}")
+    check(own is not None or _continues_text(config), f"{place}: {named} {NO_CAUSAL}")
     found = own or next((each for each, classes in AUTO_CLASSES.items() if type(config) in classes), None)
     check(found is not None, f"{place}: {named} {NO_CAUSAL}")
     return found
 
 
-def goes_on(config: Any) -> bool:
+def _continues_text(config: Any) -> bool:
     """Whether the class that a config declares goes on with a text; one that declares none may.
 
     transformers loads any checkpoint as a causal language model if another of its kind is one: a reward model's or an
     encoder's weights too, with an LM head that nobody trained.
     """
-    name = declared(config)
+    name = _declared_class(config)
     known_class = None if name is None else getattr(transformers, name, None)
     if known_class is None:
         return name is None or name.endswith(ENDS)
     return isinstance(known_class, type) and issubclass(known_class, GenerationMixin)
 
 
-def declared(config: Any) -> str | None:
+def _declared_class(config: Any) -> str | None:
     """The name of the class that a checkpoint's config says it is of."""
     names = getattr(config, "architectures", None) or []
     return next(map(str, [names] if isinstance(names, str) else names), None)
 
 
-def keeps_states(auto: Any, config: Any) -> bool:
+def _keeps_state(auto: Any, config: Any) -> bool:
     """Whether transformers says that models of a config keep states (of Mamba, linear attention, convolutions).
 
     Where the config names its layers one by one, these may all be attention; what others keep shows in a twin.
@@ -89,7 +89,7 @@ def skeleton(config: Any, trust_remote_code: bool, place: str) -> PreTrainedMode
     """The model of a config without memory for its weights. Raises UserError where its family cannot build one."""
     auto = auto_class(config, place)
     check(
-        not keeps_states(auto, config),
+        not _keeps_state(auto, config),
         f"{place}: this family ({config.model_type}) keeps a state beside its attention's keys and values, which can "
         "neither be packed nor branched into a tree of drafts; it is not supported",
     )
@@ -117,11 +117,11 @@ def check_family(model_class: type[PreTrainedModel], config: Any, place: str) ->
             f"{place}: what attention does beyond {border} tokens in this family ({family}) cannot be checked, for no "
             "small twin of it can be built; it is not supported",
         )
-        known[key] = {} if twin is None else as_configured(reaches_of(twin, place), text)
+        known[key] = {} if twin is None else _reaches_of_config(_reaches_of(twin, place), text)
     return known[key]
 
 
-def as_configured(reaches: Reaches, text: Any) -> Reaches:
+def _reaches_of_config(reaches: Reaches, text: Any) -> Reaches:
     """What layers see of a model with this config, by what those of its twin see."""
 
     def own(layer: int, reach: Reach) -> Reach:
@@ -134,7 +134,7 @@ def as_configured(reaches: Reaches, text: Any) -> Reaches:
     return {layer: own(layer, reach) for layer, reach in reaches.items()}
 
 
-def reaches_of(twin: PreTrainedModel, place: str) -> Reaches:
+def _reaches_of(twin: PreTrainedModel, place: str) -> Reaches:
     """What the masks of a twin's layers hide. Raises UserError for a twin that does not pass."""
     family, text = twin.config.model_type, twin.config.get_text_config()
     reaches: dict[int, Reach] = {}
@@ -151,7 +151,7 @@ def reaches_of(twin: PreTrainedModel, place: str) -> Reaches:
         borders.update((rule.window or 0, rule.chunk or 0))
         return attention(layer, q, k, v, rule)
 
-    check_causal(twin, tokens, place)
+    _check_causal(twin, tokens, place)
     with foreign(f"{place}: {UNREACHED.format(family)}"):
         twin.set_attn_implementation(PROBED)
         logits_of(tokens, torch.arange(tokens.shape[1])[None], noting)
@@ -164,7 +164,7 @@ def reaches_of(twin: PreTrainedModel, place: str) -> Reaches:
     return reaches
 
 
-def check_causal(model: PreTrainedModel, tokens: torch.Tensor, place: str) -> None:
+def _check_causal(model: PreTrainedModel, tokens: torch.Tensor, place: str) -> None:
     """Raise UserError where a token's logits hang on those behind it."""
     family = model.config.model_type
     with foreign(f"{place}: this family ({family}) cannot be run on text alone"):

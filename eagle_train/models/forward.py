@@ -27,7 +27,7 @@ Reaches = MutableMapping[int, Reach]
 """By layer; of those whose mask was seen."""
 
 
-def attention_of_target(
+def _attention_of_target(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -51,7 +51,7 @@ def attention_of_target(
     if attend is None or token_positions is None or reaches is None:
         raise ValueError("keywords that its forward is given do not come to it")
     if attention_mask is not None:
-        if not isinstance(attention_mask, ReachMask):
+        if not isinstance(attention_mask, _ReachMask):
             raise ValueError("it makes masks of its own")
         reaches[module.layer_idx] = attention_mask.reach
     window, chunk = reaches.get(module.layer_idx, Reach(sliding_window))
@@ -63,11 +63,11 @@ def attention_of_target(
         sinks=s_aux,
     )
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-        query = query * temperature_correction(module, token_positions).to(query.dtype)
+        query = query * _temperature_correction(module, token_positions).to(query.dtype)
     return attend(module.layer_idx, query, key, value, rule).transpose(1, 2).contiguous(), None
 
 
-class ReachMask(torch.Tensor):
+class _ReachMask(torch.Tensor):
     """A mask that says its reach; so do its copies and slices, and nothing else that is computed with it."""
 
     reach: Reach
@@ -83,7 +83,7 @@ class ReachMask(torch.Tensor):
         return found
 
 
-def mask_with_reach(
+def _mask_with_reach(
     *,
     batch_size: int,
     q_length: int,
@@ -97,13 +97,13 @@ def mask_with_reach(
 
     transformers' function for windows and that for chunks both give `local_size`; each takes it from the config.
     """
-    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device).as_subclass(ReachMask)
+    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device).as_subclass(_ReachMask)
     is_window = local_size is None or local_size == getattr(config, "sliding_window", None)
     mask.reach = Reach(window=local_size) if is_window else Reach(chunk=local_size)
     return mask
 
 
-def temperature_correction(module: Any, positions: torch.Tensor) -> torch.Tensor:
+def _temperature_correction(module: Any, positions: torch.Tensor) -> torch.Tensor:
     """What turns Llama 4's scaling of queries by their place in the call into that by their positions [B, T].
 
     Returns [B, 1, T, 1]. In a packed row or a tree the two differ; transformers knows the first only.
@@ -117,8 +117,8 @@ def temperature_correction(module: Any, positions: torch.Tensor) -> torch.Tensor
 
 
 for name in (OURS, PROBED):
-    AttentionInterface.register(name, attention_of_target)
-AttentionMaskInterface.register(PROBED, mask_with_reach)
+    AttentionInterface.register(name, _attention_of_target)
+AttentionMaskInterface.register(PROBED, _mask_with_reach)
 
 
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
@@ -141,7 +141,7 @@ def hidden_states(
 
     `limit`: positions from there on are not told to RoPE, see `rope_limit`.
     """
-    own = {"attend": attend, "token_positions": positions, "reaches": reaches}  # carried to `attention_of_target`
+    own = {"attend": attend, "token_positions": positions, "reaches": reaches}  # carried to `_attention_of_target`
     if limit is not None:  # padding, and what is drafted beyond a text's end, may lie there
         positions = positions.clamp(max=limit - 1)
     return decoder_of(model)(input_ids=tokens, position_ids=positions, use_cache=False, **own).last_hidden_state

@@ -14,10 +14,10 @@ from torch import nn
 from eagle_train.models.draft import Draft
 from eagle_train.models.layers import Attention, DenseFFN, only, rotate
 from eagle_train.ops.attention import Attend
-from eagle_train.ops.linear import joined
+from eagle_train.ops.linear import concat_outputs
 
 
-def fused(draft: Draft) -> Draft:
+def fuse_products(draft: Draft) -> Draft:
     """The draft with one product for what reads the same input; `draft` is left alone, and shares what stays.
 
     Quantised modules are to be given before they use a device's kernel.
@@ -38,7 +38,7 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.layer, self.head_dim, self.uses_rope, self.rule = plain.layer, plain.head_dim, plain.uses_rope, plain.rule
         self.num_heads, self.num_kv_heads = plain.num_heads, plain.num_kv_heads
-        self.qkv_proj = joined(plain.q_proj, plain.k_proj, plain.v_proj)
+        self.qkv_proj = concat_outputs(plain.q_proj, plain.k_proj, plain.v_proj)
         self.o_proj = plain.o_proj
 
     def forward(
@@ -62,7 +62,7 @@ class FusedFFN(nn.Module):
 
     def __init__(self, plain: DenseFFN):
         super().__init__()
-        self.gate_up_proj = joined(plain.gate_proj, plain.up_proj)
+        self.gate_up_proj = concat_outputs(plain.gate_proj, plain.up_proj)
         self.down_proj = plain.down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import align_module_device
 from transformers import PreTrainedModel
 
-from eagle_train.models.weights import whole
+from eagle_train.models.weights import full_tensor
 from eagle_train.ops.linear import linear
 
 
@@ -47,5 +47,5 @@ def lm_head_of(model: PreTrainedModel) -> LMHead:
         scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)  # Granite divides
     softcap = getattr(config, "final_logit_softcapping", None)
     with align_module_device(head):
-        bias = None if getattr(head, "bias", None) is None else whole(head.bias)
-        return LMHead(whole(head.weight), bias, scale, softcap)
+        bias = None if getattr(head, "bias", None) is None else full_tensor(head.bias)
+        return LMHead(full_tensor(head.weight), bias, scale, softcap)

@@ -36,7 +36,7 @@ class Rotary(nn.Module):
 
     def __init__(self, config: DraftConfig):
         super().__init__()
-        frequencies, self.scale = rope_frequencies(config)
+        frequencies, self.scale = _rope_frequencies(config)
         turning = torch.cat((-frequencies, frequencies))
         # As bits: a model's conversion to bf16 would round them, and angles at long distances with them.
         self.register_buffer("frequencies", turning.view(torch.int32), persistent=False)
@@ -51,7 +51,7 @@ class Rotary(nn.Module):
         return (cos, sin) if self.scale == 1.0 else (cos * self.scale, sin * self.scale)
 
 
-def rope_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:
+def _rope_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:
     """Inverse frequencies [R/2] in fp32 and the factor on cos and sin, from the target's `rope_parameters`.
 
     R, how much of a head turns, is `partial_rotary_factor` of its width. Raises UserError for an unknown `rope_type`.

@@ -30,11 +30,11 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from eagle_train.distributed import ALONE, World
 from eagle_train.errors import UserError, check, foreign, one_line, shown
 from eagle_train.hardware import FP8_GPU, is_gpu, low_precision, warn_of_emulation
+from eagle_train.models.checkpoint_quantisation import check_quantization_config, quantization_config_of
 from eagle_train.models.config_json import check_generation, check_values, misfit
-from eagle_train.models.directory import check_directory, folder_of, mapping_of, weight_files
+from eagle_train.models.directory import check_directory, folder_of, read_mapping, weight_files
 from eagle_train.models.family import auto_class, check_family, skeleton
 from eagle_train.models.head import head_of
-from eagle_train.models.quantisation import check_quantisation, quantisation_of
 from eagle_train.models.shapes import heads_of
 from eagle_train.models.stored import check_stored
 from eagle_train.models.target import Target
@@ -99,7 +99,7 @@ def load_config(config: TargetConfig) -> Any:
         )
         assert folder is not None
         check_directory(folder, place)
-    values, generation = (there(folder, name, place) for name in ("config.json", "generation_config.json"))
+    values, generation = (_read_if_there(folder, name, place) for name in ("config.json", "generation_config.json"))
     hint = OWN_CODE if values and "auto_map" in values and not config.trust_remote_code else ""
     if values is not None:
         check_values(values, hint, place)
@@ -120,24 +120,25 @@ def load_config(config: TargetConfig) -> Any:
     return found
 
 
-def there(folder: Path | None, name: str, place: str) -> dict[str, Any] | None:
+def _read_if_there(folder: Path | None, name: str, place: str) -> dict[str, Any] | None:
     """What a checkpoint's JSON file holds; None where it is not there, or of a name on the hub not fetched yet."""
-    return None if folder is None or not (folder / name).is_file() else mapping_of(folder / name, place)
+    return None if folder is None or not (folder / name).is_file() else read_mapping(folder / name, place)
 
 
 def check_target(config: TargetConfig, hf_config: Any, device: torch.device | None = None) -> None:
     """Raise UserError, before a weight is read, for a family that cannot be a target (see `check_family`), a
-    quantisation that cannot be read (`check_quantisation`), and files that do not hold its weights (`check_stored`).
+    quantisation that cannot be read (`check_quantization_config`), and files that do not hold its weights
+    (`check_stored`).
 
     `device`: where it is to run; None in a plan."""
     place = f"target.path={config.path}"
-    check_quantisation(hf_config, place, device)
+    check_quantization_config(hf_config, place, device)
     model = skeleton(hf_config, config.trust_remote_code, place)
     check_family(type(model), model.config, place)
     folder = folder_of(config.path)
     # Of the hub's cache, some may yet have to be fetched.
     if folder is not None and all(file.exists() for file in weight_files(folder, place)):
-        check_stored(folder, model, quantisation_of(hf_config) is not None, place)
+        check_stored(folder, model, quantization_config_of(hf_config) is not None, place)
 
 
 def check_placement(
@@ -146,7 +147,7 @@ def check_placement(
     """Raise UserError for a target that cannot be loaded so, whole or divided over `share` ranks: what its config alone
     tells, before a weight is read. `computes_fp8`: whether the device does."""
     check(not config.offload or placement == "replicated", f"target.offload=true: not with parallel.target={placement}")
-    text, quantised = hf_config.get_text_config(), quantisation_of(hf_config)
+    text, quantised = hf_config.get_text_config(), quantization_config_of(hf_config)
     for heads in {heads_of(text, layer).keys for layer in range(text.num_hidden_layers)}:
         check(
             placement != "tensor" or heads % share == 0,
@@ -159,20 +160,20 @@ def check_placement(
             "a checkpoint in FP8",
         )
         if quantised.get("weight_block_size") and (placement == "tensor" or not computes_fp8):
-            check_blocks(config, hf_config, placement, share)
+            _check_blocks(config, hf_config, placement, share)
 
 
 BLOCK_DIMS = {"colwise": -2, "rowwise": -1, "packed_colwise": -2, "packed_rowwise": -1}  # divided by a plan's entry
 
 
-def check_blocks(config: TargetConfig, hf_config: Any, placement: str, share: int) -> None:
+def _check_blocks(config: TargetConfig, hf_config: Any, placement: str, share: int) -> None:
     """Raise UserError unless each rank gets whole FP8 blocks of every weight.
 
     transformers divides weights and their blocks' scales each for itself, and gives numbers the scales of others where
     a block is cut. FSDP2 puts blocks together again before they are used, unless a rank makes numbers of its part.
     """
     model = skeleton(hf_config, config.trust_remote_code, f"target.path={config.path}")
-    quantised = quantisation_of(hf_config)
+    quantised = quantization_config_of(hf_config)
     block, unquantised = quantised["weight_block_size"], quantised.get("modules_to_not_convert")
     head = head_of(model)
     linears = {name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear) and each is not head}
@@ -226,10 +227,10 @@ def load_target(
             dtype=dtype,
             output_loading_info=True,
             **options,
-            **division(placement, world),
+            **_sharding_options(placement, world),
         )
     except Exception as error:  # of transformers, safetensors, pickle, and the library of a quantisation
-        raise UserError(f"target.path={config.path}: {unloaded(error)}{one_line(error)}") from error
+        raise UserError(f"target.path={config.path}: {_loading_error(error)}{one_line(error)}") from error
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     check(
         not missing,
@@ -237,7 +238,7 @@ def load_target(
         "give a complete checkpoint",
     )
     if placement == "tensor":
-        check_divided(model, world.share)
+        _check_divided(model, world.share)
     together = None
     if placement == "tensor" and world.share > 1:
         assert world.shares is not None, "ranks that hold a target together have a mesh"
@@ -248,7 +249,7 @@ def load_target(
         raise UserError(f"target.path={config.path}: {one_line(error)}") from error
 
 
-def unloaded(error: Exception) -> str:
+def _loading_error(error: Exception) -> str:
     """What begins a message about weights that could not be loaded, by what transformers or another library raised."""
     if isinstance(error, OSError | ValueError | ImportError | SafetensorError):  # which say it themselves
         return ""
@@ -258,7 +259,7 @@ def unloaded(error: Exception) -> str:
     return known or f"its weights cannot be loaded: {kind}"
 
 
-def division(placement: str, world: World) -> dict[str, Any]:
+def _sharding_options(placement: str, world: World) -> dict[str, Any]:
     """What tells transformers to load each rank's part of the weights and nothing else, if they are divided."""
     if placement == "replicated":
         return {}
@@ -289,7 +290,7 @@ def placed(config: TargetConfig, device: torch.device) -> dict[str, Any]:
     return {"device_map": "auto", "max_memory": room, "offload_folder": folder}
 
 
-def check_divided(model: PreTrainedModel, share: int) -> None:
+def _check_divided(model: PreTrainedModel, share: int) -> None:
     """Raise UserError unless the family's tensor-parallel plan divides at least half of the weights."""
     parameters = list(model.parameters())
     size = sum(parameter.numel() for parameter in parameters)
@@ -322,15 +323,15 @@ def load_tokenizer(config: TargetConfig) -> Any:
     except Exception as error:  # the tokenizers library knows nothing more special
         file, place = directory / "tokenizer.json", f"target.path={config.path}"
         if file.is_file():
-            mapping_of(file, place)
+            read_mapping(file, place)
         hint = "" if config.trust_remote_code or "trust_remote_code" not in str(error) else OWN_CODE
         lack = "" if file.is_file() or not directory.is_dir() else " (there is no tokenizer.json)"
         raise UserError(f"{place}: its tokenizer cannot be read{lack}: {one_line(error)}{hint}") from error
     processors = directory / "chat_template.json"  # where older multimodal checkpoints have it
     if config.chat_template is not None:
-        tokenizer.chat_template = read_template(Path(config.chat_template), "target.chat_template")
+        tokenizer.chat_template = _read_template(Path(config.chat_template), "target.chat_template")
     elif tokenizer.chat_template is None and processors.is_file():
-        tokenizer.chat_template = read_template(processors, "target.path")
+        tokenizer.chat_template = _read_template(processors, "target.path")
     found = tokenizer.chat_template
     check(
         found is None or isinstance(found, str | dict),
@@ -339,7 +340,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
     return tokenizer
 
 
-def read_template(file: Path, field: str) -> str:
+def _read_template(file: Path, field: str) -> str:
     """A chat template's text: the file itself, or its key chat_template where it is JSON. Raises UserError."""
     try:
         text = file.expanduser().read_text("utf-8-sig")

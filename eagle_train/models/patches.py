@@ -6,7 +6,7 @@ draft, which then stay as they are. Either returns an `Undo`. Knows nothing of e
 
 Classes are changed where a module lies, because what is around a module of transformers (tied weights, hooks, names of
 checkpoints) would not survive another module in its place. Llama 4's experts have their class from the start, see
-`register_experts`.
+`_register_experts`.
 """
 
 from collections.abc import Iterable
@@ -128,7 +128,7 @@ def _without_hooks(own: Any) -> type[nn.Module]:
     return type(own.__name__, (own,), {"__call__": own.forward})
 
 
-def register_experts() -> None:
+def _register_experts() -> None:
     """Let transformers build Llama 4's experts of our classes, which do as theirs until `use_fast_modules`.
 
     Before a model is built and not after: what tensor parallelism and offload then put around a module's `forward`
@@ -138,4 +138,4 @@ def register_experts() -> None:
     module.Llama4TextMoe, module.Llama4TextExperts = RoutedMoe, RoutedExperts
 
 
-register_experts()
+_register_experts()

@@ -16,7 +16,7 @@ from eagle_train.errors import check, foreign
 from eagle_train.models.forward import OURS
 from eagle_train.models.patches import Undo, use_fast_modules
 from eagle_train.models.shapes import KVShape
-from eagle_train.models.weights import whole
+from eagle_train.models.weights import full_tensor
 from eagle_train.ops.attention import Attend, Rule, packed_attention
 
 TOKENS = 24  # of a document that is read
@@ -64,7 +64,7 @@ def probe(model: PreTrainedModel, logits_of: LogitsOf, tokens: torch.Tensor, pla
     positions = torch.arange(length, device=tokens.device)[None]
     with foreign(f"{place}: this family ({family}) cannot be run on text alone"):
         model.set_attn_implementation("eager")
-        own = whole(model(input_ids=tokens, use_cache=False).logits).float()
+        own = full_tensor(model(input_ids=tokens, use_cache=False).logits).float()
     undo = use_fast_modules(model)  # what is ours from here on must give the same
     layers = Layers()
     attend = layers.noted(packed_attention([[length, length]]))
@@ -73,23 +73,23 @@ def probe(model: PreTrainedModel, logits_of: LogitsOf, tokens: torch.Tensor, pla
         both = logits_of(tokens.repeat(1, 2), positions.repeat(1, 2), attend)
     unreached = ", for no layer's attention can be reached"
     ours, behind = both.float().chunk(2, dim=1)
-    error = off(ours, own)
+    error = _relative_error(ours, own)
     check(
-        error <= bound(model.dtype),
+        error <= _error_bound(model.dtype),
         f"{place}: the LM head applied to the hidden states misses the model's own logits by {error:.1%}"
         f"{'' if layers.calls else unreached}; this family ({family}) is not supported",
     )
     check(bool(layers.calls), f"{place}: no attention of this family ({family}) can be reached; it is not supported")
-    error = off(behind, ours)
+    error = _relative_error(behind, ours)
     check(
-        error <= bound(model.dtype),
+        error <= _error_bound(model.dtype),
         f"{place}: what stands before a document in its row changes its logits by {error:.1%}; this family ({family}), "
         "which keeps a state beside its attention's keys and values, is not supported",
     )
     return layers, undo
 
 
-def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The relative error of a token's logits, the median over tokens; infinite where it is no number.
 
     Not the mean: which experts a token chooses may hang on a rounding, and then it is far off for no fault of ours.
@@ -99,5 +99,5 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def bound(dtype: torch.dtype) -> float:
+def _error_bound(dtype: torch.dtype) -> float:
     return BOUNDS.get(dtype, LOW_PRECISION)

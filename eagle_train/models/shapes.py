@@ -12,7 +12,7 @@ from eagle_train.errors import check, foreign, shown
 
 
 @dataclass(frozen=True)
-class Heads:
+class _Heads:
     """A layer's attention: query heads, key/value heads, and their width."""
 
     queries: int
@@ -38,7 +38,7 @@ def check_shape(config: Any, place: str) -> None:
     """Raise UserError where a config does not say what a target needs; `place` begins the message."""
     with foreign(f"{place}: its config (model_type {config.model_type}) does not say what a target needs"):
         text = config.get_text_config()
-        check_sizes({name: getattr(text, name) for name in NEEDED}, place)
+        _check_sizes({name: getattr(text, name) for name in NEEDED}, place)
         check(
             text.num_hidden_layers <= LAYERS,
             f"{place}: its config has num_hidden_layers={text.num_hidden_layers}; it must be {LAYERS} at most",
@@ -46,20 +46,20 @@ def check_shape(config: Any, place: str) -> None:
         for layer in range(text.num_hidden_layers):
             own = layer_config(text, layer)
             given = {name: size for name in HEADS if (size := getattr(own, name, None)) is not None}
-            check_sizes({"num_attention_heads": own.num_attention_heads, **given}, place)
+            _check_sizes({"num_attention_heads": own.num_attention_heads, **given}, place)
             heads = heads_of(text, layer)
             check(
                 heads.queries % heads.keys == 0,
                 f"{place}: its config has num_key_value_heads={heads.keys}; it must divide num_attention_heads, "
                 f"{heads.queries}",
             )
-            check_sizes({"head_dim": heads.width}, place)
+            _check_sizes({"head_dim": heads.width}, place)
         act = getattr(text, "hidden_act", None)
         check(act is None or act in ACT2FN, f"{place}: its config has hidden_act={shown(act)}, which is not known")
-        check_rope(getattr(text, "rope_parameters", None) or {}, place)
+        _check_rope(getattr(text, "rope_parameters", None) or {}, place)
 
 
-def check_sizes(sizes: Mapping[str, Any], place: str) -> None:
+def _check_sizes(sizes: Mapping[str, Any], place: str) -> None:
     for name, size in sizes.items():
         check(isinstance(size, int) and size > 0, f"{place}: its config has {name}={size}; it must be 1 or more")
 
@@ -72,7 +72,7 @@ def rope_types(config: Any) -> str:
     return "" if own is None else f"; rope_parameters.rope_type={shown(own)} may be one of {', '.join(known)}"
 
 
-def check_rope(rope: Mapping[str, Any], place: str) -> None:
+def _check_rope(rope: Mapping[str, Any], place: str) -> None:
     """Raise UserError for rotary positions that cannot be computed, of all layers or by layer type."""
     own = f"{place}: its config has rope_parameters"
     by_type = [values for values in rope.values() if isinstance(values, Mapping)]
@@ -88,12 +88,12 @@ def layer_config(text: Any, layer: int) -> Any:
     return text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text
 
 
-def heads_of(text: Any, layer: int = 0) -> Heads:
+def heads_of(text: Any, layer: int = 0) -> _Heads:
     """A layer's heads."""
     own = layer_config(text, layer)
     queries = own.num_attention_heads
     keys = getattr(own, "num_key_value_heads", None) or queries
-    return Heads(queries, keys, getattr(own, "head_dim", None) or own.hidden_size // queries)
+    return _Heads(queries, keys, getattr(own, "head_dim", None) or own.hidden_size // queries)
 
 
 def rope_limit(config: Any) -> int | None:

@@ -13,10 +13,10 @@ def stop_ids_of(generation_config: Any, config: Any, tokenizer: Any) -> frozense
     tokenizer's own EOS. Any of the three may be None."""
     eos = getattr(generation_config, "eos_token_id", None)
     eos = getattr(config, "eos_token_id", None) if eos is None else eos
-    return frozenset(token for each in (eos, getattr(tokenizer, "eos_token_id", None)) for token in as_ids(each))
+    return frozenset(token for each in (eos, getattr(tokenizer, "eos_token_id", None)) for token in _as_ids(each))
 
 
-def as_ids(eos: int | Iterable[int] | None) -> list[int]:
+def _as_ids(eos: int | Iterable[int] | None) -> list[int]:
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 

@@ -28,7 +28,7 @@ UNQUANTISED = (
 
 
 @dataclass(frozen=True)
-class Stored:
+class _Stored:
     """A tensor as a file's header tells it. `dtype`: as safetensors names it."""
 
     name: str
@@ -37,23 +37,23 @@ class Stored:
     file: str
 
 
-def headers(path: Path, place: str) -> list[Stored]:
+def _headers(path: Path, place: str) -> list[_Stored]:
     """All tensors in a checkpoint's files, but for pickles from before torch 1.6; none where it has no such files.
     Raises UserError for a file that is damaged or ends early."""
     found = []
     for file in weight_files(path, place):
         if file.suffix != ".safetensors":
-            found += pickled(file, place) if is_zipfile(file) else []
+            found += _pickled(file, place) if is_zipfile(file) else []
             continue
         damaged = f"{place}: {file.name} is damaged or ends too early, download it again"
         with foreign(damaged), safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118, it is no mapping
                 part = tensors.get_slice(name)
-                found.append(Stored(name, tuple(part.get_shape()), part.get_dtype(), file.name))
+                found.append(_Stored(name, tuple(part.get_shape()), part.get_dtype(), file.name))
     return found
 
 
-def pickled(file: Path, place: str) -> list[Stored]:
+def _pickled(file: Path, place: str) -> list[_Stored]:
     """The tensors of a pickle of weights, whose numbers stay on the disk. Raises UserError for another pickle."""
     try:
         tensors = torch.load(file, map_location="meta", mmap=True, weights_only=True)
@@ -64,22 +64,22 @@ def pickled(file: Path, place: str) -> list[Stored]:
         f"{place}: {file.name} holds more than weights; {SAFE}",
     )
     return [
-        Stored(name, tuple(each.shape), PICKLED.get(each.dtype, str(each.dtype)), file.name)
+        _Stored(name, tuple(each.shape), PICKLED.get(each.dtype, str(each.dtype)), file.name)
         for name, each in tensors.items()
     ]
 
 
 @dataclass(frozen=True)
-class Held:
+class _Held:
     """A model's tensors by what the files hold of them. `whole`: those that a file holds as they are."""
 
     names: frozenset[str]
-    whole: dict[str, Stored]
-    others: tuple[Stored, ...]
+    whole: dict[str, _Stored]
+    others: tuple[_Stored, ...]
     is_told: bool  # whether all names are known: none is made of a part of a stored tensor
 
 
-def held(model: PreTrainedModel, stored: list[Stored]) -> Held:
+def _held(model: PreTrainedModel, stored: list[_Stored]) -> _Held:
     """Which of the model's tensors are stored, by transformers' own renaming of checkpoints' tensors."""
     rules, own = get_model_conversion_mapping(model), model.state_dict()
     renamings = [each for each in rules if isinstance(each, WeightRenaming)]
@@ -97,7 +97,7 @@ def held(model: PreTrainedModel, stored: list[Stored]) -> Held:
             (converter,) = [rule for rule in converters if pattern in rule.source_patterns][:1]
             is_told = is_told and len(converter.target_patterns) == 1
         names.add(name)
-    return Held(frozenset(names), whole, tuple(others), is_told)
+    return _Held(frozenset(names), whole, tuple(others), is_told)
 
 
 def check_stored(path: Path, model: PreTrainedModel, is_quantised: bool, place: str) -> None:
@@ -106,13 +106,13 @@ def check_stored(path: Path, model: PreTrainedModel, is_quantised: bool, place: 
     `is_quantised`: as the checkpoint's config says; then only embedding and LM head are looked for, for how the rest is
     stored is its library's own. `place` begins the message.
     """
-    stored = headers(path, place)
+    stored = _headers(path, place)
     if not stored:
         return
-    there = held(model, stored)
+    there = _held(model, stored)
     ends: dict[str, Any] = {"embedding": model.get_input_embeddings(), "LM head": head_of(model)}
     if not is_quantised:
-        check_numbers(model, there, place)
+        _check_numbers(model, there, place)
     aliases = defaultdict(list)  # of tied weights one is stored
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases[id(parameter)].append(name)
@@ -123,8 +123,8 @@ def check_stored(path: Path, model: PreTrainedModel, is_quantised: bool, place: 
         is_there = there.names.intersection(names) or (
             is_quantised and any(part.startswith(tuple(known)) for part in parts)
         )
-        check(bool(is_there), f"{place}: no file has the {role}, {names[0]}{untied(model, role)}")
-    check_shapes(model, there, is_quantised, place)
+        check(bool(is_there), f"{place}: no file has the {role}, {names[0]}{_untied(model, role)}")
+    _check_shapes(model, there, is_quantised, place)
     missing = [names[0] for names in aliases.values() if not there.names.intersection(names)]
     check(
         is_quantised or not there.is_told or not missing,
@@ -132,7 +132,7 @@ def check_stored(path: Path, model: PreTrainedModel, is_quantised: bool, place: 
     )
 
 
-def untied(model: PreTrainedModel, role: str) -> str:
+def _untied(model: PreTrainedModel, role: str) -> str:
     """What may be wrong where an end of the model is not there."""
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", None)
     if role == "LM head" and not tied:
@@ -142,7 +142,7 @@ def untied(model: PreTrainedModel, role: str) -> str:
     return "; give a complete checkpoint of a causal language model"
 
 
-def check_numbers(model: PreTrainedModel, there: Held, place: str) -> None:
+def _check_numbers(model: PreTrainedModel, there: _Held, place: str) -> None:
     """Raise UserError for weights in a type that is no weight's, or packed: quantised, and nothing says how."""
     own, modules = model.state_dict(), {name for name, _ in model.named_modules()}
     for name, each in there.whole.items():
@@ -156,7 +156,7 @@ def check_numbers(model: PreTrainedModel, there: Held, place: str) -> None:
         check(not is_packed, f"{place}: {owner} has a {part} of type {each.dtype} in {each.file}, {UNQUANTISED}")
 
 
-def check_shapes(model: PreTrainedModel, there: Held, is_quantised: bool, place: str) -> None:
+def _check_shapes(model: PreTrainedModel, there: _Held, is_quantised: bool, place: str) -> None:
     """Raise UserError for a stored tensor whose shape the config contradicts."""
     text = model.config.get_text_config()
     for name, tensor in model.state_dict().items():

@@ -22,8 +22,8 @@ from eagle_train.models.head import LMHead, lm_head_of
 from eagle_train.models.patches import Undo
 from eagle_train.models.probe import TOKENS, Layers, probe
 from eagle_train.models.shapes import context_of, rope_limit
-from eagle_train.models.weights import fingerprint, refuse_unloaded, whole
-from eagle_train.ops.attention import Attend, lengths_of, packed_attention
+from eagle_train.models.weights import check_loaded, fingerprint, full_tensor
+from eagle_train.ops.attention import Attend, document_lengths, packed_attention
 from eagle_train.ops.compiled import Compiled
 
 
@@ -62,12 +62,12 @@ class Target:
 
     def __post_init__(self) -> None:
         self.reaches = check_family(type(self.model), self.model.config, f"target {self.name}")
-        refuse_unloaded(self.model, self.name)
+        check_loaded(self.model, self.name)
         self.model.eval().requires_grad_(False)
         self.lm_head = lm_head_of(self.model)
         with align_module_device(self.model.get_input_embeddings()):
             embedding: Any = self.model.get_input_embeddings()
-            self.embedding = whole(embedding.weight)
+            self.embedding = full_tensor(embedding.weight)
         config = self.config
         self.rope_limit = rope_limit(config)
         self.check_states()
@@ -140,8 +140,8 @@ class Target:
         """`hidden_states` where every rank has packed rows of its own, as many as the others."""
         if self.together is None:
             return self.hidden_states(tokens, positions, attend)
-        tokens, positions = (gathered(x, self.together) for x in (tokens, positions))
-        hidden = self.hidden_states(tokens, positions, packed_attention(lengths_of(positions)))
+        tokens, positions = (_gathered(x, self.together) for x in (tokens, positions))
+        hidden = self.hidden_states(tokens, positions, packed_attention(document_lengths(positions)))
         return hidden.chunk(dist.get_world_size(self.together))[dist.get_rank(self.together)]
 
     def embedding_scale(self) -> float:
@@ -166,7 +166,7 @@ class Target:
         self.layers, self.undo = probe(self.model, logits_of, tokens, f"target {self.name}")
 
 
-def gathered(own: torch.Tensor, group: Any) -> torch.Tensor:
+def _gathered(own: torch.Tensor, group: Any) -> torch.Tensor:
     """The ranks' tensors of one shape, one after the other."""
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own.contiguous(), group=group)

@@ -45,7 +45,7 @@ DROPPED = ("quantization_config", "dtype", "torch_dtype", "_name_or_path")
 
 
 @dataclass(frozen=True)
-class Squeeze:
+class _Squeeze:
     """What a text model's numbers of heads, their width, and its layers' width are divided by.
 
     `all_experts`: every token goes through all experts of few, so that no choice hangs on a rounding.
@@ -58,7 +58,7 @@ class Squeeze:
     all_experts: bool = True
 
     @classmethod
-    def of(cls, text: Any) -> "Squeeze":
+    def of(cls, text: Any) -> "_Squeeze":
         """To two heads of keys and values if there are as many, and the fewest queries that are some for each."""
         heads = heads_of(text)
         if text.hidden_size <= SMALL:
@@ -69,7 +69,7 @@ class Squeeze:
         by_width = max(1, heads.width // HEAD_WIDTH) if heads.width % HEAD_WIDTH == 0 else 1
         return cls(heads.queries // queries, heads.keys // keys).narrower(by_width, text.hidden_size)
 
-    def narrower(self, head_width: int, hidden: int) -> "Squeeze":
+    def narrower(self, head_width: int, hidden: int) -> "_Squeeze":
         """With heads so much narrower, and layers of `hidden` numbers by as much as all heads are, or nearly so."""
         width = self.queries * head_width
         if hidden % width:
@@ -83,8 +83,8 @@ def twin_of(model_class: type[PreTrainedModel], config: Any) -> PreTrainedModel 
     Raises what its family does where it reads no text alone.
     """
     failure = None
-    for squeeze, others in attempts(config):
-        twin = built(model_class, config, squeeze, others)
+    for squeeze, others in _attempts(config):
+        twin = _built(model_class, config, squeeze, others)
         if twin is not None:
             try:
                 twin(input_ids=torch.ones(1, 2, dtype=torch.long), use_cache=False)
@@ -96,12 +96,12 @@ def twin_of(model_class: type[PreTrainedModel], config: Any) -> PreTrainedModel 
     return None
 
 
-def built(model_class: type[PreTrainedModel], config: Any, squeeze: Squeeze, others: bool) -> PreTrainedModel | None:
+def _built(model_class: type[PreTrainedModel], config: Any, squeeze: _Squeeze, others: bool) -> PreTrainedModel | None:
     try:
-        small = small_config(config, squeeze, others)
+        small = _small_config(config, squeeze, others)
         with torch.device("meta"):
             size = sum(weight.numel() for weight in model_from_config(model_class, small).parameters())
-        return randomised(model_class, small) if size <= NUM_PARAMETERS else None
+        return _randomised(model_class, small) if size <= NUM_PARAMETERS else None
     except Exception:  # as above
         return None
 
@@ -113,76 +113,76 @@ def longest_border(text: Any) -> int:
         for key, value in values.items():
             if isinstance(value, Mapping):
                 yield from sizes(value)
-            elif is_count(value) and any(names.search(str(key)) for names in (WINDOWS, CHUNKS, BORDERS)):
+            elif _is_count(value) and any(names.search(str(key)) for names in (WINDOWS, CHUNKS, BORDERS)):
                 yield value
 
     return max(sizes(text.to_dict()), default=0)
 
 
-def attempts(config: Any) -> Iterator[tuple[Squeeze, bool]]:
+def _attempts(config: Any) -> Iterator[tuple[_Squeeze, bool]]:
     """How narrow to try to make a twin: the text model's squeeze, and whether other models beside it are squeezed."""
     text = config.get_text_config()
-    squeeze = Squeeze.of(text)
+    squeeze = _Squeeze.of(text)
     for each in (squeeze, squeeze.narrower(1, text.hidden_size), replace(squeeze, all_experts=False)):
         yield from ((each, True), (each, False))
-    yield Squeeze(), False
+    yield _Squeeze(), False
 
 
-def small_config(config: Any, squeeze: Squeeze, others: bool) -> Any:
+def _small_config(config: Any, squeeze: _Squeeze, others: bool) -> Any:
     """The same kind of config, for a twin."""
     text = config.get_text_config()
-    return type(config).from_dict(shrunk(config, text, squeeze, others))
+    return type(config).from_dict(_shrunk(config, text, squeeze, others))
 
 
-def shrunk(config: Any, text: Any, squeeze: Squeeze, others: bool) -> dict[str, Any]:
+def _shrunk(config: Any, text: Any, squeeze: _Squeeze, others: bool) -> dict[str, Any]:
     """The fields of a config or of one within it: the text model's are squeezed, and `others` too or of one layer."""
     values = {key: value for key, value in config.to_dict().items() if key not in DROPPED}
     for name in config.sub_configs:
         if (inner := getattr(config, name, None)) is not None:
-            values[name] = shrunk(inner, text, squeeze, others)
+            values[name] = _shrunk(inner, text, squeeze, others)
     if config is text:
-        return squeezed(values, squeeze, rope_limit(text) is not None)
+        return _squeezed(values, squeeze, rope_limit(text) is not None)
     has_layers = all(hasattr(config, name) for name in ("hidden_size", "num_attention_heads"))
-    own = Squeeze.of(config) if others and has_layers else Squeeze()
+    own = _Squeeze.of(config) if others and has_layers else _Squeeze()
     if not others:
         depth = getattr(config, "num_hidden_layers", None)
         values |= {key: [value[0]] for key, value in values.items() if isinstance(value, list) and len(value) == depth}
-        values |= {key: 1 for key, value in values.items() if DEPTHS.search(key) and is_count(value)}
-    return {key: field_beside(key, value, text.hidden_size, squeeze, own) for key, value in values.items()}
+        values |= {key: 1 for key, value in values.items() if DEPTHS.search(key) and _is_count(value)}
+    return {key: _field_beside(key, value, text.hidden_size, squeeze, own) for key, value in values.items()}
 
 
-def field_beside(key: str, value: Any, hidden: int, squeeze: Squeeze, own: Squeeze) -> Any:
+def _field_beside(key: str, value: Any, hidden: int, squeeze: _Squeeze, own: _Squeeze) -> Any:
     """The value of a field beside the text model's: of what holds it, or of a model of images or sounds."""
-    if not is_count(value):
+    if not _is_count(value):
         return value
     if TOKEN_IDS.search(key):
         return VOCABULARY - 1
     if value == hidden and WIDTHS.search(key):  # what hands over to the text model
         return value // squeeze.width
-    return divided(key, value, own)
+    return _divided(key, value, own)
 
 
-def is_count(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def squeezed(values: Mapping[str, Any], squeeze: Squeeze, limited: bool) -> dict[str, Any]:
+def _squeezed(values: Mapping[str, Any], squeeze: _Squeeze, limited: bool) -> dict[str, Any]:
     """A text model's fields, its mappings' too. `limited`: a text ends at RoPE's border, which stays where it is."""
-    return {key: field(str(key), value, squeeze, limited) for key, value in values.items()}
+    return {key: _field(str(key), value, squeeze, limited) for key, value in values.items()}
 
 
-def field(key: str, value: Any, squeeze: Squeeze, limited: bool) -> Any:
+def _field(key: str, value: Any, squeeze: _Squeeze, limited: bool) -> Any:
     """A field's value in the twin."""
     if isinstance(value, Mapping):
-        return squeezed(value, squeeze, limited)
+        return _squeezed(value, squeeze, limited)
     if isinstance(value, list) and any(names.search(key) for names in (INNER, WINDOWS, CHUNKS)):  # by layer
-        return [field(key, each, squeeze, limited) for each in value]
+        return [_field(key, each, squeeze, limited) for each in value]
     if key in BY_FREQUENCY and isinstance(value, list | tuple):
         return list(value)[:: squeeze.head_width]
     if key == "mrope_section" and value:
         sections = [each // squeeze.head_width for each in value]
         return [sections[0] + sum(value) // squeeze.head_width - sum(sections), *sections[1:]]
-    if not is_count(value):
+    if not _is_count(value):
         return value
     if squeeze.all_experts and value > 0 and (EXPERTS.search(key) or CHOSEN.search(key)):
         return NUM_EXPERTS
@@ -193,10 +193,10 @@ def field(key: str, value: Any, squeeze: Squeeze, limited: bool) -> Any:
     for names, few in (*FEW, (BORDERS, value if limited else BORDER)):
         if names.search(key):
             return min(value, few)
-    return divided(key, value, squeeze)
+    return _divided(key, value, squeeze)
 
 
-def divided(key: str, value: int, squeeze: Squeeze) -> int:
+def _divided(key: str, value: int, squeeze: _Squeeze) -> int:
     """A number of heads or a width in the twin; other numbers as they are."""
     within = NARROWER if squeeze.width > 1 else 1
     divisors = (
@@ -212,7 +212,7 @@ def divided(key: str, value: int, squeeze: Squeeze) -> int:
     return value // by if value % by == 0 else value
 
 
-def randomised(model_class: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+def _randomised(model_class: type[PreTrainedModel], config: Any) -> PreTrainedModel:
     """A model whose matrices, norms, biases and sinks all matter; no other's random numbers are changed by it."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)

@@ -16,13 +16,13 @@ from eagle_train.errors import check
 from eagle_train.ops.torch_private import strided_shard
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that may be divided over ranks, on every rank."""
     own = tensor.detach() if isinstance(tensor, DTensor) else tensor
     return own.full_tensor() if isinstance(own, DTensor) else own
 
 
-def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight by its name; one that Accelerate keeps elsewhere is fetched while it is looked at."""
     names = {name for name, _ in model.named_parameters()}  # tied ones have one
     for prefix, module in model.named_modules():
@@ -32,9 +32,9 @@ def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, parameter
 
 
-def refuse_unloaded(model: PreTrainedModel, name: str) -> None:
+def check_loaded(model: PreTrainedModel, name: str) -> None:
     """Raise UserError if a weight is still on the meta device or is not finite."""
-    for key, parameter in weights_of(model):
+    for key, parameter in _weights_of(model):
         check(not parameter.is_meta, f"target {name}: {key} is on the meta device; load its weights first")
         own = parameter.detach()
         own = own.to_local() if isinstance(own, DTensor) else own
@@ -45,7 +45,7 @@ def refuse_unloaded(model: PreTrainedModel, name: str) -> None:
 def fingerprint(model: PreTrainedModel) -> str:
     """A short hash of 16 values of every weight, rounded to bf16, so that it is the same in every precision."""
     samples = {}
-    for key, parameter in weights_of(model):
+    for key, parameter in _weights_of(model):
         samples[key] = key.encode() + sample_of(parameter.detach()).cpu().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(b"".join(samples[key] for key in sorted(samples))).hexdigest()[:16]
 
@@ -59,7 +59,7 @@ def sample_of(tensor: torch.Tensor) -> torch.Tensor:
     wanted = torch.arange(0, tensor.numel(), step, device=own.device)[:16]
     is_own, index = torch.ones_like(wanted, dtype=torch.bool), []
     for dim, places in enumerate(torch.unravel_index(wanted, tensor.shape)):
-        held = indices_held(tensor, dim)
+        held = _indices_held(tensor, dim)
         place_of = torch.full((tensor.shape[dim],), -1, device=own.device)
         place_of[held] = torch.arange(len(held), device=own.device)
         index.append(place_of[places])
@@ -72,7 +72,7 @@ def sample_of(tensor: torch.Tensor) -> torch.Tensor:
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
-def indices_held(tensor: DTensor, dim: int) -> torch.Tensor:
+def _indices_held(tensor: DTensor, dim: int) -> torch.Tensor:
     """Which indices of a dimension a rank's part has, in its order: those of a vector divided as the dimension is."""
 
     def placed(placement: Any) -> Placement:

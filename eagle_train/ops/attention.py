@@ -100,7 +100,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Rule], torch.T
 """attend(layer, q [B,Q,T,D], k [B,K,T,D], v [B,K,T,D], rule) -> [B,Q,T,D]; keys and values are the new tokens'."""
 
 
-def additive(seen: torch.Tensor) -> torch.Tensor:
+def additive_mask(seen: torch.Tensor) -> torch.Tensor:
     """A bool mask as fp32 numbers to add to scores: 0 where a key is seen, -inf where not."""
     return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
 
@@ -110,8 +110,8 @@ def partial_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q [B,Q,T,D] over the keys k, v [B,K,S,D] with its log-sum-exp, sinks left out.
 
-    `mask` is None or `additive` (0 where a key is seen, -inf where not), [B or 1, 1, T or 1, S]. Returns [B,Q,T,D] and
-    [B,Q,T]; a query that sees no key has output 0 and log-sum-exp -inf. Fast where the CPU's flash kernel serves.
+    `mask` is None or `additive_mask` (0 where a key is seen, -inf where not), [B or 1, 1, T or 1, S]. Returns [B,Q,T,D]
+    and [B,Q,T]; a query that sees no key has output 0 and log-sum-exp -inf. Fast where the CPU's flash kernel serves.
     """
     # The kernel reports 0, not -inf, for a query without keys, so a local rule's masks go the plain way. `skip_first`
     # leaves every query its own key, and a tree's more than one of the prefix.
@@ -145,12 +145,12 @@ def flash_partial(
     if mask is not None:
         mask = mask.to(q.dtype).expand(-1, -1, q.shape[2], -1)
     width = v.shape[-1]
-    q, k, v = flash.of_one_width(q, k, v)
+    q, k, v = flash.pad_to_one_width(q, k, v)
     out, lse = flash_attention_on_cpu(q, k, v, mask, rule.scale)
     return out[..., :width], lse
 
 
-class Seen:
+class VisibleSlots:
     """Which of its row's slots a query sees, a slot for each position: those before its end that the rule lets it see.
 
     `positions` int64 [A, T] of the queries; `ends` int64 [A, 1] for all queries of a row, None for causality: each
@@ -170,7 +170,7 @@ class Seen:
         return self.positions + 1 if self.given is None else self.given
 
     def mask(self, rule: Rule) -> torch.Tensor | None:
-        """`additive` [A or 1, 1, 1 or T, count]; None where every slot is seen."""
+        """`additive_mask` [A or 1, 1, 1 or T, count]; None where every slot is seen."""
         if rule.reach not in self.masks:
             self.masks[rule.reach] = self.new_mask(rule)
         return self.masks[rule.reach]
@@ -178,12 +178,12 @@ class Seen:
     def new_mask(self, rule: Rule) -> torch.Tensor | None:
         length = self.positions.shape[1]
         if self.whole and rule.sees_all and (not self.causal or length <= FEW_QUERIES):
-            return causal_end(length, self.count, self.positions.device) if self.causal else None
+            return _causal_end(length, self.count, self.positions.device) if self.causal else None
         slots = torch.arange(self.count, device=self.ends.device)
         seen = slots < self.ends.unsqueeze(2)
         if not rule.sees_all:
             seen = seen & rule.sees(self.positions.unsqueeze(2), slots)
-        return additive(seen.unsqueeze(1))
+        return additive_mask(seen.unsqueeze(1))
 
     def sequences(self, rule: Rule, together: bool) -> flash.Sequences:
         """For flash: all queries of a row as one sequence, or each alone with the run of slots that it sees."""
@@ -205,7 +205,7 @@ class Seen:
         return flash.Sequences(starts_q.int(), starts_k.int(), queries, *seen)
 
 
-def taken_together(q: torch.Tensor, k: torch.Tensor, rule: Rule, causal: bool) -> bool:
+def is_one_sequence(q: torch.Tensor, k: torch.Tensor, rule: Rule, causal: bool) -> bool:
     """Whether flash takes a row's queries as one sequence, not each as its own.
 
     Alone, a query has the heads of a group handled as one, its keys are divided among the GPU's processors, and they
@@ -220,12 +220,12 @@ def taken_together(q: torch.Tensor, k: torch.Tensor, rule: Rule, causal: bool) -
 
 
 def slot_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, rule: Rule
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: VisibleSlots, rule: Rule
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`partial_attention` of q [A,Q,T,D] over what is seen of the slots k, v [A,K,S,D]."""
-    together = taken_together(q, k, rule, seen.causal)
-    few = together or q.shape[0] * q.shape[2] <= flash.MOST
-    if rule.softcap is None and few and flash.serves(q, k, v):
+    together = is_one_sequence(q, k, rule, seen.causal)
+    few = together or q.shape[0] * q.shape[2] <= flash.MAX_SEQUENCES
+    if rule.softcap is None and few and flash.supports(q, k, v):
         return flash.attention(q, k, v, seen.sequences(rule, together), rule.scale)
     if rule.skip_first and not rule.is_local and seen.whole and seen.count > q.shape[2]:  # faster than a mask
         mask = seen.mask(rule.behind_first)
@@ -264,7 +264,7 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Ru
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scale, enable_gqa=True)
     positions = torch.arange(start, end, device=q.device)
     mask = (positions[:, None] >= positions) & rule.sees(positions[:, None], positions)
-    return with_sinks(*plain_partial(q, k, v, additive(mask[None, None]), rule), rule)
+    return with_sinks(*plain_partial(q, k, v, additive_mask(mask[None, None]), rule), rule)
 
 
 def causal_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -274,33 +274,33 @@ def causal_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: floa
     (batch, _, length, _), groups = q.shape, q.shape[1] // k.shape[1]
     folded = q.unflatten(1, (-1, groups)).flatten(0, 1).flatten(1, 2)
     keys, values = k.flatten(0, 1), v.flatten(0, 1)
-    scores = torch.baddbmm(causal_mask(length, groups), folded, keys.transpose(1, 2), alpha=scale)
+    scores = torch.baddbmm(_causal_mask(length, groups), folded, keys.transpose(1, 2), alpha=scale)
     return torch.bmm(scores.softmax(-1), values).view(batch, -1, length, v.shape[-1])
 
 
 @lru_cache(maxsize=128)
-def causal_mask(length: int, groups: int) -> torch.Tensor:
+def _causal_mask(length: int, groups: int) -> torch.Tensor:
     """Additive bf16 mask [1, groups * length, length], on the CPU."""
     with torch.inference_mode(False):  # training must be able to save what inference cached
         seen = torch.ones(length, length, dtype=torch.bool).tril()
-        return additive(seen).to(torch.bfloat16).repeat(groups, 1).unsqueeze(0)
+        return additive_mask(seen).to(torch.bfloat16).repeat(groups, 1).unsqueeze(0)
 
 
-def causal_end(length: int, count: int, device: torch.device) -> torch.Tensor:
-    """`additive` [1, 1, length, count] for queries in the last `length` of `count` slots."""
+def _causal_end(length: int, count: int, device: torch.device) -> torch.Tensor:
+    """`additive_mask` [1, 1, length, count] for queries in the last `length` of `count` slots."""
     room = 1 << (count - 1).bit_length()
-    return causal_ends(room, device)[..., FEW_QUERIES - length :, room - count :]
+    return _causal_ends(room, device)[..., FEW_QUERIES - length :, room - count :]
 
 
 @lru_cache(maxsize=16)
-def causal_ends(count: int, device: torch.device) -> torch.Tensor:
-    """`causal_end` of FEW_QUERIES: its last rows and columns are those of fewer queries and slots."""
+def _causal_ends(count: int, device: torch.device) -> torch.Tensor:
+    """`_causal_end` of FEW_QUERIES: its last rows and columns are those of fewer queries and slots."""
     with torch.inference_mode(False):
         seen = torch.ones(FEW_QUERIES, count, dtype=torch.bool, device=device).tril(count - FEW_QUERIES)
-        return additive(seen[None, None])
+        return additive_mask(seen[None, None])
 
 
-def lengths_of(positions: torch.Tensor) -> list[list[int]]:
+def document_lengths(positions: torch.Tensor) -> list[list[int]]:
     """The lengths of each row's documents from their positions [B, T], which begin anew with each."""
     return [
         torch.diff(starts, append=starts.new_tensor([len(row)])).tolist()
@@ -322,7 +322,7 @@ def packed_attention(lengths: list[list[int]]) -> Attend:
     def sequences(rule: Rule, device: torch.device) -> flash.Sequences:
         key = (device, *rule.reach)
         if key not in made:
-            pieces = cut(flat, rule)
+            pieces = split_lengths(flat, rule)
             with torch.inference_mode(False):  # training must be able to save what inference cached
                 starts = to_device([0, *accumulate(pieces)], device, torch.int32)
             made[key] = flash.Sequences(starts, starts, max(pieces), max(pieces), causal=True, window=rule.window)
@@ -332,7 +332,7 @@ def packed_attention(lengths: list[list[int]]) -> Attend:
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
         batch, _, length, _ = q.shape
         wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        if rule.softcap is None and not (rule.sinks is not None and wants_gradient) and flash.serves(q, k, v):
+        if rule.softcap is None and not (rule.sinks is not None and wants_gradient) and flash.supports(q, k, v):
             return with_sinks(*flash.attention(q, k, v, sequences(rule, q.device), rule.scale), rule)
         if len(flat) == batch:
             return causal_attention(q, k, v, rule)
@@ -343,7 +343,7 @@ def packed_attention(lengths: list[list[int]]) -> Attend:
     return attend
 
 
-def cut(lengths: list[int], rule: Rule) -> list[int]:
+def split_lengths(lengths: list[int], rule: Rule) -> list[int]:
     """Documents' lengths cut to those of sequences within which a rule comes down to causality and its window."""
     pieces = []
     for length in lengths:

@@ -19,7 +19,7 @@ from eagle_train.ops.torch_private import compile_errors, with_own_graphs, with_
 Forward = Callable[..., torch.Tensor]
 """forward(*tensors [B, T, ...], attend) -> [B, T, H]"""
 
-current: ContextVar[Attend] = ContextVar("attend")
+_current_attend: ContextVar[Attend] = ContextVar("attend")
 
 # `kept` stands for whatever an attention keeps, keys and values say: by it the compiler knows that calls have an order.
 torch.library.define(
@@ -30,15 +30,15 @@ torch.library.define(
 
 
 @torch.library.impl("eagle_train::attend", "CompositeExplicitAutograd")
-def attend_now(
+def _call_current_attend(
     kept: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rule: Any
 ) -> torch.Tensor:
     """What the current call of a `Compiled` was given attends."""
-    return current.get()(layer, q, k, v, Rule(*rule)).contiguous()
+    return _current_attend.get()(layer, q, k, v, Rule(*rule)).contiguous()
 
 
 @torch.library.register_fake("eagle_train::attend")
-def attended_shape(
+def _attend_shape(
     kept: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rule: Any
 ) -> torch.Tensor:
     return q.new_empty(*q.shape[:-1], v.shape[-1])
@@ -59,18 +59,18 @@ class Compiled:
 
             return forward(*tensors, attend)
 
-        options: dict[str, Any] = {"guard_filter_fn": shapes_alone}
+        options: dict[str, Any] = {"guard_filter_fn": _keep_shape_guards}
         self.graph = torch.compile(with_own_graphs(graph), dynamic=True, fullgraph=True, options=options)
         self.kept = torch.zeros(0, device=device)
 
     def __call__(self, *given: Any) -> torch.Tensor:
         """`forward` of tensors and `attend`, which may not keep what it is given but copies."""
         *tensors, attend = given
-        before = current.set(attend)
+        before = _current_attend.set(attend)
         try:
             return self.graph(self.kept, *(x.contiguous() for x in tensors))
         finally:
-            current.reset(before)
+            _current_attend.reset(before)
 
     @with_own_sizes
     @with_static_floats  # a model's own numbers stay
@@ -83,7 +83,7 @@ class Compiled:
             raise UserError(f"compile=True: torch.compile fails: {one_line(error)}") from error
 
 
-def shapes_alone(guards: list) -> list[bool]:
+def _keep_shape_guards(guards: list) -> list[bool]:
     """Which of a graph's guards are checked at every call: those of what differs between calls.
 
     The others, of the frozen model and its modules, take a tenth of a call's time.

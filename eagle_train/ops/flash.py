@@ -18,8 +18,8 @@ from eagle_train.ops.kernels import is_plain
 from eagle_train.ops.torch_private import flash_attention_varlen
 
 DTYPES = (torch.bfloat16, torch.float16)
-WIDEST = 256  # head, in numbers
-MOST = 65535  # sequences of a call: a CUDA grid has no more blocks in that direction
+MAX_WIDTH = 256  # head, in numbers
+MAX_SEQUENCES = 65535  # sequences of a call: a CUDA grid has no more blocks in that direction
 
 
 @cache
@@ -30,15 +30,15 @@ def runs_on(device: torch.device) -> bool:
     return is_gpu(device, (8, 0))
 
 
-def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether `attention` takes queries, keys and values of these devices, dtypes and widths [..., D]."""
     width = max(q.shape[-1], v.shape[-1])
-    fits = width % 8 == 0 and width <= WIDEST
+    fits = width % 8 == 0 and width <= MAX_WIDTH
     kernel = runs_on(q.device) and not is_plain("attention")
     return fits and q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and kernel
 
 
-def of_one_width(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def pad_to_one_width(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Queries, keys and values with zeros behind the narrower ones: no score changes, nor what values hold."""
     widest = max(x.shape[-1] for x in tensors)
     return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]
@@ -65,14 +65,14 @@ class Sequences(NamedTuple):
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the sequences' queries in q [B,Q,T,D] over their keys in k, v [B,K,S,D], which `serves` approves;
+    """Attention of the sequences' queries in q [B,Q,T,D] over their keys in k, v [B,K,S,D], which `supports` approves;
     values may be wider or narrower.
 
     Returns [B,Q,T,D] of the values' width and the log-sum-exp [B,Q,T] in fp32, which has no gradient; a query without
     keys has output 0 and log-sum-exp -inf. The host waits for nothing.
     """
     (batch, _, length, _), own = q.shape, sequences
-    flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in of_one_width(q, k, v))
+    flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in pad_to_one_width(q, k, v))
     out, lse = flash_attention_varlen(
         flat_q,
         flat_k,

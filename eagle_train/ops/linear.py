@@ -12,7 +12,6 @@ from torch import nn
 
 from eagle_train.hardware import FP8_GPU, INT4_GPU, is_gpu
 from eagle_train.ops.kernels import is_plain
-from eagle_train.ops.quantise import FP8, GROUP, dequantise, dynamic_fp8, fp8, int4, one_a_byte, two_a_byte
 from eagle_train.ops.torch_private import (
     fp8_product,
     fp16_prepacked,
@@ -20,6 +19,16 @@ from eagle_train.ops.torch_private import (
     int4_packed,
     int4_product,
     tensor_version,
+)
+from eagle_train.ops.weight_codes import (
+    FP8,
+    GROUP,
+    dequantise,
+    pack_int4,
+    quantise_fp8,
+    quantise_int4,
+    quantise_rows_fp8,
+    unpack_int4,
 )
 
 FEW_ROWS = range(1, 7)
@@ -45,10 +54,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias) if torch.is_grad_enabled() else torch.ops.eagle_train.linear(x, weight, bias)
-    return linear_on_cpu(x, weight, bias)
+    return _linear_on_cpu(x, weight, bias)
 
 
-def linear_on_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear_on_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`linear` in fp32: by the weight in fp16 where it is kept so (`keep_fp16_copy`), whatever the number of rows.
 
     Else the product of few rows is faster with the weight on the left, where nothing of it is rearranged: 3.0 ms
@@ -76,7 +85,7 @@ def linear_on_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 # For torch.compile, which would look into it, and cannot into what is packed.
 torch.library.define("eagle_train::linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-torch.library.impl("eagle_train::linear", "CompositeExplicitAutograd", linear_on_cpu)
+torch.library.impl("eagle_train::linear", "CompositeExplicitAutograd", _linear_on_cpu)
 
 
 @torch.library.register_fake("eagle_train::linear")
@@ -112,7 +121,7 @@ def fp16_copy_of(weight: torch.Tensor) -> Any:
 class QuantisedLinear(nn.Module):
     """A weight [N, K] in few bits, and a bias [N] as it is; for inference. `twin` is its plain product, on any device.
 
-    Made from codes and scales as ops/quantise.py gives them, or by `of` from the weight itself. They lie in buffers of
+    Made from the codes and scales of ops/weight_codes.py, or by `of` from the weight itself. They lie in buffers of
     integers, bit by bit: a model's conversion to another dtype leaves them alone. `use_kernel`, once the module is on
     its device, puts them into the order of that device's own product.
     """
@@ -135,13 +144,13 @@ class QuantisedLinear(nn.Module):
     def of(
         cls, weight: torch.Tensor, bias: torch.Tensor | None = None, moments: torch.Tensor | None = None
     ) -> "QuantisedLinear":
-        """Of a weight [N, K], rounded to nearest, or by the second moments [K, K] of its inputs (ops.quantise)."""
+        """Of a weight [N, K], rounded to nearest, or by the second moments [K, K] of its inputs (ops.weight_codes)."""
         codes, scales = cls.rounded(weight, moments)
         return cls(codes, scales, bias)
 
     @staticmethod
     def rounded(weight: torch.Tensor, moments: torch.Tensor | None) -> CodesAndScales:
-        """The codes and scales of a weight [N, K], as ops/quantise.py makes them."""
+        """The codes and scales of a weight [N, K], as ops/weight_codes.py makes them."""
         raise NotImplementedError
 
     def parts(self) -> CodesAndScales:
@@ -174,15 +183,15 @@ class Int4Linear(QuantisedLinear):
 
     scheme = "int4"
     inputs = GROUP
-    rounded = staticmethod(int4)
+    rounded = staticmethod(quantise_int4)
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None):
-        super().__init__(two_a_byte(codes), scales.view(torch.int16), bias)
+        super().__init__(pack_int4(codes), scales.view(torch.int16), bias)
 
     def parts(self) -> CodesAndScales:
         """Codes, int8 [N, K], and scales, bf16 [N, K / GROUP]."""
         assert not self.has_kernel, "a kernel keeps them in an order of its own"
-        return one_a_byte(self.codes), self.scales.view(torch.bfloat16)
+        return unpack_int4(self.codes), self.scales.view(torch.bfloat16)
 
     def twin(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x.float(), dequantise(*self.parts()))
@@ -191,7 +200,7 @@ class Int4Linear(QuantisedLinear):
         """A GPU that has no such product keeps the twin."""
         scales = self.scales.view(torch.bfloat16).t()
         if self.codes.device.type == "cpu":
-            self.codes = int4_packed(one_a_byte(self.codes).int() + 8, INNER_TILES)
+            self.codes = int4_packed(unpack_int4(self.codes).int() + 8, INNER_TILES)
         elif is_gpu(self.codes.device, INT4_GPU):
             self.codes = int4_packed(self.codes, INNER_TILES)
         else:
@@ -208,7 +217,7 @@ class Fp8Linear(QuantisedLinear):
 
     scheme = "fp8"
     inputs = 16
-    rounded = staticmethod(fp8)
+    rounded = staticmethod(quantise_fp8)
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None):
         super().__init__(codes.view(torch.uint8), scales.view(torch.int32), bias)
@@ -219,7 +228,7 @@ class Fp8Linear(QuantisedLinear):
         return self.codes.view(FP8), self.scales.view(torch.float32)
 
     def twin(self, x: torch.Tensor) -> torch.Tensor:
-        codes, scales = dynamic_fp8(x)
+        codes, scales = quantise_rows_fp8(x)
         return F.linear(dequantise(codes, scales), dequantise(*self.parts()))
 
     def use_kernel(self, dtype: torch.dtype) -> None:
@@ -234,13 +243,13 @@ class Fp8Linear(QuantisedLinear):
         self.has_kernel = True
 
     def kernel(self, x: torch.Tensor) -> torch.Tensor:
-        (codes, scales), own = dynamic_fp8(x), self.scales.view(torch.float32).t()
+        (codes, scales), own = quantise_rows_fp8(x), self.scales.view(torch.float32).t()
         if self.codes.dtype == torch.uint8:
             return fp8_product(codes, self.codes.view(FP8).t(), scales, own)
         return linear(codes.to(self.codes.dtype), self.codes).float() * scales * own
 
 
-def joined(*modules: Linear | QuantisedLinear) -> Linear | QuantisedLinear:
+def concat_outputs(*modules: Linear | QuantisedLinear) -> Linear | QuantisedLinear:
     """One module with the outputs of several of one kind side by side, all with a bias or none; for inference."""
     first = modules[0]
     biased = first.bias is not None

@@ -18,12 +18,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if plain or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    scale = torch.addcmul(scalar(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
+    scale = torch.addcmul(_scalar(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
     return (x * scale).mul_(weight)
 
 
 @lru_cache(maxsize=16)
-def scalar(value: float) -> torch.Tensor:
+def _scalar(value: float) -> torch.Tensor:
     return torch.tensor(value)
 
 

@@ -19,7 +19,7 @@ def to_device(values: Any, device: torch.device | str, dtype: torch.dtype | None
     return tensor.to(device, non_blocking=True)
 
 
-def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+def empty_pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """Host memory, not initialised, that this device copies from and to while the host goes on.
 
     For what is large and stays: torch's own pinned memory takes the next power of two.
@@ -32,7 +32,7 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
     return host
 
 
-class Arriving:
+class HostCopy:
     """A tensor on its way to the host, which may see to something else meanwhile. Nobody may write to it."""
 
     def __init__(self, tensor: torch.Tensor):

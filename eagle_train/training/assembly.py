@@ -25,6 +25,7 @@ from eagle_train.distributed import ALONE, World
 from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
 from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.models.draft_quantisation import quant_of
 from eagle_train.models.loading import (
     TargetConfig,
     check_placement,
@@ -34,7 +35,6 @@ from eagle_train.models.loading import (
     load_tokenizer,
     training_dtype,
 )
-from eagle_train.models.quantised import quant_of
 from eagle_train.models.shapes import context_of
 from eagle_train.models.stops import load_stop_ids
 from eagle_train.models.target import Target

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from eagle_train.ops.attention import Attend, Rule, additive, merge, packed_attention, plain_partial
+from eagle_train.ops.attention import Attend, Rule, additive_mask, merge, packed_attention, plain_partial
 
 _Keys = tuple[torch.Tensor, torch.Tensor]
 
@@ -89,7 +89,7 @@ def _rooted_attention(
         blind = min(behind, size)  # the first slots have no root
         slots = torch.arange(blind, size, device=q.device).unsqueeze(1)
         roots = torch.arange(size - blind, device=q.device)
-        mask = additive((slots - behind >= roots) & rule.sees(slots, roots))[None, None]
+        mask = additive_mask((slots - behind >= roots) & rule.sees(slots, roots))[None, None]
         out, lse = plain_partial(
             queries[:, :, blind:], keys[:, :, : size - blind], values[:, :, : size - blind], mask, rule
         )

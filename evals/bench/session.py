@@ -17,8 +17,8 @@ from eagle_train.inference import Eagle, Engine, RemotePrefill, Requests, Simula
 from eagle_train.inference.decode.graphs import check_graphs
 from eagle_train.inference.requests.readable import chats
 from eagle_train.models.draft import Draft
+from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import load_target
-from eagle_train.models.quantised import Quant, quantised
 from eagle_train.models.target import Target
 from eagle_train.results import prepared, provenance, redact
 from evals.bench.config import BenchConfig
@@ -67,7 +67,7 @@ class Session(Generic[C]):
 
     def drafter(self, quant: Quant | None = None, alignment: str | None = None, draft: Draft | None = None) -> Eagle:
         """The draft, or another one, quantised. `alignment`: None for the config's."""
-        draft = quantised(copy.deepcopy(self.draft if draft is None else draft), quant or Quant())
+        draft = quantise_draft(copy.deepcopy(self.draft if draft is None else draft), quant or Quant())
         return Eagle(draft, self.target, alignment or self.config.draft.alignment)
 
     def engine(

@@ -12,7 +12,7 @@ from typing import Any
 
 from eagle_train.errors import check
 from eagle_train.inference import Engine
-from eagle_train.models.quantised import Quant
+from eagle_train.models.draft_quantisation import Quant
 from eagle_train.progress import progress
 from evals.bench import statistics
 from evals.bench.answering import serve, take_turns

@@ -12,8 +12,8 @@ from typing import Any
 from eagle_train.distributed import World
 from eagle_train.errors import check
 from eagle_train.inference import Dispatcher, Engine, Output, RemotePrefill
+from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.loading import load_config
-from eagle_train.models.quantised import Quant
 from eagle_train.models.shapes import heads_of
 from evals.bench import statistics
 from evals.bench.answering import take_turns

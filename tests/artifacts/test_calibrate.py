@@ -12,8 +12,8 @@ from eagle_train.corpus.stream import Batch, Packer, collate
 from eagle_train.corpus.tokens import Document
 from eagle_train.errors import UserError
 from eagle_train.models.draft import Draft, shift_hidden
+from eagle_train.models.draft_quantisation import Quant, linear_modules, quantise_draft
 from eagle_train.models.layers import rotate
-from eagle_train.models.quantised import Quant, linears, quantised
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.linear import QuantisedLinear
@@ -120,7 +120,7 @@ def test_it_is_nearer_to_the_draft_than_one_rounded_to_nearest(pair, scheme, sco
         return draft(*given)[batch.supervised]
 
     small = calibrated(draft, target, batches(16), quant)
-    lost = [(states(each) - states(draft)).square().mean() for each in (quantised(draft, quant), small)]
+    lost = [(states(each) - states(draft)).square().mean() for each in (quantise_draft(draft, quant), small)]
     assert 0 < lost[1] < 0.8 * lost[0]
 
 
@@ -136,7 +136,7 @@ def test_it_takes_the_tokens_it_was_told_and_leaves_the_draft_alone():
         assert not any(module._forward_pre_hooks or module._forward_hooks for module in each.modules())
         assert each.fc.weight.dtype == torch.bfloat16
     replaced = {name for name, module in small.named_modules() if isinstance(module, QuantisedLinear)}
-    assert replaced == set(linears(draft, "ffn"))
+    assert replaced == set(linear_modules(draft, "ffn"))
     assert calibrated(draft, target(), stream, Quant()) is draft
 
 
@@ -145,7 +145,7 @@ def test_an_expert_that_no_token_chose_is_rounded_to_nearest():
     for layer in draft.layers:
         layer.mlp.router.weight[1] = 0
         layer.mlp.router.weight[2] = -layer.mlp.router.weight[0]  # one of the two is always above 0
-    small, nearest = calibrated(draft, target(), batches(2), quant), quantised(draft, quant)
+    small, nearest = calibrated(draft, target(), batches(2), quant), quantise_draft(draft, quant)
     for index, layer in enumerate(small.layers):
         for part in ("gate_proj", "up_proj", "down_proj"):
             same = [

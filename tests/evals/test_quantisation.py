@@ -10,8 +10,8 @@ from eagle_train import export
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
 from eagle_train.inference import Eagle, Engine, Output, Requests, SamplingParams, Stats
 from eagle_train.models.draft import Draft
+from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
-from eagle_train.models.quantised import Quant, quantised
 from eagle_train.models.target import Target
 from evals import mt_bench, quantisation
 from evals.bench import stage_clock
@@ -95,7 +95,7 @@ def test_drafting_is_timed_for_each_batch(home, target, clock, monkeypatch, gpu)
 
 def test_the_bytes_of_feed_forward_parts(home, target):
     draft = load_draft(home / "draft")
-    sizes = [feed_forward_bytes(quantised(draft, Quant(scheme))) for scheme in ("none", "fp8", "int4")]
+    sizes = [feed_forward_bytes(quantise_draft(draft, Quant(scheme))) for scheme in ("none", "fp8", "int4")]
     outputs = 3 * (2 * 2 * WIDTH + WIDTH)
     assert sizes == [4 * FFN, FFN + 4 * outputs, FFN // 2 + 2 * FFN // 128]
 

@@ -9,8 +9,8 @@ import pytest
 from eagle_train.artifacts.format import Artifact, load_draft, write_artifact
 from eagle_train.inference import Engine, Requests, SamplingParams
 from eagle_train.models.draft import Draft
+from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
-from eagle_train.models.quantised import Quant, quantised
 from evals import serving
 from evals.bench import statistics
 from evals.bench.answering import answer_questions
@@ -43,7 +43,7 @@ def exported(home: Path, name: str, dtype: str = "float32", quant: Quant | None 
     changed.load_state_dict(draft.state_dict(), strict=False)
     training = {"first_token": draft.config.first_token}
     about = Artifact(changed.config, target.identity, "vllm", dtype, quant or Quant(), training=training)
-    return write_artifact(about, quantised(changed, about.quant), home / name)
+    return write_artifact(about, quantise_draft(changed, about.quant), home / name)
 
 
 def test_counts_are_those_of_the_other_evaluations(home):

@@ -19,7 +19,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from eagle_train.errors import UserError
 from eagle_train.models.draft import Draft, DraftConfig, Head, shift_hidden
-from eagle_train.models.fused import fused
+from eagle_train.models.fused import fuse_products
 from eagle_train.models.layers import rotate
 from eagle_train.ops.attention import packed_attention
 from tests.support.tiny import random_tokens, shared_target, tiny_draft, tiny_target
@@ -314,7 +314,7 @@ def test_irope_layers():
 def test_what_is_wanted_is_as_if_all_were(kind, is_fused):
     """Also nothing; and the attention is given the keys and values of all slots whatever is wanted."""
     draft = tiny_draft(shared_target(), **kind)
-    draft, given, kept = fused(draft) if is_fused else draft, inputs(rows=2), []
+    draft, given, kept = fuse_products(draft) if is_fused else draft, inputs(rows=2), []
 
     def attend(layer, q, k, v, rule):
         kept.append(torch.cat((k, v)))

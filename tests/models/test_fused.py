@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from eagle_train.models.fused import FusedAttention, FusedFFN, fused
-from eagle_train.models.quantised import Quant, quantised
+from eagle_train.models.draft_quantisation import Quant, quantise_draft
+from eagle_train.models.fused import FusedAttention, FusedFFN, fuse_products
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.linear import QuantisedLinear
 from tests.support.tiny import shared_target, tiny_draft, tiny_target
@@ -33,7 +33,7 @@ def states(draft: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_the_draft(variant):
     draft = tiny_draft(shared_target(), **VARIANTS[variant])
-    names, ours = draft.state_dict().keys(), fused(draft)
+    names, ours = draft.state_dict().keys(), fuse_products(draft)
     torch.testing.assert_close(states(ours), states(draft))
     assert draft.state_dict().keys() == names
     for kind in (FusedAttention, FusedFFN):
@@ -45,8 +45,8 @@ def test_equals_the_draft(variant):
 @pytest.mark.parametrize("scheme", ["int4", "fp8"])
 def test_equals_the_quantised_draft(scheme, scope):
     target = tiny_target(hidden_size=128, intermediate_size=256, head_dim=32)
-    draft = quantised(tiny_draft(target, num_layers=1, qkv_bias=True, mlp_bias=True), Quant(scheme, scope))
-    ours = fused(draft)
+    draft = quantise_draft(tiny_draft(target, num_layers=1, qkv_bias=True, mlp_bias=True), Quant(scheme, scope))
+    ours = fuse_products(draft)
     torch.testing.assert_close(states(ours), states(draft), rtol=1e-4, atol=1e-4)
     separate, one = (sum(isinstance(m, QuantisedLinear) for m in each.modules()) for each in (draft, ours))
     assert one < separate

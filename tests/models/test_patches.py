@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eagle_train.models.fused import fused
+from eagle_train.models.fused import fuse_products
 from eagle_train.models.patches import optimize_for_decoding, use_fast_modules
 from eagle_train.ops.linear import Fp8Linear, Int4Linear, Linear, fp16_copy_of
 from eagle_train.ops.norm import FastNorm
@@ -74,7 +74,7 @@ def test_copies_in_fp16_go_and_another_ones_stay() -> None:
 
 def test_modules_are_called_without_their_hooks() -> None:
     draft, called = tiny_draft(shared_target()), []
-    ours = fused(draft)
+    ours = fuse_products(draft)
     own = classes_of(ours)
     undo = optimize_for_decoding(ours, torch.float32, drop_hooks=True)
     for module in ours.modules():

@@ -11,8 +11,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from eagle_train import train
 from eagle_train.errors import UserError
+from eagle_train.models import checkpoint_quantisation as module
 from eagle_train.models import loading
-from eagle_train.models import quantisation as module
 from eagle_train.models.family import auto_class
 from eagle_train.models.loading import TargetConfig, check_target, load_config, load_target
 from tests.support.command_line import call, save_target
@@ -282,19 +282,19 @@ def test_libraries_are_named_for_every_method_that_asks_for_some(monkeypatch):
     monkeypatch.setattr(module, "is_installed", lambda name: True)
     for method in named - module.LIBRARIES.keys() - {"nvfp4", "gguf"}:
         config = transformers.LlamaConfig(quantization_config={"quant_method": method} | quiet.get(method, {}))
-        module.check_quantisation(config, "target", torch.device("cpu"))
+        module.check_quantization_config(config, "target", torch.device("cpu"))
 
 
 def test_what_transformers_says_of_the_device_is_told(monkeypatch):
     monkeypatch.setattr(module, "is_installed", lambda name: True)
     config = transformers.LlamaConfig(quantization_config={"quant_method": "eetq"})
-    module.check_quantisation(config, "target", None)
+    module.check_quantization_config(config, "target", None)
     with pytest.raises(UserError, match=r"^target: quant_method=eetq cannot be read on cpu, give the checkpoint .*: "):
-        module.check_quantisation(config, "target", torch.device("cpu"))
+        module.check_quantization_config(config, "target", torch.device("cpu"))
 
 
 def test_a_quantisation_of_the_language_model_alone_is_seen(tmp_path):
     """As some multimodal checkpoints have it; transformers reads it there too."""
     config = multimodal_config("llava")
     config.text_config.quantization_config = {"quant_method": "awq", "bits": 4}
-    assert module.quantisation_of(config) == config.text_config.quantization_config
+    assert module.quantization_config_of(config) == config.text_config.quantization_config

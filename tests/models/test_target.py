@@ -18,7 +18,7 @@ from eagle_train.models import forward
 from eagle_train.models.loading import TargetConfig, check_placement, load_config, load_target
 from eagle_train.models.shapes import rope_limit
 from eagle_train.models.target import Target
-from eagle_train.models.weights import fingerprint, refuse_unloaded
+from eagle_train.models.weights import check_loaded, fingerprint
 from eagle_train.ops.attention import Rule, packed_attention
 from eagle_train.training.cost.target_shape import TargetShape
 from tests.support.packed_rows import packed_and_alone
@@ -493,11 +493,11 @@ def test_weights_of_quantised_types_are_looked_at():
     model = tiny_model("llama")
     layer = model.model.layers[0].mlp.up_proj
     layer.weight = torch.nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
-    refuse_unloaded(model, "x")
+    check_loaded(model, "x")
     assert len(fingerprint(model)) == 16
     layer.weight.data = torch.full(layer.weight.shape, torch.nan).to(torch.float8_e4m3fn)
     with pytest.raises(UserError, match="is not finite; the checkpoint is damaged"):
-        refuse_unloaded(model, "x")
+        check_loaded(model, "x")
 
 
 def test_a_target_that_cannot_run_here_is_one_line(saved, monkeypatch):

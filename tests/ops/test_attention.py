@@ -8,8 +8,8 @@ import torch
 
 from eagle_train.ops.attention import (
     FEW_QUERIES,
-    Seen,
-    additive,
+    VisibleSlots,
+    additive_mask,
     causal_attention,
     flash_partial,
     merge,
@@ -74,7 +74,7 @@ def test_partial_attention_paths_agree(kv_heads, name, dtype):
     q, k, v = random_qkv(kv_heads=kv_heads, dtype=dtype)
     seen = MASKS[name]
     rows = {"none": None, "ragged": seen[:, None, :1], "tree": seen[:1, None]}[name]  # masks broadcast as the engine's
-    mask = None if rows is None else additive(rows)
+    mask = None if rows is None else additive_mask(rows)
     wanted = dense(q, k, v, seen, RULES["plain"])
     for path in (partial_attention, plain_partial, flash_partial):
         for found, exact in zip(path(q, k, v, mask, RULES["plain"]), wanted, strict=True):
@@ -107,7 +107,7 @@ def test_query_that_sees_no_key_adds_nothing():
     q, k, v = random_qkv()
     seen = torch.ones(2, 3, 7).bool()
     seen[1, 2] = False
-    nothing = plain_partial(q, k, v, additive(seen[:, None]), RULES["window"])
+    nothing = plain_partial(q, k, v, additive_mask(seen[:, None]), RULES["window"])
     assert (nothing[1][1, :, 2] == -math.inf).all()
     assert (nothing[0][1, :, 2] == 0).all()
     something = plain_partial(q, k, v, None, RULES["plain"])
@@ -127,7 +127,7 @@ def test_the_last_of_the_slots_see_all_before_them(name, length, count):
     positions = torch.arange(count - length, count).repeat(2, 1)
     seen = near((positions[:, :, None] >= torch.arange(count)), (positions[0], torch.arange(count)), rule)
     for found, exact in zip(
-        slot_attention(q, k, v, Seen(positions, None, count, whole=True), rule),
+        slot_attention(q, k, v, VisibleSlots(positions, None, count, whole=True), rule),
         dense(q, k, v, seen, rule, sinks=False),
         strict=True,
     ):
@@ -145,7 +145,7 @@ def test_prefix_and_suffix_merge_to_the_whole(name, split):
     parts = []
     for part in (slice(0, split), slice(split, 7)):
         allowed = (positions[0][:, None] >= positions[1][part]) & rule.sees(positions[0][:, None], positions[1][part])
-        parts.append(plain_partial(q, k[:, :, part], v[:, :, part], additive(allowed[None, None]), rule))
+        parts.append(plain_partial(q, k[:, :, part], v[:, :, part], additive_mask(allowed[None, None]), rule))
     out, lse = merge(*parts)
     without_sinks, exact_lse = dense(q, k, v, seen, rule, sinks=False)
     close(out, without_sinks)

@@ -15,7 +15,15 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache import paged_kv
 from eagle_train.models.target import Target
 from eagle_train.ops import attention, flash
-from eagle_train.ops.attention import Rule, Seen, cut, packed_attention, plain_partial, slot_attention, taken_together
+from eagle_train.ops.attention import (
+    Rule,
+    VisibleSlots,
+    is_one_sequence,
+    packed_attention,
+    plain_partial,
+    slot_attention,
+    split_lengths,
+)
 from tests.support.attention_cases import RULES, SINKS, random_qkv
 from tests.support.flash_on_cpu import flash_on_cpu
 from tests.support.reference_answers import PROMPTS, token_ids
@@ -38,15 +46,15 @@ def test_torch_takes_what_its_oldest_supported_version_takes():
 def test_what_is_served():
     x = torch.zeros(1, 2, 3, 64)
     with patch.object(flash, "runs_on", lambda device: True):
-        assert flash.serves(*3 * [x.bfloat16()])
-        assert flash.serves(*3 * [x.half()])
-        assert not flash.serves(*3 * [x])
-        assert not flash.serves(x.bfloat16(), x.half(), x.half())
-        assert not flash.serves(*3 * [x[..., :60].bfloat16()])
-        assert flash.serves(*2 * [x.bfloat16()], x[..., :32].bfloat16())  # with zeros behind the values
-        assert not flash.serves(*2 * [x.bfloat16()], x.repeat(1, 1, 1, 5).bfloat16())
-        assert not flash.serves(*3 * [x.repeat(1, 1, 1, 5).bfloat16()])
-    assert not flash.serves(*3 * [x.bfloat16()])  # on a CPU
+        assert flash.supports(*3 * [x.bfloat16()])
+        assert flash.supports(*3 * [x.half()])
+        assert not flash.supports(*3 * [x])
+        assert not flash.supports(x.bfloat16(), x.half(), x.half())
+        assert not flash.supports(*3 * [x[..., :60].bfloat16()])
+        assert flash.supports(*2 * [x.bfloat16()], x[..., :32].bfloat16())  # with zeros behind the values
+        assert not flash.supports(*2 * [x.bfloat16()], x.repeat(1, 1, 1, 5).bfloat16())
+        assert not flash.supports(*3 * [x.repeat(1, 1, 1, 5).bfloat16()])
+    assert not flash.supports(*3 * [x.bfloat16()])  # on a CPU
 
 
 @pytest.mark.parametrize("limits", [{}, {"window": 3}, {"chunk": 4}, {"skip_first": True}, {"window": 5, "chunk": 4}])
@@ -58,16 +66,16 @@ def test_a_query_sees_all_from_its_first_key_to_itself(limits):
 
 
 def test_documents_are_cut_where_a_rule_ends():
-    assert cut([5, 1, 9], Rule(1.0, window=3)) == [5, 1, 9]
-    assert cut([5, 1, 9], Rule(1.0, chunk=4)) == [4, 1, 1, 4, 4, 1]
-    assert cut([5, 1, 9], Rule(1.0, skip_first=True)) == [1, 4, 1, 1, 8]
-    assert cut([5, 1, 9], Rule(1.0, chunk=4, skip_first=True)) == [1, 3, 1, 1, 1, 3, 4, 1]
+    assert split_lengths([5, 1, 9], Rule(1.0, window=3)) == [5, 1, 9]
+    assert split_lengths([5, 1, 9], Rule(1.0, chunk=4)) == [4, 1, 1, 4, 4, 1]
+    assert split_lengths([5, 1, 9], Rule(1.0, skip_first=True)) == [1, 4, 1, 1, 8]
+    assert split_lengths([5, 1, 9], Rule(1.0, chunk=4, skip_first=True)) == [1, 3, 1, 1, 1, 3, 4, 1]
 
 
 def test_queries_go_together_when_that_saves_reading_and_leaves_no_gpu_idle():
     def chosen(rows, length, limits=None, causal=True, kv_heads=8):
         q, k = torch.empty(rows, 32, length, 8), torch.empty(rows, kv_heads, 9, 8)
-        return taken_together(q, k, Rule(1.0, **limits or {}), causal)
+        return is_one_sequence(q, k, Rule(1.0, **limits or {}), causal)
 
     assert [chosen(1, 4), chosen(64, 4), chosen(1, 16), chosen(8, 16), chosen(1, 512)] == [False] * 3 + [True] * 2
     assert chosen(64, 512, {"window": 3})
@@ -83,7 +91,7 @@ def a_cache(rule_name, length, tree, lengths=(6, 0, 3), groups=2):
     prefix = torch.tensor(lengths)
     positions = prefix.unsqueeze(1) + (torch.arange(length) // 2 if tree else torch.arange(length))
     ends = prefix.unsqueeze(1) if tree else None
-    return q, k, v, Seen(positions, ends, k.shape[2], whole=False), RULES[rule_name]
+    return q, k, v, VisibleSlots(positions, ends, k.shape[2], whole=False), RULES[rule_name]
 
 
 @pytest.mark.parametrize("few", [0, 256], ids=["together", "alone"])
@@ -137,7 +145,7 @@ def test_the_host_asks_the_device_for_nothing(name, length):
         out = packed_attention([[4, 2], [6]])(0, q, k, v, rule)
         assert (out.shape, out.dtype) == (q.shape, q.dtype)
         positions = torch.empty(2, length, dtype=torch.int64, device=meta)
-        seen = Seen(positions, None, 6, whole=False)
+        seen = VisibleSlots(positions, None, 6, whole=False)
         out, lse = slot_attention(q[:, :, :length], k, v, seen, rule)
         assert (out.shape, out.dtype) == ((2, 4, length, 64), torch.bfloat16)
         assert (lse.shape, lse.dtype) == ((2, 4, length), torch.float32)
@@ -203,7 +211,7 @@ def test_documents_on_a_gpu(name, lengths):
     inputs, results = on_gpu(*random_qkv(queries=12, keys=12)), []
     for dtype in (torch.bfloat16, torch.float32):
         q, k, v = ((x.to(dtype) / 4).detach().requires_grad_() for x in inputs)
-        assert flash.serves(q, k, v) == (dtype == torch.bfloat16)
+        assert flash.supports(q, k, v) == (dtype == torch.bfloat16)
         out = packed_attention(lengths)(0, q, k, v, rule_on_gpu(name))
         (out * torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape).to(dtype)).sum().backward()
         results.append([out.detach(), q.grad, k.grad, v.grad])
@@ -236,7 +244,7 @@ def test_slots_on_a_gpu(name, length, tree, few, monkeypatch):
             positions = (lengths.unsqueeze(1) - lengths[:, None].new_tensor([[6], [0], [3]]) + seen.positions).cuda()
             ends = lengths.unsqueeze(1).cuda() if tree else None
             keys, values = (x.repeat(1, 1, repeats, 1) for x in (k, v))
-            sight = Seen(positions, ends, keys.shape[2], whole=False)
+            sight = VisibleSlots(positions, ends, keys.shape[2], whole=False)
             out, lse = check_slots(*on_gpu(q / 4, keys / 4, values), sight, rule_on_gpu(name))
             if tree:
                 assert (lse[1] == -math.inf).all()
@@ -254,7 +262,7 @@ def test_the_engine_on_a_gpu(family, overrides, tree):
     draft = tiny_draft(shared_target(family), **overrides)
 
     def checked(q, k, v, seen, rule):
-        counted.append(flash.serves(q, k, v))
+        counted.append(flash.supports(q, k, v))
         return check_slots(q, k, v, seen, rule)
 
     with patch.object(paged_kv, "slot_attention", checked):

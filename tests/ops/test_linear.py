@@ -13,7 +13,7 @@ from eagle_train.ops.linear import (
     keep_fp16_copy,
     linear,
 )
-from eagle_train.ops.quantise import dequantise, dynamic_fp8, fp8, int4
+from eagle_train.ops.weight_codes import dequantise, quantise_fp8, quantise_int4, quantise_rows_fp8
 
 needs_packing = pytest.mark.skipif(
     torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="this CPU has no product for fp16 weights"
@@ -175,8 +175,8 @@ def check_close(found: torch.Tensor, wanted: torch.Tensor, bound: float) -> None
 
 def test_the_twins_are_products_of_what_codes_and_scales_stand_for() -> None:
     weight, x = random(48, 256), random(5, 256, seed=1)
-    torch.testing.assert_close(Int4Linear.of(weight)(x), x @ dequantise(*int4(weight)).t())
-    (codes, scales), (own, own_scales) = dynamic_fp8(x), fp8(weight)
+    torch.testing.assert_close(Int4Linear.of(weight)(x), x @ dequantise(*quantise_int4(weight)).t())
+    (codes, scales), (own, own_scales) = quantise_rows_fp8(x), quantise_fp8(weight)
     theirs = torch._scaled_mm(codes, own.t(), scale_a=scales, scale_b=own_scales.t(), out_dtype=torch.float32)
     torch.testing.assert_close(Fp8Linear.of(weight)(x), theirs)
 

@@ -15,8 +15,8 @@ from eagle_train.models.shapes import KVShape
 from eagle_train.ops.attention import (
     Attend,
     Rule,
-    Seen,
-    additive,
+    VisibleSlots,
+    additive_mask,
     merge,
     packed_attention,
     partial_attention,
@@ -225,7 +225,7 @@ class PagedKV:
             return fresh
         reach = prefix.longest + length
         committed = self.committed(prefix, reach, length)
-        seen = Seen(positions, None, reach, whole=not prefix.ragged)
+        seen = VisibleSlots(positions, None, reach, whole=not prefix.ragged)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
             write(layer, k, v)
@@ -362,7 +362,7 @@ class Masks:
     """What a tree's nodes see of the prefix and of one another, made once for all layers of the same reach."""
 
     def __init__(self, prefix: Prefix, positions: torch.Tensor, suffix_positions: torch.Tensor, seen: torch.Tensor):
-        self.prefix = Seen(positions, prefix.lengths.unsqueeze(1), prefix.longest, whole=not prefix.ragged)
+        self.prefix = VisibleSlots(positions, prefix.lengths.unsqueeze(1), prefix.longest, whole=not prefix.ragged)
         self.positions, self.suffix_positions, self.seen = positions, suffix_positions, seen
         self.made: dict[tuple, torch.Tensor | None] = {}
 
@@ -391,4 +391,4 @@ class Masks:
         seen = self.seen.unsqueeze(0)
         if rule.is_local:
             seen = seen & rule.sees(self.positions.unsqueeze(2), self.suffix_positions.unsqueeze(1))
-        return additive(seen.unsqueeze(1))
+        return additive_mask(seen.unsqueeze(1))

@@ -14,7 +14,7 @@ import torch
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.paged_kv import BLOCK
 from eagle_train.inference.requests.sequence import Sequence
-from eagle_train.ops.transfer import pinned, to_device
+from eagle_train.ops.transfer import empty_pinned, to_device
 
 
 def names_of(tokens: list[int], names: list[bytes]) -> list[bytes]:
@@ -35,7 +35,7 @@ class HostKV:
 
     def room_for(self, tensor: torch.Tensor) -> torch.Tensor:
         """[blocks, L, ...]: each block in one piece, which is copied while the host goes on."""
-        return pinned((self.blocks, tensor.shape[0], *tensor.shape[2:]), tensor.dtype, tensor.device)
+        return empty_pinned((self.blocks, tensor.shape[0], *tensor.shape[2:]), tensor.dtype, tensor.device)
 
     def put(self, blocks: list[int], names: list[bytes]) -> None:
         """Keep what the stores hold in these blocks, the last ones where there is no room for all."""

@@ -12,7 +12,7 @@ from eagle_train.inference.cache.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.decode.sampling import Verified
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.drafters.drafter import Pending
-from eagle_train.ops.transfer import Arriving
+from eagle_train.ops.transfer import HostCopy
 
 
 def commit(
@@ -61,7 +61,7 @@ class RoundResult:
         self.max_depth = max_depth
         self.max_tokens = max_depth + 1  # that it may commit of a row
         finite = committed.hidden.isfinite().all(2).cumprod(1).sum(1)  # tokens before the first that is not
-        self._arriving = Arriving(torch.column_stack((committed.counts, unread, finite, committed.tokens)))
+        self._arriving = HostCopy(torch.column_stack((committed.counts, unread, finite, committed.tokens)))
 
     def gains(self) -> list[Gain]:
         """What the round brought each row. The host waits for it."""

@@ -15,7 +15,7 @@ from eagle_train.inference.cache.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.decode.sampling import propose, restrict
 from eagle_train.inference.drafters.drafter import MOST_UNREAD, Choice, Drafted, Level, Pending, TreePlan, pick
 from eagle_train.models.draft import Draft, Head, shift_hidden
-from eagle_train.models.fused import fused
+from eagle_train.models.fused import fuse_products
 from eagle_train.models.patches import optimize_for_decoding
 from eagle_train.models.shapes import KVShape
 from eagle_train.models.target import Target
@@ -38,7 +38,7 @@ class Eagle:
         check(alignment in ALIGNMENTS, f"alignment={alignment}: must be {' or '.join(ALIGNMENTS)}")
         width, own = target.embedding.shape[1], draft.config.hidden_size
         check(own == width, f"draft.hidden_size={own}: must be the target's, {width}")
-        self.draft = fused(draft.to(target.device, target.dtype).eval().requires_grad_(False))
+        self.draft = fuse_products(draft.to(target.device, target.dtype).eval().requires_grad_(False))
         self.target, self.alignment = target, alignment
         self.head = Head(self.draft, target.lm_head)
         optimize_for_decoding(self.draft, target.dtype, [self.head.lm_head.weight], drop_hooks=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from eagle_train.models.checkpoint_quantisation import quantization_config_of
 from eagle_train.models.draft_config import widest
 from eagle_train.models.family import skeleton
 from eagle_train.models.forward import decoder_of
 from eagle_train.models.head import head_of
-from eagle_train.models.quantisation import quantisation_of
 from eagle_train.models.shapes import heads_of
 
 
@@ -63,7 +63,7 @@ class TargetShape:
             attention=max(each.queries * each.width for each in heads),
             intermediate=(widest(getattr(text, "intermediate_size", None)) or 0) * chosen,
             tied=len(ends) == 1,
-            bits=_bits_of(quantisation_of(config)),
+            bits=_bits_of(quantization_config_of(config)),
         )
 
 

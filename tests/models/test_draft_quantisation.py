@@ -9,10 +9,10 @@ from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.drafters.eagle import Eagle
-from eagle_train.models.quantised import Quant, linears, quant_of, quantised
+from eagle_train.models.draft_quantisation import Quant, linear_modules, quant_of, quantise_draft
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.linear import Fp8Linear, Int4Linear, QuantisedLinear
-from eagle_train.ops.quantise import dequantise, fp8, int4
+from eagle_train.ops.weight_codes import dequantise, quantise_fp8, quantise_int4
 from tests.support.command_line import call
 from tests.support.eval_inputs import make_home
 from tests.support.inside import drafter_of
@@ -55,7 +55,7 @@ EXPERTS = {
 def test_the_scope_and_nothing_else(target, scheme, ffn, scope, wanted):
     draft = tiny_draft(target, ffn=ffn, num_experts=2)
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
-    small = quantised(draft, Quant(scheme, scope))
+    small = quantise_draft(draft, Quant(scheme, scope))
     assert replaced(small) == wanted
     assert {type(small.get_submodule(name)) for name in wanted} == {MADE[scheme]}
     assert replaced(draft) == set()
@@ -71,9 +71,9 @@ def test_the_scope_and_nothing_else(target, scheme, ffn, scope, wanted):
 def test_it_computes_with_the_rounded_weights(target, scheme, scope, ffn):
     """In INT4 activations stay as they are, so it is a draft with rounded weights; in FP8 it is near to one."""
     kind = {"ffn": ffn, "num_experts": 2, "fc_bias": True}
-    small, rounded = quantised(tiny_draft(target, **kind), Quant(scheme, scope)), tiny_draft(target, **kind)
-    for module in linears(rounded, scope).values():
-        codes, scales = (int4 if scheme == "int4" else fp8)(module.weight)
+    small, rounded = quantise_draft(tiny_draft(target, **kind), Quant(scheme, scope)), tiny_draft(target, **kind)
+    for module in linear_modules(rounded, scope).values():
+        codes, scales = (quantise_int4 if scheme == "int4" else quantise_fp8)(module.weight)
         module.weight.copy_(dequantise(codes, scales))
     torch.manual_seed(0)
     arguments = torch.randn(1, 9, 128), torch.randn(1, 9, 128), torch.arange(9)[None], packed_attention([[9]])
@@ -87,7 +87,7 @@ def test_it_computes_with_the_rounded_weights(target, scheme, scope, ffn):
 
 def test_none_is_the_draft_itself(target):
     draft = tiny_draft(target)
-    assert quantised(draft, Quant()) is draft
+    assert quantise_draft(draft, Quant()) is draft
 
 
 @pytest.mark.parametrize("ffn", ["dense", "moe"])
@@ -96,7 +96,7 @@ def test_none_is_the_draft_itself(target):
 def test_an_engines_output_is_the_targets_own(target, scheme, scope, ffn):
     prompts = random_tokens(5, 1, 9)
     wanted = [continued(target, prompt, 12) for prompt in prompts]
-    small = quantised(tiny_draft(target, ffn=ffn, num_experts=2), Quant(scheme, scope))
+    small = quantise_draft(tiny_draft(target, ffn=ffn, num_experts=2), Quant(scheme, scope))
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     for tree in ("chain3", "d3_bf2"):
         engine = Engine(target, small, tree)
@@ -121,14 +121,14 @@ def test_it_guesses_almost_as_well():
     whole = tpc(draft)
     assert whole > 1.3
     for scheme in MADE:
-        assert tpc(quantised(draft, Quant(scheme))) > 0.93 * whole
+        assert tpc(quantise_draft(draft, Quant(scheme))) > 0.93 * whole
 
 
 def test_an_eagle_in_another_dtype_has_the_codes_of_the_artifact(target):
     """Weights are rounded once: neither scales nor codes are rounded again to the target's dtype."""
     draft = tiny_draft(target)
-    half = Eagle(quantised(draft, Quant("fp8")), tiny_target(dtype=torch.bfloat16, **WIDE)).draft
-    module, (codes, scales) = half.layers[0].mlp.down_proj, fp8(draft.layers[0].mlp.down_proj.weight)
+    half = Eagle(quantise_draft(draft, Quant("fp8")), tiny_target(dtype=torch.bfloat16, **WIDE)).draft
+    module, (codes, scales) = half.layers[0].mlp.down_proj, quantise_fp8(draft.layers[0].mlp.down_proj.weight)
     assert torch.equal(module.codes.float(), codes.float())
     assert torch.equal(module.scales.view(torch.float32), scales)
     assert half.fc.weight.dtype == torch.bfloat16
@@ -140,12 +140,12 @@ def test_an_eagle_in_another_dtype_has_the_codes_of_the_artifact(target):
         (lambda target: Quant("int3"), "quant.scheme=int3: must be one of none, int4, fp8"),
         (lambda target: Quant("int4", "attention"), "quant.scope=attention: must be ffn or all_linear"),
         (
-            lambda target: quantised(tiny_draft(target, intermediate_size=192), Quant("int4")),
+            lambda target: quantise_draft(tiny_draft(target, intermediate_size=192), Quant("int4")),
             "quant.scheme=int4: layers.0.mlp.down_proj of the draft has 128 outputs and 192 inputs; must be multiples "
             "of 16 and 128",
         ),
         (
-            lambda target: quantised(tiny_draft(target, intermediate_size=24), Quant("fp8")),
+            lambda target: quantise_draft(tiny_draft(target, intermediate_size=24), Quant("fp8")),
             "quant.scheme=fp8: layers.0.mlp.gate_proj of the draft has 24 outputs and 128 inputs; must be multiples "
             "of 16 and 16",
         ),
@@ -161,13 +161,13 @@ def test_mistakes_are_one_line(target, make, message):
 @pytest.mark.parametrize("scope", ["ffn", "all_linear"])
 @pytest.mark.parametrize("scheme", MADE)
 def test_a_quantised_draft_is_saved_as_it_is(target, tmp_path, scheme, scope, fc_bias):
-    small = quantised(tiny_draft(target, fc_bias=fc_bias), Quant(scheme, scope))
+    small = quantise_draft(tiny_draft(target, fc_bias=fc_bias), Quant(scheme, scope))
     loaded = load_draft(save_draft(small, tmp_path / "draft", target.identity, dtype=torch.float32), target.identity)
     assert replaced(loaded) == replaced(small)
     assert quant_of(loaded) == read_artifact(tmp_path / "draft").quant == Quant(scheme, scope)
     torch.testing.assert_close(loaded.state_dict(), small.state_dict(), rtol=0, atol=0)
     with pytest.raises(UserError, match=f"quant.scheme=int4: the draft is quantised already, {scheme}"):
-        quantised(loaded, Quant("int4"))
+        quantise_draft(loaded, Quant("int4"))
 
 
 def test_generate_quantises(tmp_path, capsys, monkeypatch):

@@ -1,6 +1,6 @@
 """Whether a quantised checkpoint can be read here: its method, the libraries and the device that it needs. DESIGN 3.4.
 
-Told from its config, before a weight is read. Knows nothing of drafts, whose quantisation is models/quantised.py's.
+Told from its config, before a weight is read. Drafts' quantisation is models/draft_quantisation.py's.
 """
 
 import copy
@@ -42,18 +42,18 @@ OF_BITSANDBYTES = ("load_in_8bit", "load_in_4bit")  # whose configs may have no 
 INSTEAD = "give the checkpoint that it was made from, which is not quantised"
 
 
-def quantisation_of(config: Any) -> Any:
+def quantization_config_of(config: Any) -> Any:
     """A checkpoint's quantization_config, also where it stands in its language model's config; None without one."""
     own = getattr(config, "quantization_config", None)
     return getattr(config.get_text_config(), "quantization_config", None) if own is None else own
 
 
-def check_quantisation(config: Any, place: str, device: torch.device | None) -> None:
+def check_quantization_config(config: Any, place: str, device: torch.device | None) -> None:
     """Raise UserError for a checkpoint in a quantisation that cannot be read; `place` begins the message.
 
     `device`: where it is to run; None in a plan, which may be for other machines than this.
     """
-    found = quantisation_of(config)
+    found = quantization_config_of(config)
     if found is None:
         return
     check(

@@ -35,28 +35,28 @@ class Quant:
 
 
 @torch.no_grad()
-def quantised(draft: Draft, quant: Quant, moments: Mapping[str, torch.Tensor] | None = None) -> Draft:
+def quantise_draft(draft: Draft, quant: Quant, moments: Mapping[str, torch.Tensor] | None = None) -> Draft:
     """The draft with the linear modules of the scope in few bits, and the rest as it is; `draft` is left alone.
 
     Weights are rounded as they are here, so give them as they were loaded, before any other rounding: to nearest, or
-    with error feedback by the second moments [K, K] of each module's inputs (`moments`, by its name; `ops.quantise`).
-    With the scheme none, `draft` itself. Raises UserError for a matrix of a shape that the scheme has no product for,
-    and for a draft that is quantised already.
+    with error feedback by the second moments [K, K] of each module's inputs (`moments`, by its name; see
+    ops/weight_codes.py). With the scheme none, `draft` itself. Raises UserError for a matrix of a shape that the scheme
+    has no product for, and for a draft that is quantised already.
     """
     if quant.scheme == "none":
         return draft
     draft = copy.deepcopy(draft)
-    for name, module in chosen(draft, quant).items():
+    for name, module in modules_to_quantise(draft, quant).items():
         known = None if moments is None else moments[name]
         draft.set_submodule(name, SCHEMES[quant.scheme].of(module.weight, module.bias, known))
     return draft
 
 
-def chosen(draft: Draft, quant: Quant) -> dict[str, nn.Linear]:
-    """The linear modules to be quantised, by name. Raises UserError as `quantised` does."""
+def modules_to_quantise(draft: Draft, quant: Quant) -> dict[str, nn.Linear]:
+    """The linear modules to be quantised, by name. Raises UserError as `quantise_draft` does."""
     already = quant_of(draft)
     check(already.scheme == "none", f"quant.scheme={quant.scheme}: the draft is quantised already, {already}; use none")
-    found, made = linears(draft, quant.scope), SCHEMES[quant.scheme]
+    found, made = linear_modules(draft, quant.scope), SCHEMES[quant.scheme]
     for name, module in found.items():
         outputs, inputs = module.weight.shape
         check(
@@ -67,7 +67,7 @@ def chosen(draft: Draft, quant: Quant) -> dict[str, nn.Linear]:
     return found
 
 
-def linears(draft: Draft, scope: str) -> dict[str, nn.Linear]:
+def linear_modules(draft: Draft, scope: str) -> dict[str, nn.Linear]:
     """The linear modules of a scope by name. The router of an MoE is in none: it is small, and it decides."""
     found = {name: module for name, module in draft.named_modules() if isinstance(module, nn.Linear)}
     inside = {name: module for name, module in found.items() if scope == "all_linear" or ".mlp." in name}

@@ -9,9 +9,9 @@ import torch
 
 from eagle_train.errors import check
 from eagle_train.models.draft import Draft
-from eagle_train.models.quantised import SCHEMES, Quant, linears
+from eagle_train.models.draft_quantisation import SCHEMES, Quant, linear_modules
 from eagle_train.ops.linear import QuantisedLinear
-from eagle_train.ops.quantise import FP8, GROUP
+from eagle_train.ops.weight_codes import FP8, GROUP
 
 BITS = 4
 Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor
@@ -71,7 +71,7 @@ def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: str, 
     wrong dtype, is a UserError.
     """
     quant = quant or Quant()
-    small = {} if quant.scheme == "none" else linears(draft, quant.scope)
+    small = {} if quant.scheme == "none" else linear_modules(draft, quant.scope)
     expected: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {
         name: (tuple(tensor.shape), None)
         for name, tensor in draft.state_dict().items()

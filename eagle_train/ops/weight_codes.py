@@ -34,46 +34,47 @@ Codes = Callable[[torch.Tensor], torch.Tensor]  # weights in steps of their scal
 Scales = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # a group's weights [N, C] and what an error costs [C]
 
 
-def int4(weight: torch.Tensor, moments: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_int4(weight: torch.Tensor, moments: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """weight [N, K] as codes, int8 [N, K] from -8 to 7, and scales, bf16 [N, G]: each group's best by STEPS.
 
     Codes are chosen for the scale that is kept, the rounded one: a weight that came from `dequantise` comes back as it
-    is. `moments` [K, K]: `fed_back`'s.
+    is. `moments` [K, K]: `_quantise_with_feedback`'s.
     """
     weight = weight.float()
     if moments is not None:
-        codes, scales = fed_back(weight, moments, int4_scales, int4_codes)
+        codes, scales = _quantise_with_feedback(weight, moments, _int4_scales, _int4_codes)
         return codes.to(torch.int8), scales.bfloat16()
     groups = weight.unflatten(1, (-1, GROUP))
-    scales = int4_scales(groups, torch.ones(GROUP, device=weight.device))
-    return int4_codes(groups / scales).flatten(1).to(torch.int8), scales.squeeze(-1).bfloat16()
+    scales = _int4_scales(groups, torch.ones(GROUP, device=weight.device))
+    return _int4_codes(groups / scales).flatten(1).to(torch.int8), scales.squeeze(-1).bfloat16()
 
 
-def int4_scales(groups: torch.Tensor, costs: torch.Tensor) -> torch.Tensor:
-    return best_scales(groups, costs, STEPS, torch.bfloat16, int4_codes)
+def _int4_scales(groups: torch.Tensor, costs: torch.Tensor) -> torch.Tensor:
+    return _best_scales(groups, costs, STEPS, torch.bfloat16, _int4_codes)
 
 
-def int4_codes(steps: torch.Tensor) -> torch.Tensor:
+def _int4_codes(steps: torch.Tensor) -> torch.Tensor:
     return steps.round().clamp(-8, 7)
 
 
-def fp8(weight: torch.Tensor, moments: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_fp8(weight: torch.Tensor, moments: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """weight [N, K] as codes, FP8 [N, K], and scales, fp32 [N, 1]: each row's best by TOPS.
 
-    `moments` [K, K]: `fed_back`'s. They choose codes, not scales: costs of their diagonal gained nothing measurable.
+    `moments` [K, K]: see `_quantise_with_feedback`. They choose codes, not scales: costs of their diagonal gained
+    nothing measurable.
     """
     weight = weight.float()
-    scales = best_scales(weight, weight.new_ones(weight.shape[1]), TOPS, torch.float32, fp8_codes)
+    scales = _best_scales(weight, weight.new_ones(weight.shape[1]), TOPS, torch.float32, _fp8_codes)
     if moments is not None:
-        return fed_back(weight, moments, lambda *_: scales, fp8_codes)[0].to(FP8), scales
+        return _quantise_with_feedback(weight, moments, lambda *_: scales, _fp8_codes)[0].to(FP8), scales
     return (weight / scales).to(FP8), scales
 
 
-def fp8_codes(steps: torch.Tensor) -> torch.Tensor:
+def _fp8_codes(steps: torch.Tensor) -> torch.Tensor:
     return steps.clamp(-FP8_MAX, FP8_MAX).to(FP8).float()  # some releases of torch make NaN of what lies beyond
 
 
-def dynamic_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations [..., K] as codes, FP8 [..., K], and scales, fp32 [..., 1]: the largest becomes FP8_MAX.
 
     So serving engines do it, in every call; a search would cost more than the product.
@@ -83,7 +84,7 @@ def dynamic_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x / scales).to(FP8), scales
 
 
-def best_scales(
+def _best_scales(
     groups: torch.Tensor, costs: torch.Tensor, tried: Sequence[float], dtype: torch.dtype, codes_of: Codes
 ) -> torch.Tensor:
     """The scales [..., 1] by which groups [..., C] err least, when a squared error costs so much [C].
@@ -92,13 +93,13 @@ def best_scales(
     rounded as `dtype` keeps them, and never 0.
     """
     pieces = groups.split(max(1, PIECE // groups[0].numel()))
-    return torch.cat([best_of_piece(piece, costs, tried, dtype, codes_of) for piece in pieces])
+    return torch.cat([_best_scales_of_piece(piece, costs, tried, dtype, codes_of) for piece in pieces])
 
 
-def best_of_piece(
+def _best_scales_of_piece(
     groups: torch.Tensor, costs: torch.Tensor, tried: Sequence[float], dtype: torch.dtype, codes_of: Codes
 ) -> torch.Tensor:
-    """As `best_scales`, of so few groups that all fit a cache."""
+    """As `_best_scales`, of so few groups that all fit a cache."""
     largest = groups.abs().amax(-1, keepdim=True)
     best: torch.Tensor | None = None
     lowest: torch.Tensor | None = None
@@ -116,7 +117,7 @@ def best_of_piece(
     return best
 
 
-def fed_back(
+def _quantise_with_feedback(
     weight: torch.Tensor, moments: torch.Tensor, scales_of: Scales, codes_of: Codes
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [N, K] and scales [N, groups of GROUP columns] of weight [N, K], both in its dtype, with error feedback.
@@ -129,7 +130,7 @@ def fed_back(
     Inputs that were always zero have moments of DAMPING alone, so they are rounded to nearest, as all are where nothing
     was seen.
     """
-    factor = upper_factor(moments).to(weight.dtype)
+    factor = _upper_factor(moments).to(weight.dtype)
     codes, errors, scales = torch.empty_like(weight), torch.empty_like(weight), []
     for start in range(0, weight.shape[1], GROUP):
         here = slice(start, start + GROUP)
@@ -147,7 +148,7 @@ def fed_back(
     return codes, torch.cat(scales, dim=1)
 
 
-def upper_factor(moments: torch.Tensor) -> torch.Tensor:
+def _upper_factor(moments: torch.Tensor) -> torch.Tensor:
     """The upper triangular R [K, K], fp64, with R R^T the damped moments: Cholesky's, from the last input up."""
     mean = moments.diagonal().double().mean().clamp(min=TINY)
     damped = moments.double() / mean + DAMPING * torch.eye(len(moments), dtype=torch.float64, device=moments.device)
@@ -160,12 +161,12 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (groups * scales.float().unsqueeze(-1)).flatten(1)
 
 
-def two_a_byte(codes: torch.Tensor) -> torch.Tensor:
+def pack_int4(codes: torch.Tensor) -> torch.Tensor:
     """INT4 codes [N, K] as uint8 [N, K / 2]: plus 8 each, the even ones in the upper half."""
     codes = (codes + 8).to(torch.uint8)
     return codes[:, ::2] << 4 | codes[:, 1::2]
 
 
-def one_a_byte(halves: torch.Tensor) -> torch.Tensor:
-    """`two_a_byte`'s codes again, int8."""
+def unpack_int4(halves: torch.Tensor) -> torch.Tensor:
+    """`pack_int4`'s codes again, int8."""
     return torch.stack((halves >> 4, halves & 15), dim=-1).flatten(1).to(torch.int8) - 8
