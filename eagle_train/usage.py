@@ -31,7 +31,7 @@ def usage(conf: Path, name: str, also: Mapping[str, str]) -> str:
     chosen = {found[1]: found[2] for line in text.splitlines() if (found := _GROUP.match(line))}
     for group, option in list(chosen.items()):
         if _is_shared(conf / group / f"{option}.yaml"):  # keys that commands share, and nothing to choose
-            shared = _merged(conf / group / f"{option}.yaml")
+            shared = _merged(conf / group, option)
             _overlay(shared, own)
             own = shared
             del chosen[group]
