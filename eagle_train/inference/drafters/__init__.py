@@ -1,5 +1,6 @@
 """What proposes tokens: one file each, with the interface `drafter.Drafter`. DESIGN section 3.5."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from eagle_train.settings import instantiate
 def make_drafter(spec: Mapping[str, Any], target: Target, draft: Draft | None) -> Drafter | None:
     """The drafter that a YAML of conf/drafter describes: `_target_` called with target, draft and its other keys.
 
-    `spec` may be {file: FILE.yaml}. None is plain decoding. Raises UserError for what makes no drafter.
+    `spec` may be {file: FILE.yaml}; a module beside that file is found. None is plain decoding. Raises
+    UserError for what makes no drafter.
     """
     spec = drafter_spec(spec)
     drafter = instantiate(spec, "drafter", target=target, draft=draft)
@@ -29,6 +31,8 @@ def drafter_spec(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     if set(spec) == {"file"}:
         path = Path(spec["file"])
         check(path.is_file(), f"drafter={path}: no such file")
+        folder = str(path.parent.resolve())
+        sys.path += [folder] if folder not in sys.path else []  # a module beside the YAML is found
         spec = OmegaConf.load(path)
     check(isinstance(spec, Mapping) and "_target_" in spec, "drafter: must have `_target_`, a dotted name to call")
     return spec

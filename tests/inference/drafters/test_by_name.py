@@ -1,0 +1,56 @@
+"""A drafter of one's own: a class in one file and a YAML that names it, given to eagle-generate. CONTRIBUTING.md."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from eagle_train import generate
+from tests.support.command_line import call, save_target
+
+PAGE = Path(__file__).parents[3] / "CONTRIBUTING.md"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    """The drafter's file and YAML, as the page has them, in a directory of their own."""
+    folder = tmp_path_factory.mktemp("drafter")
+    section = PAGE.read_text("utf-8").partition("## Add a drafter")[2].partition("\n## ")[0]
+    code, yaml = re.findall(r"```(?:python|yaml)\n(.*?)```", section, re.DOTALL)
+    code, yaml = (re.sub("^    ", "", block, flags=re.MULTILINE) for block in (code, yaml))
+    (folder / "text.txt").write_text("abcdefghijklmnopqrstuvwxyz" * 3)
+    (folder / "bigram_drafter.py").write_text(code)
+    moved = yaml.replace("eagle_train.inference.drafters.bigram.", "bigram_drafter.")
+    (folder / "bigram.yaml").write_text(moved.replace("text: ???", f"text: {folder / 'text.txt'}"))
+    return folder
+
+
+def test_the_recipes_drafter_answers_as_plain_decoding_does(target, recipe, capsys):
+    given = [f"target={target}", "prompt=abc", "max_tokens=12", "device=cpu", "color=never"]
+    assert call(generate.main, *given) == 0
+    plain = capsys.readouterr().out
+    for tree in ("chain2", "d2_bf3"):
+        assert call(generate.main, *given, f"drafter={recipe / 'bigram.yaml'}", f"tree={tree}") == 0
+        out, err = capsys.readouterr()
+        assert re.sub(r"[\[\]]", "", out) == re.sub(r"[\[\]]", "", plain)
+        assert "TPC" in err
+
+
+@pytest.mark.parametrize(
+    ("yaml", "said"),
+    [
+        ("x: 1", "drafter: must have `_target_`"),
+        ("_target_: bigram_drafter.nothing", "drafter bigram_drafter.nothing: "),
+        ("_target_: bigram_drafter.make_bigram\nshift: 2", "drafter bigram_drafter.make_bigram: "),
+        ("_target_: pathlib.PurePosixPath", "drafter pathlib.PurePosixPath: "),
+    ],
+)
+def test_what_makes_no_drafter_is_one_line(target, recipe, capsys, yaml, said):
+    (recipe / "wrong.yaml").write_text(yaml)
+    assert call(generate.main, f"target={target}", "prompt=abc", f"drafter={recipe / 'wrong.yaml'}") == 2
+    assert f"error: {said}" in capsys.readouterr().err
