@@ -1,16 +1,20 @@
 """What the engine's caches hold, round by round, and that nothing else is ever read from them. DESIGN 3.1, 3.6."""
 
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.cache import paged_kv
+from eagle_train.inference.cache.paged_kv import BLOCK, Masks, Prefix
+from eagle_train.inference.decode.tree import full
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.models.draft import shift_hidden
+from eagle_train.ops.attention import Rule
 from tests.support.cache_checks import Recorder, check_cache, fresh, spoil
 from tests.support.inside import active_in, drafter_of, runner_of
 from tests.support.reference_answers import GREEDY, PROMPTS, TREES, answers, cut, guide, token_ids
@@ -182,3 +186,32 @@ def test_rejected_slots_are_never_read(tree, rows, monkeypatch):
         monkeypatch.setattr(Engine, "commit", committing)
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("gemma2"))
     assert proposed[0] == proposed[1]
+
+
+@pytest.mark.parametrize("lengths", [[9, 9], [9, 4]])
+@pytest.mark.parametrize(
+    "limits", [{}, {"window": 4}, {"softcap": 5.0}, {"sinks": torch.tensor([0.5, 1.0, -1.0, 2.0])}]
+)
+def test_joint_attention_over_prefix_and_tree_is_the_split_one(lengths, limits):
+    torch.manual_seed(0)
+    tree, rule = full(2, 2), Rule(scale=0.5, **limits)
+    prefix = Prefix.of(lengths, [[2], [3]], torch.device("cpu"))
+    positions = prefix.lengths.unsqueeze(1) + tree.depth
+    q, (keys, values), (k, v) = (
+        torch.randn(2, 4, 7, 8),
+        torch.randn(2, 2, 2, 9, 8),
+        torch.randn(2, 2, 2, 7, 8),
+    )
+    masks = Masks(prefix, positions, positions, tree.ancestors)
+    wanted = paged_kv._split(q, keys, values, k, v, rule, masks)
+    for _ in range(2):  # the mask is made once
+        torch.testing.assert_close(paged_kv._joint(q, keys, values, k, v, rule, masks), wanted)
+
+
+def test_an_engine_with_joint_attention_gives_the_same_tokens():
+    target = shared_target("llama")
+    split = Engine(target, tiny_draft(target), "n8")
+    with patch.object(paged_kv, "_joint", wraps=paged_kv._joint) as called:
+        joint = Engine(target, tiny_draft(target), "n8", tree_attention="joint")
+        assert token_ids(joint.generate(PROMPTS, GREEDY)) == token_ids(split.generate(PROMPTS, GREEDY))
+    assert called.called
