@@ -43,7 +43,8 @@ TESTED_IN = {
     "models/test_target.py": "models/experts models/forward models/head models/loading models/shapes models/weights",
     "test_cli.py": "errors settings",
     "test_commands.py": "generate train",
-    "test_export.py": "artifacts/card artifacts/compressed_tensors_format artifacts/foreign artifacts/layouts artifacts/verify",
+    "test_export.py": "artifacts/card artifacts/compressed_tensors_format artifacts/foreign artifacts/layouts "
+    "artifacts/verify",
     "test_private_api.py": "hydra_private ops/torch_private transformers_private",
     "test_regenerate.py": "corpus/dialogues corpus/row_log",
     "test_terminal.py": "usage",
