@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle_train import export
-from eagle_train.artifacts import format as artifact
-from eagle_train.artifacts import layouts
-from eagle_train.artifacts import verify as proof
+from eagle_train.artifacts import format, hub
 from eagle_train.artifacts.card import read_evaluations
-from eagle_train.artifacts.compressed_tensors_format import file_tensors
 from eagle_train.artifacts.foreign import load_foreign, refuse_other
-from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
+from eagle_train.artifacts.format import load_draft, read_artifact, save_draft, write_artifact
+from eagle_train.artifacts.layouts import expected_shapes, from_engine
+from eagle_train.artifacts.tensors import file_tensors
+from eagle_train.artifacts.verify import check_names, verify
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.draft import Draft
@@ -98,7 +98,7 @@ def test_the_engine_loads_it_whole_and_so_do_we(home, tmp_path, engine, norms, q
     assert load_draft(out).config == replace(ours.config, first_token="skip")
     wanted, found = file_tensors(ours, torch.bfloat16), file_tensors(load_draft(out), torch.bfloat16)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    written = layouts.from_engine(engine, ours.config, load_file(out / "model.safetensors"))
+    written = from_engine(engine, ours.config, load_file(out / "model.safetensors"))
     torch.testing.assert_close(written, wanted, rtol=0, atol=0)
 
 
@@ -184,7 +184,7 @@ def test_what_is_not_what_was_trained_gets_no_name(home, tmp_path, monkeypatch, 
     def damaged(tensors, *arguments, **options):
         save_file({name: x * damage[name] if name in damage else x for name, x in tensors.items()}, *arguments)
 
-    monkeypatch.setattr(artifact, "save_file", damaged)
+    monkeypatch.setattr(format, "save_file", damaged)
     with pytest.raises(AssertionError, match=r"up_proj.weight.* is not what was written"):
         call(export.main, f"checkpoint={home}/eagle1", f"out={tmp_path}/out", f"quant={quant}")
     assert not list(tmp_path.iterdir())
@@ -195,22 +195,22 @@ def test_names_and_outputs_are_looked_at_too(home, target, tmp_path):
     wrong = tiny_draft(target, seed=1, num_layers=3)
     about = replace(about, draft=wrong.config)
     with pytest.raises(AssertionError, match="outputs are"):
-        artifact.write_artifact(about, wrong, tmp_path / "a", "", lambda at: proof.prove(at, about, wrong, trained))
+        write_artifact(about, wrong, tmp_path / "a", "", lambda at: verify(at, about, wrong, trained))
     about = replace(about, quant=Quant("fp8"))
     small = quantise_draft(wrong, Quant("fp8"))
     with pytest.raises(AssertionError, match=r"layers\.0\.mlp\.gate_proj is .* off"):
-        artifact.write_artifact(about, small, tmp_path / "a", "", lambda at: proof.prove(at, about, small, trained))
+        write_artifact(about, small, tmp_path / "a", "", lambda at: verify(at, about, small, trained))
     out = exported(home, tmp_path / "out", "layout=vllm")
     save_file(load_file(out / "model.safetensors") | {"norm.weight": torch.ones(128)}, out / "model.safetensors")
     with pytest.raises(AssertionError, match="not the names vllm loads"):
-        proof.check_names(out, read_artifact(out))
+        check_names(out, read_artifact(out))
 
 
 def test_a_full_disk_leaves_nothing(home, tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(artifact, "write_text", full)  # the card, which is the last
+    monkeypatch.setattr(format, "write_text", full)  # the card, which is the last
     assert "No space left" in refusal(capsys, f"checkpoint={home}/eagle1", f"out={tmp_path}/out")
 
 
@@ -286,7 +286,7 @@ def test_truncated_files(home, tmp_path, capsys, quant, length):
         ("int4", {"weight_packed": None}, "is missing"),
         ("int4", {"weight_scale": torch.full((256, 1), float("nan")).bfloat16()}, "not finite"),
         ("int4", {"weight_scale": torch.ones(256, 1)}, "is torch.float32, must be torch.bfloat16"),
-        ("int4", {"weight_shape": torch.tensor([256, 64])}, "weight_shape says"),
+        ("int4", {"weight_shape": torch.tensor([256, 64])}, "weight_shape is"),
         ("int4", {"weight_packed": torch.zeros(256, 8, dtype=torch.int32)}, "has shape (256, 8), must be (256, 16)"),
         ("fp8", {"weight": torch.zeros(256, 128).bfloat16()}, "is torch.bfloat16, must be torch.float8_e4m3fn"),
         ("fp8", {"weight_scale": torch.ones(1, 1)}, "has shape (1, 1), must be (256, 1)"),
@@ -393,7 +393,7 @@ def test_biases_of_others_are_read_and_served(home, target, tmp_path, capsys, bi
         served = replay(engine, config, tensors, json.loads((home / "target" / "config.json").read_text()))
         assert (served.errors, served.uninitialised, served.spoiled) == ([], set(), set())
         assert not served.skipped
-        known = layouts.contract(engine, loaded.config, target.identity)
+        known = expected_shapes(engine, loaded.config, target.identity)
         assert {name: shape for name, (shape, _) in tensors.items()} == known
 
 
@@ -425,9 +425,12 @@ def test_a_config_within_a_config_is_read(target, tmp_path):
     ("changes", "message"),
     [
         ({"d2t": torch.zeros(4)}, "an EAGLE-3 draft (['d2t'])"),
-        ({"fc.weight": None}, "no fc.weight there"),
+        ({"fc.weight": None}, "has no fc.weight"),
         ({"embed_tokens.weight": torch.zeros(96, 128)}, "its embed_tokens.weight is not the embedding of"),
-        ({"norm.weight": torch.ones(128)}, "has norm.weight alone of the first layer's input norm and the final one"),
+        (
+            {"norm.weight": torch.ones(128)},
+            "has norm.weight, but not the other of the first layer's input norm and the final norm",
+        ),
         ({"layers.2.mlp.up_proj.weight": None}, "tensor layers.2.mlp.up_proj.weight is missing"),
         ({"layers.0.self_attn.q_proj.bias": torch.ones(128)}, "q_proj.bias is not part of this draft"),
         ({"embed_layernorm.weight": torch.ones(128)}, "embed_layernorm.weight is not part of this draft"),
@@ -513,7 +516,7 @@ def test_what_is_wrong_beforehand_costs_no_target(home, tmp_path, capsys, monkey
     [
         ({"hidden_size": 64}, "config.json: hidden_size is 64, and 128 in target"),
         ({"vocab_size": 95}, "config.json: vocab_size is 95, and 96 in target"),
-        ({"quantization_config": {}}, "is quantised; give the draft that it was made from"),
+        ({"quantization_config": {}}, "is quantised; give the unquantised draft"),
         ({"num_attention_heads": 3}, "config.json: num_key_value_heads is 2, and must divide num_attention_heads, 3"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0, and must be a whole number of 1 or more"),
         ({"num_attention_heads": "4"}, "num_attention_heads is '4', and must be a whole number"),
@@ -526,7 +529,7 @@ def test_what_is_wrong_beforehand_costs_no_target(home, tmp_path, capsys, monkey
         ({"rope_scaling": {"type": "foo"}}, "rope_scaling is of type 'foo', and must be one of default, linear"),
         ({"rope_scaling": {"type": "linear", "factor": "a"}}, "rope_scaling.factor is 'a', and must be a number"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling {'rope_type': 'llama3'} has no factor, low_freq_"),
-        ({"draft_vocab_size": 50}, "draft_vocab_size 50 in config.json; give one of all 96 tokens"),
+        ({"draft_vocab_size": 50}, "draft_vocab_size is 50 in config.json; give a draft with all 96 tokens"),
         ({"hidden_size": None, "vocab_size": None}, "config.json has no hidden_size, vocab_size"),
         ({"hidden_size": None, "model": {"vocab_size": 96}}, "has no hidden_size"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' in config.json; a draft has silu"),
@@ -636,7 +639,7 @@ def test_evaluations_of_this_draft(tmp_path):
         ("{", "cannot be read"),
         ("[]", "give a results.json"),
         ("{}", "give a results.json"),
-        ('{"draft_source": "0123"}', "measured another draft, of fingerprint 0123"),
+        ('{"draft_source": "0123"}', "measured another draft, with fingerprint 0123"),
         (
             '{"draft_source": "abcd", "tree": "chain3", "rows": [], "config": {}}',
             "give a results.json",
@@ -669,7 +672,7 @@ class Hub:
 
 
 def test_an_export_is_pushed(home, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(export, "HfApi", Hub)
+    monkeypatch.setattr(hub, "HfApi", Hub)
     out = exported(home, tmp_path / "out", "layout=vllm", "push_to=me/draft")
     assert Hub.repositories == {"me/draft": (True, contents(out))}
     assert '"model": "me/draft"' in (out / "README.md").read_text()
@@ -683,13 +686,13 @@ def test_an_export_is_pushed(home, tmp_path, monkeypatch, capsys):
 
 def test_a_draft_comes_from_the_hub(home, tmp_path, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(export, "snapshot_download", lambda name, allow_patterns: asked.append(name) or home / "eagle1")
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, allow_patterns: asked.append(name) or home / "eagle1")
     assert call(export.main, "checkpoint=me/draft", f"out={tmp_path}/out") == 0
     assert asked == ["me/draft"]
 
     def missing(name, allow_patterns):
         raise OSError("404 Client Error")
 
-    monkeypatch.setattr(export, "snapshot_download", missing)
+    monkeypatch.setattr(hub, "snapshot_download", missing)
     shutil.rmtree(tmp_path / "out")
     assert "checkpoint=me/draft: no such directory" in refusal(capsys, "checkpoint=me/draft", f"out={tmp_path}/out")

@@ -25,6 +25,7 @@ FLOORS = {
     "eagle_train.training": 4,
     "eagle_train.inference": 4,
     "eagle_train.fields": 5,
+    "eagle_train.regeneration": 5,
     "eagle_train.usage": 5,
     "eagle_train.cli": 5,
     "eagle_train.hydra_private": 5,

@@ -43,10 +43,11 @@ TESTED_IN = {
     "models/test_target.py": "models/experts models/forward models/head models/loading models/shapes models/weights",
     "test_cli.py": "errors settings",
     "test_commands.py": "generate train",
-    "test_export.py": "artifacts/card artifacts/compressed_tensors_format artifacts/foreign artifacts/layouts "
-    "artifacts/verify",
+    "test_export.py": "artifacts/card artifacts/convert artifacts/foreign artifacts/hub artifacts/layouts "
+    "artifacts/tensors artifacts/verify training/trained_draft",
     "test_private_api.py": "hydra_private ops/torch_private transformers_private",
-    "test_regenerate.py": "corpus/dialogues corpus/row_log",
+    "test_regenerate.py": "regeneration/by_engine regeneration/by_server regeneration/dialogue regeneration/options "
+    "regeneration/outcome regeneration/row_log regeneration/run",
     "test_terminal.py": "usage",
     "training/test_checkpoint.py": "training/checkpoint/format training/checkpoint/store training/checkpoint/verify",
     "training/test_cost.py": "training/cost/estimate training/cost/flops training/cost/memory training/cost/report "

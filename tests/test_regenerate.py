@@ -15,6 +15,7 @@ from eagle_train.corpus.chat import conversation_of
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models import loading
+from eagle_train.regeneration import by_server
 from tests.support import chat_templates
 from tests.support.command_line import TEMPLATE, call, chats, disk_for, read_jsonl, save_target, write_jsonl
 
@@ -74,7 +75,7 @@ def test_a_stopped_run_goes_on_with_the_row_it_was_at(made, tmp_path, capsys, te
         file.write(whole.splitlines()[7][:20])  # torn by a kill
     capsys.readouterr()
     assert run(made, tmp_path / "part.jsonl", sampling) == 0
-    assert "goes on after row 7" in capsys.readouterr().err
+    assert "resumes after row 7" in capsys.readouterr().err
     assert (tmp_path / "part.jsonl").read_text() == whole
     assert run(made, tmp_path / "part.jsonl", sampling) == 0  # nothing is left to do
     assert (tmp_path / "part.jsonl").read_text() == whole
@@ -140,7 +141,7 @@ def completion(text: str) -> dict:
 
 def test_a_server_gives_the_engines_answers_though_it_is_busy_now_and_then(made, tmp_path, answers, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret\r\n")
-    monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
+    monkeypatch.setattr(by_server.Retry, "sleep", lambda *_: None)
     known = {}
     for row in read_jsonl(answers):
         for place in range(1, len(row["messages"]), 2):
@@ -163,7 +164,7 @@ def test_a_server_gives_the_engines_answers_though_it_is_busy_now_and_then(made,
 
 
 def test_a_server_that_refuses_one_row_goes_on_and_one_that_is_gone_ends_the_run(made, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
+    monkeypatch.setattr(by_server.Retry, "sleep", lambda *_: None)
 
     def answer(body: dict, number: int) -> tuple[int, dict | str]:
         if body["messages"][-1]["content"] == "last":
@@ -184,7 +185,7 @@ def test_a_server_that_refuses_one_row_goes_on_and_one_that_is_gone_ends_the_run
         assert run(made, tmp_path / "dying.jsonl", *given) == 2
     (told,) = capsys.readouterr().err.splitlines()[-1:]
     assert f"server.url={url}: 9 rows in succession had no answer (server.gone_after); row " in told
-    assert told.endswith("no answer in 2 tries: the server says 500: gone; the same command goes on from here")
+    assert told.endswith("no answer in 2 tries: the server says 500: gone; the same command resumes here")
     half = len(read_jsonl(tmp_path / "dying.jsonl"))
     assert 0 < half < 40
     assert not (tmp_path / "dying.jsonl.left_out").exists()  # for the rows' part nothing is known
@@ -204,7 +205,7 @@ def answer_all_but(rows: dict[str, tuple[int, str]], asked: list) -> Callable:
 
 def test_a_row_that_a_server_never_answers_is_given_up_and_told(made, tmp_path, capsys, monkeypatch):
     """It is tried `server.retries` times more, and asked again only if one wants it."""
-    monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
+    monkeypatch.setattr(by_server.Retry, "sleep", lambda *_: None)
     path = write_jsonl(
         tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": f"q{i}"}]} for i in range(1, 9)]
     )
@@ -236,7 +237,7 @@ def test_a_row_that_a_server_never_answers_is_given_up_and_told(made, tmp_path, 
 
 
 def test_where_no_row_is_answered_the_run_fails_and_leaves_nothing(made, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
+    monkeypatch.setattr(by_server.Retry, "sleep", lambda *_: None)
     for status, told in ((500, "no answer in 2 tries: the server says 500: no"), (400, "the server says 400: no")):
         with server(lambda *_, status=status: (status, "no")) as url:
             assert (
@@ -247,7 +248,7 @@ def test_where_no_row_is_answered_the_run_fails_and_leaves_nothing(made, tmp_pat
 
 
 def test_a_server_that_takes_too_long_or_is_not_there_is_told_in_our_words(made, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(regenerate.Retry, "sleep", lambda *_: None)
+    monkeypatch.setattr(by_server.Retry, "sleep", lambda *_: None)
     waiting = threading.Event()
 
     def slow(body: dict, number: int) -> tuple[int, dict | str]:
@@ -265,7 +266,7 @@ def test_a_server_that_takes_too_long_or_is_not_there_is_told_in_our_words(made,
     told = "row 2: no answer in 2 tries: it takes longer than server.timeout_s=0.5"
     assert told in (tmp_path / "out.jsonl.left_out").read_text() or told in capsys.readouterr().err
     assert run(made, tmp_path / "other.jsonl", f"server.url={url}", "server.retries=0") == 2
-    assert f"it cannot be reached at server.url={url}; the same command goes on" in capsys.readouterr().err
+    assert f"it cannot be reached at server.url={url}; the same command resumes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
@@ -430,7 +431,7 @@ def test_what_is_no_chat_completion_is_said_in_a_line(made, tmp_path, capsys, st
         assert run(made, tmp_path / "out.jsonl", f"server.url={url}") == 2
     printed = capsys.readouterr().err.splitlines()
     assert printed[-1].startswith(f"error: server.url={url}")
-    assert ("404: no such model; the same command goes on" in printed[-1]) == (status == 404)
+    assert ("404: no such model; the same command resumes" in printed[-1]) == (status == 404)
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
@@ -479,7 +480,7 @@ def test_notes_take_nobodys_file(made, tmp_path):
         (["server.gone_after=0"], "server.gone_after=0: must be at least 1"),
         (["batch_size=0"], "batch_size=0"),
         (["data=text", "data.path=x.jsonl"], "data.format=text: it has no prompts"),
-        (["data.path=null", "data.mix={a: {path: b.jsonl}}"], "data.mix: the answers of one data set"),
+        (["data.path=null", "data.mix={a: {path: b.jsonl}}"], "data.mix: one data set is answered at a time"),
         (["server.url=localhost:8000"], "must begin with http"),
         (["server.url=http://x", "draft=x"], "draft.path=x: a server has its own"),
         (["server.timeout_s=0"], "server.timeout_s=0"),
@@ -516,7 +517,7 @@ def test_another_runs_file_is_not_gone_on_with(made, tmp_path, answers, capsys):
     assert answers.read_bytes() == before
     (tmp_path / "other.jsonl").write_text("mine\n")
     assert run(made, tmp_path / "other.jsonl") == 2
-    assert "is there, but not other.jsonl.settings.json" in capsys.readouterr().err
+    assert "exists without other.jsonl.settings.json" in capsys.readouterr().err
     assert (tmp_path / "other.jsonl").read_text() == "mine\n"
 
 

@@ -1,6 +1,6 @@
-"""The model card (README.md) of an exported draft: what it is for, how it was made, what it is worth, how to serve it.
+"""The model card (README.md) of an exported draft: how to serve it, what it achieves, its target, its training.
 
-Everything in it comes from the artifact; the same artifact gives the same text. Knows nothing of files.
+A pure function of the artifact. Knows nothing of the draft's own files.
 """
 
 import json
@@ -16,8 +16,8 @@ from eagle_train.artifacts.layouts import TOKEN_MAP
 from eagle_train.artifacts.markdown import code, plain, table
 from eagle_train.errors import UserError, check
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-SERVED = {
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_SERVED = {
     "native": """\
 ```bash
 eagle-generate target={target} draft={here} prompt="..."
@@ -39,29 +39,29 @@ python examples/eagle/convert_checkpoint.py --model_dir {target} --eagle_model_d
     --num_eagle_layers 4 --max_draft_len 63 --max_non_leaves_per_layer 10 --output_dir converted
 ```
 
-This is the way of TensorRT-LLM's TensorRT backend, which releases up to 1.2 have.""",
+This is for TensorRT-LLM's TensorRT backend, which releases up to 1.2 have.""",
 }
 
 
 def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str:
-    """The text for an artifact whose file holds `tensors`; `name` is what the draft is called there."""
+    """The card of an artifact whose file holds `tensors`; `name` is the draft's path in its commands."""
     draft, target = about.draft, about.target
     token_map = "" if draft.vocabulary is None else f" \\\n    --speculative-token-map {name}/{TOKEN_MAP}"
-    # Without its own, SGLang would quantise the draft as it does the target.
+    # Without the option SGLang would quantise the draft as it does the target.
     unquantised = " --speculative-draft-model-quantization unquant" if about.quant.scheme == "none" else ""
     parts = [
-        front_matter(about),
+        _front_matter(about),
         f"# An EAGLE draft for {plain(target.name)}",
         f"A draft head of {draft.num_layers} layers that proposes tokens for {code(target.name)}, which verifies them: "
         "the output stays the target's own, in fewer of its calls. "
-        f"Layout: {about.engine}. Weights: {weights(about)}.",
+        f"Layout: {about.engine}. Weights: {_weights(about)}.",
         "## Serve it",
-        SERVED[about.engine].format(target=target.name, here=name, token_map=token_map, unquantised=unquantised),
+        _SERVED[about.engine].format(target=target.name, here=name, token_map=token_map, unquantised=unquantised),
         *([f"Note: {caveat(about)}."] if caveat(about) else []),
         "## What it is worth",
-        worth(about.evaluations),
+        _worth(about.evaluations),
         "## What it was made for",
-        listing(
+        _listing(
             {
                 "target": f"{target.name}, weights' fingerprint {target.fingerprint}",
                 "target's shape": f"{target.num_layers} layers, hidden size {target.hidden_size}, "
@@ -73,35 +73,35 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
             }
         ),
         "## How it was made",
-        listing(flat(about.training)) if about.training else "Not told.",
+        _listing(_flat(about.training)) if about.training else "Not recorded.",
         "## Size on disk",
-        table(["part", "tensors", "MB"], sizes(tensors)),
+        table(["part", "tensors", "MB"], _sizes(tensors)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def caveat(about: Artifact) -> str | None:
-    """What a draft lost when it was written for an engine that leaves out the first token's slot, which it knew."""
+    """What a draft loses in an engine without the first token's slot, if it was trained with one; else None."""
     trained = about.training.get("first_token", about.draft.first_token)
     if trained == about.draft.first_token:
         return None
     return (
-        "serving engines begin the draft at the second token, and this one was trained to attend to a slot for the "
-        f"first (draft.first_token={trained}), so that less is accepted than in our own engine; train with "
-        "draft.first_token=skip, or some steps more from this draft (train.init_from)"
+        "serving engines begin the draft at the second token, and this one was trained with a slot for the first "
+        f"(draft.first_token={trained}), so they accept fewer tokens than our own engine; train with "
+        "draft.first_token=skip, or continue some steps from this draft (train.init_from)"
     )
 
 
-def front_matter(about: Artifact) -> str:
+def _front_matter(about: Artifact) -> str:
     """The hub's metadata."""
     lines = ["library_name: eagle_train", "tags: [eagle, speculative-decoding, draft-model]"]
-    if HUB_ID.fullmatch(about.target.name) and not Path(about.target.name).exists():
+    if _HUB_ID.fullmatch(about.target.name) and not Path(about.target.name).exists():
         lines.append(f"base_model: {about.target.name}")
     return "\n".join(["---", *lines, "---"])
 
 
-def weights(about: Artifact) -> str:
-    """Their precision in words."""
+def _weights(about: Artifact) -> str:
+    """The weights' precision in words."""
     if about.quant.scheme == "none":
         return about.dtype
     how = {"int4": "INT4 in groups of 128", "fp8": "FP8 (E4M3), a scale for each output and each token"}
@@ -110,8 +110,8 @@ def weights(about: Artifact) -> str:
     return f"{what} in {how[about.quant.scheme]}, {rounded[about.rounding]}; the rest {about.dtype}"
 
 
-def worth(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each measurement."""
+def _worth(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """The table of evaluations, a row for each measurement."""
     if not evaluations:
         return (
             "Not measured yet: `python -m evals.quantisation draft=DIR` of an export without quantisation, then export "
@@ -129,15 +129,13 @@ def worth(evaluations: Sequence[Mapping[str, Any]]) -> str:
         ]
         for found in evaluations
     ]
-    return (
-        table(header, rows) + "\n\nTPC, tokens per call: what a call of the target committed, its own token included."
-    )
+    return table(header, rows) + "\n\nTPC, tokens per call: tokens committed per target call, its own token included."
 
 
 def read_evaluations(paths: Iterable[str], source: str) -> list[dict[str, Any]]:
-    """The figures of results.json files that `evals.mt_bench` or `evals.quantisation` wrote for this draft.
+    """The figures in results.json files of `evals.mt_bench` or `evals.quantisation` for this draft.
 
-    `source`: the fingerprint of its trained weights. Raises UserError for files of something else.
+    `source`: the fingerprint of its trained weights. Raises UserError for other files and other drafts.
     """
     found = []
     for path in paths:
@@ -149,10 +147,10 @@ def read_evaluations(paths: Iterable[str], source: str) -> list[dict[str, Any]]:
         check(isinstance(results, dict) and isinstance(results.get("draft_source"), str), wanted)
         measured = results["draft_source"]
         check(
-            measured == source, f"evaluations={path}: measured another draft, of fingerprint {measured}, not {source}"
+            measured == source,
+            f"evaluations={path}: measured another draft, with fingerprint {measured}, not {source}",
         )
         check(_are_ours(results), wanted)
-        # evals.quantisation measures several ways to round at once
         for weights, figures in _by_weights(results).items():
             own = {name: results[name] for name in ("tree", "temperature", "prompts")}
             own |= {name: figures[name] for name in ("tpc", "acceptance_per_depth")}
@@ -161,12 +159,12 @@ def read_evaluations(paths: Iterable[str], source: str) -> list[dict[str, Any]]:
 
 
 def _by_weights(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of each way to round the weights."""
+    """The figures by quantisation scheme: evals.quantisation measures several, evals.mt_bench one."""
     return results.get("schemes", {results.get("quant"): results})
 
 
 def _are_ours(results: Mapping[str, Any]) -> bool:
-    """Whether they have all that a card tells; other evaluations write results of a draft, too."""
+    """Whether the results have all that a card shows; other evaluations write results of a draft too."""
     kinds = {"tree": str, "temperature": int | float, "prompts": int, "config": Mapping}
     if not all(isinstance(results.get(key), kind) for key, kind in kinds.items()):
         return False
@@ -181,8 +179,8 @@ def _are_ours(results: Mapping[str, Any]) -> bool:
     )
 
 
-def sizes(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """A row for each part of the draft, and one for all."""
+def _sizes(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Table rows (part, number of tensors, MB): one for each part of the draft, and the total."""
     parts = {"feed-forward": ".mlp.", "attention": ".self_attn.", "fusion (fc)": "fc."}
     groups: dict[str, list[torch.Tensor]] = {part: [] for part in (*parts, "norms")}
     for name, tensor in tensors.items():
@@ -192,24 +190,24 @@ def sizes(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     return [[part, str(len(own)), f"{sum(x.nbytes for x in own) / 1e6:.3f}"] for part, own in groups.items()]
 
 
-def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Nested mappings as one, keys joined by dots."""
+def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested mappings as one mapping with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+        found |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
     return found
 
 
-def listing(values: Mapping[str, Any]) -> str:
-    return "\n".join(f"- {key}: {shown(value)}" for key, value in values.items())
+def _listing(values: Mapping[str, Any]) -> str:
+    return "\n".join(f"- {key}: {_shown(value)}" for key, value in values.items())
 
 
-def shown(value: Any) -> str:
-    """A value as configs have it, numbers with as many digits as say something."""
+def _shown(value: Any) -> str:
+    """A value as YAML writes it, floats with six digits."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(map(_shown, value))}]"
     return plain(str(value))

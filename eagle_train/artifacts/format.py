@@ -1,7 +1,7 @@
-"""The draft on disk: `config.json` + `model.safetensors`, complete and self-describing. DESIGN sections 3.3, 3.9, 3.11.
+"""The artifact, a draft on disk for distribution: config.json, model.safetensors, README.md. DESIGN 3.3, 3.9, 3.11.
 
-Knows nothing of checkpoints of a training run; what is here is what one gives to somebody else. All that we have to say
-of a draft is in config.json under the key `eagle_train`; what else is there, a serving engine asks for (layouts.py).
+Everything about the draft is in config.json under the key `eagle_train`; the other keys are what a serving engine reads
+(layouts.py). Knows nothing of a training run's checkpoints.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from eagle_train.artifacts import layouts
-from eagle_train.artifacts.compressed_tensors_format import check_finite, file_tensors, load_tensors
+from eagle_train.artifacts.tensors import check_finite, file_tensors, load_tensors
 from eagle_train.errors import UserError, check
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.draft_quantisation import Quant, quant_of
@@ -37,11 +37,11 @@ CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 
 @dataclass
 class Artifact:
-    """What an artifact tells of its draft.
+    """The description of a draft in its artifact.
 
-    `engine`: whose layout it has. `dtype`: of what is not quantised. `rounding`: how what is quantised was rounded.
-    `source`: the fingerprint of the trained weights, the same in every export of them. `training`: how they were made
-    (steps, tokens, losses, data). `evaluations`: what they were measured to be worth.
+    `engine`: whose layout the files have. `dtype`: of unquantised tensors. `rounding`: how quantised ones were rounded.
+    `source`: the fingerprint of the trained weights, the same in every export of them. `training`: how they were
+    trained (steps, tokens, losses, data). `evaluations`: measured figures.
     """
 
     draft: DraftConfig
@@ -61,7 +61,7 @@ class Artifact:
 
 
 def conventions(config: DraftConfig) -> dict[str, str]:
-    """What whoever runs the draft must know and cannot read off the tensors."""
+    """What an implementation needs to know to run the draft, beside its tensors."""
     norms = {
         "eagle1": "layer 0 has no input norm; there is no final norm",
         "full": "every layer has an input norm; a final norm ends the draft",
@@ -70,7 +70,7 @@ def conventions(config: DraftConfig) -> dict[str, str]:
     return {
         "input": "fc(concatenate(embedding of token t_j, hidden state h_{j-1})): embedding first",
         "first_slot": first[config.first_token],
-        "hidden": "the target's, after its final norm; fed back as the draft puts it out",
+        "hidden": "the target's, after its final norm; in a chain, the draft's own output",
         "norms": norms[config.norms],
         "rope": "halves convention, as Hugging Face's Llama, on the first partial_rotary_factor of each head",
         "position_of_slot": "the position of its token t_j, so the draft's cache is as long as the target's",
@@ -86,9 +86,9 @@ def save_draft(
     training: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
-    """Write a draft for our own engine; quantised parts as they are, everything else in `dtype`.
+    """Write an artifact for our own engine: quantised modules unchanged, all other tensors in `dtype`.
 
-    The embedding scale is folded. Raises as `write_artifact` does.
+    The embedding scale is folded into `fc`. Raises as `write_artifact` does.
     """
     draft = draft.folded()
     about = Artifact(
@@ -107,17 +107,17 @@ def write_artifact(
     draft: Draft,
     directory: str | Path,
     card: str = "",
-    prove: Callable[[Path], None] | None = None,
+    verify: Callable[[Path], None] | None = None,
     embedding: torch.Tensor | None = None,
 ) -> Path:
-    """Write the directory so that it is whole or not there; what it held before is replaced.
+    """Write an artifact's directory atomically, replacing an older artifact there.
 
-    `prove` is given the place where it was written before it gets its name, which it does not get if that raises.
+    `verify` is called with the temporary directory before it is renamed; if it raises, nothing is replaced.
     `embedding`: the target's, for an engine whose file repeats it (`layouts.to_engine`). The same arguments give the
-    same bytes. Raises UserError if the directory cannot be written, if it holds something that is no draft, and for a
+    same bytes. Raises UserError if the directory cannot be written or holds something else than an artifact, and for a
     draft that `about.engine` cannot run.
     """
-    directory = Path(directory).resolve()  # a link stays, and where it leads is replaced
+    directory = Path(directory).resolve()  # a symbolic link stays; its target is replaced
     check_replaceable(directory)
     tensors = file_tensors(draft, getattr(torch, about.dtype))
     check_finite(tensors, f"out={directory}")
@@ -130,23 +130,23 @@ def write_artifact(
         partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
         partial.chmod(0o755)
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
-        (partial / WEIGHTS).chmod(0o644)  # safetensors keeps it to its owner
+        (partial / WEIGHTS).chmod(0o644)  # safetensors writes it readable by its owner alone
         write_json(partial / CONFIG, values)
         if about.engine == "sglang" and about.draft.vocabulary is not None:
             torch.save(about.draft.vocabulary, partial / layouts.TOKEN_MAP)
         if card:
             write_text(partial / CARD, card)
-        if prove is not None:
-            prove(partial)
+        if verify is not None:
+            verify(partial)
         if directory.exists():
             replaced = partial.with_name(f"{partial.name}.replaced")
-            os.rename(directory, replaced)  # what cannot be moved is still whole
+            os.rename(directory, replaced)  # if that fails, the old artifact is untouched
         os.rename(partial, directory)
     except (OSError, SafetensorError) as error:
         raise UserError(f"out={directory}: cannot be written: {error}") from error
     finally:
         if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)  # not there any more if all went well
+            shutil.rmtree(partial, ignore_errors=True)  # after success it was renamed
         if replaced is not None and replaced.exists() and not directory.exists():
             os.rename(replaced, directory)
         elif replaced is not None:
@@ -155,12 +155,12 @@ def write_artifact(
 
 
 def check_replaceable(directory: Path) -> None:
-    """Raise UserError where no draft may be written."""
+    """Raise UserError unless `is_replaceable`."""
     check(is_replaceable(directory), f"out={directory}: exists and holds no draft; name another directory")
 
 
 def is_replaceable(directory: Path) -> bool:
-    """Whether a draft may be written there: nothing is, or an empty directory, or another draft of ours."""
+    """Whether an artifact may be written there: the path is free, an empty directory, or an artifact of ours."""
     if not directory.is_dir():
         return not directory.exists() and all(p.is_dir() for p in directory.parents if p.exists())
     config = directory / CONFIG
@@ -176,9 +176,9 @@ def fingerprint(draft: Draft) -> str:
 
 
 def load_draft(directory: str | Path, target: Identity | None = None, field: str = "draft") -> Draft:
-    """The draft on the CPU, every tensor checked, in fp32 or quantised as it was exported.
+    """The draft of an artifact, on the CPU, in fp32 or quantised as it was exported; every tensor is checked.
 
-    With `target`, a draft made for another target is refused. Raises UserError, in which `field` is what the user set.
+    With `target`, a draft for another target is refused. Raises UserError that names `field`, the user's setting.
     """
     about, place = read_artifact(directory, field), f"{field}={directory}"
     if target is not None:
@@ -198,24 +198,24 @@ def read_tensors(directory: str | Path, field: str = "draft") -> dict[str, torch
 
 
 def read_config(directory: str | Path, field: str = "draft") -> dict[str, Any]:
-    """Its config.json. Raises UserError where there is none, or it is no mapping."""
+    """An artifact's config.json. Raises UserError if there is none, or if it is no JSON object."""
     path, place = Path(directory).expanduser() / CONFIG, f"{field}={directory}"
     check(path.is_file(), f"{place}: no {CONFIG} there; give a directory that eagle-export wrote")
     try:
         values = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise UserError(f"{place}: {CONFIG} is not JSON: {error}") from error
-    check(isinstance(values, dict), f"{place}: {CONFIG} holds no mapping")
+    check(isinstance(values, dict), f"{place}: {CONFIG} is no JSON object")
     return values
 
 
 def read_artifact(directory: str | Path, field: str = "draft") -> Artifact:
-    """What a directory that eagle-export wrote tells of its draft. Raises UserError."""
+    """The description in a directory that eagle-export wrote. Raises UserError for any other directory."""
     values, place = read_config(directory, field), f"{field}={directory}: {CONFIG}"
     check(KEY in values, f"{place} has no {KEY!r}; give a directory that eagle-export wrote")
     about = values[KEY]
     version = about.get("version") if isinstance(about, dict) else None
-    check(version == VERSION, f"{place} is of version {version}, must be {VERSION}; export the draft anew")
+    check(version == VERSION, f"{place} has version {version}, must be {VERSION}; export the draft again")
     about = build(Artifact, about, f"{place}: {KEY}")
     for name, known in (("engine", layouts.ENGINES), ("rounding", ROUNDINGS), ("dtype", DTYPES)):
         value = getattr(about, name)
@@ -224,7 +224,7 @@ def read_artifact(directory: str | Path, field: str = "draft") -> Artifact:
 
 
 def check_target(made_for: Identity, target: Identity, place: str) -> None:
-    """Refuse a draft made for another target: sizes first, then the weights' fingerprint."""
+    """Raise UserError for a draft for another target: sizes are compared, then the weights' fingerprint."""
     for name in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
         wanted, given = getattr(made_for, name), getattr(target, name)
         check(

@@ -1,6 +1,6 @@
-"""What each serving engine loads: its names of tensors, its config.json, and which drafts it cannot run as they are.
+"""What each serving engine loads: tensor names, config.json, and which drafts it cannot run.
 
-Read from the engines' own loaders, which tests replay. Knows nothing of files or of how weights are rounded.
+Taken from the engines' own loaders, which tests replay. Knows nothing of files or of rounding.
 """
 
 from collections.abc import Mapping
@@ -16,28 +16,31 @@ from eagle_train.ops.weight_codes import GROUP
 
 ENGINES = ("native", "vllm", "sglang", "trtllm")
 NAMES = {"native": "our own engine", "vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
-Tensors = Mapping[str, torch.Tensor]
+_Tensors = Mapping[str, torch.Tensor]
 
-ARCHITECTURES = {
+_ARCHITECTURES = {
     ("vllm", "eagle1"): "LlamaForCausalLM",  # vLLM puts `Eagle` before it
     ("vllm", "full"): "EagleMistralForCausalLM",
     ("sglang", "eagle1"): "LlamaForCausalLMEagle",
     ("trtllm", "eagle1"): "LlamaForCausalLM",
 }
-BIASED = ("sglang", "trtllm")  # their `fc` has a bias: random, or an error, where the file has none
-QKV, OUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
-# Linear modules that stay as they are, as compressed-tensors' configs say it. Expressions are matched from the start of
-# an engine's own name, which has prefixes, joins q, k and v, and in vLLM counts the target's layers in.
-IGNORED = {"ffn": ["re:.*self_attn.*", "re:.*fc$", "lm_head"], "all_linear": ["lm_head"]}
+_BIASED = ("sglang", "trtllm")  # their `fc` has a bias: without one in the file it is random, or an error
+_QKV, _OUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
+# Linear modules that stay unquantised, in the syntax of compressed-tensors. Expressions match from the start of an
+# engine's module name, which has prefixes, fuses q, k and v, and in vLLM adds the number of target layers.
+_IGNORED = {"ffn": ["re:.*self_attn.*", "re:.*fc$", "lm_head"], "all_linear": ["lm_head"]}
 TOKEN_MAP = "token_map.pt"  # SGLang's --speculative-token-map
 
 
 def to_engine(
-    engine: str, draft: DraftConfig, tensors: Tensors, embedding: torch.Tensor | None = None
+    engine: str, draft: DraftConfig, tensors: _Tensors, embedding: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """Our tensors as the engine's file has them. `embedding`: the target's [V, H], which TensorRT-LLM wants too."""
-    found = {prefix(engine, draft) + name: tensor for name, tensor in tensors.items()}
-    for name, size in added_biases(engine, draft).items():
+    """Our tensors with the names of the engine's file.
+
+    `embedding`: the target's [V, H], which TensorRT-LLM's file repeats.
+    """
+    found = {_prefix(engine, draft) + name: tensor for name, tensor in tensors.items()}
+    for name, size in _added_biases(engine, draft).items():
         found[name] = torch.zeros(size, dtype=tensors["fc.weight"].dtype)
     if engine == "trtllm":
         assert embedding is not None
@@ -45,10 +48,10 @@ def to_engine(
     return found
 
 
-def from_engine(engine: str, draft: DraftConfig, tensors: Tensors) -> dict[str, torch.Tensor]:
-    """`to_engine`'s tensors as ours; what it would not have written is left in, for the reader to refuse."""
-    found = {name.removeprefix(prefix(engine, draft)): tensor for name, tensor in tensors.items()}
-    for name in added_biases(engine, draft):
+def from_engine(engine: str, draft: DraftConfig, tensors: _Tensors) -> dict[str, torch.Tensor]:
+    """The inverse of `to_engine`. Tensors that `to_engine` would not write are kept, for the reader to refuse."""
+    found = {name.removeprefix(_prefix(engine, draft)): tensor for name, tensor in tensors.items()}
+    for name in _added_biases(engine, draft):
         if name in found and not found[name].any():
             del found[name]
     if engine == "trtllm":
@@ -56,38 +59,38 @@ def from_engine(engine: str, draft: DraftConfig, tensors: Tensors) -> dict[str, 
     return found
 
 
-def added_biases(engine: str, draft: DraftConfig) -> dict[str, int]:
-    """The biases that an engine's modules have and the draft has not, with their sizes: written as zeros.
+def _added_biases(engine: str, draft: DraftConfig) -> dict[str, int]:
+    """Sizes of the biases that the engine's modules have and the draft does not; they are written as zeros.
 
-    SGLang has one switch for all four of a layer's attention.
+    SGLang has one switch for all four attention biases of a layer.
     """
-    found = {"fc.bias": draft.hidden_size} if engine in BIASED and not draft.fc_bias else {}
+    found = {"fc.bias": draft.hidden_size} if engine in _BIASED and not draft.fc_bias else {}
     if engine == "sglang" and draft.qkv_bias != draft.o_bias:
         for layer in range(draft.num_layers):
-            for name in OUT if draft.qkv_bias else QKV:
-                found[f"layers.{layer}.self_attn.{name}.bias"] = attention_outputs(draft)[name]
+            for name in _OUT if draft.qkv_bias else _QKV:
+                found[f"layers.{layer}.self_attn.{name}.bias"] = _attention_outputs(draft)[name]
     return found
 
 
-def attention_outputs(draft: DraftConfig) -> dict[str, int]:
+def _attention_outputs(draft: DraftConfig) -> dict[str, int]:
     keys = draft.num_kv_heads * draft.head_dim
     return {"q_proj": draft.num_heads * draft.head_dim, "k_proj": keys, "v_proj": keys, "o_proj": draft.hidden_size}
 
 
-def prefix(engine: str, draft: DraftConfig) -> str:
-    """vLLM's class with all norms loads the names of a whole model, the one without adds the prefix itself."""
+def _prefix(engine: str, draft: DraftConfig) -> str:
+    """vLLM's class with all norms loads names with a prefix; its class without adds the prefix itself."""
     return "model." if engine == "vllm" and draft.norms == "full" else ""
 
 
 def engine_config(engine: str, draft: DraftConfig, quant: Quant, dtype: str, target: Identity) -> dict[str, Any]:
-    """What the engine's config.json says; our own engine needs nothing. Raises as `check_runs` does."""
+    """The engine's config.json; empty for our own engine. Raises as `check_runs` does."""
     check_runs(engine, draft, quant)
     if engine == "native":
         return {}
     rope = draft.rope_parameters
     plain = rope.get("rope_type", "default") == "default"
     values = {
-        "architectures": [ARCHITECTURES[engine, draft.norms]],
+        "architectures": [_ARCHITECTURES[engine, draft.norms]],
         "model_type": "llama",
         "hidden_size": draft.hidden_size,
         "intermediate_size": draft.intermediate_size,
@@ -110,29 +113,29 @@ def engine_config(engine: str, draft: DraftConfig, quant: Quant, dtype: str, tar
         "rope_scaling": None if plain else {key: value for key, value in rope.items() if key != "rope_theta"},
     }
     if engine == "vllm" and draft.qkv_bias != draft.o_bias:
-        values["qkv_bias"] = draft.qkv_bias  # it goes before attention_bias, but for the output
-    return values if quant.scheme == "none" else values | {"quantization_config": quantization_config(quant)}
+        values["qkv_bias"] = draft.qkv_bias  # takes precedence over attention_bias for q, k and v
+    return values if quant.scheme == "none" else values | {"quantization_config": _quantization_config(quant)}
 
 
 def check_runs(engine: str, draft: DraftConfig, quant: Quant) -> None:
-    """Raise UserError, with the reason, for a draft that the engine would refuse or, worse, run as another."""
+    """Raise UserError, with the reason, for a draft that the engine refuses or silently computes differently."""
     if engine == "native":
         return
-    reason = refusal(engine, draft, quant)
+    reason = _refusal(engine, draft, quant)
     check(reason is None, f"layout={engine}: {NAMES[engine]} {reason}; use layout=native")
 
 
-def refusal(engine: str, draft: DraftConfig, quant: Quant) -> str | None:
+def _refusal(engine: str, draft: DraftConfig, quant: Quant) -> str | None:
     """Why a serving engine cannot run the draft; None if it can."""
     rotated = draft.rope_parameters.get("partial_rotary_factor", 1.0)
     small = quant.scheme != "none"
     reasons = {
         "runs no draft with draft.ffn=moe": draft.ffn == "moe",
         "runs no draft with draft.irope=true": draft.irope,
-        f"turns whole heads, and this draft's partial_rotary_factor is {rotated}": rotated != 1.0,
+        f"rotates whole heads, and this draft's partial_rotary_factor is {rotated}": rotated != 1.0,
         "has no class that applies both the first layer's input norm and the final one, and this draft has them "
-        "(draft.norms=full)": (engine, draft.norms) not in ARCHITECTURES,
-        "proposes from the target's whole vocabulary, and this draft knows a part of it (draft.vocab_size)": bool(
+        "(draft.norms=full)": (engine, draft.norms) not in _ARCHITECTURES,
+        "proposes from the target's whole vocabulary, and this draft has a part of it (draft.vocab_size)": bool(
             draft.vocab_size and engine != "sglang"
         ),
         "drops the bias of fc, and this draft has one (draft.fc_bias)": engine == "vllm" and draft.fc_bias,
@@ -149,7 +152,7 @@ def refusal(engine: str, draft: DraftConfig, quant: Quant) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def quantization_config(quant: Quant) -> dict[str, Any]:
+def _quantization_config(quant: Quant) -> dict[str, Any]:
     """The `quantization_config` of compressed-tensors for a quantised draft."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
@@ -162,17 +165,17 @@ def quantization_config(quant: Quant) -> dict[str, Any]:
         form = "float-quantized"
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs, format=form)
     config = QuantizationConfig(
-        config_groups={"group_0": scheme}, format=form, quantization_status="compressed", ignore=IGNORED[quant.scope]
+        config_groups={"group_0": scheme}, format=form, quantization_status="compressed", ignore=_IGNORED[quant.scope]
     )
     return config.to_dict()
 
 
-def contract(engine: str, draft: DraftConfig, target: Identity) -> dict[str, tuple[int, ...]]:
-    """The matrices and norms of a draft as a serving engine knows them, from the config's numbers alone."""
+def expected_shapes(engine: str, draft: DraftConfig, target: Identity) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a serving engine loads for a draft, from the config alone."""
     width, inner = draft.hidden_size, draft.intermediate_size
     heads, kv_heads = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
     found: dict[str, tuple[int, ...]] = {"fc.weight": (width, 2 * width)}
-    if draft.fc_bias or engine in BIASED:
+    if draft.fc_bias or engine in _BIASED:
         found["fc.bias"] = (width,)
     for layer in range(draft.num_layers):
         own = {
@@ -186,7 +189,7 @@ def contract(engine: str, draft: DraftConfig, target: Identity) -> dict[str, tup
             "post_attention_layernorm.weight": (width,),
         }
         if draft.qkv_bias or (engine == "sglang" and draft.o_bias):
-            own |= {f"self_attn.{name}.bias": (attention_outputs(draft)[name],) for name in QKV}
+            own |= {f"self_attn.{name}.bias": (_attention_outputs(draft)[name],) for name in _QKV}
         if draft.o_bias or (engine == "sglang" and draft.qkv_bias):
             own["self_attn.o_proj.bias"] = (width,)
         if draft.mlp_bias:
@@ -198,4 +201,4 @@ def contract(engine: str, draft: DraftConfig, target: Identity) -> dict[str, tup
         found["norm.weight"] = (width,)
     if engine == "trtllm":
         found["embed_tokens.weight"] = (target.vocab_size, width)
-    return {prefix(engine, draft) + name: shape for name, shape in found.items()}
+    return {_prefix(engine, draft) + name: shape for name, shape in found.items()}

@@ -1,4 +1,4 @@
-"""Markdown as GitHub and the hub read it: any text as text, as code, and in tables. Knows nothing of what is told."""
+"""Markdown as GitHub and the hub read it: any text escaped, as code, and in tables. Knows nothing of the contents."""
 
 import re
 import unicodedata
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 from eagle_train.terminal import printable
 
-# What would begin emphasis, code, links, HTML, entities, strikethrough or formulas; not an underscore within a word.
+# Characters that begin emphasis, code, links, HTML, entities, strikethrough or formulas; no underscores within words.
 _SPECIAL = re.compile(r"[\\`*\[\]<~$]|&(?=[#\w])|(?<![^\W_])_|_(?![^\W_])")
 _PIPE = re.compile(r"(\\*)\|")
 
 
 def plain(text: str, longest: int | None = None) -> str:
-    """Any text on one line, so that it is shown as it is; cut where it has more characters than `longest`."""
+    """Any text on one line, escaped; cut to at most `longest` characters."""
     line = printable(" ".join(text.split()))
     if longest is not None and len(line) > longest:
         line = line[: longest - 1].rstrip() + "…"
@@ -28,13 +28,13 @@ def code(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], rule: str = "---") -> str:
-    """A table of Markdown texts; `rule` stands below the names of all columns but the first."""
+    """A table of Markdown texts; `rule` is the delimiter of all columns but the first."""
     lines = [map(_cell, header), ["---", *[rule] * (len(header) - 1)], *(map(_cell, row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def aligned(markdown: str) -> str:
-    """The same table with columns of even width, to be read on a terminal."""
+    """The same table with padded columns, for a terminal."""
     rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in markdown.splitlines()]
     rows = [[cell.strip() for cell in row] for row in rows]
     widths = [max(2, *map(_width, column)) for column in zip(rows[0], *rows[2:], strict=True)]
@@ -50,7 +50,7 @@ def aligned(markdown: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """A Markdown text that ends neither its cell nor its line."""
+    """A Markdown text that cannot end its cell or its line."""
     line = " ".join(text.split())
     # A pipe ends the cell unless an odd number of backslashes stands before it.
     return _PIPE.sub(lambda found: found[1] + ("\\" if len(found[1]) % 2 == 0 else "\\\\") + "|", line)
@@ -66,6 +66,6 @@ def _padded(cell: str, width: int, at_end: bool) -> str:
 
 
 def _width(text: str) -> int:
-    """Columns of a terminal."""
+    """How many columns of a terminal a text takes."""
     wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
     return len(text) + wide - sum(unicodedata.combining(character) > 0 for character in text)

@@ -1,6 +1,6 @@
-"""That what was written is what was trained, proved before it is given its name: tensors, the engine's names, outputs.
+"""Checks a written artifact against the trained draft before it gets its final name: tensors, names, outputs.
 
-A failure here is ours, not the user's. Knows nothing of how things are written.
+A failure is a bug of ours, not a mistake of the user. Knows nothing of how artifacts are written.
 """
 
 import copy
@@ -10,78 +10,78 @@ import torch
 from torch import nn
 
 from eagle_train.artifacts import layouts
-from eagle_train.artifacts.compressed_tensors_format import file_tensors
 from eagle_train.artifacts.format import Artifact, load_draft, read_tensors
+from eagle_train.artifacts.tensors import file_tensors
 from eagle_train.models.draft import Draft
 from eagle_train.models.draft_quantisation import quant_of
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.linear import QuantisedLinear
 
-SAMPLE = 32  # slots
-# How far the product of a quantised matrix may be from the trained one's, as a share of its norm, for random inputs.
-# Normal weights rounded to nearest are at 0.1 in INT4 and 0.04 in FP8; error feedback is a little worse on such inputs.
-BOUNDS = {"fp8": 0.1, "int4": 0.3}
+_SAMPLE = 32  # slots
+# The largest relative error of a quantised matrix's product with random inputs. Normally distributed weights rounded to
+# nearest have 0.1 in INT4 and 0.04 in FP8; error feedback is slightly worse on such inputs.
+_BOUNDS = {"fp8": 0.1, "int4": 0.3}
 
 
 @torch.no_grad()
-def prove(directory: Path, about: Artifact, draft: Draft, trained: Draft) -> float:
-    """Read the directory back. `draft` is what was written, `trained` what it was made from, in fp32 if unquantised.
+def verify(directory: Path, about: Artifact, draft: Draft, trained: Draft) -> float:
+    """Read the directory back and assert that it is right. `draft` was written, and was made from `trained`.
 
-    Every tensor is as it was, names and shapes are the engine's, every quantised matrix is its trained one within
-    `BOUNDS`, and what is not quantised gives the trained draft's outputs, in the written precision, to the bit. Returns
-    how far the outputs of the whole draft are from those on a sample, as a share of their norm.
+    Every tensor equals the one that was written; names and shapes are the engine's; every quantised matrix is within
+    `_BOUNDS` of the trained one; an unquantised draft's outputs equal, to the bit, those of the trained draft in the
+    written precision. Returns the relative error of the draft's outputs on a sample.
     """
     dtype = getattr(torch, about.dtype)
     back = load_draft(directory, about.target)
     written, wanted = file_tensors(back, dtype), file_tensors(draft, dtype)
     assert written.keys() == wanted.keys(), f"{directory}: {sorted(written.keys() ^ wanted.keys())}"
     for name, tensor in wanted.items():
-        same = written[name].dtype == tensor.dtype and torch.equal(as_bits(written[name]), as_bits(tensor))
+        same = written[name].dtype == tensor.dtype and torch.equal(_as_bits(written[name]), _as_bits(tensor))
         assert same, f"{directory}: {name} is not what was written"
     if about.engine != "native":
         check_names(directory, about)
     for name, module in back.named_modules():
         own = trained.get_submodule(name)
         if isinstance(module, QuantisedLinear) and isinstance(own, nn.Linear):
-            x = noise(SAMPLE, own.in_features)
-            off = distance(module(x), own(x))
-            assert off <= BOUNDS[module.scheme], f"{directory}: {name} is {off:.0%} off what was trained"
-    off = distance(outputs(back), outputs(rounded(trained, dtype)))
+            x = _noise(_SAMPLE, own.in_features)
+            off = _distance(module(x), own(x))
+            assert off <= _BOUNDS[module.scheme], f"{directory}: {name} is {off:.0%} off what was trained"
+    off = _distance(_outputs(back), _outputs(_rounded(trained, dtype)))
     assert off == 0 or quant_of(trained) != about.quant, f"{directory}: outputs are {off:.1%} off what was trained"
     return off
 
 
 def check_names(directory: Path, about: Artifact) -> None:
-    """The engine's names, each matrix either whole or as its packed parts, and nothing else."""
-    shapes = layouts.contract(about.engine, about.draft, about.target)
+    """Assert that the file has the engine's names and no others, a matrix whole or in its packed parts."""
+    shapes = layouts.expected_shapes(about.engine, about.draft, about.target)
     names = {name.rpartition(".")[0] for name in read_tensors(directory)}
     assert names == {name.rpartition(".")[0] for name in shapes}, f"{directory}: not the names {about.engine} loads"
     for name, tensor in read_tensors(directory).items():
         assert name not in shapes or tuple(tensor.shape) == shapes[name], f"{directory}: {name} {tuple(tensor.shape)}"
 
 
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten().view(torch.uint8)
 
 
-def rounded(trained: Draft, dtype: torch.dtype) -> Draft:
-    """The trained draft with weights of a precision, in fp32."""
+def _rounded(trained: Draft, dtype: torch.dtype) -> Draft:
+    """The trained draft, its weights rounded to a dtype and widened to fp32 again."""
     draft = copy.deepcopy(trained)
     for parameter in draft.parameters():
         parameter.copy_(parameter.to(dtype).float())
     return draft
 
 
-def outputs(draft: Draft) -> torch.Tensor:
-    """Hidden states [1, SAMPLE, H] for made-up embeddings and hidden states, always the same."""
-    embeddings, hidden = noise(2, SAMPLE, draft.config.hidden_size).unsqueeze(1)
-    return draft.eval()(embeddings, hidden, torch.arange(SAMPLE)[None], packed_attention([[SAMPLE]]))
+def _outputs(draft: Draft) -> torch.Tensor:
+    """Hidden states [1, _SAMPLE, H] for fixed random embeddings and hidden states."""
+    embeddings, hidden = _noise(2, _SAMPLE, draft.config.hidden_size).unsqueeze(1)
+    return draft.eval()(embeddings, hidden, torch.arange(_SAMPLE)[None], packed_attention([[_SAMPLE]]))
 
 
-def noise(*shape: int) -> torch.Tensor:
+def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def distance(found: torch.Tensor, right: torch.Tensor) -> float:
-    """As a share of what is right."""
+def _distance(found: torch.Tensor, right: torch.Tensor) -> float:
+    """The error of `found` relative to the norm of `right`."""
     return ((found - right).norm() / right.norm().clamp(min=torch.finfo(right.dtype).tiny)).item()

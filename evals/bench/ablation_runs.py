@@ -23,7 +23,6 @@ import torch
 from eagle_train import distributed
 from eagle_train.cli import compose
 from eagle_train.errors import UserError, check
-from eagle_train.export import trained
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, Requests, SamplingParams, chain
 from eagle_train.models.target import Target
@@ -32,6 +31,7 @@ from eagle_train.settings import build
 from eagle_train.training.assembly import assemble
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.lookahead import DRAWN_AHEAD
+from eagle_train.training.trained_draft import read_trained
 from evals.bench import statistics
 from evals.bench.answering import answer_questions, batches_of
 from evals.bench.config import check_decodes, check_least
@@ -175,7 +175,7 @@ def run(asked: Found, target: Target, questions: list[Question], config: Ablatio
     environment = {"GLIBC_TUNABLES": ALLOCATOR} | os.environ
     ended = subprocess.run([sys.executable, "-m", "eagle_train.train", *given], env=environment).returncode
     check(ended == 0, f"{asked['name']}: eagle-train ended with status {ended}; its output is above")
-    checkpoint, draft = trained(folder)
+    checkpoint, draft = read_trained(folder)
     same = checkpoint.state["target"]["fingerprint"] == target.identity.fingerprint
     check(same, f"{asked['name']}: trained for another target than {BASE}; variants share one")
     found = {"tokens": checkpoint.state["tokens"], "parameters": draft.num_parameters}

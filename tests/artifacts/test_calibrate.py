@@ -86,8 +86,8 @@ def test_moments_are_those_of_a_draft_written_out(ffn):
     each = [written_out(draft, document) for document in documents]
     moments = Moments(draft, Quant("fp8", "all_linear"))
     for batch in (packed(*documents[:2]), packed(documents[2])):
-        moments.see(batch, target())
-    assert moments.seen == 7 + 12 + 10
+        moments.add_batch(batch, target())
+    assert moments.slots == 7 + 12 + 10
     wanted = {name: sum(one[name] for one in each) for name in each[0]}
     scale = {name: moment.abs().max() for name, moment in wanted.items()}
     assert all(scale[name] > 0 for name in scale if "experts" not in name)

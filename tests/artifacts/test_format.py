@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle_train.artifacts import format as artifact
+from eagle_train.artifacts import format
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
 from eagle_train.errors import UserError
 from eagle_train.models.draft import Draft
@@ -100,13 +100,13 @@ def test_others_may_read_it(saved):
 
 def test_config_tells_what_the_tensors_do_not(saved, draft):
     values = json.loads((saved / "config.json").read_text())["eagle_train"]
-    assert (values["engine"], values["version"], values["dtype"]) == ("native", artifact.VERSION, "bfloat16")
+    assert (values["engine"], values["version"], values["dtype"]) == ("native", format.VERSION, "bfloat16")
     assert values["target"]["fingerprint"] == IDENTITY.fingerprint
     assert values["training"] == {"steps": 7}
     assert set(values["conventions"]) >= {"input", "first_slot", "hidden", "norms", "rope", "position_of_slot"}
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
     other = replace(draft.config, norms="full", first_token="skip")
-    differing = {key for key, text in artifact.conventions(other).items() if text != values["conventions"][key]}
+    differing = {key for key, text in format.conventions(other).items() if text != values["conventions"][key]}
     assert differing == {"norms", "first_slot"}
 
 
@@ -196,7 +196,7 @@ def test_full_disk_leaves_nothing_half_written(draft, tmp_path, monkeypatch, wha
     def full(path_or_tensors, *_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(artifact, what, full)
+    monkeypatch.setattr(format, what, full)
     with pytest.raises(UserError, match=r"out=.*No space left on device"):
         save_draft(draft, directory, IDENTITY, {"steps": 2})
     assert sorted(tmp_path.rglob("*")) == kept
@@ -231,10 +231,10 @@ def test_what_cannot_be_replaced_is_still_there(draft, saved, tmp_path, monkeypa
                 raise OSError(16, "Device or resource busy")
             rename(source, place)
 
-        monkeypatch.setattr(artifact.os, "rename", failing)
+        monkeypatch.setattr(format.os, "rename", failing)
         with pytest.raises(UserError, match=r"^out=.*: cannot be written: .*busy"):
             save_draft(draft, saved, IDENTITY, {"steps": 8})
-        monkeypatch.setattr(artifact.os, "rename", rename)
+        monkeypatch.setattr(format.os, "rename", rename)
         assert read_artifact(saved).training == {"steps": 1}
         assert [path for path in saved.parent.iterdir() if path.name.startswith(".")] == []
 

@@ -1,6 +1,6 @@
-"""A draft's tensors as a file holds them: quantised matrices named and packed as compressed-tensors does, and back.
+"""A draft's tensors as its file holds them, and back: quantised matrices in the formats of compressed-tensors.
 
-Knows nothing of files or serving engines. INT4 is the library's `pack-quantized` format, FP8 its `float-quantized` one.
+INT4 is its `pack-quantized` format, FP8 its `float-quantized` format. Knows nothing of files or serving engines.
 """
 
 from collections.abc import Mapping
@@ -13,37 +13,37 @@ from eagle_train.models.draft_quantisation import SCHEMES, Quant, linear_modules
 from eagle_train.ops.linear import QuantisedLinear
 from eagle_train.ops.weight_codes import FP8, GROUP
 
-BITS = 4
-Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor
+_BITS = 4
+_Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor
 
 
-def packed(scheme: str, module: QuantisedLinear) -> dict[str, torch.Tensor]:
-    """A module's tensors by the end of their names."""
+def _packed(scheme: str, module: QuantisedLinear) -> dict[str, torch.Tensor]:
+    """A quantised module's tensors by the last part of their names."""
     codes, scales = module.parts()
     if scheme == "fp8":
         return {"weight": codes, "weight_scale": scales}
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     shape = torch.tensor(codes.shape)
-    return {"weight_packed": pack_to_int32(codes, BITS), "weight_scale": scales, "weight_shape": shape}
+    return {"weight_packed": pack_to_int32(codes, _BITS), "weight_scale": scales, "weight_shape": shape}
 
 
-def unpacked(scheme: str, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> QuantisedLinear:
-    """`packed`'s module again, and its bias."""
+def _unpacked(scheme: str, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> QuantisedLinear:
+    """The inverse of `_packed`, with the module's bias."""
     if scheme == "fp8":
         return SCHEMES[scheme](tensors["weight"], tensors["weight_scale"], bias)
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
-    codes = unpack_from_int32(tensors["weight_packed"], BITS, torch.Size(tensors["weight_shape"].tolist()))
+    codes = unpack_from_int32(tensors["weight_packed"], _BITS, torch.Size(tensors["weight_shape"].tolist()))
     return SCHEMES[scheme](codes, tensors["weight_scale"], bias)
 
 
-def specs(scheme: str, outputs: int, inputs: int) -> dict[str, Spec]:
-    """What `packed` gives for a weight [outputs, inputs]."""
+def _specs(scheme: str, outputs: int, inputs: int) -> dict[str, _Spec]:
+    """Shapes and dtypes of what `_packed` gives for a weight [outputs, inputs]."""
     if scheme == "fp8":
         return {"weight": ((outputs, inputs), FP8), "weight_scale": ((outputs, 1), torch.float32)}
     return {
-        "weight_packed": ((outputs, inputs * BITS // 32), torch.int32),
+        "weight_packed": ((outputs, inputs * _BITS // 32), torch.int32),
         "weight_scale": ((outputs, inputs // GROUP), torch.bfloat16),
         "weight_shape": ((2,), torch.int64),
     }
@@ -59,16 +59,16 @@ def file_tensors(draft: Draft, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         if name not in own
     }
     for name, module in modules.items():
-        parts = packed(module.scheme, module)
+        parts = _packed(module.scheme, module)
         found |= {f"{name}.{part}": tensor.cpu().contiguous() for part, tensor in parts.items()}
     return found
 
 
 def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: str, quant: Quant | None = None) -> None:
-    """Fill the draft, whose modules are all plain, from what `file_tensors` gives; those of `quant` become quantised.
+    """Load what `file_tensors` gave into an unquantised draft, whose modules that `quant` names become quantised.
 
-    `place` names the tensors' origin in messages. A missing, unexpected, misshapen or non-finite tensor, or one of the
-    wrong dtype, is a UserError.
+    `place` names the tensors' origin in errors. Raises UserError for a tensor that is missing, unexpected, not finite,
+    or of the wrong shape or dtype.
     """
     quant = quant or Quant()
     small = {} if quant.scheme == "none" else linear_modules(draft, quant.scope)
@@ -78,7 +78,7 @@ def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: str, 
         if name.removesuffix(".weight") not in small
     }
     for name, module in small.items():
-        expected |= {f"{name}.{part}": spec for part, spec in specs(quant.scheme, *module.weight.shape).items()}
+        expected |= {f"{name}.{part}": spec for part, spec in _specs(quant.scheme, *module.weight.shape).items()}
     for name in sorted(expected.keys() ^ tensors.keys()):
         problem = "is missing" if name in expected else "is not part of this draft"
         check(False, f"{place}: tensor {name} {problem}")
@@ -89,16 +89,16 @@ def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: str, 
         check(right, f"{place}: tensor {name} is {found.dtype}, must be {dtype or 'floating-point'}")
     check_finite(tensors, place)
     for name, module in small.items():
-        own = {part: tensors[f"{name}.{part}"] for part in specs(quant.scheme, *module.weight.shape)}
-        told = own.get("weight_shape")
+        own = {part: tensors[f"{name}.{part}"] for part in _specs(quant.scheme, *module.weight.shape)}
+        stated = own.get("weight_shape")
         check(
-            told is None or tuple(told.tolist()) == tuple(module.weight.shape),
-            f"{place}: tensor {name}.weight_shape says {told}, must be {tuple(module.weight.shape)}",
+            stated is None or tuple(stated.tolist()) == tuple(module.weight.shape),
+            f"{place}: tensor {name}.weight_shape is {stated}, must be {tuple(module.weight.shape)}",
         )
         bias = None if module.bias is None else tensors[f"{name}.bias"].float()
-        draft.set_submodule(name, unpacked(quant.scheme, own, bias))
+        draft.set_submodule(name, _unpacked(quant.scheme, own, bias))
     plain = {name: tensors[name].float() for name, (_, dtype) in expected.items() if dtype is None}
-    draft.load_state_dict(plain, strict=False)  # the quantised ones are there
+    draft.load_state_dict(plain, strict=False)  # the quantised modules are complete
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], place: str) -> None:

@@ -1,0 +1,132 @@
+"""A draft into the artifact that an engine loads: layout, precision, model card, and a check of what was written.
+
+Knows nothing of where the draft comes from.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_train.artifacts.calibrate import calibrated
+from eagle_train.artifacts.card import card, caveat, read_evaluations
+from eagle_train.artifacts.format import DTYPES, ROUNDINGS, Artifact, fingerprint, write_artifact
+from eagle_train.artifacts.layouts import ENGINES, check_runs
+from eagle_train.artifacts.tensors import file_tensors
+from eagle_train.artifacts.verify import verify
+from eagle_train.corpus.render import ChatRenderer
+from eagle_train.corpus.source import DataConfig
+from eagle_train.corpus.stream import Stream
+from eagle_train.errors import check
+from eagle_train.models.draft import Draft
+from eagle_train.models.draft_quantisation import Quant, quantise_draft
+from eagle_train.models.loading import TargetConfig
+from eagle_train.models.stops import stop_ids_of
+from eagle_train.models.target import Identity, Target
+
+_CALIBRATION_ROWS = 4  # packed rows in a batch
+
+
+@dataclass
+class ExportConfig:
+    """The settings of `eagle-export`; conf/commands/export.yaml says what each one means. Raises UserError."""
+
+    checkpoint: str
+    out: str
+    layout: str
+    dtype: str
+    quant: Quant
+    rounding: str
+    calibration_tokens: int
+    evaluations: list[str]
+    push_to: str | None
+    push_private: bool
+    device: str
+    target: TargetConfig | None = None  # absent from the config where the group is null
+    data: dict[str, Any] | None = None  # likewise
+
+    def __post_init__(self) -> None:
+        check(self.layout in ENGINES, f"layout={self.layout}: must be one of {', '.join(ENGINES)}")
+        check(self.dtype in DTYPES, f"dtype={self.dtype}: must be {' or '.join(DTYPES)}")
+        check(self.rounding in ROUNDINGS, f"rounding={self.rounding}: must be {' or '.join(ROUNDINGS)}")
+        gptq, given = self.rounding == "gptq", self.target is not None
+        check(
+            not gptq or self.quant.scheme != "none", "rounding=gptq: nothing is rounded; give quant=int4 or quant=fp8"
+        )
+        check(not gptq or given, "rounding=gptq: reads the target's states; give target=PATH")
+        check(not gptq or self.data is not None, "rounding=gptq: reads chat data; give data=messages data.path=FILE")
+        repeats = self.layout == "trtllm"
+        check(not repeats or given, "layout=trtllm: its file repeats the target's embedding; give target=PATH")
+        check(self.calibration_tokens >= 1, f"calibration_tokens={self.calibration_tokens}: must be at least 1")
+
+
+@dataclass
+class Source:
+    """A draft to export, as it was trained or last exported, its description, and the directory that it is from."""
+
+    draft: Draft
+    about: Artifact
+    place: Path
+
+    @classmethod
+    def of(cls, draft: Draft, target: Identity, training: dict[str, Any], place: Path) -> "Source":
+        return cls(draft, Artifact(draft.config, target, source=fingerprint(draft), training=training), place)
+
+
+def convert(source: Source, config: ExportConfig, target: Target | None, data: DataConfig | None) -> list[str]:
+    """Write the artifact; returns lines to print. `target`, `data`: see `ExportConfig`. Raises UserError."""
+    about, trained = _described(source, config), source.draft
+    if about.engine != "native":
+        about, trained = _as_served(about, trained)
+    draft = _quantised(config, trained, target, data)
+    out, errors = Path(config.out), []
+    text = card(about, file_tensors(draft, getattr(torch, about.dtype)), config.push_to or out.name)
+
+    def check_written(place: Path) -> None:
+        errors.append(verify(place, about, draft, trained))
+
+    write_artifact(about, draft, out, text, check_written, None if target is None else target.embedding)
+    precision = about.dtype if about.quant.scheme == "none" else f"{about.quant}, {about.rounding}"
+    lost = caveat(about)
+    return [
+        f"{source.place} -> {out} ({about.engine}, {precision}, for {about.target.name})",
+        f"read back: all tensors are equal; outputs on a sample are {errors[0]:.1%} off the draft's in {about.dtype}",
+        *([f"note: {lost}"] if lost else []),
+    ]
+
+
+def _described(source: Source, config: ExportConfig) -> Artifact:
+    """The description of the artifact to write. Raises UserError if its engine cannot run it."""
+    measured = read_evaluations(config.evaluations, source.about.source)
+    about = replace(source.about, engine=config.layout, dtype=config.dtype)
+    about.evaluations = [*about.evaluations, *measured]
+    if config.quant.scheme != "none":
+        about = replace(about, quant=config.quant, rounding=config.rounding)
+    check_runs(about.engine, about.draft, about.quant)
+    return about
+
+
+def _as_served(about: Artifact, draft: Draft) -> tuple[Artifact, Draft]:
+    """The draft without the first token's slot, as serving engines run it: so it is written, verified and evaluated."""
+    if draft.config.first_token == "skip":
+        return about, draft
+    training = about.training | {"first_token": draft.config.first_token}
+    draft = draft.with_first_token("skip")
+    return replace(about, draft=draft.config, training=training), draft
+
+
+def _quantised(config: ExportConfig, draft: Draft, target: Target | None, data: DataConfig | None) -> Draft:
+    """The draft in the precision of `config`. Raises UserError as `quantise_draft` and the stream of `data` do."""
+    if config.rounding == "nearest":
+        return quantise_draft(draft, config.quant)
+    assert target is not None  # ExportConfig asks for both
+    assert data is not None
+    fits = data.row_tokens <= target.max_positions
+    check(fits, f"data.row_tokens={data.row_tokens}: must be at most the context, {target.context}")
+    stops = stop_ids_of(target.model.generation_config, target.config, target.tokenizer)
+    renderer = ChatRenderer(
+        target.tokenizer, data.supervise, stops, data.template_kwargs, data.date, len(target.embedding)
+    )
+    stream = Stream(data, renderer, _CALIBRATION_ROWS)
+    return calibrated(draft, target, stream, config.quant, config.calibration_tokens)

@@ -1,0 +1,69 @@
+"""Dialogues answered by the bundled engine. Knows nothing of files or servers."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+from eagle_train.corpus.answers import AnswerReader
+from eagle_train.corpus.render import ChatRenderer
+from eagle_train.errors import UserError, one_line
+from eagle_train.hardware import resolve_device
+from eagle_train.inference import Engine, Requests, SamplingParams
+from eagle_train.inference.requests.readable import chats
+from eagle_train.inference.requests.sequence import Output
+from eagle_train.models.loading import load_target
+from eagle_train.regeneration.dialogue import Dialogue
+from eagle_train.regeneration.options import BATCHES_AHEAD, RegenerateConfig
+
+
+def answer_by_engine(config: RegenerateConfig, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
+    """The dialogues in their order, answered or failed. A chunk of them is answered turn by turn, in one batch each."""
+    target = load_target(config.target, resolve_device(config.device), reads=chats)
+    # All of a prompt in one chunk: TTFT does not matter here.
+    engine = Engine(target, config.draft.path, max_batch_size=config.batch_size, prefill_tokens=None)
+    requests, data = Requests(target), config.data
+    kwargs = data.template_kwargs
+    reader = AnswerReader(
+        ChatRenderer(target.tokenizer, stop_ids=requests.stop_ids, template_kwargs=kwargs, date=data.date)
+    )
+    while chunk := list(islice(dialogues, BATCHES_AHEAD * config.batch_size)):
+        asked = chunk
+        while asked := [dialogue for dialogue in asked if dialogue.next_turn()]:
+            _answer_turn(engine, requests, reader, asked, config)
+        yield from chunk
+
+
+def _answer_turn(
+    engine: Engine, requests: Requests, reader: AnswerReader, dialogues: list[Dialogue], config: RegenerateConfig
+) -> None:
+    tried = [(dialogue, _prompt_of(requests, reader, dialogue)) for dialogue in dialogues]
+    prompts = [(dialogue, prompt) for dialogue, prompt in tried if prompt is not None]
+    tokens = [reader.tokens(prompt) for _, prompt in prompts]
+    params = [config.params_for(dialogue.seed) for dialogue, _ in prompts]
+    for (dialogue, prompt), output in zip(prompts, engine.generate(tokens, params), strict=True):
+        _add_output(reader, dialogue, prompt, output)
+
+
+def _prompt_of(requests: Requests, reader: AnswerReader, dialogue: Dialogue) -> str | None:
+    """The text that the target is given; None, and the dialogue has failed, if the engine refuses it."""
+    try:
+        prompt = reader.prompt(dialogue.messages, dialogue.tools)
+        requests.sequence(0, reader.tokens(prompt), SamplingParams())
+    except UserError as error:
+        dialogue.failed = one_line(error).replace("prompt 0", "its prompt")
+    except Exception as error:  # a template is a program and may raise anything
+        dialogue.failed = f"it cannot be rendered: {type(error).__name__}: {one_line(error)}"
+    else:
+        return prompt
+    return None
+
+
+def _add_output(reader: AnswerReader, dialogue: Dialogue, prompt: str, output: Output) -> None:
+    """Keep what the engine generated, in the fields that the template renders back to it."""
+    written = reader.written(prompt, output.token_ids, output.finish_reason == "length")
+    try:
+        message, same = reader.message(dialogue.messages, dialogue.tools, written)
+    except UserError as error:
+        dialogue.failed = str(error)
+        return
+    dialogue.retokenised += not same
+    dialogue.add_answer(message, "tool_calls" if message.get("tool_calls") else output.finish_reason)

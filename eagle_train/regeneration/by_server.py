@@ -1,0 +1,139 @@
+"""Dialogues answered by an OpenAI-compatible server. Knows nothing of files or of our engine."""
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, ReadTimeoutError
+from urllib3.util import Retry
+
+from eagle_train.corpus.chat import REASONING, Message
+from eagle_train.errors import UserError, check
+from eagle_train.regeneration.dialogue import Dialogue
+from eagle_train.regeneration.options import BATCHES_AHEAD, RegenerateConfig, ServerConfig
+
+_BUSY = (408, 409, 425, 429, *range(500, 600))  # statuses worth another try
+_REFUSED = (400, 413, 422)  # the server accepts no such conversation: one that is too long, say
+_CUT = "its answer was cut at max_tokens={} before it had any text"
+
+
+def answer_by_server(config: RegenerateConfig, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
+    """The dialogues in their order, answered or failed; `batch_size` requests are in flight at a time."""
+    session = _connection(config.server, config.batch_size)
+    pool = ThreadPoolExecutor(config.batch_size)
+
+    def answered(dialogue: Dialogue) -> Dialogue:
+        while dialogue.next_turn():
+            _request(session, config, dialogue)
+        return dialogue
+
+    waiting = deque[Future[Dialogue]]()
+    try:
+        for dialogue in dialogues:
+            waiting.append(pool.submit(answered, dialogue))
+            if len(waiting) == BATCHES_AHEAD * config.batch_size:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _connection(server: ServerConfig, pool_size: int) -> requests.Session:
+    """A session that repeats requests, with growing pauses, where the server was busy or could not be reached."""
+    retry = Retry(
+        server.retries,
+        status_forcelist=_BUSY,
+        allowed_methods=None,
+        backoff_factor=1,
+        backoff_max=60,
+        raise_on_status=False,
+    )
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(pool_maxsize=pool_size, max_retries=retry))
+    if key := os.environ.get("OPENAI_API_KEY", "").strip():  # a header with a line break is refused, and quoted
+        session.headers["Authorization"] = f"Bearer {key}"
+    return session
+
+
+def _request(session: requests.Session, config: RegenerateConfig, dialogue: Dialogue) -> None:
+    """Add one answer by the server, or why there is none.
+
+    Raises UserError for a status that any row would get (a wrong key or model).
+    """
+    server = config.server
+    assert server.url is not None
+    url = server.url.rstrip("/") + "/chat/completions"
+    try:
+        response = session.post(url, json=_body_of(config, dialogue), timeout=server.timeout_s)
+    except requests.RequestException as error:
+        dialogue.failed, dialogue.given_up = f"no answer in {server.retries + 1} tries: {_why(error, server)}", True
+        return
+    status = f"{response.status_code}: {' '.join(response.text.split())[:300]}"
+    if response.status_code in _BUSY:
+        dialogue.failed, dialogue.given_up = f"no answer in {server.retries + 1} tries: the server says {status}", True
+    elif response.status_code in _REFUSED:
+        dialogue.failed = f"the server says {status}"
+    else:
+        check(response.ok, f"server.url={server.url}: {status}; the same command resumes here")
+        _add_response(config, dialogue, response)
+
+
+def _body_of(config: RegenerateConfig, dialogue: Dialogue) -> dict[str, Any]:
+    params = config.params_for(dialogue.seed)
+    body = {
+        "model": config.model,
+        "messages": dialogue.sent,
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "seed": params.seed,
+    }
+    if params.top_k:
+        body["top_k"] = params.top_k
+    if config.data.template_kwargs:
+        body["chat_template_kwargs"] = config.data.template_kwargs
+    return body | ({"tools": dialogue.tools} if dialogue.tools else {})
+
+
+def _why(error: requests.RequestException, server: ServerConfig) -> str:
+    """Why a server did not answer, in terms of the settings."""
+    reason = getattr(error.args[0] if error.args else None, "reason", None) or error
+    if isinstance(reason, ReadTimeoutError | requests.Timeout):
+        return f"it takes longer than server.timeout_s={server.timeout_s:g}"
+    if isinstance(reason, NewConnectionError | ConnectTimeoutError):
+        return f"it cannot be reached at server.url={server.url}"
+    return f"the connection broke ({type(reason).__name__})"
+
+
+def _add_response(config: RegenerateConfig, dialogue: Dialogue, response: requests.Response) -> None:
+    """Keep the server's answer in its fields. Raises UserError for a response that is no chat completion."""
+    try:
+        choice = response.json()["choices"][0]
+        message, finish_reason = _message_of(choice["message"], dialogue), str(choice.get("finish_reason"))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise UserError(f"server.url={config.server.url}: {response.url} gave no chat completion") from error
+    if finish_reason == "length" and not message["content"] and "tool_calls" not in message:
+        dialogue.failed = _CUT.format(config.max_tokens)
+        return
+    dialogue.add_answer(message, finish_reason)
+
+
+def _message_of(message: dict[str, Any], dialogue: Dialogue) -> Message:
+    """A server's message with a row's fields. Raises TypeError or ValueError for one of another form."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    names = [name for name in REASONING if message.get(name)]  # servers differ in the field's name
+    texts = [content, *(message[name] for name in names)]
+    if not all(isinstance(text, str | None) for text in texts) or not isinstance(calls, list | None):
+        raise TypeError
+    dialogue.reasoning = names[0] if names else dialogue.reasoning
+    reasoning = {REASONING[0]: message[names[0]]} if names else {}
+    if not calls:
+        return {"role": "assistant", "content": content or "", **reasoning}
+    calls = [{key: call[key] for key in ("id", "type", "function") if call.get(key) is not None} for call in calls]
+    return {"role": "assistant", "content": content, **reasoning, "tool_calls": calls}

@@ -1,0 +1,70 @@
+"""Finished dialogues: written to the log in order, counted, and reported at the end of a run."""
+
+import sys
+
+from eagle_train.errors import UserError
+from eagle_train.regeneration.dialogue import Dialogue
+from eagle_train.regeneration.options import ServerConfig
+from eagle_train.regeneration.row_log import RowLog, line_of
+
+
+class Outcome:
+    """Writes finished dialogues and counts them.
+
+    Rows that are left out are held back until a later row is answered, or the run ends: while a server is gone, the
+    rows that it does not answer are not finished.
+    """
+
+    def __init__(self, log: RowLog, server: ServerConfig):
+        self.log, self.server = log, server
+        self.written = self.cut = self.retokenised = self.given_up = 0
+        self.left_out: list[str] = []
+        self.held: list[Dialogue] = []
+
+    def add(self, dialogue: Dialogue) -> None:
+        """Raises UserError after `server.gone_after` rows in succession without an answer."""
+        line = None if dialogue.failed else _line(dialogue)
+        if line is None:
+            self._leave_out(dialogue)
+            return
+        self._flush()
+        self.log.write(line)
+        self.written += 1
+        self.cut += "length" in dialogue.finish_reasons
+        self.retokenised += dialogue.retokenised
+
+    def close(self) -> None:
+        """Print the counts. Raises UserError if there were rows and none was ever answered."""
+        if self.left_out and not self.written and self.log.is_new:
+            raise UserError(f"no row was answered, {len(self.left_out)} left out; the first: {self.left_out[0]}")
+        self._flush()
+        extra = {"given up, for the server did not answer": self.given_up}
+        extra["answers with other tokens than the target wrote, for the same text"] = self.retokenised
+        beside = "".join(f", {number} {what}" for what, number in extra.items() if number)
+        cut = f"{self.cut} with an answer cut at max_tokens"
+        print(f"{self.log.out}: {self.written} rows written, {cut}, {len(self.left_out)} left out{beside}")
+        for reason in self.left_out[:1]:
+            print(f"the first left out: {reason}; all are in {self.log.others}", file=sys.stderr)
+
+    def _leave_out(self, dialogue: Dialogue) -> None:
+        self.left_out.append(f"row {dialogue.number}: {dialogue.failed}")
+        self.held.append(dialogue)
+        self.given_up += dialogue.given_up
+        gone = [each for each in self.held if each.given_up]
+        if len(gone) >= self.server.gone_after:
+            raise UserError(
+                f"server.url={self.server.url}: {len(gone)} rows in succession had no answer (server.gone_after); "
+                f"row {dialogue.number}: {dialogue.failed}; the same command resumes here"
+            )
+
+    def _flush(self) -> None:
+        self.log.leave_out((each.number, each.failed or "") for each in self.held)
+        self.held.clear()
+
+
+def _line(dialogue: Dialogue) -> str | None:
+    try:
+        return line_of(dialogue.row)
+    except UserError as error:
+        dialogue.failed = str(error)
+        return None

@@ -1,0 +1,49 @@
+"""A whole run: rows are read, answered and written; an interrupted run continues where it stopped."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from eagle_train.corpus.rows import PlacedRow
+from eagle_train.corpus.source import Source, open_source
+from eagle_train.progress import progress
+from eagle_train.regeneration.by_engine import answer_by_engine
+from eagle_train.regeneration.by_server import answer_by_server
+from eagle_train.regeneration.dialogue import dialogue_of
+from eagle_train.regeneration.options import RegenerateConfig
+from eagle_train.regeneration.outcome import Outcome
+from eagle_train.regeneration.row_log import RowLog
+
+
+def regenerate(config: RegenerateConfig) -> None:
+    """Write the answers to `config.out` and print the counts. Raises UserError."""
+    source = open_source(config.data)
+    log = RowLog(Path(config.out), _settings(config, source.identity()))
+    last = None if config.limit is None else max(log.done, config.limit)
+    again = log.left_out if config.retry_left_out else frozenset()
+    first = min([log.done, *(number - 1 for number in again)])
+    rows = ((number, row) for number, row in _rows(source, first, last) if number > log.done or number in again)
+    dialogues = (dialogue_of(number, placed, config.data) for number, placed in rows)
+    answer = answer_by_server if config.server.url else answer_by_engine
+    outcome, bar = Outcome(log, config.server), progress(last, "row", first)
+    for dialogue in answer(config, dialogues):
+        outcome.add(dialogue)
+        bar.update(dialogue.number, f"{len(outcome.left_out)} left out")
+    bar.close()
+    outcome.close()
+
+
+def _rows(source: Source, first: int, last: int | None) -> Iterator[tuple[int, PlacedRow]]:
+    """Rows with their numbers, which count from 1: those behind number `first`, up to `last`."""
+    return enumerate(islice(source.rows(first), None if last is None else last - first), first + 1)
+
+
+def _settings(config: RegenerateConfig, identity: str) -> dict[str, Any]:
+    """What the answers depend on: a run continues the file of another only if these are the same."""
+    data, target = config.data, config.target
+    read = {key: getattr(data, key) for key in ("path", "name", "split", "format", "columns", "roles")}
+    asked: dict[str, Any] = {"target": config.model, "target.chat_template": target.chat_template}
+    asked["data.template_kwargs"] = data.template_kwargs
+    params = {key: getattr(config.params, key) for key in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
+    return asked | {f"data.{key}": value for key, value in read.items()} | {"data": identity} | params
