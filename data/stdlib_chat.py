@@ -1,4 +1,4 @@
-"""Chat data from Python's own standard library: each function answers a question for it.
+"""Chat data from Python's standard library: a question names a function, and the answer is its code.
 
 Writes `train.jsonl` and `heldout.jsonl` (OpenAI-style messages; no function, and no function body, is in both) and
 `tests.jsonl` (functions of the standard library's test suite, which only the bundled target's training reads).
@@ -64,11 +64,11 @@ class WithoutProse(ast.NodeTransformer):
 
 
 def conversation(module: str, name: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, str, str]:
-    """What a user would ask to get this function (its place, parameters and purpose), its code in one style, and that
-    code without its docstring, which is empty if nothing else is there.
+    """A question for a function (its module, parameters and purpose), its code in one style, and that code without the
+    docstring, empty if there is nothing else.
 
     Of the docstring the first line is kept, which the question states. Comments, annotations and prose in strings are
-    not: a model of this size cannot write prose, it turns in circles, and a draft for it would be measured on that.
+    dropped: a model of this size repeats itself in prose, and a draft for it would be measured on that.
     """
     kind = "method" if "." in name else "function"
     purpose = (ast.get_docstring(function) or "").strip().partition("\n")[0].strip()
@@ -88,19 +88,19 @@ def conversation(module: str, name: str, function: ast.FunctionDef | ast.AsyncFu
 
 
 def repeats_itself(code: str) -> bool:
-    """True for tables and unrolled calls: more than a fifth of the function's lines say what another line says."""
+    """True for tables and unrolled calls: more than a fifth of the function's lines equal another line."""
     lines = [line.strip() for line in code.splitlines() if len(line.strip()) > 12]
     return len(lines) > 4 and len(set(lines)) < 0.8 * len(lines)
 
 
 def paths_of(library: Path) -> list[Path]:
-    """The library's own files, in an order that does not change."""
+    """The library's own files, in a fixed order."""
     others = {"site-packages", "dist-packages", "lib2to3", "__pycache__"}
     return [path for path in sorted(library.rglob("*.py")) if not others & set(path.relative_to(library).parts)]
 
 
 def asked_of(library: Path, path: Path) -> list[tuple[str, str, str, str]]:
-    """(name, question, code, code without docstring) of each of a file's functions that is worth asking for."""
+    """(name, question, code, code without docstring) of each suitable function of a file."""
     module = ".".join(path.relative_to(library).with_suffix("").parts).removesuffix(".__init__")
     try:
         tree = ast.parse(path.read_text("utf-8", errors="ignore"))
@@ -120,8 +120,8 @@ def is_of_tests(library: Path, path: Path) -> bool:
 
 
 def rows(library: Path) -> Iterator[tuple[str, dict]]:
-    """(split, row) for every function worth asking for; a function whose text was seen before is left out. Files are
-    read by a process for each core; what comes out does not depend on their number."""
+    """(split, row) for every suitable function, duplicates dropped. Files are read by a process for each core; the
+    result does not depend on their number."""
     seen, paths = set(), paths_of(library)
     with ProcessPoolExecutor() as pool:
         for path, found in zip(paths, pool.map(partial(asked_of, library), paths, chunksize=8), strict=True):
@@ -141,7 +141,7 @@ def main(out: Path) -> None:
     for split, row in rows(Path(sysconfig.get_paths()["stdlib"])):
         splits[split].append(row)
     for split, kept in splits.items():
-        kept.sort(key=lambda row: fraction(row["id"]))  # neighbours in a module should not be neighbours in training
+        kept.sort(key=lambda row: fraction(row["id"]))  # functions of one module should not be neighbours in training
         unfinished = out / f"{split}.jsonl.partial"
         unfinished.write_text("".join(json.dumps(row) + "\n" for row in kept), "utf-8")
         os.replace(unfinished, out / f"{split}.jsonl")

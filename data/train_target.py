@@ -1,7 +1,7 @@
 """Trains the bundled target: a small Llama that writes functions of Python's standard library. DESIGN section 4.
 
-Reads what `stdlib_chat.py` wrote; trains the tokenizer, then the model (Muon for matrices, AdamW for the rest, autocast
-to bf16 where the CPU computes in it) for a given time; then lets it answer and unlearns what it repeats; and writes a
+Reads the output of `stdlib_chat.py`; trains the tokenizer, then the model (Muon for matrices, AdamW for the rest, bf16
+autocast where the CPU supports it) for a given time; then trains against repetition in its own answers; writes a
 Hugging Face directory with a card. Run once; its output is committed. Knows nothing of drafts.
 
     python data/train_target.py outputs/stdlib_chat outputs/tiny_target --minutes 28 --refine 5:14 3:20 3.5:16
@@ -34,11 +34,11 @@ from eagle_train.ops.attention import causal_matmul
 from eagle_train.training.muon import Muon
 
 VOCAB_SIZE = 4096
-MAX_TOKENS = 1024  # of a document; longer ones are left out and counted
+MAX_TOKENS = 1024  # of a document; longer ones are dropped and counted
 BATCH_TOKENS = 8192
 TESTS_UNTIL = 0.4  # up to this share of the run, functions of the test suite are mixed in
-ANSWERS, ANSWER_TOKENS = 32, 96  # the model's own answers, of which a refining step unlearns
-REPEAT = 6  # tokens; whoever completes a run of so many that the answer already holds is unlearned
+ANSWERS, ANSWER_TOKENS = 32, 96  # how many own answers a refinement step penalises, and their length
+REPEAT = 6  # a token that completes this many tokens for a second time in an answer counts as repetition
 SPECIAL = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>"]
 # Words, digits in threes, punctuation; an indentation is one token and its last space belongs to the next word.
 PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -88,7 +88,7 @@ def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
 def attention(
     module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, scaling: float, **_: object
 ) -> tuple[torch.Tensor, None]:
-    """The model's attention: batches are padded on the right, so causality is all the mask there is."""
+    """The model's attention. Batches are padded on the right, so a causal mask is enough."""
     return causal_matmul(q, k, v, scaling).transpose(1, 2), None
 
 
@@ -113,7 +113,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def render(tokenizer: PreTrainedTokenizerFast, conversations: list[list[dict]]) -> list[torch.Tensor]:
-    """Conversations as 1-d int64 token tensors; those longer than MAX_TOKENS are left out, with a line that says so."""
+    """Conversations as int64 tokens [n]; prints how many were dropped because they exceed MAX_TOKENS."""
     ids = tokenizer.apply_chat_template(conversations, tokenize=True, return_dict=True)["input_ids"]
     kept = [torch.tensor(document) for document in ids if len(document) <= MAX_TOKENS]
     print(f"{len(kept)} documents, {sum(map(len, kept)) / 1e6:.2f} M tokens; {len(ids) - len(kept)} too long")
@@ -121,7 +121,7 @@ def render(tokenizer: PreTrainedTokenizerFast, conversations: list[list[dict]]) 
 
 
 def batches(documents: list[torch.Tensor], rng: random.Random) -> Iterator[torch.Tensor]:
-    """One epoch of [batch, length] int64 batches: documents of like length together, padded on the right with -100."""
+    """One epoch of batches int64 [B, T]: documents of similar length together, padded on the right with -100."""
     order = rng.sample(documents, len(documents))
     ready = []
     for start in range(0, len(order), 2048):
@@ -131,7 +131,7 @@ def batches(documents: list[torch.Tensor], rng: random.Random) -> Iterator[torch
                 ready.append(batch)
                 batch = []
             batch.append(document)
-        if len(batch) < 4 and ready:  # a batch of one would be compiled anew
+        if len(batch) < 4 and ready:  # a batch of one would be compiled separately
             ready[-1] += batch
         else:
             ready.append(batch)
@@ -161,7 +161,7 @@ def autocast() -> torch.autocast:
 
 
 def learning_rate(progress: float) -> float:
-    """Share of the peak: a short warm-up, a plateau, then a linear way down to nothing."""
+    """Share of the peak: a short warm-up, a plateau, then a linear decay to 0."""
     return min(1.0, progress / 0.01, max(0.0, (1 - progress) / 0.6))
 
 
@@ -178,7 +178,7 @@ def heldout_loss(model: LlamaForCausalLM, documents: list[torch.Tensor]) -> floa
 
 
 def train(model: LlamaForCausalLM, pools: dict[str, list[torch.Tensor]], minutes: float, out: Path) -> dict:
-    """Trains in place for `minutes`; returns what the card says of the run."""
+    """Train in place for `minutes`; returns figures for the card."""
     compiled = torch.compile(loss_of, dynamic=True)
     with autocast():  # compiled before the clock starts
         compiled(model, torch.randint(0, VOCAB_SIZE, (16, 256))).backward()
@@ -216,9 +216,9 @@ def train(model: LlamaForCausalLM, pools: dict[str, list[torch.Tensor]], minutes
 
 
 def own_answers(model: LlamaForCausalLM, prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The model's greedy answers after their prompts [batch, length], -100 after the end, and where it repeats itself.
+    """Prompts with the model's greedy answers, int64 [B, T], -100 after the end; and repetition, bool [B, T].
 
-    The second is bool [batch, length], True for a token that completes REPEAT tokens the answer already held.
+    A token is a repetition if it completes REPEAT tokens that occurred earlier in the answer.
     """
     engine = Engine(Target(copy.deepcopy(model)), max_batch_size=len(prompts))
     outputs = engine.generate([prompt.tolist() for prompt in prompts], SamplingParams(max_tokens=ANSWER_TOKENS))
@@ -236,7 +236,7 @@ def own_answers(model: LlamaForCausalLM, prompts: list[torch.Tensor]) -> tuple[t
 
 
 def unlikelihood(model: LlamaForCausalLM, batch: torch.Tensor, repeats: torch.Tensor) -> torch.Tensor:
-    """-log(1 - p) summed over the repeated tokens and divided by their number, or by 64 where there are fewer.
+    """-log(1 - p), summed over the repeated tokens and divided by their number, or by 64 if they are fewer.
 
     Sequence-level unlikelihood: Welleck et al., arXiv 1908.04319.
     """
@@ -250,10 +250,9 @@ def unlikelihood(model: LlamaForCausalLM, batch: torch.Tensor, repeats: torch.Te
 def refine(
     model: LlamaForCausalLM, documents: list[torch.Tensor], assistant: int, minutes: float, divisor: float
 ) -> tuple[int, int]:
-    """Goes on for `minutes` at the learning rates divided by `divisor` and below, down to nothing; each step also
-    unlearns what the model's own answers repeat.
+    """Train on for `minutes`, from the learning rates divided by `divisor` down to 0, also against repetition.
 
-    Returns the number of steps and of tokens.
+    Returns the numbers of steps and tokens.
     """
     groups = optimizers(model)
     peaks = [optimizer.param_groups[0]["lr"] / divisor for optimizer in groups]
@@ -303,7 +302,7 @@ in the first {TESTS_UNTIL:.0%} of the run also its test suite's ({facts["tests"]
 | then | {facts["refine"]} (minutes:divisor of the learning rates), {facts["refine_steps"]} steps, \
 {facts["refine_tokens"] / 1e6:.1f} M tokens, in which it also unlearned repetition: in its own greedy answers, tokens \
 that complete {REPEAT} tokens for a second time (unlikelihood, arXiv 1908.04319) |
-| weights | {facts["blend"]:.0%} those of the last of these goes, the rest those of the one before |
+| weights | {facts["blend"]:.0%} those of the last refinement, the rest those of the one before |
 | held-out loss | {facts["heldout_loss"]:.3f} nats per token, questions included |
 | tokenizer | byte-level BPE of {VOCAB_SIZE} tokens, trained on the same text |
 | optimiser | Muon (lr 0.02) for matrices, AdamW (lr 4e-3) for the rest, bf16 autocast, linear decay |
@@ -322,12 +321,16 @@ def main() -> None:
     )
     parser.add_argument("chat", type=Path, help="the directory stdlib_chat.py wrote")
     parser.add_argument("out", type=Path, help="the directory to write the target to")
-    parser.add_argument("--minutes", type=float, default=28.0, help="of the first go (%(default)g)")
-    goes = "of each further go, and what its learning rates are divided by (%(default)s)"
-    parser.add_argument("--refine", nargs="+", default=["5:14", "3:20", "3.5:16"], metavar="MINUTES:DIVISOR", help=goes)
-    parser.add_argument("--blend", type=float, default=0.7, help="the share of the last go's weights (%(default)g)")
+    parser.add_argument("--minutes", type=float, default=28.0, help="of the first run (%(default)g)")
+    refinement = "of each refinement, and the divisor of its learning rates (%(default)s)"
+    parser.add_argument(
+        "--refine", nargs="+", default=["5:14", "3:20", "3.5:16"], metavar="MINUTES:DIVISOR", help=refinement
+    )
+    parser.add_argument(
+        "--blend", type=float, default=0.7, help="the share of the last refinement's weights (%(default)g)"
+    )
     args = parser.parse_args()
-    goes = [tuple(map(float, go.split(":"))) for go in args.refine]
+    refinements = [tuple(map(float, each.split(":"))) for each in args.refine]
     torch.manual_seed(0)
     conversations = {split: read_messages(args.chat / f"{split}.jsonl") for split in ("train", "tests", "heldout")}
     sample = conversations["train"] + conversations["tests"][::4]
@@ -338,7 +341,7 @@ def main() -> None:
     facts = train(model, pools, args.minutes, args.out)
     assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
     facts |= {"refine": " ".join(args.refine), "refine_steps": 0, "refine_tokens": 0, "blend": args.blend}
-    for minutes, divisor in goes:
+    for minutes, divisor in refinements:
         before = copy.deepcopy(model)
         steps, tokens = refine(model, pools["train"], assistant, minutes, divisor)
         facts["refine_steps"] += steps

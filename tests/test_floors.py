@@ -112,7 +112,11 @@ def test_every_room_is_looked_into():
             "imports eagle_train.inference.decode.tree",
         ),
         ("eagle_train.models.x", "from eagle_train import inference", "imports eagle_train.inference"),
-        ("eagle_train.models.x", "from eagle_train.corpus import chat", "imports eagle_train.corpus.chat"),
+        (
+            "eagle_train.models.x",
+            "from eagle_train.corpus import conversations",
+            "imports eagle_train.corpus.conversations",
+        ),
         ("eagle_train.corpus.x", "import eagle_train.models", "imports eagle_train.models"),
         ("eagle_train.training.x", "def f():\n    import eagle_train.inference", "imports eagle_train.inference"),
         ("eagle_train.inference.x", "if True:\n    import eagle_train.training", "imports eagle_train.training"),
@@ -133,7 +137,10 @@ def test_the_test_can_tell(module, text, said):
     ("module", "text"),
     [
         ("eagle_train.training.x", "def f():\n    import deepspeed"),
-        ("eagle_train.training.x", "from eagle_train.corpus import chat\nfrom eagle_train.models import draft"),
+        (
+            "eagle_train.training.x",
+            "from eagle_train.corpus import feed\nfrom eagle_train.models import draft",
+        ),
         ("eagle_train.inference.x", "from eagle_train.inference.decode.tree import chain\nimport torch"),
         ("evals.x", "from eagle_train.train import main\nfrom evals.y import z"),
         ("eagle_train.errors", "import eagle_train.distributed"),

@@ -13,12 +13,12 @@ PACKAGE = TESTS.parent / "eagle_train"
 IMPORTED_TEST = re.compile(r"^ *(?:from|import) +(?:\S*\btest_|tests\S* +import +.*\btest_).*$", re.MULTILINE)
 # Modules without a test file at their own place, ROOM/test_MODULE.py, by the file that tests them.
 TESTED_IN = {
-    "corpus/test_chat.py": "corpus/columns",
+    "corpus/test_conversations.py": "corpus/columns",
     "corpus/test_json_files.py": "corpus/rows",
     "corpus/test_stream.py": "corpus/feed",
     "corpus/test_preview.py": "models/stops",
-    "corpus/test_templates.py": "corpus/beginnings corpus/contents corpus/render corpus/template corpus/thoughts "
-    "corpus/tokens corpus/turns",
+    "corpus/test_templates.py": "corpus/answer_starts corpus/content_checks corpus/reasoning corpus/render "
+    "corpus/template corpus/tokens corpus/turns",
     "distributed/test_ranks.py": "training/deepspeed",
     "inference/decode/test_graphs.py": "ops/graphs",
     "inference/decode/test_sampling.py": "inference/decode/validation inference/decode/verification",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from eagle_train import regenerate
-from eagle_train.corpus.chat import conversation_of
+from eagle_train.corpus.conversations import conversation_of
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models import loading

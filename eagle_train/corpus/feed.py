@@ -1,9 +1,8 @@
-"""Documents in their drawn order: data sets mixed by weight, shuffled by window, tokenised, shared among the ranks.
+"""Documents in the order in which a job draws them: data sets mixed by weight, shuffled by window, tokenised.
 
-The order is one for the whole job, whatever its ranks: each parses and tokenises every n-th row, and gets the others
-from those who did. So a position in it is the same for 1, 2 or 100 ranks, and nothing is read twice or lost when their
-number changes.
-Knows nothing of packing.
+The whole job has one order: each of n ranks parses and tokenises every n-th row, and the ranks exchange the results. So
+a position is the same for any number of ranks, and no row is read twice or lost when their number changes. Knows
+nothing of packing.
 """
 
 import multiprocessing
@@ -32,26 +31,26 @@ from eagle_train.corpus.tokens import Document
 from eagle_train.distributed import STOP, CommonError, World
 from eagle_train.errors import UserError, one_line
 
-BLOCK = 1024  # draws whose data sets are chosen together
-LOOK_S = 2  # between two looks at the processes that tokenise, while one waits for them
-CHUNK = 32  # rows that a rank tokenises before it shares them
+_BLOCK = 1024  # draws whose data sets are chosen together
+_LOOK_S = 2  # seconds between two checks of the worker processes
+CHUNK = 32  # rows that a rank tokenises before an exchange
 
 
 class MalformedRow(CommonError):
-    """What is wrong with a row, by its place."""
+    """A malformed row, with its place."""
 
 
 class BrokenTemplate(CommonError):
-    """What is wrong with the chat template, whatever the row."""
+    """A chat template that cannot render any row."""
 
 
-Rendered = list[tuple[np.ndarray, np.ndarray]] | MalformedRow | BrokenTemplate
-"""A row's documents as they travel: of each, tokens int32 [n], produced bool [n]."""
+_Rendered = list[tuple[np.ndarray, np.ndarray]] | MalformedRow | BrokenTemplate
+"""A row's documents as ranks and processes exchange them: for each, tokens int32 [n] and produced bool [n]."""
 
 
 @dataclass
 class Position:
-    """How many rows were drawn, and where each data set stands: [epoch, rows drawn of it]."""
+    """How many rows were drawn, and by data set: [epoch, rows drawn of it]."""
 
     drawn: int = 0
     sources: dict[str, list[int]] = field(default_factory=dict)
@@ -59,7 +58,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A row on its way: the data set it is from, which epoch of it, how many rows of that epoch are then drawn."""
+    """A drawn row: its data set, the epoch, and how many rows of that epoch are drawn with it."""
 
     source: str
     epoch: int
@@ -68,10 +67,10 @@ class Drawn:
 
 
 def shuffled(source: Source, config: DataConfig, name: str, epoch: int, start: int) -> Iterator[PlacedRow]:
-    """Rows of an epoch from number `start` of its order on: the data's order, shuffled window by window.
+    """Rows of an epoch from number `start` on, in the data's order shuffled window by window.
 
-    A window's order follows from the seed, the data set's name, the epoch and its number alone, so that resuming reads
-    no earlier window.
+    A window's order depends on the seed, the data set's name, the epoch and the window's number alone, so a resumed run
+    reads no earlier window.
     """
     size = max(1, config.shuffle_window)
     first, skip = divmod(start, size)
@@ -85,26 +84,26 @@ def shuffled(source: Source, config: DataConfig, name: str, epoch: int, start: i
         skip = 0
 
 
-def epochs(source: Source, config: DataConfig, name: str, epoch: int, start: int) -> Iterator[Drawn]:
-    """Rows of a data set from (epoch, start) on, epoch after epoch without end."""
+def _epochs(source: Source, config: DataConfig, name: str, epoch: int, start: int) -> Iterator[Drawn]:
+    """Rows of a data set from (epoch, start) on, without end."""
     while True:
         for number, placed in enumerate(shuffled(source, config, name, epoch, start), start + 1):
             yield Drawn(name, epoch, number, placed)
         epoch, start = epoch + 1, 0
 
 
-def choices(config: DataConfig, drawn: int) -> Iterator[str]:
-    """Which data set each draw is from, from draw number `drawn` on: by weight, the same for every job of a seed."""
+def _choices(config: DataConfig, drawn: int) -> Iterator[str]:
+    """The data set of each draw from number `drawn` on: by weight, a function of the seed."""
     names = list(config.sources)
     weights = [source.weight for source in config.sources.values()]
-    for block in count(drawn // BLOCK):
-        chosen = random.Random(f"{config.seed} mix {block}").choices(names, weights, k=BLOCK)
-        yield from chosen[drawn % BLOCK :]
+    for block in count(drawn // _BLOCK):
+        chosen = random.Random(f"{config.seed} mix {block}").choices(names, weights, k=_BLOCK)
+        yield from chosen[drawn % _BLOCK :]
         drawn = 0
 
 
-def render(placed: PlacedRow, config: SourceConfig, renderer: ChatRenderer) -> Rendered:
-    """A row's documents, or what is wrong with the row or the template, for when its turn comes."""
+def render(placed: PlacedRow, config: SourceConfig, renderer: ChatRenderer) -> _Rendered:
+    """A row's documents, or the error, which is raised when the row's turn comes."""
     place = placed[0]
     try:
         documents = render_row(parse(*placed), config, renderer)
@@ -112,14 +111,13 @@ def render(placed: PlacedRow, config: SourceConfig, renderer: ChatRenderer) -> R
         return BrokenTemplate(str(fault))
     except UserError as error:
         return MalformedRow(behind_place(place, error))
-    except Exception as error:  # a template or a tokenizer raises what it likes, and on the one rank that has the row
+    except Exception as error:  # templates and tokenizers may raise anything, on one rank alone
         return MalformedRow(f"{place}: cannot be rendered: {type(error).__name__}: {one_line(error)}")
     return [(document.tokens.numpy().astype(np.int32), document.produced.numpy()) for document in documents]
 
 
-def received(rendered: Rendered, config: DataConfig) -> list[Document] | MalformedRow:
-    """The documents that travelled. Raises the MalformedRow in their place, unless the config wants such rows skipped,
-    and a BrokenTemplate in any case."""
+def received(rendered: _Rendered, config: DataConfig) -> list[Document] | MalformedRow:
+    """The documents of a rendered row. Raises a BrokenTemplate, and a MalformedRow unless the config skips these."""
     if isinstance(rendered, BrokenTemplate):
         raise rendered
     if isinstance(rendered, MalformedRow):
@@ -131,7 +129,7 @@ def received(rendered: Rendered, config: DataConfig) -> list[Document] | Malform
 
 
 class Feed:
-    """Every row's documents of the data in their drawn order, without end, from any position."""
+    """The documents of all rows in the order of their draws, without end, from any position."""
 
     def __init__(self, config: DataConfig, renderer: ChatRenderer, world: World):
         self.config, self.renderer, self.world = config, renderer, world
@@ -145,7 +143,7 @@ class Feed:
         return Position(0, {name: [0, 0] for name in self.sources})
 
     def marks(self, position: Position) -> dict[str, Mark]:
-        """Where the windows of `position` begin in JSON files, so that `remember` lets another feed go there."""
+        """Where the windows of `position` begin in JSON files; with `remember`, another feed goes there directly."""
         size = max(1, self.config.shuffle_window)
         files = {name: source for name, source in self.sources.items() if isinstance(source, JsonFiles)}
         return {name: source.mark(position.sources[name][1] // size * size) for name, source in files.items()}
@@ -155,15 +153,17 @@ class Feed:
             self.sources[name].remember(mark)
 
     def draws(self, position: Position) -> Iterator[Drawn]:
-        """Rows from `position` on, for ever; not tokenised, and but for a hub's CSV not even parsed."""
-        rows = {name: epochs(self.sources[name], self.config, name, *at) for name, at in position.sources.items()}
-        return (next(rows[name]) for name in choices(self.config, position.drawn))
+        """Rows from `position` on, without end; not tokenised, and not parsed (but for CSV of the hub)."""
+        rows = {name: _epochs(self.sources[name], self.config, name, *at) for name, at in position.sources.items()}
+        return (next(rows[name]) for name in _choices(self.config, position.drawn))
 
     def documents(self, position: Position) -> Iterator[tuple[Drawn, list[Document] | MalformedRow]]:
-        """Rows with their documents from `position` on, for ever; the same on every rank. Raises as `received` does,
-        when the row's turn comes."""
+        """Rows with their documents from `position` on, without end, the same on every rank.
+
+        Raises as `received` does, when the row's turn comes.
+        """
         draws, size = self.draws(position), self.world.size
-        ahead: deque[tuple[list[Drawn], list[Rendered] | Future]] = deque()
+        ahead: deque[tuple[list[Drawn], list[_Rendered] | Future]] = deque()
         while True:
             while len(ahead) <= 2 * self.config.workers:
                 chunk = list(islice(draws, CHUNK * size))
@@ -173,43 +173,43 @@ class Feed:
             for place, drawn in enumerate(chunk):
                 yield drawn, received(everyone[place % size][place // size], self.config)
 
-    def submit(self, rows: list[Drawn]) -> list[Rendered] | Future:
-        """The rows' documents, or their future where a worker makes them."""
+    def submit(self, rows: list[Drawn]) -> list[_Rendered] | Future:
+        """The rows' documents, or a future of them if there are worker processes."""
         if not self.config.workers:
             return [render(row.placed, self.config.sources[row.source], self.renderer) for row in rows]
         if self.pool is None:
-            with shielded():
+            with _shielded():
                 self.pool = ProcessPoolExecutor(
                     self.config.workers,
                     multiprocessing.get_context("spawn"),  # a fork would copy the GPU's and the tokenizer's threads
-                    initializer=set_up_worker,
+                    initializer=_set_up_worker,
                     initargs=(self.config, self.renderer),
                 )
-        # Shielded anew: multiprocessing lifts it when it has started its resource tracker.
-        with shielded(), self.unread_when_broken():
+        # Once more: multiprocessing unblocks the signals when it has started its resource tracker.
+        with _shielded(), self._unread_when_broken():
             return self.pool.submit(work, [(row.source, row.placed) for row in rows])
 
-    def result(self, future: Future) -> list[Rendered]:
-        """What a worker made. Raises BrokenProcessPool where one was killed (by the system that is out of memory, say).
+    def result(self, future: Future) -> list[_Rendered]:
+        """A worker's result. Raises BrokenProcessPool if a worker was killed (by the system, out of memory).
 
-        The pool does not notice one that was killed while it wrote its result: it waits for the rest of it, and the
-        other workers for their turn to write. So the workers are looked at here, and the pool is told.
+        The pool does not notice a worker that was killed while it wrote its result: it waits for the rest of it, and
+        the other workers for their turn to write. So the workers are checked here.
         """
         while True:
             try:
-                with self.unread_when_broken():
-                    return future.result(timeout=LOOK_S)
+                with self._unread_when_broken():
+                    return future.result(timeout=_LOOK_S)
             except TimeoutError:
                 workers = list((self.pool._processes or {}).values())
                 if any(worker.exitcode is not None for worker in workers):
                     for worker in workers:
                         worker.kill()
-                    self.pool._result_queue._writer.close()  # nobody writes any more: what is read ends here
+                    self.pool._result_queue._writer.close()  # no writer is left, so the pool's read ends
 
     @contextmanager
-    def unread_when_broken(self) -> Iterator[None]:
-        """A pool that broke meanwhile gives up the work that it is writing for workers that are gone. Python before
-        3.11.5 waits for ever to be rid of it (cpython's issue 94777)."""
+    def _unread_when_broken(self) -> Iterator[None]:
+        """Let a pool that broke meanwhile drop the work that it is writing for workers that are gone: Python before
+        3.11.5 waits for it for ever (cpython's issue 94777)."""
         try:
             yield
         except BrokenProcessPool:
@@ -223,8 +223,8 @@ class Feed:
 
 
 @contextmanager
-def shielded() -> Iterator[None]:
-    """Processes that this thread starts meanwhile have STOP blocked from their first moment on."""
+def _shielded() -> Iterator[None]:
+    """Processes that this thread starts in the block have the signals STOP blocked from the start."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
     try:
         yield
@@ -232,23 +232,23 @@ def shielded() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-worker: dict[str, Any] = {}  # what a worker process was set up with
+worker: dict[str, Any] = {}  # of a worker process: its config and renderer
 
 
-def set_up_worker(config: DataConfig, renderer: ChatRenderer) -> None:
+def _set_up_worker(config: DataConfig, renderer: ChatRenderer) -> None:
     torch.set_num_threads(1)
     worker.update(config=config, renderer=renderer)
-    threading.Thread(target=end_with_pool, args=(multiprocessing.parent_process().pid,), daemon=True).start()
+    threading.Thread(target=_end_with_pool, args=(multiprocessing.parent_process().pid,), daemon=True).start()
 
 
-def end_with_pool(owner: int) -> None:
-    """End this process when the one that has the pool is gone, or sends SIGTERM: so it ends a pool that is broken."""
+def _end_with_pool(owner: int) -> None:
+    """End this process when the pool's owner is gone, or sends SIGTERM, as it does for a broken pool."""
     while os.getppid() == owner:
-        told = signal.sigtimedwait([signal.SIGTERM], 1)
-        if told is not None and told.si_pid == owner:
+        received = signal.sigtimedwait([signal.SIGTERM], 1)
+        if received is not None and received.si_pid == owner:
             break
     os._exit(1)
 
 
-def work(rows: list[tuple[str, PlacedRow]]) -> list[Rendered]:
+def work(rows: list[tuple[str, PlacedRow]]) -> list[_Rendered]:
     return [render(placed, worker["config"].sources[name], worker["renderer"]) for name, placed in rows]

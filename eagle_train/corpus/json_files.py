@@ -1,7 +1,7 @@
-"""Rows of JSON files: one object a line, the elements of an array, or objects however they follow one another.
+"""Rows of JSON files: an object a line, the elements of one array, or objects one after another.
 
-The file's beginning tells which. An array is cut into its elements' texts and never parsed
-whole: no library does that, and so a large one is read as lines are, from any element on, by every rank its own rows.
+The beginning of the file decides. An array is cut into the texts of its elements and never parsed whole, so a large one
+is read like lines: from any element on, and each rank parses its own rows.
 """
 
 import hashlib
@@ -12,22 +12,22 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
-from eagle_train.corpus.kinds import go_to, read_head, reading
+from eagle_train.corpus.file_formats import go_to, read_head, reading
 from eagle_train.corpus.rows import PlacedRow
 from eagle_train.errors import UserError, check
 
-MARK_ROWS = 4096  # about as many as are read in vain when a run goes on
-CHUNK = 1 << 20  # bytes of an array that are read at a time
-LONGEST = 1 << 28  # bytes of an element: a quote that is missing must not take the memory
-BOM = b"\xef\xbb\xbf"
-BLANKS = b" \t\r\n"
-# A string, whole or (at the end of what was read) not; or what an array or an object begins, divides or ends with.
-TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{},]', re.DOTALL)
+MARK_ROWS = 4096  # rows between marks: a resumed run skips at most about as many
+CHUNK = 1 << 20  # bytes of an array in one read
+LONGEST = 1 << 28  # bytes of an element: a missing quote must not fill the memory
+_BOM = b"\xef\xbb\xbf"
+_BLANKS = b" \t\r\n"
+# A string, a quote whose string goes on behind the chunk, or a bracket, brace or comma.
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{},]', re.DOTALL)
 
 Mark = tuple[int, int, int, int]
-"""Where a row lies: its number, its file's, and how many bytes, and lines or elements, of the file are before it."""
-Cut = tuple[bytes, int, int]
-"""A row's text, and how many bytes, and lines or elements, are before it."""
+"""A row's place: its number, its file's number, and the bytes and lines (or elements) of the file before it."""
+_Cut = tuple[bytes, int, int]
+"""A row's text, and the bytes and lines (or elements) of the file before it."""
 
 
 def files_identity(files: list[str]) -> str:
@@ -39,8 +39,8 @@ def files_identity(files: list[str]) -> str:
 class JsonFiles:
     """Rows of plain, gzip or Zstandard files; blank lines are no rows.
 
-    Rows cannot be counted without being read, so it notes on its way where some of them lie; `marks` has the first
-    such row of every MARK_ROWS. What is compressed is read up to a mark, but not cut into rows.
+    A row's byte offset is known only after the rows before it were read, so `marks` keeps one place per MARK_ROWS rows
+    on the way. A compressed file is decompressed up to a mark, but not cut into rows.
     """
 
     def __init__(self, files: list[str]):
@@ -52,18 +52,18 @@ class JsonFiles:
 
     def rows(self, start: int = 0) -> Iterator[PlacedRow]:
         mark = self.mark(start)
-        return islice(self.rows_from(mark), start - mark[0], None)
+        return islice(self._rows_from(mark), start - mark[0], None)
 
     def mark(self, row: int) -> Mark:
-        """The last mark that is not behind row number `row`."""
+        """The last known mark at or before row number `row`."""
         known = (self.marks.get(place) for place in range(row // MARK_ROWS, -1, -1))
         return next((mark for mark in known if mark and mark[0] <= row), (0, 0, 0, 0))
 
     def remember(self, mark: Mark) -> None:
-        """A mark that this source gave for the same files."""
+        """Keep a mark that `mark` returned earlier for the same files."""
         self.marks.setdefault(mark[0] // MARK_ROWS, mark)
 
-    def rows_from(self, mark: Mark) -> Iterator[tuple[str, bytes]]:
+    def _rows_from(self, mark: Mark) -> Iterator[tuple[str, bytes]]:
         row, first, offset, before = mark
         for number, file in enumerate(self.files[first:], first):
             self.remember((row, number, offset, before))
@@ -75,38 +75,42 @@ class JsonFiles:
             offset = before = 0
 
 
-def cuts_of(file: str, offset: int, before: int) -> tuple[str, Iterator[Cut]]:
-    """What stands between a file's name and a row's number in the row's place, and the file's rows from a mark on.
+def cuts_of(file: str, offset: int, before: int) -> tuple[str, Iterator[_Cut]]:
+    """The text between file name and row number in a row's place, and the file's rows from a mark on.
 
-    Raises UserError, here or in between, for a file that cannot be read, and for an array that does not end."""
+    Raises UserError, also while rows are drawn, for a file that cannot be read or an array that does not end.
+    """
     head = read_head(file)
-    start = len(BOM) if head.startswith(BOM) else 0
-    text = head[start:].lstrip(BLANKS)
+    start = len(_BOM) if head.startswith(_BOM) else 0
+    text = head[start:].lstrip(_BLANKS)
     if text.startswith(b"["):
         begin = len(head) - len(text) + 1
-        return ": element ", cut(file, offset or begin, before, in_array=True)
-    if not are_lines(text):
-        return ": object ", cut(file, offset or start, before, in_array=False)
-    return ":", lines(file, offset or start, before)
+        return ": element ", _cut(file, offset or begin, before, in_array=True)
+    if not _are_lines(text):
+        return ": object ", _cut(file, offset or start, before, in_array=False)
+    return ":", _lines(file, offset or start, before)
 
 
-def are_lines(text: bytes) -> bool:
-    """Whether a file that begins so has an object a line: not if a second one stands in the first line, and not if the
-    first has no end there, unless the next line is an object of its own: then the first is broken."""
+def _are_lines(text: bytes) -> bool:
+    """Whether a file that begins with `text` has an object a line.
+
+    Not if the first line holds two objects, nor if its object does not end there, unless the second line is a whole
+    object: then the first line is malformed.
+    """
     first, _, more = text.partition(b"\n")
     if not first.startswith(b"{"):
         return True
-    end = end_of_object(first)
+    end = _end_of_object(first)
     if end is not None:
-        return not first[end:].lstrip(BLANKS).startswith(b"{")
-    second = more.lstrip(BLANKS).partition(b"\n")[0].rstrip()
-    return second == b"" or (second.startswith(b"{") and end_of_object(second) == len(second))
+        return not first[end:].lstrip(_BLANKS).startswith(b"{")
+    second = more.lstrip(_BLANKS).partition(b"\n")[0].rstrip()
+    return second == b"" or (second.startswith(b"{") and _end_of_object(second) == len(second))
 
 
-def end_of_object(text: bytes) -> int | None:
-    """Where the object that a text begins with ends, None if it does not."""
+def _end_of_object(text: bytes) -> int | None:
+    """Where the object at the beginning of a text ends; None if it does not."""
     depth = 0
-    for token in TOKEN.finditer(text):
+    for token in _TOKEN.finditer(text):
         sign = token[0]
         if sign == b'"':
             return None
@@ -116,7 +120,7 @@ def end_of_object(text: bytes) -> int | None:
     return None
 
 
-def lines(file: str, offset: int, before: int) -> Iterator[Cut]:
+def _lines(file: str, offset: int, before: int) -> Iterator[_Cut]:
     with reading(file) as stream:
         go_to(stream, offset)
         for line in stream:
@@ -125,17 +129,17 @@ def lines(file: str, offset: int, before: int) -> Iterator[Cut]:
             offset, before = offset + len(line), before + 1
 
 
-def cut(file: str, offset: int, before: int, in_array: bool) -> Iterator[Cut]:
-    """Texts of the elements of an array, or of objects that follow one another, from the byte on that begins one."""
+def _cut(file: str, offset: int, before: int, in_array: bool) -> Iterator[_Cut]:
+    """Texts of an array's elements, or of objects one after another, from a byte on at which one begins."""
     with reading(file) as stream:
         go_to(stream, offset)
         text, at, depth, empty = b"", 0, 0, before == 0
         while more := stream.read(max(CHUNK, len(text))):
             text += more
-            start = 0  # of the element in `text`, which begins at `offset`
-            for token in TOKEN.finditer(text, at):
+            start = 0  # where the current element begins in `text`; `text` begins at `offset` of the file
+            for token in _TOKEN.finditer(text, at):
                 at, sign = token.end(), token[0]
-                if sign == b'"':  # it goes on behind what was read
+                if sign == b'"':  # the string goes on behind this chunk: read more, look again
                     at -= 1
                     break
                 ends = depth == 0 and sign in (b",", b"]") if in_array else depth == 1 and sign == b"}"
@@ -146,25 +150,30 @@ def cut(file: str, offset: int, before: int, in_array: bool) -> Iterator[Cut]:
                     if not (last and empty and not text[start:place].strip()):
                         yield text[start:place], offset + start, before
                     if last:
-                        check_end(file, text[at:], stream)
+                        _check_end(file, text[at:], stream)
                         return
                     start, before, depth, empty = at, before + 1, 0, False
                 elif depth < 0:
-                    raise UserError(f"{file}: {told(in_array, before)}: not JSON: {sign.decode()!r} ends nothing")
+                    raise UserError(
+                        f"{file}: {_item_name(in_array, before)}: not JSON: {sign.decode()!r} closes nothing"
+                    )
             else:
                 at = len(text)
             text, at, offset = text[start:], at - start, offset + start
-            check(len(text) < LONGEST, f"{file}: {told(in_array, before)}: not JSON: it has no end in {LONGEST} bytes")
-        check(not in_array, f"{file}: {told(in_array, before)}: the file ends within its array; is all of it there?")
+            check(
+                len(text) < LONGEST,
+                f"{file}: {_item_name(in_array, before)}: not JSON: it does not end within {LONGEST} bytes",
+            )
+        check(not in_array, f"{file}: {_item_name(in_array, before)}: the file ends within its array; is it complete?")
         if text.strip():
             yield text, offset, before
 
 
-def told(in_array: bool, before: int) -> str:
+def _item_name(in_array: bool, before: int) -> str:
     return f"{'element' if in_array else 'object'} {before + 1}"
 
 
-def check_end(file: str, text: bytes, stream: IO[bytes]) -> None:
-    """Raise UserError where anything but blanks is behind an array, of which `text` is known already."""
+def _check_end(file: str, text: bytes, stream: IO[bytes]) -> None:
+    """Raise UserError unless only white space follows an array: `text`, and the rest of the stream."""
     blank = all(not part.strip() for part in (text, *iter(lambda: stream.read(CHUNK), b"")))
-    check(blank, f"{file}: more follows behind the array's end; give one array, or an object a line")
+    check(blank, f"{file}: more follows after the array; give one array, or an object a line")

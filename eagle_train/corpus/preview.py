@@ -1,4 +1,4 @@
-"""What a run will learn, looked at before anything is loaded: the first rows are rendered, checked and shown.
+"""The preview of a run's data, before weights are loaded: the first rows are rendered, checked and printed.
 
 Knows tokenizer and template, no weights. DESIGN section 3.1.
 """
@@ -22,15 +22,15 @@ from eagle_train.errors import UserError, check
 from eagle_train.results import write_text
 from eagle_train.terminal import GREEN, RESET, printable
 
-CHECKED = 8  # rows of each data set that every run looks at
-SEARCHED = 1000  # rows in which there must be something to learn
-LOOKED = 100  # rows that a preview looks at in vain, for each that it is to show
-TOLD = 20  # refused rows whose reasons are told
+_CHECKED = 8  # rows of each data set that every run checks
+_SEARCHED = 1000  # rows in which there must be a supervised token
+_TRIES = 100  # rows that a preview tries for each row that it is to show
+TOLD = 20  # refused rows whose reasons are printed
 
 
 @dataclass
 class Opened:
-    """A data set to look at, by the field that names it."""
+    """A data set to preview, with the field that names it."""
 
     field: str
     config: SourceConfig
@@ -38,8 +38,8 @@ class Opened:
 
 
 @dataclass
-class Seen:
-    """What came of rows. `refused`: why rows were, each behind its place. `unread`: what is told of columns."""
+class Counts:
+    """Counts over rendered rows. `refused`: reasons, each with the row's place. `unread`: notes on unread columns."""
 
     rows: int = 0
     divided: int = 0
@@ -69,139 +69,141 @@ class Seen:
 
 
 def check_data(config: DataConfig, renderer: ChatRenderer) -> list[str]:
-    """Render the first rows of every data set. Returns what the user should know, which ends nothing.
+    """Render the first rows of every data set. Returns notes for the user.
 
-    Raises CommonError for a template that renders nothing, for a row that is refused (unless `data.malformed` wants
-    such rows skipped and there are others), and for data in which the assistant says nothing.
+    Raises CommonError for a template that renders nothing, for a refused row (unless `data.malformed` skips them and
+    other rows are fine), and for data in which the assistant says nothing.
     """
-    notes = [note for opened in opened_sources(config) for note in check_source(opened, config, renderer)]
-    return [*notes, *notes_of(renderer)]
+    notes = [note for opened in _opened_sources(config) for note in _check_source(opened, config, renderer)]
+    return [*notes, *_notes_of(renderer)]
 
 
-def opened_sources(config: DataConfig) -> Iterator[Opened]:
+def _opened_sources(config: DataConfig) -> Iterator[Opened]:
     for name, source in config.sources.items():
         yield Opened(field_of(name, "path"), source, open_source(source, name=name))
     if config.heldout is not None:
         yield Opened(field_of("", "heldout"), config, open_source(config, "heldout"))
 
 
-def check_source(opened: Opened, config: DataConfig, renderer: ChatRenderer) -> list[str]:
-    seen = Seen()
-    for placed in islice(opened.source.rows(), CHECKED):
-        look_at(placed, opened, config, renderer, seen)
-    check_any(seen, opened.field)
-    if not seen.produced:
-        check_answers(opened, config, renderer)
+def _check_source(opened: Opened, config: DataConfig, renderer: ChatRenderer) -> list[str]:
+    counts = Counts()
+    for placed in islice(opened.source.rows(), _CHECKED):
+        _add_row(placed, opened, config, renderer, counts)
+    _check_any(counts, opened.field)
+    if not counts.produced:
+        _check_answers(opened, config, renderer)
     notes = []
-    if seen.divided:
+    if counts.divided:
         notes.append(
-            f"{opened.field} is {path_of(opened)}; of its first {seen.rows} rows {seen.divided} are divided into a "
-            "document for each of the assistant's turns: the chat template renders earlier turns in another way"
+            f"{opened.field} is {_path_of(opened)}; of its first {counts.rows} rows {counts.divided} are divided into "
+            "a document for each of the assistant's turns: the chat template renders earlier turns differently"
         )
-    return [*notes, *seen.unread]
+    return [*notes, *counts.unread]
 
 
-def path_of(opened: Opened) -> str | None:
+def _path_of(opened: Opened) -> str | None:
     return opened.config.heldout if opened.field == "data.heldout" else opened.config.path
 
 
-def look_at(placed: PlacedRow, opened: Opened, config: DataConfig, renderer: ChatRenderer, seen: Seen) -> None:
+def _add_row(placed: PlacedRow, opened: Opened, config: DataConfig, renderer: ChatRenderer, counts: Counts) -> None:
     """Render a row and count it. Raises CommonError as `check_data` does."""
-    note_unread(placed, opened, seen)
+    _note_unread_columns(placed, opened, counts)
     try:
-        seen.add(render_row(parse(*placed), opened.config, renderer))
+        counts.add(render_row(parse(*placed), opened.config, renderer))
     except TemplateFault as fault:
         raise BrokenTemplate(str(fault)) from fault
     except UserError as error:
-        told = behind_place(placed[0], error)
+        reason = behind_place(placed[0], error)
         if config.malformed == "refuse":
-            raise MalformedRow(f"{told}; {CAN_SKIP}") from error
-        seen.refused.append(told)
+            raise MalformedRow(f"{reason}; {CAN_SKIP}") from error
+        counts.refused.append(reason)
 
 
-def note_unread(placed: PlacedRow, opened: Opened, seen: Seen) -> None:
+def _note_unread_columns(placed: PlacedRow, opened: Opened, counts: Counts) -> None:
     """Note the row's columns that look like data and are not read."""
     source, key = opened.config, opened.field.rpartition(".")[0]
     known = (*FORMATS[source.format], *BESIDE[source.format])
     try:
         names = unread_columns(parse(*placed), source.format, source.columns)
-    except UserError:  # no row: told elsewhere
+    except UserError:  # malformed: reported elsewhere
         return
     for name in names:
         how = f"{key}.columns.{name}={name} reads it" if name in known else f"{key}.columns maps {', '.join(known)}"
-        seen.unread.setdefault(f"{opened.field} is {path_of(opened)}; its column {name!r} is not read ({how})")
+        counts.unread.setdefault(f"{opened.field} is {_path_of(opened)}; its column {name!r} is not read ({how})")
 
 
-def check_any(seen: Seen, field: str) -> None:
-    """Raise CommonError where every row that was looked at was refused."""
-    if seen.refused and not seen.rows:
-        raise CommonError(f"{field}: all of the first {len(seen.refused)} rows are refused, as {seen.refused[0]}")
+def _check_any(counts: Counts, field: str) -> None:
+    """Raise CommonError if all checked rows were refused."""
+    if counts.refused and not counts.rows:
+        raise CommonError(
+            f"{field}: all of the first {len(counts.refused)} rows are refused, for example {counts.refused[0]}"
+        )
 
 
-def check_answers(opened: Opened, config: DataConfig, renderer: ChatRenderer) -> None:
-    """Raise CommonError unless there is something to learn in the first rows."""
+def _check_answers(opened: Opened, config: DataConfig, renderer: ChatRenderer) -> None:
+    """Raise CommonError unless the first rows have a supervised token."""
     looked = 0
-    for placed in islice(opened.source.rows(), SEARCHED):
+    for placed in islice(opened.source.rows(), _SEARCHED):
         looked += 1
         documents = render(placed, opened.config, renderer)
         if isinstance(documents, list) and any(produced.any() for _, produced in documents):
             return
     what = "data.assistant_pattern matches nothing" if opened.config.assistant_pattern else "the assistant says nothing"
     raise CommonError(
-        f"{opened.field} is {path_of(opened)}; {what} in its first {looked} rows, so there is no supervised token"
+        f"{opened.field} is {_path_of(opened)}; {what} in its first {looked} rows, so there is no supervised token"
     )
 
 
-def notes_of(renderer: ChatRenderer) -> list[str]:
-    """What the renderer noticed of the template, and what it is given in vain."""
+def _notes_of(renderer: ChatRenderer) -> list[str]:
+    """The renderer's notes, and notes on unused template variables and on the clock."""
     notes = list(renderer.notes)
     if renderer.tokenizer.chat_template is None:
         return notes
     known = renderer.template.variables() | renderer.template.variables([])
     unknown = [name for name in renderer.template.kwargs if name not in known]
     notes += [f"data.template_kwargs.{name}: the chat template reads no such variable" for name in unknown]
-    if renderer.template.was_told_the_day and renderer.template.date is not None:
+    if renderer.template.has_read_clock and renderer.template.date is not None:
         notes.append(
-            f"the chat template reads the clock: it is told {renderer.template.date} throughout the run (data.date)"
+            f"the chat template reads the clock: it gets {renderer.template.date} throughout the run (data.date)"
         )
     return notes
 
 
 def preview(config: DataConfig, renderer: ChatRenderer, number: int, out: str | None, in_color: bool) -> Iterator[str]:
-    """The first `number` rows that can be rendered, of all data sets in turn, as text to print, what is learnt in green
-    or in brackets; then what came of the rows. With `out`, also as a JSON object a line for each document.
+    """Texts to print: the first `number` rows that can be rendered, of all data sets in turn, the supervised text in
+    green or in brackets; then counts. With `out`, documents are also written as JSON objects, one a line.
 
-    Raises UserError where none can be rendered, CommonError for a template that renders nothing.
+    Raises UserError if no row can be rendered, CommonError for a template that renders nothing.
     """
-    seen, lines = Seen(), []
-    for opened, placed in islice(rows_in_turn(config), LOOKED * number):
-        if seen.rows == number:
+    counts, lines = Counts(), []
+    for opened, placed in islice(_rows_in_turn(config), _TRIES * number):
+        if counts.rows == number:
             break
-        note_unread(placed, opened, seen)
+        _note_unread_columns(placed, opened, counts)
         try:
             documents = render_row(parse(*placed), opened.config, renderer)
         except TemplateFault as fault:
             raise BrokenTemplate(str(fault)) from fault
         except UserError as error:
-            seen.refused.append(behind_place(placed[0], error))
+            counts.refused.append(behind_place(placed[0], error))
             continue
-        seen.add(documents)
+        counts.add(documents)
         for document in documents:
             if not lines:
                 yield f"The supervised text stands in {f'{GREEN}green{RESET}' if in_color else '[brackets]'}."
             described = description(placed[0], document, renderer)
             lines.append(json.dumps(described, ensure_ascii=False) + "\n")
-            yield shown_document(described, document, renderer, in_color)
-    check(seen.rows > 0, f"preview={number}: no row can be rendered, as {(seen.refused or ['there is none'])[0]}")
+            yield _shown_document(described, document, renderer, in_color)
+    check(counts.rows > 0, f"preview={number}: no row can be rendered: {(counts.refused or ['there is none'])[0]}")
     if out is not None:
         write_text(Path(out), "".join(lines))
-    yield str(seen)
-    for note in (*seen.unread, *notes_of(renderer)):
+    yield str(counts)
+    for note in (*counts.unread, *_notes_of(renderer)):
         warnings.warn(note, stacklevel=1)
 
 
-def rows_in_turn(config: DataConfig) -> Iterator[tuple[Opened, PlacedRow]]:
-    waiting = [(opened, opened.source.rows()) for opened in opened_sources(config)][: len(config.sources)]
+def _rows_in_turn(config: DataConfig) -> Iterator[tuple[Opened, PlacedRow]]:
+    waiting = [(opened, opened.source.rows()) for opened in _opened_sources(config)][: len(config.sources)]
     while waiting:
         rows = [(opened, rows, next(rows, None)) for opened, rows in waiting]
         yield from ((opened, placed) for opened, _, placed in rows if placed is not None)
@@ -209,15 +211,15 @@ def rows_in_turn(config: DataConfig) -> Iterator[tuple[Opened, PlacedRow]]:
 
 
 def description(place: str, document: Document, renderer: ChatRenderer) -> dict:
-    """A document for a file: `supervised` are ranges [start, end) of its tokens, `supervised_text` what each says."""
+    """A document as JSON. `supervised`: ranges [start, end) of its tokens; `supervised_text`: their texts."""
     tokens = document.tokens.tolist()
-    ranges = [list(span) for span, produced in runs(document) if produced]
+    ranges = [list(span) for span, produced in _runs(document) if produced]
     texts = [renderer.decode(tokens[start:end], tokens[:start]) for start, end in ranges]
     return {"row": place, "text": document.text, "tokens": tokens, "supervised": ranges, "supervised_text": texts}
 
 
-def runs(document: Document) -> Iterator[tuple[tuple[int, int], bool]]:
-    """Ranges [start, end) of tokens that are all produced, or all not."""
+def _runs(document: Document) -> Iterator[tuple[tuple[int, int], bool]]:
+    """Ranges [start, end) of tokens that are all produced, or all not, and which of the two."""
     start = 0
     for produced, group in groupby(document.produced.tolist()):
         end = start + len(list(group))
@@ -225,11 +227,11 @@ def runs(document: Document) -> Iterator[tuple[tuple[int, int], bool]]:
         start = end
 
 
-def shown_document(described: dict, document: Document, renderer: ChatRenderer, in_color: bool) -> str:
-    """A document as a terminal may be sent it, whatever its text."""
+def _shown_document(described: dict, document: Document, renderer: ChatRenderer, in_color: bool) -> str:
+    """A document for the terminal, control characters escaped."""
     before, after = (GREEN, RESET) if in_color else ("[", "]")
     pieces, tokens = [], described["tokens"]
-    for (start, end), produced in runs(document):
+    for (start, end), produced in _runs(document):
         text = printable(renderer.decode(tokens[start:end], tokens[:start]))
         pieces.append(f"{before}{text}{after}" if produced else text)
     count = int(document.produced.sum())

@@ -1,6 +1,6 @@
-"""An endless, resumable stream of packed batches: documents in, rows of them out, the same for any number of ranks.
+"""An endless, resumable stream of packed batches, the same for any number of ranks.
 
-Knows nothing of file formats, templates or models. DESIGN section 3.1: every document starts anew in its packed row.
+Every document starts at position 0 in its packed row (DESIGN 3.1). Knows nothing of file formats, templates or models.
 
 Shapes: B rows of a batch, N tokens of a row (`data.row_tokens`).
 """
@@ -22,12 +22,12 @@ from eagle_train.corpus.tokens import Document
 from eagle_train.distributed import ALONE, CommonError, World
 from eagle_train.errors import check
 
-OPEN_ROWS = 16  # rows that wait for a document that fits; more waste less padding and hold more in the state
-COUNTED = 20_000  # rows in which a draft's vocabulary is counted
-COUNTS = ("rows", "divided", "documents", "tokens", "padding", "split", "dropped", "mute", "skipped", "malformed")
-FEW_MALFORMED, MOST_MALFORMED = 100, 0.1  # rows, and the share of rows beyond which the config must be wrong
-TOLD = 10  # malformed rows that are told of
-MANY = 20  # documents after which it tells something that most are mute
+_OPEN_ROWS = 16  # rows kept open for a document that fits; more give less padding and a larger state
+_COUNTED = 20_000  # rows in which tokens are counted for a draft's vocabulary
+_COUNTS = ("rows", "divided", "documents", "tokens", "padding", "split", "dropped", "mute", "skipped", "malformed")
+_FEW_MALFORMED, _MOST_MALFORMED = 100, 0.1  # number and share of rows beyond which the config must be wrong
+_REPORTED = 10  # malformed rows that are reported
+_MANY = 20  # documents before a warning that most of them are mute
 
 
 TENSORS = ("tokens", "positions", "supervised")  # of a batch
@@ -35,7 +35,7 @@ TENSORS = ("tokens", "positions", "supervised")  # of a batch
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Packed rows. `lengths`: each row's consecutive segments, summing to N; padding is a segment of its own, its last.
+    """Packed rows. `lengths`: of each row's segments, summing to N; padding is the last segment.
 
     tokens int64 [B,N] (padding: 0); positions int64 [B,N], from 0 in each segment; supervised bool [B,N]: slot j of a
     document is supervised when j >= 1 and token j+1 exists and was produced.
@@ -61,7 +61,7 @@ class PackedRow:
 
     @property
     def room(self) -> int:
-        return self.tokens.numel() - sum(self.lengths)  # asked often, and len() of a tensor takes 15 times as long
+        return self.tokens.numel() - sum(self.lengths)  # hot: len() of a tensor takes 15 times as long
 
     @property
     def segments(self) -> list[int]:
@@ -74,37 +74,39 @@ class PackedRow:
 
 
 class Packer:
-    """Documents in, full packed rows out; counts what it does.
+    """Documents in, full packed rows out, with counts.
 
-    counts: rows of the data that came, those divided into a document for each turn, and documents; tokens and padding
-    of the rows that went out; documents split and dropped for their length; mute documents, in which nothing is
-    produced; documents, and pieces of split ones, skipped because they have no supervised slot, the mute ones among
-    them; malformed rows, which are none of these.
+    `counts`: rows of the data, those divided into a document for each turn, and documents; tokens and padding of
+    packed rows; documents split and dropped for their length; mute documents, in which nothing is produced; documents
+    and pieces skipped because they have no supervised slot, the mute ones included; malformed rows, which are in no
+    other count.
     """
 
     def __init__(self, config: DataConfig):
         self.config = config
         self.open: list[PackedRow] = []
-        self.counts = dict.fromkeys(COUNTS, 0)
+        self.counts = dict.fromkeys(_COUNTS, 0)
 
     def add(self, documents: list[Document] | MalformedRow) -> list[PackedRow]:
-        """Pack a row's documents; returns the packed rows that this fills. Raises CommonError where too many are
-        malformed."""
+        """Pack a row's documents; returns the packed rows that this fills. Raises CommonError for too many malformed
+        rows."""
         if isinstance(documents, MalformedRow):
             self.counts["malformed"] += 1
             malformed, rows = self.counts["malformed"], self.counts["malformed"] + self.counts["rows"]
-            most = max(FEW_MALFORMED, MOST_MALFORMED * rows)
+            most = max(_FEW_MALFORMED, _MOST_MALFORMED * rows)
             if malformed > most:
-                raise CommonError(f"data.malformed=skip: {malformed} of {rows} rows are malformed, as {documents}")
+                raise CommonError(
+                    f"data.malformed=skip: {malformed} of {rows} rows are malformed, for example {documents}"
+                )
             return []
         self.counts["rows"] += 1
         self.counts["divided"] += len(documents) > 1
         self.counts["documents"] += len(documents)
         self.counts["mute"] += sum(not document.produced.any() for document in documents)
-        return [full for document in documents for piece in self.pieces(document) for full in self.pack(piece)]
+        return [full for document in documents for piece in self._pieces(document) for full in self.pack(piece)]
 
-    def pieces(self, document: Document) -> list[Document]:
-        """The document, or what is left of one that is longer than a row: its pieces or nothing."""
+    def _pieces(self, document: Document) -> list[Document]:
+        """The document; of one longer than a row its pieces, or nothing."""
         size = self.config.row_tokens
         if document.tokens.numel() <= size:
             return [document]
@@ -116,15 +118,15 @@ class Packer:
         return [Document(tokens, produced) for tokens, produced in parts]
 
     def pack(self, document: Document) -> list[PackedRow]:
-        """Put the document into the open row that it fills best; returns the rows that are then done."""
-        supervised = supervised_slots(document)
+        """Put the document into the open row with the least room for it; returns the rows that are then full."""
+        supervised = _supervised_slots(document)
         if not supervised.any():
             self.counts["skipped"] += 1
             return []
         done = []
         fitting = [(room, row) for row in self.open if (room := row.room) >= supervised.numel()]
         if not fitting:
-            if len(self.open) == OPEN_ROWS:
+            if len(self.open) == _OPEN_ROWS:
                 done.append(self.close(min(self.open, key=lambda row: row.room)))
             row = PackedRow.empty(self.config.row_tokens)
             self.open.append(row)
@@ -142,11 +144,11 @@ class Packer:
         return row
 
     def flush(self) -> list[PackedRow]:
-        """The rows still open, as they are."""
+        """The rows that are still open, partly filled."""
         return [self.close(row) for row in self.open]
 
 
-def supervised_slots(document: Document) -> torch.Tensor:
+def _supervised_slots(document: Document) -> torch.Tensor:
     """bool [n]: slots j >= 1 whose next token exists and was produced. DESIGN section 3.1."""
     supervised = torch.zeros_like(document.produced)
     supervised[1:-1] = document.produced[2:]
@@ -166,11 +168,10 @@ def collate(rows: list[PackedRow]) -> Batch:
 
 
 class Stream:
-    """Batches of `micro_batch_rows` packed rows for each rank, epoch after epoch without end.
+    """Batches of `micro_batch_rows` packed rows for each rank, without end.
 
-    All ranks draw the same rows and each takes its own, so that a step's rows are the same for any number of ranks.
-    Raises UserError for data that cannot be read (`open_source`, `render`, with the row's place) and for data in which
-    nothing is supervised.
+    All ranks draw the same rows and each takes its share, so a step's rows are the same for any number of ranks.
+    Raises UserError for data that cannot be read (with the row's place) and for data without a supervised token.
     """
 
     def __init__(self, config: DataConfig, renderer: ChatRenderer, micro_batch_rows: int, world: World = ALONE):
@@ -180,13 +181,13 @@ class Stream:
         self.packer = Packer(config)
         self.micro_batch_rows = micro_batch_rows
         self.ready: list[PackedRow] = []
-        self.told_of_mute = False
+        self.has_warned = False
         self.position = self.feed.start()
         self.documents = self.feed.documents(copy.deepcopy(self.position))
 
     @property
     def counts(self) -> dict[str, int]:
-        """What came in and what became of it since the stream's first batch (`Packer`), on all ranks together."""
+        """`Packer.counts` since the stream's first batch, on all ranks together."""
         return self.packer.counts
 
     def __iter__(self) -> "Stream":
@@ -202,65 +203,65 @@ class Stream:
         """The job's next packed rows."""
         while len(self.ready) < number:
             drawn, documents = next(self.documents)
-            self.pass_by(drawn)
+            self._advance(drawn)
             self.ready += self.packer.add(documents)
-            if isinstance(documents, MalformedRow) and self.world.is_main and self.counts["malformed"] <= TOLD:
+            if isinstance(documents, MalformedRow) and self.world.is_main and self.counts["malformed"] <= _REPORTED:
                 warnings.warn(f"left out: {documents}", stacklevel=1)
             if self.world.is_main:
-                self.warn_of_mute()
+                self._warn_of_mute()
         rows, self.ready = self.ready[:number], self.ready[number:]
         return rows
 
-    def warn_of_mute(self) -> None:
-        """Tell once where most documents have nothing to learn: their speakers may have other names."""
-        if self.trouble and not self.told_of_mute:
-            self.told_of_mute = True
-            warnings.warn(self.trouble, stacklevel=1)
+    def _warn_of_mute(self) -> None:
+        """Warn once if most documents have nothing to learn: their speakers may have unknown names."""
+        if self._mute_warning and not self.has_warned:
+            self.has_warned = True
+            warnings.warn(self._mute_warning, stacklevel=1)
 
     @property
-    def trouble(self) -> str | None:
-        """What is wrong with the data so far, if most documents are mute."""
+    def _mute_warning(self) -> str | None:
+        """The warning if most documents are mute, None otherwise."""
         mute, documents = self.counts["mute"], self.counts["documents"]
-        if documents < MANY or mute <= documents / 2:
+        if documents < _MANY or mute <= documents / 2:
             return None
         return (
             f"data.path is {self.config.path}; in {mute} of {documents} documents the assistant says nothing: skipped"
         )
 
-    def pass_by(self, drawn: Drawn) -> None:
-        """Note where the stream stands. Raises UserError where a whole epoch had nothing to learn from."""
+    def _advance(self, drawn: Drawn) -> None:
+        """Advance the position. Raises UserError after an epoch without a supervised token."""
         packed = self.ready or self.packer.open or self.counts["tokens"] or drawn.epoch == 0
         check(bool(packed), f"data.path is {self.config.path}; it has no supervised token: {self.counts}")
         self.position.drawn += 1
         self.position.sources[drawn.source] = [drawn.epoch, drawn.number]
 
     def frequent_tokens(self, number: int) -> list[int]:
-        """The tokens that the data's first documents produce most often, ascending: the same on every rank.
+        """The ids of the tokens that are most often produced in the first documents, ascending; equal on every rank.
 
-        Looks at COUNTED rows at most, in the order in which they will be drawn, and leaves the stream as it is.
-        Lower ids come first among equals.
+        Counts `_COUNTED` rows at most, in the order of their draws, and does not advance the stream. Of equally
+        frequent tokens the lower ids come first.
         """
         counts: Counter[int] = Counter()
-        for drawn, documents in islice(self.feed.documents(self.feed.start()), COUNTED):
+        for drawn, documents in islice(self.feed.documents(self.feed.start()), _COUNTED):
             if drawn.epoch > 0:
                 break
             if isinstance(documents, MalformedRow):
                 continue
             for document in documents:
                 counts.update(document.tokens[document.produced].tolist())
-        # Tokens that were not seen fill the rest.
+        # Filled up with tokens that did not occur.
         ranked = sorted(counts, key=lambda token: (-counts[token], token))[:number]
         unseen = (token for token in count() if token not in counts)
         return sorted([*ranked, *islice(unseen, number - len(ranked))])
 
     def close(self) -> None:
-        """End the processes that tokenise."""
+        """End the tokenising processes."""
         self.feed.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the stream needs to go on after its last batch: plain values and tensors, safe for weights_only."""
+        """The state after the last batch: plain values and tensors, safe for weights_only."""
         return {
-            "made_of": self.made_of(),
+            "made_of": self._made_of(),
             "position": asdict(self.position),
             "marks": self.feed.marks(self.position),
             "counts": dict(self.counts),
@@ -269,16 +270,17 @@ class Stream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken; batches to come are those that would have come there, bit for bit.
+        """Continue after the batch at which `state` was taken: the same batches follow, bit for bit.
 
-        The size of the micro-batch and the number of ranks may differ. Raises UserError for the state of other data or
-        another data config.
+        The micro-batch size and the number of ranks may differ. Raises UserError for a state of other data or another
+        data config.
         """
-        for key, value in self.made_of().items():
-            then = state["made_of"].get(key)
+        for key, value in self._made_of().items():
+            saved = state["made_of"].get(key)
             check(
-                then == value,
-                f"data.{key} is {value!r}, but was {then!r} when the checkpoint was written: resume with the same data",
+                saved == value,
+                f"data.{key} is {value!r}, but was {saved!r} when the checkpoint was written: "
+                "resume with the same data",
             )
         state = copy.deepcopy(state)
         self.position = Position(**state["position"])
@@ -288,8 +290,8 @@ class Stream:
         self.feed.remember(state["marks"])
         self.documents = self.feed.documents(copy.deepcopy(self.position))
 
-    def made_of(self) -> dict[str, Any]:
-        """What the order and the content of the batches follow from."""
+    def _made_of(self) -> dict[str, Any]:
+        """All that the order and the contents of batches depend on."""
         values = asdict(self.config)
         for key in ("heldout", "workers", "prefetch", "malformed"):
             del values[key]
@@ -302,19 +304,20 @@ class Stream:
 def heldout_batches(config: DataConfig, renderer: ChatRenderer, rows: int, number: int) -> list[Batch]:
     """The first `number` batches of config.heldout in its own order, `rows` packed rows a batch; no more is read.
 
-    Where the data end, a batch may have empty rows. No heldout, no batches. Raises UserError as Stream does.
+    The last batch of the data may have empty rows. Without heldout data there are no batches. Raises UserError as
+    `Stream` does.
     """
     if config.heldout is None:
         return []
     packer = Packer(config)
-    packed = list(islice(heldout_rows(config, renderer, packer), rows * number))
+    packed = list(islice(_heldout_rows(config, renderer, packer), rows * number))
     check(bool(packed), f"data.heldout is {config.heldout}; it has no supervised token: {packer.counts}")
     packed += [PackedRow.empty(config.row_tokens) for _ in range(-len(packed) % rows)]
     return [collate(packed[i : i + rows]) for i in range(0, len(packed), rows)]
 
 
-def heldout_rows(config: DataConfig, renderer: ChatRenderer, packer: Packer) -> Iterator[PackedRow]:
-    """One pass over config.heldout, packed as it is read."""
+def _heldout_rows(config: DataConfig, renderer: ChatRenderer, packer: Packer) -> Iterator[PackedRow]:
+    """Packed rows of one pass over config.heldout."""
     for placed in open_source(config, "heldout").rows():
         yield from packer.add(received(render(placed, config, renderer), config))
     yield from packer.flush()

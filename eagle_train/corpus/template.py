@@ -1,7 +1,7 @@
-"""A target's chat template: messages in, the text that a serving engine would make of them out. DESIGN section 3.1.
+"""A target's chat template: renders messages to the text that a serving engine would give the target. DESIGN 3.1.
 
-Training, the engine, the evaluations and `eagle-regenerate` all render through it. What a template wants, and what
-it cannot do, is found out by rendering, never by a model's name.
+Training, the engine, the evaluations and `eagle-regenerate` all render through it. Which form of messages a template
+needs, and what it cannot render, is found out by rendering probes, never from a model's name.
 """
 
 import datetime
@@ -17,50 +17,50 @@ from jinja2 import TemplateError, TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from eagle_train.corpus.chat import REASONING, Message, reasoning_of
+from eagle_train.corpus.conversations import REASONING_FIELDS, Message, reasoning_of
 from eagle_train.corpus.tokens import Span
 from eagle_train.errors import HALF, SURROGATE, UserError, check, one_line
 from eagle_train.transformers_private import compiled_template
 
-CLOCK = "strftime_now"  # the function by which templates read the clock
+_CLOCK = "strftime_now"  # the function by which templates read the clock
 GENERATION_PROMPT = "add_generation_prompt"
-RESERVED = ("messages", "tools", "documents", "chat_template", GENERATION_PROMPT, "conversations", CLOCK)
-RESERVED += ("continue_final_message", "return_assistant_tokens_mask", "tokenize")
-SENTINELS = ("Zq7", "kX4")  # contents of probes: nothing that a template would look for, and no letter in common
+_RESERVED = ("messages", "tools", "documents", "chat_template", GENERATION_PROMPT, "conversations", _CLOCK)
+_RESERVED += ("continue_final_message", "return_assistant_tokens_mask", "tokenize")
+SENTINELS = ("Zq7", "kX4")  # contents of probes: unlikely in templates, without a common letter
 CALL_PROBE = {"type": "function", "id": "Zq7Zq7Zq7", "function": {"name": "probe", "arguments": {"of": "form"}}}
 
-# transformers keeps a template, and in it the spans of the rendering under way, for all threads of the process.
-RENDERING = threading.Lock()
+# transformers caches a compiled template, with the spans of the current rendering in it, for all threads.
+_RENDERING = threading.Lock()
 
 
 class Refused(UserError):
-    """The template raised an error on a conversation: often its own, to say what it does not take."""
+    """The template raised an error on a conversation, often deliberately, to say what it does not support."""
 
 
 class TemplateFault(UserError):
-    """The template does not render even the plainest conversation: no row is to blame."""
+    """The template does not render even the plainest conversation, so no row is at fault."""
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any], field: str) -> None:
-    """Raise UserError for what a template is given anyway."""
+    """Raise UserError for names that are no variables, and for variables that are set for every rendering."""
     for name in kwargs:
         check(isinstance(name, str) and name.isidentifier(), f"{field}: {name!r} must be a variable's name")
-        check(name not in RESERVED, f"{field}.{name}: is set here for each rendering; leave it out")
+        check(name not in _RESERVED, f"{field}.{name}: is set for each rendering; leave it out")
 
 
 def as_date(date: str) -> datetime.datetime:
-    """The day that templates are told. Raises UserError unless it is as 2026-07-31."""
+    """The date that templates get. Raises UserError unless it has the form 2026-07-31."""
     try:
         return datetime.datetime.strptime(date, "%Y-%m-%d")
     except ValueError as error:
-        raise UserError(f"data.date={date}: must be a day, as 2026-07-31") from error
+        raise UserError(f"data.date={date}: must be a date, as 2026-07-31") from error
 
 
 class ChatTemplate:
-    """A tokenizer's chat template and what it is given beside the messages.
+    """A tokenizer's chat template and its other inputs beside the messages.
 
-    `kwargs`: values of its own variables (`enable_thinking`, say). `date`: the day that it is told when it reads the
-    clock, as 2026-07-31; None: the moment of the rendering, as servers tell it.
+    `kwargs`: values of its own variables (`enable_thinking`, say). `date`: the date that it gets when it reads the
+    clock, as 2026-07-31; None: the time of the rendering, as in servers.
     """
 
     def __init__(
@@ -68,30 +68,30 @@ class ChatTemplate:
     ):
         self.tokenizer, self.date = tokenizer, date
         self.special_tokens = dict(tokenizer.special_tokens_map)
-        self.kwargs, self.was_told_the_day = dict(kwargs or {}), False
+        self.kwargs, self.has_read_clock = dict(kwargs or {}), False
         check_template_kwargs(self.kwargs, "template_kwargs")
-        self.parts: dict[tuple[str, bool], bool] = {}  # whether contents of a role are wanted as parts, found by probes
+        self.parts: dict[tuple[str, bool], bool] = {}  # whether a role's contents must be lists of parts
 
     def render(self, messages: Sequence[Message], tools: list[dict] | None = None, prompt: bool = False) -> str:
-        """The conversation as text, with the generation prompt behind it if it is to be a `prompt`.
+        """The conversation as text; as a `prompt`, with the generation prompt behind it.
 
-        Raises Refused where the template does, TemplateFault where it cannot be read at all.
+        Raises Refused if the template raises an error, TemplateFault if it cannot be compiled.
         """
-        return self.rendered(self.formed(messages, tools), tools, **{GENERATION_PROMPT: prompt})[0]
+        return self.rendered(self._formed(messages, tools), tools, **{GENERATION_PROMPT: prompt})[0]
 
     def marked(self, messages: Sequence[Message], tools: list[dict] | None = None) -> tuple[str, list[Span]]:
-        """The conversation as text, and what the template's own {% generation %} markers hold. Raises as `render`."""
-        return self.rendered(self.formed(messages, tools), tools, return_assistant_tokens_mask=True)
+        """The conversation as text, and the spans in the template's {% generation %} markers. Raises as `render`."""
+        return self.rendered(self._formed(messages, tools), tools, return_assistant_tokens_mask=True)
 
     def prompt_tokens(self, messages: Sequence[Message], tools: list[dict] | None = None) -> list[int]:
-        """What the target is asked to go on from: the token ids of the conversation and its generation prompt."""
-        said = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        text = self.render(said, tools, prompt=True)
+        """The token ids of the conversation with its generation prompt: what the target continues."""
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        text = self.render(given, tools, prompt=True)
         check(not SURROGATE.search(text), f"the conversation holds {HALF}")
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def source(self, tools: list[dict] | None = None) -> str:
-        """The template's text; some tokenizers have one for tools and one without. Raises TemplateFault without any."""
+        """The template's text; some tokenizers have another one for tools. Raises TemplateFault without any."""
         if self.tokenizer.chat_template is None:
             raise TemplateFault(
                 "the target's tokenizer has no chat template: give target.chat_template=FILE, or use data.format=text"
@@ -114,32 +114,32 @@ class ChatTemplate:
         compiled = self.compiled(source)
         given = {**self.special_tokens, **self.kwargs, **options}
         try:
-            with RENDERING, self.clock_of(compiled):
+            with _RENDERING, self._clock_of(compiled):
                 texts, spans = render_jinja_template([messages], tools, chat_template=source, **given)
         except TemplateError as error:
             raise Refused(f"the chat template refuses the conversation: {one_line(error)}") from error
-        except Exception as error:  # a template is a program, which may fail in any way
+        except Exception as error:  # a template is a program and may raise anything
             kind = type(error).__name__
             raise Refused(f"the chat template fails on the conversation: {kind}: {one_line(error)}") from error
         return texts[0], spans[0] if spans else []
 
     @contextmanager
-    def clock_of(self, compiled: Any) -> Iterator[None]:
-        """Meanwhile a compiled template, which the whole process shares, is told our time."""
-        compiled.globals[CLOCK] = self.now
+    def _clock_of(self, compiled: Any) -> Iterator[None]:
+        """Set the clock of a compiled template, which all of the process shares, within a `with` block."""
+        compiled.globals[_CLOCK] = self.now
         try:
             yield
         finally:
-            del compiled.globals[CLOCK]
+            del compiled.globals[_CLOCK]
 
     def now(self, format: str) -> str:
         """The clock that templates read."""
-        self.was_told_the_day = True
+        self.has_read_clock = True
         now = datetime.datetime.now() if self.date is None else as_date(self.date)
         return now.strftime(format)
 
     def variables(self, tools: list[dict] | None = None) -> frozenset[str]:
-        """The names that the template looks up outside itself."""
+        """The names of variables that the template reads and does not set."""
         return self._variables[tools is not None]
 
     @cached_property
@@ -152,54 +152,60 @@ class ChatTemplate:
     @property
     def reads_clock(self) -> bool:
         """Whether the template may read the clock."""
-        return any(CLOCK in self.source(tools) for tools in (None, [{}]))
+        return any(_CLOCK in self.source(tools) for tools in (None, [{}]))
 
     def has_markers(self, tools: list[dict] | None = None) -> bool:
-        """Whether the template says itself, by {% generation %}, what the assistant produces."""
-        return is_marked(self.source(tools))
+        """Whether the template marks with {% generation %} what the assistant writes."""
+        return _is_marked(self.source(tools))
 
-    def formed(self, messages: Sequence[Message], tools: list[dict] | None) -> list[Message]:
-        """The messages with their contents as the template wants them: text, or a list of parts."""
+    def _formed(self, messages: Sequence[Message], tools: list[dict] | None) -> list[Message]:
+        """The messages with contents in the form that the template needs: text, or a list of parts."""
         has_tools = tools is not None
-        return [self.shaped(message, has_tools) for message in messages]
+        return [self._formed_message(message, has_tools) for message in messages]
 
-    def shaped(self, message: Message, has_tools: bool) -> Message:
-        if any(message.get(key) for key in REASONING) and self.wants_thoughts:
-            message = with_thought(message)
-        return in_parts(message) if self.wants_parts(message.get("role", ""), has_tools) else in_text(message)
+    def _formed_message(self, message: Message, has_tools: bool) -> Message:
+        if any(message.get(key) for key in REASONING_FIELDS) and self._wants_reasoning_part:
+            message = _with_reasoning_part(message)
+        return _in_parts(message) if self._wants_parts(message.get("role", ""), has_tools) else _in_text(message)
 
     @cached_property
-    def wants_thoughts(self) -> bool:
-        """Whether the template takes reasoning as a part of the content only (Magistral)."""
-        answer = {"role": "assistant", "content": "a", REASONING[0]: SENTINELS[0]}
-        as_field, as_part = ([{"role": "user", "content": "q"}, each] for each in (answer, with_thought(answer)))
+    def _wants_reasoning_part(self) -> bool:
+        """Whether the template renders reasoning only as a part of the content (Magistral)."""
+        answer = {"role": "assistant", "content": "a", REASONING_FIELDS[0]: SENTINELS[0]}
+        as_field, as_part = (
+            [{"role": "user", "content": "q"}, each] for each in (answer, _with_reasoning_part(answer))
+        )
         if self.shows(as_field, False) or not self.shows(as_part, False):
             return False
         text, part = self.rendered(as_part, None)[0], as_part[1]["content"][0]
-        return not any(form(part)[1:-1] in text for form in (repr, json.dumps))  # it knows parts, and not their text
+        return not any(
+            form(part)[1:-1] in text for form in (repr, json.dumps)
+        )  # else it wrote the part itself, not its text
 
-    def wants_parts(self, role: str, has_tools: bool = False) -> bool:
-        """Whether the template takes a role's content as a list of parts only."""
+    def _wants_parts(self, role: str, has_tools: bool = False) -> bool:
+        """Whether the template renders a role's content only as a list of parts."""
         key = (role, has_tools)
         if key not in self.parts:
-            self.parts[key] = False  # what its own probe is rendered with
-            self.parts[key] = self.probed(role, has_tools)
+            self.parts[key] = False  # for the rendering of the probe itself
+            self.parts[key] = self._probe_wants_parts(role, has_tools)
         return self.parts[key]
 
-    def probed(self, role: str, has_tools: bool) -> bool:
-        """As text the content is lost, or the template fails; as parts it is there."""
+    def _probe_wants_parts(self, role: str, has_tools: bool) -> bool:
+        """Whether the content is rendered as parts, but lost or refused as text."""
         user, call = {"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [CALL_PROBE]}
         asked = {"role": role, "content": SENTINELS[0]}
         if role == "tool":
             asked |= {"tool_call_id": CALL_PROBE["id"], "name": CALL_PROBE["function"]["name"]}
         before = {"user": [], "assistant": [user], "tool": [user, call]}.get(role)
         probe = [asked, user] if before is None else [*before, asked]
-        shaped = [in_parts(m) if m is not asked and self.wants_parts(m["role"], has_tools) else m for m in probe]
-        as_text = self.shows(shaped, has_tools)
-        return not as_text and self.shows([in_parts(m) if m is asked else m for m in shaped], has_tools)
+        _formed_message = [
+            _in_parts(m) if m is not asked and self._wants_parts(m["role"], has_tools) else m for m in probe
+        ]
+        as_text = self.shows(_formed_message, has_tools)
+        return not as_text and self.shows([_in_parts(m) if m is asked else m for m in _formed_message], has_tools)
 
     def shows(self, probe: list[Message], has_tools: bool) -> bool:
-        """Whether a probe is rendered, with its content in it."""
+        """Whether a probe's rendering has its content."""
         tools = [{"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}]
         try:
             return SENTINELS[0] in self.rendered(probe, tools if has_tools else None)[0]
@@ -208,37 +214,37 @@ class ChatTemplate:
 
     @cached_property
     def fault(self) -> str | None:
-        """Why no conversation at all can be rendered, None if the plainest can."""
+        """Why no conversation at all can be rendered; None if the plainest can."""
         question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-        told = None
+        first = None
         for plain in ([question, answer], [{"role": "system", "content": "s"}, question, answer], [question]):
             try:
                 self.render(plain)
                 return None
             except Refused as error:
-                told = told or str(error)
-        return f"{told}; it does so with the plainest question and answer too: give another, target.chat_template=FILE"
+                first = first or str(error)
+        return f"{first}; it does so with the plainest question and answer too: give another, target.chat_template=FILE"
 
 
 @lru_cache
-def is_marked(source: str) -> bool:
+def _is_marked(source: str) -> bool:
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
 
 
-def with_thought(message: Message) -> Message:
+def _with_reasoning_part(message: Message) -> Message:
     """The message with its reasoning as the first part of its content."""
-    thought, text = reasoning_of(message), message.get("content")
-    parts = [{"type": "thinking", "thinking": thought}, *([{"type": "text", "text": text}] if text else [])]
-    return {**{key: value for key, value in message.items() if key not in REASONING}, "content": parts}
+    reasoning, text = reasoning_of(message), message.get("content")
+    parts = [{"type": "thinking", "thinking": reasoning}, *([{"type": "text", "text": text}] if text else [])]
+    return {**{key: value for key, value in message.items() if key not in REASONING_FIELDS}, "content": parts}
 
 
-def in_parts(message: Message) -> Message:
+def _in_parts(message: Message) -> Message:
     content = message.get("content")
     return message if not isinstance(content, str) else {**message, "content": [{"type": "text", "text": content}]}
 
 
-def in_text(message: Message) -> Message:
-    """The message with its text parts joined; with parts of another kind as it is."""
+def _in_text(message: Message) -> Message:
+    """The message with its text parts joined; unchanged if it has parts of another kind."""
     content = message.get("content")
     if not isinstance(content, list) or not all(isinstance(part, dict) and "text" in part for part in content):
         return message

@@ -1,7 +1,7 @@
-"""Texts as the tokens that a server and its model would have made of them, with a mask of what the model wrote.
+"""Texts as the tokens that a server and its model produce together, with a mask of the model's.
 
-A server tokenises a prompt alone, and the model then writes tokens of its own: none of them is across the prompt's end,
-even where the tokenizer would put one there. Knows nothing of conversations. DESIGN section 3.1.
+A server tokenises the prompt alone and the model writes its own tokens after it: no token spans the prompt's end, even
+where the tokenizer would put one there. Knows nothing of conversations. DESIGN section 3.1.
 """
 
 import copy
@@ -21,8 +21,8 @@ Span = tuple[int, int]  # characters [start, end) of a text
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """tokens int64 [n], and produced bool [n]: True where the assistant produced the token. `text`: what they are made
-    of, empty where nobody needs it."""
+    """tokens int64 [n]; produced bool [n]: whether the assistant wrote the token. `text`: their text, empty where it is
+    not needed."""
 
     tokens: torch.Tensor
     produced: torch.Tensor
@@ -30,14 +30,14 @@ class Document:
 
 
 def check_text(text: str) -> None:
-    """Raise UserError for what no token can be made of."""
+    """Raise UserError for text that is not valid Unicode."""
     check(SURROGATE.search(text) is None, "the text holds half of a surrogate pair")
 
 
 class Encoder:
-    """A tokenizer with exact offsets, which adds nothing to a text.
+    """A tokenizer with exact offsets that adds no special tokens.
 
-    Raises UserError for a tokenizer that cannot tell which characters a token came from.
+    Raises UserError for a tokenizer without offsets.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -45,32 +45,32 @@ class Encoder:
             tokenizer.is_fast,
             f"the target's tokenizer, {type(tokenizer).__name__}, gives no offsets: it needs a tokenizer.json",
         )
-        self.tokenizer = with_whole_offsets(tokenizer)
-        self.added = frozenset(tokenizer.added_tokens_decoder)  # texts are cut at these before anything else
+        self.tokenizer = _with_whole_offsets(tokenizer)
+        self.added = frozenset(tokenizer.added_tokens_decoder)  # texts are split at these first
 
     def __call__(self, text: str) -> Encoding:
-        """Raises UserError for text that is no Unicode."""
+        """Raises UserError for text that is not valid Unicode."""
         check_text(text)
         return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
 
     def whole(self, text: str, spans: Sequence[Span] | None = None) -> Document:
-        """Tokens of the text; produced are those that hold a character of a span, or all without spans."""
+        """Tokens of the text; produced are those with a character of a span, or all without spans."""
         encoding = self(text)
-        return document(encoding.ids, produced_by(encoding.offsets, spans), text)
+        return document(encoding.ids, _produced_by(encoding.offsets, spans), text)
 
     def served(self, text: str, cuts: Sequence[int], spans: Sequence[Span]) -> Document | None:
-        """As `whole`, if a server and its model would have cut the text into these tokens: the text up to each of
-        `cuts` has the tokens that it has alone. None if not."""
+        """As `whole`, if server and model would produce these tokens: the text up to each of `cuts` has the same tokens
+        alone. None if not."""
         encoding = self(text)
         ids, offsets = encoding.ids, encoding.offsets
-        if not all(self.is_cut(text, ids, offsets, cut) for cut in cuts):
+        if not all(self._is_cut(text, ids, offsets, cut) for cut in cuts):
             return None
-        return document(ids, produced_by(offsets, spans), text)
+        return document(ids, _produced_by(offsets, spans), text)
 
-    def is_cut(self, text: str, ids: list[int], offsets: list[Span], at: int) -> bool:
-        """Whether the tokens of text[:at] are those that the whole text begins with.
+    def _is_cut(self, text: str, ids: list[int], offsets: list[Span], at: int) -> bool:
+        """Whether the tokens of text[:at] are the first tokens of the whole text.
 
-        Only what is behind the last added token before is tokenised again: nothing before it has a say in that.
+        Only the part behind the last added token is tokenised again: texts are split at added tokens first.
         """
         end = bisect_left(offsets, (at,))
         if end == 0:
@@ -83,10 +83,10 @@ class Encoder:
         return first == end - 1 or self(text[offsets[first][0] if first else 0 : at]).ids == ids[first:end]
 
     def apart(self, prompt: str, written: str, spans: Sequence[Span]) -> Document:
-        """The tokens of the prompt alone, and then those of what was written, none of which begins before it.
+        """The tokens of the prompt alone, then those of `written`.
 
-        `spans` are of both texts together. Tokenizers that begin every text with a space are given a line's end to
-        begin with.
+        `spans` are ranges of both texts together. Tokenizers that add a space before every text get a line break first,
+        whose tokens are dropped.
         """
         before, wanted = self(prompt), None
         decode = self.tokenizer.decode
@@ -102,15 +102,15 @@ class Encoder:
                 break
         ids, offsets = wanted
         offsets = before.offsets + [(start + len(prompt), end + len(prompt)) for start, end in offsets]
-        return document(before.ids + ids, produced_by(offsets, spans), prompt + written)
+        return document(before.ids + ids, _produced_by(offsets, spans), prompt + written)
 
 
 def document(ids: list[int], produced: torch.Tensor, text: str) -> Document:
     return Document(torch.tensor(ids, dtype=torch.int64), produced, text)
 
 
-def produced_by(offsets: list[Span], spans: Sequence[Span] | None) -> torch.Tensor:
-    """bool [n]: which tokens, by their characters, hold some of a span; all without spans."""
+def _produced_by(offsets: list[Span], spans: Sequence[Span] | None) -> torch.Tensor:
+    """bool [n]: which tokens have a character of a span; all without spans."""
     if spans is None:
         return torch.ones(len(offsets), dtype=torch.bool)
     produced = torch.zeros(len(offsets), dtype=torch.bool)
@@ -123,9 +123,9 @@ def produced_by(offsets: list[Span], spans: Sequence[Span] | None) -> torch.Tens
     return produced
 
 
-def with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy whose offsets are exact. Byte-level post-processors trim spaces from them, so that the space an answer
-    begins with would belong to no token; special tokens, their other use, are the chat template's here."""
+def _with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy with exact offsets. Byte-level post-processors trim spaces from offsets, so an answer's leading space
+    would belong to no token; the special tokens that they add come from the chat template here."""
     tokenizer = copy.deepcopy(tokenizer)
     backend = tokenizer.backend_tokenizer
     backend.post_processor = TemplateProcessing(single="$A", special_tokens=[])
@@ -135,13 +135,13 @@ def with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
 
 
 def misfit(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> str | None:
-    """What to tell of a tokenizer that has tokens beyond a target's embeddings, or far fewer tokens; None of others."""
+    """A remark on a tokenizer with tokens beyond the target's embeddings, or with far fewer tokens; None for others."""
     known = set(tokenizer.get_vocab().values())
     unknown = sum(token >= num_embeddings for token in known)
     if unknown:
         return (
             f"{unknown} of the tokenizer's {len(known)} tokens are beyond the target's {num_embeddings} embeddings; "
-            "texts that hold one of them are refused"
+            "texts that contain one of them are refused"
         )
     if len(known) < num_embeddings / 2:
         return (

@@ -1,5 +1,5 @@
-"""A conversation as its assistant's turns: for each the prompt that a server would be given, and what the model itself
-writes after it, to and including the stop that ends it. DESIGN section 3.1.
+"""The assistant's turns of a conversation: for each the prompt that a server would render, and the model's text after
+it, to and including the stop token that ends it. DESIGN section 3.1.
 
 Knows nothing of tokens or files.
 """
@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from eagle_train.corpus.beginnings import Beginnings, in_common
-from eagle_train.corpus.chat import Conversation, Message
-from eagle_train.corpus.contents import check_read, check_tools, end_of_answer
-from eagle_train.corpus.kept import Kept
+from eagle_train.corpus.answer_starts import AnswerStarts, in_common
+from eagle_train.corpus.content_checks import check_read, check_tools, end_of_answer
+from eagle_train.corpus.conversations import Conversation, Message
+from eagle_train.corpus.reasoning import behind_tag
+from eagle_train.corpus.round_trip import RoundTrip
 from eagle_train.corpus.template import CALL_PROBE, SENTINELS, ChatTemplate, Refused
-from eagle_train.corpus.thoughts import behind_tag
 from eagle_train.corpus.tokens import Span
 from eagle_train.errors import check
 
 
 @dataclass(frozen=True)
 class Turn:
-    """`prompt`: what a server would be given. `written`: what the model writes after it. `spans`: characters of both
-    together that are produced, by the template's own markers; None: all that is written."""
+    """`prompt`: the server's text. `written`: the model's text after it. `spans`: character ranges of both together
+    that the template's own markers hold, None: all of `written`."""
 
     prompt: str
     written: str
@@ -39,34 +39,35 @@ class Turn:
 
 
 class TurnFinder:
-    """Finds the turns of conversations. `stops`: the texts of the tokens that end an answer; `specials`: of all special
-    tokens. `notes`: what it noticed of the template that its user should know."""
+    """Finds the turns of conversations. `stops`: texts of the tokens that end an answer; `specials`: of all special
+    tokens. `notes`: collects remarks on the template for the user, once each."""
 
     def __init__(self, template: ChatTemplate, stops: Sequence[str], specials: Sequence[str], notes: dict[str, None]):
-        self.template, self.notes, self.kept = template, notes, Kept()
-        self.beginnings = Beginnings(template)
-        self.stops, self.specials = alternatives(stops), alternatives([*stops, *specials])
+        self.template, self.notes, self.round_trip = template, notes, RoundTrip()
+        self.answer_starts = AnswerStarts(template)
+        self.stops, self.specials = _alternatives(stops), _alternatives([*stops, *specials])
 
     def turns(self, conversation: Conversation, numbers: Sequence[int]) -> list[Turn]:
-        """The turns of the assistant's messages of these numbers.
+        """The turns of the assistant's messages with these numbers.
 
-        Raises UserError where what a message says is not in what the template makes of it, or where what the model
-        writes cannot be known.
+        Raises UserError if a message's content is missing from the rendering, or if the model's text cannot be known.
         """
         found: list[Turn] = []
-        read, seen = 0, 0  # messages that were looked for in a prompt; where the last one looked at ended
+        read, seen = 0, 0  # messages that were found in a prompt; where the last prompt ended
         for number in numbers:
             asked = Conversation(conversation.messages[: number + 1], conversation.tools)
-            check_turn = partial(self.read_turn, number=number, read=read)
+            check_turn = partial(self._read_turn, number=number, read=read)
             found.append(check_turn(asked, seen=seen))
             turn = found[-1]
-            self.kept.check(asked, check_turn, number, read)
+            self.round_trip.check(asked, check_turn, number, read)
             read, seen = number + 1, len(turn.text)
         return found
 
-    def read_turn(self, conversation: Conversation, number: int, read: int, seen: int = 0) -> Turn:
-        """A turn in whose prompt the messages from number `read` on are, most likely behind `seen`. Raises as `turns`
-        does."""
+    def _read_turn(self, conversation: Conversation, number: int, read: int, seen: int = 0) -> Turn:
+        """A turn, checked to have the messages from number `read` on in its prompt, searched from `seen` on first.
+
+        Raises as `turns` does.
+        """
         turn = self.turn(conversation, number)
         check_read(conversation.messages[:number], read, turn.prompt, seen)
         if read == 0:
@@ -81,18 +82,18 @@ class TurnFinder:
         else:
             answered = self.template.render(messages[: number + 1], tools)
         if answered.startswith(prompt):
-            prompt += self.beginnings.header(prompt, answered, conversation, number)
+            prompt += self.answer_starts.header(prompt, answered, conversation, number)
             written = answered[len(prompt) :]
         else:
-            written = self.beginnings.after_other_prompt(prompt, answered, conversation, number)
-            spans = None if spans is None else moved(spans, answered, prompt, written)
+            written = self.answer_starts.after_other_prompt(prompt, answered, conversation, number)
+            spans = None if spans is None else _shifted(spans, answered, prompt, written)
         written = self.to_its_stop(prompt, written, conversation, number)
         if spans is None:
             return Turn(prompt, written)
         return self.marked(Turn(prompt, written), spans)
 
     def marked(self, turn: Turn, spans: list[Span]) -> Turn:
-        """The turn with what of the template's markers is within what the model writes in it."""
+        """The turn with the parts of the template's marked spans that are in the model's text."""
         begin, size = len(turn.prompt), len(turn.text)
         cut = [(max(start, begin), min(end, size)) for start, end in spans]
         own = tuple((start, end) for start, end in cut if start < end)
@@ -101,22 +102,22 @@ class TurnFinder:
         if last > 0 and stops and last <= stops[-1].start():
             self.note(
                 f"the chat template's {{% generation %}} markers leave out {stops[-1][0]!r}, which ends an answer: the "
-                "draft will never learn to guess it"
+                "draft will never learn to predict it"
             )
         return Turn(turn.prompt, turn.written, own)
 
     def to_its_stop(self, prompt: str, written: str, conversation: Conversation, number: int) -> str:
-        """What was written up to and including the first stop after all that the message says."""
+        """The model's text up to and including the first stop after all of the message's content."""
         message = behind_tag(conversation.messages[number], prompt)
-        said = end_of_answer(message, written, f"turn {number + 1}")
+        content_end = end_of_answer(message, written, f"turn {number + 1}")
         if any(call["function"]["name"] not in written for call in message.get("tool_calls") or []):
-            self.note("the chat template leaves out the names of tool calls: they are neither read nor learnt")
-        self.check_unbroken(message, written[:said], number)
-        if self.stops and (stop := self.stops.search(written, said)):
+            self.note("the chat template leaves out the names of tool calls: they are neither rendered nor trained on")
+        self._check_unbroken(message, written[:content_end], number)
+        if self.stops and (stop := self.stops.search(written, content_end)):
             return written[: stop.end()]
-        if stop := self.next_header(conversation, number):
+        if stop := self._next_header(conversation, number):
             return written + stop
-        specials = list(self.specials.finditer(written, said)) if self.specials else []
+        specials = list(self.specials.finditer(written, content_end)) if self.specials else []
         if not specials:
             self.note("the chat template ends an answer with no stop token: the draft will not learn where answers end")
             return written
@@ -127,20 +128,20 @@ class TurnFinder:
         )
         return written[: special.end()]
 
-    def check_unbroken(self, message: Message, written: str, number: int) -> None:
-        """Raise UserError for a stop, which is none of the message's own text, before the last of what it says."""
+    def _check_unbroken(self, message: Message, written: str, number: int) -> None:
+        """Raise UserError for a stop token, not of the message's own text, between the parts of the message."""
         inner = self.stops.findall(written) if self.stops else []
         own = self.stops.findall(json.dumps(message, ensure_ascii=False)) if inner else []
         check(
             len(inner) <= len(own),
-            f"turn {number + 1}: the chat template has {''.join(inner[:1])!r}, a stop token, between the parts of what "
-            "the turn says (reasoning, content, calls): a model ends there; leave one of them out of the data",
+            f"turn {number + 1}: the chat template has {''.join(inner[:1])!r}, a stop token, between the parts of "
+            "the turn (reasoning, content, calls): a model ends there; leave one of them out of the data",
         )
 
-    def next_header(self, conversation: Conversation, number: int) -> str:
-        """The stop token with which the next message's header begins: models of such templates end a turn with it.
+    def _next_header(self, conversation: Conversation, number: int) -> str:
+        """The stop token at the beginning of the next message's header: models with such templates end a turn with it.
 
-        It is looked for behind an answer without reasoning, which stays as it is when something follows.
+        It is searched behind an answer without reasoning, whose rendering does not change when a message follows.
         """
         if not self.stops:
             return ""
@@ -155,7 +156,7 @@ class TurnFinder:
             text = self.template.render([*before, plain, *after], conversation.tools)
         except Refused:
             return ""
-        if not calls:  # what is before may be rendered otherwise when something follows
+        if not calls:  # earlier messages may be rendered differently when one follows
             answered, text = (each.rpartition(SENTINELS[0])[2] for each in (answered, text))
         stop = self.stops.match(text, len(answered)) if text.startswith(answered) else None
         return stop[0] if stop else ""
@@ -164,15 +165,17 @@ class TurnFinder:
         self.notes.setdefault(text)
 
 
-def alternatives(texts: Sequence[str]) -> re.Pattern | None:
-    """Any of the texts, the longest first; None for none."""
+def _alternatives(texts: Sequence[str]) -> re.Pattern | None:
+    """A pattern for any of the texts, the longest first; None without any."""
     longest = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest))) if longest else None
 
 
-def moved(spans: list[Span], answered: str, prompt: str, written: str) -> list[Span]:
-    """Markers of a rendered answer, where the same text stands behind another prompt. What the model writes before that
-    text is its reasoning, which the rendering has not: it counts as produced."""
+def _shifted(spans: list[Span], answered: str, prompt: str, written: str) -> list[Span]:
+    """Marked spans of a rendered answer, moved to the same text behind another prompt.
+
+    Text of the model before that is reasoning that the rendering lacks: it counts as produced.
+    """
     text = prompt + written
     same = len(text) - len(in_common(text[::-1], answered[::-1]))
     by = len(text) - len(answered)

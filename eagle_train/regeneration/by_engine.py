@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from eagle_train.corpus.answers import AnswerReader
+from eagle_train.corpus.answer_parser import AnswerParser
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.errors import UserError, one_line
 from eagle_train.hardware import resolve_device
@@ -22,32 +22,32 @@ def answer_by_engine(config: RegenerateConfig, dialogues: Iterator[Dialogue]) ->
     engine = Engine(target, config.draft.path, max_batch_size=config.batch_size, prefill_tokens=None)
     requests, data = Requests(target), config.data
     kwargs = data.template_kwargs
-    reader = AnswerReader(
+    parser = AnswerParser(
         ChatRenderer(target.tokenizer, stop_ids=requests.stop_ids, template_kwargs=kwargs, date=data.date)
     )
     while chunk := list(islice(dialogues, BATCHES_AHEAD * config.batch_size)):
         asked = chunk
         while asked := [dialogue for dialogue in asked if dialogue.next_turn()]:
-            _answer_turn(engine, requests, reader, asked, config)
+            _answer_turn(engine, requests, parser, asked, config)
         yield from chunk
 
 
 def _answer_turn(
-    engine: Engine, requests: Requests, reader: AnswerReader, dialogues: list[Dialogue], config: RegenerateConfig
+    engine: Engine, requests: Requests, parser: AnswerParser, dialogues: list[Dialogue], config: RegenerateConfig
 ) -> None:
-    tried = [(dialogue, _prompt_of(requests, reader, dialogue)) for dialogue in dialogues]
+    tried = [(dialogue, _prompt_of(requests, parser, dialogue)) for dialogue in dialogues]
     prompts = [(dialogue, prompt) for dialogue, prompt in tried if prompt is not None]
-    tokens = [reader.tokens(prompt) for _, prompt in prompts]
+    tokens = [parser.tokens(prompt) for _, prompt in prompts]
     params = [config.params_for(dialogue.seed) for dialogue, _ in prompts]
     for (dialogue, prompt), output in zip(prompts, engine.generate(tokens, params), strict=True):
-        _add_output(reader, dialogue, prompt, output)
+        _add_output(parser, dialogue, prompt, output)
 
 
-def _prompt_of(requests: Requests, reader: AnswerReader, dialogue: Dialogue) -> str | None:
+def _prompt_of(requests: Requests, parser: AnswerParser, dialogue: Dialogue) -> str | None:
     """The text that the target is given; None, and the dialogue has failed, if the engine refuses it."""
     try:
-        prompt = reader.prompt(dialogue.messages, dialogue.tools)
-        requests.sequence(0, reader.tokens(prompt), SamplingParams())
+        prompt = parser.prompt(dialogue.messages, dialogue.tools)
+        requests.sequence(0, parser.tokens(prompt), SamplingParams())
     except UserError as error:
         dialogue.failed = one_line(error).replace("prompt 0", "its prompt")
     except Exception as error:  # a template is a program and may raise anything
@@ -57,11 +57,11 @@ def _prompt_of(requests: Requests, reader: AnswerReader, dialogue: Dialogue) -> 
     return None
 
 
-def _add_output(reader: AnswerReader, dialogue: Dialogue, prompt: str, output: Output) -> None:
+def _add_output(parser: AnswerParser, dialogue: Dialogue, prompt: str, output: Output) -> None:
     """Keep what the engine generated, in the fields that the template renders back to it."""
-    written = reader.written(prompt, output.token_ids, output.finish_reason == "length")
+    written = parser.written(prompt, output.token_ids, output.finish_reason == "length")
     try:
-        message, same = reader.message(dialogue.messages, dialogue.tools, written)
+        message, same = parser.message(dialogue.messages, dialogue.tools, written)
     except UserError as error:
         dialogue.failed = str(error)
         return

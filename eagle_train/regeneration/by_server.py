@@ -11,7 +11,7 @@ from requests.adapters import HTTPAdapter
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, ReadTimeoutError
 from urllib3.util import Retry
 
-from eagle_train.corpus.chat import REASONING, Message
+from eagle_train.corpus.conversations import REASONING_FIELDS, Message
 from eagle_train.errors import UserError, check
 from eagle_train.regeneration.dialogue import Dialogue
 from eagle_train.regeneration.options import BATCHES_AHEAD, RegenerateConfig, ServerConfig
@@ -127,12 +127,12 @@ def _add_response(config: RegenerateConfig, dialogue: Dialogue, response: reques
 def _message_of(message: dict[str, Any], dialogue: Dialogue) -> Message:
     """A server's message with a row's fields. Raises TypeError or ValueError for one of another form."""
     content, calls = message.get("content"), message.get("tool_calls")
-    names = [name for name in REASONING if message.get(name)]  # servers differ in the field's name
+    names = [name for name in REASONING_FIELDS if message.get(name)]  # servers differ in the field's name
     texts = [content, *(message[name] for name in names)]
     if not all(isinstance(text, str | None) for text in texts) or not isinstance(calls, list | None):
         raise TypeError
     dialogue.reasoning = names[0] if names else dialogue.reasoning
-    reasoning = {REASONING[0]: message[names[0]]} if names else {}
+    reasoning = {REASONING_FIELDS[0]: message[names[0]]} if names else {}
     if not calls:
         return {"role": "assistant", "content": content or "", **reasoning}
     calls = [{key: call[key] for key in ("id", "type", "function") if call.get(key) is not None} for call in calls]

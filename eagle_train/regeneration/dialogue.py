@@ -5,7 +5,7 @@ Knows nothing of who answers.
 
 from dataclasses import dataclass, field
 
-from eagle_train.corpus.chat import REASONING, Message, conversation_of
+from eagle_train.corpus.conversations import REASONING_FIELDS, Message, conversation_of
 from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, Row, behind_place, parse
 from eagle_train.corpus.source import DataConfig
 from eagle_train.errors import UserError
@@ -30,7 +30,7 @@ class Dialogue:
     messages: list[Message] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     given_up: bool = False
-    reasoning: str = REASONING[0]
+    reasoning: str = REASONING_FIELDS[0]
     retokenised: int = 0
 
     def next_turn(self) -> bool:
@@ -57,7 +57,7 @@ class Dialogue:
     @property
     def sent(self) -> list[Message]:
         """The messages for a server, with its own name for the reasoning field."""
-        names = {REASONING[0]: self.reasoning}
+        names = {REASONING_FIELDS[0]: self.reasoning}
         return [{names.get(key, key): value for key, value in message.items()} for message in self.messages]
 
     @property

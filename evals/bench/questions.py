@@ -6,9 +6,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from eagle_train.corpus.chat import Message, to_messages
+from eagle_train.corpus.conversations import Message, to_messages
+from eagle_train.corpus.file_formats import check_contents
 from eagle_train.corpus.json_files import JsonFiles
-from eagle_train.corpus.kinds import check_contents
 from eagle_train.corpus.rows import Row, parse
 from eagle_train.corpus.source import hint
 from eagle_train.errors import SURROGATE, UserError, check, shown

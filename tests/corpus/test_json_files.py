@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from eagle_train.corpus import json_files, kinds
+from eagle_train.corpus import file_formats, json_files
 from eagle_train.corpus.json_files import JsonFiles
 from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, open_source
@@ -135,10 +135,10 @@ class Endless(io.RawIOBase):
 
 def test_a_large_array_is_never_in_memory_whole(monkeypatch):
     opened = []
-    monkeypatch.setattr(kinds, "open_file", lambda *_: opened.append(Endless()) or opened[-1])
+    monkeypatch.setattr(file_formats, "open_file", lambda *_: opened.append(Endless()) or opened[-1])
     rows = JsonFiles(["endless.json"]).rows()
     assert [parse(*row)["a"][:2] for row in itertools.islice(rows, 3000)] == ["xx"] * 3000
-    assert opened[-1].num_read <= 3000 * 1001 + json_files.CHUNK + kinds.HEAD
+    assert opened[-1].num_read <= 3000 * 1001 + json_files.CHUNK + file_formats.HEAD
 
 
 def test_rows_are_parsed_when_they_are_needed(tmp_path):
@@ -164,16 +164,16 @@ def test_a_broken_first_line_is_no_object_of_several(tmp_path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('[{"a": 1}, {"a": 2}', "element 2: the file ends within its array; is all of it there"),
+        ('[{"a": 1}, {"a": 2}', "element 2: the file ends within its array; is it complete"),
         ('[{"a": 1},', "element 2: the file ends within its array"),
         ('[{"a": 1}, {"a": "', "element 2: the file ends within its array"),
         ("[", "element 1: the file ends within its array"),
-        ('[{"a": 1}}, {"a": 2}]', r"element 1: not JSON: '}' ends nothing"),
-        ('[{"a": 1}]\n[{"a": 2}]', "more follows behind the array's end"),
+        ('[{"a": 1}}, {"a": 2}]', r"element 1: not JSON: '}' closes nothing"),
+        ('[{"a": 1}]\n[{"a": 2}]', "more follows after the array"),
         ('[{"a": 1},]', "element 2: not JSON: Expecting value"),
         ('[,{"a": 1}]', "element 1: not JSON: Expecting value"),
         ('{\n"a": 1\n}\n{\n"a"', "object 2: not JSON"),
-        ('{\n"a": 1\n}\n}\n', "object 2: not JSON: '}' ends nothing"),
+        ('{\n"a": 1\n}\n}\n', "object 2: not JSON: '}' closes nothing"),
         ('{"a": 1}\n{"a": 2', "json:2: not JSON"),
     ],
 )
@@ -189,7 +189,7 @@ def test_a_quote_that_is_missing_does_not_take_the_memory(tmp_path, monkeypatch)
     monkeypatch.setattr(json_files, "CHUNK", 100)
     path = tmp_path / "a.json"
     path.write_text('[{"a": 1}, {"a: 1}' + ', {"a": 1}' * 999 + "]")
-    with pytest.raises(UserError, match=r"element 2: not JSON: it has no end in 1000 bytes"):
+    with pytest.raises(UserError, match=r"element 2: not JSON: it does not end within 1000 bytes"):
         read(JsonFiles([str(path)]))
 
 
@@ -199,10 +199,10 @@ def test_what_is_compressed_and_cut_short_is_one_line(tmp_path, suffix, shape):
     path = write(tmp_path / f"a.json{suffix}", tricky_rows(5000), shape)
     path.write_bytes(path.read_bytes()[:-20])
     name = {".gz": "gzip", ".zst": "Zstandard"}[suffix]
-    with pytest.raises(UserError, match=rf"^{path}: not {name}, or not all of it: "):
+    with pytest.raises(UserError, match=rf"^{path}: not {name}, or incomplete: "):
         read(open_source(DataConfig(str(path))))
     path.write_bytes(b'{"a": 1}\n' * 9)
-    with pytest.raises(UserError, match=rf"^{path}: not {name}, or not all of it: "):
+    with pytest.raises(UserError, match=rf"^{path}: not {name}, or incomplete: "):
         open_source(DataConfig(str(path)))
 
 

@@ -87,7 +87,7 @@ def test_a_preview_goes_before_a_plan(home, capsys):
         (
             [row(("user", "q"), ("critic", "a"))],
             ["data.malformed=skip"],
-            "all of the first 1 rows are refused, as .*'critic'",
+            "all of the first 1 rows are refused, for example .*'critic'",
         ),
         ([row(("user", "q"))] * 9, [], "the assistant says nothing in its first 9 rows"),
         ([row(*TURNS)], ["target.chat_template={home}/none.jinja"], r"target\.chat_template=.*cannot be read"),
@@ -97,8 +97,12 @@ def test_a_preview_goes_before_a_plan(home, capsys):
             ["target.chat_template={home}/no.jinja", "data.malformed=skip"],
             "refuses the conversation: no; it does",
         ),
-        ([row(*TURNS)], ["data.template_kwargs={{messages: 1}}"], r"data\.template_kwargs\.messages: is set here"),
-        ([row(*TURNS)], ["data.date=today"], r"data\.date=today: must be a day, as 2026-07-31"),
+        (
+            [row(*TURNS)],
+            ["data.template_kwargs={{messages: 1}}"],
+            r"data\.template_kwargs\.messages: is set for each rendering",
+        ),
+        ([row(*TURNS)], ["data.date=today"], r"data\.date=today: must be a date, as 2026-07-31"),
     ],
 )
 def test_what_cannot_be_learnt_is_refused_before_a_weight_is_read(home, capsys, rows, more, said, plan):
@@ -121,7 +125,7 @@ def test_impossible_previews(home, capsys, more, said):
 
 def test_a_preview_without_a_row_to_show_is_an_error(home, capsys):
     assert call(train.main, *given(home, [row(("user", "q"), ("critic", "a"))], "preview=3")) == 2
-    assert "no row can be rendered, as" in capsys.readouterr().err
+    assert "no row can be rendered: " in capsys.readouterr().err
 
 
 def test_the_templates_file_and_its_variables(home, capsys):
@@ -154,7 +158,7 @@ def test_a_run_that_goes_on_another_day_reads_the_day_it_began(tmp_path, monkeyp
         warnings.simplefilter("always")
         assert call(train.main, *common, "train.steps=4", f"out={tmp_path / 'whole'}") == 0
         assert call(train.main, *common, "train.steps=2", f"out={tmp_path / 'parts'}") == 0
-    said = "the chat template reads the clock: it is told 2026-07-31 throughout the run"
+    said = "the chat template reads the clock: it gets 2026-07-31 throughout the run"
     assert sum(said in str(each.message) for each in told) == 2
     monkeypatch.setattr(assembly, "_today", lambda: "2031-02-03")
     with warnings.catch_warnings():

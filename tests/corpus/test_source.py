@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+import eagle_train.cli  # noqa: F401  (gives Hydra the groups' fields)
 from eagle_train.corpus import json_files
-from eagle_train.corpus.chat import to_messages
+from eagle_train.corpus.conversations import to_messages
 from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, SourceConfig, check_found, open_source
 from eagle_train.errors import UserError
@@ -139,7 +140,7 @@ def test_jsonl_is_read_line_by_line(tmp_path):
         (b"5\n", r"jsonl:1: a row must be a JSON object, not int$"),
         (b'{"a": "\xff"}\n', r"jsonl:1: not UTF-8: .* position 7: .*; iconv -t UTF-8 converts a file$"),
         (b'{"a": ' + b"[" * 99999 + b"\n", r"jsonl:1: arrays and objects are nested too deeply to be read$"),
-        (b'{"a": ' + b"1" * 5000 + b"}\n", r"jsonl:1: holds a number of too many digits$"),
+        (b'{"a": ' + b"1" * 5000 + b"}\n", r"jsonl:1: holds a number with too many digits$"),
     ],
 )
 def test_files_that_hold_no_rows_are_refused(tmp_path, content, message):
@@ -235,14 +236,14 @@ def composed(*overrides: str) -> DataConfig:
 
 
 def test_the_yaml_defaults_are_the_dataclass_defaults():
-    assert asdict(composed("+data=base", "data.path=a.jsonl")) == asdict(DataConfig("a.jsonl"))
+    assert asdict(composed("+data=fields", "data.path=a.jsonl")) == asdict(DataConfig("a.jsonl"))
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in (CONF_DIR / "data").glob("*.yaml")))
 def test_every_yaml_composes(name):
     config = composed(f"+data={name}", "data.path=a.jsonl")
     assert config.path == "a.jsonl"
-    assert config.format == {"stdlib": "messages", "gsm8k": "prompt_response", "base": "messages"}.get(name, name)
+    assert config.format == {"stdlib": "messages", "gsm8k": "prompt_response"}.get(name, name)
 
 
 def test_a_mixture_is_one_override():
@@ -260,7 +261,7 @@ def test_a_mixture_is_one_override():
 def test_a_broken_gzip_is_one_line(tmp_path, text):
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(text)
-    with pytest.raises(UserError, match="not gzip, or not all of it"):
+    with pytest.raises(UserError, match="not gzip, or incomplete"):
         list(open_source(DataConfig(str(path))).rows())
 
 

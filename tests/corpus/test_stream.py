@@ -649,7 +649,7 @@ def test_too_many_malformed_rows_are_refused(tmp_path, good, bad, refused):
         list(drawn)
     assert stream.counts["malformed"] == (101 if refused else bad)
     if refused:
-        wanted = f"data.malformed=skip: 101 of {good + 101} rows are malformed, as "
+        wanted = f"data.malformed=skip: 101 of {good + 101} rows are malformed, for example "
         assert str(error.value).startswith(wanted)
 
 

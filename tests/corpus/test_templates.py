@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from eagle_train.corpus.chat import Conversation
+from eagle_train.corpus.conversations import Conversation
 from eagle_train.corpus.preview import description
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.tokens import Document
@@ -271,7 +271,7 @@ HALF_TAG = ALWAYS.removesuffix("<|assistant|>")  # both begin with the same lett
             ['<|START_CALL|>{"name": "get", "arguments": {"x": 1}}<|im_end|>'],
         ),
         (MENTIONED, [user("q1"), said("c", tool_calls=[CALL])], "has '<|im_end|>', a stop token, between the parts of"),
-        (THINKS_ALOUD, CONVERSATIONS["one turn"]["messages"], r"ends in '<think>\n\n', so the model writes its"),
+        (THINKS_ALOUD, CONVERSATIONS["one turn"]["messages"], r"ends in '<think>\n\n', so the model writes reasoning"),
         (
             THINKS_ALOUD.replace("<think>\n\n", "<think>\n\n{{ enable_thinking }}"),
             CONVERSATIONS["one turn"]["messages"],
@@ -323,7 +323,7 @@ def test_tools_that_the_template_does_not_know_are_refused():
 
 
 def test_an_end_that_is_no_stop_is_told():
-    """It is supervised_texts, for the model writes it; engines would not stop there."""
+    """It is learnt, for the model writes it; engines would not stop there."""
     tokenizer = chat_templates.tokenizer_of("llama31", template=chat_templates.source("chatml"))
     tokenizer.add_special_tokens({"additional_special_tokens": list(chat_templates.IM)})
     renderer = ChatRenderer(tokenizer)
@@ -344,7 +344,7 @@ def test_the_clock_is_pinned_and_a_date_string_goes_before_it():
     for kwargs, day in (({}, "31 Jul 2026"), ({"date_string": "1 Jan 2000"}, "1 Jan 2000")):
         renderer = renderer_of("llama31", **kwargs)
         assert f"Today Date: {day}\n" in renderer(to_conversation(CONVERSATIONS["one turn"]))[0].text
-        assert renderer.template.was_told_the_day is (not kwargs)
+        assert renderer.template.has_read_clock is (not kwargs)
     assert renderer.reads_clock
     assert not renderer_of("chatml").reads_clock
 

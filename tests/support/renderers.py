@@ -3,7 +3,7 @@
 from itertools import groupby
 from typing import Any
 
-from eagle_train.corpus.chat import Conversation, conversation_of
+from eagle_train.corpus.conversations import Conversation, conversation_of
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.tokens import Document
 from tests.support import chat_templates

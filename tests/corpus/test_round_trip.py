@@ -2,7 +2,7 @@
 
 import pytest
 
-from eagle_train.corpus import kept
+from eagle_train.corpus import round_trip
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.errors import UserError
 from tests.support import chat_templates
@@ -61,7 +61,7 @@ def test_rows_of_a_known_shape_are_rendered_no_more_often(monkeypatch):
     counts = []
     for ids in ("a1", "b2", "c3"):
         if ids == "c3":
-            monkeypatch.setattr(renderer.finder.kept, "check", lambda *_: None)
+            monkeypatch.setattr(renderer.finder.round_trip, "check", lambda *_: None)
         call = {"id": ids, "type": "function", "function": {"name": f"get{ids}", "arguments": {"x": 1}}}
         result = {"role": "tool", "tool_call_id": ids, "content": ids}
         renderer(to_conversation({"messages": [user(ids), said("", tool_calls=[call]), result, said(ids)]}))
@@ -71,11 +71,11 @@ def test_rows_of_a_known_shape_are_rendered_no_more_often(monkeypatch):
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(kept, "MOST", 2)
+    monkeypatch.setattr(round_trip, "MOST", 2)
     renderer = renderer_of("chatml")
     for turns in range(1, 5):
         renderer([user("q"), said("a")] * turns)
-        assert len(renderer.finder.kept.known) <= 2
+        assert len(renderer.finder.round_trip.known) <= 2
 
 
 MARKED = "{%- for m in messages -%}{%- if m.role == 'assistant' -%}"

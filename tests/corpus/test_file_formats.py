@@ -1,4 +1,4 @@
-"""corpus/kinds.py: a file that is not what its name says is told by what it is, with what to do."""
+"""corpus/file_formats.py: a file that is not what its name says is told by what it is, with what to do."""
 
 import gzip
 import io
@@ -37,20 +37,20 @@ def tarred() -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        *((f"a{suffix}", POINTER, "is a Git LFS pointer in the data's place: fetch the data with git lfs pull")
+        *((f"a{suffix}", POINTER, "is a Git LFS pointer instead of the data: fetch the data with git lfs pull")
           for suffix in (".jsonl", ".json", ".jsonl.gz", ".json.zst", ".parquet", ".arrow")),
         *(("a.jsonl", ROW.encode(code), "is UTF-16 or UTF-32 text: convert it with iconv -f UTF-16 -t UTF-8")
           for code in ("utf-16", "utf-16-le", "utf-16-be", "utf-32")),
         ("a.json.gz", gzip.compress(ROW.encode("utf-16")), "is UTF-16 or UTF-32 text"),
         ("a.jsonl", zipped(), "is a zip archive: unpack it"),
         ("a.jsonl.gz", zipped(), "is a zip archive: unpack it"),
-        ("a.jsonl", gzip.compress(ROW.encode()), r"is gzip data: let its name end in \.gz"),
-        ("a.jsonl", zstandard(), r"Zstandard data: let its name end in \.zst"),
+        ("a.jsonl", gzip.compress(ROW.encode()), r"is gzip data: its name must end in \.gz"),
+        ("a.jsonl", zstandard(), r"Zstandard data: its name must end in \.zst"),
         ("a.jsonl.gz", gzip.compress(tarred()), "is a tar archive"),
-        ("a.jsonl", b"PAR1....", r"is Parquet: let its name end in \.parquet"),
-        ("a.parquet", b"<!DOCTYPE html>\n<html>", "is HTML or XML, a web page perhaps"),
+        ("a.jsonl", b"PAR1....", r"is Parquet: its name must end in \.parquet"),
+        ("a.parquet", b"<!DOCTYPE html>\n<html>", "is HTML or XML, perhaps a web page"),
         ("a.parquet", gzip.compress(b""), "is gzip data"),
-        ("a.jsonl", bytes(9), "begins with nothing but NUL bytes"),
+        ("a.jsonl", bytes(9), "begins with NUL bytes alone"),
         ("a.jsonl", ROW.encode()[:9] + bytes(9), "jsonl:1: holds NUL bytes"),
         ("a.jsonl", ROW.encode("latin-1"), "jsonl:1: not UTF-8: "),
     ],
@@ -67,13 +67,13 @@ def test_what_a_file_is_in_truth(tmp_path, name, content, told):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("a.csv", "a.csv is CSV: a directory of CSV files is read; give the one that it is in, or write it as JSONL"),
+        ("a.csv", "a.csv is CSV: give the directory that it is in, or convert it to JSONL"),
         ("a.TSV", "is CSV: "),
-        ("a.txt", "is plain text: write it as JSONL, {'text': ...} a line, for data=text"),
-        ("a.jsonl.xz", "packed in a way that is not read: unpack it"),
-        ("a.zip", "packed in a way that is not read: unpack it"),
-        ("a.tar.gz", "packed in a way that is not read: unpack it"),
-        ("a.pkl", "of no kind that is read: write JSONL"),
+        ("a.txt", "is plain text: convert it to JSONL, {'text': ...} a line, for data=text"),
+        ("a.jsonl.xz", "of an unsupported compression: unpack it"),
+        ("a.zip", "of an unsupported compression: unpack it"),
+        ("a.tar.gz", "of an unsupported compression: unpack it"),
+        ("a.pkl", "of an unsupported format: convert it to JSONL"),
         ("rows", r"files must be all JSON \(.jsonl, .jsonl.gz, .jsonl.zst, .*or all Parquet .*, not .*/rows"),
     ],
 )
@@ -98,7 +98,7 @@ def test_each_file_of_a_glob_is_looked_at_before_any_is_read(tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "told"),
-    [("https://host/a.jsonl", "must be fetched first"), ("~/a.jsonl", r"give \$HOME in the place of ~")],
+    [("https://host/a.jsonl", "download the file first"), ("~/a.jsonl", r"write \$HOME instead of ~")],
 )
 def test_paths_that_are_of_no_file_are_told_why(path, told):
     with pytest.raises(UserError, match=rf"there is no such file; .*{told}"):

@@ -1,7 +1,7 @@
-"""Whether a template keeps what it is given, by certainty: a short text may stand in a rendering by chance.
+"""Makes sure that a template renders all that it is given: a short text may be found in a rendering by coincidence.
 
-A conversation of the same shape, each of its texts another number, goes through the same check; no number is anywhere
-by chance. What comes of a shape is remembered, so that further rows of it cost nothing. DESIGN section 3.1.
+So a conversation of the same shape, with a distinct long number for each text, has to pass the same check. The result
+is cached by shape, so further rows of a shape cost nothing. DESIGN section 3.1.
 """
 
 import json
@@ -9,48 +9,48 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from eagle_train.corpus.chat import REASONING, Conversation, Message
+from eagle_train.corpus.conversations import REASONING_FIELDS, Conversation, Message
+from eagle_train.corpus.reasoning import ANY_TAG
 from eagle_train.corpus.template import Refused
-from eagle_train.corpus.thoughts import TAG
 from eagle_train.errors import UserError
 
-MOST = 4096  # shapes that are remembered
-FIRST, STEP = 7_013_468_521, 7_919  # of the numbers: all of one length, so that none is within another
-LETTERS = str.maketrans("123456789bcdefghijklmnopqrstuvwxyz", "0" * 9 + "a" * 25)
+MOST = 4096  # shapes in the cache
+_FIRST, _STEP = 7_013_468_521, 7_919  # the numbers have one length, so none contains another
+_LETTERS = str.maketrans("123456789bcdefghijklmnopqrstuvwxyz", "0" * 9 + "a" * 25)
 
-Check = Callable[[Conversation], object]
-"""Raises UserError where some of a conversation is not in its rendering."""
+_Check = Callable[[Conversation], object]
+"""Raises UserError if a part of a conversation is missing from its rendering."""
 
 
-class Kept:
-    """Remembers of each shape of a conversation whether its check passed."""
+class RoundTrip:
+    """Caches for each shape of a conversation whether its check passed."""
 
     def __init__(self):
         self.known: dict[tuple, bool] = {}
 
-    def check(self, conversation: Conversation, check: Check, *which: object) -> None:
-        """Raise UserError where a conversation, which passed `check`, did so by chance.
+    def check(self, conversation: Conversation, check: _Check, *which: object) -> None:
+        """Raise UserError if a conversation passed `check` only by coincidence.
 
-        A template may treat a text by what is in it, so a shape that does not pass is no reason to refuse a row: its
-        own texts must fail as well, each with a number behind it. `which`: what `check` depends on beside them.
+        A template may treat texts by their values, so a shape that fails is no reason to refuse a row: its own texts,
+        each with a number appended, must fail as well. `which`: what else `check` depends on, for the cache key.
         """
-        asked = Numbers(is_behind=False).conversation(conversation)
-        key = (shape_of(asked), *which)
+        asked = Numbers(is_appended=False).conversation(conversation)
+        key = (_shape_of(asked), *which)
         if key not in self.known:
             if len(self.known) >= MOST:
                 self.known.clear()
-            self.known[key] = not fails(check, asked)
+            self.known[key] = not _fails(check, asked)
         if not self.known[key]:
-            numbers = Numbers(is_behind=True)
+            numbers = Numbers(is_appended=True)
             try:
                 check(numbers.conversation(conversation))
-            except Refused:  # a template that takes no number there
+            except Refused:  # the template refuses such values
                 return
             except UserError as error:
                 raise UserError(numbers.without(str(error))) from error
 
 
-def fails(check: Check, conversation: Conversation) -> bool:
+def _fails(check: _Check, conversation: Conversation) -> bool:
     try:
         check(conversation)
     except UserError:
@@ -58,8 +58,8 @@ def fails(check: Check, conversation: Conversation) -> bool:
     return False
 
 
-def shape_of(asked: Conversation) -> str:
-    """The same for conversations whose ids differ in letters and digits alone."""
+def _shape_of(asked: Conversation) -> str:
+    """A key that is equal for conversations whose ids differ only in letters and digits."""
     messages = []
     for message in asked.messages:
         ids = {"tool_call_id": _shape(message["tool_call_id"])} if "tool_call_id" in message else {}
@@ -69,26 +69,26 @@ def shape_of(asked: Conversation) -> str:
 
 
 def _shape(name: object) -> str:
-    return str(name).lower().translate(LETTERS)
+    return str(name).lower().translate(_LETTERS)
 
 
 class Numbers:
-    """Puts numbers in the place of a conversation's texts, or `is_behind` them. Reasoning's tags stay."""
+    """Replaces a conversation's texts by numbers, or appends them if `is_appended`. Reasoning tags are kept."""
 
-    def __init__(self, is_behind: bool):
-        self.is_behind, self.numbers = is_behind, count(FIRST, STEP)
-        self.names: dict[str, str] = {}  # of functions, which calls, results and tools must have in common
+    def __init__(self, is_appended: bool):
+        self.is_appended, self.numbers = is_appended, count(_FIRST, _STEP)
+        self.names: dict[str, str] = {}  # new names of functions: equal in calls, results and tools
         self.used: list[str] = []
 
     def conversation(self, conversation: Conversation) -> Conversation:
         tools = None if conversation.tools is None else [self.tool(tool) for tool in conversation.tools]
         return Conversation([self.message(message) for message in conversation.messages], tools, conversation.muted)
 
-    def without(self, told: str) -> str:
-        """A message in the words of the conversation as it was."""
+    def without(self, text: str) -> str:
+        """An error message without the appended numbers."""
         for number in self.used:
-            told = told.replace(number, "")
-        return told
+            text = text.replace(number, "")
+        return text
 
     def number(self) -> str:
         self.used.append(str(next(self.numbers)))
@@ -97,15 +97,15 @@ class Numbers:
     def text(self, text: str) -> str:
         if not text.strip():
             return text
-        if self.is_behind:
+        if self.is_appended:
             return text + self.number()
         return "".join(
-            self.number() if at % 2 == 0 and part.strip() else part for at, part in enumerate(TAG.split(text))
+            self.number() if at % 2 == 0 and part.strip() else part for at, part in enumerate(ANY_TAG.split(text))
         )
 
     def name(self, name: str) -> str:
         if name not in self.names:
-            self.names[name] = f"{name if self.is_behind else 'f'}{self.number()}"
+            self.names[name] = f"{name if self.is_appended else 'f'}{self.number()}"
         return self.names[name]
 
     def value(self, value: Any) -> Any:
@@ -116,10 +116,10 @@ class Numbers:
         if isinstance(value, str):
             return self.text(value)
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        return int(self.number()) if is_whole and not self.is_behind else value
+        return int(self.number()) if is_whole and not self.is_appended else value
 
     def arguments(self, arguments: Any) -> Any:
-        """JSON stays JSON."""
+        """Arguments in JSON stay JSON."""
         if not isinstance(arguments, str):
             return self.value(arguments)
         try:
@@ -134,12 +134,17 @@ class Numbers:
         return {**call, "function": {**function, **asked}}
 
     def message(self, message: Message) -> Message:
-        texts = {key: self.text(message[key]) for key in ("content", *REASONING) if isinstance(message.get(key), str)}
+        texts = {
+            key: self.text(message[key]) for key in ("content", *REASONING_FIELDS) if isinstance(message.get(key), str)
+        }
         calls = {"tool_calls": [self.call(call) for call in message["tool_calls"]]} if message.get("tool_calls") else {}
         is_result = message["role"] == "tool" and isinstance(message.get("name"), str)
         return {**message, **texts, **calls, **({"name": self.name(message["name"])} if is_result else {})}
 
     def tool(self, tool: dict) -> dict:
-        """Of a schema the name; its other parts are as many as there are rows."""
+        """Replaces the function's name, and drops the rest of its schema, which would make a shape for each row."""
         function = {"name": self.name(tool["function"]["name"]), "description": "", "parameters": {"type": "object"}}
-        return {**tool, "function": function if not self.is_behind else {**tool["function"], "name": function["name"]}}
+        return {
+            **tool,
+            "function": function if not self.is_appended else {**tool["function"], "name": function["name"]},
+        }

@@ -1,4 +1,4 @@
-"""corpus/chat.py: every row format becomes messages; the mask holds what the assistant produced and nothing else."""
+"""corpus/conversations.py: every row format becomes messages; the mask covers what the assistant wrote, no more."""
 
 import json
 import sys
@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from eagle_train.corpus.chat import Conversation, conversation_of, to_messages
 from eagle_train.corpus.columns import unread_columns
+from eagle_train.corpus.conversations import Conversation, conversation_of, to_messages
 from eagle_train.corpus.render import ChatRenderer, render_row
 from eagle_train.corpus.source import SourceConfig
 from eagle_train.errors import UserError

@@ -1,10 +1,10 @@
-"""corpus/answers.py: what a target wrote is told in the fields that its template renders back to the same tokens."""
+"""corpus/answer_parser.py: an answer becomes the fields that the chat template renders back to the same tokens."""
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from eagle_train.corpus.answers import AnswerReader
+from eagle_train.corpus.answer_parser import AnswerParser
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.errors import UserError
 
@@ -114,19 +114,19 @@ def make_tokenizer(template: str) -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_reader(template: str) -> AnswerReader:
+def make_parser(template: str) -> AnswerParser:
     tokenizer = make_tokenizer(template)
     stop_ids = [tokenizer.convert_tokens_to_ids(stop) for stop in STOPS]
-    return AnswerReader(ChatRenderer(tokenizer, stop_ids=stop_ids))
+    return AnswerParser(ChatRenderer(tokenizer, stop_ids=stop_ids))
 
 
 def read(template: str, text: str, tools: list | None = None, was_cut: bool = False, messages: list = ASKED):
     """The message of an answer that was written so, having seen that it is rendered so."""
-    reader = make_reader(template)
-    written = reader.written(reader.prompt(messages, tools), reader.tokens(text), was_cut)
-    message, same = reader.message(messages, tools, written)
+    parser = make_parser(template)
+    written = parser.written(parser.prompt(messages, tools), parser.tokens(text), was_cut)
+    message, same = parser.message(messages, tools, written)
     assert same
-    assert reader.rendered([*messages, message], tools).startswith(written.text)
+    assert parser.rendered([*messages, message], tools).startswith(written.text)
     return {key: value for key, value in message.items() if key != "role"}
 
 
@@ -214,10 +214,10 @@ def test_calls_of_tools_are_told_as_calls_where_the_template_renders_them(templa
 
 def test_the_next_prompt_is_made_of_the_fields():
     """As a server makes it: reasoning of earlier turns is left out."""
-    reader = make_reader(QWEN)
+    parser = make_parser(QWEN)
     answer = read(QWEN, "<think>\nso\n</think>\n\nno<|im_end|>")
     messages = [*ASKED, {"role": "assistant", **answer}, {"role": "user", "content": "sun?"}]
-    assert reader.prompt(messages, None) == (
+    assert parser.prompt(messages, None) == (
         "<|im_start|>user\nrain?<|im_end|>\n<|im_start|>assistant\nno<|im_end|>\n"
         "<|im_start|>user\nsun?<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -232,9 +232,9 @@ def test_a_tokenizers_own_description_of_its_answers_is_used():
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {"musing": {"open": "{{", "close": "}}"}, "content": {"close": "<|im_end|>"}},
     }
-    reader = AnswerReader(ChatRenderer(tokenizer, stop_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")]))
-    written = reader.written(reader.prompt(ASKED, None), reader.tokens("{{so}}no<|im_end|>"), False)
-    message, same = reader.message(ASKED, None, written)
+    parser = AnswerParser(ChatRenderer(tokenizer, stop_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")]))
+    written = parser.written(parser.prompt(ASKED, None), parser.tokens("{{so}}no<|im_end|>"), False)
+    message, same = parser.message(ASKED, None, written)
     assert (message, same) == ({"role": "assistant", "content": "no", "musing": "so"}, True)
 
 
@@ -286,19 +286,19 @@ def test_an_answer_that_was_cut_in_its_text_is_told(template, text, fields):
 
 def test_letters_that_look_like_a_special_token_are_refused():
     """Rendered, they would become it."""
-    reader = make_reader(CHATML)
-    letters = reader.tokenizer.convert_tokens_to_ids(list("a</think>b"))
-    stop = reader.tokens("<|im_end|>")
-    written = reader.written(reader.prompt(ASKED, None), letters + stop, False)
+    parser = make_parser(CHATML)
+    letters = parser.tokenizer.convert_tokens_to_ids(list("a</think>b"))
+    stop = parser.tokens("<|im_end|>")
+    written = parser.written(parser.prompt(ASKED, None), letters + stop, False)
     assert written.text == "a</think>b"
     with pytest.raises(UserError, match="does not render the answer back"):
-        reader.message(ASKED, None, written)
-    assert reader.tokens("a</think>b") != letters
+        parser.message(ASKED, None, written)
+    assert parser.tokens("a</think>b") != letters
 
 
 def test_a_text_that_has_other_tokens_again_is_told_so():
-    reader = make_reader(CHATML)
-    tokens = reader.tokenizer.convert_tokens_to_ids(list("ab")) + reader.tokens("<|im_end|>")
-    assert len(reader.tokens("ab")) == 1
-    written = reader.written(reader.prompt(ASKED, None), tokens, False)
-    assert reader.message(ASKED, None, written) == ({"role": "assistant", "content": "ab"}, False)
+    parser = make_parser(CHATML)
+    tokens = parser.tokenizer.convert_tokens_to_ids(list("ab")) + parser.tokens("<|im_end|>")
+    assert len(parser.tokens("ab")) == 1
+    written = parser.written(parser.prompt(ASKED, None), tokens, False)
+    assert parser.message(ASKED, None, written) == ({"role": "assistant", "content": "ab"}, False)
