@@ -579,6 +579,19 @@ def results(home: Path, path: Path, **changes) -> Path:
     return path
 
 
+def test_the_front_matter_names_the_licence_that_the_user_gives(home, tmp_path):
+    out = exported(home, tmp_path / "out", "license=llama3.1")
+    front = (out / "README.md").read_text().split("---\n")[1].splitlines()
+    assert {"library_name: eagle_train", "license: llama3.1"} <= set(front)
+    assert "Licence" not in (out / "README.md").read_text()
+    again = tmp_path / "again"  # an export of an export keeps it
+    assert call(export.main, f"checkpoint={out}", f"out={again}", "device=cpu") == 0
+    assert "\nlicense: llama3.1\n" in (again / "README.md").read_text()
+    unknown = (exported(home, tmp_path / "unknown") / "README.md").read_text()
+    assert "\nlicense:" not in unknown
+    assert "## Licence\n\nNot stated." in unknown
+
+
 def test_the_card_tells_what_the_artifact_knows(home, tmp_path):
     measured = results(home, tmp_path / "results.json")
     out = exported(home, tmp_path / "out", "layout=vllm", "quant=int4", f"evaluations=[{measured}]")

@@ -74,6 +74,7 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
         ),
         "## How it was made",
         _listing(_flat(about.training)) if about.training else "Not recorded.",
+        *([] if about.license else ["## Licence", _unlicensed(about)]),
         "## Size on disk",
         table(["part", "tensors", "MB"], _sizes(tensors)),
     ]
@@ -97,7 +98,17 @@ def _front_matter(about: Artifact) -> str:
     lines = ["library_name: eagle_train", "tags: [eagle, speculative-decoding, draft-model]"]
     if _HUB_ID.fullmatch(about.target.name) and not Path(about.target.name).exists():
         lines.append(f"base_model: {about.target.name}")
+    if about.license is not None:
+        lines.append(f"license: {about.license}")
     return "\n".join(["---", *lines, "---"])
+
+
+def _unlicensed(about: Artifact) -> str:
+    """What somebody who exports or receives a draft without a licence should do."""
+    return (
+        "Not stated. A draft is trained on what its target computes, so the target's licence may bind it: read that of "
+        f"{code(about.target.name)}, and export again with `license=ID`."
+    )
 
 
 def _weights(about: Artifact) -> str:

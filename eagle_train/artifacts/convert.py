@@ -13,6 +13,7 @@ from eagle_train.artifacts.calibrate import calibrated
 from eagle_train.artifacts.card import card, caveat, read_evaluations
 from eagle_train.artifacts.format import DTYPES, ROUNDINGS, Artifact, fingerprint, write_artifact
 from eagle_train.artifacts.layouts import ENGINES, check_runs
+from eagle_train.artifacts.license import check_license, license_of_target
 from eagle_train.artifacts.tensors import file_tensors
 from eagle_train.artifacts.verify import verify
 from eagle_train.corpus.render import ChatRenderer
@@ -40,6 +41,7 @@ class ExportConfig:
     rounding: str
     calibration_tokens: int
     evaluations: list[str]
+    license: str | None
     push_to: str | None
     push_private: bool
     device: str
@@ -50,6 +52,7 @@ class ExportConfig:
         check(self.layout in ENGINES, f"layout={self.layout}: must be one of {', '.join(ENGINES)}")
         check(self.dtype in DTYPES, f"dtype={self.dtype}: must be {' or '.join(DTYPES)}")
         check(self.rounding in ROUNDINGS, f"rounding={self.rounding}: must be {' or '.join(ROUNDINGS)}")
+        check_license(self.license)
         gptq, given = self.rounding == "gptq", self.target is not None
         check(
             not gptq or self.quant.scheme != "none", "rounding=gptq: nothing is rounded; give quant=int4 or quant=fp8"
@@ -101,6 +104,7 @@ def _described(source: Source, config: ExportConfig) -> Artifact:
     measured = read_evaluations(config.evaluations, source.about.source)
     about = replace(source.about, engine=config.layout, dtype=config.dtype)
     about.evaluations = [*about.evaluations, *measured]
+    about.license = config.license or about.license or license_of_target(about.target.name)
     if config.quant.scheme != "none":
         about = replace(about, quant=config.quant, rounding=config.rounding)
     check_runs(about.engine, about.draft, about.quant)

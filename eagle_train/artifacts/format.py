@@ -41,7 +41,7 @@ class Artifact:
 
     `engine`: whose layout the files have. `dtype`: of unquantised tensors. `rounding`: how quantised ones were rounded.
     `source`: the fingerprint of the trained weights, the same in every export of them. `training`: how they were
-    trained (steps, tokens, losses, data). `evaluations`: measured figures.
+    trained (steps, tokens, losses, data). `evaluations`: measured figures. `license`: the hub's name of it, if known.
     """
 
     draft: DraftConfig
@@ -54,6 +54,7 @@ class Artifact:
     training: dict[str, Any] = field(default_factory=dict)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     conventions: dict[str, str] = field(default_factory=dict)
+    license: str | None = None
     version: int = VERSION
 
     def __post_init__(self) -> None:
