@@ -20,7 +20,7 @@ _LICENSE = re.compile(r"^license: *[\"']?([^\s\"']+)", re.MULTILINE)
 
 def check_license(license: str | None) -> None:
     """Raise UserError for what is no identifier of the hub."""
-    known = license is None or _IDENTIFIER.fullmatch(license)
+    known = license is None or _IDENTIFIER.fullmatch(license) is not None
     check(known, f"license={license}: must be an identifier of the hub, apache-2.0 or llama3.1, for example")
 
 
