@@ -1,1 +1,23 @@
-"""The frozen target, the draft, and the draft on disk. Knows nothing of training, inference or data."""
+"""The frozen target and the draft. Knows nothing of training, inference or data.
+
+The names below are what users may call; the rest is internal.
+"""
+
+from eagle_train.models.draft import Draft, DraftConfig, Head, shift_hidden
+from eagle_train.models.draft_quantisation import Quant, quant_of, quantise_draft
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.target import Identity, Target
+
+__all__ = [
+    "Draft",
+    "DraftConfig",
+    "Head",
+    "Identity",
+    "Quant",
+    "Target",
+    "TargetConfig",
+    "load_target",
+    "quant_of",
+    "quantise_draft",
+    "shift_hidden",
+]
