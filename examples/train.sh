@@ -9,5 +9,5 @@ out="${OUT:-outputs/example}"
 eagle-train data=messages data.path=data/tiny_target/answers.jsonl.gz data.row_tokens=512 out="$out/train" \
   draft.num_layers=1 draft.first_token=skip optim.name=muon optim.lr=6e-3 optim.tokens_per_step=1024 \
   train.micro_batch_rows=2 train.steps=50 "$@"
-eagle-export checkpoint="$out/train" engine=native out="$out/draft"
+eagle-export checkpoint="$out/train" layout=native out="$out/draft"
 eagle-generate draft="$out/draft" max_tokens=64 prompt="Write the Python function \`join(a, *p)\` of the module \`posixpath\`."

@@ -88,7 +88,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 def test_the_engine_loads_it_whole_and_so_do_we(home, tmp_path, engine, norms, quant, scope):
     given = [f"target={home}/target"] if engine == "trtllm" else []
     out = exported(
-        home, tmp_path / "out", f"engine={engine}", f"quant={quant}", f"quant.scope={scope}", *given, source=norms
+        home, tmp_path / "out", f"layout={engine}", f"quant={quant}", f"quant.scope={scope}", *given, source=norms
     )
     config, tensors = read(out)
     loaded = replay(engine, config, tensors, json.loads((home / "target" / "config.json").read_text()))
@@ -380,7 +380,7 @@ def test_drafts_of_others_are_read(home, target, tmp_path, layout, norms, num_la
 def test_biases_of_others_are_read_and_served(home, target, tmp_path, capsys, biases, engine):
     """Qwen2's drafts have them on queries, keys and values; an engine that has more of them is given zeros."""
     draft = foreign(target, tmp_path / "theirs", "reference", num_layers=2, biases=biases)
-    arguments = [f"target={home}/target", "dtype=float32", f"engine={engine}"]
+    arguments = [f"target={home}/target", "dtype=float32", f"layout={engine}"]
     if engine == "sglang" and "mlp_bias" in biases:
         assert "drops the biases" in refusal(capsys, f"checkpoint={tmp_path}/theirs", f"out={tmp_path}/out", *arguments)
         return
@@ -628,7 +628,7 @@ def test_what_an_engine_leaves_out_is_told(home, target, tmp_path, capsys):
     assert f"note: {said}" in capsys.readouterr().out
     save_draft(tiny_draft(target, first_token="skip"), tmp_path / "skip", target.identity)
     for source, engine in ((home / "eagle1", "native"), (tmp_path / "skip", "vllm")):
-        out = exported(source.parent, tmp_path / engine, f"engine={engine}", source=source.name)
+        out = exported(source.parent, tmp_path / engine, f"layout={engine}", source=source.name)
         assert "note:" not in capsys.readouterr().out
         assert "Note:" not in (out / "README.md").read_text()
 
