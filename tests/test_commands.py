@@ -175,7 +175,7 @@ def test_drafts_are_chosen_as_told(made, monkeypatch):
     seen, step = [], Engine.step
     monkeypatch.setattr(Engine, "step", lambda engine: seen.append(engine.config.drafting) or step(engine))
     arguments = [f"target={made}/target", f"draft={made}/draft", "max_tokens=4", "temperature=1", "prompt=abc"]
-    for override in ([], ["drafting=multinomial"]):
+    for override in ([], ["engine.drafting=multinomial"]):
         assert call(generate.main, *arguments, *override) == 0
     assert list(dict.fromkeys(seen)) == ["greedy", "multinomial"]
 

@@ -532,8 +532,8 @@ def test_what_is_wrong_beforehand_costs_no_target(home, tmp_path, capsys, monkey
         ({"draft_vocab_size": 50}, "draft_vocab_size is 50 in config.json; give a draft with all 96 tokens"),
         ({"hidden_size": None, "vocab_size": None}, "config.json has no hidden_size, vocab_size"),
         ({"hidden_size": None, "model": {"vocab_size": 96}}, "has no hidden_size"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' in config.json; a draft has silu"),
-        ({"truncated_vocab_size": 50}, "truncated_vocab_size 50 in config.json"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu' in config.json, and must be silu"),
+        ({"truncated_vocab_size": 50}, "truncated_vocab_size is 50 in config.json"),
     ],
 )
 def test_configs_of_others_that_do_not_fit(home, target, tmp_path, capsys, values, message):
