@@ -22,7 +22,7 @@ from eagle_train.artifacts.format import (
 from eagle_train.artifacts.hub import fetch, push
 from eagle_train.cli import command
 from eagle_train.corpus.source import DataConfig, check_found
-from eagle_train.errors import check
+from eagle_train.errors import UserError, check
 from eagle_train.hardware import resolve_device
 from eagle_train.inference.requests.readable import texts
 from eagle_train.models.loading import load_target
@@ -57,8 +57,10 @@ def _source(path: Path, name: str, target: Target | None) -> Source:
     elif KEY in read_config(path, FIELD):
         source = Source(load_draft(path, field=FIELD), read_artifact(path, FIELD), path)
     else:
-        problem = f"{FIELD}={path}: a draft that others trained, which does not say its target; give target=PATH"
-        check(target is not None, problem)
+        if target is None:
+            raise UserError(
+                f"{FIELD}={path}: a draft that others trained, which does not say its target; give target=PATH"
+            )
         source = Source.of(load_foreign(path, target), target.identity, {"imported": name}, path)
     if target is not None:
         check_target(source.about.target, target.identity, f"{FIELD}={path}")

@@ -5,6 +5,7 @@ Started by torchrun on several processes, these hold the target together (tensor
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -45,9 +46,10 @@ def job(config: DictConfig) -> int:
     """One rank's part; returns its exit status."""
     check(config.color in COLORS, f"color={config.color}: must be one of {', '.join(COLORS)}")
     check(bool(config.prompt), "prompt is empty: give prompt=TEXT")
-    stop = OmegaConf.to_container(config.stop) if OmegaConf.is_config(config.stop) else config.stop
+    stop: Any = OmegaConf.to_container(config.stop) if OmegaConf.is_config(config.stop) else config.stop
     numbers = build(Numbers, {k: config[k] for k in ("temperature", "top_p", "top_k", "max_tokens", "seed")}, "")
-    grammar = {kind: value for kind, value in OmegaConf.to_container(config.grammar).items() if value is not None}
+    grammars: Any = OmegaConf.to_container(config.grammar)
+    grammar = {kind: value for kind, value in grammars.items() if value is not None}
     stop = tuple(stop) if isinstance(stop, list) else stop
     params = SamplingParams(**vars(numbers), stop=stop, grammar=grammar or None)
     given, quant = build(TargetConfig, config.target, "target"), build(Quant, config.quant, "quant")
@@ -108,10 +110,10 @@ class Marked:
 
 
 def summary(output: Output) -> str:
-    stats = output.stats
+    stats, tpc, ttit = output.stats, output.stats.tpc, output.stats.ttit_s
     parts = [f"{len(output.token_ids)} tokens ({output.finish_reason})", f"TTFT {stats.ttft_s * 1e3:.1f} ms"]
-    if stats.calls:
-        parts += [f"TPC {stats.tpc:.2f}", f"TTIT {stats.ttit_s * 1e3:.2f} ms"]
+    if tpc is not None and ttit is not None:
+        parts += [f"TPC {tpc:.2f}", f"TTIT {ttit * 1e3:.2f} ms"]
     return ", ".join(parts)
 
 
