@@ -8,7 +8,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -109,7 +109,7 @@ def provenance() -> dict[str, Any]:
     packages = ("eagle-train", "torch", "transformers")
     return {
         "python": platform.python_version(),
-        **{package: version(package) for package in packages},
+        **{package: _version(package) for package in packages},
         "cpu": cpu_name(),
         "instructions": instructions(),
         "cores": os.cpu_count(),
@@ -117,6 +117,14 @@ def provenance() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_average": [round(load, 2) for load in os.getloadavg()],
     }
+
+
+def _version(package: str) -> str | None:
+    """None for a package that runs from its sources and was not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def redact(config: Any, name: str = "") -> Any:

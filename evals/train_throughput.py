@@ -38,7 +38,7 @@ def main(values: DictConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_documents(Path(folder) / "documents.jsonl", config)
         found = compared(config, folder)
-    found |= {"config": asdict(config), "provenance": provenance()}
+    found |= {"device": resolve_device(config.device), "config": asdict(config), "provenance": provenance()}
     write_json(out, found)
     print(text(found))
     print(f"written to {config.out}")
@@ -47,11 +47,12 @@ def main(values: DictConfig) -> None:
 def compared(config: StepConfig, folder: str) -> dict[str, Any]:
     """Both steps' figures; the steps run in turn."""
     device = resolve_device(config.device)
-    workers = {kind: Worker(work, kind, config, folder, device) for kind in KINDS}
-    rounds: dict[str, list[dict]] = {kind: [] for kind in KINDS}
+    kinds = KINDS if config.naive else KINDS[:1]
+    workers = {kind: Worker(work, kind, config, folder, device) for kind in kinds}
+    rounds: dict[str, list[dict]] = {kind: [] for kind in kinds}
     floors: list[list[float]] = []
     for number in range(config.rounds):
-        for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
+        for kind in kinds if number % 2 == 0 else kinds[::-1]:
             rounds[kind].append(workers[kind].ask("steps"))
         floors += [workers["ours"].ask("floor") for _ in range(config.steps)]
     for worker in workers.values():
@@ -73,7 +74,7 @@ def figures(config: StepConfig, rounds: dict[str, list[dict]], floors: list[list
             "tokens_per_s": median(one["tokens"] / sum(one["seconds"]) for one in results),
             "peak_memory": results[0]["memory"],
         }
-    ours, both = rounds["ours"], (rounds["ours"], rounds["naive"])
+    ours = rounds["ours"]
     parts = {part: median(one["parts"][part] for one in ours) / config.steps for part in ours[0]["parts"]}
     shape = llama(config)
     draft = DraftConfig.from_target(shape, num_layers=config.draft_layers)
@@ -88,22 +89,31 @@ def figures(config: StepConfig, rounds: dict[str, list[dict]], floors: list[list
         "step_over_floor": found["ours"]["step_s"] / floor,
         "tflops_per_s": rate,
         "mfu": rate / config.tflops if config.tflops else None,
-        "faster_than_naive": median_ratio(*([one["tokens"] / sum(one["seconds"]) for one in each] for each in both)),
-        "memory_of_naive": found["ours"]["peak_memory"] / found["naive"]["peak_memory"],
+        **against_naive(found, rounds),
     }
+
+
+def against_naive(found: dict[str, Any], rounds: dict[str, list[dict]]) -> dict[str, Any]:
+    """What we take of the naive step's time and memory; null where it was left out."""
+    if "naive" not in rounds:
+        return {"faster_than_naive": None, "memory_of_naive": None}
+    speeds = ([one["tokens"] / sum(one["seconds"]) for one in each] for each in (rounds["ours"], rounds["naive"]))
+    memory = found["ours"]["peak_memory"] / found["naive"]["peak_memory"]
+    return {"faster_than_naive": median_ratio(*speeds), "memory_of_naive": memory}
 
 
 def text(found: dict[str, Any]) -> str:
     """For the terminal."""
     lines = []
-    for kind in KINDS:
+    for kind in (kind for kind in KINDS if kind in found):
         one = found[kind]
         speed, memory = one["tokens_per_s"], one["peak_memory"] / 2**30
         lines.append(f"{kind:<6}{one['step_s'] * 1e3:8.0f} ms a step {speed:9,.0f} tokens/s {memory:6.2f} GiB at most")
     speed, memory = found["faster_than_naive"], found["memory_of_naive"]
-    lines.append(f"ours has {speed:.2f} times the tokens/s (padding not counted), and takes {memory:.0%} of the memory")
-    if found["parts_s"]:
-        lines.append("of our step, the target in parallel with the rest:")
+    if speed is not None:
+        lines.append(f"ours has {speed:.2f} times the tokens/s (without padding), and takes {memory:.0%} of the memory")
+    beside = "the target in parallel with the rest" if found["device"] == "cpu" else "one after the other"
+    lines.append(f"of our step, {beside}:")
     lines += [f"  {part:<18}{seconds * 1e3:8.1f} ms" for part, seconds in found["parts_s"].items()]
     lines.append(
         f"the step takes {found['step_over_floor']:.2f} times its products alone ({found['floor_s'] * 1e3:.0f} ms); it "

@@ -67,6 +67,8 @@ class StepConfig:
     steps: int
     seed: int
     tflops: float | None
+    compile: bool
+    naive: bool
 
     def __post_init__(self) -> None:
         check_least(self, 1, "vocab", "hidden", "layers", "draft_layers", "rounds", "steps")
@@ -124,24 +126,18 @@ class Ours:
         draft = Draft(DraftConfig.from_target(self.target.config, num_layers=config.draft_layers)).init_weights(0)
         self.draft = draft.to(device)
         optim = OptimConfig(tokens_per_step=config.tokens_per_step)
-        backend = prepare(self.draft, optim, ParallelConfig(), ALONE, self.target.dtype)
+        backend = prepare(self.draft, optim, ParallelConfig(compile=config.compile), ALONE, self.target.dtype)
         train = TrainConfig(steps=10**6, micro_batch_rows=config.micro_batch_rows)
         ahead = look_ahead(self.stream, self.target, accumulation(optim, train, config.row_tokens))
         store = CheckpointStore(folder)
         self.trainer = Trainer(train, optim, self.target, self.draft, backend, ahead, [], store)
         ahead.start(steps=None)
-        self.seconds: dict[str, float] = {}
-        if device == "cpu":  # a GPU runs the parts later than the host launches them
-            self.watch()
+        self.parts = PartTimes(device)
+        self.watch()
 
     def watch(self) -> None:
-        """Add up the time of a step's parts. The target's part runs in parallel with the draft's."""
-
-        def part(name: str, function: Callable) -> Callable:
-            def add(seconds: float) -> None:
-                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-
-            return timed(function, add)
+        """Add up the time of a step's parts. On a CPU the target's part runs in parallel with the draft's."""
+        part = self.parts.timed
 
         trainer, backend = self.trainer, self.trainer.backend
         trainer.lookahead.hidden_states = part("target", trainer.lookahead.hidden_states)
@@ -157,7 +153,7 @@ class Ours:
         for _ in range(steps):
             self.trainer.train_step()
         waited = self.trainer.lookahead.waited - waited
-        self.seconds["waiting for data"] = self.seconds.get("waiting for data", 0.0) + waited
+        self.parts.add("waiting for data", waited)
         return self.stream_tokens() - before
 
     def stream_tokens(self) -> int:
@@ -238,6 +234,43 @@ class Products(DispatchMode):
             torch.cuda.synchronize()
 
 
+class PartTimes:
+    """Seconds by part of a step. A GPU's are those between two marks in its queue, read when it has caught up."""
+
+    def __init__(self, device: str):
+        self.seconds: dict[str, float] = {}
+        self.marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.is_gpu = device != "cpu"
+
+    def timed(self, name: str, function: Callable) -> Callable:
+        """`function`, whose calls are added to this part."""
+        if not self.is_gpu:
+            return timed(function, lambda seconds: self.add(name, seconds))
+
+        def marked(*arguments: Any, **options: Any) -> Any:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            result = function(*arguments, **options)
+            last.record()
+            self.marks.append((name, first, last))
+            return result
+
+        return marked
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def read(self) -> None:
+        """Add what the GPU has passed; it must have caught up."""
+        for name, first, last in self.marks:
+            self.add(name, first.elapsed_time(last) / 1e3)
+        self.marks.clear()
+
+    def clear(self) -> None:
+        self.seconds.clear()
+        self.marks.clear()
+
+
 class Naive:
     """A simple step: documents padded to the longest, all logits at once."""
 
@@ -250,7 +283,7 @@ class Naive:
         self.draft.init_weights(0).to(device)
         self.optimizer = Optimizer(self.draft, OptimConfig())
         self.batches = self.padded()
-        self.seconds: dict[str, float] = {}
+        self.parts = PartTimes(device)
 
     def padded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(tokens, mask) of as many documents as fill a step, padded to the longest of them."""
@@ -309,7 +342,7 @@ def work(kind: str, config: StepConfig, folder: str, device: str, line: Connecti
         if order == "floor":
             line.send(step.floor())
             continue
-        step.seconds.clear()
+        step.parts.clear()
         seconds, tokens = [], 0
         for _ in range(config.steps):
             started = time.perf_counter()
@@ -317,7 +350,8 @@ def work(kind: str, config: StepConfig, folder: str, device: str, line: Connecti
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
-        took = {"seconds": seconds, "tokens": tokens, "parts": dict(step.seconds)}
+        step.parts.read()
+        took = {"seconds": seconds, "tokens": tokens, "parts": dict(step.parts.seconds)}
         line.send({**took, "memory": peak_memory(device) - before})
 
 

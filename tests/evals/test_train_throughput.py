@@ -10,11 +10,12 @@ from tests.support.command_line import call
 
 SMALL = {"vocab": 64, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "layers": 2, "draft_layers": 1}
 SIZES = {**SMALL, "row_tokens": 512, "micro_batch_rows": 1, "tokens_per_step": 1024, "rounds": 2, "steps": 1}
+BOTH = {"compile": False, "naive": True}
 
 
 def test_figures_are_medians_of_the_rounds_and_memory_the_first_ones():
     """Three rounds of two steps; the second round is disturbed."""
-    config = StepConfig(out="", device="cpu", seed=0, tflops=None, **SIZES | {"steps": 2})
+    config = StepConfig(out="", device="cpu", seed=0, tflops=None, **BOTH, **SIZES | {"steps": 2})
 
     def results(seconds: float, memory: int) -> dict:
         parts = {"target": seconds / 2, "waiting for data": seconds / 10}

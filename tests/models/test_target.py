@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import pytest
 import torch
 import transformers
@@ -470,6 +469,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, 
 
 def test_a_checkpoint_in_4_bits_stays_so(tmp_path):
     """Its twin computes with the numbers that the 4 bits stand for; the library's kernel for a CPU rounds to bf16."""
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="it was not installed")
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")
     exact = tiny_model("llama", std=0.05, **WIDE)
     exact.save_pretrained(tmp_path / "whole")

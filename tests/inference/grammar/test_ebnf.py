@@ -10,11 +10,10 @@ from functools import reduce
 import pytest
 import regex
 import torch
-import xgrammar
 
 from eagle_train.errors import UserError
 from eagle_train.inference.grammar.guided import ebnf_of
-from tests.support.byte_grammars import accepts, compiled
+from tests.support.byte_grammars import accepts, compiled, xgrammar
 
 LETTERS = 'ab-]^"\\ \né😀\0x4Aro'
 LANGUAGES = [  # a grammar, and its language, as the `regex` module has it

@@ -10,14 +10,13 @@ import re
 
 import pytest
 import torch
-import xgrammar
 
 from eagle_train.errors import UserError
 from eagle_train.inference.grammar.formats import FORMATS
 from eagle_train.inference.grammar.guided import ebnf_of
 from eagle_train.inference.grammar.json_schema import check_schema
 from eagle_train.inference.grammar.json_text import WHITESPACE
-from tests.support.byte_grammars import accepts, compiled
+from tests.support.byte_grammars import accepts, compiled, xgrammar
 
 LONGEST = 600  # bytes of a walk
 

@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# What only a machine with a GPU can show: ceilings, GPU tests, a training step, latency, profiles, a training run.
+# Each part is a command with a budget in seconds and writes JSON to OUT; when one fails the next one runs, and the end
+# says which. The Python is PYTHON, with torch and transformers there; WHEELS: a directory of wheels of what else is
+# missing, which go to a directory of their own.
+# Usage: [OUT=DIR] [WHEELS=DIR] [PYTHON=python3] bash launch/gpu_day.sh [PART ...]
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+OUT="${OUT:-outputs/gpu_day}" PYTHON="${PYTHON:-python3}" SHAPES="${SHAPES:-llama3_1_8b}"
+PARTS=(ceilings tests step plain drafts graphs compiled batches quantised run)
+failed=()
+mkdir -p "$OUT"
+
+install_wheels() {
+  local site
+  site=$(mktemp -d)
+  "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$1"/*.whl
+  export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# part NAME SECONDS COMMAND...: runs it, says how long it took, keeps what it printed.
+part() {
+  local name=$1 budget=$2 started=$SECONDS status=0
+  shift 2
+  echo "== $name (at most $budget s): $*"
+  timeout --kill-after=10 "$budget" "$@" 2>&1 | tee "$OUT/$name.log" | tail -n "${LINES_SHOWN:-25}" || status=$?
+  echo "== $name: $((SECONDS - started)) s, status $status"
+  [ "$status" -eq 0 ] || failed+=("$name")
+}
+
+latency() { # latency NAME SECONDS [OVERRIDE ...]: against plain decoding and transformers, on random weights
+  local name=$1 budget=$2
+  shift 2
+  part "$name" "$budget" "$PYTHON" -m evals.latency "shapes=$SHAPES" device=cuda "acceptance=[0.8,0.65,0.55]" \
+    max_tokens=96 repeats=3 "out=$OUT/$name" "$@"
+}
+
+run_part() {
+  case $1 in
+    ceilings) part ceilings 90 "$PYTHON" -m evals.ceilings "shapes=$SHAPES" device=cuda "out=$OUT/ceilings.json" ;;
+    tests) part tests 420 "$PYTHON" -m pytest -m gpu -q --numprocesses 6 --dist worksteal --tb=short tests ;;
+    step) # the shapes of Llama 3.1 8B, in micro-batches of 8,192 tokens
+      part step 200 "$PYTHON" -m evals.train_throughput device=cuda vocab=128256 hidden=4096 intermediate=14336 \
+        heads=32 kv_heads=8 layers=32 row_tokens=2048 micro_batch_rows=4 tokens_per_step=16384 rounds=2 steps=3 \
+        naive=false tflops=989 "out=$OUT/step.json"
+      ;;
+    plain) latency plain 150 context_lengths=[1024] ;;
+    drafts) latency drafts 200 "trees=[chain3,d3_bf2,chain5]" "acceptance=[0.8,0.65,0.55,0.45,0.35]" context_lengths=[2048] ;;
+    graphs) latency graphs 200 "context_lengths=[1024,4096]" engine.graphs=true ;;
+    compiled) latency compiled 300 context_lengths=[1024] engine.graphs=true engine.compile=true ;;
+    batches) latency batches 300 "batch_sizes=[8,64]" context_lengths=[2048] engine.graphs=true ;;
+    quantised) latency quantised 240 "quants=[none,int4,fp8]" context_lengths=[1024] engine.graphs=true ;;
+    run) # the bundled target, trained for minutes
+      part data 60 "$PYTHON" data/stdlib_chat.py outputs/stdlib_chat
+      part run 240 "$PYTHON" -c 'from eagle_train.commands import train; train()' experiment=quickstart device=cuda \
+        train.minutes=2 "out=$OUT/run"
+      part export 60 "$PYTHON" -c 'from eagle_train.commands import export; export()' "checkpoint=$OUT/run" \
+        layout=native "out=$OUT/draft"
+      part answers 120 "$PYTHON" -m evals.mt_bench "draft=$OUT/draft" device=cuda limit=48 max_tokens=96 "out=$OUT/answers"
+      ;;
+    *)
+      echo "error: $1: must be one of ${PARTS[*]}" >&2
+      exit 2
+      ;;
+  esac
+}
+
+if [ -n "${WHEELS:-}" ]; then install_wheels "$WHEELS"; fi
+"$PYTHON" -c 'import torch; assert torch.cuda.is_available(), "no GPU is visible"' || exit 1
+[ $# -gt 0 ] || set -- "${PARTS[@]}"
+for one in "$@"; do run_part "$one"; done
+echo "failed: ${failed[*]:-none}"
+[ ${#failed[@]} -eq 0 ]
