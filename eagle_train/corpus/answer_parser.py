@@ -65,14 +65,14 @@ class AnswerParser:
 
     def rendered(self, messages: Sequence[Message], tools: list[dict] | None) -> str:
         """The model's text of the last message, as training finds it. Raises UserError if that is unknown."""
-        row, first = {"messages": list(messages), "tools": tools}, None
+        row, problems = {"messages": list(messages), "tools": tools}, []
         for form in call_forms(self.renderer.finder.answer_starts.with_fields(conversation_of(row, "messages", {}))):
             try:
                 text = self.renderer.finder.turn(form, len(messages) - 1).text
                 return text.removeprefix(self.prompt(form.messages[:-1], tools))
             except UserError as error:
-                first = first or error
-        raise first
+                problems.append(error)
+        raise problems[0]
 
     def tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -88,17 +88,17 @@ class AnswerParser:
 
         Raises UserError if no fields render back to what the target wrote.
         """
-        _ending = self._ending(messages, tools)
+        ending = self._ending(messages, tools)
         for fields in _possible_fields(written, tools, self.tokenizer):
             message = {"role": "assistant", **fields}
-            found = self._renders_back([*messages, message], tools, written, _ending)
+            found = self._renders_back([*messages, message], tools, written, ending)
             if found is not None:
                 return message, found
         where = "the answer was cut within its reasoning or a call (max_tokens), or " if written.was_cut else ""
         raise UserError(f"{where}the chat template does not render the answer back: {shown(written.text)}")
 
     def _renders_back(
-        self, messages: list[Message], tools: list[dict] | None, written: Written, _ending: str | None
+        self, messages: list[Message], tools: list[dict] | None, written: Written, ending: str | None
     ) -> bool | None:
         """Whether the last message, rendered, has the tokens that were written; None if not even the text.
 
@@ -110,7 +110,7 @@ class AnswerParser:
         except Exception:  # not these fields; a template is a program and may raise anything
             return None
         rest = text[len(written.text) :]
-        if not text.startswith(written.text) or not (rest in ("", _ending) or rest.startswith(self.stops)):
+        if not text.startswith(written.text) or not (rest in ("", ending) or rest.startswith(self.stops)):
             return None
         start = len(self.tokens(written.prompt))
         tokens = self.tokens(written.prompt + text)[start : start + len(written.token_ids)]
@@ -179,10 +179,13 @@ def _split_reasoning(written: Written) -> Iterator[tuple[dict[str, str], str]]:
 
 def _in_channels(text: str) -> Iterator[dict[str, Any]]:
     """Fields of an answer in channels: analysis, commentary (calls, and text before them) and final."""
-    found = [_CHANNEL.fullmatch(part) for part in text.split("<|start|>assistant")]
-    if not all(found):
+    parts = text.split("<|start|>assistant")
+    found = [match for part in parts if (match := _CHANNEL.fullmatch(part))]
+    if len(found) < len(parts):
         return
-    thought, content, calls = [], [], []
+    thought: list[str] = []
+    content: list[str] = []
+    calls: list[dict | None] = []
     for part in found:
         body, to = part["body"].removesuffix("<|end|>"), part["first"] or part["second"]
         if to:
@@ -200,8 +203,9 @@ def _split_calls(text: str, tools: list[dict] | None) -> Iterator[tuple[list[dic
     """Pairs of tool calls, if there are tools, and the text before them; then no calls and all of the text."""
     for parse in _PARSERS if tools else ():
         for before, calls in parse(text):
-            if calls and all(each is not None for each in calls):
-                yield from ((calls, content) for content in (_trimmed(before) if before.strip() else [""]))
+            known = [each for each in calls if each is not None]
+            if known and len(known) == len(calls):
+                yield from ((known, content) for content in (_trimmed(before) if before.strip() else [""]))
     yield [], text
 
 

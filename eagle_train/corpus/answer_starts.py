@@ -25,7 +25,7 @@ from eagle_train.corpus.reasoning import (
     with_fields,
 )
 from eagle_train.corpus.template import GENERATION_PROMPT, SENTINELS, ChatTemplate, Refused
-from eagle_train.errors import check
+from eagle_train.errors import UserError, check
 
 _QUESTION = "".join(SENTINELS)  # the content of a question before an answer of SENTINELS
 
@@ -100,12 +100,12 @@ class AnswerStarts:
         problem = f"turn {number + 1}: the chat template's generation prompt ends in {ending!r}"
         if tags is not None:
             reasoning = reasoning_text(message, tags[1], tags[0])
-            check(
-                reasoning is not None,
-                f"{problem}, so the model writes reasoning first, and the turn has none: give it as reasoning_content "
-                f"or as {tags[0]}...{tags[1]} in the content{self.thinking('false', tools)}, or give another template "
-                "(target.chat_template=FILE)",
-            )
+            if reasoning is None:
+                raise UserError(
+                    f"{problem}, so the model writes reasoning first, and the turn has none: give it as "
+                    f"reasoning_content or as {tags[0]}...{tags[1]} in the content{self.thinking('false', tools)}, or "
+                    "give another template (target.chat_template=FILE)"
+                )
             begun = in_common(prompt, answered)
             if not prompt[len(begun) :].strip() and answered[len(begun) :].lstrip().startswith(reasoning.strip()):
                 return answered[len(begun) :]  # it differs only in white space

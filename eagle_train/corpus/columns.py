@@ -62,13 +62,13 @@ def _holds_rows(value: Any, name: str | None) -> bool:
 def _meant(row: Mapping, key: str) -> str:
     """The settings with which the row can be read, as far as its columns show."""
     found = [next((name for name in names if name in row), None) for names in (_PROMPTS, _RESPONSES)]
-    turns = next((name for name, value in row.items() if _format_of(value) is not None), None)
+    turns = next(((name, known) for name, value in row.items() if (known := _format_of(value)) is not None), None)
     if None not in found:
         data_format, named = "prompt_response", dict(zip(FORMATS["prompt_response"], found, strict=True))
         named |= {"input": "input"} if "input" in row and "input" not in found else {}
     elif turns is not None:
-        data_format = _format_of(row[turns])
-        named = {FORMATS[data_format][0]: turns}
+        name, data_format = turns
+        named = {FORMATS[data_format][0]: name}
     elif "text" in row and key != "text":
         return "set data=text"
     else:

@@ -56,11 +56,11 @@ def end_of_answer(message: Message, written: str, name: str) -> int:
     end = 0
     if reasoning := reasoning_of(message):
         found = end_of(reasoning, written)
-        check(
-            found is not None,
-            f"the chat template leaves out the reasoning of {name}, {shown(reasoning)}: leave the field out of the "
-            "data, or give a template that renders it (target.chat_template=FILE)",
-        )
+        if found is None:
+            raise UserError(
+                f"the chat template leaves out the reasoning of {name}, {shown(reasoning)}: leave the field out of the "
+                "data, or give a template that renders it (target.chat_template=FILE)"
+            )
         end = found
     if content_of(message).strip():
         end = max(end, _end_of_content(message["content"], written, end, name))
@@ -69,7 +69,8 @@ def end_of_answer(message: Message, written: str, name: str) -> int:
 
 def _end_of_content(content: str, text: str, start: int, name: str) -> int:
     found = end_of(content, text, start)
-    check(found is not None, f"the content of {name}, {shown(content)}, is not in the chat template's rendering")
+    if found is None:
+        raise UserError(f"the content of {name}, {shown(content)}, is not in the chat template's rendering")
     return found
 
 
@@ -83,14 +84,15 @@ def _end_of_call(call: dict, written: str, start: int, name: str) -> int:
     fix = "give a chat template that renders tool calls (target.chat_template=FILE)"
     arguments = function["arguments"]
     values = list(_leaves(arguments))
-    end = end_of(function["name"], written, start)
-    check(end is not None or bool(values), f"{problem}: {fix}")
-    end = start if end is None else end
+    found = end_of(function["name"], written, start)
+    check(found is not None or bool(values), f"{problem}: {fix}")
+    end = start if found is None else found
     if _is_repr(arguments, written):
         raise NotAsJson(f"{problem} as JSON: the chat template writes its arguments in Python's syntax")
     for value in values:
         found = _end_of_value(value, written, end)
-        check(found is not None, f"{problem} with its argument {shown(value)}: {fix}")
+        if found is None:
+            raise UserError(f"{problem} with its argument {shown(value)}: {fix}")
         end = max(end, found)
     return end
 

@@ -217,10 +217,11 @@ def _role_of(speaker: Any, roles: Mapping[str, str]) -> str:
     check(isinstance(speaker, str), f"a turn's role must be a string, not {speaker!r}")
     name = speaker.strip().lower()
     known = roles.get(name, roles.get(re.sub(r"[\s-]+", "_", name)))
-    check(
-        known is not None,
-        f"a turn's role must be one of {', '.join(roles)}, not {speaker!r}; 'data.roles={{{speaker}: user}}' maps it",
-    )
+    if known is None:
+        raise UserError(
+            f"a turn's role must be one of {', '.join(roles)}, not {speaker!r}; "
+            f"'data.roles={{{speaker}: user}}' maps it"
+        )
     return known
 
 
@@ -252,7 +253,8 @@ def _calls_of(value: Any) -> list[dict]:
 def _call_of(call: Any) -> dict:
     function = call.get("function", call) if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    check(isinstance(name, str) and name != "", f"a tool call must have a name and arguments, not {shown(call)}")
+    if not isinstance(function, dict) or not isinstance(name, str) or name == "":
+        raise UserError(f"a tool call must have a name and arguments, not {shown(call)}")
     beside = {key: value for key, value in call.items() if key in ("id", "index") and value is not None}
     arguments = function.get("arguments", function.get("parameters"))
     return {**beside, "type": "function", "function": {"name": name, "arguments": _arguments_of(arguments)}}

@@ -11,11 +11,12 @@ import random
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -134,7 +135,7 @@ class Feed:
     def __init__(self, config: DataConfig, renderer: ChatRenderer, world: World):
         self.config, self.renderer, self.world = config, renderer, world
         self.sources = {name: open_source(source, name=name) for name, source in config.sources.items()}
-        self.pool: ProcessPoolExecutor | None = None
+        self.pool: _Pool | None = None  # its processes start when rows are drawn
 
     def identity(self) -> list[str]:
         return [source.identity() for source in self.sources.values()]
@@ -145,12 +146,16 @@ class Feed:
     def marks(self, position: Position) -> dict[str, Mark]:
         """Where the windows of `position` begin in JSON files; with `remember`, another feed goes there directly."""
         size = max(1, self.config.shuffle_window)
-        files = {name: source for name, source in self.sources.items() if isinstance(source, JsonFiles)}
+        files = self._json_files()
         return {name: source.mark(position.sources[name][1] // size * size) for name, source in files.items()}
 
     def remember(self, marks: dict[str, Mark]) -> None:
+        files = self._json_files()
         for name, mark in marks.items():
-            self.sources[name].remember(mark)
+            files[name].remember(mark)
+
+    def _json_files(self) -> dict[str, JsonFiles]:
+        return {name: source for name, source in self.sources.items() if isinstance(source, JsonFiles)}
 
     def draws(self, position: Position) -> Iterator[Drawn]:
         """Rows from `position` on, without end; not tokenised, and not parsed (but for CSV of the hub)."""
@@ -163,33 +168,53 @@ class Feed:
         Raises as `received` does, when the row's turn comes.
         """
         draws, size = self.draws(position), self.world.size
-        ahead: deque[tuple[list[Drawn], list[_Rendered] | Future]] = deque()
+        ahead: deque[tuple[list[Drawn], Callable[[], list[_Rendered]]]] = deque()
         while True:
             while len(ahead) <= 2 * self.config.workers:
                 chunk = list(islice(draws, CHUNK * size))
                 ahead.append((chunk, self.submit(chunk[self.world.rank :: size])))
             chunk, own = ahead.popleft()
-            everyone = self.world.exchange(self.result(own) if isinstance(own, Future) else own)
+            everyone = self.world.exchange(own())
             for place, drawn in enumerate(chunk):
                 yield drawn, received(everyone[place % size][place // size], self.config)
 
-    def submit(self, rows: list[Drawn]) -> list[_Rendered] | Future:
-        """The rows' documents, or a future of them if there are worker processes."""
+    def submit(self, rows: list[Drawn]) -> Callable[[], list[_Rendered]]:
+        """Begin to render rows, in worker processes if there are any; what returns their documents."""
         if not self.config.workers:
-            return [render(row.placed, self.config.sources[row.source], self.renderer) for row in rows]
+            rendered = [render(row.placed, self.config.sources[row.source], self.renderer) for row in rows]
+            return lambda: rendered
         if self.pool is None:
-            with _shielded():
-                self.pool = ProcessPoolExecutor(
-                    self.config.workers,
-                    multiprocessing.get_context("spawn"),  # a fork would copy the GPU's and the tokenizer's threads
-                    initializer=_set_up_worker,
-                    initargs=(self.config, self.renderer),
-                )
+            self.pool = _Pool(self.config, self.renderer)
+        return self.pool.submit(rows)
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
+
+
+class _Pool:
+    """Worker processes that render rows, and end when one of them is killed."""
+
+    def __init__(self, config: DataConfig, renderer: ChatRenderer):
+        with _shielded():
+            self._executor = ProcessPoolExecutor(
+                config.workers,
+                multiprocessing.get_context("spawn"),  # a fork would copy the GPU's and the tokenizer's threads
+                initializer=_set_up_worker,
+                initargs=(config, renderer),
+            )
+        self._inside: Any = self._executor  # its queues, which are private
+
+    def submit(self, rows: list[Drawn]) -> Callable[[], list[_Rendered]]:
         # Once more: multiprocessing unblocks the signals when it has started its resource tracker.
         with _shielded(), self._unread_when_broken():
-            return self.pool.submit(work, [(row.source, row.placed) for row in rows])
+            return partial(self._result, self._executor.submit(work, [(row.source, row.placed) for row in rows]))
 
-    def result(self, future: Future) -> list[_Rendered]:
+    def close(self) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+    def _result(self, future: Future) -> list[_Rendered]:
         """A worker's result. Raises BrokenProcessPool if a worker was killed (by the system, out of memory).
 
         The pool does not notice a worker that was killed while it wrote its result: it waits for the rest of it, and
@@ -200,11 +225,11 @@ class Feed:
                 with self._unread_when_broken():
                     return future.result(timeout=_LOOK_S)
             except TimeoutError:
-                workers = list((self.pool._processes or {}).values())
+                workers = list((self._inside._processes or {}).values())
                 if any(worker.exitcode is not None for worker in workers):
                     for worker in workers:
                         worker.kill()
-                    self.pool._result_queue._writer.close()  # no writer is left, so the pool's read ends
+                    self._inside._result_queue._writer.close()  # no writer is left, so the pool's read ends
 
     @contextmanager
     def _unread_when_broken(self) -> Iterator[None]:
@@ -213,13 +238,8 @@ class Feed:
         try:
             yield
         except BrokenProcessPool:
-            self.pool._call_queue._reader.close()
+            self._inside._call_queue._reader.close()
             raise
-
-    def close(self) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(cancel_futures=True)
-            self.pool = None
 
 
 @contextmanager
@@ -238,7 +258,9 @@ worker: dict[str, Any] = {}  # of a worker process: its config and renderer
 def _set_up_worker(config: DataConfig, renderer: ChatRenderer) -> None:
     torch.set_num_threads(1)
     worker.update(config=config, renderer=renderer)
-    threading.Thread(target=_end_with_pool, args=(multiprocessing.parent_process().pid,), daemon=True).start()
+    owner = multiprocessing.parent_process()
+    assert owner is not None  # this is a process that multiprocessing started
+    threading.Thread(target=_end_with_pool, args=(owner.pid,), daemon=True).start()
 
 
 def _end_with_pool(owner: int) -> None:

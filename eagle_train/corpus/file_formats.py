@@ -6,7 +6,6 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO
 
 from eagle_train.errors import UserError, check, one_line
 
@@ -77,8 +76,9 @@ def check_contents(file: str) -> None:
 
 
 def _check_head(file: str, head: bytes, kind: str | None) -> None:
+    own = None if kind is None else _OWN.get(kind)
     for signature, found in _SIGNATURES.items():
-        check(not head.startswith(signature) or _OWN.get(kind) == signature, f"{file}: is {found}")
+        check(not head.startswith(signature) or own == signature, f"{file}: is {found}")
     hollow = head != b"" and head.strip(b"\0") == b""
     check(not hollow, f"{file}: begins with NUL bytes alone, so it was not written completely")
     check(head[257:262] != b"ustar", f"{file}: is a tar archive: {_UNPACK}")
@@ -93,7 +93,7 @@ def read_head(file: str, compressed: bool = False) -> bytes:
 
 
 @contextmanager
-def reading(file: str, compressed: bool = False) -> Iterator[IO[bytes]]:
+def reading(file: str, compressed: bool = False) -> Iterator[io.BufferedIOBase]:
     """A file's bytes, decompressed unless `compressed`. Raises UserError for a file that cannot be read, or whose
     compressed data is invalid or incomplete."""
     packing = None if compressed else _compression_of(file)
@@ -106,7 +106,7 @@ def reading(file: str, compressed: bool = False) -> Iterator[IO[bytes]]:
         raise UserError(f"{file}: {problem}: {one_line(error)}") from error
 
 
-def open_file(file: str, packing: str | None) -> IO[bytes]:
+def open_file(file: str, packing: str | None) -> io.BufferedIOBase:
     if packing == "gzip":
         return gzip.open(file)
     if packing == "Zstandard":
@@ -116,7 +116,7 @@ def open_file(file: str, packing: str | None) -> IO[bytes]:
     return open(file, "rb")
 
 
-def go_to(stream: IO[bytes], offset: int) -> None:
+def go_to(stream: io.BufferedIOBase, offset: int) -> None:
     """Skip to a byte of a file that was just opened; a compressed file is read up to it."""
     if stream.seekable():
         stream.seek(offset)

@@ -5,12 +5,12 @@ is read like lines: from any element on, and each rank parses its own rows.
 """
 
 import hashlib
+import io
 import json
 import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import IO
 
 from eagle_train.corpus.file_formats import go_to, read_head, reading
 from eagle_train.corpus.rows import PlacedRow
@@ -173,7 +173,7 @@ def _item_name(in_array: bool, before: int) -> str:
     return f"{'element' if in_array else 'object'} {before + 1}"
 
 
-def _check_end(file: str, text: bytes, stream: IO[bytes]) -> None:
+def _check_end(file: str, text: bytes, stream: io.BufferedIOBase) -> None:
     """Raise UserError unless only white space follows an array: `text`, and the rest of the stream."""
     blank = all(not part.strip() for part in (text, *iter(lambda: stream.read(CHUNK), b"")))
     check(blank, f"{file}: more follows after the array; give one array, or an object a line")

@@ -33,6 +33,7 @@ class Opened:
     """A data set to preview, with the field that names it."""
 
     field: str
+    path: str | None
     config: SourceConfig
     source: Source
 
@@ -80,9 +81,9 @@ def check_data(config: DataConfig, renderer: ChatRenderer) -> list[str]:
 
 def _opened_sources(config: DataConfig) -> Iterator[Opened]:
     for name, source in config.sources.items():
-        yield Opened(field_of(name, "path"), source, open_source(source, name=name))
+        yield Opened(field_of(name, "path"), source.path, source, open_source(source, name=name))
     if config.heldout is not None:
-        yield Opened(field_of("", "heldout"), config, open_source(config, "heldout"))
+        yield Opened(field_of("", "heldout"), config.heldout, config, open_source(config, "heldout"))
 
 
 def _check_source(opened: Opened, config: DataConfig, renderer: ChatRenderer) -> list[str]:
@@ -95,14 +96,10 @@ def _check_source(opened: Opened, config: DataConfig, renderer: ChatRenderer) ->
     notes = []
     if counts.divided:
         notes.append(
-            f"{opened.field} is {_path_of(opened)}; of its first {counts.rows} rows {counts.divided} are divided into "
+            f"{opened.field} is {opened.path}; of its first {counts.rows} rows {counts.divided} are divided into "
             "a document for each of the assistant's turns: the chat template renders earlier turns differently"
         )
     return [*notes, *counts.unread]
-
-
-def _path_of(opened: Opened) -> str | None:
-    return opened.config.heldout if opened.field == "data.heldout" else opened.config.path
 
 
 def _add_row(placed: PlacedRow, opened: Opened, config: DataConfig, renderer: ChatRenderer, counts: Counts) -> None:
@@ -129,7 +126,7 @@ def _note_unread_columns(placed: PlacedRow, opened: Opened, counts: Counts) -> N
         return
     for name in names:
         how = f"{key}.columns.{name}={name} reads it" if name in known else f"{key}.columns maps {', '.join(known)}"
-        counts.unread.setdefault(f"{opened.field} is {_path_of(opened)}; its column {name!r} is not read ({how})")
+        counts.unread.setdefault(f"{opened.field} is {opened.path}; its column {name!r} is not read ({how})")
 
 
 def _check_any(counts: Counts, field: str) -> None:
@@ -150,7 +147,7 @@ def _check_answers(opened: Opened, config: DataConfig, renderer: ChatRenderer) -
             return
     what = "data.assistant_pattern matches nothing" if opened.config.assistant_pattern else "the assistant says nothing"
     raise CommonError(
-        f"{opened.field} is {_path_of(opened)}; {what} in its first {looked} rows, so there is no supervised token"
+        f"{opened.field} is {opened.path}; {what} in its first {looked} rows, so there is no supervised token"
     )
 
 
@@ -175,7 +172,8 @@ def preview(config: DataConfig, renderer: ChatRenderer, number: int, out: str | 
 
     Raises UserError if no row can be rendered, CommonError for a template that renders nothing.
     """
-    counts, lines = Counts(), []
+    counts = Counts()
+    lines: list[str] = []
     for opened, placed in islice(_rows_in_turn(config), _TRIES * number):
         if counts.rows == number:
             break

@@ -51,7 +51,8 @@ class ChatRenderer:
     ):
         check(supervise in SUPERVISE, f"data.supervise is {supervise!r}; it must be one of {', '.join(SUPERVISE)}")
         self.encode, self.supervise, self.num_embeddings = Encoder(tokenizer), supervise, num_embeddings
-        self.tokenizer, self.notes = self.encode.tokenizer, {}
+        self.tokenizer = self.encode.tokenizer
+        self.notes: dict[str, None] = {}
         if num_embeddings is not None and (note := misfit(tokenizer, num_embeddings)):
             self.notes[note] = None
         self.template = ChatTemplate(self.tokenizer, template_kwargs, date)

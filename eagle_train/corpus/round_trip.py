@@ -25,7 +25,7 @@ _Check = Callable[[Conversation], object]
 class RoundTrip:
     """Caches for each shape of a conversation whether its check passed."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.known: dict[tuple, bool] = {}
 
     def check(self, conversation: Conversation, check: _Check, *which: object) -> None:

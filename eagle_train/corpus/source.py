@@ -7,7 +7,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,6 @@ from eagle_train.corpus.rows import PlacedRow, parse
 from eagle_train.corpus.template import as_date, check_template_kwargs
 from eagle_train.errors import UserError, check, one_line
 
-_READERS = {"JSON": JsonFiles, "Parquet": Parquet, "Arrow": Arrow}
 _LONG_DOCUMENTS = ("split", "drop")
 _MALFORMED = ("refuse", "skip")
 MIN_TOKENS = 3  # a shorter document has no supervised slot (DESIGN section 3.1)
@@ -50,10 +49,9 @@ class SourceConfig:
 
     def check(self, key: str) -> None:
         """Raise UserError, which names the field below `key`, for invalid values."""
-        known = FORMATS.get(self.format)
-        check(known is not None, f"{key}.format is {self.format!r}; it must be one of {', '.join(FORMATS)}")
+        check(self.format in FORMATS, f"{key}.format is {self.format!r}; it must be one of {', '.join(FORMATS)}")
         beside = BESIDE[self.format]
-        known = (*known, *beside)
+        known = (*FORMATS[self.format], *beside)
         for column, name in self.columns.items():
             wanted = f"{key}.format={self.format} reads {', '.join(known)}"
             check(column in known, f"{key}.columns.{column} is unknown; {wanted}")
@@ -120,7 +118,7 @@ class DataConfig(SourceConfig):
             value = getattr(self, key)
             if key == "columns":  # presets name them as the format does
                 value = {name: column for name, column in value.items() if column not in (name, None)}
-            used = not self.mix or self.heldout or value == getattr(usual, key)
+            used = not self.mix or bool(self.heldout) or value == getattr(usual, key)
             check(used, f"data.{key} is {value!r}; with data.mix each data set has its own, data.mix.NAME.{key}")
         for name, source in self.sources.items():
             source.check(f"data.mix.{name}" if self.mix else "data")
@@ -144,6 +142,9 @@ class Source(Protocol):
 
     def identity(self) -> str:
         """A string that changes with the data, as far as this shows without reading them."""
+
+
+_READERS: dict[str, Callable[[list[str]], Source]] = {"JSON": JsonFiles, "Parquet": Parquet, "Arrow": Arrow}
 
 
 def check_found(config: DataConfig) -> None:
@@ -170,11 +171,18 @@ def open_source(config: SourceConfig, key: str = "path", name: str = "") -> Sour
     """
     path, field = getattr(config, key), field_of(name, key)
     files = _files_of(config, key, field)
-    source: Source = _READERS[kind_of(files[0])](files) if files else Hub(path, config.name, config.split, field)
+    source = _reader_of(files) if files else Hub(path, config.name, config.split, field)
     first = next(source.rows(), None)
-    check(first is not None, f"{field} is {path}; it has no rows")
+    if first is None:
+        raise UserError(f"{field} is {path}; it has no rows")
     parse(*first)
     return source
+
+
+def _reader_of(files: list[str]) -> Source:
+    kind = kind_of(files[0])
+    assert kind is not None, files[0]  # `_files_of` refuses other formats
+    return _READERS[kind](files)
 
 
 def field_of(name: str, key: str) -> str:
@@ -195,7 +203,7 @@ def _files_of(config: SourceConfig, key: str, field: str) -> list[str]:
         files = list({os.path.realpath(file): file for file in reversed(files)}.values())[::-1]
     _check_kinds(files, f"{field} is {path}")
     is_directory = os.path.isdir(path)
-    check(files or is_directory or _is_hub_name(path), f"{field} is {path}; there is no such file{hint(path)}")
+    check(bool(files) or is_directory or _is_hub_name(path), f"{field} is {path}; there is no such file{hint(path)}")
     if is_directory and not files:
         check_directory(Path(path), field)
     for file in files:
@@ -216,8 +224,8 @@ def _check_kinds(files: list[str], where: str) -> None:
     known = [f"{kind} ({', '.join(suffixes)})" for kind, suffixes in KINDS.items()]
     wanted = f"files must be all {', or all '.join(known)}"
     for file in files:
-        known = advice(file)
-        check(kind_of(file) is not None, f"{where}; {file} is {known}" if known else f"{where}; {wanted}, not {file}")
+        what = advice(file)
+        check(kind_of(file) is not None, f"{where}; {file} is {what}" if what else f"{where}; {wanted}, not {file}")
     kinds = Counter(map(kind_of, files))
     found = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     check(len(kinds) < 2, f"{where}; there are {found}: {wanted}")

@@ -24,10 +24,16 @@ from eagle_train.transformers_private import compiled_template
 
 _CLOCK = "strftime_now"  # the function by which templates read the clock
 GENERATION_PROMPT = "add_generation_prompt"
-_RESERVED = ("messages", "tools", "documents", "chat_template", GENERATION_PROMPT, "conversations", _CLOCK)
-_RESERVED += ("continue_final_message", "return_assistant_tokens_mask", "tokenize")
+_RESERVED = (
+    *("messages", "tools", "documents", "chat_template", GENERATION_PROMPT, "conversations", _CLOCK),
+    *("continue_final_message", "return_assistant_tokens_mask", "tokenize"),
+)
 SENTINELS = ("Zq7", "kX4")  # contents of probes: unlikely in templates, without a common letter
-CALL_PROBE = {"type": "function", "id": "Zq7Zq7Zq7", "function": {"name": "probe", "arguments": {"of": "form"}}}
+CALL_PROBE: dict[str, Any] = {
+    "type": "function",
+    "id": "Zq7Zq7Zq7",
+    "function": {"name": "probe", "arguments": {"of": "form"}},
+}
 
 # transformers caches a compiled template, with the spans of the current rendering in it, for all threads.
 _RENDERING = threading.Lock()
@@ -152,7 +158,7 @@ class ChatTemplate:
     @property
     def reads_clock(self) -> bool:
         """Whether the template may read the clock."""
-        return any(_CLOCK in self.source(tools) for tools in (None, [{}]))
+        return _CLOCK in self.source() or _CLOCK in self.source([{}])
 
     def has_markers(self, tools: list[dict] | None = None) -> bool:
         """Whether the template marks with {% generation %} what the assistant writes."""
@@ -196,13 +202,11 @@ class ChatTemplate:
         asked = {"role": role, "content": SENTINELS[0]}
         if role == "tool":
             asked |= {"tool_call_id": CALL_PROBE["id"], "name": CALL_PROBE["function"]["name"]}
-        before = {"user": [], "assistant": [user], "tool": [user, call]}.get(role)
-        probe = [asked, user] if before is None else [*before, asked]
-        _formed_message = [
-            _in_parts(m) if m is not asked and self._wants_parts(m["role"], has_tools) else m for m in probe
-        ]
-        as_text = self.shows(_formed_message, has_tools)
-        return not as_text and self.shows([_in_parts(m) if m is asked else m for m in _formed_message], has_tools)
+        usual: dict[str, list[Message]] = {"user": [], "assistant": [user], "tool": [user, call]}
+        probe = [*usual[role], asked] if role in usual else [asked, user]
+        formed = [_in_parts(m) if m is not asked and self._wants_parts(m["role"], has_tools) else m for m in probe]
+        as_text = self.shows(formed, has_tools)
+        return not as_text and self.shows([_in_parts(m) if m is asked else m for m in formed], has_tools)
 
     def shows(self, probe: list[Message], has_tools: bool) -> bool:
         """Whether a probe's rendering has its content."""

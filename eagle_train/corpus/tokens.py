@@ -88,21 +88,24 @@ class Encoder:
         `spans` are ranges of both texts together. Tokenizers that add a space before every text get a line break first,
         whose tokens are dropped.
         """
-        before, wanted = self(prompt), None
-        decode = self.tokenizer.decode
-        known = decode(before.ids)
-        for lead in ("", "\n"):
-            skipped = len(self(lead).ids) if lead else 0
-            encoding = self(lead + written)
-            ids = encoding.ids[skipped:]
-            offsets = [(start - len(lead), end - len(lead)) for start, end in encoding.offsets[skipped:]]
-            wanted = wanted or (ids, offsets)
-            if decode(before.ids + ids)[len(known) :] == written:
-                wanted = (ids, offsets)
-                break
-        ids, offsets = wanted
+        before, decode = self(prompt), self.tokenizer.decode
+        known = len(decode(before.ids))
+
+        def is_exact(ids: list[int]) -> bool:
+            return decode(before.ids + ids)[known:] == written
+
+        plain = self._behind("", written)
+        found = plain if is_exact(plain[0]) else self._behind("\n", written)
+        ids, offsets = found if found is plain or is_exact(found[0]) else plain
         offsets = before.offsets + [(start + len(prompt), end + len(prompt)) for start, end in offsets]
         return document(before.ids + ids, _produced_by(offsets, spans), prompt + written)
+
+    def _behind(self, lead: str, written: str) -> tuple[list[int], list[Span]]:
+        """The tokens of `written` behind `lead`, whose own are dropped, and their ranges of `written`."""
+        skipped = len(self(lead).ids) if lead else 0
+        encoding = self(lead + written)
+        offsets = [(start - len(lead), end - len(lead)) for start, end in encoding.offsets[skipped:]]
+        return encoding.ids[skipped:], offsets
 
 
 def document(ids: list[int], produced: torch.Tensor, text: str) -> Document:

@@ -115,8 +115,8 @@ class TurnFinder:
         self._check_unbroken(message, written[:content_end], number)
         if self.stops and (stop := self.stops.search(written, content_end)):
             return written[: stop.end()]
-        if stop := self._next_header(conversation, number):
-            return written + stop
+        if header := self._next_header(conversation, number):
+            return written + header
         specials = list(self.specials.finditer(written, content_end)) if self.specials else []
         if not specials:
             self.note("the chat template ends an answer with no stop token: the draft will not learn where answers end")
@@ -130,7 +130,9 @@ class TurnFinder:
 
     def _check_unbroken(self, message: Message, written: str, number: int) -> None:
         """Raise UserError for a stop token, not of the message's own text, between the parts of the message."""
-        inner = self.stops.findall(written) if self.stops else []
+        if self.stops is None:
+            return
+        inner = self.stops.findall(written)
         own = self.stops.findall(json.dumps(message, ensure_ascii=False)) if inner else []
         check(
             len(inner) <= len(own),
