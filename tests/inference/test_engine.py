@@ -168,7 +168,7 @@ def test_a_draft_catches_up(monkeypatch, trained, alignment, together, overlap):
         read, children = drafter.read_for, drafter.children
         drafter.read_for = lambda tokens, *given: (reads.append(tokens.shape), read(tokens, *given))[1]
         drafter.children = lambda hidden, *given: (states.append(hidden), children(hidden, *given))[1]
-        monkeypatch.setattr("eagle_train.inference.engine.MOST_UNREAD", most)
+        monkeypatch.setattr("eagle_train.inference.runner.MOST_UNREAD", most)
         engine = Engine(target, drafter, {1: "chain3", 2: chain(0)}, overlap=overlap)
         return engine.generate(PROMPTS[:2], params)[1], torch.cat(states), reads
 

@@ -12,8 +12,7 @@ import torch
 from scipy import stats
 
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference import engine as engine_module
-from eagle_train.inference.decode import sampling
+from eagle_train.inference.decode import sampling, verification
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from tests.support.tiny import tiny_model, trained_draft
@@ -144,5 +143,5 @@ def no_residual_update(tree, tokens, logits, settings, draws, q, replacement):
 )
 def test_the_test_can_tell(toy, verifier, mutant, tree, drafting, monkeypatch):
     """Broken verification is seen with a tenth of the samples."""
-    monkeypatch.setattr(engine_module, verifier, mutant)
+    monkeypatch.setattr(verification, verifier, mutant)
     assert p_value(toy, 10_000, 4, tree, drafting=drafting) < 1e-9

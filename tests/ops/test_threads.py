@@ -7,7 +7,7 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.runner import _mean_elements as mean_elements
 from eagle_train.ops import threads
 from eagle_train.ops.threads import LEAST_ELEMENTS, LEAST_WORK, threads_for
-from tests.support.inside import active_in
+from tests.support.inside import runner_of
 from tests.support.reference_answers import PROMPTS, answers, token_ids
 from tests.support.tiny import shared_target, tiny_draft
 
@@ -39,13 +39,13 @@ def test_rounds_have_threads_by_their_rows(compile, graphs, monkeypatch):
     target.__dict__.pop("compiled", None)
     monkeypatch.setattr(threads, "LEAST_WORK", 9 * mean_elements(target))
     engine = Engine(target, tiny_draft(target), "chain3", max_batch_size=4, compile=compile)
-    made, seen, engine_round = len(graphs), set(), engine.round
+    made, seen, validate = len(graphs), set(), runner_of(engine).validate
 
-    def noted(plan):
-        seen.add((len(active_in(engine)), torch.get_num_threads()))
-        return engine_round(plan)
+    def noted(inputs, tokens):
+        seen.add((len(tokens), torch.get_num_threads()))
+        return validate(inputs, tokens)
 
-    engine.round = noted
+    runner_of(engine).validate = noted
     params = [SamplingParams(max_tokens=4 + 6 * row, ignore_eos=True) for row in range(4)]
     outputs = engine.generate(PROMPTS[:4], params)
     assert seen == {(rows, 3 if compile or rows > 2 else 1) for rows in (1, 2, 3, 4)}

@@ -16,7 +16,7 @@ from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.models.draft import shift_hidden
 from eagle_train.ops.attention import Rule
 from tests.support.cache_checks import Recorder, check_cache, fresh, spoil
-from tests.support.inside import active_in, drafter_of, runner_of
+from tests.support.inside import active_in, drafter_of, inside, runner_of
 from tests.support.reference_answers import GREEDY, PROMPTS, TREES, answers, cut, guide, token_ids
 from tests.support.tiny import shared_target, tiny_draft, trained_draft
 
@@ -117,7 +117,7 @@ FEW = list(range(0, 96, 3))
     ids=["plain", "irope", "few tokens, skip"],
 )
 @pytest.mark.parametrize("tree", TREES)
-def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides, monkeypatch):
+def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides):
     """Each node's children are the most likely after its path, on which the draft reads its own hidden states."""
     target = shared_target("gemma2")
     draft = tiny_draft(target, **overrides)
@@ -148,42 +148,42 @@ def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides, mon
                     assert tokens[row, kids].tolist() == best.tolist()
             seen.append(row)
 
-    sample = Engine.sample
+    sample = runner_of(engine).sample
 
-    def checked(self, plan, tokens, logits, q):
-        check_tree(plan, tokens, logits)
-        return sample(self, plan, tokens, logits, q)
+    def checked(inputs, drafted, logits):
+        check_tree(inputs.plan, drafted.tokens, logits)
+        return sample(inputs, drafted, logits)
 
-    monkeypatch.setattr(Engine, "sample", checked)
+    runner_of(engine).sample = checked
     engine.generate(PROMPTS[:3], SamplingParams(max_tokens=6, ignore_eos=True))
     assert set(seen) == {0, 1}
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("tree", TREES)
-def test_rejected_slots_are_never_read(tree, rows, monkeypatch):
+def test_rejected_slots_are_never_read(tree, rows):
     """Slots spoilt after every round change neither what is committed nor what the draft proposes."""
-    target, commit = shared_target("gemma2"), Engine.commit
+    target = shared_target("gemma2")
     proposed: list[list[list[int]]] = [[], []]
     for spoilt, proposals in enumerate(proposed):
         rng = random.Random(2)
         engine = Engine(target, tiny_draft(target), tree, max_batch_size=rows)
         own = drafter_of(engine).children
         guide(engine, answers("gemma2"), lambda _, rng=rng: rng.randint(0, 3))
-        guided = drafter_of(engine).children
+        guided, run = drafter_of(engine).children, runner_of(engine).run
 
         def both(*args, own=own, guided=guided, proposals=proposals):
             proposals += own(*args)[0].tolist()
             return guided(*args)
 
-        def committing(self, *args, spoilt=spoilt):
-            done = commit(self, *args)
+        def run_and_spoil(inputs, engine=engine, run=run, spoilt=spoilt):
+            pending, result = run(inputs)
             if spoilt:
-                spoil(self)
-            return done
+                inside(engine).batch.pending = pending  # as the engine is about to do
+                spoil(engine)
+            return pending, result
 
-        drafter_of(engine).children = both
-        monkeypatch.setattr(Engine, "commit", committing)
+        drafter_of(engine).children, runner_of(engine).run = both, run_and_spoil
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("gemma2"))
     assert proposed[0] == proposed[1]
 
