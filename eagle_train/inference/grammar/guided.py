@@ -126,26 +126,25 @@ def ebnf_of(grammar: Mapping[str, Any]) -> str:
     kind = kind_of(grammar)
     value = grammar[kind]
     if kind == "choice":
-        value = tuple(value)
-    elif not isinstance(value, str):
-        value = schema_text(value)
-    return _ebnf_of(kind, value, grammar.get("whitespace", WHITESPACE))
+        return _ebnf_of_choice(tuple(value))
+    whitespace = grammar.get("whitespace", WHITESPACE)
+    text = value if isinstance(value, str) else schema_text(value)
+    return _ebnf_of_text(kind, text, None if whitespace == "any" else whitespace)
 
 
 @lru_cache(CACHED_TEXTS)
-def _ebnf_of(kind: str, value: str | tuple[str, ...], whitespace: int | str) -> str:
-    if kind == "choice":
-        return _ebnf_of_choice(value)
-    value = value.removeprefix("\ufeff")  # which some editors write before a file's text
+def _ebnf_of_text(kind: str, text: str, whitespace: int | None) -> str:
+    text = text.removeprefix("\ufeff")  # which some editors write before a file's text
     if kind == "regex":
-        return as_ebnf(value)
+        return as_ebnf(text)
     if kind == "ebnf":
-        return kept_ebnf(value)
-    schema = read_schema(value)
+        return kept_ebnf(text)
+    schema = read_schema(text)
     check_schema(schema)
-    return write_schema(schema, None if whitespace == "any" else whitespace)
+    return write_schema(schema, whitespace)
 
 
+@lru_cache(CACHED_TEXTS)
 def _ebnf_of_choice(texts: tuple[str, ...]) -> str:
     check_length("".join(texts))
     check(not any(map(SURROGATE.search, texts)), "surrogates not allowed: half of a pair is no character")

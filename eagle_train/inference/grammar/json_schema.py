@@ -78,8 +78,8 @@ def _as_json(value: Any) -> Any:
         raise UserError(f"{shown(value)} is nothing that JSON has")
     if isinstance(value, float) and not isfinite(value):
         raise UserError(f"{value} is no number that JSON has")
-    long = isinstance(value, int) and value.bit_length() > MOST_BITS
-    check(not long, f"a whole number of {long and value.bit_length()} bits; at most {MOST_BITS} are possible")
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise UserError(f"a whole number of {value.bit_length()} bits; at most {MOST_BITS} are possible")
     return value
 
 
@@ -233,9 +233,9 @@ def check_work(schemas: list[Mapping[str, Any]]) -> None:
     """Raise UserError where all of them together take too long. What is the same costs once, but for multiples."""
     for keys, kind, most in ((STRINGS, "strings", MOST_STRINGS), (ARRAYS, "arrays", MOST_ARRAYS)):
         bounded = [{key: each[key] for key in each.keys() - NOTES} for each in schemas if keys & set(each)]
-        bounded = {json.dumps(each, sort_keys=True) for each in bounded}
-        said = f"{len(bounded)} {kind} of bounds or patterns of their own; at most {most} are possible"
-        check(len(bounded) <= most, said)
+        different = len({json.dumps(each, sort_keys=True) for each in bounded})
+        said = f"{different} {kind} of bounds or patterns of their own; at most {most} are possible"
+        check(different <= most, said)
     multiples = [each.get("multipleOf") for each in schemas]
     total = sum(number for number in multiples if isinstance(number, int))
     check(total <= MOST_MULTIPLES, f"multiples of {total} in all; at most {MOST_MULTIPLES} are possible")

@@ -39,7 +39,14 @@ from eagle_train.inference.grammar.patterns import (
 )
 from eagle_train.inference.grammar.rules import Reader, freed, impossible_rules, possible_rules
 
-PYTHON = {"integer": int, "number": (int, float), "string": str, "array": list, "object": dict, "boolean": bool}
+PYTHON: dict[str, type | tuple[type, ...]] = {
+    "integer": int,
+    "number": (int, float),
+    "string": str,
+    "array": list,
+    "object": dict,
+    "boolean": bool,
+}
 Schema = Mapping[str, Any] | bool
 Path = tuple[str, ...]
 """Of keywords, names and numbers: where a schema is."""
@@ -165,7 +172,8 @@ class Writer:
             return NEVER
 
     def referred(self, text: str) -> str:
-        path, schema = path_of(text), self.root
+        path = path_of(text)
+        schema: Any = self.root
         for name in path:
             schema = schema[int(name) if isinstance(schema, list) else name]
         return self.rule_of(schema, path)
@@ -189,9 +197,11 @@ class Writer:
             return written(whole(integers(least, most)), self.rules)
         if least is None and most is None:
             return self.multiple(of)
-        listed = range(-(-least // of) * of, most + 1, of) if least is not None and most is not None else None
-        few = listed is not None and len(listed) <= MOST_LISTED
-        check(few, f"multipleOf and bounds cannot be guaranteed together but for {MOST_LISTED} numbers at most")
+        listed = None if least is None or most is None else range(-(-least // of) * of, most + 1, of)
+        if listed is None or len(listed) > MOST_LISTED:
+            raise UserError(
+                f"multipleOf and bounds cannot be guaranteed together but for {MOST_LISTED} numbers at most"
+            )
         expect(len(listed) > 0, f"no multiple of {of} is between these bounds")
         return " | ".join(literal(str(each)) for each in listed)
 
@@ -261,8 +271,8 @@ class Writer:
                 full = members.most is not None and count >= members.most
                 then = None if full else after[min(count + 1, counts[-1])]
                 with_it = None if then is None else f"{'comma' if count else 'gap'} {member} {then}"
-                options = [with_it] if is_required else [with_it, after[count]]
-                options = [option for option in options if option is not None]
+                possible = [with_it] if is_required else [with_it, after[count]]
+                options = [option for option in possible if option is not None]
                 now[count] = self.rules.named(" | ".join(options)) if options else None
             after = now
         return after[0]

@@ -73,13 +73,14 @@ def decimals(least: Bound | None, most: Bound | None) -> str:
     for bound in (least, most):
         if bound is not None:
             _, digits, exponent = bound.value.normalize().as_tuple()
+            assert isinstance(exponent, int)  # a bound is finite
             long = len(digits) > DIGITS or -exponent > DIGITS or bound.value.adjusted() >= MOST_DIGITS
             check(not long, f"a bound of more than {DIGITS} significant digits cannot be guaranteed")
     zero = Bound(Decimal(0), strict=True)
     options = []
     if least is None or least.value < 0:
         low = _flipped(most) if most is not None and most.value < 0 else zero
-        options += ["-" + text for text in _positive(low, _flipped(least))]
+        options += ["-" + text for text in _positive(low, None if least is None else _flipped(least))]
     if most is None or most.value > 0 or (most.value == 0 and not most.strict):
         low = least if least is not None and least.value >= 0 else Bound(Decimal(0))
         options += _positive(low, most)
@@ -87,8 +88,8 @@ def decimals(least: Bound | None, most: Bound | None) -> str:
     return _either(options)
 
 
-def _flipped(bound: Bound | None) -> Bound | None:
-    return None if bound is None else Bound(-bound.value, bound.strict)
+def _flipped(bound: Bound) -> Bound:
+    return Bound(-bound.value, bound.strict)
 
 
 def _positive(least: Bound, most: Bound | None) -> list[str]:
@@ -96,18 +97,22 @@ def _positive(least: Bound, most: Bound | None) -> list[str]:
     if most is not None and (least.value > most.value or (least.value == most.value and (least.strict or most.strict))):
         return []
     low, low_digits = _parts(least)
-    high, high_digits = _parts(most) if most is not None else (None, "")
-    width = max(len(str(high if high is not None else low)), len(str(low)))
-    room = max(DIGITS - width, len(low_digits), len(high_digits))
+    if most is None:
+        room = max(DIGITS - len(str(low)), len(low_digits))
+        return _with_fraction(str(low), _Fraction(low_digits, least.strict), room) + _between(low + 1, None, room)
+    high, high_digits = _parts(most)
+    room = max(DIGITS - len(str(high)), len(low_digits), len(high_digits))
     if low == high:
         return _with_fraction(str(low), _Fraction(low_digits, least.strict, high_digits, most.strict), room)
-    options = _with_fraction(str(low), _Fraction(low_digits, least.strict), room)
-    between = None if high is None else high - 1
-    if between is None or low + 1 <= between:
-        options.append(_naturals(low + 1, between) + (f"([.]{_digits(1, room)})?" if room else ""))
-    if high is not None:
-        options += _with_fraction(str(high), _Fraction("", False, high_digits, most.strict), room)
-    return options
+    options = _with_fraction(str(low), _Fraction(low_digits, least.strict), room) + _between(low + 1, high - 1, room)
+    return options + _with_fraction(str(high), _Fraction("", False, high_digits, most.strict), room)
+
+
+def _between(least: int, most: int | None, room: int) -> list[str]:
+    """Numbers with such a whole part and any fraction of up to `room` digits."""
+    if most is not None and least > most:
+        return []
+    return [_naturals(least, most) + (f"([.]{_digits(1, room)})?" if room else "")]
 
 
 def _parts(bound: Bound) -> tuple[int, str]:

@@ -369,9 +369,13 @@ def lengths(node: Node) -> tuple[int, int | None]:
         if most == 0 or node.most == 0:
             return 0, 0
         return least * node.least, None if most is None or node.most is None else most * node.most
-    each = [lengths(part) for part in (node.parts if isinstance(node, Row) else node.options)]
-    merge, longest = (sum, sum) if isinstance(node, Row) else (min, max)
-    return merge([a for a, _ in each]), None if any(b is None for _, b in each) else longest([b for _, b in each])
+    assert isinstance(node, Row | Choice), node  # no tree that is looked at here has an anchor
+    sizes = [lengths(part) for part in (node.parts if isinstance(node, Row) else node.options)]
+    shortest, longest = [least for least, _ in sizes], [most for _, most in sizes if most is not None]
+    has_end = len(longest) == len(sizes)
+    if isinstance(node, Row):
+        return sum(shortest), sum(longest) if has_end else None
+    return min(shortest), max(longest) if has_end else None
 
 
 def limited(node: Node, least: int, most: int | None) -> Node:

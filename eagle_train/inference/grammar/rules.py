@@ -6,6 +6,7 @@ meaning here, or is refused with its line. Knows nothing of JSON or tokens.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 
 from eagle_train.errors import UserError, check
 from eagle_train.inference.grammar.patterns import (
@@ -26,6 +27,7 @@ from eagle_train.inference.grammar.patterns import (
 
 Grammar = dict[str, Node]
 """Rules by their names."""
+Names = AbstractSet[str]
 
 NAME = re.compile(r"[A-Za-z_.-][A-Za-z0-9_.-]*")
 SPACE = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
@@ -80,7 +82,8 @@ class Reader(Parser):
 
     def rule_name(self) -> str:
         begun = DEFINED.match(self.text, self.at)
-        check(begun is not None, f"a rule must begin so: NAME ::= ; {self.seen()} does not")
+        if begun is None:
+            raise UserError(f"a rule must begin so: NAME ::= ; {self.seen()} does not")
         line = max(self.text.rfind(end, 0, self.at) for end in "\r\n") + 1
         check(not self.text[line : self.at].strip(), f"rule {begun[1]} must begin on a line of its own")
         self.at = begun.end()
@@ -92,7 +95,13 @@ class Reader(Parser):
         return repr(self.text[self.at : self.at + 12]) if self.at < len(self.text) else "its end"
 
     def space(self) -> None:
-        self.at = SPACE.match(self.text, self.at).end()
+        self.at = self.after_space(self.at)
+
+    def after_space(self, place: int) -> int:
+        """Where the white space and the comments that begin at `place` end."""
+        found = SPACE.match(self.text, place)
+        assert found is not None  # the empty text matches
+        return found.end()
 
     def row(self) -> Row:
         self.space()
@@ -130,8 +139,9 @@ class Reader(Parser):
         if self.take("["):
             return Chars(self.set_of())
         name = NAME.match(self.text, self.at)
-        check(name is not None, f"{self.seen()} begins neither a text, a class, a group nor a rule's name")
-        if name[0] == "Regex" and self.text[SPACE.match(self.text, name.end()).end() :].startswith("("):
+        if name is None:
+            raise UserError(f"{self.seen()} begins neither a text, a class, a group nor a rule's name")
+        if name[0] == "Regex" and self.text.startswith("(", self.after_space(name.end())):
             self.at = name.end()
             return self.regex()
         macro = name[0] in MACROS and self.text[name.end() : name.end() + 1] == "("
@@ -207,7 +217,7 @@ def possible_rules(grammar: Mapping[str, Node]) -> set[str]:
     return _rules_that(is_possible, grammar)
 
 
-def _rules_that(hold: Callable[[Node, set[str]], bool], grammar: Mapping[str, Node]) -> set[str]:
+def _rules_that(hold: Callable[[Node, Names], bool], grammar: Mapping[str, Node]) -> set[str]:
     """The names of the rules of which `hold` is true, where it is asked again as others' names become known."""
     known: set[str] = set()
     users: dict[str, set[str]] = {}
@@ -223,7 +233,7 @@ def _rules_that(hold: Callable[[Node, set[str]], bool], grammar: Mapping[str, No
     return known
 
 
-def is_possible(node: Node, rules: set[str] = frozenset()) -> bool:
+def is_possible(node: Node, rules: Names = frozenset()) -> bool:
     """Whether some text matches, where `rules` can be matched."""
     if isinstance(node, Chars):
         return bool(node.ranges)
@@ -234,7 +244,7 @@ def is_possible(node: Node, rules: set[str] = frozenset()) -> bool:
     return (any if isinstance(node, Choice) else all)(is_possible(part, rules) for part in _parts(node))
 
 
-def pruned(node: Node, rules: set[str] = frozenset()) -> Node:
+def pruned(node: Node, rules: Names = frozenset()) -> Node:
     """The same texts, without options that none matches: so none is begun that cannot be ended."""
     if isinstance(node, Choice):
         return Choice(tuple(pruned(option, rules) for option in node.options if is_possible(option, rules)))
@@ -245,7 +255,7 @@ def pruned(node: Node, rules: set[str] = frozenset()) -> Node:
     return node
 
 
-def says(node: Node, rules: set[str]) -> bool:
+def says(node: Node, rules: Names) -> bool:
     """Whether a text of at least one character matches, where one matches `rules`. Of what some text matches."""
     if isinstance(node, Chars):
         return True
@@ -254,7 +264,7 @@ def says(node: Node, rules: set[str]) -> bool:
     return not (isinstance(node, Times) and node.most == 0) and any(says(part, rules) for part in _parts(node))
 
 
-def terse(node: Node, rules: set[str]) -> Node:
+def terse(node: Node, rules: Names) -> Node:
     """The same texts, where the empty text stands for what matches no other.
 
     xgrammar ends the process where a rule begins with a counted repetition of itself and matches nothing else.
@@ -279,7 +289,7 @@ def impossible_rules(grammar: Mapping[str, Node]) -> list[str]:
     return found
 
 
-def _needed(node: Node, rules: set[str]) -> Iterator[str]:
+def _needed(node: Node, rules: Names) -> Iterator[str]:
     """The rules for which nothing matches a tree."""
     if isinstance(node, Ref) and node.name not in rules:
         yield node.name
