@@ -22,6 +22,7 @@ from eagle_train.ops.attention import Attend, Rule, packed_attention
 TOKENS = 24  # of a document that is read
 BOUNDS = {torch.float32: 1e-3}  # of relative errors
 LOW_PRECISION = 5e-2
+ROUNDINGS = 2  # times what rounding alone does to a model's own logits
 UNREACHED = "this family ({}) cannot be run with attention from outside"
 
 LogitsOf = Callable[[torch.Tensor, torch.Tensor, Attend], torch.Tensor]
@@ -75,7 +76,7 @@ def probe(model: PreTrainedModel, logits_of: LogitsOf, tokens: torch.Tensor, pla
     ours, behind = both.float().chunk(2, dim=1)
     error = _relative_error(ours, own)
     check(
-        error <= _error_bound(model.dtype),
+        error <= _error_bound(model.dtype) or error <= ROUNDINGS * _rounding(model, tokens, own),
         f"{place}: the LM head applied to the hidden states misses the model's own logits by {error:.1%}"
         f"{'' if layers.calls else unreached}; this family ({family}) is not supported",
     )
@@ -97,6 +98,22 @@ def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     size = expected.norm(dim=-1).clamp(min=torch.finfo(expected.dtype).tiny)  # 0 of a fresh model's padding token
     error = ((found - expected).norm(dim=-1) / size).median().item()
     return error if error == error else float("inf")
+
+
+def _rounding(model: PreTrainedModel, tokens: torch.Tensor, own: torch.Tensor) -> float:
+    """The relative error between a model's own logits with transformers' two attentions; 0 where it has but one.
+
+    Both compute the same and round differently. In bf16 that makes 1.4 % in a random Llama of 32 layers x 512, and
+    the more the wider and the deeper a model is: 8 billion random weights miss by more than LOW_PRECISION.
+    """
+    try:
+        model.set_attn_implementation("sdpa")
+        other = full_tensor(model(input_ids=tokens, use_cache=False).logits).float()
+    except (ValueError, ImportError):  # the family has none
+        return 0.0
+    finally:
+        model.set_attn_implementation(OURS)
+    return _relative_error(other, own)
 
 
 def _error_bound(dtype: torch.dtype) -> float:

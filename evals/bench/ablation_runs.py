@@ -121,15 +121,10 @@ def train_steps(overrides: list[str], line: Connection) -> None:
 
     More steps come before them that are not counted: their hidden states were computed while the other process ran.
     """
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            config = compose("train", [*overrides, f"out={folder}/out", "train.steps=1000000"])
-            parallel = build(ParallelConfig, config.parallel, "parallel")
-            trainer = assemble(config, parallel, distributed.start(resolve_device(config.device)))
-    except UserError as error:
-        line.recv()
-        line.send(error)
-        return
+    with tempfile.TemporaryDirectory() as folder:
+        config = compose("train", [*overrides, f"out={folder}/out", "train.steps=1000000"])
+        parallel = build(ParallelConfig, config.parallel, "parallel")
+        trainer = assemble(config, parallel, distributed.start(resolve_device(config.device)))
     trainer.lookahead.start(steps=None)
     while (number := line.recv()) is not None:
         seconds = []

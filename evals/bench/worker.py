@@ -21,7 +21,7 @@ class Worker:
         os.environ.setdefault("GLIBC_TUNABLES", ALLOCATOR)  # read when a process starts
         context = multiprocessing.get_context("spawn")
         self.line, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(*arguments, theirs), daemon=True)
+        self.process = context.Process(target=_worker, args=(work, *arguments, theirs), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -37,3 +37,13 @@ class Worker:
         """End the process."""
         self.line.send(None)
         self.process.join()
+
+
+def _worker(work: Callable[..., None], *arguments: Any) -> None:
+    """`work`, whose UserError answers the order that it is at, or the first one."""
+    line = arguments[-1]
+    try:
+        work(*arguments)
+    except UserError as error:
+        line.send(error)
+        line.recv()  # an answer is lost with its process
