@@ -22,7 +22,7 @@ import torch
 
 from eagle_train import distributed
 from eagle_train.cli import compose
-from eagle_train.errors import UserError, check
+from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, Requests, SamplingParams, chain
 from eagle_train.models.target import Target
