@@ -6,60 +6,20 @@ from pathlib import Path
 import pytest
 
 from eagle_train.errors import UserError, check
-from eagle_train.inference import Output, Stats
-from eagle_train.inference.options import DraftOptions
 from eagle_train.models.loading import TargetConfig
 from evals import switches
 from evals.bench import session as session_module
-from evals.bench.questions import Question
-from evals.bench.statistics import Answer
 from evals.bench.switching import compared
 from evals.bench.variants import PLACEBO, SWITCHES
-from evals.switches import Config, columns, comparison
+from evals.switches import columns, comparison
 from tests.support.command_line import call
-from tests.support.eval_inputs import arguments, make_home
-
-TABLE = "1: {parents: [-1, 0]}\n2: {parents: [-1, 0, 0]}\n3: {parents: [-1]}\n"
+from tests.support.eval_inputs import arguments
+from tests.support.switches import make_switches_home, switches_config, timed_answers
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    directory = make_home(tmp_path_factory.mktemp("switches"), width=128)
-    (directory / "table.yaml").write_text(TABLE)
-    return directory
-
-
-def config_for(home: Path, **changes) -> Config:
-    values = {
-        "target": TargetConfig(str(home / "target")),
-        "draft": DraftOptions(str(home / "draft")),
-        "tree": "chain3",
-        "table": str(home / "table.yaml"),
-        "chunk_tokens": 16,
-        "engine": {},
-        "switches": None,
-        "batch_sizes": [2],
-        "questions": str(home / "questions.jsonl"),
-        "shared_tokens": 40,
-        "long_tokens": 70,
-        "requests": 3,
-        "rate": 100.0,
-        "repeats": 2,
-        "out": str(home / "out"),
-        "max_tokens": 4,
-        "seed": 0,
-        "device": "cpu",
-        "threads": None,
-    }
-    return Config(**values | changes)
-
-
-def answers(ttft: float, ttit: float, rounds: tuple[int, ...] = (2, 1)) -> list[Answer]:
-    tokens = sum(rounds)
-    stats = Stats(calls=len(rounds), tokens=tokens, ttft_s=ttft, intervals_s=[ttit] * tokens)
-    return [
-        Answer(Question(1, 1, None, [], ["?"]), 1, [7], Output([5] * (tokens + 1), "", "stop", stats, list(rounds)))
-    ]
+    return make_switches_home(tmp_path_factory.mktemp("switches"))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +36,7 @@ def answers(ttft: float, ttit: float, rounds: tuple[int, ...] = (2, 1)) -> list[
 )
 def test_rows_say_whether_noise_may_explain_them(interval, noise, ratio, verdict):
     """By the placebo's interval at the same batch size and figure, and by 1."""
-    found = compared({"off": [answers(0.3, 0.02)], "on": [answers(0.1, 0.01)]})
+    found = compared({"off": [timed_answers(0.3, 0.02)], "on": [timed_answers(0.1, 0.01)]})
     placebo = {"switch": PLACEBO, "load": "some", "batch_size": 1, "figure": "ttit", **found}
     placebo |= {"ttft_speedup_interval": noise, "ttit_speedup_interval": (0.1, 0.2)}
     found |= {"ttft_speedup": 1.2, "ttft_speedup_interval": interval}
@@ -88,11 +48,11 @@ def test_rows_say_whether_noise_may_explain_them(interval, noise, ratio, verdict
 
 
 def test_the_placebo_comes_with_any(home):
-    config = config_for(home, switches=["continuous_batching", PLACEBO], batch_sizes=[1, 2])
+    config = switches_config(home, switches=["continuous_batching", PLACEBO], batch_sizes=[1, 2])
     assert config.cells == [(1, PLACEBO), (2, PLACEBO), (2, "continuous_batching")]
-    config = config_for(home, switches=["continuous_batching"], batch_sizes=[1, 2])
+    config = switches_config(home, switches=["continuous_batching"], batch_sizes=[1, 2])
     assert config.cells == [(2, PLACEBO), (2, "continuous_batching")]
-    assert [size for size, name in config_for(home, batch_sizes=[1, 2]).cells if name == PLACEBO] == [1, 2]
+    assert [size for size, name in switches_config(home, batch_sizes=[1, 2]).cells if name == PLACEBO] == [1, 2]
 
 
 def test_the_whole_command(home, tmp_path, capsys):
@@ -118,7 +78,7 @@ def test_the_whole_command(home, tmp_path, capsys):
 def test_rows_that_were_measured_are_kept_where_a_later_one_fails(home, tmp_path, capsys, monkeypatch):
     def answered(session, name, size):
         check(name != "overlap", "it cannot be")
-        return {side: [answers(0.1, 0.1)] for side in ("off", "on")}
+        return {side: [timed_answers(0.1, 0.1)] for side in ("off", "on")}
 
     monkeypatch.setattr(switches, "answer_both", answered)
     given = [f"out={tmp_path}", "switches=[speculation,overlap]", "batch_sizes=[1]", "long_tokens=70"]
@@ -161,17 +121,17 @@ def test_mistakes(home, override, message, capsys, monkeypatch):
 
 def test_switches_of_a_gpu_are_left_out_on_a_cpu(home):
     assert "cuda_graphs" in SWITCHES
-    assert "cuda_graphs" not in {name for _, name in config_for(home).cells}
+    assert "cuda_graphs" not in {name for _, name in switches_config(home).cells}
     with pytest.raises(UserError, match=r"^switches: cuda_graphs needs a GPU; name others$"):
-        config_for(home, switches=["cuda_graphs"])
+        switches_config(home, switches=["cuda_graphs"])
 
 
 @pytest.mark.parametrize("name", ["disaggregated_prefill", "divided_sampling", "fast_linear"])
 def test_switches_of_a_cpu_are_left_out_on_a_gpu(home, monkeypatch, name):
     monkeypatch.setattr(switches, "resolve_device", lambda _: "cuda")
-    assert name not in {name for _, name in config_for(home).cells}
+    assert name not in {name for _, name in switches_config(home).cells}
     with pytest.raises(UserError, match=rf"^switches: {name} needs device=cpu; name others$"):
-        config_for(home, switches=[name])
+        switches_config(home, switches=[name])
 
 
 def test_a_target_that_cannot_be_divided(home, tmp_path):
@@ -179,10 +139,10 @@ def test_a_target_that_cannot_be_divided(home, tmp_path):
     config = json.loads((home / "target" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4, "num_key_value_heads": 1}))
     target = TargetConfig(str(tmp_path))
-    assert config_for(home, target=target, switches=["speculation"]).cells
+    assert switches_config(home, target=target, switches=["speculation"]).cells
     wanted = r"^switches: divided_sampling: 1 key/value heads cannot be divided between 2 processes; name others$"
     with pytest.raises(UserError, match=wanted):
-        config_for(home, target=target)
+        switches_config(home, target=target)
 
 
 @pytest.mark.parametrize("names", ["[]", "['continuous_batching']"])

@@ -7,63 +7,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_train.inference import Eagle, Output, Stats, chain, full
-from eagle_train.inference.options import DraftOptions
+from eagle_train.inference import Eagle, chain, full
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.runner import Runner
-from eagle_train.models.loading import TargetConfig
 from eagle_train.models.target import Target
 from eagle_train.ops import kernels
 from evals.bench import statistics, workloads
-from evals.bench.questions import Question
 from evals.bench.session import Session
-from evals.bench.statistics import Answer
 from evals.bench.switching import FIGURES, answer, answer_both, compared, engine_of
 from evals.bench.variants import PLACEBO, SWITCHES
 from evals.bench.workloads import GROUPS
-from evals.switches import Config
-from tests.support.eval_inputs import make_home, write_rows
+from tests.support.eval_inputs import write_rows
+from tests.support.switches import make_switches_home, switches_config, timed_answers
 
 SAMPLED = ("greedy_drafting", "compiled_sampling")
 ELSEWHERE = ("compiled_forwards", "compiled_sampling", "cuda_graphs", "disaggregated_prefill", "divided_sampling")
-TABLE = "1: {parents: [-1, 0]}\n2: {parents: [-1, 0, 0]}\n3: {parents: [-1]}\n"
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    directory = make_home(tmp_path_factory.mktemp("switches"), width=128)
-    (directory / "table.yaml").write_text(TABLE)
-    return directory
-
-
-def config_for(home: Path, **changes) -> Config:
-    values = {
-        "target": TargetConfig(str(home / "target")),
-        "draft": DraftOptions(str(home / "draft")),
-        "tree": "chain3",
-        "table": str(home / "table.yaml"),
-        "chunk_tokens": 16,
-        "engine": {},
-        "switches": None,
-        "batch_sizes": [2],
-        "questions": str(home / "questions.jsonl"),
-        "shared_tokens": 40,
-        "long_tokens": 70,
-        "requests": 3,
-        "rate": 100.0,
-        "repeats": 2,
-        "out": str(home / "out"),
-        "max_tokens": 4,
-        "seed": 0,
-        "device": "cpu",
-        "threads": None,
-    }
-    return Config(**values | changes)
+    return make_switches_home(tmp_path_factory.mktemp("switches"))
 
 
 @pytest.fixture(scope="module")
 def session(home) -> Session:
-    return Session(config_for(home))
+    return Session(switches_config(home))
 
 
 def engines(session: Session, name: str, size: int = 2) -> list:
@@ -133,7 +101,7 @@ def test_evicted_blocks_are_found_in_host_memory(home, tmp_path):
     """When a group of prompts comes again, its blocks were evicted: it is read again, or copied."""
     rows = [{"question_id": n, "turns": [f"{n}: what is {n} times {n}, and what is it called?"]} for n in range(10, 16)]
     questions = write_rows(tmp_path / "questions.jsonl", rows)
-    session = Session(config_for(home, questions=str(questions), repeats=GROUPS))
+    session = Session(switches_config(home, questions=str(questions), repeats=GROUPS))
     cached = {
         side: [answer.output.stats.cached_tokens for batch in batches for answer in batch]
         for side, batches in answer_both(session, "host_kv", 2).items()
@@ -154,7 +122,7 @@ def test_the_latecomer_is_read_in_chunks(session):
 
 
 def test_arrivals(home):
-    config = config_for(home, requests=400, repeats=1, batch_sizes=[1, 2])
+    config = switches_config(home, requests=400, repeats=1, batch_sizes=[1, 2])
     (batch,) = workloads.ARRIVALS.batches(Session(config), 2)
     at = [each.arrival for each in batch]
     assert len(batch) == 400
@@ -163,18 +131,10 @@ def test_arrivals(home):
     assert [size for size, name in config.cells if name == "continuous_batching"] == [2]
 
 
-def answers(ttft: float, ttit: float, rounds: tuple[int, ...] = (2, 1)) -> list[Answer]:
-    tokens = sum(rounds)
-    stats = Stats(calls=len(rounds), tokens=tokens, ttft_s=ttft, intervals_s=[ttit] * tokens)
-    return [
-        Answer(Question(1, 1, None, [], ["?"]), 1, [7], Output([5] * (tokens + 1), "", "stop", stats, list(rounds)))
-    ]
-
-
 def test_ratios_are_those_of_the_same_batch():
     """A disturbed batch changes no median."""
-    off = [answers(0.3, 0.02), answers(0.6, 0.04), answers(9.0, 9.0)]
-    on = [answers(0.1, 0.01), answers(0.2, 0.02, (1, 1, 1)), answers(9.0, 9.0)]
+    off = [timed_answers(0.3, 0.02), timed_answers(0.6, 0.04), timed_answers(9.0, 9.0)]
+    on = [timed_answers(0.1, 0.01), timed_answers(0.2, 0.02, (1, 1, 1)), timed_answers(9.0, 9.0)]
     found = compared({"off": off, "on": on})
     assert (found["ttft_speedup"], found["ttit_speedup"]) == (pytest.approx(3), pytest.approx(2))
     assert (found["off_ttft_s"], found["on_ttit_s"]) == (pytest.approx(0.6), pytest.approx(0.02))
@@ -185,8 +145,8 @@ def test_ratios_are_those_of_the_same_batch():
 
 def test_intervals_are_those_of_the_batches_ratios():
     """Of 12 ratios, from the third to the third last, without the disturbed one; few ratios have no interval."""
-    off = [answers(0.1 * number, 0.01 * number) for number in [*range(12, 1, -1), 900]]
-    found = compared({"off": off, "on": [answers(0.1, 0.01)] * 12})
+    off = [timed_answers(0.1 * number, 0.01 * number) for number in [*range(12, 1, -1), 900]]
+    found = compared({"off": off, "on": [timed_answers(0.1, 0.01)] * 12})
     assert found["ttft_speedup"] == pytest.approx(7.5)
     for key in FIGURES:
         assert found[f"{key}_speedup_interval"] == pytest.approx((4, 11))
@@ -194,13 +154,13 @@ def test_intervals_are_those_of_the_batches_ratios():
 
 
 def test_the_ttft_is_the_newcomers():
-    off, on = ([answers(9.0, 0.1) + answers(ttft, 0.1)] for ttft in (0.4, 0.1))
+    off, on = ([timed_answers(9.0, 0.1) + timed_answers(ttft, 0.1)] for ttft in (0.4, 0.1))
     assert compared({"off": off, "on": on}, newcomers=1)["ttft_speedup"] == pytest.approx(4)
     assert compared({"off": off, "on": on})["ttft_speedup"] == pytest.approx(9.4 / 9.1)
 
 
 def test_waits_are_between_rounds():
-    ((answer,),) = [answers(0.1, 0.1, (2, 3))]
+    ((answer,),) = [timed_answers(0.1, 0.1, (2, 3))]
     stats = replace(answer.output.stats, intervals_s=[1.0, 1.0, 0.5, 0.5, 0.5])
     assert statistics.round_waits([replace(answer, output=replace(answer.output, stats=stats))]) == [2.0, 1.5]
 
