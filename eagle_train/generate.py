@@ -4,6 +4,7 @@ Started by torchrun on several processes, these hold the target together (tensor
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,11 +54,13 @@ def job(config: DictConfig) -> int:
     stop = tuple(stop) if isinstance(stop, list) else stop
     params = SamplingParams(**vars(numbers), stop=stop, grammar=grammar or None)
     given, quant = build(TargetConfig, config.target, "target"), build(Quant, config.quant, "quant")
-    path, device = build(DraftOptions, config.draft, "draft").path, resolve_device(config.device)
+    options, device = build(DraftOptions, config.draft, "draft"), resolve_device(config.device)
     engine_config, spec = build(EngineConfig, config.engine, "engine"), drafter_spec(config.drafter)
+    _check_is_read(options, config.drafter)
     check_graphs(engine_config.graphs, device)
     tree = OmegaConf.to_container(config.tree)
     Dispatcher(tree)  # what is no tree is told before the target is loaded
+    path = options.path
     check(
         path is not None or quant.scheme == "none", f"quant.scheme={quant.scheme}: no draft to quantise; give draft=DIR"
     )
@@ -79,6 +82,14 @@ def job(config: DictConfig) -> int:
         print(summary(engine.output(request)), file=sys.stderr)
     check(request.finish_reason != "overflow", f"target {target.name}: {OVERFLOW}")
     return 0
+
+
+def _check_is_read(options: DraftOptions, drafter: Mapping[str, Any]) -> None:
+    """Raise UserError for an alignment that the drafter's YAML does not take."""
+    check(
+        options.alignment == DraftOptions.alignment or "alignment" in drafter,
+        f"draft.alignment={options.alignment}: this drafter does not read it; leave it out, or use drafter=eagle",
+    )
 
 
 class Marked:

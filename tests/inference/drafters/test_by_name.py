@@ -41,6 +41,14 @@ def test_the_recipes_drafter_answers_as_plain_decoding_does(target, recipe, caps
         assert "TPC" in err
 
 
+def test_an_alignment_that_the_drafter_does_not_read_is_one_line(target, recipe, capsys):
+    given = [f"target={target}", "prompt=abc", "max_tokens=2", "device=cpu"]
+    own, eagle = f"drafter={recipe / 'bigram.yaml'}", "drafter=eagle"
+    assert [call(generate.main, *given, which, "draft.alignment=last") for which in (own, eagle)] == [2, 0]
+    said = "error: draft.alignment=last: this drafter does not read it; leave it out, or use drafter=eagle"
+    assert said in capsys.readouterr().err.splitlines()
+
+
 @pytest.mark.parametrize(
     ("yaml", "said"),
     [
