@@ -2,7 +2,7 @@
 each dataclass lives with the code that reads it. DESIGN section 3.10.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from eagle_train.errors import UserError, check, one_line, shown
+from eagle_train.errors import UserError, check, foreign, one_line, shown
 
 T = TypeVar("T")
 
@@ -61,14 +61,28 @@ def misfit(cls: type, values: Mapping[str, Any]) -> str:
 def instantiate(spec: Mapping[str, Any], field: str, **more: Any) -> Any:
     """What `_target_`, a dotted name, makes of the other keys and `more`: YAMLs are the only registry.
 
-    Raises UserError, naming `field`, for a name that is nothing to call, and for keys that it does not take.
+    Raises UserError, naming `field`, for a name that is nothing to call, for keys that it does not take, and for
+    whatever else it raises, with the class of that error.
     """
     values: Any = OmegaConf.to_container(spec, resolve=True) if OmegaConf.is_config(spec) else dict(spec)
-    target = values.pop("_target_")
-    module, _, name = str(target).rpartition(".")
+    target = str(values.pop("_target_"))
+    what = f"{field} {target}"
+    made_by = _named(target, what)
     try:
-        return getattr(import_module(module), name)(**values, **more)
+        return made_by(**values, **more)
     except UserError:
         raise
     except Exception as error:  # whatever the code that is named raises
-        raise UserError(f"{field} {target}: {one_line(error)}") from error
+        began = error.__traceback__ is not None and error.__traceback__.tb_next is not None  # else keys do not fit
+        kind = f"{type(error).__name__}: " if began else ""
+        raise UserError(f"{what}: {kind}{one_line(error)}") from error
+
+
+def _named(target: str, what: str) -> Callable[..., Any]:
+    """What a dotted name stands for; `what` names it in a UserError."""
+    module, _, name = target.rpartition(".")
+    check(bool(module), f"{what}: must be a dotted name, MODULE.NAME")
+    with foreign(what):  # importing a module runs it
+        found = import_module(module)
+    check(callable(getattr(found, name, None)), f"{what}: module {module} has nothing to call of the name {name}")
+    return getattr(found, name)

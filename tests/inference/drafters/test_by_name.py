@@ -9,6 +9,13 @@ from eagle_train import generate
 from tests.support.command_line import call, save_target
 
 PAGE = Path(__file__).parents[3] / "CONTRIBUTING.md"
+BROKEN = """
+def misspelt(target, draft):
+    return target.tokeniser
+
+def refusing(target, draft):
+    raise ValueError("two words\\nand a second line")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +31,9 @@ def recipe(tmp_path_factory) -> Path:
     code, yaml = re.findall(r"```(?:python|yaml)\n(.*?)```", section, re.DOTALL)
     code, yaml = (re.sub("^    ", "", block, flags=re.MULTILINE) for block in (code, yaml))
     (folder / "text.txt").write_text("abcdefghijklmnopqrstuvwxyz" * 3)
-    (folder / "bigram_drafter.py").write_text(code)
+    (folder / "bigram_drafter.py").write_text(code + "\nBLOCK = 16\n")
+    (folder / "broken_drafter.py").write_text(BROKEN)
+    (folder / "broken_module.py").write_text("make = nothing\n")
     moved = yaml.replace("eagle_train.inference.drafters.bigram.", "bigram_drafter.")
     (folder / "bigram.yaml").write_text(moved.replace("text: ???", f"text: {folder / 'text.txt'}"))
     return folder
@@ -53,9 +62,21 @@ def test_an_alignment_that_the_drafter_does_not_read_is_one_line(target, recipe,
     ("yaml", "said"),
     [
         ("x: 1", "drafter: must have `_target_`"),
-        ("_target_: bigram_drafter.nothing", "drafter bigram_drafter.nothing: "),
-        ("_target_: bigram_drafter.make_bigram\nshift: 2", "drafter bigram_drafter.make_bigram: "),
+        ("_target_: nothing", "drafter nothing: must be a dotted name"),
+        ("_target_: no_drafter.nothing", "drafter no_drafter.nothing: No module named 'no_drafter'"),
+        (
+            "_target_: bigram_drafter.nothing",
+            "drafter bigram_drafter.nothing: module bigram_drafter has nothing to call",
+        ),
+        ("_target_: bigram_drafter.BLOCK", "drafter bigram_drafter.BLOCK: module bigram_drafter has nothing to call"),
+        (
+            "_target_: bigram_drafter.make_bigram\nshift: 2",
+            "drafter bigram_drafter.make_bigram: make_bigram() got an unexpected keyword argument 'shift'",
+        ),
         ("_target_: pathlib.PurePosixPath", "drafter pathlib.PurePosixPath: "),
+        ("_target_: broken_drafter.misspelt", "drafter broken_drafter.misspelt: AttributeError: "),
+        ("_target_: broken_drafter.refusing", "drafter broken_drafter.refusing: ValueError: two words"),
+        ("_target_: broken_module.make", "drafter broken_module.make: NameError: name 'nothing' is not defined"),
     ],
 )
 def test_what_makes_no_drafter_is_one_line(target, recipe, capsys, yaml, said):
