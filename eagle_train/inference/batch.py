@@ -6,7 +6,7 @@ Knows nothing of who is admitted or finished.
 import torch
 
 from eagle_train.inference.cache.paged_kv import Prefix
-from eagle_train.inference.decode.sampling import SamplingTensors, uniform
+from eagle_train.inference.decode.sampling import uniform
 from eagle_train.inference.drafters.drafter import Pending, TreePlan
 from eagle_train.inference.grammar.guided import Guidance
 from eagle_train.inference.requests.prompt_reader import sampling_of
@@ -20,23 +20,22 @@ class Batch:
 
     def __init__(self, runner: Runner):
         self._runner, self._device = runner, runner.target.device
-        self.pending: Pending | None = None
         self._seated: list[Sequence] = []
-        self._sampling: SamplingTensors | None = None
-        self._seeds: torch.Tensor | None = None
+        self._sampling, self._seeds = sampling_of([], self._device)
+        self.pending = self._no_rows()
 
     def add(self, pending: Pending) -> None:
         """New rows, behind the others."""
-        self.pending = pending if not self._seated else self._pending.concat_rows(pending)
+        self.pending = self.pending.concat_rows(pending) if self._seated else pending
 
     def clear(self) -> None:
         """No row is left."""
-        self.pending = None
+        self.pending = self._no_rows()
         self.seat([])
 
     def keep(self, rows: list[int]) -> None:
         """Drop all other rows."""
-        self.pending = self._pending.rows(to_device(rows, self._device, torch.long))
+        self.pending = self.pending.rows(to_device(rows, self._device, torch.long))
 
     def seat(self, sequences: list[Sequence]) -> None:
         """These are the rows from now on."""
@@ -47,7 +46,7 @@ class Batch:
     def inputs(self, plan: TreePlan, in_flight: int | None, guidance: Guidance | None) -> RoundInputs:
         """The next round's inputs. `in_flight`: most tokens of a row that a round with unknown results commits; None:
         there is no such round."""
-        active, pending = self._seated, self._pending
+        active, pending = self._seated, self.pending
         if in_flight is None:  # otherwise only the device knows how much is unread
             pending = pending.narrow(max(each.num_known - each.read for each in active))
         lengths, blocks = [each.committed for each in active], [each.blocks for each in active]
@@ -58,14 +57,13 @@ class Batch:
         if self._runner.drafts(plan, pending):
             known = in_flight is None
             read = prefix.at([s.read for s in active]) if known else prefix.at_most(pending.read, prefix.longest)
-        assert self._sampling is not None
-        assert self._seeds is not None
         drafting, draws = self._runner.config.drafting, None
         if drafting != "greedy" and plan.tree.num_nodes > 1 and not self._sampling.all_greedy:
             draws = uniform(self._seeds, prefix.lengths, plan.num_draws)
         return RoundInputs(plan, prefix, read, pending, self._sampling, self._seeds, drafting, draws, guidance)
 
-    @property
-    def _pending(self) -> Pending:
-        assert self.pending is not None
-        return self.pending
+    def _no_rows(self) -> Pending:
+        embedding = self._runner.target.embedding
+        hidden = torch.empty(0, 1, embedding.shape[1], dtype=self._runner.target.dtype, device=self._device)
+        tokens = torch.empty(0, 1, dtype=torch.long, device=self._device)
+        return Pending(tokens, hidden, tokens[:, 0], tokens[:, 0])

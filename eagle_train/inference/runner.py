@@ -170,7 +170,7 @@ class Runner:
 
     def draft(self, inputs: RoundInputs) -> Drafted:
         """A tree of tokens for each row; the pending token alone where the drafter takes no part."""
-        if inputs.read is None:
+        if self.drafter is None or inputs.read is None:
             return Drafted(inputs.pending.last, None, None)
         with self.times.stage("drafting"):
             plan, prefix, pending = inputs.plan, inputs.prefix, inputs.pending
@@ -180,7 +180,8 @@ class Runner:
                 return drafted
             if inputs.guidance is not None:
                 inputs.guidance.restart()  # it has read this rank's drafts, which may differ by a rounding
-            return drafted._replace(tokens=self.ranks.agreed(drafted.tokens), q=self.ranks.agreed(drafted.q))
+            tokens, q = self.ranks.agreed(drafted.tokens), drafted.q
+            return Drafted(tokens, None if q is None else self.ranks.agreed(q), drafted.suffix)
 
     def validate(self, inputs: RoundInputs, tokens: torch.Tensor) -> Validated:
         """The target reads the trees' tokens [A, N] in one call."""

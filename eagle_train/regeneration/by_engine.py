@@ -66,4 +66,5 @@ def _add_output(parser: AnswerParser, dialogue: Dialogue, prompt: str, output: O
         dialogue.failed = str(error)
         return
     dialogue.retokenised += not same
+    assert output.finish_reason is not None  # `generate` returns when all requests are finished
     dialogue.add_answer(message, "tool_calls" if message.get("tool_calls") else output.finish_reason)

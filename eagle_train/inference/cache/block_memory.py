@@ -28,10 +28,10 @@ class Store(Protocol):
     def by_block(self) -> list[torch.Tensor]:
         """Tensors [n, blocks, ...], to be read and written."""
 
-    def grown(self, blocks: int) -> Listing[torch.Tensor]:
+    def grown(self, blocks: int) -> list[torch.Tensor]:
         """What is to be held with so many blocks in all: those there are, and empty ones."""
 
-    def hold(self, memory: Listing[torch.Tensor]) -> None:
+    def hold(self, memory: list[torch.Tensor]) -> None:
         """Go on with what `grown` gave."""
 
 
@@ -84,7 +84,7 @@ class BlockMemory:
             store.hold(memory)
         self.on_realloc(self.pool.total * BLOCK)
 
-    def grown(self, blocks: int) -> list[Listing[torch.Tensor]]:
+    def grown(self, blocks: int) -> list[list[torch.Tensor]]:
         """What the stores are to hold with so many blocks. Raises UserError, with all as it was, for want of memory."""
         grown, reason = [], "on another rank"
         try:

@@ -34,11 +34,18 @@ ZEROS, WASTE = 0, 1  # a block that is never written, read beyond a row's slots;
 class Prefix:
     """How many slots of each active row are committed, and the blocks that hold them and those of the next round."""
 
-    first_slot: int | None = None  # where the slots lie one behind the other
+    longest: int  # the greatest of the lengths, or more
+    ragged: bool  # False: every length is `longest`
 
-    def __init__(self, lengths: torch.Tensor, blocks: torch.Tensor, longest: int, ragged: bool):
-        """lengths int64 [A], `longest` of them or more; `ragged` unless all are. blocks int64 [A, W]."""
-        self.lengths, self.blocks, self.longest, self.ragged = lengths, blocks, longest, ragged
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """int64 [A]: committed slots of each row."""
+        raise NotImplementedError
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        """int64 [A, W]: each row's blocks in the order of its tokens, then WASTE."""
+        raise NotImplementedError
 
     @staticmethod
     def of(
@@ -50,20 +57,20 @@ class Prefix:
         width = max(map(len, blocks))
         table = to_device([row + [WASTE] * (width - len(row)) for row in blocks], device)
         tensor = to_device(lengths, device) if there is None else there
-        return Prefix(tensor, table, max(lengths), len(set(lengths)) > 1)
+        return PagedPrefix(tensor, table, max(lengths), len(set(lengths)) > 1)
 
     def at(self, lengths: list[int]) -> "Prefix":
         """The same rows with other lengths."""
         tensor = to_device(lengths, self.lengths.device)
-        return Prefix(tensor, self.blocks, max(lengths), len(set(lengths)) > 1)
+        return PagedPrefix(tensor, self.blocks, max(lengths), len(set(lengths)) > 1)
 
     def at_most(self, lengths: torch.Tensor, longest: int) -> "Prefix":
         """The same rows with lengths [A] that the device alone knows."""
-        return Prefix(lengths, self.blocks, longest, ragged=True)
+        return PagedPrefix(lengths, self.blocks, longest, ragged=True)
 
     def grown(self, tokens: int) -> "Prefix":
         """The prefix after every row got `tokens` more."""
-        return Prefix(self.lengths + tokens, self.blocks, self.longest + tokens, self.ragged)
+        return PagedPrefix(self.lengths + tokens, self.blocks, self.longest + tokens, self.ragged)
 
     def positions(self, count: int) -> torch.Tensor:
         """Those of each row's next `count` tokens, int64 [A, count]."""
@@ -79,6 +86,13 @@ class Prefix:
         block = self.blocks.gather(1, place.clamp(max=self.blocks.shape[1] - 1))
         block = block.masked_fill(place >= self.blocks.shape[1], WASTE)
         return block * BLOCK + positions % BLOCK
+
+
+class PagedPrefix(Prefix):
+    """That of any batch: lengths and blocks are tensors."""
+
+    def __init__(self, lengths: torch.Tensor, blocks: torch.Tensor, longest: int, ragged: bool):
+        self.lengths, self.blocks, self.longest, self.ragged = lengths, blocks, longest, ragged
 
 
 class ContiguousPrefix(Prefix):
@@ -258,7 +272,7 @@ class PagedKV:
 
         Blocks that follow one another are read where they lie; others are gathered.
         """
-        if prefix.first_slot is not None:
+        if isinstance(prefix, ContiguousPrefix):
             assert slots <= prefix.capacity, (slots, prefix)
             there = self.run(prefix.first_slot, slots)
             return there.__getitem__
@@ -364,26 +378,26 @@ class Masks:
     def __init__(self, prefix: Prefix, positions: torch.Tensor, suffix_positions: torch.Tensor, seen: torch.Tensor):
         self.prefix = VisibleSlots(positions, prefix.lengths.unsqueeze(1), prefix.longest, whole=not prefix.ragged)
         self.positions, self.suffix_positions, self.seen = positions, suffix_positions, seen
-        self.made: dict[tuple, torch.Tensor | None] = {}
+        self.suffix_made: dict[tuple, torch.Tensor | None] = {}
+        self.joint_made: dict[tuple, torch.Tensor] = {}
 
     def suffix(self, rule: Rule) -> torch.Tensor | None:
         """Additive [A or 1, 1, T, nodes]; None of a node alone."""
-        if rule.reach not in self.made:
-            self.made[rule.reach] = self.suffix_mask(rule)
-        return self.made[rule.reach]
+        if rule.reach not in self.suffix_made:
+            self.suffix_made[rule.reach] = self.suffix_mask(rule)
+        return self.suffix_made[rule.reach]
 
     def joint(self, rule: Rule, shape: tuple[int, int, int], slots: int, nodes: int) -> torch.Tensor:
         """Additive [*shape, slots + nodes]: what is seen of the prefix, then of the nodes."""
-        key = ("joint", *rule.reach)
-        if key not in self.made:
+        if rule.reach not in self.joint_made:
             parts = (self.prefix.mask(rule), slots), (self.suffix(rule), nodes)
             device = self.positions.device
             whole = [
                 torch.zeros(*shape, width, device=device) if part is None else part.expand(*shape, width)
                 for part, width in parts
             ]
-            self.made[key] = torch.cat(whole, dim=3)
-        return self.made[key]
+            self.joint_made[rule.reach] = torch.cat(whole, dim=3)
+        return self.joint_made[rule.reach]
 
     def suffix_mask(self, rule: Rule) -> torch.Tensor | None:
         if self.seen.numel() == 1:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from eagle_train.errors import check
-from eagle_train.inference.cache.paged_kv import BLOCK, WASTE, PagedKV, Prefix, Suffix
+from eagle_train.inference.cache.paged_kv import BLOCK, WASTE, PagedKV, PagedPrefix, Prefix, Suffix
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.decode.validation import validate
 from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, Pending, TreePlan
@@ -97,8 +97,10 @@ class Graphs:
             counts: torch.Tensor,
             *drawn: torch.Tensor,
         ) -> Drafted:
-            whole, last = Prefix(lengths, blocks, slots, ragged=True), Pending(tokens, hidden, counts, lengths)
-            return drafter.propose(plan, whole, whole.at_most(lengths_read, slots), last, Choice(mode, *drawn))
+            whole, last = PagedPrefix(lengths, blocks, slots, ragged=True), Pending(tokens, hidden, counts, lengths)
+            temperature, noise = drawn or (None, None)
+            same = Choice(mode, temperature, noise)
+            return drafter.propose(plan, whole, whole.at_most(lengths_read, slots), last, same)
 
         inputs = [
             *padded_prefix(prefix, rows, slots),
@@ -127,7 +129,7 @@ class Graphs:
         def work(
             lengths: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor, Suffix | None]:
-            return validate(target, read, cache, Prefix(lengths, blocks, slots, ragged=True), tree, tokens, ranks)
+            return validate(target, read, cache, PagedPrefix(lengths, blocks, slots, ragged=True), tree, tokens, ranks)
 
         inputs = [*padded_prefix(prefix, rows, slots), Padded(tokens, (rows, tree.num_nodes))]
         hidden, logits, suffix = self.validation((rows, slots, tree), work, inputs)

@@ -193,6 +193,8 @@ def propose(
         if num_children == 1:  # the faster one
             return logits.argmax(-1, keepdim=True), None
         return logits.topk(num_children).indices, None
+    assert temperature is not None, mode
+    assert noise is not None, mode
     q = over_temperature(at_least_float32(logits), temperature).softmax(-1)
     if mode == "multinomial":
         return sample(q[:, :, None], noise), q

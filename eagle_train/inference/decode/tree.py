@@ -197,7 +197,8 @@ def load_tree(spec: "Tree | str | Mapping[str, Any]") -> Tree:
             return instantiated(described)
         named = sorted({path.stem for path in (CONF_DIR / "tree").glob("*.yaml")} - {"table"})  # which is of many trees
         check(spec in named, f"tree is {spec!r}; known trees are {', '.join([*TREES, *named])}, and {ANY_TREE}")
-        return load_tree(OmegaConf.load(CONF_DIR / "tree" / f"{spec}.yaml"))
+        named_tree: Any = OmegaConf.load(CONF_DIR / "tree" / f"{spec}.yaml")
+        return load_tree(named_tree)
     check(isinstance(spec, Mapping), f"tree is {spec!r}; it must be a name in conf/tree or a mapping")
     if "_target_" in spec:
         return instantiated(spec)

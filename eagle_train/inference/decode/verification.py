@@ -58,7 +58,9 @@ class Verification:
         self._sampled = with_own_sizes(torch.compile(verify_sampled, dynamic=True))
         self._drawn = with_own_sizes(torch.compile(verify_drawn, dynamic=True))
         shapes = {(min(rows, 2), plan): None for rows, plan in sizes}
-        jobs = [partial(self._prepare, rows, plan, top_p, lm_head) for rows, plan in shapes for top_p in (1.0, 0.5)]
+        jobs: list[Callable[[], None]] = [
+            partial(self._prepare, rows, plan, top_p, lm_head) for rows, plan in shapes for top_p in (1.0, 0.5)
+        ]
         torch.compiler.config.recompile_limit += len(jobs)
         return jobs
 

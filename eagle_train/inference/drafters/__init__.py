@@ -33,6 +33,7 @@ def drafter_spec(spec: Mapping[str, Any]) -> Mapping[str, Any]:
         check(path.is_file(), f"drafter={path}: no such file")
         folder = str(path.parent.resolve())
         sys.path += [folder] if folder not in sys.path else []  # a module beside the YAML is found
-        spec = OmegaConf.load(path)
+        described: Any = OmegaConf.load(path)
+        spec = described
     check(isinstance(spec, Mapping) and "_target_" in spec, "drafter: must have `_target_`, a dotted name to call")
     return spec

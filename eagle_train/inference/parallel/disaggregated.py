@@ -62,12 +62,17 @@ class Line:
     group: Any
 
     def send_tensor(self, tensor: torch.Tensor, timeout: timedelta = FOREVER) -> None:
-        dist.isend(tensor, self.other, self.group).wait(timeout)
+        self._wait(dist.isend(tensor, self.other, self.group), timeout)
 
     def recv_tensor(self, tensor: torch.Tensor, timeout: timedelta = FOREVER) -> torch.Tensor:
         """Received in place."""
-        dist.irecv(tensor, self.other, self.group).wait(timeout)
+        self._wait(dist.irecv(tensor, self.other, self.group), timeout)
         return tensor
+
+    @staticmethod
+    def _wait(work: dist.Work | None, timeout: timedelta) -> None:
+        assert work is not None  # as it is for a process outside of the group alone
+        work.wait(timeout)
 
     def send(self, message: Any, timeout: timedelta = FOREVER) -> None:
         """Send what JSON can hold."""

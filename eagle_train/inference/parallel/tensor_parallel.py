@@ -52,10 +52,10 @@ class Ranks:
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
         return int(least)
 
-    def agreed(self, x: torch.Tensor | None) -> torch.Tensor | None:
+    def agreed(self, x: torch.Tensor) -> torch.Tensor:
         """The first rank's x, on every rank: drafts may hang on a rounding, and the target must read the same tokens.
 
-        In place; None stays None."""
-        if self.group is not None and x is not None:
+        In place."""
+        if self.group is not None:
             dist.broadcast(x, group=self.group, group_src=0)
         return x

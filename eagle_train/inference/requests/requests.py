@@ -7,6 +7,7 @@ section 3.9.
 from collections.abc import Sequence as Listing
 from dataclasses import replace
 from functools import cached_property
+from typing import TypeGuard
 
 from eagle_train.corpus.template import ChatTemplate
 from eagle_train.errors import HALF, SURROGATE, UserError, check, shown
@@ -68,7 +69,7 @@ class Requests:
         Raises UserError, naming the prompt, where there can be none.
         """
         check_prompt(prompt, name)
-        if not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], dict)):
+        if _are_token_ids(prompt):
             return list(prompt)
         tokenizer = self.target.tokenizer
         check(tokenizer is not None, f"{self.target.name} has no tokenizer: give prompts as token ids")
@@ -76,8 +77,9 @@ class Requests:
             check(not SURROGATE.search(prompt), f"{name} holds {HALF}")
             return tokenizer(prompt)["input_ids"]
         check(tokenizer.chat_template is not None, f"{self.target.name} has no chat template: give prompts as texts")
+        messages = [message for message in prompt if isinstance(message, dict)]
         try:
-            return self.template.prompt_tokens(prompt)
+            return self.template.prompt_tokens(messages)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
 
@@ -103,19 +105,20 @@ class Requests:
 
     def cut_at_stop_strings(self, sequence: Sequence) -> None:
         """End a sequence at the first token with which its text holds a stop string; later tokens are dropped."""
-        if not sequence.params.stop_strings:
+        text = sequence.text
+        if text is None or not text.stop_strings:
             return
-        for token in sequence.unread():
-            sequence.text.read([token])
-            if sequence.text.has_stopped():
-                sequence.cut(sequence.text.num_read)
+        for token in sequence.generated[text.num_read :]:
+            text.read([token])
+            if text.has_stopped():
+                sequence.cut(text.num_read)
                 return
 
     def update(self, sequence: Sequence) -> Update:
         """What is new of a sequence since this was last asked."""
         tokens, text = sequence.news(), None
         if sequence.text is not None:
-            sequence.text.read(sequence.unread())
+            sequence.text.read(sequence.generated[sequence.text.num_read :])
             text = sequence.text.tell(last=sequence.finish_reason is not None)
         return Update(sequence, tokens, text, self.output(sequence) if sequence.finish_reason else None)
 
@@ -123,6 +126,11 @@ class Requests:
         """All of a sequence, as far as it was told."""
         text = None if sequence.text is None else "".join(sequence.text.text)
         return Output(sequence.generated, text, sequence.finish_reason, sequence.stats, sequence.rounds)
+
+
+def _are_token_ids(prompt: Prompt) -> TypeGuard[Listing[int]]:
+    """Of a prompt that `check_prompt` lets pass; an empty one is, too."""
+    return not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], dict))
 
 
 def params_of(params: SamplingParams | Listing[SamplingParams] | None, index: int, count: int) -> SamplingParams:

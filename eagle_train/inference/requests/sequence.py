@@ -118,16 +118,19 @@ class Stats:
 
 @dataclass(frozen=True)
 class Output:
-    """A finished request. `finish_reason`: stop (a stop token or string), length, cancelled, dead_end: its grammar
-    asked for what the target has no tokens for, and the answer is the beginning of one; or overflow: the target
-    computed NaN or infinity, as float16 may, for it or for what was drafted, and the answer is what it said before.
+    """A request's answer, or its beginning while the request is unfinished.
+
+    `finish_reason`: None while it is unfinished; `stop`: a stop token or stop string; `length`: `max_tokens` or the end
+    of the target's context; `cancelled`; `dead_end`: its grammar needs text for which the target has no tokens, and the
+    answer is a prefix of a valid one; `overflow`: the target computed NaN or infinity, as float16 may, for the answer
+    or for the drafted tokens, and the answer ends before it.
 
     `text` is that of the tokens, without special ones and up to the first stop string; the tokens go on to its end.
     """
 
     token_ids: list[int]
     text: str | None
-    finish_reason: str
+    finish_reason: str | None
     stats: Stats
     rounds: list[int]  # tokens that each target call of the decoding committed
 
@@ -190,10 +193,6 @@ class Sequence:
         """The tokens since it was last asked."""
         new, self.reported = self.generated[self.reported :], len(self.generated)
         return new
-
-    def unread(self) -> list[int]:
-        """The tokens that its text does not have yet."""
-        return self.generated[self.text.num_read :]
 
     def forget(self) -> None:
         """Its blocks are gone: all of it is to be read anew."""
