@@ -19,10 +19,29 @@ class UserError(Exception):
     """A user's mistake, told in one line: the field, its value, and what would be right."""
 
 
-def check(condition: bool, message: str) -> None:
-    """Raise UserError(message) unless `condition` holds."""
+class OptionError(UserError):
+    """A mistake in a field of a class of options. It begins with the field's name, as in Python: "kv_tokens=8: ...".
+
+    A command's user knows the field by another name, `engine.kv_tokens`; see `within`.
+    """
+
+
+def check(condition: bool, message: str, kind: type[UserError] = UserError) -> None:
+    """Raise UserError(message), or that `kind` of it, unless `condition` holds."""
     if not condition:
-        raise UserError(message)
+        raise kind(message)
+
+
+@contextmanager
+def within(group: str) -> Iterator[None]:
+    """Tell an OptionError as a command's user wrote the field: GROUP.FIELD, or the field alone where `group` is empty.
+
+    For what reads the options of such a group, as a decorator too.
+    """
+    try:
+        yield
+    except OptionError as error:
+        raise UserError(f"{group}.{error}" if group else str(error)) from error
 
 
 def one_line(error: BaseException | None) -> str:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from eagle_train import distributed
 from eagle_train.artifacts.format import load_draft
 from eagle_train.cli import command
-from eagle_train.errors import check
+from eagle_train.errors import check, within
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, EngineConfig, Output, SamplingParams, Sequence
 from eagle_train.inference.decode.dispatcher import Dispatcher
@@ -43,6 +43,7 @@ def main(config: DictConfig) -> None:
     distributed.run(lambda: job(config))
 
 
+@within("engine")
 def job(config: DictConfig) -> int:
     """One rank's part; returns its exit status."""
     check(config.color in COLORS, f"color={config.color}: must be one of {', '.join(COLORS)}")

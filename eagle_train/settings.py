@@ -2,6 +2,7 @@
 each dataclass lives with the code that reads it. DESIGN section 3.10.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, TypeVar, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from eagle_train.errors import UserError, check, foreign, one_line, shown
+from eagle_train.errors import UserError, check, foreign, one_line, shown, within
 
 T = TypeVar("T")
 
@@ -18,6 +19,9 @@ PACKAGE = Path(__file__).parent
 # A wheel carries the YAMLs inside the package; in a clone they lie beside it.
 CONF_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 BUNDLED = "data/tiny_target"  # likewise
+# What OmegaConf says of a value of the wrong type, and what would be right.
+MISTYPED = re.compile(r"Value '(.*?)' (?:is not a valid|of type '\w+' could not be converted to) (bool|Integer|Float)")
+RIGHT = {"bool": "must be true or false", "Integer": "must be a whole number", "Float": "must be a number"}
 
 
 def bundled(path: str) -> str:
@@ -31,11 +35,14 @@ def build(cls: type[T], values: Any, field: str) -> T:
     """`values` as the dataclass `cls`; unknown keys and wrong types are refused with a UserError that names `field`."""
     check(isinstance(values, Mapping), f"{field}={values!r}: must be a mapping")
     try:
-        return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values)))
+        with within(field):
+            return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values)))
     except OmegaConfBaseException as error:
         own = error.full_key or misfit(cls, values)
         key = ".".join(part for part in (field, own) if part)
         said = no_list(key, values.get(own)) if "is not a ListConfig" in str(error) else one_line(error)
+        if found := MISTYPED.match(said):
+            raise UserError(f"{key}={found[1]}: {RIGHT[found[2]]}") from error
         raise UserError(f"{key}: {said}") from error
 
 

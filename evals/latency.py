@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from eagle_train.cli import command
-from eagle_train.errors import check
+from eagle_train.errors import check, within
 from eagle_train.inference import Dispatcher, Engine, SimulatedAcceptance
 from eagle_train.models.loading import TargetConfig
 from eagle_train.settings import build
@@ -61,6 +61,7 @@ class Config(SweepConfig):
 
 
 @command("latency")
+@within("engine")
 def main(values: DictConfig) -> None:
     session = open_session(build(Config, values, ""))
     config = session.config

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from eagle_train.cli import command
-from eagle_train.errors import check
+from eagle_train.errors import check, within
 from eagle_train.models.draft_quantisation import Quant, quant_of
 from eagle_train.results import json_text, write_text
 from eagle_train.settings import build
@@ -45,6 +45,7 @@ class Config(SampledConfig):
 
 
 @command("mt_bench")
+@within("engine")
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config = session.config

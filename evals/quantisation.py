@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from eagle_train.artifacts.format import load_draft
 from eagle_train.artifacts.markdown import aligned, code, plain
 from eagle_train.cli import command
-from eagle_train.errors import check
+from eagle_train.errors import check, within
 from eagle_train.models.draft_quantisation import SCOPES, Quant
 from eagle_train.settings import build
 from evals.bench import statistics
@@ -57,6 +57,7 @@ class Config(SampledConfig):
 
 
 @command("quantisation")
+@within("engine")
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config, quant = session.config, session.artifact.quant

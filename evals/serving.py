@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from eagle_train.artifacts.card import caveat
 from eagle_train.artifacts.markdown import aligned, code
 from eagle_train.cli import command
-from eagle_train.errors import check
+from eagle_train.errors import check, within
 from eagle_train.inference import Dispatcher, SamplingParams
 from eagle_train.settings import build
 from evals.bench.answering import answer_questions
@@ -51,6 +51,7 @@ class Config(BenchConfig):
 
 
 @command("serving")
+@within("engine")
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config, about = session.config, session.artifact

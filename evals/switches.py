@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from eagle_train.artifacts.markdown import aligned, code
 from eagle_train.cli import command
-from eagle_train.errors import check
+from eagle_train.errors import check, within
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Dispatcher
 from eagle_train.progress import progress
@@ -79,6 +79,7 @@ class Config(SwitchesConfig):
 
 
 @command("switches")
+@within("engine")
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     cells = session.config.cells

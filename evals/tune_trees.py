@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from eagle_train.cli import command
-from eagle_train.errors import check
+from eagle_train.errors import check, within
 from eagle_train.inference import EngineConfig, full
 from eagle_train.inference.decode.tree import MAX_NODES
 from eagle_train.models.draft_quantisation import Quant
@@ -64,6 +64,7 @@ class Config(SampledConfig):
 
 
 @command("tune_trees")
+@within("engine")
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config, target, out = session.config, session.target, session.out

@@ -149,7 +149,7 @@ def test_what_hydra_understands_is_left_to_it(override):
         (["prompt=x", "~nosuch"], "'nosuch' does not exist"),
         (["prompt=x", "=1"], "=1: must be KEY=VALUE"),
         (["prompt=x", "target.dtype=${nosuch}"], "nosuch"),
-        (["prompt=x", "target.trust_remote_code=maybe"], "target.trust_remote_code: Value 'maybe'"),
+        (["prompt=x", "target.trust_remote_code=maybe"], "target.trust_remote_code=maybe: must be true or false"),
         (["prompt=x", "max_tokens=many"], "max_tokens"),
         (["prompt=x", "top_p=2.5"], "top_p=2.5: must be above 0 and at most 1"),
         (["prompt=x", "device=tpu"], "device=tpu: must be auto, cpu or cuda"),

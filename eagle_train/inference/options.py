@@ -5,7 +5,7 @@ DESIGN section 3.9.
 
 from dataclasses import dataclass
 
-from eagle_train.errors import check, shown
+from eagle_train.errors import OptionError, check, shown
 from eagle_train.inference.cache.paged_kv import BLOCK
 from eagle_train.inference.decode.sampling import DRAFT_MODES
 from eagle_train.inference.drafters.eagle import check_alignment
@@ -29,7 +29,7 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an `Engine` decodes. The defaults are right for most users. Raises UserError, naming the field.
+    """How an `Engine` decodes. The defaults are right for most users. Raises OptionError.
 
     Scheduling
     - `max_batch_size`: requests that decode together.
@@ -88,17 +88,26 @@ class EngineConfig:
         for name, (least, may_be_none) in _NUMBERS.items():
             value = getattr(self, name)
             wanted = f"must be at least {least}, a whole number" + (", or None" if may_be_none else "")
-            check(is_whole(value, least) or (may_be_none and value is None), f"{name}={shown(value)}: {wanted}")
+            check(
+                is_whole(value, least) or (may_be_none and value is None),
+                f"{name}={shown(value)}: {wanted}",
+                OptionError,
+            )
         for name, may_be_none in _SWITCHES.items():
             value = getattr(self, name)
             wanted = "must be True or False" + (", or None" if may_be_none else "")
-            check(isinstance(value, bool) or (may_be_none and value is None), f"{name}={shown(value)}: {wanted}")
+            check(
+                isinstance(value, bool) or (may_be_none and value is None),
+                f"{name}={shown(value)}: {wanted}",
+                OptionError,
+            )
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            check(value in choices, f"{name}={shown(value)}: must be one of {', '.join(choices)}")
+            check(value in choices, f"{name}={shown(value)}: must be one of {', '.join(choices)}", OptionError)
         host = self.host_kv_tokens
-        check(host == 0 or self.prefix_cache, f"host_kv_tokens={host}: needs prefix_cache=True")
-        check(host == 0 or host >= BLOCK, f"host_kv_tokens={host}: a block has {BLOCK}; must be 0 (none) or so many")
+        check(host == 0 or self.prefix_cache, f"host_kv_tokens={host}: needs prefix_cache=True", OptionError)
+        wanted = f"a block has {BLOCK}; must be 0 (none) or so many"
+        check(host == 0 or host >= BLOCK, f"host_kv_tokens={host}: {wanted}", OptionError)
 
 
 _NUMBERS = {  # the least, and whether None is a value

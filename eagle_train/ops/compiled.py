@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_train.errors import UserError, one_line
+from eagle_train.errors import OptionError, one_line
 from eagle_train.ops.attention import Attend, Rule
 from eagle_train.ops.torch_private import compile_errors, with_own_graphs, with_own_sizes, with_static_floats
 
@@ -75,12 +75,12 @@ class Compiled:
     @with_own_sizes
     @with_static_floats  # a model's own numbers stay
     def prepare(self, *tensors: torch.Tensor) -> None:
-        """Compile for tensors of these sizes. Raises UserError where that fails, for want of a compiler, say."""
+        """Compile for tensors of these sizes. Raises OptionError where that fails, for want of a compiler, say."""
         try:
             own = (x.clone() for x in tensors)  # one tensor given twice would be compiled as such
             self(*own, lambda layer, q, k, v, rule: q.new_zeros(*q.shape[:-1], v.shape[-1]))
         except compile_errors() as error:
-            raise UserError(f"compile=True: torch.compile fails: {one_line(error)}") from error
+            raise OptionError(f"compile=True: torch.compile fails: {one_line(error)}") from error
 
 
 def _keep_shape_guards(guards: list) -> list[bool]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from eagle_train.errors import UserError, one_line
+from eagle_train.errors import OptionError, one_line
 
 Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 """record(work) -> (its result, replay). `work` may be done several times, and must do the same each time. `replay`
@@ -18,7 +18,7 @@ writes the result's tensors anew; it may write to those of all else that the sam
 
 
 class CudaGraphs:
-    """`Record` by CUDA graphs that share memory. Raises UserError for work in which the host would wait."""
+    """`Record` by CUDA graphs that share memory. Raises OptionError for work in which the host would wait."""
 
     def __init__(self, device: torch.device):
         self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
@@ -32,7 +32,7 @@ class CudaGraphs:
                 with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
                     result = work()
             except RuntimeError as error:  # the end of a recording that failed fails too, and hides why
-                raise UserError(
+                raise OptionError(
                     f"graphs=True: CUDA cannot record the forwards: {one_line(error.__context__ or error)}"
                 ) from error
         main.wait_stream(self.stream)

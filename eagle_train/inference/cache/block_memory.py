@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from eagle_train.errors import UserError, check, one_line
+from eagle_train.errors import OptionError, UserError, check, one_line
 from eagle_train.inference.cache.block_pool import BlockPool
 from eagle_train.inference.cache.paged_kv import BLOCK
 from eagle_train.inference.parallel.tensor_parallel import Ranks
@@ -96,6 +96,7 @@ class BlockMemory:
             self.ranks.least(len(grown)) > 0,
             f"kv_tokens={self.kv_tokens}: no memory for the keys and values of {blocks * BLOCK} tokens, {gib:.1f} GiB; "
             f"give a smaller max_tokens or kv_tokens: {reason}",
+            OptionError,
         )
         return grown
 

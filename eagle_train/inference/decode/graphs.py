@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from eagle_train.errors import check
+from eagle_train.errors import OptionError, check
 from eagle_train.inference.cache.paged_kv import BLOCK, WASTE, PagedKV, PagedPrefix, Prefix, Suffix
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.decode.validation import validate
@@ -42,16 +42,18 @@ EAGER = Eager()
 def check_graphs(
     graphs: bool, device: torch.device | str, is_divided: bool = False, is_offloaded: bool = False
 ) -> None:
-    """Raise UserError for graphs without a GPU, or of a target that is divided over ranks or offloaded."""
+    """Raise OptionError for graphs without a GPU, or of a target that is divided over ranks or offloaded."""
     kind = torch.device(device).type
-    check(not graphs or kind == "cuda", f"graphs=True: needs a GPU; the device is {kind}")
+    check(not graphs or kind == "cuda", f"graphs=True: needs a GPU; the device is {kind}", OptionError)
     check(
         not graphs or not is_divided,
         "graphs=True: the target is divided over ranks, which talk to each other within a forward; must be False",
+        OptionError,
     )
     check(
         not graphs or not is_offloaded,
         "graphs=True: the target is offloaded, and its weights are fetched within a forward; must be False",
+        OptionError,
     )
 
 

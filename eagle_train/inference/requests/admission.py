@@ -1,6 +1,6 @@
 """A request's way in: it waits for its turn, and the caches have room for it. Knows nothing of rounds or models."""
 
-from eagle_train.errors import check
+from eagle_train.errors import OptionError, check
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import blocks_for
 from eagle_train.inference.cache.paged_kv import BLOCK
@@ -20,6 +20,7 @@ def enqueue(sequences: list[Sequence], scheduler: Scheduler, memory: BlockMemory
         check(
             kv_tokens is None or need <= total,
             f"kv_tokens={kv_tokens}: prompt {sequence.index} and its answer need {need * BLOCK}",
+            OptionError,
         )
     blocks = (max(needs, default=0) + 1) * min(scheduler.rows, len(needs))
     if kv_tokens is None and blocks > total:
