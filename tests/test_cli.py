@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from eagle_train import generate
 from eagle_train.cli import as_typed, command, offer_trees
 from eagle_train.corpus.source import DataConfig
-from eagle_train.errors import UserError, check
+from eagle_train.errors import OptionError, UserError, check
 from eagle_train.hardware import resolve_device
 from eagle_train.inference.decode.tree import load_tree
 from eagle_train.models.draft import DraftConfig
@@ -294,6 +294,7 @@ class Outer:
 
     def __post_init__(self) -> None:
         check(self.rate < 1, f"rate={self.rate}: must be below 1")
+        check(self.rate >= 0, f"rate={self.rate}: must be 0 or more", OptionError)
 
 
 def test_build_fills_a_dataclass():
@@ -309,13 +310,15 @@ def test_build_fills_a_dataclass():
     [
         ({"nosuch": 1}, r"^outer\.nosuch: .*not in 'Outer'"),
         ({"inner": {"nosuch": 1}}, r"^outer\.inner\.nosuch: .*not in 'Inner'"),
-        ({"rate": "fast"}, r"^outer\.rate: .*'fast'"),
+        ({"rate": "fast"}, r"^outer\.rate=fast: must be a number$"),
         ({"rate": None}, r"^outer\.rate: .*None"),
-        ({"inner": {"size": 1.5}}, r"^outer\.inner\.size: .*'1\.5'"),
-        ({"pair": [1, "x"]}, r"^outer\.pair\[1\]: .*'x'"),
+        ({"inner": {"size": 1.5}}, r"^outer\.inner\.size=1\.5: must be a whole number$"),
+        ({"pair": [1, "x"]}, r"^outer\.pair\[1\]=x: must be a number$"),
         ({"names": "a"}, r"^outer\.names: "),
         ({"path": "???"}, r"^outer\.path: .*missing"),
+        ({"flag": "maybe"}, r"^outer\.flag=maybe: must be true or false$"),
         ({"rate": 2.0}, r"^rate=2\.0: must be below 1$"),
+        ({"rate": -2.0}, r"^outer\.rate=-2\.0: must be 0 or more$"),
     ],
 )
 def test_build_names_what_is_wrong(change, message):
