@@ -5,6 +5,7 @@ Knows nothing of models, data or training, and nothing that computes imports it.
 
 import functools
 import io
+import logging
 import os
 import re
 import select
@@ -31,6 +32,7 @@ from eagle_train.terminal import log_to_stderr, printable
 from eagle_train.tree_names import ANY_TREE, TREES, tree_of
 from eagle_train.usage import usage
 
+_LOG = logging.getLogger(__name__)
 COMMANDS = "commands"  # where in conf/ their YAMLs are; all other folders are groups
 PLACEHOLDER = re.compile(r"(\\*)\$\{")  # what OmegaConf would fill in
 
@@ -205,7 +207,7 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
             except UserError as error:  # caught here, because Hydra would add its own lines to it
                 sys.exit(report(error))
             except KeyboardInterrupt:
-                print("interrupted", file=sys.stderr)
+                _LOG.info("interrupted")
                 sys.exit(128 + signal.SIGINT)  # as shells have it
             except BrokenPipeError:
                 if not reader_left():

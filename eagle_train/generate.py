@@ -3,6 +3,7 @@
 Started by torchrun on several processes, these hold the target together (tensor parallel).
 """
 
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.settings import build
 from eagle_train.terminal import COLORS, GREEN, RESET, printable, wants_color
+
+_LOG = logging.getLogger("eagle_train.generate")  # `__name__` is another one where the module is run
 
 
 @dataclass
@@ -80,7 +83,7 @@ def job(config: DictConfig) -> int:
             print(marked.news(request), end="", flush=True)
     if world.is_main:
         print(flush=True)
-        print(summary(engine.output(request)), file=sys.stderr)
+        _LOG.info("%s", summary(engine.output(request)))
     check(request.finish_reason != "overflow", f"target {target.name}: {OVERFLOW}")
     return 0
 

@@ -15,6 +15,7 @@ from eagle_train.settings import CONF_DIR
 from eagle_train.terminal import printable, wants_color
 from eagle_train.usage import usage
 from tests.support.command_line import call
+from tests.support.sources import sources
 
 COMMANDS = sorted(path.stem for path in CONF_DIR.glob("commands/*.yaml") if path.stem != "command")
 
@@ -31,6 +32,15 @@ COMMANDS = sorted(path.stem for path in CONF_DIR.glob("commands/*.yaml") if path
 )
 def test_what_a_terminal_would_obey_is_shown(text, shown):
     assert printable(text) == shown
+
+
+PRINTED = re.compile(r"print\(.*file=sys\.stderr|stderr\.write\(")
+
+
+def test_what_is_no_result_goes_through_the_log():
+    """But for a user's mistake, which ends a command."""
+    found = {name for name, text in sources().items() if PRINTED.search(text)}
+    assert found == {"eagle_train.terminal", "eagle_train.errors"}
 
 
 class Terminal(io.StringIO):

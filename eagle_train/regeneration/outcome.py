@@ -1,11 +1,13 @@
 """Finished dialogues: written to the log in order, counted, and reported at the end of a run."""
 
-import sys
+import logging
 
 from eagle_train.errors import UserError
 from eagle_train.regeneration.dialogue import Dialogue
 from eagle_train.regeneration.options import ServerConfig
 from eagle_train.regeneration.row_log import RowLog, line_of
+
+_LOG = logging.getLogger(__name__)
 
 
 class Outcome:
@@ -44,7 +46,7 @@ class Outcome:
         cut = f"{self.cut} with an answer cut at max_tokens"
         print(f"{self.log.out}: {self.written} rows written, {cut}, {len(self.left_out)} left out{beside}")
         for reason in self.left_out[:1]:
-            print(f"the first left out: {reason}; all are in {self.log.others}", file=sys.stderr)
+            _LOG.info("the first left out: %s; all are in %s", reason, self.log.others)
 
     def _leave_out(self, dialogue: Dialogue) -> None:
         self.left_out.append(f"row {dialogue.number}: {dialogue.failed}")

@@ -5,7 +5,7 @@ reason; OUT.settings.json the settings that the rows were made with. Knows nothi
 """
 
 import json
-import sys
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 from eagle_train.corpus.rows import parse
 from eagle_train.errors import HALF, SURROGATE, UserError, check, one_line
 from eagle_train.results import provenance, write_json
+
+_LOG = logging.getLogger(__name__)
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -59,7 +61,7 @@ class RowLog:
             check(known == value, f"out={self.out}: was made with {key}={known}, not {value}; give another file")
         written, others = _numbers_in(self.out), _numbers_in(self.others)
         self.done, self.left_out = max(written | others, default=0), frozenset(others - written)
-        print(f"{self.out}: resumes after row {self.done}", file=sys.stderr)
+        _LOG.info("%s: resumes after row %d", self.out, self.done)
 
     def _append(self, path: Path, lines: str) -> None:
         if not lines:
