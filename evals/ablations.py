@@ -9,6 +9,7 @@ questions. Results are files, so that variants can be run one at a time. Paper s
 """
 
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
@@ -63,9 +64,10 @@ def main(values: DictConfig) -> None:
     for seed in config.seeds:
         for name in chosen:
             print(f"{name}, seed {seed}", flush=True)
-            once(out / f"step-{name}.json", timing_of(config, name), lambda name=name: cost(config, name))
+            once(out / f"step-{name}.json", timing_of(config, name), partial(cost, config, name))
             asked = run_of(config, name, seed)
-            once(out / f"{name}-{seed}.json", asked, lambda asked=asked: run(asked, target, questions, config))
+            assert asked is not None  # the variant was timed
+            once(out / f"{name}-{seed}.json", asked, partial(run, asked, target, questions, config))
     runs = {name: done for name in config.variants if (done := finished(config, name))}
     found = {
         "variants": {name: summed(config, name, runs) for name in runs},

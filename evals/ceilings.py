@@ -7,6 +7,7 @@ of N operations takes at least N launches. Knows nothing of training or decoding
 """
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,10 +92,14 @@ def products(config: Config, dtype: torch.dtype, device: str) -> list[dict[str, 
         weight = torch.randn(outputs, inputs, device=device).to(dtype)
         for rows in config.rows:
             x = torch.randn(rows, inputs, device=device).to(dtype)
-            seconds = seconds_of(lambda x=x, weight=weight: x @ weight.t(), device, config.repeats)
+            seconds = seconds_of(partial(_product, x, weight), device, config.repeats)
             rates = {"tflops": 2 * rows * outputs * inputs / seconds / 1e12, "gb_per_s": weight.nbytes / seconds / 1e9}
             found.append({"matrix": name, "rows": rows, "shape": [outputs, inputs], "ms": 1e3 * seconds, **rates})
     return found
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight.t()
 
 
 def matrices(shape: Any) -> dict[str, tuple[int, int]]:

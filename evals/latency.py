@@ -32,8 +32,9 @@ from evals.bench.trees import tree_names
 class Config(SweepConfig):
     """conf/commands/latency.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
-    target: TargetConfig | None = None
-    questions: str | None
+    # This evaluation alone has neither where its models are random.
+    target: TargetConfig | None = None  # type: ignore[assignment]
+    questions: str | None  # type: ignore[assignment]
     ignore_eos: bool
     prompt_lookup: int
     shapes: ShapesConfig | None = None
@@ -67,7 +68,7 @@ def main(values: DictConfig) -> None:
     config = session.config
     prompts = PromptSource(session.requests, session.questions, config.params)
     tables = [tree for tree in config.trees if tree.endswith(".yaml")]
-    about = {"tables": {path: tree_names(Dispatcher(path), max(config.batch_sizes)) for path in tables}}
+    about: dict[str, Any] = {"tables": {path: tree_names(Dispatcher(path), max(config.batch_sizes)) for path in tables}}
     if config.shapes is not None:
         about["target"] = described(session.target)
     for cells in sweep(config, prompts, variants(session)):  # each is written at once: a later one may fail

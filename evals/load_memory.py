@@ -133,6 +133,9 @@ def main() -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(rank_loads(*sys.argv[1:]) if "RANK" in os.environ else main())
+        if "RANK" in os.environ:
+            rank_loads(*sys.argv[1:])
+        else:
+            sys.exit(main())
     except UserError as error:
         sys.exit(report(error))

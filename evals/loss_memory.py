@@ -44,10 +44,10 @@ class Config:
 def measure(config: Config) -> tuple[int, float]:
     """The loss's extra bytes, from the memory before it to the process's peak (so never too few); and seconds."""
     torch.manual_seed(config.seed)
-    make = {"dtype": DTYPES[config.dtype]}
-    head = LMHead(torch.empty(config.vocab, config.hidden, **make).normal_(std=0.1))
-    target = torch.empty(config.rows, config.hidden, **make).normal_()
-    draft = torch.empty(config.rows, config.hidden, **make).normal_().requires_grad_()
+    dtype = DTYPES[config.dtype]
+    head = LMHead(torch.empty(config.vocab, config.hidden, dtype=dtype).normal_(std=0.1))
+    target = torch.empty(config.rows, config.hidden, dtype=dtype).normal_()
+    draft = torch.empty(config.rows, config.hidden, dtype=dtype).normal_().requires_grad_()
     before = resident_bytes()
     started = time.perf_counter()
     distillation_loss(draft, target, head, scale=1 / config.rows).loss.backward()

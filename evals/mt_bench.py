@@ -93,7 +93,7 @@ def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
         "per_category_and_turn": statistics.groups(answers),
         "train_serve_check": train_serve_check(speculative, config.batch_size),
         "alignment": config.draft.alignment,
-        "quant": str(quant_of(speculative.drafter.draft)),
+        "quant": str(quant_of(speculative.draft)),
         "tree": tree_names(engine.dispatcher, config.batch_size),
         "temperature": config.temperature,
         "batch_size": config.batch_size,

@@ -26,7 +26,7 @@ from evals.bench.quantised_drafts import TimedRun, export_names, feed_forward_by
 from evals.bench.report import change, document, made_on, number, sampling, several, subject, table, write_report
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
-from evals.bench.statistics import NO_DECODING, NO_DRAFTS
+from evals.bench.statistics import NO_DRAFTS
 from evals.bench.trees import check_tree, tree_names
 
 LABELS = {"none": "as it is", "fp8": "FP8", "int4": "INT4"}
@@ -83,7 +83,7 @@ def variants(session: Session[Config]) -> dict[str, TimedRun]:
     """The draft in each scheme, and the exports in `also`."""
     config, target = session.config, session.target
     drafters = {scheme: session.drafter(Quant(scheme, config.scope)) for scheme in LABELS}
-    for name, path in export_names(config.also, session.artifact.source, config.draft.path).items():
+    for name, path in export_names(config.also, session.artifact.source, str(config.draft.path)).items():
         drafters[name] = session.drafter(draft=load_draft(path, target.identity))
     make, options = session.engine, {"tree": config.tree, "max_batch_size": config.batch_size}
     return {name: TimedRun(make(one, **options), session.requests, one) for name, one in drafters.items()}
@@ -95,21 +95,21 @@ def measured(run: TimedRun, plain: TimedRun) -> dict[str, Any]:
     A round's drafting is the growth of the whole tree, LM head included: the paper's time to generate three tokens.
     Latencies are medians over the batches of questions, ratios those of the same batch.
     """
-    tpc, stats = statistics.tpc(run.answers), [answer.output.stats for answer in run.answers]
-    check(tpc is not None, NO_DECODING)
+    tpc, before = (statistics.decoded_tpc(each.answers) for each in (run, plain))
+    stats = [answer.output.stats for answer in run.answers]
     pairs = [pair for pair in zip(run.drafting, plain.drafting, strict=True) if all(rounds for _, rounds in pair)]
     check(len(pairs) > 0, NO_DRAFTS)
     own, other = ([seconds * 1e3 / rounds for seconds, rounds in drafting] for drafting in zip(*pairs, strict=True))
     answers = zip(run.answers, plain.answers, strict=True)
     return {
         "tpc": tpc,
-        "tpc_change": tpc / statistics.tpc(plain.answers) - 1,
+        "tpc_change": tpc / before - 1,
         "tokens": sum(each.tokens for each in stats),
         "calls": sum(each.calls for each in stats),
         "acceptance_per_depth": statistics.acceptance(run.answers),
         "draft_latency_ms": median(own),
         "relative_draft_latency": statistics.median_ratio(own, other),
-        "feed_forward_bytes": feed_forward_bytes(run.drafter.draft),
+        "feed_forward_bytes": feed_forward_bytes(run.draft),
         "differing_answers": sum(own.output.token_ids != other.output.token_ids for own, other in answers),
     }
 

@@ -57,7 +57,8 @@ def main(values: DictConfig) -> None:
         if config.data["path"] is None:
             write_chats(made_up, config.megabytes * 10**6, config.data["seed"])
         data = build(DataConfig, config.data | {"path": config.data["path"] or str(made_up)}, "data")
-        size = sum(Path(source.path).stat().st_size for source in data.sources.values() if Path(source.path).is_file())
+        paths = [Path(source.path) for source in data.sources.values() if source.path is not None]
+        size = sum(path.stat().st_size for path in paths if path.is_file())
         found = {"bytes": size, **streamed(data, config.tokenizer)}
     found |= {"limit_mb": config.limit_mb, "config": asdict(config), "provenance": provenance()}
     write_json(out, found)
@@ -87,7 +88,8 @@ def streamed(data: DataConfig, tokenizer: str) -> dict[str, Any]:
     """An epoch: its documents, its seconds, and the process's megabytes at MARKS places at most."""
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(tokenizer), data.supervise)
     count = sum(1 for source in Stream(data, renderer, 1).feed.sources.values() for _ in source.rows())
-    stream, held, started = Stream(data, renderer, MICRO_BATCH_ROWS), [], time.perf_counter()
+    stream, started = Stream(data, renderer, MICRO_BATCH_ROWS), time.perf_counter()
+    held: list[float] = []
     bar = progress(count, "document", 0)
     while stream.position.drawn < count:
         next(stream)

@@ -77,12 +77,17 @@ class AblationConfig:
         return [*self.base, *self.variants[name], f"device={self.device}"]
 
 
-def once(path: Path, asked: Found, make: Callable[[], Found] | None = None) -> Found | None:
-    """The file's result where it follows from exactly `asked`; else it is made and written, None without `make`."""
-    if path.is_file() and (kept := json.loads(path.read_text("utf-8")))["asked"] == asked:
-        return kept
-    if make is None:
-        return None
+def kept(path: Path, asked: Found) -> Found | None:
+    """The file's result where it follows from exactly `asked`; None where there is none."""
+    if path.is_file() and (found := json.loads(path.read_text("utf-8")))["asked"] == asked:
+        return found
+    return None
+
+
+def once(path: Path, asked: Found, make: Callable[[], Found]) -> Found:
+    """The file's result where it follows from exactly `asked`; else it is made and written."""
+    if (found := kept(path, asked)) is not None:
+        return found
     made = {"asked": asked, **make()}
     write_json(path, made)
     return made
@@ -141,7 +146,7 @@ def run_of(config: AblationConfig, name: str, seed: int) -> Found | None:
     """What a run follows from: `training`, eagle-train's overrides for as many steps as take the base's time, and the
     questions. None where the variant has not been timed.
     """
-    timed = once(Path(config.out) / f"step-{name}.json", timing_of(config, name))
+    timed = kept(Path(config.out) / f"step-{name}.json", timing_of(config, name))
     if timed is None:
         return None
     low, high = timed["interval"] or (timed["ratio"], timed["ratio"])
@@ -157,7 +162,7 @@ def run(asked: Found, target: Target, questions: list[Question], config: Ablatio
     """Train a draft and let it answer. Raises UserError where either fails; the training is kept until its draft has
     answered, and is used for other questions too."""
     folder = Path(config.out) / "training" / asked["name"]
-    if once(folder / "asked.json", asked["training"]) is None:
+    if kept(folder / "asked.json", asked["training"]) is None:
         shutil.rmtree(folder, ignore_errors=True)
         once(folder / "asked.json", asked["training"], dict)  # a stopped training goes on from its checkpoint
     given = [
@@ -198,7 +203,7 @@ def finished(config: AblationConfig, name: str) -> dict[int, Found]:
     runs = {}
     for seed in config.seeds:
         asked = run_of(config, name, seed)
-        if asked and (done := once(Path(config.out) / f"{name}-{seed}.json", asked)):
+        if asked and (done := kept(Path(config.out) / f"{name}-{seed}.json", asked)):
             runs[seed] = done
     return runs
 
@@ -206,7 +211,8 @@ def finished(config: AblationConfig, name: str) -> dict[int, Found]:
 def summed(config: AblationConfig, name: str, runs: dict[str, dict[int, Found]]) -> Found:
     """A variant's figures over its seeds, and its gain over the base on the seeds that both have."""
     own, base = runs[name], runs.get(BASE, {})
-    timed = once(Path(config.out) / f"step-{name}.json", timing_of(config, name))
+    timed = kept(Path(config.out) / f"step-{name}.json", timing_of(config, name))
+    assert timed is not None  # `run_of` has no run of a variant that was not timed
     both = [seed for seed in own if seed in base]
     depths = zip(*(one["acceptance_per_depth"] for one in own.values()), strict=True)
     first = next(iter(own.values()))

@@ -11,6 +11,8 @@ from itertools import chain
 from typing import TypeVar
 
 from eagle_train.inference import Eagle, Engine, Output, Requests, SamplingParams, Update
+from eagle_train.inference import Sequence as Request
+from eagle_train.models.draft import Draft
 from eagle_train.progress import progress
 from evals.bench.questions import Question
 from evals.bench.requests import TimedRequest, turn_tokens
@@ -61,6 +63,12 @@ class Run:
     def ask(self, questions: Sequence[Question], params: SamplingParams) -> None:
         """Answer all turns of a batch of questions, and keep the answers."""
         self.batches += answer_questions(self.engine, self.requests, questions, params)
+
+    @property
+    def draft(self) -> Draft:
+        """The drafter's draft; plain decoding has none."""
+        assert self.drafter is not None
+        return self.drafter.draft
 
     @property
     def answers(self) -> list[Answer]:
@@ -124,7 +132,7 @@ def serve(
 
     The time to a first token counts from the arrival. `on_step`: called with what each step reports.
     """
-    added = []
+    added: list[Request] = []
     started = time.perf_counter()
     while len(added) < len(requests) or engine.has_unfinished:
         now = time.perf_counter() - started

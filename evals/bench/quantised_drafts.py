@@ -46,5 +46,6 @@ def export_names(exports: Sequence[str], source: str, draft: str) -> dict[str, s
 
 def feed_forward_bytes(draft: Draft) -> int:
     """What the feed-forward parts hold in memory, as they run here."""
-    tensors = [tensor for layer in draft.layers for tensor in (*layer.mlp.parameters(), *layer.mlp.buffers())]
+    parts = [layer.get_submodule("mlp") for layer in draft.layers]
+    tensors = [tensor for mlp in parts for tensor in (*mlp.parameters(), *mlp.buffers())]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

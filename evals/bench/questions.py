@@ -52,10 +52,10 @@ def _question_of(row: Row, place: str) -> Question:
         history, turns, reference = _parts_of(row)
     except UserError as error:
         raise UserError(f"{place}: {error}") from error
-    line, category = int(re.search(r"\d+$", place)[0]), row.get("category")
+    line, category = int(re.findall(r"\d+$", place)[0]), row.get("category")
     said = "must be a text or a number, or left out"
     check(category is None or _is_name(category), f"{place}: category={shown(category)}: {said}")
-    name = row.get("question_id", row.get("id", line))
+    name: Any = row.get("question_id", row.get("id", line))
     check(_is_name(name), f"{place}: question_id={shown(name)}: {said}")
     category = None if category is None else str(category).strip() or None  # sorted as texts, whatever a file has
     return Question(line, name, category, history, turns, reference)

@@ -42,10 +42,11 @@ class ShapesConfig:
     @property
     def draft(self) -> DraftConfig:
         """The draft's config."""
-        given = {}
+        given: dict[str, Any] = {}
         if self.experiment is not None:
             preset = OmegaConf.load(CONF_DIR / "experiment" / f"{self.experiment}.yaml")
-            given = OmegaConf.to_container(preset).get("draft", {})
+            chosen: Any = OmegaConf.to_container(preset)
+            given = chosen.get("draft", {})
         return DraftConfig.from_target(self.target, **given)
 
 

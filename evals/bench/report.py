@@ -103,10 +103,14 @@ def figure_of(shares: Sequence[float], given: Sequence[float | None] | None) -> 
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.subplots()
     depths = range(1, len(shares) + 1)
-    hollow = {"markersize": 9, "markerfacecolor": "none"}  # around the other's mark where both are the same
+    usual: dict[str, Any] = {}
+    hollow: dict[str, Any] = {
+        "markersize": 9,
+        "markerfacecolor": "none",
+    }  # around the other's mark where both are the same
     given = given if len(shares) > 1 else None  # before depth 1 there is no other
     for values, style, look, name in (
-        (shares, "o-", {}, "of rounds that draft to this depth"),
+        (shares, "o-", usual, "of rounds that draft to this depth"),
         (given or [], "s--", hollow, "of rounds that accepted the depth before"),
     ):
         heights = [float("nan") if value is None else value for value in values]

@@ -30,8 +30,8 @@ C = TypeVar("C", bound=BenchConfig)
 class Session(Generic[C]):
     """What an evaluation works with. Models are loaded when they are first used; evaluations may set others.
 
-    `artifact`: what the draft's directory says of it, None without one. `questions`: `limit` of them where the config
-    has one, none where it names no file. `out`: the directory for results.
+    `questions`: `limit` of them where the config has one, none where it names no file. `out`: the directory for
+    results.
     """
 
     def __init__(self, config: C, world: World = ALONE):
@@ -42,7 +42,7 @@ class Session(Generic[C]):
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         path = config.draft.path
-        self.artifact: Artifact | None = None if path is None else read_artifact(path)
+        self._artifact = None if path is None else read_artifact(path)
         self.questions: list[Question] = []
         if config.questions is not None:
             self.questions = read_questions(config.questions, getattr(config, "limit", None))
@@ -58,7 +58,14 @@ class Session(Generic[C]):
     @cached_property
     def draft(self) -> Draft:
         """The draft as it was exported. Drafters get copies, as an engine rounds its own."""
+        assert self.config.draft.path is not None  # else the evaluation sets a draft, or has none
         return load_draft(self.config.draft.path, self.target.identity)
+
+    @property
+    def artifact(self) -> Artifact:
+        """What the draft's directory says of it; for evaluations whose config asks for one."""
+        assert self._artifact is not None
+        return self._artifact
 
     @cached_property
     def requests(self) -> Requests:
@@ -85,7 +92,7 @@ class Session(Generic[C]):
     def about(self) -> dict[str, Any]:
         """What every results.json says: the models, the config without secrets, and where it was measured."""
         return {
-            "draft_source": None if self.artifact is None else self.artifact.source,
+            "draft_source": None if self._artifact is None else self._artifact.source,
             "target": self.target.name,
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "device": self.target.device.type,

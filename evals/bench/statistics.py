@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from eagle_train.errors import check
+from eagle_train.errors import UserError, check
 from eagle_train.inference import Output
 from evals.bench.questions import Question
 
@@ -42,6 +42,14 @@ def tpc(answers: Iterable[Answer]) -> float | None:
     stats = [answer.output.stats for answer in answers]
     calls = sum(s.calls for s in stats)
     return sum(s.tokens for s in stats) / calls if calls else None
+
+
+def decoded_tpc(answers: Iterable[Answer]) -> float:
+    """As `tpc`. Raises UserError where nothing was decoded."""
+    found = tpc(answers)
+    if found is None:
+        raise UserError(NO_DECODING)
+    return found
 
 
 def acceptance(answers: Iterable[Answer]) -> list[float]:
@@ -179,7 +187,8 @@ def counts(answers: list[Answer], max_tokens: int) -> dict[str, Any]:
 
 def groups(answers: list[Answer]) -> list[dict[str, Any]]:
     """TPC and acceptance by category, by turn, and by turn of a category; None stands for all of them."""
-    categories = sorted({answer.question.category for answer in answers} - {None})
+    named = {answer.question.category for answer in answers if answer.question.category is not None}
+    categories = sorted(named)
     turns = sorted({answer.turn for answer in answers})
     found = []
     for category in [*categories, None]:

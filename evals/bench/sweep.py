@@ -13,9 +13,9 @@ from typing import Any
 from eagle_train.errors import check
 from eagle_train.inference import Engine
 from eagle_train.models.draft_quantisation import Quant
-from eagle_train.progress import progress
+from eagle_train.progress import Progress, progress
 from evals.bench import statistics
-from evals.bench.answering import serve, take_turns
+from evals.bench.answering import Answering, serve, take_turns
 from evals.bench.baselines import Transformers
 from evals.bench.config import SampledConfig, check_decodes, check_least, check_sizes
 from evals.bench.requests import PromptSource, TimedRequest, with_arrivals
@@ -78,7 +78,8 @@ class Variants:
 def sweep(config: SweepConfig, prompts: PromptSource, variants: Variants) -> Iterator[dict[str, Any]]:
     """After each cell, what results.json says so far: a row for each cell and variant, the breakdown of each engine's
     rounds, and the first tree's figures on top. Raises UserError before the first for prompts that do not fit."""
-    cells = [Cell(size, length) for size in config.batch_sizes for length in config.context_lengths or [None]]
+    lengths: list[int | None] = [None] if config.context_lengths is None else [*config.context_lengths]
+    cells = [Cell(size, length) for size in config.batch_sizes for length in lengths]
     fixed = [prompts.batches(config.repeats, cell.batch_size, cell.context_length) for cell in cells]
     arriving: list[list[Batch]] = [[] for _ in cells]
     if config.rate is not None:
@@ -88,13 +89,13 @@ def sweep(config: SweepConfig, prompts: PromptSource, variants: Variants) -> Ite
     bar, done = progress(sum(map(len, (*fixed, *arriving))), "batch"), 0
     for number, (cell, batches, arrivals) in enumerate(zip(cells, fixed, arriving, strict=True), 1):
         engines = variants.engines(cell.batch_size)
-        serving = {name: partial(serve, engine) for name, engine in engines.items()}
+        serving: dict[str, Answering] = {name: partial(serve, engine) for name, engine in engines.items()}
         baselines = variants.baselines(batches[0])
-        answered = take_turns(serving | baselines, batches, on_batch=lambda n, before=done: bar.update(before + n))
+        answered = take_turns({**serving, **baselines}, batches, on_batch=partial(_advance, bar, done))
         done += len(batches)
         rows += rows_of(config, cell, answered, batches, threads_of(baselines))
         if arrivals:
-            played = take_turns(serving, arrivals, on_batch=lambda n, before=done: bar.update(before + n))
+            played = take_turns(serving, arrivals, on_batch=partial(_advance, bar, done))
             done += len(arrivals)
             rows += rows_of(config, cell, played, arrivals)
         some = with_rounds(batches, answered[PLAIN])
@@ -104,6 +105,10 @@ def sweep(config: SweepConfig, prompts: PromptSource, variants: Variants) -> Ite
         top = headline(rows, breakdowns, next(iter(config.drafters)))
         yield {**top, "rows": rows, "breakdown": breakdowns, "cells": {"measured": number, "of": len(cells)}}
     bar.close()
+
+
+def _advance(bar: Progress, before: int, done: int) -> None:
+    bar.update(before + done)
 
 
 def threads_of(baselines: Mapping[str, Transformers]) -> dict[str, int]:

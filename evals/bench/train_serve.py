@@ -79,7 +79,7 @@ def train_serve_check(run: Run, batch_size: int) -> dict[str, float | None]:
     show which of its rounds had how many; and where drafts may be other than the most likely tokens.
     """
     engine = run.engine
-    target, draft = engine.target, run.drafter.draft
+    target, draft = engine.target, run.draft
     children = {tree.fanout[0] for tree, _ in dispatched(engine.dispatcher, batch_size)}
     served = [(answer.prompt, answer.output) for answer in run.answers]
     depth_1, own = served_as_trained(target, draft, served, max(children))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -109,6 +110,7 @@ def llama(config: StepConfig) -> LlamaConfig:
 def llama_target(config: StepConfig, device: str) -> Target:
     """A random Llama of this shape, in the dtype that training loads one in."""
     dtype = DTYPES[training_dtype(TargetConfig("random"), device).dtype]
+    assert dtype is not None  # `training_dtype` leaves no auto
     return random_target(llama(config), dtype, device, word_tokenizer(config.vocab))
 
 
@@ -140,12 +142,16 @@ class Ours:
         part = self.parts.timed
 
         trainer, backend = self.trainer, self.trainer.backend
-        trainer.lookahead.hidden_states = part("target", trainer.lookahead.hidden_states)
-        trainer.forward_backward_step = part("draft and loss", trainer.forward_backward_step)
-        backend.draft = part("  draft, forward", backend.draft)
-        backend.backward = part("  draft, backward", backend.backward)
-        backend.clip = part("clip", backend.clip)
-        backend.step = part("optimiser", backend.step)
+        watched: list[tuple[str, Any, str]] = [
+            ("target", trainer.lookahead, "hidden_states"),
+            ("draft and loss", trainer, "forward_backward_step"),
+            ("  draft, forward", backend, "draft"),
+            ("  draft, backward", backend, "backward"),
+            ("clip", backend, "clip"),
+            ("optimiser", backend, "step"),
+        ]
+        for name, owner, method in watched:
+            setattr(owner, method, part(name, getattr(owner, method)))
 
     def run(self, steps: int) -> int:
         """Train so many steps; returns the number of tokens without padding."""
@@ -167,11 +173,10 @@ class Ours:
         batches = [to_device(next(self.stream), self.target.device) for _ in range(self.trainer.lookahead.accumulation)]
         with Products() as of_target:
             hidden = [hidden_states(self.target, batch) for batch in batches]
-        self.trainer.lookahead.share = lambda work: work()  # in this thread, where products are recorded
-        with Products() as of_draft:
+        here = patch.object(self.trainer.lookahead, "share", lambda work: work())  # in this thread, which is recorded
+        with here, Products() as of_draft:
             for batch, states in zip(batches, hidden, strict=True):
                 self.trainer.forward_backward_step(batch, states, 1.0)
-        del self.trainer.lookahead.share
         self.trainer.backend.skip()
 
         def both() -> None:
@@ -340,6 +345,7 @@ def work(kind: str, config: StepConfig, folder: str, device: str, line: Connecti
         torch.cuda.reset_peak_memory_stats()
     while (order := line.recv()) is not None:
         if order == "floor":
+            assert isinstance(step, Ours)
             line.send(step.floor())
             continue
         step.parts.clear()
