@@ -43,7 +43,7 @@ def usage(conf: Path, name: str, also: Mapping[str, str]) -> str:
         if option != FIELDS:
             groups.append(f"  {f'{group}={option}':<20} {choice}")
         entries = _merged(conf / group, option) if option in (*options, FIELDS) else {}
-        _overlay(entries, _entries("\n".join(line.removeprefix("  ") for line in own.pop(group, [])[1:])))
+        _overlay(entries, _below(own.pop(group, [])))
         keys += [line for lines in entries.values() for line in _dotted(lines, f"{group}.")]
     keys += [line for lines in own.values() for line in _dotted(lines)]
     parts = [about, HOW.format(program=about.partition(":")[0])]
@@ -86,10 +86,20 @@ def _lines_of(field: Field) -> list[str]:
 
 
 def _overlay(entries: Entries, more: Entries) -> None:
-    """Put values in the place of others; where nothing is said of one, what was said before stays."""
+    """Put values in the place of others; where nothing is said of one, what was said before stays. Mappings merge."""
     for key, lines in more.items():
+        if min(len(lines), len(entries.get(key, []))) > 1:
+            below = _below(entries[key])
+            _overlay(below, _below(lines))
+            entries[key] = [lines[0], *(f"  {line}" for inner in below.values() for line in inner)]
+            continue
         said = entries.get(key, [""])[0].partition(" #")[2]
         entries[key] = [f"{lines[0]} #{said}"] if said and len(lines) == 1 and " #" not in lines[0] else lines
+
+
+def _below(lines: list[str]) -> Entries:
+    """The keys of a mapping, from its lines."""
+    return _entries("\n".join(line.removeprefix("  ") for line in lines[1:]))
 
 
 def _entries(text: str) -> Entries:
