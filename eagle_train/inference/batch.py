@@ -52,11 +52,15 @@ class Batch:
         lengths, blocks = [each.committed for each in active], [each.blocks for each in active]
         prefix = Prefix.of(lengths, blocks, self._device, pending.lengths)
         if in_flight is not None:
-            prefix = prefix.at_most(pending.lengths, prefix.longest + in_flight)
+            prefix = prefix.with_device_lengths(pending.lengths, prefix.longest + in_flight)
         read = None
         if self._runner.drafts(plan, pending):
             known = in_flight is None
-            read = prefix.at([s.read for s in active]) if known else prefix.at_most(pending.read, prefix.longest)
+            read = (
+                prefix.with_lengths([s.read for s in active])
+                if known
+                else prefix.with_device_lengths(pending.read, prefix.longest)
+            )
         drafting, draws = self._runner.config.drafting, None
         if drafting != "greedy" and plan.tree.num_nodes > 1 and not self._sampling.all_greedy:
             draws = uniform(self._seeds, prefix.lengths, plan.num_draws)

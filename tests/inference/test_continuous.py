@@ -7,7 +7,7 @@ import pytest
 
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.cache.paged_kv import BLOCK, WASTE
+from eagle_train.inference.cache.paged_kv import BLOCK, SCRATCH
 from tests.support.cache_checks import check_cache, fresh, spoil
 from tests.support.inside import active_in, drafter_of, inside, pool_of, runner_of, scheduler_of
 from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, answers, cut, fail_at, guide, token_ids
@@ -47,7 +47,7 @@ def test_each_gets_its_tokens_whatever_else_goes_on(family, prefill_tokens, kv_t
         guide(engine, truth, lambda _: rng.randint(0, 3))
         requests, told = run(engine, seed, cancelling)
         pool = pool_of(engine)
-        assert sorted(pool.free) == list(range(WASTE + 1, WASTE + 1 + pool.total))
+        assert sorted(pool.free) == list(range(SCRATCH + 1, SCRATCH + 1 + pool.total))
         for request, whole in zip(requests, cut(truth), strict=True):
             tokens, outputs = told.get(request, ([], []))
             reasons[request.finish_reason] += 1

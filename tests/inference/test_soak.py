@@ -20,7 +20,7 @@ import torch
 
 from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.inference.cache.block_pool import BlockPool
-from eagle_train.inference.cache.paged_kv import BLOCK, WASTE
+from eagle_train.inference.cache.paged_kv import BLOCK, SCRATCH
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.parallel.disaggregated import PrefillServer, RemotePrefill
@@ -128,7 +128,7 @@ def shake(rng: random.Random, lines: list[Faulty]) -> None:
 
 
 def check_free(pool: BlockPool) -> None:
-    assert sorted([*pool.free, *pool.idle]) == list(range(WASTE + 1, WASTE + 1 + pool.total))
+    assert sorted([*pool.free, *pool.idle]) == list(range(SCRATCH + 1, SCRATCH + 1 + pool.total))
     assert not any(pool.users)
 
 

@@ -46,7 +46,7 @@ def fresh(target: Target, draft: Draft, tokens: list[int]) -> tuple[torch.Tensor
 @torch.inference_mode()
 def spoil(engine: Engine) -> None:
     """Make NaN of every slot that holds no committed token."""
-    named = [block * BLOCK + i for block in pool_of(engine).name_of for i in range(BLOCK)]
+    named = [block * BLOCK + i for block in pool_of(engine).hash_of for i in range(BLOCK)]
     for cache, of_target in ((runner_of(engine).cache, True), (drafter_of(engine).cache, False)):
         free = torch.ones(cache.slots, dtype=torch.bool)
         free[ZEROS * BLOCK : (ZEROS + 1) * BLOCK] = False

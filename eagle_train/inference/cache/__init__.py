@@ -1,1 +1,1 @@
-"""Keys and values in blocks: allocation, the block table, reuse of prefixes, offload. Knows nothing of requests."""
+"""The KV cache in blocks: allocation, block tables, prefix reuse, offload to the host. Knows nothing of sampling."""

@@ -1,13 +1,13 @@
-"""The tensors that hold what is kept of each block, all of one size, and how they grow. DESIGN section 3.6.
+"""The tensors that store each block's content, and their growth. DESIGN section 3.6.
 
-The target's keys and values, the drafter's, and where texts are found again the hidden states at the blocks' ends.
-Which sequence has which block is block_pool.py's. Knows nothing of requests or models.
+The stores are the target's keys and values, the drafter's, and, for prefix reuse, the hidden states at the blocks'
+ends. All have the same number of blocks. block_pool.py decides which sequence has which block. Knows nothing of
+requests or models.
 """
 
 import math
 import sys
-from collections.abc import Callable
-from collections.abc import Sequence as Listing
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -18,21 +18,21 @@ from eagle_train.inference.cache.block_pool import BlockPool
 from eagle_train.inference.cache.paged_kv import BLOCK
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 
-MEMORY_SHARE = 0.9  # of a GPU's free memory, that keys and values may take unasked: forwards need some, too
+_MEMORY_SHARE = 0.9  # of a GPU's free memory that the cache may take without `kv_tokens`; forwards need the rest
 
 
 class Store(Protocol):
-    """Something that is kept for each block: a PagedKV, or a BlockEnds."""
+    """Tensors with an entry for each block: a PagedKV, or a BlockEnds."""
 
     @property
     def by_block(self) -> list[torch.Tensor]:
-        """Tensors [n, blocks, ...], to be read and written."""
+        """Views [n, blocks, ...] of the tensors."""
 
     def grown(self, blocks: int) -> list[torch.Tensor]:
-        """What is to be held with so many blocks in all: those there are, and empty ones."""
+        """Copies of the tensors with `blocks` blocks in all, the new ones zero."""
 
     def hold(self, memory: list[torch.Tensor]) -> None:
-        """Go on with what `grown` gave."""
+        """Use the tensors that `grown` returned from now on."""
 
 
 class BlockMemory:
@@ -40,58 +40,66 @@ class BlockMemory:
 
     def __init__(
         self,
-        stores: Listing[Store],
+        stores: Sequence[Store],
         pool: BlockPool,
         ranks: Ranks,
         kv_tokens: int | None,
         on_realloc: Callable[[int], None],
     ):
-        """`kv_tokens`: as the engine's; raises UserError, as `grow` does, where so much cannot be had. `on_realloc`:
-        called with the number of slots that a sequence can have when the stores' tensors were replaced."""
-        self.stores, self.pool, self.ranks, self.kv_tokens, self.on_realloc = stores, pool, ranks, kv_tokens, on_realloc
+        """`kv_tokens`: slots to allocate now, as in `EngineConfig`; None: `grow` allocates as requests come.
+        `on_realloc`: called with the number of slots after the tensors were replaced. Raises UserError where there is
+        no memory for `kv_tokens`."""
+        self.stores, self.pool, self.ranks, self.kv_tokens = stores, pool, ranks, kv_tokens
+        self._on_realloc = on_realloc
         if kv_tokens is not None:
-            self.reserve(kv_tokens // BLOCK)
+            self._resize(kv_tokens // BLOCK)
 
     @property
     def by_block(self) -> list[torch.Tensor]:
-        """All that is kept of the blocks, as [n, blocks, ...] each."""
+        """Views [n, blocks, ...] of all stores' tensors."""
         return [tensor for store in self.stores for tensor in store.by_block]
 
-    @property
-    def block_bytes(self) -> int:
-        """What a block takes in all stores."""
-        return sum(x.shape[0] * math.prod(x.shape[2:]) * x.element_size() for x in self.by_block)
-
     def grow(self, blocks: int, least: int) -> None:
-        """Have room for so many blocks, if there is memory; for `least` in any case. With less than all, sequences wait
-        for each other. Raises UserError, with all as it was, where there is no memory for `least`."""
+        """Allocate so many blocks in all, where there is memory, and at least `least`.
+
+        With fewer than `blocks` sequences wait for each other. Raises UserError, with nothing changed, where there is
+        no memory for `least`.
+        """
         affordable = self.ranks.least(self.affordable())
         if least > self.pool.total:
-            self.reserve(max(least, min(blocks, affordable)))
+            self._resize(max(least, min(blocks, affordable)))
         elif blocks <= affordable:
-            with suppress(UserError):  # free memory may lie in pieces
-                self.reserve(blocks)
+            with suppress(UserError):  # free memory may be fragmented
+                self._resize(blocks)
+
+    def affordable(self) -> int:
+        """The number of further blocks that free GPU memory holds; without a limit on a CPU."""
+        device = self.by_block[0].device
+        if device.type != "cuda":
+            return sys.maxsize
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((torch.cuda.mem_get_info(device)[0] + cached) * _MEMORY_SHARE) // self._block_bytes
 
     @torch.inference_mode()
-    def reserve(self, blocks: int) -> None:
-        """Have room for so many blocks of keys and values."""
-        held = self.pool.in_store if self.pool.total > 0 else 0
+    def _resize(self, blocks: int) -> None:
+        """Reallocate all stores for so many blocks. Raises UserError, with nothing changed, for want of memory."""
+        held = self.pool.store_size if self.pool.total > 0 else 0
         alone = all(x.shape[1] == held for x in self.by_block)
         check(alone, "draft: this drafter is another engine's; make one for each")
-        grown = self.grown(self.pool.held_by(blocks))
+        grown = self._grown(self.pool.store_size_for(blocks))
         self.pool.grow(blocks)
         for store, memory in zip(self.stores, grown, strict=True):
             store.hold(memory)
-        self.on_realloc(self.pool.total * BLOCK)
+        self._on_realloc(self.pool.total * BLOCK)
 
-    def grown(self, blocks: int) -> list[list[torch.Tensor]]:
-        """What the stores are to hold with so many blocks. Raises UserError, with all as it was, for want of memory."""
+    def _grown(self, blocks: int) -> list[list[torch.Tensor]]:
+        """Every store's `grown`. Raises UserError where this rank or another has no memory for it."""
         grown, reason = [], "on another rank"
         try:
             grown = [store.grown(blocks) for store in self.stores]
         except RuntimeError as error:  # of the allocator
             reason = one_line(error)
-        gib = blocks * self.block_bytes / 2**30
+        gib = blocks * self._block_bytes / 2**30
         check(
             self.ranks.least(len(grown)) > 0,
             f"kv_tokens={self.kv_tokens}: no memory for the keys and values of {blocks * BLOCK} tokens, {gib:.1f} GiB; "
@@ -100,10 +108,7 @@ class BlockMemory:
         )
         return grown
 
-    def affordable(self) -> int:
-        """Blocks that there is memory for beside what is held; on a CPU that is not asked."""
-        device = self.by_block[0].device
-        if device.type != "cuda":
-            return sys.maxsize
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int((torch.cuda.mem_get_info(device)[0] + cached) * MEMORY_SHARE) // self.block_bytes
+    @property
+    def _block_bytes(self) -> int:
+        """Bytes of a block in all stores."""
+        return sum(x.shape[0] * math.prod(x.shape[2:]) * x.element_size() for x in self.by_block)

@@ -1,9 +1,9 @@
-"""Texts that were read before are not read again: the paper's persistent KV (section 3.4). DESIGN section 3.6.
+"""Prefix caching: tokens that are in the cache already are not prefilled again. Paper section 3.4 (persistent KV).
 
-A full block is known by its tokens and all tokens before them, through a chain of hashes. It is looked for among the
-store's blocks (block_pool.py), then in host memory, where blocks go that the store has no room for. What is kept of a
-block is kept together: the target's keys and values, the drafter's, and the target's hidden state at the block's last
-token, which the next slot of a draft is paired with. Knows nothing of models or sampling.
+A full block's hash depends on its tokens and, by chaining, on all tokens before them. A block is looked up among the
+registered blocks of the store (block_pool.py), then in host memory, to which evicted blocks are offloaded. A block is
+kept as a whole: the target's keys and values, the drafter's, and the target's hidden state at the block's last token,
+with which the draft's next slot is paired. Knows nothing of models or sampling. DESIGN section 3.6.
 """
 
 from array import array
@@ -17,98 +17,104 @@ from eagle_train.inference.requests.sequence import Sequence
 from eagle_train.ops.transfer import empty_pinned, to_device
 
 
-def names_of(tokens: list[int], names: list[bytes]) -> list[bytes]:
-    """`names`, made as long as `tokens` have full blocks: each depends on its block's tokens and the name before."""
-    for end in range((len(names) + 1) * BLOCK, len(tokens) + 1, BLOCK):
-        before = names[-1] if names else b""
-        names.append(blake2b(before + array("q", tokens[end - BLOCK : end]).tobytes(), digest_size=16).digest())
-    return names
+def block_hashes(tokens: list[int], hashes: list[bytes]) -> list[bytes]:
+    """The hashes of the full blocks of `tokens`. `hashes`: the first ones, where they are known; extended in place."""
+    for end in range((len(hashes) + 1) * BLOCK, len(tokens) + 1, BLOCK):
+        before = hashes[-1] if hashes else b""
+        hashes.append(blake2b(before + array("q", tokens[end - BLOCK : end]).tobytes(), digest_size=16).digest())
+    return hashes
 
 
 class HostKV:
-    """Blocks in host memory; the least recently used make room."""
+    """Evicted blocks in host memory, by hash; the least recently used are overwritten."""
 
     def __init__(self, memory: BlockMemory, blocks: int):
-        self.memory, self.blocks = memory, blocks
-        self.place: dict[bytes, int] = {}  # the least recently used first
-        self.kept = [self.room_for(tensor) for tensor in memory.by_block]
+        """`blocks`: how many fit."""
+        self._memory, self._blocks = memory, blocks
+        self.place: dict[bytes, int] = {}  # entry of the tensors by hash, the least recently used first
+        self._kept = [
+            self._allocated(tensor) for tensor in memory.by_block
+        ]  # [blocks, n, ...] for each [n, blocks, ...]
 
-    def room_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[blocks, L, ...]: each block in one piece, which is copied while the host goes on."""
-        return empty_pinned((self.blocks, tensor.shape[0], *tensor.shape[2:]), tensor.dtype, tensor.device)
-
-    def put(self, blocks: list[int], names: list[bytes]) -> None:
-        """Keep what the stores hold in these blocks, the last ones where there is no room for all."""
-        new = [pair for pair in zip(blocks, names, strict=True) if not self.touch(pair[1])][-self.blocks :]
-        for _, name in new:
-            full = len(self.place) == self.blocks
-            self.place[name] = self.place.pop(next(iter(self.place))) if full else len(self.place)
-        for kept, source in zip(self.kept, self.memory.by_block, strict=True):
+    def put(self, blocks: list[int], hashes: list[bytes]) -> None:
+        """Copy these blocks from the stores to the host; where not all fit, the last ones."""
+        new = [pair for pair in zip(blocks, hashes, strict=True) if not self.touch(pair[1])][-self._blocks :]
+        for _, key in new:
+            full = len(self.place) == self._blocks
+            self.place[key] = self.place.pop(next(iter(self.place))) if full else len(self.place)
+        for kept, source in zip(self._kept, self._memory.by_block, strict=True):
             index = to_device([block for block, _ in new], source.device, torch.long)
-            there = source.index_select(1, index).transpose(0, 1).contiguous()
-            for (_, name), block in zip(new, there, strict=True):
-                kept[self.place[name]].copy_(block, non_blocking=True)
+            moved = source.index_select(1, index).transpose(0, 1).contiguous()  # [new, n, ...]
+            for (_, key), block in zip(new, moved, strict=True):
+                kept[self.place[key]].copy_(block, non_blocking=True)
 
-    def get(self, names: list[bytes], blocks: list[int]) -> None:
-        """Write what is kept under these names into the stores' blocks."""
-        for kept, stored in zip(self.kept, self.memory.by_block, strict=True):
-            found = [kept[self.place[name]].to(stored.device, non_blocking=True) for name in names]
+    def get(self, hashes: list[bytes], blocks: list[int]) -> None:
+        """Copy the blocks of these hashes from the host to these blocks of the stores."""
+        for kept, stored in zip(self._kept, self._memory.by_block, strict=True):
+            found = [kept[self.place[key]].to(stored.device, non_blocking=True) for key in hashes]
             stored[:, to_device(blocks, stored.device, torch.long)] = torch.stack(found, 1)
 
-    def touch(self, name: bytes) -> bool:
-        """Whether it is kept; it is the most recently used one then."""
-        if name in self.place:
-            self.place[name] = self.place.pop(name)
+    def touch(self, key: bytes) -> bool:
+        """Whether a block of this hash is in host memory; marks it as the most recently used."""
+        if key in self.place:
+            self.place[key] = self.place.pop(key)
             return True
         return False
 
+    def _allocated(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pinned memory [blocks, n, ...] for a tensor [n, blocks, ...]: a block is contiguous, so that its copy is
+        asynchronous."""
+        return empty_pinned((self._blocks, tensor.shape[0], *tensor.shape[2:]), tensor.dtype, tensor.device)
+
 
 class PrefixCache:
-    """Finds what the caches have of a text, and notes what they get."""
+    """Finds cached blocks for the beginning of a sequence, and registers the blocks that sequences fill."""
 
     def __init__(self, memory: BlockMemory, host_blocks: int):
-        self.pool = memory.pool
+        """`host_blocks`: evicted blocks that are kept in host memory; 0: none."""
+        self._pool = memory.pool
         self.host = HostKV(memory, host_blocks) if host_blocks > 0 else None
         if self.host is not None:
-            self.pool.evict = self.host.put
+            self._pool.on_evict = self.host.put
 
-    def shared(self, sequence: Sequence) -> list[int]:
-        """The store's blocks that hold the beginning of the sequence's text; at least one token is left to read."""
-        text, found = sequence.to_prefill, []
-        for name in names_of(text, sequence.names)[: (len(text) - 1) // BLOCK]:
-            if name not in self.pool.named:
+    def cached_blocks(self, sequence: Sequence) -> list[int]:
+        """The store's blocks that hold the beginning of the sequence. At least one token is left to prefill, whose
+        hidden state decoding starts from."""
+        tokens, found = sequence.to_prefill, []
+        for key in block_hashes(tokens, sequence.block_hashes)[: (len(tokens) - 1) // BLOCK]:
+            if key not in self._pool.block_of:
                 break
-            found.append(self.pool.named[name])
+            found.append(self._pool.block_of[key])
         return found
 
-    def take(self, sequence: Sequence) -> None:
-        """The sequence gets the blocks that hold the beginning of its text."""
+    def attach(self, sequence: Sequence) -> None:
+        """Give the sequence, which has no blocks, the store's blocks that hold its beginning."""
         assert not sequence.blocks
-        sequence.blocks = self.shared(sequence)
+        sequence.blocks = self.cached_blocks(sequence)
         sequence.read = len(sequence.blocks) * BLOCK
         for block in sequence.blocks:
-            self.pool.share(block)
+            self._pool.retain(block)
         if self.host is not None:
-            for name in reversed(sequence.names):
-                self.host.touch(name)  # making room for the sequence must not drop what it is made for
+            for key in reversed(sequence.block_hashes):
+                self.host.touch(key)  # allocating the sequence's other blocks must not overwrite what `load` copies
 
-    def fetch(self, sequence: Sequence) -> None:
-        """What follows of its text in host memory is copied into the sequence's own blocks."""
+    def load(self, sequence: Sequence) -> None:
+        """Copy the blocks that follow from host memory, as far as it has them, into the sequence's own blocks."""
         if self.host is None:
             return
-        first, names = sequence.read // BLOCK, []
-        for name in sequence.names[first : (len(sequence.to_prefill) - 1) // BLOCK]:
-            if not self.host.touch(name):
+        first, hashes = sequence.read // BLOCK, []
+        for key in sequence.block_hashes[first : (len(sequence.to_prefill) - 1) // BLOCK]:
+            if not self.host.touch(key):
                 break
-            names.append(name)
-        if names:
-            self.host.get(names, sequence.blocks[first : first + len(names)])
-            sequence.read += len(names) * BLOCK
-            self.note(sequence)
+            hashes.append(key)
+        if hashes:
+            self.host.get(hashes, sequence.blocks[first : first + len(hashes)])
+            sequence.read += len(hashes) * BLOCK
+            self.register(sequence)
 
-    def note(self, sequence: Sequence) -> None:
-        """What both models have read of it can be found from now on, as far as it fills blocks."""
+    def register(self, sequence: Sequence) -> None:
+        """Let other sequences find the blocks that this one has filled."""
         full = sequence.read // BLOCK
-        names = names_of((sequence.prompt + sequence.generated)[: full * BLOCK], sequence.names)
-        for block, name in zip(sequence.blocks[:full], names[:full], strict=True):
-            self.pool.name(block, name)
+        hashes = block_hashes((sequence.prompt + sequence.generated)[: full * BLOCK], sequence.block_hashes)
+        for block, key in zip(sequence.blocks[:full], hashes[:full], strict=True):
+            self._pool.register(block, key)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from eagle_train.errors import OptionError, check
-from eagle_train.inference.cache.paged_kv import BLOCK, WASTE, PagedKV, PagedPrefix, Prefix, Suffix
+from eagle_train.inference.cache.paged_kv import BLOCK, SCRATCH, PagedKV, PagedPrefix, Prefix, Suffix
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.decode.validation import validate
 from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, Pending, TreePlan
@@ -102,7 +102,7 @@ class Graphs:
             whole, last = PagedPrefix(lengths, blocks, slots, ragged=True), Pending(tokens, hidden, counts, lengths)
             temperature, noise = drawn or (None, None)
             same = Choice(mode, temperature, noise)
-            return drafter.propose(plan, whole, whole.at_most(lengths_read, slots), last, same)
+            return drafter.propose(plan, whole, whole.with_device_lengths(lengths_read, slots), last, same)
 
         inputs = [
             *padded_prefix(prefix, rows, slots),
@@ -140,7 +140,7 @@ class Graphs:
 
 def padded_prefix(prefix: Prefix, rows: int, slots: int) -> tuple[Padded, Padded]:
     """Lengths and blocks. Rows that are not there are empty, and what they write goes to waste."""
-    return Padded(prefix.lengths, (rows,)), Padded(prefix.blocks, (rows, slots // BLOCK), fill=WASTE)
+    return Padded(prefix.lengths, (rows,)), Padded(prefix.blocks, (rows, slots // BLOCK), fill=SCRATCH)
 
 
 def power_of_two(number: int) -> int:

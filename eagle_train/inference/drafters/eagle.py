@@ -115,12 +115,12 @@ class Eagle:
         `propose` does."""
         active, suffix = len(root_token), None if plan.is_chain else Suffix()
         tokens, hidden, q = [root_token], root_hidden, None  # tokens [A, nodes] of each level
-        behind_root = prefix.grown(1)
+        behind_root = prefix.advanced(1)
         for depth, level in enumerate(plan.levels):
             if depth > 0:
                 if choice.guidance is not None:
                     choice.guidance.read(torch.cat(tokens, 1))
-                inner, before = pick(tokens[-1], level.inner), behind_root.grown(depth - 1)
+                inner, before = pick(tokens[-1], level.inner), behind_root.advanced(depth - 1)
                 positions = before.positions(1).expand(active, inner.shape[1])
                 if suffix is None:  # nothing stands beside a node that the cache must not show it
                     attend = self.cache.extend(before, positions)
@@ -149,7 +149,7 @@ class Eagle:
         if self.alignment == "accepted":
             return pending
         if suffix is not None:  # a leaf on the path has nothing to write; its slot is read again before it is seen
-            self.cache.commit(suffix, prefix.grown(1), plan.place[plan.tree.path_to[node][:, 1:]])
+            self.cache.commit(suffix, prefix.advanced(1), plan.place[plan.tree.path_to[node][:, 1:]])
         is_leaf = plan.tree.children[node, 0] < 0
         return pending.newest(1 + (is_leaf & (node > 0)).long(), min(2, pending.tokens.shape[1]))
 

@@ -40,7 +40,7 @@ class Scheduler:
         while self.waiting and (admitted := len(self.active) + len(self.reading)) < self.rows:
             sequence = self.waiting[0]
             slots = sequence.num_known + self.ahead
-            in_use = 0 if self.prefixes is None else sum(map(self.pool.is_used, self.prefixes.shared(sequence)))
+            in_use = 0 if self.prefixes is None else sum(map(self.pool.is_used, self.prefixes.cached_blocks(sequence)))
             if blocks_for(slots) - in_use + admitted > self.pool.available:
                 break
             self.reading.append(self.waiting.popleft())
@@ -49,11 +49,11 @@ class Scheduler:
     def give_blocks(self, sequence: Sequence, slots: int) -> None:
         """Blocks for so many slots, those first that hold the beginning of its text."""
         if self.prefixes is not None:
-            self.prefixes.take(sequence)
+            self.prefixes.attach(sequence)
         given = self.pool.extend(sequence.blocks, slots)
         assert given
         if self.prefixes is not None:
-            self.prefixes.fetch(sequence)
+            self.prefixes.load(sequence)
         if not sequence.had_blocks:
             sequence.had_blocks, sequence.stats.cached_tokens = True, sequence.read
 
@@ -117,7 +117,7 @@ class Scheduler:
     def note(self, sequence: Sequence) -> None:
         """More of it was read."""
         if self.prefixes is not None:
-            self.prefixes.note(sequence)
+            self.prefixes.register(sequence)
 
 
 def turn(sequence: Sequence) -> int:

@@ -171,7 +171,7 @@ class Sequence:
     had_blocks: bool = False  # now, or before it had to give them up
     read: int = 0  # how many of its tokens both models have read
     reader: Any = None  # who reads its text in this process's place
-    names: list[bytes] = field(default_factory=list)  # of its full blocks, see prefix_cache.py
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks (cache/prefix_cache.py)
     last_hidden: Any = None  # the target's hidden state at the last of them [H], until it decodes
     reported: int = 0  # how many of the generated tokens were told
 

@@ -9,8 +9,8 @@ import torch
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool
-from eagle_train.inference.cache.paged_kv import BLOCK, WASTE, PagedKV
-from eagle_train.inference.cache.prefix_cache import HostKV, PrefixCache, names_of
+from eagle_train.inference.cache.paged_kv import BLOCK, SCRATCH, PagedKV
+from eagle_train.inference.cache.prefix_cache import HostKV, PrefixCache, block_hashes
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.parallel.tensor_parallel import Ranks
@@ -45,9 +45,9 @@ def engine_for(family: str, tree: str = "d3_bf2", alignment: str = "accepted", *
 def check_pool(engine: Engine) -> None:
     """Nobody has a block, and none is lost."""
     pool = pool_of(engine)
-    assert sorted([*pool.free, *pool.idle]) == list(range(WASTE + 1, WASTE + 1 + pool.total))
+    assert sorted([*pool.free, *pool.idle]) == list(range(SCRATCH + 1, SCRATCH + 1 + pool.total))
     assert not any(pool.users)
-    assert set(pool.named.values()) == set(pool.name_of) == set(pool.idle)
+    assert set(pool.block_of.values()) == set(pool.hash_of) == set(pool.idle)
 
 
 @pytest.mark.parametrize(("depth", "overlap", "kept"), [(15, False, 2), (7, True, 2)])
@@ -209,14 +209,14 @@ def test_who_was_preempted_goes_on_from_what_is_left():
 
 def test_names_tell_blocks_by_all_tokens_before_them():
     text = random_tokens(5 * BLOCK + 3)[0]
-    names = names_of(text, [])
+    names = block_hashes(text, [])
     assert len(set(names)) == 5
-    assert names_of(text[: 3 * BLOCK - 1], []) == names[:2]
-    assert names_of(text, names[:2]) == names
+    assert block_hashes(text[: 3 * BLOCK - 1], []) == names[:2]
+    assert block_hashes(text, names[:2]) == names
     for place in range(5 * BLOCK):
-        other = names_of([*text[:place], text[place] + 1, *text[place + 1 :]], [])
+        other = block_hashes([*text[:place], text[place] + 1, *text[place + 1 :]], [])
         assert [a == b for a, b in zip(names, other, strict=True)] == [i < place // BLOCK for i in range(5)]
-    assert names_of(text[BLOCK:], [])[0] != names[1]
+    assert block_hashes(text[BLOCK:], [])[0] != names[1]
 
 
 def test_the_pool_empties_the_least_recently_used_end_of_a_text_first():
@@ -225,9 +225,9 @@ def test_the_pool_empties_the_least_recently_used_end_of_a_text_first():
     pool.extend(first, 3 * BLOCK)
     pool.extend(second, 2 * BLOCK)
     for block in (2, 3, 5):
-        pool.name(block, bytes([block]))
-    pool.name(6, bytes([5]))  # holds what block 5 holds
-    pool.share(2)  # a third one begins as the first
+        pool.register(block, bytes([block]))
+    pool.register(6, bytes([5]))  # holds what block 5 holds
+    pool.retain(2)  # a third one begins as the first
     third = [2]
     pool.release(first)
     pool.release(second)
@@ -271,11 +271,11 @@ def test_a_gap_ends_what_is_found():
         PagedKV({0: KVShape(1, 4, 4)}, 10, torch.float32, "cpu"),
         random_tokens(5 * BLOCK)[0],
     )
-    prefixes, names = PrefixCache(memory_of(store, pool), 4), names_of(text, [])
+    prefixes, names = PrefixCache(memory_of(store, pool), 4), block_hashes(text, [])
     prefixes.host.put([2, 3, 5], [names[0], names[1], names[3]])
     sequence = Sequence(0, text, GREEDY, frozenset())
-    prefixes.take(sequence)
+    prefixes.attach(sequence)
     pool.extend(sequence.blocks, len(text))
-    prefixes.fetch(sequence)
+    prefixes.load(sequence)
     assert sequence.read == 2 * BLOCK
-    assert pool.named == {names[0]: sequence.blocks[0], names[1]: sequence.blocks[1]}
+    assert pool.block_of == {names[0]: sequence.blocks[0], names[1]: sequence.blocks[1]}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eagle_train.errors import HALF, UserError
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.cache.paged_kv import BLOCK, WASTE
+from eagle_train.inference.cache.paged_kv import BLOCK, SCRATCH
 from eagle_train.inference.grammar.json_schema import OF_TYPE
 from tests.support.inside import active_in, inside, pool_of, runner_of
 from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, token_ids
@@ -134,7 +134,7 @@ def test_a_request_is_answered_or_refused(engine):
             assert output.finish_reason in ("stop", "length", "dead_end")
             assert all(0 <= token < 96 for token in output.token_ids)
         pool = pool_of(engine)
-        assert sorted([*pool.free, *pool.idle]) == list(range(WASTE + 1, WASTE + 1 + pool.total))
+        assert sorted([*pool.free, *pool.idle]) == list(range(SCRATCH + 1, SCRATCH + 1 + pool.total))
 
     ask()
     assert min(seen["answered"], len(told)) > COUNT // 5

@@ -9,7 +9,7 @@ from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
-from eagle_train.inference.cache.paged_kv import BLOCK, WASTE, PagedKV
+from eagle_train.inference.cache.paged_kv import BLOCK, SCRATCH, PagedKV
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.requests.sequence import Sequence
 from tests.support.inside import drafter_of, pool_of
@@ -96,7 +96,7 @@ def test_a_store_too_small_for_all(family, tree, preempted):
     assert token_ids(outputs) == cut(answers(family))
     assert preempted
     pool = pool_of(engine)
-    assert sorted(pool.free) == list(range(WASTE + 1, WASTE + 1 + pool.total))
+    assert sorted(pool.free) == list(range(SCRATCH + 1, SCRATCH + 1 + pool.total))
     for output in outputs:
         assert output.stats.tokens == LENGTH - 1 == sum(output.rounds)
         assert output.stats.ttft_s > 0
@@ -246,5 +246,5 @@ def test_a_pool_that_grows_keeps_what_was_handed_out():
     assert not pool.extend(blocks, 3 * BLOCK)
     pool.grow(4)
     assert pool.extend(blocks, 4 * BLOCK)
-    assert sorted(blocks) == list(range(WASTE + 1, WASTE + 5))
-    assert pool.in_store == WASTE + 5
+    assert sorted(blocks) == list(range(SCRATCH + 1, SCRATCH + 5))
+    assert pool.store_size == SCRATCH + 5
