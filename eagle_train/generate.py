@@ -16,18 +16,19 @@ from eagle_train.artifacts.format import load_draft
 from eagle_train.cli import command
 from eagle_train.errors import check, within
 from eagle_train.hardware import resolve_device
-from eagle_train.inference import Engine, EngineConfig, Output, SamplingParams, Sequence
+from eagle_train.inference import Engine, EngineConfig, Output, SamplingParams
 from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.graphs import check_graphs
 from eagle_train.inference.drafters import drafter_spec, make_drafter
 from eagle_train.inference.options import DraftOptions
 from eagle_train.inference.requests.detokenizer import Detokenizer, Texts
+from eagle_train.inference.requests.marked_text import MarkedText
 from eagle_train.inference.requests.readable import chats, texts
 from eagle_train.inference.requests.sequence import OVERFLOW
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.settings import build
-from eagle_train.terminal import COLORS, GREEN, RESET, printable, wants_color
+from eagle_train.terminal import COLORS, wants_color
 
 _LOG = logging.getLogger("eagle_train.generate")  # `__name__` is another one where the module is run
 
@@ -77,7 +78,7 @@ def job(config: DictConfig) -> int:
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
     request = engine.add(prompt, params)
     text = Detokenizer(Texts(target.tokenizer), params.stop_strings)
-    marked = Marked(text, wants_color(config.color, sys.stdout), on_terminal=sys.stdout.isatty())
+    marked = MarkedText(text, wants_color(config.color, sys.stdout), on_terminal=sys.stdout.isatty())
     while not request.finish_reason:
         if engine.step() and world.is_main:
             print(marked.news(request), end="", flush=True)
@@ -94,34 +95,6 @@ def _check_is_read(options: DraftOptions, drafter: Mapping[str, Any]) -> None:
         options.alignment == DraftOptions.alignment or "alignment" in drafter,
         f"draft.alignment={options.alignment}: this drafter does not read it; leave it out, or use drafter=eagle",
     )
-
-
-class Marked:
-    """An answer as it comes, with what the draft proposed and the target accepted in green, or in brackets."""
-
-    def __init__(self, text: Detokenizer, color: bool, on_terminal: bool = False):
-        """`text`: has read none of it. `on_terminal`: what a terminal would obey is shown instead."""
-        self.text, self.rounds = text, 0  # that were told
-        self.on_terminal = on_terminal
-        self.before, self.after = (GREEN, RESET) if color else ("[", "]")
-
-    def news(self, request: Sequence) -> str:
-        """What is new of a request since this was last asked, once it has its first token."""
-        pieces = [self.read(request, 1)] if self.text.num_read == 0 else []
-        for count in request.rounds[self.rounds :]:
-            if accepted := self.read(request, count - 1):
-                pieces.append(self.before + accepted + self.after)
-            pieces.append(self.read(request, 1))
-        self.rounds = len(request.rounds)
-        return "".join(pieces)
-
-    def read(self, request: Sequence, count: int) -> str:
-        """The text of the next `count` tokens."""
-        start = self.text.num_read
-        self.text.read(request.generated[start : start + count])
-        is_end = self.text.num_read == len(request.generated)
-        told = self.text.tell(last=is_end and request.finish_reason is not None)
-        return printable(told) if self.on_terminal else told
 
 
 def summary(output: Output) -> str:

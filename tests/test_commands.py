@@ -18,6 +18,7 @@ from eagle_train import export, generate, train
 from eagle_train.artifacts.format import read_artifact
 from eagle_train.inference import Engine
 from eagle_train.models import loading
+from eagle_train.terminal import GREEN, RESET
 from eagle_train.training import assembly
 from eagle_train.training.checkpoint.store import CheckpointStore
 from eagle_train.training.checkpoint.verify import open_checkpoint
@@ -167,7 +168,7 @@ def test_an_answer_with_a_draft_is_the_targets_own(made, capsys):
     assert call(generate.main, *arguments) == 0
     plain = capsys.readouterr()
     assert re.fullmatch(told.format(tpc=r"1\.00"), plain.err.splitlines(keepends=True)[-1])
-    assert drafted.stdout.replace(generate.GREEN, "").replace(generate.RESET, "") == plain.out
+    assert drafted.stdout.replace(GREEN, "").replace(RESET, "") == plain.out
     assert len(plain.out.strip()) > 0
 
 
@@ -218,7 +219,7 @@ def test_a_draft_with_few_tokens_keeps_them_from_training_to_answers(made, tmp_p
     told = []
     for draft in ([], [f"draft={tmp_path}/draft"]):
         assert call(generate.main, *request, *draft) == 0
-        told.append(capsys.readouterr().out.replace(generate.GREEN, "").replace(generate.RESET, ""))
+        told.append(capsys.readouterr().out.replace(GREEN, "").replace(RESET, ""))
     assert told[0] == told[1]
 
 
@@ -230,7 +231,7 @@ def test_generate_with_a_grammar(made, capsys, grammar, answer):
     capsys.readouterr()
     request = [f"target={made}/target", f"draft={made}/draft", "prompt=abc", "color=always", f"grammar.{grammar}"]
     assert call(generate.main, *request) == 0
-    told = capsys.readouterr().out.replace(generate.GREEN, "").replace(generate.RESET, "")
+    told = capsys.readouterr().out.replace(GREEN, "").replace(RESET, "")
     assert re.fullmatch(f"({answer})\n", told)
 
 

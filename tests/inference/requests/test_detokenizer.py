@@ -10,11 +10,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from eagle_train import generate
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.paged_kv import BLOCK
 from eagle_train.inference.requests.detokenizer import Detokenizer, Texts
+from eagle_train.inference.requests.marked_text import MarkedText
 from eagle_train.inference.requests.sequence import Sequence
+from eagle_train.terminal import GREEN, RESET
 from tests.support.reference_answers import guide, token_ids
 from tests.support.tiny import random_tokens, tiny_draft, tiny_target
 
@@ -306,7 +307,7 @@ def test_the_marked_answer_of_generate(name):
         length, text = twin(texts, tokens, stop_strings)
         rounds = [len(some) for some in rounds_of(tokens[1:length], rng)]
         request = Sequence(0, [5], SamplingParams(), frozenset(), generated=tokens[:1])
-        marked, answer = generate.Marked(Detokenizer(texts, stop_strings), color=True), ""
+        marked, answer = MarkedText(Detokenizer(texts, stop_strings), color=True), ""
         for count in rounds:
             if rng.random() < 0.7:
                 answer += marked.news(request)
@@ -314,5 +315,5 @@ def test_the_marked_answer_of_generate(name):
             request.rounds.append(count)
         request.finish_reason = "length"
         answer += marked.news(request)
-        assert answer.replace(generate.GREEN, "").replace(generate.RESET, "") == text
-        assert answer == generate.Marked(Detokenizer(texts, stop_strings), color=True).news(request)
+        assert answer.replace(GREEN, "").replace(RESET, "") == text
+        assert answer == MarkedText(Detokenizer(texts, stop_strings), color=True).news(request)

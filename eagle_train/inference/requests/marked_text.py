@@ -1,0 +1,33 @@
+"""An answer as a terminal shows it while it comes, accepted draft tokens marked. Knows nothing of how it is made."""
+
+from eagle_train.inference.requests.detokenizer import Detokenizer
+from eagle_train.inference.requests.sequence import Sequence
+from eagle_train.terminal import GREEN, RESET, printable
+
+
+class MarkedText:
+    """An answer as it comes, with what the draft proposed and the target accepted in green, or in brackets."""
+
+    def __init__(self, text: Detokenizer, color: bool, on_terminal: bool = False):
+        """`text`: has read none of it. `on_terminal`: what a terminal would obey is shown instead."""
+        self._text, self._rounds = text, 0  # that were told
+        self._on_terminal = on_terminal
+        self._before, self._after = (GREEN, RESET) if color else ("[", "]")
+
+    def news(self, request: Sequence) -> str:
+        """What is new of a request since this was last asked, once it has its first token."""
+        pieces = [self._read(request, 1)] if self._text.num_read == 0 else []
+        for count in request.rounds[self._rounds :]:
+            if accepted := self._read(request, count - 1):
+                pieces.append(self._before + accepted + self._after)
+            pieces.append(self._read(request, 1))
+        self._rounds = len(request.rounds)
+        return "".join(pieces)
+
+    def _read(self, request: Sequence, count: int) -> str:
+        """The text of the next `count` tokens."""
+        start = self._text.num_read
+        self._text.read(request.generated[start : start + count])
+        is_end = self._text.num_read == len(request.generated)
+        told = self._text.tell(last=is_end and request.finish_reason is not None)
+        return printable(told) if self._on_terminal else told
