@@ -5,7 +5,8 @@ sees changes with every call; the graph does not know, so that it is compiled fo
 Knows no models.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -76,11 +77,18 @@ class Compiled:
     @with_static_floats  # a model's own numbers stay
     def prepare(self, *tensors: torch.Tensor) -> None:
         """Compile for tensors of these sizes. Raises OptionError where that fails, for want of a compiler, say."""
-        try:
+        with compiling():
             own = (x.clone() for x in tensors)  # one tensor given twice would be compiled as such
             self(*own, lambda layer, q, k, v, rule: q.new_zeros(*q.shape[:-1], v.shape[-1]))
-        except compile_errors() as error:
-            raise OptionError(f"compile=True: torch.compile fails: {one_line(error)}") from error
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Raises OptionError where torch.compile fails within."""
+    try:
+        yield
+    except compile_errors() as error:
+        raise OptionError(f"compile=True: torch.compile fails: {one_line(error)}") from error
 
 
 def _keep_shape_guards(guards: list) -> list[bool]:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from eagle_train.inference.decode.tree import Tree
+from eagle_train.ops.cumulative import cumulative_sum
 from eagle_train.ops.transfer import to_device
 
 HOTTEST = torch.finfo(torch.float32).max  # beyond, float32 has infinity, by which a forbidden token's logit is NaN
@@ -142,7 +143,7 @@ def truncated_softmax(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
     k = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)
     kth = ordered.gather(-1, (k - 1).expand(*ordered.shape[:-1], 1))
     probs = ordered.masked_fill(ordered < kth, -torch.inf).softmax(-1)
-    mass_before = F.pad(probs.cumsum(-1)[..., :-1], (1, 0))
+    mass_before = F.pad(cumulative_sum(probs, probs.dtype)[..., :-1], (1, 0))
     # Rounding may bring the mass to 1 before the last token: top-p 1 has to keep it all the same.
     # As float32 a tiny top-p is 0: the first token has no mass before it and stays.
     kept = probs * ((mass_before < top_p) | (top_p >= 1) | (mass_before == 0))
@@ -163,7 +164,7 @@ def sample(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     without any mass returns token 0.
     """
     # A parallel cumulative sum need not be monotone to the last bit, hence the test for mass beside that of the sum.
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    cumulative = cumulative_sum(probs, torch.float64)
     passed = (cumulative > u[..., None] * cumulative[..., -1:]) & (probs > 0)
     first = passed.to(torch.uint8).argmax(-1)
     return torch.where(passed.any(-1), first, probs.argmax(-1))

@@ -19,6 +19,7 @@ from eagle_train.inference.decode.sampling import (
     verify_sampled,
 )
 from eagle_train.inference.drafters.drafter import TreePlan
+from eagle_train.ops.compiled import compiling
 from eagle_train.ops.torch_private import with_own_sizes
 
 
@@ -74,4 +75,5 @@ class Verification:
         draws = q = None
         if self.drafting != "greedy" and tree.num_nodes > 1:
             draws, q = uniform(seeds, lengths, plan.num_draws), torch.zeros_like(logits, dtype=torch.float32)
-        self(plan, tokens, logits, sampling, seeds, lengths, draws, q)
+        with compiling():
+            self(plan, tokens, logits, sampling, seeds, lengths, draws, q)
