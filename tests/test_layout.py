@@ -21,7 +21,7 @@ TESTED_IN = {
     "corpus/template corpus/tokens corpus/turns",
     "distributed/test_ranks.py": "training/deepspeed",
     "inference/decode/test_graphs.py": "ops/graphs",
-    "inference/decode/test_sampling.py": "inference/decode/validation inference/decode/verification",
+    "inference/decode/test_sampling.py": "inference/decode/validation inference/decode/verification ops/cumulative",
     "inference/decode/test_tree.py": "tree_names",
     "inference/grammar/test_promises.py": "inference/grammar/expressions inference/grammar/formats "
     "inference/grammar/json_schema inference/grammar/json_text inference/grammar/numbers inference/grammar/patterns "
@@ -54,7 +54,6 @@ TESTED_IN = {
     "training/test_cost.py": "training/cost/estimate training/cost/flops training/cost/memory training/cost/report "
     "training/cost/target_shape training/cost/this_machine",
     "training/test_init_from.py": "training/assembly",
-    "training/test_lookahead.py": "training/target_pass",
     "training/test_metrics.py": "results",
     "training/test_optimizer.py": "training/muon",
     "training/test_trainer.py": "training/backend training/evaluate training/parallelize training/resume "

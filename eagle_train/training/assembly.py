@@ -22,7 +22,7 @@ from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig, are_here, check_found
 from eagle_train.corpus.stream import Stream, heldout_batches
 from eagle_train.distributed import ALONE, World
-from eagle_train.errors import check
+from eagle_train.errors import check, within
 from eagle_train.hardware import resolve_device
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.draft_quantisation import quant_of
@@ -45,7 +45,7 @@ from eagle_train.training.checkpoint.store import CheckpointStore
 from eagle_train.training.lookahead import Lookahead
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
-from eagle_train.training.target_pass import hidden_states, to_device
+from eagle_train.training.target_pass import can_compile, hidden_states, to_device
 from eagle_train.training.train_config import TrainConfig, accumulation
 from eagle_train.training.trainer import Trainer
 
@@ -99,18 +99,37 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
         shape.vocabulary = stream.frequent_tokens(shape.vocab_size)
     draft = (Draft(shape).init_weights(config.seed) if given is None else given).to(device)
     heldout = heldout_batches(data, renderer, train.micro_batch_rows, train.eval_batches)
+    parallel, compiled = _with_compiled_target(parallel, target, train.micro_batch_rows, data.row_tokens)
     backend = prepare(draft, optim, parallel, world, target.dtype)
-    ahead = look_ahead(stream, target, accumulation(optim, train, data.row_tokens, world.size), world)
+    ahead = look_ahead(stream, target, accumulation(optim, train, data.row_tokens, world.size), world, compiled)
     return Trainer(train, optim, target, draft, backend, ahead, heldout, store)
 
 
-def look_ahead(stream: Stream, target: Target, accumulation: int, world: World = ALONE) -> Lookahead:
-    """What hands out the stream's batches with the target's hidden states, `accumulation` micro-batches a step."""
+def _with_compiled_target(
+    parallel: ParallelConfig, target: Target, rows: int, tokens: int
+) -> tuple[ParallelConfig, bool]:
+    """Compile the target's forward of [rows, tokens] where it is whole on a rank. Returns whether it was, and
+    `parallel` with `compile` true or false. Raises UserError."""
+    wanted = parallel.compile
+    if parallel.target != "replicated":
+        return dataclasses.replace(parallel, compile=target.device.type == "cuda" if wanted is None else wanted), False
+    with within("parallel"):
+        compiled = can_compile(target, rows, tokens, wanted)
+    return dataclasses.replace(parallel, compile=compiled), compiled
+
+
+def look_ahead(
+    stream: Stream, target: Target, accumulation: int, world: World = ALONE, compiled: bool = False
+) -> Lookahead:
+    """What hands out the stream's batches with the target's hidden states, `accumulation` micro-batches a step.
+
+    `compiled`: the target's forward was, see `can_compile`.
+    """
     return Lookahead(
         stream,
         accumulation,
         lambda batch: to_device(batch, target.device),
-        lambda batch: hidden_states(target, batch),
+        lambda batch: hidden_states(target, batch, compiled),
         target.device,
         beside=world.share == 1,
     )

@@ -33,7 +33,8 @@ class ParallelConfig:
     `backend`: how the draft is trained on several processes. `target`: where the frozen target's weights are, whole on
     every rank (replicated), or sharded by FSDP2 or by its tensor-parallel plan; `share` is the number of neighbouring
     ranks that hold one target together, None for all. `offload_optimizer`: weights and optimiser state in host memory.
-    `timeout_minutes`: how long a rank waits for another before the job ends. `zero`: DeepSpeed's `zero_optimization`.
+    `compile`: None compiles on a GPU, and goes on without where torch.compile fails. `timeout_minutes`: how long a rank
+    waits for another before the job ends. `zero`: DeepSpeed's `zero_optimization`.
     """
 
     backend: str = "single"  # single | ddp | fsdp2 | deepspeed
@@ -41,7 +42,7 @@ class ParallelConfig:
     share: int | None = None  # neighbouring ranks that hold one sharded target together; null: all
     offload_optimizer: bool = False  # fp32 weights and optimiser state in host memory
     activation_checkpointing: bool = False  # the draft's layers run again in the backward pass
-    compile: bool = False  # torch.compile on the draft's layers
+    compile: bool | None = None  # torch.compile of target (where it is whole) and draft layers; null: on a GPU
     timeout_minutes: float = 30.0  # for which a rank waits for another before the job ends
     zero: dict[str, Any] = field(default_factory=dict)  # DeepSpeed's zero_optimization
 

@@ -19,7 +19,10 @@ from eagle_train.training.optimizer import OptimConfig
 
 
 def prepare(draft: Draft, optim: OptimConfig, parallel: ParallelConfig, world: World, dtype: torch.dtype) -> Backend:
-    """The backend for a draft that is fp32 and on its device, to be trained in `dtype`. Changes its layers in place."""
+    """The backend for a draft that is fp32 and on its device, to be trained in `dtype`. Changes its layers in place.
+
+    `parallel.compile`: None is False here.
+    """
     for layer in draft.layers:
         if parallel.activation_checkpointing:
             layer.forward = recomputed(layer.forward)

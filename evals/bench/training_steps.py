@@ -35,7 +35,7 @@ from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint.store import CheckpointStore
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.parallelize import prepare
-from eagle_train.training.target_pass import hidden_states, to_device
+from eagle_train.training.target_pass import can_compile, hidden_states, to_device
 from eagle_train.training.train_config import TrainConfig, accumulation
 from eagle_train.training.trainer import Trainer
 from evals.bench.config import check_least
@@ -68,7 +68,7 @@ class StepConfig:
     steps: int
     seed: int
     tflops: float | None
-    compile: bool
+    compile: bool | None
     naive: bool
 
     def __post_init__(self) -> None:
@@ -128,9 +128,11 @@ class Ours:
         draft = Draft(DraftConfig.from_target(self.target.config, num_layers=config.draft_layers)).init_weights(0)
         self.draft = draft.to(device)
         optim = OptimConfig(tokens_per_step=config.tokens_per_step)
-        backend = prepare(self.draft, optim, ParallelConfig(compile=config.compile), ALONE, self.target.dtype)
+        compiled = can_compile(self.target, config.micro_batch_rows, config.row_tokens, config.compile)
+        backend = prepare(self.draft, optim, ParallelConfig(compile=compiled), ALONE, self.target.dtype)
         train = TrainConfig(steps=10**6, micro_batch_rows=config.micro_batch_rows)
-        ahead = look_ahead(self.stream, self.target, accumulation(optim, train, config.row_tokens))
+        steps = accumulation(optim, train, config.row_tokens)
+        ahead = look_ahead(self.stream, self.target, steps, compiled=compiled)
         store = CheckpointStore(folder)
         self.trainer = Trainer(train, optim, self.target, self.draft, backend, ahead, [], store)
         ahead.start(steps=None)

@@ -1,0 +1,64 @@
+"""The target's forward of a packed row by torch.compile: the same states, and what becomes of it where that fails."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._inductor import config as inductor
+
+from eagle_train.corpus.stream import Batch
+from eagle_train.errors import OptionError
+from eagle_train.training.target_pass import can_compile, hidden_states
+from tests.support.tiny import random_tokens, tiny_target
+
+LENGTHS = [[9, 3, 12], [24]]
+
+
+def packed() -> Batch:
+    """Two rows of 24 tokens."""
+    tokens = torch.tensor([*random_tokens(24), *random_tokens(24)])
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+    return Batch(tokens, positions, torch.ones_like(tokens, dtype=torch.bool), LENGTHS)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_a_compiled_target_gives_the_same_states(family, graphs):
+    target, batch = tiny_target(family), packed()
+    plain = hidden_states(target, batch)
+    assert can_compile(target, 2, 24, wanted=True)
+    made = len(graphs)
+    torch.testing.assert_close(hidden_states(target, batch, compiled=True), plain)
+    assert len(graphs) == made > 0
+
+
+def test_it_is_compiled_on_a_gpu_unless_told(monkeypatch):
+    prepared: list[tuple[int, ...]] = []
+    compiled = SimpleNamespace(prepare=lambda tokens, positions: prepared.append(tuple(tokens.shape)))
+    target = SimpleNamespace(device=torch.device("cpu"), compiled=compiled)
+    assert not can_compile(target, 2, 24, wanted=None)
+    assert not can_compile(target, 2, 24, wanted=False)
+    assert not prepared
+    assert can_compile(target, 2, 24, wanted=True)
+    assert prepared == [(2, 24)]
+
+
+def test_where_compiling_fails():
+    target = tiny_target(num_hidden_layers=1)
+    with inductor.patch({"cpp.cxx": ("/nowhere/c++",), "fx_graph_cache": False}):
+        with pytest.raises(OptionError, match=r"^compile=True: torch.compile fails: .+"):
+            can_compile(target, 2, 24, wanted=True)
+
+
+def test_nobody_who_asked_for_nothing_is_stopped_by_it():
+    def fails(*_: torch.Tensor) -> None:
+        raise OptionError("compile=True: torch.compile fails: no compiler")
+
+    gpu = SimpleNamespace(type="cuda")
+    target = SimpleNamespace(device=gpu, compiled=SimpleNamespace(prepare=fails))
+    zeros = torch.zeros
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.warns(UserWarning, match=r"no compiler; the run goes on without"),
+    ):
+        patch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
+        assert not can_compile(target, 2, 24, wanted=None)
