@@ -67,7 +67,7 @@ def main() -> int:
         "limit_gb": config.limit_gb,
         "naive_logits_gb": round(2 * config.rows * config.vocab * 4 / 1e9, 3),
         "seconds": round(seconds, 1),
-        "chunk_rows": default_chunk_rows(config.vocab),
+        "chunk_rows": default_chunk_rows(config.vocab, "cpu"),
         "dtype": str(dtype).removeprefix("torch."),
         "config": asdict(config),
         "provenance": provenance(),

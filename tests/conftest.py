@@ -17,6 +17,10 @@ if narrower := os.environ.get("ATEN_CPU_CAPABILITY"):  # torch would take what i
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on the CPU; asked when torch's compiler imports it
+
 from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import GraphModule
 

@@ -36,6 +36,7 @@ TESTED_IN = {
     "inference/decode/stage_times inference/drafters/eagle inference/options inference/parts inference/runner",
     "inference/test_overlap.py": "ops/transfer",
     "inference/test_simulated.py": "inference/decode/simulated",
+    "ops/test_fused_loss.py": "ops/fused_loss_kernel",
     "ops/test_linear.py": "ops/kernels",
     "models/test_directory.py": "models/config_json",
     "models/test_draft.py": "models/draft_config models/layers",

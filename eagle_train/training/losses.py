@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from eagle_train.models.target import LMHead
+from eagle_train.ops import fused_loss
 
 # Rows whose products exist at once: enough for a fast matmul, few enough for memory. Median time on one core in bf16,
 # forward and backward, for chunks of 64, 128, 256, 512, 1024 rows:
@@ -23,6 +24,9 @@ from eagle_train.models.target import LMHead
 #     512 rows x 128,256 x 512: 1016, 790, 757, 863 ms (577)
 _CHUNK_ROWS = 256
 _CHUNK_LOGITS = 2**25  # 64 MiB in bf16, of each model
+# On a GPU: 1,024 rows give each of 132 processors a tile of the gradient's product of 4,096 columns.
+_GPU_CHUNK_ROWS = 1024
+_GPU_CHUNK_LOGITS = 2**28
 # Logits that go through softmax and the gradient together, to stay in a CPU's caches: 2**17, 18, 19, 20 took 773, 719,
 # 696 and 715 ms for the first line's work, a whole chunk 772.
 _BLOCK_LOGITS = 2**19  # 2 MiB in fp32
@@ -30,7 +34,6 @@ _STRIPE = 256  # columns, see _row_max
 LOGITS_LOSSES = ("ce", "lk")
 _MAX_WORKERS = 2  # threads that may share the chunks
 Share = Callable[[Callable[[], None]], None]
-_LK_RATE = 3.0  # how fast the LK loss shifts from cross-entropy to acceptance as the acceptance grows
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def distillation_loss(
     assert not target_hidden.requires_grad, "the target is frozen"
     assert not lm_head.weight.requires_grad, "the LM head is frozen"
     rows, width = draft_hidden.shape
-    chunk_rows = chunk_rows or default_chunk_rows(len(lm_head.weight))
+    chunk_rows = chunk_rows or default_chunk_rows(len(lm_head.weight), draft_hidden.device.type)
     with_gradient = torch.is_grad_enabled() and draft_hidden.requires_grad
     with torch.autocast(draft_hidden.device.type, enabled=False):
         exact = torch.promote_types(draft_hidden.dtype, torch.float32)
@@ -81,9 +84,10 @@ def distillation_loss(
     return LossSums(loss, l1.detach(), ce.detach(), agree, rows)
 
 
-def default_chunk_rows(vocab_size: int) -> int:
-    """Rows of a chunk, a multiple of 64 if the vocabulary allows it: a GPU's matmul works in tiles of 64 rows."""
-    rows = max(1, min(_CHUNK_ROWS, _CHUNK_LOGITS // vocab_size))
+def default_chunk_rows(vocab_size: int, device: str) -> int:
+    """Rows of a chunk on cpu or cuda, a multiple of 64 if the vocabulary allows it: products work in tiles of 64."""
+    most, logits = (_CHUNK_ROWS, _CHUNK_LOGITS) if device == "cpu" else (_GPU_CHUNK_ROWS, _GPU_CHUNK_LOGITS)
+    rows = max(1, min(most, logits // vocab_size))
     return rows // 64 * 64 or rows
 
 
@@ -141,7 +145,7 @@ class _ChunkedLogitsLoss(torch.autograd.Function):
 class _Buffers:
     """A thread's memory: both models' products of a chunk, and, if these are in low precision, a block's logits.
 
-    Products in fp32 or fp64 are turned into softmax and gradient in place.
+    Products in fp32 or fp64 are turned into softmax and gradient in place, and any by the fused kernel.
     """
 
     def __init__(self, head: LMHead, chunk_rows: int):
@@ -152,7 +156,10 @@ class _Buffers:
         block_rows = _BLOCK_LOGITS // vocab_size if weight.device.type == "cpu" else chunk_rows
         self.block_rows = max(1, min(chunk_rows, block_rows))
 
+        is_fused = fused_loss.supports(self.products)
+
         def block(needed: bool) -> torch.Tensor | None:
+            needed = needed and not is_fused
             return weight.new_empty(self.block_rows, vocab_size, dtype=exact) if needed else None
 
         self.of_target, self.of_draft = block(weight.dtype != exact), block(weight.dtype != exact)
@@ -169,20 +176,45 @@ def _chunk_loss(
 ) -> torch.Tensor:
     """A chunk's sums, fp64 [3]: the loss, the cross-entropy, the agreements. Fills `gradient` [C,H] if given."""
     of_target, of_draft = _products(target, draft, head, buffers.products)
-    sums = torch.zeros(3, dtype=torch.float64, device=draft.device)
-    for block in (slice(first, first + buffers.block_rows) for first in range(0, len(draft), buffers.block_rows)):
+    loss_of = _fused_loss if fused_loss.supports(of_draft) else _plain_loss
+    sums = loss_of(of_target, of_draft, head, kind, gradient is not None, buffers)
+    if gradient is not None:
+        gradient.copy_(torch.mm(of_draft, head.weight).mul_(head.scale))
+    return sums
+
+
+def _fused_loss(
+    of_target: torch.Tensor, of_draft: torch.Tensor, head: LMHead, kind: str, with_gradient: bool, _: _Buffers
+) -> torch.Tensor:
+    """`_plain_loss` by one kernel."""
+    return fused_loss.fused_loss(
+        of_target,
+        of_draft,
+        kind,
+        bias=head.bias,
+        scale=head.scale,
+        softcap=head.softcap,
+        with_gradient=with_gradient,
+    )
+
+
+def _plain_loss(
+    of_target: torch.Tensor, of_draft: torch.Tensor, head: LMHead, kind: str, with_gradient: bool, buffers: _Buffers
+) -> torch.Tensor:
+    """A chunk's sums, fp64 [3], from both models' products [C,V]. With a gradient, the draft's become the loss's
+    gradient for what the cap is given."""
+    sums = torch.zeros(3, dtype=torch.float64, device=of_draft.device)
+    for block in (slice(first, first + buffers.block_rows) for first in range(0, len(of_draft), buffers.block_rows)):
         p = _logits(of_target[block], head, buffers.of_target)
         q = _logits(of_draft[block], head, buffers.of_draft)
         capped = None if buffers.capped is None else buffers.capped[: len(q)].copy_(q)
         ce, same = _cross_entropy(p, q)
         loss = _lk_gradient(ce, p, q) if kind == "lk" else _ce_gradient(ce, p, q)
         sums += torch.stack([loss, ce.sum(), same.sum()])
-        if gradient is not None:
+        if with_gradient:
             _before_cap(q, capped, head)
             if buffers.of_draft is not None:
                 of_draft[block] = q
-    if gradient is not None:
-        gradient.copy_(torch.mm(of_draft, head.weight).mul_(head.scale))
     return sums
 
 
@@ -222,11 +254,11 @@ def _lk_gradient(ce: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Te
     """A block's LK loss. Replaces `q` by its gradient for the draft's logits.
 
     A row's acceptance at temperature 1 is a = sum(min(p, q)); its loss is w * CE + (1 - w) * (1 - a). The weight
-    w = exp(-_LK_RATE * a) counts as a constant: where nothing is accepted, 1 - a has no gradient. The source uses the
+    w = exp(-LK_RATE * a) counts as a constant: where nothing is accepted, 1 - a has no gradient. The source uses the
     mean acceptance of a batch for a; a row's own does not depend on how rows are split over chunks and ranks.
     """
     accepted = torch.minimum(p, q).sum(-1, keepdim=True)
-    weight = torch.exp(-_LK_RATE * accepted)
+    weight = torch.exp(-fused_loss.LK_RATE * accepted)
     loss = (weight * ce + (1 - weight) * (1 - accepted)).sum()
     below = (q < p).to(q.dtype)  # where more probability would be accepted
     gained = (q * below).sum(-1, keepdim=True)

@@ -250,9 +250,13 @@ def test_logits_never_exist_whole():
     assert seen.rows == 2 * 30  # both models'
 
 
-@pytest.mark.parametrize(("vocabulary", "rows"), [(4096, 256), (128256, 256), (256000, 128), (2**20, 32), (2**25, 1)])
-def test_default_chunk_is_small(vocabulary, rows):
-    assert default_chunk_rows(vocabulary) == rows
+@pytest.mark.parametrize(
+    ("vocabulary", "rows", "on_a_gpu"),
+    [(4096, 256, 1024), (128256, 256, 1024), (256000, 128, 1024), (2**20, 32, 256), (2**25, 1, 8)],
+)
+def test_default_chunk_is_small(vocabulary, rows, on_a_gpu):
+    assert default_chunk_rows(vocabulary, "cpu") == rows
+    assert default_chunk_rows(vocabulary, "cuda") == on_a_gpu
 
 
 @pytest.fixture

@@ -44,21 +44,17 @@ def test_it_is_compiled_on_a_gpu_unless_told(monkeypatch):
 
 def test_where_compiling_fails():
     target = tiny_target(num_hidden_layers=1)
-    with inductor.patch({"cpp.cxx": ("/nowhere/c++",), "fx_graph_cache": False}):
-        with pytest.raises(OptionError, match=r"^compile=True: torch.compile fails: .+"):
-            can_compile(target, 2, 24, wanted=True)
+    broken = inductor.patch({"cpp.cxx": ("/nowhere/c++",), "fx_graph_cache": False})
+    with broken, pytest.raises(OptionError, match=r"^compile=True: torch.compile fails: .+"):
+        can_compile(target, 2, 24, wanted=True)
 
 
-def test_nobody_who_asked_for_nothing_is_stopped_by_it():
+def test_nobody_who_asked_for_nothing_is_stopped_by_it(monkeypatch):
     def fails(*_: torch.Tensor) -> None:
         raise OptionError("compile=True: torch.compile fails: no compiler")
 
-    gpu = SimpleNamespace(type="cuda")
+    gpu, zeros = SimpleNamespace(type="cuda"), torch.zeros
     target = SimpleNamespace(device=gpu, compiled=SimpleNamespace(prepare=fails))
-    zeros = torch.zeros
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.warns(UserWarning, match=r"no compiler; the run goes on without"),
-    ):
-        patch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
-        assert not can_compile(target, 2, 24, wanted=None)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
+    with pytest.warns(UserWarning, match=r"no compiler; the run goes on without"):
+        assert can_compile(target, 2, 24, wanted=None) is False

@@ -114,17 +114,17 @@ def activations(
 
 
 def loss_memory(
-    target: TargetShape, draft: DraftConfig, tokens: int, dtype: torch.dtype, unroll: int = 1
+    target: TargetShape, draft: DraftConfig, tokens: int, dtype: torch.dtype, unroll: int = 1, device: str = "cuda"
 ) -> tuple[float, float]:
-    """Bytes of hidden states, and of a chunk's logits.
+    """Bytes of hidden states, and of a chunk's logits, on a `device`.
 
     Two micro-batches' hidden states with, for each pass, fp32 copies and a gradient. Logits of both models in the
-    head's dtype and in fp32, and their product.
+    head's dtype, which a GPU's fused kernel turns into the gradient; on a CPU in fp32 too, and their product.
     """
     states = tokens * target.hidden * (2 * dtype.itemsize + unroll * (dtype.itemsize + 4 * 4))
     vocabulary = draft.vocab_size or target.vocabulary
-    copied = 0 if dtype == torch.float32 else 2 * 4
-    chunk = default_chunk_rows(vocabulary) * vocabulary * (2 * dtype.itemsize + copied + 4)
+    copied = 0 if device != "cpu" else 4 if dtype == torch.float32 else 3 * 4
+    chunk = default_chunk_rows(vocabulary, device) * vocabulary * (2 * dtype.itemsize + copied)
     if draft.vocab_size:  # its head is a copy
         states += dtype.itemsize * vocabulary * target.hidden
     return states, chunk
