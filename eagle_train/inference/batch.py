@@ -47,24 +47,22 @@ class Batch:
         """The next round's inputs. `in_flight`: most tokens of a row that a round with unknown results commits; None:
         there is no such round."""
         active, pending = self._seated, self.pending
-        if in_flight is None:  # otherwise only the device knows how much is unread
-            pending = pending.narrow(max(each.num_known - each.read for each in active))
+        if in_flight is None:  # otherwise only the device knows how far the drafter is behind
+            pending = pending.narrow(max(each.num_known - each.num_computed for each in active))
         lengths, blocks = [each.committed for each in active], [each.blocks for each in active]
         prefix = Prefix.of(lengths, blocks, self._device, pending.lengths)
         if in_flight is not None:
             prefix = prefix.with_device_lengths(pending.lengths, prefix.longest + in_flight)
-        read = None
+        draft_prefix = None
         if self._runner.drafts(plan, pending):
-            known = in_flight is None
-            read = (
-                prefix.with_lengths([s.read for s in active])
-                if known
-                else prefix.with_device_lengths(pending.read, prefix.longest)
-            )
+            if in_flight is None:
+                draft_prefix = prefix.with_lengths([each.num_computed for each in active])
+            else:
+                draft_prefix = prefix.with_device_lengths(pending.draft_lengths, prefix.longest)
         drafting, draws = self._runner.config.drafting, None
         if drafting != "greedy" and plan.tree.num_nodes > 1 and not self._sampling.all_greedy:
             draws = uniform(self._seeds, prefix.lengths, plan.num_draws)
-        return RoundInputs(plan, prefix, read, pending, self._sampling, self._seeds, drafting, draws, guidance)
+        return RoundInputs(plan, prefix, draft_prefix, pending, self._sampling, self._seeds, drafting, draws, guidance)
 
     def _no_rows(self) -> Pending:
         embedding = self._runner.target.embedding

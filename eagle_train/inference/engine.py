@@ -162,7 +162,7 @@ class Engine:
         finite = hidden.isfinite().all(1).tolist()
         pairs = list(zip(sequences, tokens, strict=True))
         pending = [[sequence.generated[-1] if sequence.generated else token] for sequence, token in pairs]
-        lengths = to_device([sequence.read for sequence in sequences], hidden.device)
+        lengths = to_device([sequence.num_computed for sequence in sequences], hidden.device)
         # First what may fail, for want of memory say: until here nothing has changed, and the next step does it again.
         self._batch.add(
             Pending(to_device(pending, hidden.device), hidden.unsqueeze(1), torch.ones_like(lengths), lengths)
@@ -210,8 +210,8 @@ class Engine:
                 if gain.tokens:
                     sequence.advance(gain.tokens, len(gain.tokens) - 1, flight.result.max_depth, now)
                     self._requests.cut_at_stop_strings(sequence)
-                    # Where it finished early, `unread` also counts tokens that it did not get.
-                    sequence.read = max(sequence.read, sequence.num_known - gain.unread)
+                    # Where it finished early, `draft_lag` also counts tokens that it did not get.
+                    sequence.num_computed = max(sequence.num_computed, sequence.num_known - gain.draft_lag)
                 if not gain.finite:
                     sequence.fail()
                 self._advanced[sequence] = None

@@ -48,15 +48,15 @@ from eagle_train.progress import progress
 class RoundInputs:
     """All that a round depends on beside models and caches.
 
-    `prefix`: the committed tokens of each row and their blocks; `read`: those that the drafter has read, None where it
-    takes no part in this round. `pending`: the tokens after them, see there. `sampling` and `seeds` int64 [A] are the
-    rows'. `drafting`: how children are chosen (`EngineConfig`); `draws` float64 [A, draws]: its random numbers, None
-    for greedy drafts. `guidance`: what the rows' grammars allow, None without a grammar.
+    `prefix`: the committed tokens of each row and their blocks; `draft_prefix`: those in the drafter's cache, None
+    where it takes no part in this round. `pending`: the tokens after the latter. `sampling` and `seeds` int64 [A] are
+    the rows'. `drafting`: how children are chosen (`EngineConfig`); `draws` float64 [A, draws]: its random numbers,
+    None for greedy drafts. `guidance`: what the rows' grammars allow, None without a grammar.
     """
 
     plan: TreePlan
     prefix: Prefix
-    read: Prefix | None
+    draft_prefix: Prefix | None
     pending: Pending
     sampling: SamplingTensors
     seeds: torch.Tensor
@@ -170,12 +170,12 @@ class Runner:
 
     def draft(self, inputs: RoundInputs) -> Drafted:
         """A tree of tokens for each row; the pending token alone where the drafter takes no part."""
-        if self.drafter is None or inputs.read is None:
+        if self.drafter is None or inputs.draft_prefix is None:
             return Drafted(inputs.pending.last, None, None)
         with self.times.stage("drafting"):
             plan, prefix, pending = inputs.plan, inputs.prefix, inputs.pending
             launcher = self._launcher(inputs)
-            drafted = launcher.propose(self.drafter, plan, prefix, inputs.read, pending, inputs.choice)
+            drafted = launcher.propose(self.drafter, plan, prefix, inputs.draft_prefix, pending, inputs.choice)
             if self.ranks.size == 1:
                 return drafted
             if inputs.guidance is not None:
@@ -221,7 +221,7 @@ class Runner:
                 self.ends.write(prefix, committed.hidden)
             if self.drafter is None:
                 pending = committed
-            elif inputs.read is not None:
+            elif inputs.draft_prefix is not None:
                 pending = self.drafter.rewind(plan, prefix, drafted.suffix, verified.node, committed)
             else:
                 pending = inputs.pending.append_token(committed)

@@ -193,13 +193,15 @@ class VisibleSlots:
         return self.made[key]
 
     def new_sequences(self, rule: Rule, together: bool) -> flash.Sequences:
+        """The kernel's flat layout: queries [A * T], keys [A * count]; S sequences: A together, else A * T."""
         (rows, length), device = self.positions.shape, self.positions.device
+        # A sequence's keys are the slots [first, ends) of its row, int64 [A, 1] together, [A, T] alone.
         first, ends = (0, self.ends[:, -1:]) if together else (rule.first(self.positions), self.ends)
         queries = length if together else 1  # of a sequence
-        starts_q = torch.arange(rows * length // queries + 1, device=device) * queries
-        starts_k = first + torch.arange(rows, device=device).unsqueeze(1) * self.count
-        starts_k = F.pad(starts_k.flatten(), (0, 1))  # where one more would begin matters to none
-        used = (ends - first).clamp(min=0).flatten()
+        starts_q = torch.arange(rows * length // queries + 1, device=device) * queries  # [S + 1]
+        starts_k = first + torch.arange(rows, device=device).unsqueeze(1) * self.count  # in the flat keys, [A, 1 or T]
+        starts_k = F.pad(starts_k.flatten(), (0, 1))  # [S + 1]; the kernel does not use the last, as `used` ends each
+        used = (ends - first).clamp(min=0).flatten()  # [S]: keys of each sequence
         most = min(x for x in (self.count, rule.window, rule.chunk) if x is not None)
         seen = (self.count, used.int(), self.causal, rule.window) if together else (most, used.int())
         return flash.Sequences(starts_q.int(), starts_k.int(), queries, *seen)

@@ -51,11 +51,11 @@ def spoil(engine: Engine) -> None:
         free = torch.ones(cache.slots, dtype=torch.bool)
         free[ZEROS * BLOCK : (ZEROS + 1) * BLOCK] = False
         if active_in(engine):
-            lengths = inside(engine).batch.pending.lengths if of_target else inside(engine).batch.pending.read
+            lengths = inside(engine).batch.pending.lengths if of_target else inside(engine).batch.pending.draft_lengths
             for sequence, length in zip(active_in(engine), lengths.tolist(), strict=True):
                 free[slots_of(sequence)[:length]] = False
         for sequence in scheduler_of(engine).reading:
-            free[slots_of(sequence)[: sequence.read]] = False
+            free[slots_of(sequence)[: sequence.num_computed]] = False
         free[named] = False
         for memory in cache.memory:
             memory[:, free] = torch.nan

@@ -91,7 +91,7 @@ class PrefixCache:
         """Give the sequence, which has no blocks, the store's blocks that hold its beginning."""
         assert not sequence.blocks
         sequence.blocks = self.cached_blocks(sequence)
-        sequence.read = len(sequence.blocks) * BLOCK
+        sequence.num_computed = len(sequence.blocks) * BLOCK
         for block in sequence.blocks:
             self._pool.retain(block)
         if self.host is not None:
@@ -102,19 +102,19 @@ class PrefixCache:
         """Copy the blocks that follow from host memory, as far as it has them, into the sequence's own blocks."""
         if self.host is None:
             return
-        first, hashes = sequence.read // BLOCK, []
+        first, hashes = sequence.num_computed // BLOCK, []
         for key in sequence.block_hashes[first : (len(sequence.to_prefill) - 1) // BLOCK]:
             if not self.host.touch(key):
                 break
             hashes.append(key)
         if hashes:
             self.host.get(hashes, sequence.blocks[first : first + len(hashes)])
-            sequence.read += len(hashes) * BLOCK
+            sequence.num_computed += len(hashes) * BLOCK
             self.register(sequence)
 
     def register(self, sequence: Sequence) -> None:
         """Let other sequences find the blocks that this one has filled."""
-        full = sequence.read // BLOCK
+        full = sequence.num_computed // BLOCK
         hashes = block_hashes((sequence.prompt + sequence.generated)[: full * BLOCK], sequence.block_hashes)
         for block, key in zip(sequence.blocks[:full], hashes[:full], strict=True):
             self._pool.register(block, key)

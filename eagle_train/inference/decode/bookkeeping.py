@@ -1,7 +1,9 @@
-"""Bookkeeping, in two halves that need not wait for each other. Paper sections 3 (stage 6) and 3.3.
+"""Bookkeeping, in two parts that do not wait for each other. Paper sections 3 (stage 6) and 3.3.
 
-`commit` runs on the device: caches and hidden states are rewound to the accepted path, and the next round can start.
-`RoundResult` brings the committed tokens to the host. Knows nothing of requests.
+`commit` runs on the device: it keeps the accepted path's keys, values and hidden states, and the next round can start.
+`RoundResult` copies the committed tokens to the host meanwhile. Knows nothing of requests.
+
+Shapes: A active rows, N tree nodes, P nodes of a path (the tree's depth + 1; N for a chain), H hidden.
 """
 
 from dataclasses import dataclass
@@ -24,18 +26,19 @@ def commit(
     tokens: torch.Tensor,
     verified: Verified,
 ) -> Pending:
-    """Write the accepted nodes to the target's cache and keep what the draft needs to follow.
+    """Write the accepted nodes to the target's cache, and return what the drafter processes next.
 
-    hidden [A, N, H] and tokens [A, N] are the tree's; `suffix` is None for a chain, whose nodes the cache has already.
-    The draft's next slots pair each accepted token, and the target's own after them, with the hidden state of the token
-    before it.
+    hidden [A, N, H] and tokens int64 [A, N] are the tree's. `suffix`: None for a chain, whose nodes are in the cache
+    already. The result has each committed token, the accepted ones and then the target's own, with the hidden state of
+    the token before it.
     """
-    accepted = verified.node  # how many: a chain's nodes are numbered so
+    accepted = verified.node  # int64 [A]: the number of accepted nodes; for a chain it is the node's number
     if suffix is not None:
-        path = tree.path_to[accepted]  # its end repeats the last accepted node, to be overwritten by the next round
+        path = tree.path_to[accepted]  # [A, P]; repeats the last accepted node; the next round overwrites those slots
         cache.commit(suffix, prefix, path)
         tokens, hidden = tokens.gather(1, path), hidden.take_along_dim(path.unsqueeze(2), dim=1)
         accepted = tree.depth[accepted]
+    # tokens [A, P]: the root is committed already, so the path is shifted by one, and the target's token put behind it
     follow = tokens.roll(-1, 1).scatter_(1, accepted.unsqueeze(1), verified.next_token.unsqueeze(1))
     counts = accepted + 1
     return Pending(follow, hidden, counts, prefix.lengths + counts)
@@ -43,27 +46,28 @@ def commit(
 
 @dataclass(frozen=True)
 class Gain:
-    """What a round brought a row: the tokens it committed, and how many of the newest the drafter has not read.
+    """What a round brought a row.
 
-    `finite`: no hidden state of the target was NaN or infinite; otherwise the tokens are those that came before it.
+    `tokens`: those it committed. `draft_lag`: how many of the row's newest tokens are not in the drafter's cache.
+    `finite`: no hidden state of the target was NaN or infinite; otherwise `tokens` ends before the first that was.
     """
 
     tokens: list[int]
-    unread: int
+    draft_lag: int
     finite: bool
 
 
 class RoundResult:
-    """The results of a round that was launched, on their way from the device to the host."""
+    """The results of a launched round, whose copy from the device to the host is under way."""
 
-    def __init__(self, max_depth: int, committed: Pending, unread: torch.Tensor):
-        """`committed`: what the round committed; `unread` [A]: how many tokens of each row the drafter has not read."""
+    def __init__(self, max_depth: int, committed: Pending, draft_lag: torch.Tensor):
+        """`committed`: of `commit`; `draft_lag` int64 [A]: see `Gain`."""
         self.max_depth = max_depth
-        self.max_tokens = max_depth + 1  # that it may commit of a row
-        finite = committed.hidden.isfinite().all(2).cumprod(1).sum(1)  # tokens before the first that is not
-        self._arriving = HostCopy(torch.column_stack((committed.counts, unread, finite, committed.tokens)))
+        self.max_tokens = max_depth + 1  # the most that the round commits of a row
+        finite = committed.hidden.isfinite().all(2).cumprod(1).sum(1)  # int64 [A]: tokens before the first overflow
+        self._arriving = HostCopy(torch.column_stack((committed.counts, draft_lag, finite, committed.tokens)))
 
     def gains(self) -> list[Gain]:
-        """What the round brought each row. The host waits for it."""
+        """One per row. Waits for the copy."""
         rows = self._arriving.wait().tolist()
-        return [Gain(tokens[: min(count, finite)], unread, count <= finite) for count, unread, finite, *tokens in rows]
+        return [Gain(tokens[: min(count, finite)], lag, count <= finite) for count, lag, finite, *tokens in rows]

@@ -1,4 +1,7 @@
-"""Dispatcher: which static tree the current batch gets. Paper section 3.4 (pre-computed static trees); DESIGN 3.5."""
+"""The dispatcher: which static tree a batch of a given size gets. Paper section 3.4, DESIGN section 3.5.
+
+Knows nothing of requests or of how trees are drafted.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,37 +17,42 @@ from eagle_train.inference.drafters.drafter import TreePlan
 
 
 class Dispatcher:
-    """A table from batch size to tree. A tree whose only node is the root means: no speculation."""
+    """A table from batch size to tree. A tree of the root alone is decoding without speculation.
+
+    `table`: (largest batch size, plan) pairs, ascending.
+    """
 
     def __init__(self, spec: Any, device: torch.device | str = "cpu"):
-        """`spec`: one tree for every batch size; or a mapping {largest batch size: tree}; or a YAML of either:
-        FILE.yaml, or {table: FILE}. Raises UserError.
+        """`spec`: a tree for all batch sizes; a mapping {largest batch size: tree}; or a YAML file of either, as
+        FILE.yaml or {table: FILE}. A tree as `load_tree` takes it. `device`: of the trees' tables. Raises UserError.
         """
         if isinstance(spec, Mapping) and set(spec) == {"table"}:
-            spec = read_table(spec["table"])
+            spec = _read_table(spec["table"])
         elif isinstance(spec, str) and spec.endswith(".yaml"):
-            spec = read_table(spec)
+            spec = _read_table(spec)
         is_table = isinstance(spec, Mapping) and bool(spec) and all(str(size).isdigit() for size in spec)
         table = {int(size): tree for size, tree in spec.items()} if is_table else {1 << 62: spec}
         check(all(size > 0 for size in table), f"dispatch: batch sizes {sorted(table)} must be above 0")
         self.table = sorted((size, TreePlan(load_tree(tree).to(device))) for size, tree in table.items())
 
     def dispatch(self, batch_size: int) -> TreePlan:
-        """The plan of the smallest listed size that holds the batch; beyond the table, the last one."""
+        """The plan of the smallest listed size that is at least `batch_size`; above all of them, the last one."""
         return next((plan for size, plan in self.table if batch_size <= size), self.table[-1][1])
 
     @property
     def largest(self) -> Tree:
-        """The tree with the most nodes, for which room is kept."""
+        """The tree with the most nodes."""
         return max((plan.tree for _, plan in self.table), key=lambda tree: tree.num_nodes)
 
     @property
     def deepest(self) -> int:
+        """The greatest depth of a tree."""
         return max(plan.tree.max_depth for _, plan in self.table)
 
 
-def read_table(path: str) -> Any:
-    """What a YAML file has: trees by batch size, as evals/tune_trees.py writes them, or one tree. Raises UserError."""
+def _read_table(path: str) -> Any:
+    """The content of a YAML file: trees by batch size, as evals/tune_trees.py writes them, or one tree. Raises
+    UserError."""
     check(Path(path).is_file(), f"tree.table={path}: no such file")
     try:
         table = OmegaConf.to_container(OmegaConf.load(path))

@@ -1,8 +1,10 @@
-"""How drafting and validation are launched: operation by operation, or as recordings of the whole. Paper section 3.4.
+"""Launches drafting and validation, kernel by kernel or as CUDA graphs. Paper section 3.4.
 
-There is a recording for each size of batch and of caches, and tree; rows and slots are padded to powers of two, so that
-there are few. All that differs between two rounds of the same sizes is in tensors, which are copied to where the
-recordings read. Knows nothing of requests.
+A graph is recorded for each tree, number of rows and number of slots; rows and slots are padded to powers of two, so
+that there are few graphs. What differs between rounds of equal sizes is in tensors, which are copied to the graph's
+inputs before it is replayed. Knows nothing of requests.
+
+Shapes: A active rows, N tree nodes, P pending tokens, W blocks of a row, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -21,19 +23,20 @@ from eagle_train.models.target import Target
 from eagle_train.ops.compiled import Forward
 from eagle_train.ops.graphs import CudaGraphs, Padded, Record, Recordings
 
-LEAST_SLOTS = 256
+LEAST_SLOTS = 256  # of a row that a graph is recorded for
 
 
 class Eager:
-    """Operation by operation."""
+    """Launches kernel by kernel."""
 
     validate = staticmethod(validate)
 
     def propose(self, drafter: Drafter, *given: Any) -> Drafted:
+        """`drafter.propose(*given)`."""
         return drafter.propose(*given)
 
     def forget(self, slots: int) -> None:
-        """The stores are others now, and a sequence has so many slots at most."""
+        """The cache's tensors were replaced; a row has at most `slots` slots now."""
 
 
 EAGER = Eager()
@@ -58,58 +61,65 @@ def check_graphs(
 
 
 def launcher(graphs: bool, device: torch.device, rows: int, pending: int) -> "Eager | Graphs":
-    """What an engine launches with; sizes as for `Graphs`."""
+    """The engine's launcher. `rows` and `pending`: as for `Graphs`."""
     return Graphs(partial(CudaGraphs, device), rows, pending) if graphs else EAGER
 
 
 class Graphs:
-    """`Drafter.propose` and `validate`, recorded. What they return is to be read before they are called again, but
-    for `validate`'s hidden states; suffixes may have more rows than there are."""
+    """Launches `Drafter.propose` and `validate` as CUDA graphs.
+
+    The next call of the same method overwrites what one returned, except `validate`'s hidden states. Suffixes have the
+    padding rows too.
+    """
 
     def __init__(self, recorder: Callable[[], Record], rows: int, pending: int):
-        """`recorder`: makes what records. At most: `rows` of a batch, `pending` tokens that a round leaves of a row."""
-        self.recorder, self.rows, self.pending = recorder, rows, pending
+        """`recorder`: returns an object that records. `rows`: of the largest batch; `pending`: the most tokens that a
+        round leaves for the drafter to process in the next one."""
+        self._recorder, self._rows, self._pending = recorder, rows, pending
         self.forget(slots=0)
 
     def forget(self, slots: int) -> None:
         """As `Eager.forget`."""
-        self.slots = slots
-        # Apart: validation must not write to the memory of what was drafted.
-        self.drafting, self.validation = Recordings(self.recorder()), Recordings(self.recorder())
+        self._slots = slots
+        # Separate memory: validation must not overwrite what was drafted.
+        self.drafting, self.validation = Recordings(self._recorder()), Recordings(self._recorder())
 
     def sizes(self, prefix: Prefix) -> tuple[int, int]:
-        """To how many rows and slots a batch is padded."""
+        """The numbers of rows and slots that a batch is padded to."""
         rows, slots = len(prefix.lengths), max(prefix.blocks.shape[1] * BLOCK, LEAST_SLOTS)
-        return min(power_of_two(rows), self.rows), min(power_of_two(slots), self.slots)
+        return min(_power_of_two(rows), self._rows), min(_power_of_two(slots), self._slots)
 
     def propose(
-        self, drafter: Drafter, plan: TreePlan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice
+        self, drafter: Drafter, plan: TreePlan, prefix: Prefix, draft_prefix: Prefix, pending: Pending, choice: Choice
     ) -> Drafted:
-        """As `drafter.propose`, without a grammar. One that catches up on more is not recorded."""
-        if pending.tokens.shape[1] > self.pending:
-            return drafter.propose(plan, prefix, read, pending, choice)
+        """As `drafter.propose`, for rounds without a grammar.
+
+        A round in which the drafter catches up on more than `pending` tokens is not recorded: it is rare.
+        """
+        if pending.tokens.shape[1] > self._pending:
+            return drafter.propose(plan, prefix, draft_prefix, pending, choice)
         active, (rows, slots), mode = len(prefix.lengths), self.sizes(prefix), choice.mode
 
         def work(
-            lengths: torch.Tensor,
-            blocks: torch.Tensor,
-            lengths_read: torch.Tensor,
-            tokens: torch.Tensor,
-            hidden: torch.Tensor,
-            counts: torch.Tensor,
-            *drawn: torch.Tensor,
+            lengths: torch.Tensor,  # int64 [rows]
+            blocks: torch.Tensor,  # int64 [rows, slots / BLOCK]
+            draft_lengths: torch.Tensor,  # int64 [rows]
+            tokens: torch.Tensor,  # int64 [rows, pending]
+            hidden: torch.Tensor,  # [rows, pending, H]
+            counts: torch.Tensor,  # int64 [rows]
+            *drawn: torch.Tensor,  # temperature [rows] and noise [rows, draws], or none
         ) -> Drafted:
             whole, last = PagedPrefix(lengths, blocks, slots, ragged=True), Pending(tokens, hidden, counts, lengths)
             temperature, noise = drawn or (None, None)
             same = Choice(mode, temperature, noise)
-            return drafter.propose(plan, whole, whole.with_device_lengths(lengths_read, slots), last, same)
+            return drafter.propose(plan, whole, whole.with_device_lengths(draft_lengths, slots), last, same)
 
         inputs = [
-            *padded_prefix(prefix, rows, slots),
-            Padded(read.lengths, (rows,)),
-            Padded(pending.tokens, (rows, self.pending)),
-            Padded(pending.hidden, (rows, self.pending, pending.hidden.shape[2])),
-            Padded(pending.counts, (rows,), fill=1),
+            *_padded_prefix(prefix, rows, slots),
+            Padded(draft_prefix.lengths, (rows,)),
+            Padded(pending.tokens, (rows, self._pending)),
+            Padded(pending.hidden, (rows, self._pending, pending.hidden.shape[2])),
+            Padded(pending.counts, (rows,), fill=1),  # 0 would place the pending token at -1
             *(Padded(x, (rows, *x.shape[1:])) for x in (choice.temperature, choice.noise) if x is not None),
         ]
         tokens, q, suffix = self.drafting((rows, slots, plan, mode), work, inputs)
@@ -118,7 +128,7 @@ class Graphs:
     def validate(
         self,
         target: Target,
-        read: Forward,
+        forward: Forward,
         cache: PagedKV,
         prefix: Prefix,
         tree: Tree,
@@ -131,18 +141,20 @@ class Graphs:
         def work(
             lengths: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor, Suffix | None]:
-            return validate(target, read, cache, PagedPrefix(lengths, blocks, slots, ragged=True), tree, tokens, ranks)
+            return validate(
+                target, forward, cache, PagedPrefix(lengths, blocks, slots, ragged=True), tree, tokens, ranks
+            )
 
-        inputs = [*padded_prefix(prefix, rows, slots), Padded(tokens, (rows, tree.num_nodes))]
+        inputs = [*_padded_prefix(prefix, rows, slots), Padded(tokens, (rows, tree.num_nodes))]
         hidden, logits, suffix = self.validation((rows, slots, tree), work, inputs)
-        return hidden[:active].clone(), logits[:active], suffix  # hidden states wait for the drafter
+        return hidden[:active].clone(), logits[:active], suffix  # the drafter may use the hidden states rounds later
 
 
-def padded_prefix(prefix: Prefix, rows: int, slots: int) -> tuple[Padded, Padded]:
-    """Lengths and blocks. Rows that are not there are empty, and what they write goes to waste."""
+def _padded_prefix(prefix: Prefix, rows: int, slots: int) -> tuple[Padded, Padded]:
+    """Lengths and block table. Padding rows have length 0, and write to the SCRATCH block."""
     return Padded(prefix.lengths, (rows,)), Padded(prefix.blocks, (rows, slots // BLOCK), fill=SCRATCH)
 
 
-def power_of_two(number: int) -> int:
-    """The next one from `number` on."""
+def _power_of_two(number: int) -> int:
+    """The least power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

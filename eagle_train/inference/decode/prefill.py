@@ -1,6 +1,7 @@
-"""Prefill: the prompts' keys, values and hidden states, at once or in chunks.
+"""Prefill: the forwards of target and drafter over prompts, whole or in chunks.
 
-Paper sections 3 (stage 1) and 3.3; DESIGN sections 3.1, 3.6. Knows nothing of requests or sampling.
+Paper sections 3 (stage 1) and 3.3; DESIGN sections 3.1, 3.6. Knows nothing of requests or sampling. Shapes: A active
+rows, T tokens of the longest text, H hidden.
 """
 
 import torch
@@ -19,10 +20,11 @@ def prefill(
     texts: list[list[int]],
     before: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run texts through the target, each after its `prefix`, and let the drafter read them.
+    """Run texts, each behind its prefix, through the target and then the drafter; fills both caches.
 
-    `before` [A, H] are the target's hidden states at the prefixes' last tokens, None where every prefix is empty.
-    Returns those of the texts [A, T, H], padded on the right: nothing real sees the padding.
+    `texts`: token ids. `before` [A, H]: the target's hidden states at the prefixes' last tokens; None where all
+    prefixes are empty. Returns the target's hidden states [A, T, H], padded on the right: by causality no token sees
+    the padding.
     """
     device = prefix.lengths.device
     longest = max(len(text) for text in texts)

@@ -1,10 +1,11 @@
-"""From logits to tokens without changing the target's distribution: p, the draft's proposals, and their verification.
+"""Speculative sampling: the target's distribution p, the draft's proposals, and their verification.
 
-Everything is batched: no loop over the batch, no host synchronisation, no shape that depends on data; so that
-torch.compile with a dynamic batch dimension compiles for batch 1 and for batch > 1 only. Knows nothing of models, KV
-caches or requests. Paper section 3.2, DESIGN section 3.7.
+What is committed has the target's own distribution, whatever was drafted. All functions are batched: no loop over rows,
+no host synchronisation, no shape that depends on values; so torch.compile with a dynamic batch dimension compiles twice
+only, for one row and for several. Knows nothing of models, KV caches or requests. Paper section 3.2, DESIGN 3.7.
 
-Shapes: B batch rows, N tree nodes, D tree depth, P parents of one tree level, C children, V vocabulary.
+Shapes: B batch rows, N tree nodes, P nodes of a tree level that have children, C children, V vocabulary. Levels are
+unrolled in Python; a tree's tables (tree.py) are tensors [N, ...].
 """
 
 from collections.abc import Callable, Sequence
@@ -18,50 +19,50 @@ from eagle_train.inference.decode.tree import Tree
 from eagle_train.ops.cumulative import cumulative_sum
 from eagle_train.ops.transfer import to_device
 
-HOTTEST = torch.finfo(torch.float32).max  # beyond, float32 has infinity, by which a forbidden token's logit is NaN
+_HOTTEST = torch.finfo(torch.float32).max  # a greater temperature is infinite in float32, and -inf / inf is NaN
 DRAFT_MODES = ("greedy", "multinomial", "multinomial_without_replacement")
 
 
-def as_int64(value: int) -> int:
-    """An unsigned 64-bit constant as the signed integer with the same bits: torch's integers are signed and wrap."""
+def _as_int64(value: int) -> int:
+    """An unsigned 64-bit number as the signed one with the same bits: torch's int64 is signed and wraps around."""
     return value - (1 << 64) if value >> 63 else value
 
 
-# Constants of SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
-GOLDEN = as_int64(0x9E3779B97F4A7C15)
-MIX_1 = as_int64(0xBF58476D1CE4E5B9)
-MIX_2 = as_int64(0x94D049BB133111EB)
+# SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
+_GOLDEN = _as_int64(0x9E3779B97F4A7C15)
+_MIX_1 = _as_int64(0xBF58476D1CE4E5B9)
+_MIX_2 = _as_int64(0x94D049BB133111EB)
 
 
-def shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unsigned shift: torch's own would fill in the sign."""
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift of int64; torch's own is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser: a bijection of int64 in which every input bit moves every output bit."""
-    x = (x ^ shift_right(x, 30)) * MIX_1
-    x = (x ^ shift_right(x, 27)) * MIX_2
-    return x ^ shift_right(x, 31)
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser: a bijection of int64 in which each input bit affects all output bits."""
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` random numbers per row that depend on its seed and position alone, not on the rest of the batch.
+    """`count` uniform random numbers per row: a function of its seed and position, not of the rest of the batch.
 
-    seeds, positions: int64 [...], broadcast against each other; the position is the absolute one of the token whose
-    logits are sampled, or of the tree's root, so that no two steps of a request share numbers. Returns float64
-    [..., count] in [0, 1), multiples of 2^-53: with float32's 24 bits, tokens rarer than that could not be drawn.
+    seeds, positions: int64 [...], which broadcast. `positions`: absolute, of the token whose logits are sampled, or of
+    the tree's root, so that no two rounds of a request share numbers. Returns float64 [..., count] in [0, 1), multiples
+    of 2^-53: float32's 24 bits could not draw tokens of smaller probability.
     """
-    key = mix(mix(seeds * GOLDEN) + positions * GOLDEN)
+    key = _mix(_mix(seeds * _GOLDEN) + positions * _GOLDEN)
     draws = torch.arange(1, count + 1, device=seeds.device)
-    return shift_right(mix(key[..., None] + draws * GOLDEN), 11).double() * 2.0**-53
+    return _shift_right(_mix(key[..., None] + draws * _GOLDEN), 11).double() * 2.0**-53
 
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """The batch's sampling settings, with what the host knows of them, so that work nobody asked for is left out."""
+    """The batch's sampling settings as tensors, and two flags on the host by which unneeded work is skipped."""
 
-    temperature: torch.Tensor  # float32 [B]; 0 takes the most likely token
+    temperature: torch.Tensor  # float32 [B]; 0 is greedy
     top_k: torch.Tensor  # int64 [B]; 0 is off
     top_p: torch.Tensor  # float32 [B]; 1 is off
     any_top: bool  # some row with a temperature above 0 uses top-k or top-p
@@ -71,10 +72,10 @@ class SamplingTensors:
     def from_lists(
         cls, temperature: Sequence[float], top_k: Sequence[int], top_p: Sequence[float], device: torch.device | str
     ) -> "SamplingTensors":
-        """One entry per row."""
+        """From one entry per row."""
         rows = zip(temperature, top_k, top_p, strict=True)
         return cls(
-            to_device([min(t, HOTTEST) for t in temperature], device, torch.float32),
+            to_device([min(t, _HOTTEST) for t in temperature], device, torch.float32),
             to_device(top_k, device, torch.int64),
             to_device(top_p, device, torch.float32),
             any_top=any(t > 0 and (k > 0 or p < 1) for t, k, p in rows),
@@ -82,88 +83,87 @@ class SamplingTensors:
         )
 
     def rows(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> "SamplingTensors":
-        """The settings of the rows that `pick` takes of a tensor."""
+        """The settings of the rows that `pick` selects from a tensor [B]."""
         return replace(self, temperature=pick(self.temperature), top_k=pick(self.top_k), top_p=pick(self.top_p))
 
 
 def probabilities(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
-    """The distributions that are sampled: temperature, then top-k, then top-p, then renormalised.
+    """The distributions p that are sampled: temperature, then top-k, then top-p, then renormalisation.
 
     logits [B, N, V] of any floating dtype, -inf where a grammar forbids a token. Returns float32 [B, N, V] (float64 for
-    float64). Temperature 0 is all mass on the most likely token, the first of equals. Top-k keeps the equals of the
-    k-th; top-p keeps the smallest set of most likely tokens whose mass reaches it, lower ids first among equals, and
-    at least one token. The same as transformers' warpers.
+    float64). Temperature 0 puts all mass on the most likely token, the one of lowest id among equals. Top-k keeps all
+    tokens that are as likely as the k-th. Top-p keeps the smallest set of most likely tokens whose mass reaches it,
+    lower ids first among equals, and at least one token. The same as transformers' warpers.
     """
-    logits = at_least_float32(logits)
+    logits = _at_least_float32(logits)
     if sampling.all_greedy:
-        return one_hot(logits)
-    scaled = over_temperature(logits, sampling.temperature)
+        return _one_hot(logits)
+    scaled = _over_temperature(logits, sampling.temperature)
     if sampling.any_top:
-        probs = truncated_softmax(scaled, sampling.top_k[:, None, None], sampling.top_p[:, None, None])
+        probs = _truncated_softmax(scaled, sampling.top_k[:, None, None], sampling.top_p[:, None, None])
     else:
         probs = scaled.softmax(-1)
-    return torch.where((sampling.temperature == 0)[:, None, None], one_hot(logits), probs)
+    return torch.where((sampling.temperature == 0)[:, None, None], _one_hot(logits), probs)
 
 
 def restrict(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """logits [..., V] with -inf where `allowed`, bool [..., V], is False; where no token is allowed they stay.
+    """logits [..., V] with -inf where `allowed`, bool [..., V], is False; unchanged where no token is allowed.
 
-    Where none that is allowed has a chance (all -inf or NaN), all of them have the same.
+    Where all allowed tokens have -inf or NaN, they become equally likely.
     """
     hopeless = ~(allowed & (logits > -torch.inf)).any(-1, keepdim=True)
     logits = logits.masked_fill(allowed & hopeless, 0.0)
     return logits.masked_fill(~allowed & allowed.any(-1, keepdim=True), -torch.inf)
 
 
-def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
-    """float64 stays, for proofs; everything else becomes float32."""
+def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    """As float32; float64 stays, for exact tests."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def one_hot(logits: torch.Tensor) -> torch.Tensor:
-    """[..., V]: 1 at the first of the greatest, 0 elsewhere."""
+def _one_hot(logits: torch.Tensor) -> torch.Tensor:
+    """[..., V]: 1 at the first maximum, 0 elsewhere."""
     return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
 
 
-def over_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """logits [B, N, V] / temperature [B], shifted to a maximum of 0; rows with temperature 0 count as 1.
+def _over_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """logits [B, N, V] / temperature [B], shifted so that the maximum is 0; temperature 0 counts as 1.
 
-    What overflowed to infinity in a narrow dtype counts as the greatest number: infinity less itself is NaN.
+    Infinite logits, as float16 may have, become the largest finite number: inf - inf would be NaN.
     """
     logits = logits.clamp(max=torch.finfo(logits.dtype).max)
     divisor = torch.where(temperature > 0, temperature, 1.0)[:, None, None]
-    # Shifted first: divided by a tiny temperature the greatest would overflow.
+    # Shifted before the division: over a tiny temperature the maximum would overflow.
     return (logits - logits.amax(-1, keepdim=True)) / divisor
 
 
-def truncated_softmax(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """softmax of scaled [B, N, V], restricted to top-k [B, 1, 1] (0: off), then to top-p [B, 1, 1] (1: off)."""
+def _truncated_softmax(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """softmax of scaled [B, N, V], truncated to top-k [B, 1, 1] (0: off), then to top-p [B, 1, 1] (1: off)."""
     ordered, index = scaled.sort(dim=-1, descending=True, stable=True)
     vocabulary = scaled.shape[-1]
     k = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)
-    kth = ordered.gather(-1, (k - 1).expand(*ordered.shape[:-1], 1))
+    kth = ordered.gather(-1, (k - 1).expand(*ordered.shape[:-1], 1))  # [B, N, 1]: the k-th greatest logit
     probs = ordered.masked_fill(ordered < kth, -torch.inf).softmax(-1)
     mass_before = F.pad(cumulative_sum(probs, probs.dtype)[..., :-1], (1, 0))
-    # Rounding may bring the mass to 1 before the last token: top-p 1 has to keep it all the same.
-    # As float32 a tiny top-p is 0: the first token has no mass before it and stays.
+    # Rounding may bring the mass to 1 before the last token, which top-p 1 must keep. A tiny top-p is 0 in float32: the
+    # first token, before which there is no mass, is kept anyway.
     kept = probs * ((mass_before < top_p) | (top_p >= 1) | (mass_before == 0))
-    return torch.zeros_like(probs).scatter_(-1, index, normalised(kept))
+    return torch.zeros_like(probs).scatter_(-1, index, _normalised(kept))
 
 
-def normalised(weights: torch.Tensor) -> torch.Tensor:
-    """[..., V] non-negative, divided by their sum; all zero stays all zero."""
+def _normalised(weights: torch.Tensor) -> torch.Tensor:
+    """Non-negative weights [..., V] divided by their sum; all zeros stay."""
     total = weights.sum(-1, keepdim=True)
     return weights / torch.where(total > 0, total, 1.0)
 
 
 def sample(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """The token of each row at which the cumulative distribution passes u.
+    """Inverse transform sampling: the token at which the cumulative distribution exceeds u.
 
-    probs [..., V] non-negative (any positive sum), u float64 [...] in [0, 1), broadcast against each other. Returns
-    int64 [...]. Never a token of probability zero, however close u is to 1 and however the sums are rounded; only a row
-    without any mass returns token 0.
+    probs [..., V] non-negative, with any positive sum; u float64 [...] in [0, 1); they broadcast. Returns int64 [...].
+    Never a token of probability 0, however the sums are rounded; a row without any mass gives token 0.
     """
-    # A parallel cumulative sum need not be monotone to the last bit, hence the test for mass beside that of the sum.
+    # A parallel cumulative sum is not exactly monotone, hence the second condition.
     cumulative = cumulative_sum(probs, torch.float64)
     passed = (cumulative > u[..., None] * cumulative[..., -1:]) & (probs > 0)
     first = passed.to(torch.uint8).argmax(-1)
@@ -177,40 +177,40 @@ def propose(
     temperature: torch.Tensor | None = None,
     noise: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The draft's children for each parent of a level, and the distribution q that they were drawn from.
+    """The draft's children for each of a level's P parents, and the distribution q that they were drawn from.
 
-    logits [B, P, V]; temperature float32 [B] and noise float64 [B, P, C] in [0, 1) for the multinomial modes only.
-    Returns tokens int64 [B, P, C], and q [B, P, V], or None for "greedy". Children are ordered: a node with fewer takes
-    the first ones.
+    logits [B, P, V]; temperature float32 [B] and noise float64 [B, P, C] in [0, 1) are for the multinomial modes only.
+    Returns tokens int64 [B, P, C], and q float32 [B, P, V], None for "greedy". Children are ordered: a parent with
+    fewer than C takes the first ones.
 
-    - "greedy": the C most likely tokens; q is a point mass, which needs no temperature or top-p (paper section 3.2).
-    - "multinomial": independent draws from q = softmax(logits / temperature), without top-k and top-p. Rows with
-      temperature 0 use 1: from all mass on one token there is only one child to draw.
-    - "multinomial_without_replacement": each drawn from q without the ones before it, renormalised. When q has no
-      mass left, token 0 is proposed, which `verify` refuses.
+    - "greedy": the C most likely tokens. q is a point mass, whatever the temperature (paper section 3.2).
+    - "multinomial": C independent draws from q = softmax(logits / temperature), without top-k and top-p. Temperature 0
+      counts as 1: a point mass would give one child only.
+    - "multinomial_without_replacement": each is drawn from q without the earlier ones, renormalised. When q has no mass
+      left, token 0 is proposed, which `verify` rejects.
     """
     assert mode in DRAFT_MODES, mode
     if mode == "greedy":
-        if num_children == 1:  # the faster one
+        if num_children == 1:  # argmax is faster than topk
             return logits.argmax(-1, keepdim=True), None
         return logits.topk(num_children).indices, None
     assert temperature is not None, mode
     assert noise is not None, mode
-    q = over_temperature(at_least_float32(logits), temperature).softmax(-1)
+    q = _over_temperature(_at_least_float32(logits), temperature).softmax(-1)
     if mode == "multinomial":
-        return sample(q[:, :, None], noise), q
-    tokens, q_r = [], q
+        return sample(q[:, :, None], noise), q  # [B, P, 1, V] with [B, P, C]
+    tokens, q_r = [], q  # q_r [B, P, V]: q without the tokens drawn so far
     for rank in range(num_children):
         tokens.append(sample(q_r, noise[:, :, rank]))
-        q_r = normalised(q_r.scatter(-1, tokens[-1][..., None], 0.0))
+        q_r = _normalised(q_r.scatter(-1, tokens[-1][..., None], 0.0))
     return torch.stack(tokens, -1), q
 
 
 class Verified(NamedTuple):
-    """What a round gave each row: the drafted tokens down to `node`, and behind them `next_token`, the next root."""
+    """What a round commits of each row: the tokens on the path to `node`, then `next_token`, the root of the next."""
 
-    node: torch.Tensor  # int64 [B]: the last that was accepted, the root where none was
-    next_token: torch.Tensor  # int64 [B]
+    node: torch.Tensor  # int64 [B]: the deepest accepted node; 0, the root, where none was accepted
+    next_token: torch.Tensor  # int64 [B]: the target's own
 
 
 def verify_sampled(
@@ -221,24 +221,27 @@ def verify_sampled(
     seeds: torch.Tensor,
     lengths: torch.Tensor,
 ) -> Verified:
-    """`verify_chosen` above temperature 0, from logits to what is committed; to be compiled as one.
+    """`verify_chosen` with one draw from p at each node, from logits on, so that it is compiled as one graph.
 
-    tokens int64 [B, N]; logits [B, N, V]; seeds and lengths int64 [B], the latter the root's position.
+    tokens int64 [B, N]; logits [B, N, V]; seeds int64 [B]; lengths int64 [B]: the root's position.
     """
+    # [B, N]: by the position of the node's token, so that the draw is the one of decoding without drafts
     draws = uniform(seeds[:, None], lengths[:, None] + tree.depth, 1).squeeze(-1)
     return verify_chosen(tree, tokens, sample(probabilities(logits, sampling), draws))
 
 
 def verify_chosen(tree: Tree, tokens: torch.Tensor, chosen: torch.Tensor) -> Verified:
-    """A node is accepted if it and all above it are what the target has chosen itself.
+    """A node is accepted if its token, and that of each ancestor, is the one that the target chose after its parent.
 
-    tokens, chosen int64 [B, N]; `chosen` is the target's own token after each node: its most likely one, or one drawn
-    from p. For greedy drafts this is multi-round speculative sampling: their q is a point mass, so the first child is
-    accepted with probability p(x), the next with p(y) of what is left, and what no child is comes from the rest; one
-    draw from p does all three. As a draw hangs on seed and position alone (`uniform`), the tokens are those of decoding
-    without drafts, whatever the tree. Among siblings with the same token the first counts.
+    tokens int64 [B, N]; chosen int64 [B, N]: the target's token after each node, its most likely one or one drawn from
+    p. For greedy drafts this is multi-round speculative sampling: q is a point mass, so the first child is accepted
+    with probability p(x), the next with its share of the remaining mass, and otherwise the token comes from the
+    residual; a single draw from p does all three. A draw depends on seed and position alone (`uniform`), so the tokens
+    are those of decoding without drafts, whatever the tree. Among siblings with the same token the first counts.
     """
-    match = tokens == chosen.index_select(1, tree.parent)
+    match = tokens == chosen.index_select(1, tree.parent)  # [B, N]
+    # [B, N, N]: node i's priority, or -1 where node j is rejected and on i's path. The minimum over j is -1 unless i is
+    # accepted, and argmax takes the accepted node of highest priority.
     node = torch.where(match[:, None], tree.priority[:, None], tree.if_rejected).amin(-1).argmax(-1)
     return Verified(node, chosen.gather(1, node[:, None])[:, 0])
 
@@ -246,20 +249,20 @@ def verify_chosen(tree: Tree, tokens: torch.Tensor, chosen: torch.Tensor) -> Ver
 def child_round(
     p: torch.Tensor, q: torch.Tensor, token: torch.Tensor, replacement: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One round of multi-round speculative sampling: `token` [B], drawn from q, stands for p. DESIGN section 3.7.
+    """One round of multi-round speculative sampling, for a child `token` int64 [B] drawn from q. DESIGN section 3.7.
 
-    p, q [B, V]. Returns the probability of acceptance [B], and p and q for the next sibling, should this one be
-    rejected. A token that q does not hold is never accepted and leaves p as it is.
+    p, q [B, V]. Returns the probability of acceptance [B], and p and q [B, V] for the next sibling if this one is
+    rejected. A token with q = 0 is never accepted, and leaves p unchanged.
     """
     column = token[:, None]
     p_x, q_x = p.gather(1, column)[:, 0], q.gather(1, column)[:, 0]
     accept = torch.where(q_x > 0, p_x / q_x, 0.0).clamp(max=1.0)
     rest = (p - q).clamp(min=0.0)
     if not replacement:
-        q = normalised(q.scatter(1, column, 0.0))
-    # No rest means that acceptance was certain but for rounding; p itself is then as good.
+        q = _normalised(q.scatter(1, column, 0.0))
+    # An empty residual means that acceptance was certain up to rounding; p then serves as well.
     has_rest = (rest > 0).any(-1, keepdim=True)
-    return accept, torch.where(has_rest, normalised(rest), p), q
+    return accept, torch.where(has_rest, _normalised(rest), p), q
 
 
 def verify(
@@ -271,22 +274,22 @@ def verify(
     q: torch.Tensor,
     replacement: bool = True,
 ) -> Verified:
-    """Multi-round speculative sampling over a tree of drawn tokens; what it commits is distributed as the target's own.
+    """Multi-round speculative sampling over a tree of drawn tokens. What it commits has the target's distribution.
 
-    tokens int64 [B, N]; p [B, N, V] the target's distribution after each node; coins [B, N] and final [B] independent
-    uniforms in [0, 1), the root's coin unused; q [B, N, V] the distribution each node's children were drawn from, with
-    or without replacement.
+    tokens int64 [B, N]; p [B, N, V]: the target's distribution after each node; coins [B, N] and final [B]: independent
+    uniforms in [0, 1), by which nodes are accepted (the root's is unused) and the next token is drawn; q [B, N, V]: the
+    distribution from which each node's children were drawn, with or without replacement.
     """
     rows = torch.arange(tokens.shape[0], device=tokens.device)
-    node = torch.zeros_like(tokens[:, 0])  # the last accepted
-    residual = p[:, 0]
+    node = torch.zeros_like(tokens[:, 0])  # [B]: the deepest accepted node so far
+    residual = p[:, 0]  # [B, V]: what the next token is drawn from, or the next child compared with
     for depth, fanout in enumerate(tree.fanout):
         parent = node
-        here = tree.depth[parent] == depth  # the other rows have stopped above
+        here = tree.depth[parent] == depth  # [B]; the other rows stopped at a shallower node
         residual = torch.where(here[:, None], p[rows, parent], residual)
         q_r = q[rows, parent]
         for rank in range(fanout):
-            child = tree.children[parent, rank]
+            child = tree.children[parent, rank]  # [B]; -1 where the node has no such child
             waiting = here & (child >= 0) & (node == parent)
             accept, residual_if_rejected, q_r = child_round(residual, q_r, tokens[rows, child], replacement)
             accepted = waiting & (coins[rows, child] < accept)
@@ -304,10 +307,10 @@ def verify_drawn(
     q: torch.Tensor,
     replacement: bool,
 ) -> Verified:
-    """`verify` from logits to what is committed; to be compiled as one.
+    """`verify` from logits on, so that it is compiled as one graph.
 
-    tokens int64 [B, N]; logits [B, N, V]; draws [B, 1 + N or more]: the number of the token that ends the round, then
-    the nodes' coins; q and `replacement` as for `verify`.
+    tokens int64 [B, N]; logits [B, N, V]; draws [B, 1 + N or more]: the uniform of the next token, then the nodes'
+    coins; q and `replacement` as for `verify`.
     """
     p, coins = probabilities(logits, sampling), draws[:, 1 : 1 + tree.num_nodes]
     return verify(tree, tokens, p, coins, draws[:, 0], q, replacement)

@@ -1,7 +1,7 @@
-"""Rounds that accept with given probabilities, whatever was drafted: latency without a trained draft. DESIGN 3.8.
+"""Simulated acceptance: rounds accept with given probabilities, whatever was drafted. DESIGN section 3.8.
 
-A random draft never guesses a random target's tokens, so what is accepted is drawn instead. Outputs mean nothing then.
-Knows nothing of models or requests.
+For measuring latency with random weights, whose drafts would never be accepted. The outputs are meaningless. Knows
+nothing of models or requests.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class SimulatedAcceptance:
-    """Accepts the first node of each depth d with probability `rates[d - 1]`, counted over all rounds.
+    """Accepts the first node at depth d with probability `rates[d - 1]`, over all rounds (not given the depth before).
 
-    The draw depends on a request's seed and position alone. Raises UserError for rates that cannot be.
+    The draw depends on a request's seed and position alone. Raises UserError unless 1 >= rates[0] >= rates[1] ... >= 0.
     """
 
     def __init__(self, rates: Sequence[float]):
@@ -28,7 +28,7 @@ class SimulatedAcceptance:
         self.rates = torch.tensor(rates, dtype=torch.float64)
 
     def __call__(self, inputs: "RoundInputs", verified: Verified) -> Verified:
-        """The round's verification with another accepted node; the next token stays the verified one."""
+        """`verified` with the accepted node replaced."""
         tree, self.rates = inputs.plan.tree, self.rates.to(inputs.seeds.device)
         drawn = uniform(inputs.seeds, inputs.prefix.lengths, 1)
         accepted = (drawn < self.rates[: tree.max_depth]).sum(1)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class StageTimes:
-    """Seconds spent in each stage so far, and how often it ran. On a GPU that is the time to launch it."""
+    """Wall seconds and number of runs by stage. On a GPU the time is that of launching the work."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -15,7 +15,7 @@ class StageTimes:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time of the block to a stage; a block that raises is not counted."""
+        """Add the duration of a `with` block to a stage; one that raises is not counted."""
         start = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - start

@@ -1,7 +1,9 @@
-"""Static draft trees: parents, and all tables that drafting, attention and sampling read from them. DESIGN section 3.5.
+"""Static draft trees: a tree's shape, and the tables by which it is drafted, attended to and verified. DESIGN 3.5.
 
-Node 0 is the root, the pending token whose successor is not known yet; the others are drafted. Built once per tree,
-never per step. Knows nothing of models, tokens, probabilities or requests.
+Node 0 is the root: the pending token, whose successor is not known yet. The other nodes are drafted tokens. The tables
+are made once per tree, never per round. Knows nothing of models, tokens, probabilities or requests.
+
+Shapes: N nodes, D the greatest depth, C the most children of a node, or 1.
 """
 
 import heapq
@@ -16,48 +18,50 @@ from eagle_train.errors import check
 from eagle_train.settings import CONF_DIR, instantiate
 from eagle_train.tree_names import ANY_TREE, TREES, tree_of
 
-MAX_NODES = 1024  # the ancestor mask is [N, N]; no tree worth validating comes near
+MAX_NODES = 1024  # some tables are [N, N]; useful trees are far smaller
 
 
-class TreeTables:
-    """What follows from a tree's parents. N nodes, D the greatest depth, C the most children of a node, or 1."""
+class _TreeTables:
+    """The tables that follow from a tree's parents."""
 
     num_nodes: int  # N, the root included
     max_depth: int  # D
-    levels: tuple[tuple[int, int], ...]  # per depth (first, last + 1), so that slice(*level) is the level
-    fanout: tuple[int, ...]  # per depth the most children of a node there; the last is 0
+    levels: tuple[tuple[int, int], ...]  # by depth: the nodes as (first, last + 1), the arguments of a slice
+    fanout: tuple[int, ...]  # by depth: the most children of a node; the last is 0
     depth: torch.Tensor  # int64 [N]
-    child_rank: torch.Tensor  # int64 [N]: which child of its parent a node is; 0 for the root
-    parent: torch.Tensor  # int64 [N]: `parents`, with the root its own, so that it can index
-    children: torch.Tensor  # int64 [N, C], then -1
-    ancestors: torch.Tensor  # bool [N, N]: j is i, or above i
-    paths: torch.Tensor  # int64 [leaves, D + 1]: root to leaf, then -1
-    path_to: torch.Tensor  # int64 [N, D + 1]: root to node, then the node again
-    priority: torch.Tensor  # int64 [N]: a node beats its ancestors, and its later siblings with all below them
-    if_rejected: torch.Tensor  # int64 [N, N]: i's priority where j's token is rejected: -1 if j is i, or above i
+    child_rank: torch.Tensor  # int64 [N]: the node's number among its parent's children, from 0; 0 for the root
+    parent: torch.Tensor  # int64 [N]: `parents`, but 0 for the root, so that it can be used as an index
+    children: torch.Tensor  # int64 [N, C]: padded with -1
+    ancestors: torch.Tensor  # bool [N, N]: whether j is i or an ancestor of i
+    paths: torch.Tensor  # int64 [leaves, D + 1]: from the root to each leaf, padded with -1
+    path_to: torch.Tensor  # int64 [N, D + 1]: from the root to each node, padded with the node
+    # Verification takes the accepted node of highest priority. int64 [N]: a node's is above that of its ancestors, of
+    # its later siblings and of their descendants.
+    priority: torch.Tensor
+    if_rejected: torch.Tensor  # int64 [N, N]: i's priority once node j is rejected: -1 if j is i or an ancestor of i
 
 
 @dataclass(frozen=True)
-class Tree(TreeTables):
-    """A tree whose nodes are given level by level, siblings side by side, best first.
+class Tree(_TreeTables):
+    """A tree by the parent of each node. Nodes are listed level by level, siblings together, the likeliest first.
 
     Raises UserError, naming the node, if `parents` is no such list. Two trees with the same parents are equal.
     """
 
-    parents: tuple[int, ...]  # parents[0] is -1; all others are smaller than their own index and never decrease
+    parents: tuple[int, ...]  # -1 for the root; the others' are below their own index, and never decrease
     device: torch.device | str = field(default="cpu", compare=False)
 
     def __post_init__(self) -> None:
-        check_parents(self.parents)
+        _check_parents(self.parents)
         kids: list[list[int]] = [[] for _ in self.parents]
         paths = [[0]]
         for node, parent in enumerate(self.parents[1:], start=1):
             kids[parent].append(node)
             paths.append([*paths[parent], node])
         depth = [len(path) - 1 for path in paths]
-        width, levels = depth[-1] + 1, level_ranges(depth)
+        width, levels = depth[-1] + 1, _level_ranges(depth)
         ancestors = [[node in path for node in range(len(depth))] for path in map(set, paths)]
-        priority = priorities(kids)
+        priority = _priorities(kids)
         values: dict[str, Any] = {
             "num_nodes": len(depth),
             "max_depth": depth[-1],
@@ -68,10 +72,10 @@ class Tree(TreeTables):
             "depth": depth,
             "child_rank": [0, *(kids[parent].index(node) for node, parent in enumerate(self.parents[1:], start=1))],
             "parent": [0, *self.parents[1:]],
-            "children": [padded(row, max(1, *map(len, kids)), -1) for row in kids],
+            "children": [_padded(row, max(1, *map(len, kids)), -1) for row in kids],
             "ancestors": ancestors,
-            "paths": [padded(path, width, -1) for path, below in zip(paths, kids, strict=True) if not below],
-            "path_to": [padded(path, width, path[-1]) for path in paths],
+            "paths": [_padded(path, width, -1) for path, below in zip(paths, kids, strict=True) if not below],
+            "path_to": [_padded(path, width, path[-1]) for path in paths],
             "priority": priority,
             "if_rejected": [
                 [-1 if above and node > 0 else mine for node, above in enumerate(row)]
@@ -84,7 +88,7 @@ class Tree(TreeTables):
 
     @property
     def is_chain(self) -> bool:
-        """Whether no two nodes stand side by side."""
+        """Whether no node has a sibling."""
         return self.num_nodes == self.max_depth + 1
 
     def to(self, device: torch.device | str) -> "Tree":
@@ -92,7 +96,7 @@ class Tree(TreeTables):
         return Tree(self.parents, device)
 
 
-def check_parents(parents: Sequence[int]) -> None:
+def _check_parents(parents: Sequence[int]) -> None:
     """Raise UserError, naming the first wrong node, unless `parents` lists a tree level by level."""
     check(len(parents) > 0 and parents[0] == -1, "tree.parents: node 0 is the root; its parent must be given as -1")
     check(len(parents) <= MAX_NODES, f"tree: {len(parents)} nodes; at most {MAX_NODES} are possible")
@@ -107,18 +111,18 @@ def check_parents(parents: Sequence[int]) -> None:
         )
 
 
-def level_ranges(depth: list[int]) -> tuple[tuple[int, int], ...]:
-    """Per depth the first node and one past the last, where depths never decrease."""
+def _level_ranges(depth: list[int]) -> tuple[tuple[int, int], ...]:
+    """`levels` of nodes whose depths never decrease."""
     return tuple((depth.index(d), depth.index(d) + depth.count(d)) for d in range(depth[-1] + 1))
 
 
-def padded(values: list[int], length: int, filler: int) -> list[int]:
-    """`values`, filled up to `length`."""
+def _padded(values: list[int], length: int, filler: int) -> list[int]:
+    """`values`, padded with `filler` to `length`."""
     return values + [filler] * (length - len(values))
 
 
-def priorities(kids: list[list[int]]) -> list[int]:
-    """Depth-first order with the last child first: whoever would win comes later."""
+def _priorities(kids: list[list[int]]) -> list[int]:
+    """`priority`: each node's place in the depth-first order that visits the last child first."""
     order, stack = [], [0]
     while stack:
         node = stack.pop()
@@ -134,14 +138,15 @@ def check_count(field_name: str, value: Any, lowest: int) -> None:
 
 
 def chain(length: int) -> Tree:
-    """`length` drafted tokens in a row; 0 is no speculation, the root alone."""
+    """A chain of `length` drafted tokens; 0 is the root alone: no speculation. Raises UserError."""
     check_count("length", length, 0)
     check(length < MAX_NODES, f"tree.length is {length}; it must be below {MAX_NODES}")
     return Tree((-1, *range(length)))
 
 
 def full(depth: int, branching: int) -> Tree:
-    """Every node has `branching` children, down to `depth`: the paper's D_m-BF_n (figure 8)."""
+    """A tree of this depth whose inner nodes have `branching` children: the paper's D_m-BF_n (figure 8). Raises
+    UserError."""
     check_count("depth", depth, 1)
     check_count("branching", branching, 1)
     parents, level = [-1], [0]
@@ -154,29 +159,29 @@ def full(depth: int, branching: int) -> Tree:
 
 
 def pruned(num_nodes: int, acceptance: Sequence[Sequence[float]]) -> Tree:
-    """The `num_nodes` drafted nodes most likely to be accepted: the paper's N_i (figure 8).
+    """The tree of the `num_nodes` drafted nodes most likely to be accepted: the paper's N_i (figure 8).
 
-    `acceptance[d][r]` is the measured share of accepted nodes at depth d that go on to their child of rank r. A node's
-    worth is the product along its path; it can be taken once its parent and earlier siblings are. Among equals the
-    shallower, then the one of lower ranks, comes first.
+    `acceptance[d][r]`: of the accepted nodes at depth d, the measured share whose child of rank r is accepted next. A
+    node's probability is the product along its path; a node is added after its parent and earlier siblings. Among
+    equals the shallower, then the one of lower ranks, comes first. Raises UserError.
     """
     check_count("num_nodes", num_nodes, 1)
     for d, row in enumerate(acceptance):
         for r, share in enumerate(row):
             check(0 <= share <= 1, f"tree.acceptance[{d}][{r}] is {share}; it must be between 0 and 1")
-    taken: dict[tuple[int, ...], float] = {(): 1.0}  # a node is named by the child ranks on its path
+    taken: dict[tuple[int, ...], float] = {(): 1.0}  # probability by the child ranks on the node's path
     frontier: list[tuple[float, int, tuple[int, ...]]] = []
 
     def offer(parent: tuple[int, ...], rank: int) -> None:
         if len(parent) < len(acceptance) and rank < len(acceptance[len(parent)]):
-            worth = taken[parent] * acceptance[len(parent)][rank]
-            heapq.heappush(frontier, (-worth, len(parent) + 1, (*parent, rank)))
+            probability = taken[parent] * acceptance[len(parent)][rank]
+            heapq.heappush(frontier, (-probability, len(parent) + 1, (*parent, rank)))
 
     offer((), 0)
     while len(taken) <= num_nodes:
         check(len(frontier) > 0, f"tree.num_nodes is {num_nodes}; tree.acceptance describes only {len(taken) - 1}")
-        negative_worth, _, path = heapq.heappop(frontier)
-        taken[path] = -negative_worth
+        negative, _, path = heapq.heappop(frontier)
+        taken[path] = -negative
         offer(path, 0)
         offer(path[:-1], path[-1] + 1)
     nodes = sorted(taken, key=lambda path: (len(path), path))
@@ -188,20 +193,20 @@ def load_tree(spec: "Tree | str | Mapping[str, Any]") -> Tree:
     """A tree from a Tree, a name (`chainN`, `dM_bfN` or a YAML in conf/tree), or a mapping that has `_target_` or
     `parents`.
 
-    Raises UserError for an unknown name, for a mapping that makes no tree, and for a tree that is no tree.
+    Raises UserError for an unknown name, and for a mapping that describes no tree.
     """
     if isinstance(spec, Tree):
         return spec
     if isinstance(spec, str):
         if (described := tree_of(spec)) is not None:
-            return instantiated(described)
-        named = sorted({path.stem for path in (CONF_DIR / "tree").glob("*.yaml")} - {"table"})  # which is of many trees
+            return _instantiated(described)
+        named = sorted({path.stem for path in (CONF_DIR / "tree").glob("*.yaml")} - {"table"})  # a table of trees
         check(spec in named, f"tree is {spec!r}; known trees are {', '.join([*TREES, *named])}, and {ANY_TREE}")
         named_tree: Any = OmegaConf.load(CONF_DIR / "tree" / f"{spec}.yaml")
         return load_tree(named_tree)
     check(isinstance(spec, Mapping), f"tree is {spec!r}; it must be a name in conf/tree or a mapping")
     if "_target_" in spec:
-        return instantiated(spec)
+        return _instantiated(spec)
     check(
         set(spec) == {"parents"},
         f"tree has the keys {sorted(map(str, spec))}; it must have `_target_` or `parents` alone",
@@ -211,8 +216,8 @@ def load_tree(spec: "Tree | str | Mapping[str, Any]") -> Tree:
     return Tree(tuple(parents))
 
 
-def instantiated(spec: Mapping[str, Any]) -> Tree:
-    """The tree that `_target_` makes. Raises UserError where it makes none."""
+def _instantiated(spec: Mapping[str, Any]) -> Tree:
+    """The tree that calling `_target_` gives. Raises UserError where it gives none."""
     tree = instantiate(spec, "tree")
     check(isinstance(tree, Tree), f"tree._target_ is {spec['_target_']!r}; it must make a Tree")
     return tree

@@ -1,4 +1,7 @@
-"""Validation: the target reads a whole tree in one call. Paper sections 3 (stage 4) and 3.1; DESIGN section 3.6."""
+"""Validation: one forward of the target over a whole tree. Paper sections 3 (stage 4) and 3.1; DESIGN section 3.6.
+
+Knows nothing of drafters, sampling or requests. Shapes: A active rows, N tree nodes, H hidden, V vocabulary.
+"""
 
 import torch
 
@@ -10,13 +13,13 @@ from eagle_train.ops.compiled import Forward
 
 
 def validate(
-    target: Target, read: Forward, cache: PagedKV, prefix: Prefix, tree: Tree, tokens: torch.Tensor, ranks: Ranks
+    target: Target, forward: Forward, cache: PagedKV, prefix: Prefix, tree: Tree, tokens: torch.Tensor, ranks: Ranks
 ) -> tuple[torch.Tensor, torch.Tensor, Suffix | None]:
-    """One target call over the tree's tokens [A, N], the pending token at its root.
+    """One target call over the tree's tokens, int64 [A, N], with the pending token at the root.
 
-    `read` is the target's `hidden_states`, compiled or not. Returns hidden states [A, N, H], logits [A, N, V] of the
-    rank's own rows, and the nodes' keys and values, which are not in the cache yet; None for a chain: it is causal as
-    any text, so its nodes are written at once where they would be committed.
+    `forward`: the target's `hidden_states`, compiled or not. Returns hidden states [A, N, H]; logits [R, N, V] of the R
+    rows that this rank samples; and the nodes' keys and values, which are not in the cache yet. These are None for a
+    chain: it is causal like any text, so its nodes are written directly to the slots that follow the prefix.
     """
     if tree.is_chain:
         suffix, positions = None, prefix.positions(tree.num_nodes)
@@ -24,5 +27,5 @@ def validate(
     else:
         suffix, positions = Suffix(), prefix.lengths.unsqueeze(1) + tree.depth
         attend = cache.tree(prefix, suffix, positions, tree.ancestors)
-    hidden = read(tokens, positions, attend)
+    hidden = forward(tokens, positions, attend)  # [A, N, H]
     return hidden, target.lm_head(ranks.own(hidden)), suffix

@@ -1,9 +1,8 @@
-"""The sampling stage: drafts are accepted or refused, and the next token is drawn. Paper section 3.2, DESIGN 3.7.
+"""Chooses how a sampled round is verified, and compiles it on request. Paper section 3.2, DESIGN section 3.7.
 
-Picks the verification that a round needs, and can have it compiled. The mathematics is sampling.py's. Knows nothing of
-models, caches or requests.
+sampling.py computes. Greedy rounds do not come here. Knows nothing of models, caches or requests.
 
-Shapes: R rows that this rank samples, N tree nodes, V vocabulary.
+Shapes: R rows that this rank samples, N tree nodes, V vocabulary, H hidden.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from eagle_train.ops.torch_private import with_own_sizes
 
 
 class Verification:
-    """Verifies rounds in which some row has a temperature; `drafting`: how children are chosen (`EngineConfig`)."""
+    """Verifies rounds in which a row has a temperature above 0. `drafting`: as in `EngineConfig`."""
 
     def __init__(self, drafting: str):
         self.drafting = drafting
@@ -41,20 +40,21 @@ class Verification:
         draws: torch.Tensor | None,
         q: torch.Tensor | None,
     ) -> Verified:
-        """Which nodes of tokens [R, N] the target accepts by its logits [R, N, V], and the token after the last one.
+        """Which nodes of the tokens int64 [R, N] the target accepts by its logits [R, N, V], and the next token.
 
-        seeds, lengths int64 [R]: a row's seed, and its committed tokens. draws [R, draws]: the round's random numbers,
-        None for greedy drafts. q [R, N, V]: what each node's children were drawn from, None where they were not drawn.
+        seeds int64 [R]; lengths int64 [R]: committed tokens; draws float64 [R, plan.num_draws]: the round's random
+        numbers, None for greedy drafts; q [R, N, V]: the distribution that each node's children were drawn from, None
+        where they were not drawn.
         """
-        if q is None or draws is None:  # a drafter may draw unasked; the target's own draw is right for any drafts
+        if q is None or draws is None:  # without both: accept what the target draws itself, correct for any drafts
             return self._sampled(plan.tree, tokens, logits, sampling, seeds, lengths)
         return self._drawn(plan.tree, tokens, logits, sampling, draws, q, self.drafting == "multinomial")
 
     def compile(self, sizes: list[tuple[int, TreePlan]], lm_head: torch.Tensor) -> list[Callable[[], None]]:
-        """Verify by torch.compile from now on. Returns calls that compile for these numbers of rows and plans.
+        """Use torch.compile from now on. Returns calls that compile for these pairs of rows and plan.
 
-        lm_head [V, H] gives vocabulary, dtype and device. Paper section 3.2: one graph for one row and one for several,
-        each with top-k or top-p and without.
+        lm_head [V, H]: of which shape, dtype and device are used. For each plan, one graph for one row and one for
+        several (paper section 3.2), each with and without top-k or top-p.
         """
         self._sampled = with_own_sizes(torch.compile(verify_sampled, dynamic=True))
         self._drawn = with_own_sizes(torch.compile(verify_drawn, dynamic=True))
@@ -66,7 +66,7 @@ class Verification:
         return jobs
 
     def _prepare(self, rows: int, plan: TreePlan, top_p: float, lm_head: torch.Tensor) -> None:
-        """Compile for so many rows; top_p 1 is for those without top-k and top-p."""
+        """Compile by a call on dummy tensors. `top_p` 1: the graph without top-k and top-p."""
         device, tree = lm_head.device, plan.tree
         sampling = SamplingTensors.from_lists([1.0] * rows, [0] * rows, [top_p] * rows, device)
         tokens = torch.zeros(rows, tree.num_nodes, dtype=torch.long, device=device)

@@ -1,10 +1,9 @@
-"""Drafting: what the engine asks of whoever proposes tokens, and what it hands over.
+"""The interface of drafters, which propose trees of tokens, and the data that the engine gives them.
 
-Paper section 3 (stage 3); DESIGN section 3.5. A drafter is one file in drafters/. Knows nothing of validation or
-requests.
+A drafter is one file in drafters/. Knows nothing of validation or requests. Paper section 3 (stage 3), DESIGN section
+3.5.
 
-Shapes: A active rows, N tree nodes, D tree depth, P tokens of a path (depth + 1), T tokens of a prompt, H hidden,
-V vocabulary.
+Shapes: A active rows, N tree nodes, P pending tokens of a row at most, T tokens of a prompt, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,15 +18,18 @@ from eagle_train.inference.cache.paged_kv import PagedKV, Prefix, Suffix
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.grammar.guided import Guidance
 
-MOST_UNREAD = 32  # tokens of a row, with a hidden state each, that may wait for a drafter while nothing is drafted
+# Tokens of a row, each with a hidden state, that may wait for the drafter while nothing is drafted. It then processes
+# them in one forward, at nearly the cost per token of a prefill.
+MOST_UNREAD = 32
 
 
 @dataclass
 class Pending:
-    """What the last rounds left for the drafter: tokens they committed, each with the hidden state before it.
+    """Committed tokens that the drafter has not processed, each with the target's hidden state at the token before.
 
-    tokens [A, P] int64, hidden [A, P, H], counts [A] int64: how many of a row's P are real. The last real one is the
-    pending token, which neither model has in its cache yet; `lengths` [A] int64 tokens precede it.
+    tokens int64 [A, P]; hidden [A, P, H]; counts int64 [A]: how many of a row's P are real, at least one; the rest is
+    padding. A row's last real token is the pending token, which is in neither model's cache; lengths int64 [A]: the
+    number of tokens before it.
     """
 
     tokens: torch.Tensor
@@ -37,32 +39,32 @@ class Pending:
 
     @cached_property
     def end(self) -> torch.Tensor:
-        """Where the pending token is [A, 1]."""
+        """int64 [A, 1]: the pending token's place among the P."""
         return self.counts.unsqueeze(1) - 1
 
     @property
     def last(self) -> torch.Tensor:
-        """The pending token [A, 1]."""
+        """int64 [A, 1]: the pending token."""
         return self.tokens.gather(1, self.end)
 
     @property
-    def read(self) -> torch.Tensor:
-        """How many tokens the drafter has read [A]: all before these."""
+    def draft_lengths(self) -> torch.Tensor:
+        """int64 [A]: the number of tokens in the drafter's cache, all those before `tokens`."""
         return self.lengths + 1 - self.counts
 
     def rows(self, order: torch.Tensor | slice) -> "Pending":
-        """The rows `order`, in that order."""
+        """The rows `order`, in this order."""
         return Pending(self.tokens[order], self.hidden[order], self.counts[order], self.lengths[order])
 
     def newest(self, counts: torch.Tensor, most: int) -> "Pending":
-        """The last `counts` [A] real tokens of each row: 1 to `most`."""
+        """The last `counts` int64 [A] real tokens of each row, from 1 to `most` of them."""
         place = (self.counts - counts).unsqueeze(1) + torch.arange(most, device=self.tokens.device)
         place = place.clamp(max=self.tokens.shape[1] - 1)
         hidden = self.hidden.take_along_dim(place.unsqueeze(2), dim=1)
         return Pending(self.tokens.gather(1, place), hidden, counts, self.lengths)
 
     def append_token(self, newer: "Pending") -> "Pending":
-        """These, and behind them the one token that a round without drafts brought each row."""
+        """These, and then the one token of each row that a round without drafts committed."""
         place = self.counts.unsqueeze(1)
         tokens = F.pad(self.tokens, (0, 1)).scatter(1, place, newer.tokens)
         hidden = F.pad(self.hidden, (0, 0, 0, 1))
@@ -70,7 +72,7 @@ class Pending:
         return Pending(tokens, hidden, self.counts + 1, newer.lengths)
 
     def narrow(self, width: int) -> "Pending":
-        """The same where no row has more than `width` real tokens."""
+        """The same with P = `width`; no row may have more real tokens."""
         if width == self.tokens.shape[1]:
             return self
         tokens, hidden = (x.narrow_copy(1, 0, width) for x in (self.tokens, self.hidden))
@@ -87,10 +89,11 @@ class Pending:
 
 @dataclass(frozen=True)
 class Choice:
-    """How a node's children are chosen: `propose`'s mode; temperature [A] and noise [A, draws] unless it is greedy.
+    """How a node's children are chosen: the mode of `sampling.propose`; temperature float32 [A] and noise float64
+    [A, draws] are None for greedy.
 
-    `guidance`: what grammars let follow a node, None where no row has one. A drafter that does not ask it proposes what
-    will be refused.
+    `guidance`: which tokens the rows' grammars allow after a node; None without a grammar. What a drafter proposes
+    against it is rejected.
     """
 
     mode: str = "greedy"
@@ -103,22 +106,22 @@ class Drafted(NamedTuple):
     """A tree for each row."""
 
     tokens: torch.Tensor  # int64 [A, N], the pending token at the root
-    q: torch.Tensor | None  # [A, N, V]: what each node's children were drawn from, where they were drawn at random
-    suffix: Suffix | None  # of nodes, what is not in the drafter's caches yet; it may have more rows
+    q: torch.Tensor | None  # [A, N, V]: the distribution each node's children were drawn from; None for greedy
+    suffix: Suffix | None  # the nodes' keys and values that are not in the drafter's cache; it may have padding rows
 
 
 class Drafter(Protocol):
-    """Whoever proposes tokens. What it keeps of a sequence lies in the blocks that the engine gives that sequence, so
-    that forgetting one, sharing and keeping them is the engine's affair alone. Whatever is proposed, the outputs stay
-    the target's own.
+    """Proposes tokens. Whatever it proposes, the outputs have the target's distribution.
+
+    All that it keeps of a sequence is in the sequence's blocks, so the engine alone evicts, shares and offloads it.
     """
 
     caches: list[PagedKV]
-    """What it keeps in the blocks; the engine sees to their size."""
+    """Its caches; the engine grows them with the target's."""
 
     def compile(self, sizes: "Iterable[tuple[int, TreePlan]]") -> list[Callable[[], None]]:
-        """Run forwards by torch.compile from now on. Returns calls that have it done for these batch sizes, each with
-        its plan; they raise UserError where torch.compile fails."""
+        """Use torch.compile from now on. Returns calls that compile for these pairs of batch size and plan; they raise
+        UserError where torch.compile fails."""
 
     def prefill(
         self,
@@ -128,57 +131,66 @@ class Drafter(Protocol):
         hidden: torch.Tensor,
         before: torch.Tensor | None,
     ) -> None:
-        """Texts, or what follows a prefix of them: tokens [A, T], padded on the right, the target's hidden states
-        [A, T, H], and `before` [A, H], that of the token before the first; None where every prefix is empty."""
+        """Process prompts, or parts of them, behind their prefixes: tokens int64 [A, T], padded on the right; positions
+        int64 [A, T]; hidden [A, T, H]: the target's hidden states at the tokens; before [A, H]: those at the prefixes'
+        last tokens, None where all prefixes are empty."""
 
-    def propose(self, plan: "TreePlan", prefix: Prefix, read: Prefix, pending: Pending, choice: Choice) -> Drafted:
-        """A tree for each row, whose pending tokens `prefix` precedes, and `read` the first of those in `pending`.
+    def propose(
+        self, plan: "TreePlan", prefix: Prefix, draft_prefix: Prefix, pending: Pending, choice: Choice
+    ) -> Drafted:
+        """A tree for each row. `prefix`: the tokens before the pending one; `draft_prefix`: those before
+        `pending.tokens`, which are in the drafter's cache.
 
-        Where there is no grammar it may be recorded (ops/graphs.py): so it asks for no tensor's values, and keeps
-        nothing that differs from round to round but in the caches.
+        Without a grammar it may be recorded as a CUDA graph (ops/graphs.py): it must not read a tensor's values on the
+        host, nor keep state of a round outside of the caches.
         """
 
     def rewind(
         self, plan: "TreePlan", prefix: Prefix, suffix: Suffix | None, node: torch.Tensor, pending: Pending
     ) -> Pending:
-        """The proposed tree's nodes down to `node` [A] were accepted, which left `pending` of the round. `prefix`: as
-        for `propose`; `suffix`: its result's.
+        """Called after verification. `node` int64 [A]: the deepest accepted node of the proposed tree; `pending`: what
+        the round committed; `prefix`: as for `propose`; `suffix`: of its result.
 
-        Returns what of it `propose` is to be given next: the newest tokens, the pending one at least.
+        Returns the part of `pending` that the next `propose` is given: the newest tokens, at least the pending one.
         """
 
 
 @dataclass(frozen=True)
 class Level:
-    """A level of a tree as the drafting needs it: which nodes get children, and where those go."""
+    """How one level of a tree is drafted: which of its nodes have children, and where these go.
 
-    parents: torch.Tensor  # nodes of this level that have children, as indices into the tree
-    inner: torch.Tensor | None  # the same as indices into the level; None: all of it
-    above: torch.Tensor | None  # each one's own parent, as an index into the level before's `parents`; None: the same
-    ancestors: torch.Tensor  # bool [parents, inner nodes so far, root left out]
-    proposal: torch.Tensor | None  # which of the tokens proposed [parents * most] the next level's are; None: all
-    most: int  # children of one node
-    noise: slice  # which of a round's random numbers the multinomial modes use here
+    Q nodes of the level have children, `most` at most. `None` stands for the identity.
+    """
+
+    parents: torch.Tensor  # int64 [Q]: the nodes with children, as nodes of the tree
+    inner: torch.Tensor | None  # int64 [Q]: the same as indices into the level
+    above: torch.Tensor | None  # int64 [Q]: the parent of each, as an index into `parents` of the level before
+    ancestors: torch.Tensor  # bool [Q, nodes with children in this and earlier levels, the root excluded]
+    proposal: torch.Tensor | None  # int64 [next level]: each node's index among the Q * most proposed tokens
+    most: int  # the most children of a node
+    noise: slice  # of a round's random numbers, those that the multinomial modes use in this level
 
 
 @dataclass(frozen=True)
 class TreePlan:
-    """A tree with what the drafting precomputes from it."""
+    """A tree with the tables for drafting it. Those for verifying it are in `Tree`."""
 
     tree: Tree
 
     @cached_property
     def levels(self) -> list[Level]:
-        return levels_of(self.tree)
+        """The levels that have children, the root's first."""
+        return _levels_of(self.tree)
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether no two nodes that have children stand side by side."""
+        """Whether no two nodes with children are at the same depth."""
         return all(len(level.parents) == 1 for level in self.levels)
 
     @cached_property
     def place(self) -> torch.Tensor:
-        """int64 [N]: where a node stands among those with children, the root left out; 0 for all others."""
+        """int64 [N]: a node's index among those with children, the root excluded, which is its place in the drafter's
+        suffix; 0 for the root and for leaves."""
         inner = [node for level in self.levels[1:] for node in level.parents.tolist()]
         place = torch.zeros_like(self.tree.depth)
         place[inner] = torch.arange(len(inner), device=place.device)
@@ -186,29 +198,30 @@ class TreePlan:
 
     @property
     def num_draws(self) -> int:
-        """Random numbers of a row's round with drawn drafts: one at its end, a coin per node, the drafts' noise."""
+        """Random numbers of a row for a round with drawn drafts: one for the next token, a coin per node by which it is
+        accepted, the drafts' noise."""
         return 1 + self.tree.num_nodes + (self.levels[-1].noise.stop if self.levels else 0)
 
 
-def levels_of(tree: Tree) -> list[Level]:
-    """The levels that have children, from the root's down."""
-    device, parent = tree.depth.device, tree.parents  # an index from elsewhere would have the host wait
-    levels, inner, before, drawn = [], [], [0], 0
+def _levels_of(tree: Tree) -> list[Level]:
+    device, parent = tree.depth.device, tree.parents  # on the tree's device: indexing by a CPU tensor synchronises
+    levels, inner, before, drawn = [], [], [0], 0  # inner: nodes with children so far, without the root
     for d in range(tree.max_depth):
         (first, end), (_, last) = tree.levels[d : d + 2]
-        children = list(range(end, last))
+        children = list(range(end, last))  # the next level
         parents = sorted({parent[node] for node in children})
         inner += parents if d > 0 else []
         ranks = tree.child_rank[children].tolist()
         most = max(ranks) + 1
+        # Each parent proposes `most` tokens, [Q * most] in all; a child of rank r takes the r-th of its parent's.
         places = [parents.index(parent[node]) * most + rank for node, rank in zip(children, ranks, strict=True)]
         levels.append(
             Level(
                 parents=torch.tensor(parents, device=device),
-                inner=index([node - first for node in parents], end - first, device),
-                above=index([before.index(max(parent[node], 0)) for node in parents], len(before), device),
+                inner=_index([node - first for node in parents], end - first, device),
+                above=_index([before.index(max(parent[node], 0)) for node in parents], len(before), device),
                 ancestors=tree.ancestors[parents][:, inner],
-                proposal=index(places, len(parents) * most, device),
+                proposal=_index(places, len(parents) * most, device),
                 most=most,
                 noise=slice(drawn, drawn + len(parents) * most),
             )
@@ -217,11 +230,11 @@ def levels_of(tree: Tree) -> list[Level]:
     return levels
 
 
-def index(places: list[int], count: int, device: torch.device) -> torch.Tensor | None:
-    """`places` of `count`; None: all of them as they are."""
+def _index(places: list[int], count: int, device: torch.device) -> torch.Tensor | None:
+    """`places` as a tensor; None where they are the identity of `count` places."""
     return None if places == list(range(count)) else torch.tensor(places, device=device)
 
 
 def pick(x: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-    """x [A, n, ...] at some of its n places, or at all of them."""
+    """x [A, n, ...] at `places` int64 [m], [A, m, ...]; None: unchanged."""
     return x if places is None else x.index_select(1, places)

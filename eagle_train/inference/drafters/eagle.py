@@ -95,8 +95,10 @@ class Eagle:
         # Of the hidden states none is wanted: the caches are what a prompt is read for.
         self.forward_for(tokens, previous, positions, positions[:, :0], self.cache.extend(prefix, positions))
 
-    def propose(self, plan: TreePlan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice) -> Drafted:
-        hidden = self.align(read, pending)
+    def propose(
+        self, plan: TreePlan, prefix: Prefix, draft_prefix: Prefix, pending: Pending, choice: Choice
+    ) -> Drafted:
+        hidden = self.align(draft_prefix, pending)
         return self.grow(plan, hidden, pending.last, prefix, choice)
 
     def align(self, prefix: Prefix, pending: Pending) -> torch.Tensor:

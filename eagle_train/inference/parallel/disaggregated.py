@@ -168,8 +168,8 @@ class RemotePrefill:
         target = self._parts.target
         for place, line in enumerate(idle[: len(sequences)]):
             some = sequences[place :: len(idle)]
-            starts = [sequence.read for sequence in some]
-            sizes = [_size_of(self._parts, sequence.read, len(sequence.to_prefill)) for sequence in some]
+            starts = [sequence.num_computed for sequence in some]
+            sizes = [_size_of(self._parts, sequence.num_computed, len(sequence.to_prefill)) for sequence in some]
             request = {
                 "number": next(_NUMBERS),
                 "target": target.identity.fingerprint,
@@ -311,6 +311,6 @@ def _unpack(parts: Parts, sequence: Sequence, start: int, packed: torch.Tensor) 
     for x in parts.memory.by_block:
         own, packed = packed.tensor_split([len(blocks) * _block_size(x)])
         x[:, blocks] = own.view(x.shape[0], len(blocks), *x.shape[2:])
-    sequence.read = len(sequence.to_prefill)
+    sequence.num_computed = len(sequence.to_prefill)
     parts.scheduler.note(sequence)
     return packed

@@ -49,29 +49,31 @@ class LocalReader:
         """Sampled from the target's hidden states at the prompts' ends."""
         device = self._runner.target.device
         sampling, seeds = sampling_of(sequences, device)
-        lengths = to_device([sequence.read - 1 for sequence in sequences], device)
+        lengths = to_device([sequence.num_computed - 1 for sequence in sequences], device)
         hidden = torch.stack([each.last_hidden for each in sequences])
         guidance = self._requests.guidance(sequences, chain(0))
         return self._runner.first_tokens(hidden, lengths, sampling, seeds, guidance)
 
     def _read_together(self, chunks: list[Chunk]) -> None:
         new = [sequence for sequence, _ in chunks]
-        texts = [sequence.to_prefill[sequence.read : sequence.read + count] for sequence, count in chunks]
-        starts, blocks = [sequence.read for sequence in new], [sequence.blocks for sequence in new]
+        texts = [
+            sequence.to_prefill[sequence.num_computed : sequence.num_computed + count] for sequence, count in chunks
+        ]
+        starts, blocks = [sequence.num_computed for sequence in new], [sequence.blocks for sequence in new]
         prefix = Prefix.of(starts, blocks, self._runner.target.device)
         before = torch.stack([self._hidden_before(each) for each in new]) if prefix.longest > 0 else None
         hidden = self._runner.prefill(prefix, texts, before)
         for sequence, text, state in zip(new, texts, hidden, strict=True):
-            sequence.read, sequence.last_hidden = sequence.read + len(text), state
+            sequence.num_computed, sequence.last_hidden = sequence.num_computed + len(text), state
             self._on_read(sequence)
 
     def _hidden_before(self, sequence: Sequence) -> torch.Tensor:
         """The target's hidden state at the last token that was read [H]; zeros where none was."""
         if sequence.last_hidden is not None:
             return sequence.last_hidden
-        if sequence.read > 0:  # its beginning was found in the caches
+        if sequence.num_computed > 0:  # its beginning was found in the caches
             assert self._runner.ends is not None
-            return self._runner.ends.hidden[sequence.blocks[sequence.read // BLOCK - 1]]
+            return self._runner.ends.hidden[sequence.blocks[sequence.num_computed // BLOCK - 1]]
         target = self._runner.target
         return torch.zeros_like(target.lm_head.weight[0], dtype=target.dtype)
 

@@ -55,14 +55,14 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.load(sequence)
         if not sequence.had_blocks:
-            sequence.had_blocks, sequence.stats.cached_tokens = True, sequence.read
+            sequence.had_blocks, sequence.stats.cached_tokens = True, sequence.num_computed
 
     def chunks(self, budget: int | None) -> list[tuple[Sequence, int]]:
         """Who reads here next, and how many tokens, `budget` in all."""
         found = []
         left = sum(len(each.to_prefill) for each in self.reading) if budget is None else budget
         for sequence in [each for each in self.reading if each.reader is None]:
-            count = min(len(sequence.to_prefill) - sequence.read, left)
+            count = min(len(sequence.to_prefill) - sequence.num_computed, left)
             left -= count
             if count > 0:
                 found.append((sequence, count))
@@ -71,7 +71,7 @@ class Scheduler:
     @property
     def ready(self) -> list[Sequence]:
         """Who has read all of its text, and does not decode yet: now, or before a step that failed."""
-        return [each for each in self.reading if each.reader is None and each.read == len(each.to_prefill)]
+        return [each for each in self.reading if each.reader is None and each.num_computed == len(each.to_prefill)]
 
     def activate(self, sequences: list[Sequence]) -> None:
         """These have read all there is to read."""

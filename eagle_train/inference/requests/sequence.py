@@ -169,7 +169,7 @@ class Sequence:
     last_token_at: float = 0.0
     blocks: list[int] = field(default_factory=list)  # of the store, in order
     had_blocks: bool = False  # now, or before it had to give them up
-    read: int = 0  # how many of its tokens both models have read
+    num_computed: int = 0  # tokens that are in the caches of both models
     reader: Any = None  # who reads its text in this process's place
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks (cache/prefix_cache.py)
     last_hidden: Any = None  # the target's hidden state at the last of them [H], until it decodes
@@ -196,7 +196,7 @@ class Sequence:
 
     def forget(self) -> None:
         """Its blocks are gone: all of it is to be read anew."""
-        self.read, self.last_hidden, self.reader = 0, None, None
+        self.num_computed, self.last_hidden, self.reader = 0, None, None
 
     def start(self, token: int, now: float) -> None:
         """The prefill's token."""

@@ -36,7 +36,7 @@ def test_caches_are_those_of_a_fresh_prefill(tree, kv_tokens, family, overrides,
     target, rng = shared_target(family), random.Random(3)
     unread, preempt = [], Scheduler.preempt
     monkeypatch.setattr(
-        Scheduler, "preempt", lambda self, one: (unread.append(one.num_known - one.read), preempt(self, one))
+        Scheduler, "preempt", lambda self, one: (unread.append(one.num_known - one.num_computed), preempt(self, one))
     )
     draft, rounds = tiny_draft(target, **overrides), []
     engine = Engine(target, draft, tree, max_batch_size=3, kv_tokens=kv_tokens, overlap=overlap)
@@ -82,7 +82,7 @@ def test_aligned_with_the_last_token_alone(tree):
             while len(pairs) < len(tokens):  # each accepted slot is paired with the draft's output at the one before
                 pairs = [*pairs, read(tokens[: len(pairs)], pairs)[0][-1]]
             accepted = sequence.rounds[-1] - 1 if sequence.rounds else 0
-            unread = sequence.num_known - sequence.read
+            unread = sequence.num_known - sequence.num_computed
             if tree != "n8":
                 assert unread == 1 + (accepted == 3)
             leaves.add(unread)

@@ -75,7 +75,7 @@ def test_what_was_read_before_a_preemption_was_not_found():
         [],
         scheduler_of(engine).preempt,
     )
-    scheduler_of(engine).preempt = lambda sequence: read.append(sequence.read) or preempt(sequence)
+    scheduler_of(engine).preempt = lambda sequence: read.append(sequence.num_computed) or preempt(sequence)
     while engine.has_unfinished:
         engine.step()
     assert max(read) >= BLOCK
@@ -108,7 +108,7 @@ def test_what_is_found_is_what_was_read(family, alignment):
         assert request.generated == answers(family)[index][:LENGTH]
         found = shared_blocks(PROMPTS[index][:-1], earlier)
         assert request.stats.cached_tokens == found * BLOCK
-        earlier.append((request.prompt + request.generated)[: request.read])
+        earlier.append((request.prompt + request.generated)[: request.num_computed])
     check_pool(engine)
 
 
@@ -193,13 +193,13 @@ def test_who_was_preempted_goes_on_from_what_is_left():
     left: dict[Sequence, int] = {}
 
     def preempting(sequence):
-        left[sequence] = min(sequence.read, len(sequence.to_prefill) - 1) // BLOCK * BLOCK
+        left[sequence] = min(sequence.num_computed, len(sequence.to_prefill) - 1) // BLOCK * BLOCK
         preempt(sequence)
 
     def giving(sequence, slots):
         give(sequence, slots)
         if sequence in left:
-            again.append((sequence.read, left.pop(sequence)))
+            again.append((sequence.num_computed, left.pop(sequence)))
 
     scheduler_of(engine).preempt, scheduler_of(engine).give_blocks = preempting, giving
     engine.generate(PROMPTS, GREEDY)
@@ -277,5 +277,5 @@ def test_a_gap_ends_what_is_found():
     prefixes.attach(sequence)
     pool.extend(sequence.blocks, len(text))
     prefixes.load(sequence)
-    assert sequence.read == 2 * BLOCK
+    assert sequence.num_computed == 2 * BLOCK
     assert pool.block_of == {names[0]: sequence.blocks[0], names[1]: sequence.blocks[1]}

@@ -302,7 +302,7 @@ def test_rows_that_are_not_there_write_nowhere(tree):
     alone = []
     while engine.has_unfinished:
         free = set(pool_of(engine).free) | {ZEROS}
-        read = [slot for each in active_in(engine) for slot in slots_of(each)[: each.read]]
+        read = [slot for each in active_in(engine) for slot in slots_of(each)[: each.num_computed]]
         before = [tensor.flatten(1, 2).clone() for tensor in inside(engine).memory.by_block]
         engine.step()
         free &= set(pool_of(engine).free) | {ZEROS}

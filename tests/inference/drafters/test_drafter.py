@@ -46,9 +46,11 @@ class PromptLookup:
     ) -> None:
         self.cache.memory[0][0, prefix.slots(positions)] = tokens[:, :, None, None]
 
-    def propose(self, plan: TreePlan, prefix: Prefix, read: Prefix, pending: Pending, choice: Choice) -> Drafted:
-        unread = read.positions(pending.tokens.shape[1])
-        self.cache.memory[0][0, read.slots(unread)] = pending.tokens[:, :, None, None]
+    def propose(
+        self, plan: TreePlan, prefix: Prefix, draft_prefix: Prefix, pending: Pending, choice: Choice
+    ) -> Drafted:
+        positions = draft_prefix.positions(pending.tokens.shape[1])
+        self.cache.memory[0][0, draft_prefix.slots(positions)] = pending.tokens[:, :, None, None]
         places = torch.arange(prefix.longest + 1)[None]
         last = prefix.lengths[:, None].clamp(min=1)  # where the pending token is; rows that are not there have none
         text = self.cache.memory[0][0, prefix.slots(places.expand(len(last), -1)), 0, 0]

@@ -198,11 +198,11 @@ def test_who_reads_gives_way_first():
     scheduler.waiting.extend([first, second])
     scheduler.admit()
     scheduler.activate([first])
-    second.read = 16
+    second.num_computed = 16
     first.generated = [1] * 30  # four blocks
     scheduler.make_room()
     assert (scheduler.active, scheduler.reading, list(scheduler.waiting)) == ([first], [], [second])
-    assert second.read == 0
+    assert second.num_computed == 0
 
 
 def test_who_came_last_gives_way_in_whatever_row():
@@ -236,7 +236,7 @@ def test_texts_are_read_in_chunks():
     scheduler.admit()
     assert scheduler.chunks(None) == [(first, 20), (second, 7), (third, 9)]
     assert scheduler.chunks(16) == [(first, 16)]
-    first.read = 16
+    first.num_computed = 16
     assert scheduler.chunks(16) == [(first, 4), (second, 7), (third, 5)]
 
 
