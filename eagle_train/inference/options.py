@@ -60,7 +60,8 @@ class EngineConfig:
       and the forward of a target that is divided over ranks are not compiled.
     - `compile_sampling`: the verification of sampled rounds alone; None: with `compile`, on a GPU.
     - `graphs`: record drafting and validation as CUDA graphs when a round first needs them (paper section 3.4). Rounds
-      with a grammar are not recorded. Needs a GPU and a target that is whole on it.
+      with a grammar are not recorded. Needs a GPU and a target that is whole on it. None: there, unless the target is
+      quantised, the drafter is a user's, or either has experts.
     - `divide_sampling`: ranks that share one target sample a part of the batch each (paper section 3.2); false: each
       rank samples all of it.
     - `attention`: `plain` replaces the device's attention kernels by products and a softmax.
@@ -78,7 +79,7 @@ class EngineConfig:
     drafting: str = "greedy"  # above temperature 0: greedy | multinomial | multinomial_without_replacement
     compile: bool = False  # true: the forwards by torch.compile, at the start
     compile_sampling: bool | None = None  # verification by torch.compile; null: with compile, on a GPU
-    graphs: bool = False  # true: drafting and validation as CUDA graphs, on a GPU
+    graphs: bool | None = None  # drafting and validation as CUDA graphs; null: on a GPU, but for experts
     divide_sampling: bool = True  # ranks that share one target sample a part of the batch each
     attention: str = "auto"  # auto | plain: products and a softmax in place of the device's kernels
     tree_attention: str = "split"  # split | joint: prefix and tree apart, or at once under one mask
@@ -121,7 +122,7 @@ _SWITCHES = {  # whether None is a value
     "compile": False,
     "compile_sampling": True,
     "overlap": True,
-    "graphs": False,
+    "graphs": True,
     "divide_sampling": False,
 }
 _CHOICES: dict[str, tuple[str, ...]] = {

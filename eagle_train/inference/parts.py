@@ -25,6 +25,7 @@ from eagle_train.inference.requests.prompt_reader import LocalReader
 from eagle_train.inference.requests.requests import Requests
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.runner import RoundInputs, Runner
+from eagle_train.models.checkpoint_quantisation import quantization_config_of
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.patches import optimize_for_decoding
@@ -64,7 +65,7 @@ def build_parts(
     tree = chain(0) if drafter is None else tree
     dispatcher = tree if isinstance(tree, Dispatcher) else Dispatcher(tree, target.device)
     ahead = dispatcher.deepest + 1  # slots that a round may take beyond the committed ones
-    launch = launcher(config.graphs, target.device, config.max_batch_size, ahead)
+    launch = launcher(_uses_graphs(config.graphs, target, drafter), target.device, config.max_batch_size, ahead)
     runner = Runner(target, drafter, config, launch, acceptance)
     _compile(runner, dispatcher, config)
     # The launcher there is then: it may have been replaced.
@@ -82,6 +83,21 @@ def _drafter(target: Target, draft: AnyDraft) -> Drafter | None:
     if isinstance(draft, str | Path):
         return Eagle(load_draft(draft, target.identity), target)
     return Eagle(copy.deepcopy(draft), target) if isinstance(draft, Draft) else draft
+
+
+def _uses_graphs(graphs: bool | None, target: Target, drafter: Drafter | None) -> bool:
+    """Whether CUDA graphs are recorded: as told, or, if that is None, where nothing is known to prevent it.
+
+    That is on a GPU, for a target that is whole on it and not quantised, without experts in target or draft, some of
+    which wait for the host to know how many tokens each has. A user's drafter may wait for the host as well.
+    """
+    if graphs is not None:
+        return graphs
+    is_whole = target.together is None and not target.is_offloaded and quantization_config_of(target.config) is None
+    models = [target.model, *([drafter.draft] if isinstance(drafter, Eagle) else [])]
+    has_experts = any(name.endswith("experts") for model in models for name, _ in model.named_modules())
+    known = drafter is None or isinstance(drafter, Eagle)
+    return target.device.type == "cuda" and is_whole and known and not has_experts
 
 
 def _compile(runner: Runner, dispatcher: Dispatcher, config: EngineConfig) -> None:

@@ -393,7 +393,7 @@ def test_gpu_gives_the_same_tokens(family):
         ({"prefix_cache": "no"}, "prefix_cache='no': must be True or False"),
         ({"compile": None}, "compile=None: must be True or False"),
         ({"overlap": 1}, "overlap=1: must be True or False, or None"),
-        ({"graphs": "yes"}, "graphs='yes': must be True or False"),
+        ({"graphs": "yes"}, "graphs='yes': must be True or False, or None"),
         ({"drafting": "best"}, "drafting='best': must be one of greedy, multinomial, multinomial_without_replacement"),
         ({"draft": 42}, "draft=42: must be None, an artifact's directory, a Draft or a Drafter"),
         ({"target": 42}, "target=42: must be a directory, a hub id, a TargetConfig or a Target"),

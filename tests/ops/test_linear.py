@@ -223,7 +223,8 @@ def test_what_a_weight_takes_up() -> None:
 @pytest.mark.parametrize("made", [Int4Linear, Fp8Linear])
 @pytest.mark.parametrize("shape", ROWS)
 def test_a_gpus_kernel_equals_the_twin(made, shape: tuple[int, ...]) -> None:
-    quantised, x = made.of(random(48, 256)), random(*shape, seed=1).bfloat16()
+    """The twin runs there too: a GPU divides by FP8's largest with another rounding than a CPU, and codes differ."""
+    quantised, x = made.of(random(48, 256)).cuda(), random(*shape, seed=1).bfloat16().cuda()
     twin = quantised(x)
-    quantised.cuda().use_kernel(torch.bfloat16)
-    check_close(quantised(x.cuda()).cpu(), twin, 2**-7)
+    quantised.use_kernel(torch.bfloat16)
+    check_close(quantised(x), twin, 2**-7)

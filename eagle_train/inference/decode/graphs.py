@@ -43,9 +43,9 @@ EAGER = Eager()
 
 
 def check_graphs(
-    graphs: bool, device: torch.device | str, is_divided: bool = False, is_offloaded: bool = False
+    graphs: bool | None, device: torch.device | str, is_divided: bool = False, is_offloaded: bool = False
 ) -> None:
-    """Raise OptionError for graphs without a GPU, or of a target that is divided over ranks or offloaded."""
+    """Raise OptionError where graphs are asked for without a GPU, or of a target that is divided or offloaded."""
     kind = torch.device(device).type
     check(not graphs or kind == "cuda", f"graphs=True: needs a GPU; the device is {kind}", OptionError)
     check(

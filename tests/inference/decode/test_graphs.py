@@ -4,6 +4,8 @@ import copy
 import random
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_train.errors import UserError
-from eagle_train.inference import Engine, Output, SamplingParams
+from eagle_train.inference import Engine, Output, SamplingParams, parts
 from eagle_train.inference.cache.paged_kv import BLOCK, ZEROS
 from eagle_train.inference.decode import graphs
 from eagle_train.inference.decode.sampling import DRAFT_MODES
@@ -285,6 +287,45 @@ def test_targets_that_are_divided_or_offloaded_are_refused():
             Engine(target, graphs=True, compile=True)
         with patch.object(Target, "is_offloaded", True), pytest.raises(UserError, match=refused.format("offloaded")):
             Engine(target, graphs=True, compile=True)
+
+
+class Uses(NamedTuple):
+    """What an engine does that was not told."""
+
+    graphs: bool = True
+    device: str = "cuda"
+    family: str = "llama"
+    draft: dict[str, Any] | None = None
+    together: Any = None
+    is_offloaded: bool = False
+    quantization_config: dict[str, Any] | None = None
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Uses(),
+        Uses(draft={}),
+        Uses(False, device="cpu"),
+        Uses(False, family="qwen3_moe"),
+        Uses(False, draft={"ffn": "moe", "num_experts": 2}),
+        Uses(False, together=object()),
+        Uses(False, is_offloaded=True),
+        Uses(False, quantization_config={"quant_method": "fp8"}),
+    ],
+)
+def test_they_are_recorded_on_a_gpu_unless_something_prevents_it(case):
+    target = tiny_target(case.family)
+    drafter = None if case.draft is None else Eagle(tiny_draft(target, **case.draft), target)
+    target.together = case.together
+    target.config.quantization_config = case.quantization_config
+    with (
+        patch.object(Target, "device", torch.device(case.device)),
+        patch.object(Target, "is_offloaded", case.is_offloaded),
+    ):
+        assert parts._uses_graphs(None, target, drafter) is case.graphs
+        assert parts._uses_graphs(not case.graphs, target, drafter) is not case.graphs
+    assert case.draft is None or not parts._uses_graphs(None, target, SimpleNamespace(propose=None))
 
 
 # --- what is beside the rows

@@ -247,7 +247,7 @@ def test_compiles_for_one_and_for_many_rows_only(verifier):
 def test_a_gpus_compiler_takes_a_vocabulary_of_today(rows, top_p):
     """Rows so long are summed in pieces, of which torch 2.11's compiler knows no fusion with a reduction."""
     torch.manual_seed(0)
-    logits, tree = torch.randn(rows, 7, 128_256, device="cuda") * 3, full(2, 2, "cuda")
+    logits, tree = torch.randn(rows, 7, 128_256, device="cuda") * 3, full(2, 2).to("cuda")
     tokens, seeds = torch.randint(50, (rows, 7), device="cuda"), torch.arange(rows, device="cuda")
     settings = SamplingTensors.from_lists([0.8] * rows, [0] * rows, [top_p] * rows, "cuda")
     arguments = tree, tokens, logits, settings, seeds, seeds + 3
