@@ -81,7 +81,7 @@ def job(config: DictConfig) -> int:
     marked = MarkedText(text, wants_color(config.color, sys.stdout), on_terminal=sys.stdout.isatty())
     while not request.finish_reason:
         if engine.step() and world.is_main:
-            print(marked.news(request), end="", flush=True)
+            print(marked.new_text(request), end="", flush=True)
     if world.is_main:
         print(flush=True)
         _LOG.info("%s", summary(engine.output(request)))

@@ -75,7 +75,7 @@ def build_parts(
     prefixes = PrefixCache(memory, config.host_kv_tokens // BLOCK) if config.prefix_cache else None
     scheduler = Scheduler(memory.pool, config.max_batch_size, ahead, prefixes)
     requests = Requests(target)
-    reader = LocalReader(runner, requests, scheduler.note)
+    reader = LocalReader(runner, requests, scheduler.register)
     return Parts(config, target, dispatcher, requests, memory, scheduler, runner, reader)
 
 

@@ -54,7 +54,7 @@ def spoil(engine: Engine) -> None:
             lengths = inside(engine).batch.pending.lengths if of_target else inside(engine).batch.pending.draft_lengths
             for sequence, length in zip(active_in(engine), lengths.tolist(), strict=True):
                 free[slots_of(sequence)[:length]] = False
-        for sequence in scheduler_of(engine).reading:
+        for sequence in scheduler_of(engine).prefilling:
             free[slots_of(sequence)[: sequence.num_computed]] = False
         free[named] = False
         for memory in cache.memory:

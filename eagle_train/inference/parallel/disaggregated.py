@@ -183,7 +183,7 @@ class RemotePrefill:
             del self._tasks[line]  # and to the end of the queue
             self._tasks[line] = task
             for sequence in some:
-                sequence.reader = task
+                sequence.remote_task = task
 
     def _ask(self, line: Line, request: dict) -> tuple[list[int], torch.Tensor] | None:
         """First tokens of texts, and all else that a prefill process packed; None where it could not read them. Runs in
@@ -209,10 +209,10 @@ class RemotePrefill:
             del self._tasks[line]
             warnings.warn(f"prefill process {line.other} is given up: {one_line(error)}", stacklevel=2)
         answer = None if error else task.answer.result()
-        rows = [row for row, each in enumerate(task.sequences) if each.reader is task and not each.finish_reason]
+        rows = [row for row, each in enumerate(task.sequences) if each.remote_task is task and not each.finish_reason]
         new = [task.sequences[row] for row in rows]
         for sequence in new:
-            sequence.reader = None
+            sequence.remote_task = None
         if answer is None or not new:
             self._returned.update(new)
             return
@@ -312,5 +312,5 @@ def _unpack(parts: Parts, sequence: Sequence, start: int, packed: torch.Tensor) 
         own, packed = packed.tensor_split([len(blocks) * _block_size(x)])
         x[:, blocks] = own.view(x.shape[0], len(blocks), *x.shape[2:])
     sequence.num_computed = len(sequence.to_prefill)
-    parts.scheduler.note(sequence)
+    parts.scheduler.register(sequence)
     return packed

@@ -1,2 +1,1 @@
-"""A request from its prompt to its text: preparation, scheduling, detokenisation.
-Knows nothing of a round's tensors."""
+"""Requests: preparing prompts, scheduling, prefill, detokenisation. Knows nothing of how tokens are proposed."""

@@ -1,4 +1,4 @@
-"""A request's way in: it waits for its turn, and the caches have room for it. Knows nothing of rounds or models."""
+"""Queues requests, and sizes the cache for them. Knows nothing of rounds or models."""
 
 from eagle_train.errors import OptionError, check
 from eagle_train.inference.cache.block_memory import BlockMemory
@@ -9,9 +9,9 @@ from eagle_train.inference.requests.sequence import Sequence
 
 
 def enqueue(sequences: list[Sequence], scheduler: Scheduler, memory: BlockMemory) -> None:
-    """Queue requests. Raises UserError, with nothing queued, where one alone would not fit into `kv_tokens`.
+    """Queue requests. Raises UserError, with nothing queued, where one of them would not fit into `kv_tokens` alone.
 
-    Without a limit the caches grow until as many of the largest requests as decode together fit, if there is memory.
+    Without `kv_tokens` the cache grows until a full batch of the largest request fits, as far as there is memory.
     """
     unfinished = [*scheduler.unfinished, *sequences]
     needs = [blocks_for(_most_slots(each, scheduler.ahead)) for each in unfinished]

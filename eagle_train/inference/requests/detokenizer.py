@@ -1,8 +1,8 @@
-"""Text from tokens as they come: what of it is new and stays, and whether it holds a stop string.
+"""Streaming detokenisation: the text of an answer while its tokens come, and whether it holds a stop string.
 
-What a token adds to a text depends on its neighbours: the first one's space is left out, a character's bytes may be
-divided over several, and a run of byte tokens is one text or none. So the last few are always decoded together, at a
-cost that does not grow with the answer, and what may still change is held back.
+A token's text depends on its neighbours: a tokenizer drops the first token's space, a character's bytes may be spread
+over several tokens, and a run of byte tokens is decoded as a whole or not at all. So the last few tokens are decoded
+together, at a cost that does not grow with the answer, and text that later tokens may still change is held back.
 
 Knows tokenizers; nothing of requests, models or tensors.
 """
@@ -11,90 +11,98 @@ from typing import Any
 
 from eagle_train.transformers_private import decodes_as_usual
 
-UNDECODED = "\ufffd"  # stands for bytes that are no character, or not yet
-CONTEXT = 8  # tokens: after the four bytes that a character has at most, it no longer matters where decoding began
+_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no UTF-8, or not yet
+_CONTEXT = 8  # tokens decoded before new ones: a character has at most 4 bytes, so earlier tokens change nothing
 
 
 class Texts:
-    """How a tokenizer makes text of tokens: special ones and those it does not know are left out, spaces are not."""
+    """Decodes tokens with a tokenizer. Special and unknown tokens have no text; spaces are kept as they are."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        # What most tokenizers ask, and no more than that: in two thirds of the time.
-        self.backend = tokenizer.backend_tokenizer if decodes_as_usual(tokenizer) else None
-        self.shown: dict[int, bool] = {}
-        names = [f"<0x{byte:02X}>" for byte in range(256)]  # as SentencePiece calls them
+        # The Rust tokenizer, where the Python one adds nothing: two thirds of the time.
+        self._backend = tokenizer.backend_tokenizer if decodes_as_usual(tokenizer) else None
+        self._shown: dict[int, bool] = {}
+        names = [f"<0x{byte:02X}>" for byte in range(256)]  # SentencePiece's byte tokens
         tokens = [token for token in tokenizer.convert_tokens_to_ids(names) if token is not None]
         self.bytes = {token for token in tokens if tokenizer.convert_ids_to_tokens(token) in names}
 
     def decode(self, tokens: list[int]) -> str:
-        if self.backend is not None:
-            return self.backend.decode(tokens, skip_special_tokens=True)
+        """The text of tokens, decoded together."""
+        if self._backend is not None:
+            return self._backend.decode(tokens, skip_special_tokens=True)
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def shows(self, token: int) -> bool:
-        """Whether a token adds anything to a text. Two are looked at, as the first one's space is left out."""
-        if token not in self.shown:
-            self.shown[token] = self.decode([token, token]) != ""
-        return self.shown[token]
+        """Whether a token has text. Decoded twice in a row, since the first one's space is dropped."""
+        if token not in self._shown:
+            self._shown[token] = self.decode([token, token]) != ""
+        return self._shown[token]
 
 
 class Detokenizer:
-    """One answer's text. `text`: what was told of it, in pieces. `num_read`: how many tokens were read.
+    """The text of one answer. `text`: the pieces that `new_text` returned; `num_tokens`: the tokens that were added.
 
-    A run of byte tokens at the end is open: all of it is undecoded if it ends as no text. What is before it is settled.
+    A run of byte tokens at the end is open: further bytes decide whether it decodes to a text or to none. The tokens
+    before it are settled.
     """
 
     def __init__(self, texts: Texts, stop_strings: tuple[str, ...] = ()):
         self.texts, self.stop_strings = texts, stop_strings
         self.text: list[str] = []
-        self.num_read = 0
-        self.window: list[int] = []  # the last tokens that show
-        self.settled = 0  # of these tokens
-        self.told = 0  # of the characters of these tokens' text
+        self.num_tokens = 0
+        self._window: list[int] = []  # the last tokens that have text
+        self._settled = 0  # how many of these are settled
+        self._told = 0  # how many characters of their text `new_text` has returned
 
-    def read(self, tokens: list[int]) -> None:
-        self.num_read += len(tokens)
+    def add(self, tokens: list[int]) -> None:
+        """Append the answer's next tokens."""
+        self.num_tokens += len(tokens)
         for token in filter(self.texts.shows, tokens):
-            self.window.append(token)
+            self._window.append(token)
             if token not in self.texts.bytes:
-                self.settled = len(self.window)
+                self._settled = len(self._window)
 
-    def has_stopped(self) -> bool:
-        """Whether the text holds a stop string, asked for after each token. What is undecoded does not count yet.
-
-        An open run is decoded from its beginning: byte tokens are one text or none."""
-        text = self.texts.decode(self.window)[self.told :]
-        if text.endswith(UNDECODED):
-            text = text[:-1] if self.settled == len(self.window) else ""
+    def has_stop_string(self) -> bool:
+        """Whether the text holds a stop string; to be called after each token. Bytes that are no character yet do not
+        count."""
+        text = self.texts.decode(self._window)[self._told :]
+        if text.endswith(_REPLACEMENT):
+            text = text[:-1] if self._settled == len(self._window) else ""
         return any(string in text for string in self.stop_strings)
 
-    def tell(self, last: bool) -> str:
-        """What is new. Held back until more is read: a character that is not whole yet, and what may be the beginning
-        of a stop string. `last`: nothing will be read any more; the text ends before the first stop string in it."""
-        whole = self.texts.decode(self.window if last else self.window[: self.settled])
-        new = whole[self.told :]
-        if last:
+    def new_text(self, final: bool) -> str:
+        """The text since the last call. An incomplete character, and what may be the beginning of a stop string, are
+        held back. `final`: no token will follow; nothing is held back, and the text ends before its first stop string.
+        """
+        whole = self.texts.decode(self._window if final else self._window[: self._settled])
+        new = whole[self._told :]
+        if final:
             new = new[: min((new.index(string) for string in self.stop_strings if string in new), default=None)]
         else:
-            new = new.removesuffix(UNDECODED)  # all bytes that may become one character are one of these
-            new = new[: self.undecided(new)]
-            self.shorten(whole, self.told + len(new))
+            new = new.removesuffix(_REPLACEMENT)  # the bytes of an incomplete character decode to one
+            new = new[: self._stop_prefix(new)]
+            self._drop_context(whole, self._told + len(new))
         self.text.append(new)
         return new
 
-    def undecided(self, text: str) -> int:
-        """Where in a text begins what may be the beginning of a stop string."""
+    def _stop_prefix(self, text: str) -> int:
+        """The place in a text at which a prefix of a stop string begins that the text ends with; else its length."""
         places = range(len(text)) if self.stop_strings else ()
         begins = (n for n in places if any(string.startswith(text[n:]) for string in self.stop_strings))
         return next(begins, len(text))
 
-    def shorten(self, whole: str, told: int) -> None:
-        """So much is told of `whole`, the settled tokens' text; what no later text needs leaves the window."""
-        untold, self.told = whole[told:], told
-        start = self.settled - CONTEXT
-        if start < CONTEXT:  # not worth its cost
+    def _drop_context(self, whole: str, told: int) -> None:
+        """Note that `told` characters of `whole`, the settled tokens' text, were returned, and drop tokens from the
+        window that later decoding does not need."""
+        untold, self._told = whole[told:], told
+        start = self._settled - _CONTEXT
+        if start < _CONTEXT:  # not worth its cost
             return
-        text = self.texts.decode(self.window[start : self.settled])
+        text = self.texts.decode(self._window[start : self._settled])
         if text.endswith(untold):
-            self.window, self.settled, self.told = self.window[start:], self.settled - start, len(text) - len(untold)
+            self._window, self._settled, self._told = (
+                self._window[start:],
+                self._settled - start,
+                len(text) - len(untold),
+            )

@@ -1,7 +1,7 @@
-"""Prompts are read into the caches, in chunks, and first tokens are sampled. Paper sections 3 (stage 1) and 3.3.
+"""Prefills sequences in chunks and samples their first tokens. Paper sections 3 (stage 1) and 3.3.
 
-`LocalReader` reads in this process; parallel/disaggregated.py has one that lets other processes read. Knows nothing of
-rounds or of who is admitted.
+`LocalReader` does it in this process; parallel/disaggregated.py has one that lets other processes do it. Knows nothing
+of rounds or of admission.
 """
 
 from collections.abc import Callable
@@ -19,34 +19,35 @@ from eagle_train.inference.runner import Runner
 from eagle_train.ops.transfer import to_device
 
 Chunk = tuple[Sequence, int]
-"""A sequence, and how many of its tokens are read next."""
+"""A sequence, and how many of its tokens are prefilled next."""
 
 
 class PromptReader(Protocol):
-    """Reads prompts, here or elsewhere. A sequence's `read` and `last_hidden` say how far it is."""
+    """Prefills sequences, here or in other processes. Sets their `num_computed` and `last_hidden`."""
 
     def read(self, chunks: list[Chunk], is_decoding: bool) -> None:
-        """Read chunks, or go on without waiting. `is_decoding`: rows are decoding, so that there is other work."""
+        """Prefill these chunks, or let other processes do so without waiting. `is_decoding`: there are rows to decode
+        meanwhile."""
 
     def first_tokens(self, sequences: list[Sequence]) -> list[int]:
-        """The first tokens of sequences whose prompts were read."""
+        """The first tokens of sequences that are prefilled."""
 
 
 class LocalReader:
-    """Reads prompts in this process."""
+    """Prefills in this process."""
 
     def __init__(self, runner: Runner, requests: Requests, on_read: Callable[[Sequence], None]):
-        """`on_read`: called when more of a sequence is in the caches."""
+        """`on_read`: called with a sequence when more of its tokens are in the caches."""
         self._runner, self._requests, self._on_read = runner, requests, on_read
 
     def read(self, chunks: list[Chunk], is_decoding: bool) -> None:
-        """Read all chunks. Those that differ by less than a factor of two are padded and read together: the padding is
-        less than they are."""
+        """Prefill all chunks. Those with lengths between the same powers of two are one batch, of which padding is less
+        than half."""
         for _, alike in groupby(sorted(chunks, key=_octave), _octave):
             self._read_together(list(alike))
 
     def first_tokens(self, sequences: list[Sequence]) -> list[int]:
-        """Sampled from the target's hidden states at the prompts' ends."""
+        """Samples from the target's hidden states at the prompts' last tokens."""
         device = self._runner.target.device
         sampling, seeds = sampling_of(sequences, device)
         lengths = to_device([sequence.num_computed - 1 for sequence in sequences], device)
@@ -68,10 +69,10 @@ class LocalReader:
             self._on_read(sequence)
 
     def _hidden_before(self, sequence: Sequence) -> torch.Tensor:
-        """The target's hidden state at the last token that was read [H]; zeros where none was."""
+        """[H]: the target's hidden state at the last computed token; zeros where none was."""
         if sequence.last_hidden is not None:
             return sequence.last_hidden
-        if sequence.num_computed > 0:  # its beginning was found in the caches
+        if sequence.num_computed > 0:  # a prefix was found in the cache
             assert self._runner.ends is not None
             return self._runner.ends.hidden[sequence.blocks[sequence.num_computed // BLOCK - 1]]
         target = self._runner.target
@@ -79,7 +80,7 @@ class LocalReader:
 
 
 def sampling_of(sequences: list[Sequence], device: torch.device) -> tuple[SamplingTensors, torch.Tensor]:
-    """The sequences' sampling settings and seeds, int64 [A]."""
+    """The sequences' sampling settings, and their seeds int64 [A]."""
     params = [sequence.params for sequence in sequences]
     sampling = SamplingTensors.from_lists(
         [p.temperature for p in params], [p.top_k for p in params], [p.top_p for p in params], device
@@ -88,5 +89,5 @@ def sampling_of(sequences: list[Sequence], device: torch.device) -> tuple[Sampli
 
 
 def _octave(chunk: Chunk) -> int:
-    """Which power of two the chunk's length is below."""
+    """The exponent of the least power of two above the chunk's length."""
     return chunk[1].bit_length()

@@ -1,7 +1,6 @@
-"""What comes in and what goes out: prompts become sequences, and sequences become outputs.
+"""Turns prompts into sequences, and sequences into outputs. DESIGN section 3.9.
 
-Text, chat templates, stop tokens, stop strings and grammars are known here; batches, caches and drafts are not. DESIGN
-section 3.9.
+Knows texts, chat templates, stop tokens, stop strings and grammars; nothing of batches, caches or drafts.
 """
 
 from collections.abc import Sequence as Listing
@@ -22,13 +21,14 @@ Prompt = str | Listing[int] | Listing[dict]
 
 
 class Requests:
-    """Requests to a target."""
+    """Prepares requests to a target, and their outputs."""
 
     def __init__(self, target: Target):
         self.target = target
 
     def sequence(self, index: int, prompt: Prompt, params: SamplingParams) -> Sequence:
-        """A request from a prompt. Raises UserError where the prompt is empty or the context too short."""
+        """A request from a prompt. Raises UserError for what the target cannot answer, such as a prompt that is empty
+        or does not fit its context."""
         tokens = self.tokens_of(prompt, f"prompt {index}")
         limit, vocabulary = self.target.max_positions, self.target.identity.vocab_size
         check(len(tokens) > 0, f"prompt {index} is empty: give at least one token")
@@ -55,18 +55,18 @@ class Requests:
         return Sequence(index, tokens, params, stop_ids, self.matcher_of(params), text)
 
     def matcher_of(self, params: SamplingParams) -> Matcher | None:
-        """The beginning of a request's grammar. Raises UserError for one that makes no sense."""
+        """The initial state of a request's grammar; None without one. Raises UserError for an invalid grammar."""
         return None if params.grammar is None else self.guide.matcher(params.grammar, longest=params.ignore_eos)
 
     def guidance(self, sequences: list[Sequence], tree: Tree) -> Guidance | None:
-        """What the sequences' grammars allow at the nodes of a tree; None where none has a grammar."""
+        """Which tokens the sequences' grammars allow at the nodes of a tree; None where no sequence has a grammar."""
         matchers = [sequence.matcher for sequence in sequences]
         return Guidance(self.guide, tree, matchers) if any(matchers) else None
 
     def tokens_of(self, prompt: Prompt, name: str) -> list[int]:
-        """Token ids of a text, a list of ids, or a list of chat messages (through the chat template).
+        """The token ids of a prompt: a text, a list of ids, or a list of chat messages for the chat template.
 
-        Raises UserError, naming the prompt, where there can be none.
+        `name`: the prompt's, for errors. Raises UserError for what is no prompt.
         """
         check_prompt(prompt, name)
         if _are_token_ids(prompt):
@@ -85,7 +85,7 @@ class Requests:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The target's chat template. Raises UserError for variables that it cannot be given."""
+        """The target's chat template. Raises UserError for invalid `template_kwargs`."""
         return ChatTemplate(self.target.tokenizer, self.target.template_kwargs)
 
     @cached_property
@@ -95,46 +95,46 @@ class Requests:
 
     @cached_property
     def guide(self) -> Guide:
-        """Compiles grammars. Raises UserError where it cannot."""
+        """The compiler of grammars. Raises UserError where the target or the installation cannot do it."""
         return Guide(self.target.tokenizer, self.target.identity.vocab_size, self.stop_ids, self.target.device)
 
     @cached_property
     def texts(self) -> Texts | None:
-        """How tokens become text; None without a tokenizer."""
+        """The decoder of tokens; None without a tokenizer."""
         return None if self.target.tokenizer is None else Texts(self.target.tokenizer)
 
     def cut_at_stop_strings(self, sequence: Sequence) -> None:
-        """End a sequence at the first token with which its text holds a stop string; later tokens are dropped."""
+        """End a sequence at the first token with which a stop string is complete; later tokens are dropped."""
         text = sequence.text
         if text is None or not text.stop_strings:
             return
-        for token in sequence.generated[text.num_read :]:
-            text.read([token])
-            if text.has_stopped():
-                sequence.cut(text.num_read)
+        for token in sequence.generated[text.num_tokens :]:
+            text.add([token])
+            if text.has_stop_string():
+                sequence.cut(text.num_tokens)
                 return
 
     def update(self, sequence: Sequence) -> Update:
-        """What is new of a sequence since this was last asked."""
-        tokens, text = sequence.news(), None
+        """What is new of a sequence since the last call."""
+        tokens, text = sequence.new_tokens(), None
         if sequence.text is not None:
-            sequence.text.read(sequence.generated[sequence.text.num_read :])
-            text = sequence.text.tell(last=sequence.finish_reason is not None)
+            sequence.text.add(sequence.generated[sequence.text.num_tokens :])
+            text = sequence.text.new_text(final=sequence.finish_reason is not None)
         return Update(sequence, tokens, text, self.output(sequence) if sequence.finish_reason else None)
 
     def output(self, sequence: Sequence) -> Output:
-        """All of a sequence, as far as it was told."""
+        """A sequence's output so far. The text is what `update` has returned of it."""
         text = None if sequence.text is None else "".join(sequence.text.text)
         return Output(sequence.generated, text, sequence.finish_reason, sequence.stats, sequence.rounds)
 
 
 def _are_token_ids(prompt: Prompt) -> TypeGuard[Listing[int]]:
-    """Of a prompt that `check_prompt` lets pass; an empty one is, too."""
+    """Of a prompt that `check_prompt` accepts; an empty list is, too."""
     return not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], dict))
 
 
 def params_of(params: SamplingParams | Listing[SamplingParams] | None, index: int, count: int) -> SamplingParams:
-    """Request `index`'s parameters; one set for all gives each request its own seed."""
+    """Request `index`'s parameters, of `count`. One set for all gives each request another seed. Raises UserError."""
     if params is None or isinstance(params, SamplingParams):
         params = params or SamplingParams()
         return params.with_seed_after(index)

@@ -1,4 +1,4 @@
-"""A request on its way: its prompt, its parameters, what was generated and how it went. Knows nothing of tensors.
+"""A request: its sampling parameters, its state while it runs, its output. Knows nothing of tensors or models.
 
 DESIGN sections 3.8, 3.9.
 """
@@ -19,20 +19,23 @@ OVERFLOW = "computes NaN or infinity from some token on; float16 has a narrow ra
 
 
 def is_whole(value: Any, least: int) -> bool:
+    """Whether it is an int from `least` to LARGEST; a bool is none."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
 
 
 def is_number(value: Any, least: float, most: float) -> bool:
+    """Whether it is an int or float from `least` to `most`; a bool or NaN is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
-def is_listing(value: Any, kind: type) -> bool:
-    """Whether it is None, or a list or tuple of that kind."""
+def _is_listing(value: Any, kind: type) -> bool:
+    """Whether it is None, or a list or tuple of `kind`."""
     return value is None or (isinstance(value, list | tuple) and all(type(each) is kind for each in value))
 
 
 def check_prompt(prompt: Any, name: str) -> None:
-    """Raise UserError for a prompt that is no text, no list of token ids and no list of chat messages."""
+    """Raise UserError unless `prompt` is a text, a list of token ids, or a list of chat messages. `name`: for the
+    error."""
     wanted = "must be a text, a list of token ids, or a list of chat messages"
     check(isinstance(prompt, str | list | tuple), f"{name} is {shown(prompt)}: {wanted}")
     if not isinstance(prompt, str):
@@ -43,13 +46,14 @@ def check_prompt(prompt: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled. temperature 0 is greedy; top_k 0 and top_p 1 are off; `stop`: strings that end it.
+    """How one request is sampled. temperature 0 is greedy; top_k 0 and top_p 1 are off; `stop`: strings that end the
+    answer. Raises UserError.
 
-    `grammar`: what the answer must obey, one of {"json_schema": a schema}, {"regex": a text}, {"choice": texts} and
-    {"ebnf": a text whose first rule is `root`}. The target's own stop tokens then end the answer, exactly where the
-    grammar may end; with `ignore_eos` only where it lets nothing else follow. An object has the properties its schema
-    names, and others only if `additionalProperties` says so. Beside json_schema, `whitespace` says how many characters
-    may stand between two tokens of JSON: a number (16, unless told), or "any". Raises UserError.
+    `grammar`: what the answer must match, one of {"json_schema": a schema}, {"regex": a text}, {"choice": texts} and
+    {"ebnf": a text with a rule `root`}. The target's own stop tokens then end the answer, only where the grammar may
+    end; with `ignore_eos` only where the grammar allows nothing else. An object has the properties that its schema
+    names, and others only if `additionalProperties` says so. With json_schema, the key `whitespace` gives the most
+    characters of white space between two tokens of JSON: a number (default 16), or "any".
     """
 
     temperature: float = 0.0
@@ -70,12 +74,12 @@ class SamplingParams:
             "top_k": (is_whole(self.top_k, 0), "must be 0 (off) or more, a whole number"),
             "max_tokens": (is_whole(self.max_tokens, 1), "must be at least 1, a whole number"),
             "seed": (is_whole(self.seed, LEAST), f"must be a whole number of 64 bits, at most {LARGEST}"),
-            "stop": (is_listing(texts, str), "must be None, a text, or a list of texts"),
-            "stop_token_ids": (is_listing(self.stop_token_ids, int), "must be None or a list of token ids"),
+            "stop": (_is_listing(texts, str), "must be None, a text, or a list of texts"),
+            "stop_token_ids": (_is_listing(self.stop_token_ids, int), "must be None or a list of token ids"),
             "ignore_eos": (isinstance(self.ignore_eos, bool), "must be true or false"),
         }
         for name, (right, wanted) in rules.items():
-            if not right:  # a server makes these by the thousand; to show every value takes longer than to check it
+            if not right:  # formatting every value would take longer than checking it, and servers make many of these
                 raise UserError(f"{name}={shown(getattr(self, name))}: {wanted}")
         if texts:
             check("" not in texts, f"stop={shown(self.stop)}: an empty text would end every answer; leave it out")
@@ -86,33 +90,35 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def with_seed_after(self, offset: int) -> "SamplingParams":
-        """The same with a seed that is greater by `offset`; after the greatest of 64 bits comes the least."""
+        """The same with the seed plus `offset`, which wraps around at 64 bits."""
         return replace(self, seed=(self.seed + offset - LEAST) % (1 << 64) + LEAST)
 
 
 @dataclass
 class Stats:
-    """What a request cost. `calls` and `tokens` count decoding alone: the prefill's call and token are left out."""
+    """Counts and times of a request. `calls` and `tokens` are of decoding: without the prefill's call and token."""
 
-    calls: int = 0
-    tokens: int = 0
-    ttft_s: float = 0.0
-    cached_tokens: int = 0  # of the prompt, that were not read because the caches had them
-    accepted_per_depth: list[int] = field(default_factory=list)  # rounds in which the node at depth 1, 2, ... held
-    drafted_per_depth: list[int] = field(default_factory=list)  # rounds in which there was a node at that depth
-    intervals_s: list[float] = field(default_factory=list)  # between one token and the next
+    calls: int = 0  # of the target
+    tokens: int = 0  # committed
+    ttft_s: float = 0.0  # seconds from arrival to the first token
+    cached_tokens: int = 0  # of the prompt, found by prefix caching and not prefilled
+    accepted_per_depth: list[int] = field(default_factory=list)  # rounds that accepted a node at depth 1, 2, ...
+    drafted_per_depth: list[int] = field(default_factory=list)  # rounds that drafted a node at depth 1, 2, ...
+    intervals_s: list[float] = field(default_factory=list)  # seconds between successive tokens
 
     @property
     def tpc(self) -> float | None:
-        """Tokens committed in decoding for each target call in decoding, the bonus token counted. DESIGN 3.8."""
+        """Tokens per call: tokens committed in decoding per target call in decoding, the target's own token included;
+        None without a call. DESIGN section 3.8."""
         return self.tokens / self.calls if self.calls else None
 
     @property
     def ttit_s(self) -> float | None:
-        """Mean time between tokens, in seconds."""
+        """Mean seconds between tokens; None with fewer than two."""
         return sum(self.intervals_s) / len(self.intervals_s) if self.intervals_s else None
 
 
@@ -137,12 +143,12 @@ class Output:
 
 @dataclass(frozen=True)
 class Update:
-    """What a round brought a request: its new tokens, its new text, and the whole of it when it is finished.
+    """What a step brought a request: new tokens, new text, and the output once the request is finished.
 
-    All updates' tokens together are the output's, and so are their texts. `text` waits for characters that are not
-    whole yet, and for what may be the beginning of a stop string; of one that was found it shows nothing. `token_ids`
-    does not wait: the output has a stop string's tokens, and none behind them. Without a tokenizer `text` is None. A
-    request that is cancelled gets no more updates, and its text is what they told.
+    The updates' tokens concatenated are the output's, and so are the texts. `text` is held back for incomplete
+    characters and for what may be the beginning of a stop string; a stop string itself is never part of it. `token_ids`
+    are not held back: they end with the stop string's tokens. `text` is None without a tokenizer. A cancelled request
+    gets no further updates.
     """
 
     request: "Sequence"
@@ -153,13 +159,13 @@ class Update:
 
 @dataclass(eq=False)
 class Sequence:
-    """A request in the engine: what `Engine.add` returns, to be looked at, and `Engine.cancel` takes."""
+    """A request in the engine. `Engine.add` returns it, for reading only, and `Engine.cancel` takes it."""
 
     index: int
     prompt: list[int]
     params: SamplingParams
     stop_token_ids: frozenset[int]
-    matcher: Matcher | None = None  # where it stands in its grammar; all of `generated` was read
+    matcher: Matcher | None = None  # the state of its grammar after `generated`
     text: Detokenizer | None = None  # None without a tokenizer
     arrival: float = field(default_factory=time.perf_counter)
     generated: list[int] = field(default_factory=list)
@@ -167,13 +173,13 @@ class Sequence:
     stats: Stats = field(default_factory=Stats)
     finish_reason: str | None = None
     last_token_at: float = 0.0
-    blocks: list[int] = field(default_factory=list)  # of the store, in order
-    had_blocks: bool = False  # now, or before it had to give them up
+    blocks: list[int] = field(default_factory=list)  # its blocks in the cache, in the order of its tokens
+    had_blocks: bool = False  # it was admitted, and may have been preempted since
     num_computed: int = 0  # tokens that are in the caches of both models
-    reader: Any = None  # who reads its text in this process's place
+    remote_task: Any = None  # of the process that prefills it; None: this one does
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks (cache/prefix_cache.py)
-    last_hidden: Any = None  # the target's hidden state at the last of them [H], until it decodes
-    reported: int = 0  # how many of the generated tokens were told
+    last_hidden: Any = None  # [H]: the target's hidden state at the last computed token, until it decodes
+    num_reported: int = 0  # generated tokens that updates had
 
     @property
     def committed(self) -> int:
@@ -182,30 +188,32 @@ class Sequence:
 
     @property
     def num_known(self) -> int:
+        """Tokens of prompt and answer so far."""
         return len(self.prompt) + len(self.generated)
 
     @property
     def to_prefill(self) -> list[int]:
-        """What the caches must hold before it decodes; more than the prompt where it had to give up its blocks."""
+        """The tokens that must be in the caches before it decodes: the prompt, and after a preemption the answer so far
+        without the pending token."""
         return self.prompt + self.generated[:-1]
 
-    def news(self) -> list[int]:
-        """The tokens since it was last asked."""
-        new, self.reported = self.generated[self.reported :], len(self.generated)
+    def new_tokens(self) -> list[int]:
+        """The tokens that were generated since the last call."""
+        new, self.num_reported = self.generated[self.num_reported :], len(self.generated)
         return new
 
-    def forget(self) -> None:
-        """Its blocks are gone: all of it is to be read anew."""
-        self.num_computed, self.last_hidden, self.reader = 0, None, None
+    def drop_cache(self) -> None:
+        """Its blocks were taken: all its tokens are to be computed again."""
+        self.num_computed, self.last_hidden, self.remote_task = 0, None, None
 
     def start(self, token: int, now: float) -> None:
-        """The prefill's token."""
+        """Append the first token, which was sampled after prefill. `now`: of time.perf_counter."""
         self.stats.ttft_s = now - self.arrival
         self.last_token_at = now
         self.append([token])
 
     def advance(self, tokens: list[int], num_accepted: int, max_depth: int, now: float) -> None:
-        """One decoding call's tokens: the accepted draft and the target's own."""
+        """Append a round's tokens, the accepted ones and the target's own, and count them. `max_depth`: the tree's."""
         stats = self.stats
         stats.accepted_per_depth += [0] * (max_depth - len(stats.accepted_per_depth))
         stats.drafted_per_depth += [0] * (max_depth - len(stats.drafted_per_depth))
@@ -220,7 +228,7 @@ class Sequence:
         self.last_token_at = now
 
     def append(self, tokens: list[int]) -> int:
-        """Keep tokens up to the first that ends the request; returns how many were kept, at least one."""
+        """Append tokens up to the first that ends the request. Returns how many were appended, at least one."""
         for kept, token in enumerate(tokens, start=1):
             self.generated.append(token)
             if self.matcher is not None and not self.matcher.accept(token):
@@ -234,11 +242,11 @@ class Sequence:
         return len(tokens)
 
     def fail(self) -> None:
-        """The target's hidden states are no numbers: nothing that would follow means anything."""
+        """End the request: the target's hidden states overflowed, and later tokens would be meaningless."""
         self.finish_reason = self.finish_reason or "overflow"
 
     def cut(self, length: int) -> None:
-        """Keep the first `length` tokens only: a stop string was found there."""
+        """End the request after its first `length` tokens, with which a stop string is complete."""
         dropped = len(self.generated) - length
         del self.generated[length:]
         self.finish_reason = "stop"

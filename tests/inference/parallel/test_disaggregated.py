@@ -111,10 +111,10 @@ def test_blocks_that_are_lost_while_a_prompt_is_read():
     first = engine.add(PROMPTS[4], SamplingParams(max_tokens=26, ignore_eos=True))
     second = engine.add(PROMPTS[3], GREEDY)
     engine.step()
-    errand = second.reader
-    while second.reader is errand is not None:
+    errand = second.remote_task
+    while second.remote_task is errand is not None:
         engine.step()
-    assert (second.reader, second.blocks) == (None, [])
+    assert (second.remote_task, second.blocks) == (None, [])
     other.open.set()
     finish(engine)
     assert (first.generated, second.generated) == (answers_of("gemma2")[4], cut(answers_of("gemma2"))[3])

@@ -135,15 +135,15 @@ def test_pieces_make_the_whole(name):
         told, read, detokenizer = "", [], Detokenizer(texts)
         tokens = random_answer(texts, rng)
         for some in rounds_of(tokens, rng):
-            detokenizer.read(some)
+            detokenizer.add(some)
             read += some
-            told += detokenizer.tell(last=False)
+            told += detokenizer.new_text(final=False)
             now = whole(texts, read)
             sure = [token for token in read if texts.shows(token)]
             while sure and texts.tokenizer.convert_ids_to_tokens(sure[-1]) in BYTES:
                 sure.pop()
             assert told == now or told == whole(texts, sure).removesuffix(UNDECODED) or told + UNDECODED == now
-        assert told + detokenizer.tell(last=True) == whole(texts, tokens)
+        assert told + detokenizer.new_text(final=True) == whole(texts, tokens)
 
 
 def twin(texts: Texts, tokens: list[int], stop_strings: tuple[str, ...]) -> tuple[int, str]:
@@ -171,14 +171,14 @@ def test_stop_strings(name):
         told, detokenizer, ended = "", Detokenizer(texts, stop_strings), False
         for some in rounds_of(tokens, rng):
             for token in some:
-                detokenizer.read([token])
-                if ended := detokenizer.has_stopped():
+                detokenizer.add([token])
+                if ended := detokenizer.has_stop_string():
                     break
             if ended:
                 break
-            told += detokenizer.tell(last=False)
-        told += detokenizer.tell(last=True)
-        assert (detokenizer.num_read, told) == twin(texts, tokens, stop_strings)
+            told += detokenizer.new_text(final=False)
+        told += detokenizer.new_text(final=True)
+        assert (detokenizer.num_tokens, told) == twin(texts, tokens, stop_strings)
         cuts += ended
     assert 50 < cuts < 250
 
@@ -196,11 +196,11 @@ def test_what_may_begin_a_stop_string_waits():
         ("ab€", "ab€"),
     ):
         detokenizer = Detokenizer(texts, ("<|end|>", "--!"))
-        detokenizer.read(texts.tokenizer(text)["input_ids"])
-        assert not detokenizer.has_stopped()
-        assert detokenizer.tell(last=False) == told
-        assert detokenizer.tell(last=False) == ""
-        assert told + detokenizer.tell(last=True) == text
+        detokenizer.add(texts.tokenizer(text)["input_ids"])
+        assert not detokenizer.has_stop_string()
+        assert detokenizer.new_text(final=False) == told
+        assert detokenizer.new_text(final=False) == ""
+        assert told + detokenizer.new_text(final=True) == text
 
 
 @pytest.mark.parametrize(("name", "byte"), [("byte_level", "Ã"), ("byte_fallback", "<0xC3>")])
@@ -210,9 +210,9 @@ def test_a_stop_string_of_undecoded_bytes(name, byte):
     half, after = texts.tokenizer.convert_tokens_to_ids([byte, "b"])
     detokenizer = Detokenizer(texts, (UNDECODED,))
     for token, stopped in ((after, False), (half, False), (after, True)):
-        detokenizer.read([token])
-        assert detokenizer.has_stopped() == stopped
-    assert detokenizer.tell(last=True) == "b"
+        detokenizer.add([token])
+        assert detokenizer.has_stop_string() == stopped
+    assert detokenizer.new_text(final=True) == "b"
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -229,10 +229,10 @@ def test_the_cost_of_a_token_does_not_grow(name, monkeypatch):
         for stop_strings in ((), ("~~",)):
             detokenizer = Detokenizer(texts, stop_strings)
             for _ in range(50):
-                detokenizer.read([token] * 2)
+                detokenizer.add([token] * 2)
                 if token not in texts.bytes:  # a run of these is one text or none
-                    detokenizer.has_stopped()
-                detokenizer.tell(last=False)
+                    detokenizer.has_stop_string()
+                detokenizer.new_text(final=False)
     assert max(sizes) <= 20
 
 
@@ -310,10 +310,10 @@ def test_the_marked_answer_of_generate(name):
         marked, answer = MarkedText(Detokenizer(texts, stop_strings), color=True), ""
         for count in rounds:
             if rng.random() < 0.7:
-                answer += marked.news(request)
+                answer += marked.new_text(request)
             request.generated += tokens[len(request.generated) :][:count]
             request.rounds.append(count)
         request.finish_reason = "length"
-        answer += marked.news(request)
+        answer += marked.new_text(request)
         assert answer.replace(GREEN, "").replace(RESET, "") == text
-        assert answer == MarkedText(Detokenizer(texts, stop_strings), color=True).news(request)
+        assert answer == MarkedText(Detokenizer(texts, stop_strings), color=True).new_text(request)

@@ -201,7 +201,7 @@ def test_who_reads_gives_way_first():
     second.num_computed = 16
     first.generated = [1] * 30  # four blocks
     scheduler.make_room()
-    assert (scheduler.active, scheduler.reading, list(scheduler.waiting)) == ([first], [], [second])
+    assert (scheduler.active, scheduler.prefilling, list(scheduler.waiting)) == ([first], [], [second])
     assert second.num_computed == 0
 
 
