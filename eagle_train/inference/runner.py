@@ -179,7 +179,7 @@ class Runner:
             if self.ranks.size == 1:
                 return drafted
             if inputs.guidance is not None:
-                inputs.guidance.restart()  # it has read this rank's drafts, which may differ by a rounding
+                inputs.guidance.reset()  # its tokens are this rank's drafts, which may differ by a rounding
             tokens, q = self.ranks.agreed(drafted.tokens), drafted.q
             return Drafted(tokens, None if q is None else self.ranks.agreed(q), drafted.suffix)
 
@@ -187,7 +187,9 @@ class Runner:
         """The target reads the trees' tokens [A, N] in one call."""
         with self.times.stage("validation"):
             if inputs.guidance is not None:
-                inputs.guidance.read(tokens)  # before the launch: it waits for all that the device was given before
+                inputs.guidance.set_tokens(
+                    tokens
+                )  # before the launch: it waits for all that the device was given before
             forward = self.target.compiled if self._is_compiled else self.target.hidden_states
             given = (self.target, forward, self.cache, inputs.prefix, inputs.plan.tree, tokens, self.ranks)
             return Validated(*self._launcher(inputs).validate(*given))

@@ -121,7 +121,7 @@ class Eagle:
         for depth, level in enumerate(plan.levels):
             if depth > 0:
                 if choice.guidance is not None:
-                    choice.guidance.read(torch.cat(tokens, 1))
+                    choice.guidance.set_tokens(torch.cat(tokens, 1))
                 inner, before = pick(tokens[-1], level.inner), behind_root.advanced(depth - 1)
                 positions = before.positions(1).expand(active, inner.shape[1])
                 if suffix is None:  # nothing stands beside a node that the cache must not show it

@@ -1,1 +1,1 @@
-"""Grammars that an answer must obey, and the token masks that follow. Knows nothing of drafts or models."""
+"""Grammars that an answer must match, and the token masks that enforce them. Knows nothing of drafts or models."""

@@ -1,7 +1,7 @@
-"""Writes a regular expression's tree as EBNF: as it is, or as it stands within a JSON string.
+"""Writes the trees of patterns.py as EBNF for xgrammar: the text itself, or the text as a JSON string spells it.
 
-A JSON string's value is what a schema speaks of; some of its characters are written otherwise than they are. Knows
-nothing of schemas and tokens.
+A schema's `pattern` is about a string's value, some of whose characters are escaped in JSON. Knows nothing of schemas
+or tokens.
 """
 
 import re
@@ -23,28 +23,28 @@ from eagle_train.inference.grammar.patterns import (
 
 NEVER = "eagle_never"  # a rule that nothing matches
 NEVER_RULE = f"{NEVER} ::= {NEVER}"
-MOST_STATES = 8  # of one repetition that is written out as it is
-# Characters that rules count one by one. Each rule knows all that may follow, so a mask takes 1.5 ms; with 120k tokens
-# it is compiled in 63 ms, once for all grammars. More are counted in blocks. Tokens that reach over a block's end are
-# read in each step: 44 ms on average, where `char{0,200}` takes 640.
-BLOCK = 32
-CLASS = re.compile(r"\[[^\]]*\]")
-SHORT = {'"': '\\"', "\\": "\\\\", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_MOST_STATES = 8  # the largest bound of a repetition that is written as `{n,m}`
+# Up to so many characters are counted by a rule for each count, whose masks xgrammar precomputes: a mask takes 1.5 ms,
+# and compiling 63 ms with 120k tokens, once for all grammars. More are counted in blocks. Tokens that cross a block's
+# end are matched anew in each step: 44 ms on average, where `char{0,200}` takes 640.
+_BLOCK = 32
+_CLASS = re.compile(r"\[[^\]]*\]")
+_SHORT = {'"': '\\"', "\\": "\\\\", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 ESCAPED = (*((code, code) for code in range(32)), *points('"\\'))
 
 
 def literal(text: str) -> str:
-    """Exactly this text."""
+    """The EBNF literal of a text."""
     return '"' + "".join(map(_safe, text)) + '"'
 
 
 def in_json(text: str) -> str:
-    """A text as a JSON string holds it, without the quotes."""
-    return "".join(SHORT.get(c) or (f"\\u{ord(c):04x}" if c < " " else c) for c in text)
+    """A text escaped as in a JSON string, without the quotes."""
+    return "".join(_SHORT.get(c) or (f"\\u{ord(c):04x}" if c < " " else c) for c in text)
 
 
 class Rules:
-    """Rules of a grammar by their names; what has the same body is one."""
+    """Rules of a grammar under generated names; equal bodies share one rule."""
 
     def __init__(self, prefix: str):
         self.prefix, self.bodies, self.names = prefix, dict[str, str](), dict[str, str]()
@@ -57,9 +57,9 @@ class Rules:
         return self.names[body]
 
     def any_number_of(self, options: list[str]) -> str:
-        """The name of a rule of any number of these, one after another; none of them matches the empty text.
+        """The name of a rule for any number of these, none of which may match the empty text.
 
-        It calls itself at its end: xgrammar has such a rule's tokens at once, and those of `(...)*` anew in each step.
+        It is right-recursive: xgrammar precomputes such a rule's masks, but matches `(...)*` anew in each step.
         """
         key = f"any number of {options}"
         if key not in self.names:
@@ -68,28 +68,30 @@ class Rules:
         return self.names[key]
 
     def counted(self, options: list[str], least: int, most: int | None) -> str:
-        """`least` to `most` of these, each of which is one character; None: without an end."""
+        """An expression for `least` to `most` of these, each of which is one character; None: unbounded."""
         if most is None:
-            blocks, rest = divmod(least, BLOCK)
+            blocks, rest = divmod(least, _BLOCK)
             return self._blocks(options, blocks, blocks, self._chain(options, rest, self.any_number_of(options)))
-        if most < 2 * BLOCK:
+        if most < 2 * _BLOCK:
             return self._between(options, least, most)
-        blocks, rest = divmod(least, BLOCK)
-        last, over = divmod(most, BLOCK)
+        blocks, rest = divmod(least, _BLOCK)
+        last, over = divmod(most, _BLOCK)
         if blocks == last:
             return self._blocks(options, last, last, self._between(options, rest, over))
-        ways = [self._blocks(options, blocks, blocks, self._between(options, rest, BLOCK - 1))] if rest else []
+        ways = [self._blocks(options, blocks, blocks, self._between(options, rest, _BLOCK - 1))] if rest else []
         blocks += rest > 0
-        ways += [self._blocks(options, blocks, last - 1, self._between(options, 0, BLOCK - 1))] if blocks < last else []
+        ways += (
+            [self._blocks(options, blocks, last - 1, self._between(options, 0, _BLOCK - 1))] if blocks < last else []
+        )
         return self.named(" | ".join([*ways, self._blocks(options, last, last, self._between(options, 0, over))]))
 
     def _blocks(self, options: list[str], least: int, most: int, end: str) -> str:
-        """`least` to `most` whole blocks, and `end`."""
-        block = self._chain(options, BLOCK, '""') if most else ""
+        """An expression for `least` to `most` blocks of _BLOCK, then `end`."""
+        block = self._chain(options, _BLOCK, '""') if most else ""
         return f"{block}{{{least},{most}}} {end}" if most else end
 
     def _between(self, options: list[str], least: int, most: int) -> str:
-        """Few enough for a rule each, which may end where `least` are there."""
+        """The name of a rule for `least` to `most`, with a rule for each count."""
         end = '""'
         for left in range(1, most + 1):
             may_end = [] if left > most - least else ['""']
@@ -97,32 +99,33 @@ class Rules:
         return end
 
     def _chain(self, options: list[str], count: int, end: str) -> str:
-        """Exactly `count`, and `end`."""
+        """The name of a rule for exactly `count`, then `end`."""
         for _ in range(count):
             end = self.named(" | ".join(f"{option} {end}" for option in options))
         return end
 
     @property
     def text(self) -> str:
+        """All rules."""
         return "\n".join(f"{name} ::= {body}" for name, body in self.bodies.items())
 
 
 def write_rules(grammar: Mapping[str, Node]) -> str:
-    """Rules by their names, with `root` among them, none of which speaks of one that no text matches."""
+    """A grammar as EBNF. It has a rule `root`, and refers to no rule that matches no text."""
     rules = Rules("part")
     own = [f"{_rule(name)} ::= {written(node, rules)}" for name, node in grammar.items()]
     return "\n".join([*own, rules.text])
 
 
 def _rule(name: str) -> str:
-    """A rule's name, which is none of xgrammar's words and none that `Rules` gives."""
+    """A user's rule under a name that is neither reserved in xgrammar nor generated by `Rules`."""
     return name if name == "root" else f"of_{name}"
 
 
 def written(node: Node, rules: Rules, json: bool = False) -> str:
-    """A tree as an EBNF expression, and some `rules` that it speaks of, besides NEVER_RULE.
+    """A tree as an EBNF expression. Adds to `rules` those that it refers to, except NEVER_RULE.
 
-    `json`: the texts as JSON strings hold them, without the quotes.
+    `json`: spell the texts as within a JSON string.
     """
     if isinstance(node, Chars):
         return _either(_chars(node.ranges, json))
@@ -150,7 +153,7 @@ def _options(node: Node, rules: Rules, json: bool) -> list[str]:
 
 
 def _row(row: Row, rules: Rules, json: bool) -> str:
-    """Characters that are one each become one text."""
+    """Adjacent single characters are joined to one literal."""
     pieces, text = [], ""
     for part in (*row.parts, None):
         if isinstance(part, Chars) and len(part.ranges) == 1 and part.ranges[0][0] == part.ranges[0][1]:
@@ -168,9 +171,9 @@ def _times(times: Times, rules: Rules, json: bool) -> str:
     if lengths(times) == (0, 0):
         return '""'
     options = _options(times.node, rules, json)
-    is_class = len(options) == 1 and CLASS.fullmatch(options[0]) is not None
+    is_class = len(options) == 1 and _CLASS.fullmatch(options[0]) is not None
     counted = times.least if times.most is None else times.most
-    if counted > (MOST_STATES if is_class else 1) and isinstance(only(times.node), Chars):
+    if counted > (_MOST_STATES if is_class else 1) and isinstance(only(times.node), Chars):
         return f"({rules.counted(options, times.least, times.most)})"
     inner = options[0] if is_class else f"({' | '.join(options)})"
     if times.most is None and not is_class and lengths(times.node)[0] > 0:
@@ -183,7 +186,7 @@ def _times(times: Times, rules: Rules, json: bool) -> str:
 
 
 def _chars(ranges: Ranges, json: bool) -> list[str]:
-    """The ways in which one of the characters is written."""
+    """Expressions that together match each of the characters once."""
     if not json:
         return [_class(ranges)]
     bare = without(ranges, ESCAPED)
@@ -198,7 +201,7 @@ def _class(ranges: Ranges) -> str:
 
 
 def _safe(character: str) -> str:
-    """A character as a text and a class of EBNF have it."""
+    """A character escaped for a literal or class of EBNF."""
     code = ord(character)
     if character.isascii() and character.isalnum():
         return character

@@ -1,6 +1,6 @@
-"""Which regular expressions and EBNF grammars xgrammar reads as they are meant, in a time that a server can spare.
+"""Regular expressions and users' EBNF as EBNF for xgrammar; what it would misread, or compile too slowly, is refused.
 
-Knows nothing of tokens or JSON. Every limit below was found by measuring.
+Knows nothing of tokens or JSON. The limits were measured: with them a server is not blocked by one request.
 """
 
 import re
@@ -10,25 +10,25 @@ from eagle_train.inference.grammar.ebnf import write_rules
 from eagle_train.inference.grammar.patterns import Node, whole
 from eagle_train.inference.grammar.rules import freed, is_possible, pruned, read_grammar
 
-MOST_CHARACTERS = 1 << 15  # of one text; the time to compile grows with its square
-MOST_TIMES = (1 << 31) - 1  # of a repetition; of what is more xgrammar takes the last 32 bits
-MOST_PARTS = 2000  # groups, and parts that are optional or repeated
-MOST_NESTED = 1500  # times of three repetitions or more within each other, where one without an end counts as
-UNBOUNDED = 4
-MOST_IN_A_ROW = 32  # optional or repeated parts with nothing fixed between them; a token's time grows with the square
-ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\Z)|.", re.DOTALL)  # an escape, a class of characters, or one
-# What is no part of a grammar's structure: texts, classes, comments.
-EBNF_TEXT = re.compile(r'"(?:\\.|[^"\\])*(?:"|\Z)|\[(?:\\.|[^\]\\])*(?:\]|\Z)|#[^\n]*', re.DOTALL)
-TIMES = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
-IN_A_ROW = re.compile(rf"(?:[^*+?{{}}|](?:[*+?]|\{{\d*,\d*\}})){{{MOST_IN_A_ROW + 1}}}")
-LOOPED = re.compile(r"\(|[^(](?:[*+]|\{\d+,?\d*\})?")  # a group's beginning; its end or a letter, and what repeats it
-NUMBER = re.compile(r"\d+")
+_MOST_CHARACTERS = 1 << 15  # of one text; the time to compile grows with its square
+MOST_TIMES = (1 << 31) - 1  # of a repetition; xgrammar truncates larger numbers to 32 bits
+_MOST_PARTS = 2000  # groups, and parts that are optional or repeated
+_MOST_NESTED = 1500  # product of the bounds of three or more nested repetitions
+_UNBOUNDED = 4  # what an unbounded repetition counts as in it
+_MOST_IN_A_ROW = 32  # optional or repeated parts with nothing fixed between them; a token's time grows with the square
+_ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\Z)|.", re.DOTALL)  # an escape, a class of characters, or one
+# What has no part in a grammar's structure: literals, classes, comments.
+_EBNF_TEXT = re.compile(r'"(?:\\.|[^"\\])*(?:"|\Z)|\[(?:\\.|[^\]\\])*(?:\]|\Z)|#[^\n]*', re.DOTALL)
+_TIMES = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
+_IN_A_ROW = re.compile(rf"(?:[^*+?{{}}|](?:[*+?]|\{{\d*,\d*\}})){{{_MOST_IN_A_ROW + 1}}}")
+_LOOPED = re.compile(r"\(|[^(](?:[*+]|\{\d+,?\d*\})?")  # a group's beginning; its end or a letter, and what repeats it
+_NUMBER = re.compile(r"\d+")
 
 
 def as_ebnf(regex: str) -> str:
-    """A grammar of exactly the texts that `regex` matches from beginning to end.
+    """A grammar of exactly the texts that `regex` matches as a whole.
 
-    Raises UserError for one that it cannot keep, or not in time.
+    Raises UserError for one that cannot be guaranteed, or takes too long.
     """
     tree = check_pattern(regex)
     check(is_possible(tree), "matches no text")
@@ -36,48 +36,49 @@ def as_ebnf(regex: str) -> str:
 
 
 def check_pattern(regex: str) -> Node:
-    """The tree of a regular expression. Raises UserError for one that no grammar keeps, or not in time."""
+    """The tree of a regular expression. Raises UserError for one that cannot be guaranteed, or takes too long."""
     check_length(regex)
-    check_structure("".join(atom if len(atom) == 1 else "x" for atom in ATOM.findall(regex)))
+    _check_structure("".join(atom if len(atom) == 1 else "x" for atom in _ATOM.findall(regex)))
     return whole(regex)
 
 
 def kept_ebnf(grammar: str) -> str:
-    """A user's EBNF, for xgrammar: in words that it reads as they are meant, without options that cannot be ended.
+    """A user's EBNF rewritten so that xgrammar reads it as it is meant, without options that no text matches.
 
-    Raises UserError, naming the line, for one that it cannot keep, or not in time.
+    Raises UserError, naming the line, for one that cannot be guaranteed, or takes too long.
     """
     check_length(grammar)
-    check_structure(EBNF_TEXT.sub("x", grammar))
+    _check_structure(_EBNF_TEXT.sub("x", grammar))
     return write_rules(freed(read_grammar(grammar)))
 
 
 def check_length(text: str) -> None:
-    check(len(text) <= MOST_CHARACTERS, f"{len(text)} characters; at most {MOST_CHARACTERS} are possible")
+    """Raise UserError for a text that is too long."""
+    check(len(text) <= _MOST_CHARACTERS, f"{len(text)} characters; at most {_MOST_CHARACTERS} are possible")
 
 
-def check_structure(text: str) -> None:
-    """`text`: without texts and classes of characters, which may hold anything."""
-    most = max((int(n.lstrip("0")[:12] or 0) for times in TIMES.findall(text) for n in times), default=0)
+def _check_structure(text: str) -> None:
+    """Raise UserError where compiling would take too long. `text`: with literals and classes replaced by a letter."""
+    most = max((int(n.lstrip("0")[:12] or 0) for times in _TIMES.findall(text) for n in times), default=0)
     check(most <= MOST_TIMES, f"{most} repetitions; at most {MOST_TIMES} are possible")
     parts = sum(map(text.count, "(*+?{"))
-    check(parts <= MOST_PARTS, f"{parts} groups and optional or repeated parts; at most {MOST_PARTS} are possible")
+    check(parts <= _MOST_PARTS, f"{parts} groups and optional or repeated parts; at most {_MOST_PARTS} are possible")
     bare = re.sub(r"\s|\?:", "", text)
-    check(nested_times(bare) <= MOST_NESTED, "repetitions of repetitions of repetitions would take too long")
-    loose = IN_A_ROW.search(re.sub(r"[()]", "", bare))
-    check(not loose, f"more than {MOST_IN_A_ROW} optional or repeated parts in a row would take too long")
+    check(_nested_times(bare) <= _MOST_NESTED, "repetitions of repetitions of repetitions would take too long")
+    loose = _IN_A_ROW.search(re.sub(r"[()]", "", bare))
+    check(not loose, f"more than {_MOST_IN_A_ROW} optional or repeated parts in a row would take too long")
 
 
-def nested_times(text: str) -> int:
-    """How often the innermost of three or more repetitions within each other may come; 0 where there are none."""
-    deepest = [(0, 1)]  # of each open group: how many repetitions are within each other, and the product of their times
-    for match in LOOPED.finditer(text):
+def _nested_times(text: str) -> int:
+    """The greatest product of the bounds of three or more nested repetitions; 0 without any."""
+    deepest = [(0, 1)]  # of each open group: the depth of nested repetitions, and the product of their bounds
+    for match in _LOOPED.finditer(text):
         if match[0] == "(":
             deepest.append((0, 1))
             continue
         depth, product = deepest.pop() if match[0][0] == ")" and len(deepest) > 1 else (0, 1)
         if loop := match[0][1:]:
-            times = UNBOUNDED if loop in "*+" or loop.endswith(",}") else int(NUMBER.findall(loop)[-1][:12])
+            times = _UNBOUNDED if loop in "*+" or loop.endswith(",}") else int(_NUMBER.findall(loop)[-1][:12])
             depth, product = depth + 1, product * max(times, 1)
         deepest[-1] = max(deepest[-1], (depth, product))
     depth, product = max(deepest)

@@ -1,25 +1,24 @@
-"""JSON Schema's formats as regular expressions, as strict as the standards that it names.
+"""JSON Schema's formats as regular expressions, by the standards that it refers to.
 
-Where a standard has rules that a regular expression of sane size cannot keep (the length of a whole host name beside
-those of its labels), the expression describes most of the valid texts and none that is invalid. Knows nothing of
-schemas.
+Where a standard's rule needs too large an expression (the length of a host name besides those of its labels), the
+expression matches most of the valid texts, and never an invalid one. Knows nothing of schemas.
 """
 
 from eagle_train.inference.grammar.numbers import integers
 
 
 def _leap(years: str) -> str:
-    """The two-digit numbers that four divides, without 00."""
+    """Two digits divisible by 4, without 00, then `years`."""
     return f"(0[48]|[2468][048]|[13579][26]){years}"
 
 
-YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"  # 0000 is a year to RFC 3339 and none to most libraries
-LEAP_YEAR = f"([0-9]{{2}}{_leap('')}|{_leap('00')})"  # 4 divides it and, at a century's end, 400 too
-DAY = "(0[1-9]|1[0-9]|2[0-8])"  # of any month
-DATE = f"({YEAR}-((0[1-9]|1[0-2])-{DAY}|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)|{LEAP_YEAR}-02-29)"
-HOUR, SIXTY = "([01][0-9]|2[0-3])", "[0-5][0-9]"
-# RFC 3339, without leap seconds: which minutes have one is no matter of form.
-TIME = f"{HOUR}:{SIXTY}:{SIXTY}([.][0-9]{{1,9}})?(Z|[+-]{HOUR}:{SIXTY})"
+_YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"  # 0000 is a year to RFC 3339 and none to most libraries
+_LEAP_YEAR = f"([0-9]{{2}}{_leap('')}|{_leap('00')})"  # 4 divides it and, at a century's end, 400 too
+_DAY = "(0[1-9]|1[0-9]|2[0-8])"  # of any month
+_DATE = f"({_YEAR}-((0[1-9]|1[0-2])-{_DAY}|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)|{_LEAP_YEAR}-02-29)"
+_HOUR, _SIXTY = "([01][0-9]|2[0-3])", "[0-5][0-9]"
+# RFC 3339, without leap seconds: a format cannot say which minutes have one.
+_TIME = f"{_HOUR}:{_SIXTY}:{_SIXTY}([.][0-9]{{1,9}})?(Z|[+-]{_HOUR}:{_SIXTY})"
 
 
 def _duration() -> str:
@@ -32,14 +31,14 @@ def _duration() -> str:
     return f"P({date}({time})?|{time}|{number}W)"
 
 
-OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-IPV4 = rf"{OCTET}([.]{OCTET}){{3}}"
+_OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"{_OCTET}([.]{_OCTET}){{3}}"
 
 
 def _ipv6() -> str:
     """RFC 4291: eight groups, of which `::` stands for one or more; the last two may be an IPv4 address."""
     group = "[0-9A-Fa-f]{1,4}"
-    last = f"({group}:{group}|{IPV4})"
+    last = f"({group}:{group}|{_IPV4})"
     options = [f"({group}:){{6}}{last}"]
     for before in range(6):  # groups that may stand before `::`
         front = f"({group}(:{group}){{0,{before - 1}}})?" if before else ""
@@ -48,18 +47,18 @@ def _ipv6() -> str:
     return f"({'|'.join(options)})"
 
 
-IPV6 = _ipv6()
+_IPV6 = _ipv6()
 
 
-PART, INNER = "[A-Za-z0-9]", "[A-Za-z0-9-]"
+_PART, _INNER = "[A-Za-z0-9]", "[A-Za-z0-9-]"
 
 
-def _label(longest: int, first: str = PART) -> str:
+def _label(longest: int, first: str = _PART) -> str:
     """A label of a host name, 1 to `longest` characters: letters, digits and hyphens, no hyphen at an end, nor two in
     the third and fourth place, where they announce an internationalised name (xn--).
     """
-    long = f"({PART}{INNER}|-{PART}){INNER}{{0,{longest - 5}}}{PART}"
-    return f"{first}({PART}|{INNER}({PART}|{INNER}{PART}|{long}))?"
+    long = f"({_PART}{_INNER}|-{_PART}){_INNER}{{0,{longest - 5}}}{_PART}"
+    return f"{first}({_PART}|{_INNER}({_PART}|{_INNER}{_PART}|{long}))?"
 
 
 def _host(*families: tuple[int, int]) -> str:
@@ -70,47 +69,47 @@ def _host(*families: tuple[int, int]) -> str:
     return f"({'|'.join(options)})"
 
 
-HOSTNAME = _host((3, 63), (7, 31))  # 253 characters at most
-ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"  # RFC 5321; quoted and internationalised local parts are left out
-LOCAL = f"({ATOM}{{1,64}}|{ATOM}{{1,20}}([.]{ATOM}{{1,20}}){{1,2}}|{ATOM}{{1,9}}([.]{ATOM}{{1,9}}){{3,5}})"
-EMAIL = f"{LOCAL}@{_host((5, 31))}"  # 254 characters at most, 64 of them before the @
-HEX = "[0-9A-Fa-f]"
-UUID = f"{HEX}{{8}}(-{HEX}{{4}}){{3}}-{HEX}{{12}}"
+_HOSTNAME = _host((3, 63), (7, 31))  # 253 characters at most
+_ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"  # RFC 5321; quoted and internationalised local parts are left out
+_LOCAL = f"({_ATOM}{{1,64}}|{_ATOM}{{1,20}}([.]{_ATOM}{{1,20}}){{1,2}}|{_ATOM}{{1,9}}([.]{_ATOM}{{1,9}}){{3,5}})"
+_EMAIL = f"{_LOCAL}@{_host((5, 31))}"  # 254 characters at most, 64 of them before the @
+_HEX = "[0-9A-Fa-f]"
+_UUID = f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}"
 
-ENCODED = f"%{HEX}{{2}}"
-UNRESERVED, SUB_DELIMITERS = "A-Za-z0-9._~-", "!$&'()*+,;="
-PCHAR = f"([:@{SUB_DELIMITERS}{UNRESERVED}]|{ENCODED})"
-SCHEME = "[A-Za-z][A-Za-z0-9+.-]*"
-AUTHORITY = (
-    f"(([:{SUB_DELIMITERS}{UNRESERVED}]|{ENCODED})*@)?"
-    rf"(\[{IPV6}\]|([{SUB_DELIMITERS}{UNRESERVED}]|{ENCODED})*)(:({integers(0, 65535)})?)?"
+_ENCODED = f"%{_HEX}{{2}}"
+_UNRESERVED, _SUB_DELIMITERS = "A-Za-z0-9._~-", "!$&'()*+,;="
+_PCHAR = f"([:@{_SUB_DELIMITERS}{_UNRESERVED}]|{_ENCODED})"
+_SCHEME = "[A-Za-z][A-Za-z0-9+.-]*"
+_AUTHORITY = (
+    f"(([:{_SUB_DELIMITERS}{_UNRESERVED}]|{_ENCODED})*@)?"
+    rf"(\[{_IPV6}\]|([{_SUB_DELIMITERS}{_UNRESERVED}]|{_ENCODED})*)(:({integers(0, 65535)})?)?"
 )
-ROOTLESS = f"{PCHAR}+(/{PCHAR}*)*"
-ABSOLUTE = f"/({ROOTLESS})?"
-NETWORK = f"//{AUTHORITY}(/{PCHAR}*)*"
-NO_SCHEME = f"([@{SUB_DELIMITERS}{UNRESERVED}]|{ENCODED})+(/{PCHAR}*)*"
-AFTER_PATH = f"([?]({PCHAR}|[/?])*)?(#({PCHAR}|[/?])*)?"
-URI = f"{SCHEME}:({NETWORK}|{ABSOLUTE}|{ROOTLESS}|){AFTER_PATH}"
-RELATIVE = f"({NETWORK}|{ABSOLUTE}|{NO_SCHEME}|){AFTER_PATH}"
+_ROOTLESS = f"{_PCHAR}+(/{_PCHAR}*)*"
+_ABSOLUTE = f"/({_ROOTLESS})?"
+_NETWORK = f"//{_AUTHORITY}(/{_PCHAR}*)*"
+_NO_SCHEME = f"([@{_SUB_DELIMITERS}{_UNRESERVED}]|{_ENCODED})+(/{_PCHAR}*)*"
+_AFTER_PATH = f"([?]({_PCHAR}|[/?])*)?(#({_PCHAR}|[/?])*)?"
+_URI = f"{_SCHEME}:({_NETWORK}|{_ABSOLUTE}|{_ROOTLESS}|){_AFTER_PATH}"
+_RELATIVE = f"({_NETWORK}|{_ABSOLUTE}|{_NO_SCHEME}|){_AFTER_PATH}"
 # RFC 6570
-LITERAL = rf"([!#$&(-;=?-\[\]_a-z~\xa0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef]|{ENCODED})"
-VARIABLE = f"([A-Za-z0-9_]|{ENCODED})([.]?([A-Za-z0-9_]|{ENCODED}))*(:[1-9][0-9]{{0,3}}|[*])?"
-TEMPLATE = rf"({LITERAL}|\{{[+#./;?&]?{VARIABLE}(,{VARIABLE})*\}})*"
+_LITERAL = rf"([!#$&(-;=?-\[\]_a-z~\xa0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef]|{_ENCODED})"
+_VARIABLE = f"([A-Za-z0-9_]|{_ENCODED})([.]?([A-Za-z0-9_]|{_ENCODED}))*(:[1-9][0-9]{{0,3}}|[*])?"
+_TEMPLATE = rf"({_LITERAL}|\{{[+#./;?&]?{_VARIABLE}(,{_VARIABLE})*\}})*"
 
-POINTER = r"(/([^~/]|~[01])*)*"
+_POINTER = r"(/([^~/]|~[01])*)*"
 FORMATS = {
-    "date": DATE,
-    "time": TIME,
-    "date-time": f"{DATE}T{TIME}",
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
     "duration": _duration(),
-    "email": EMAIL,
-    "hostname": HOSTNAME,
-    "ipv4": IPV4,
-    "ipv6": IPV6,
-    "json-pointer": POINTER,
-    "relative-json-pointer": f"(0|[1-9][0-9]*)(#|{POINTER})",
-    "uri": URI,
-    "uri-reference": f"({URI}|{RELATIVE})",
-    "uri-template": TEMPLATE,
-    "uuid": UUID,
+    "email": _EMAIL,
+    "hostname": _HOSTNAME,
+    "ipv4": _IPV4,
+    "ipv6": _IPV6,
+    "json-pointer": _POINTER,
+    "relative-json-pointer": f"(0|[1-9][0-9]*)(#|{_POINTER})",
+    "uri": _URI,
+    "uri-reference": f"({_URI}|{_RELATIVE})",
+    "uri-template": _TEMPLATE,
+    "uuid": _UUID,
 }

@@ -1,9 +1,10 @@
-"""Guided decoding: what a grammar lets follow a sequence, and each node of the tree below it. Paper section 3.4.
+"""Guided decoding: which tokens a grammar allows after a sequence, and after each node of a draft tree.
 
-xgrammar compiles the grammars and reads tokens, which it can take back: so trees are walked, and what is rejected
-leaves no trace. Knows tokenizers and trees; nothing of models, probabilities or requests.
+xgrammar compiles the grammars. Its matchers accept tokens and can roll them back, so a tree is walked node by node, and
+rejected nodes leave no trace. Paper section 3.4. Knows tokenizers and trees; nothing of models, probabilities or
+requests.
 
-Shapes: A active rows, N tree nodes, V vocabulary, W 32-bit words that hold a bit for each of its tokens.
+Shapes: A active rows, N tree nodes, V vocabulary, W 32-bit words of a bitmask over it.
 """
 
 import re
@@ -21,22 +22,19 @@ from eagle_train.inference.grammar.expressions import as_ebnf, check_length, kep
 from eagle_train.inference.grammar.json_schema import check_schema, read_schema, schema_text
 from eagle_train.inference.grammar.json_text import WHITESPACE, write_schema
 
-KINDS = ("json_schema", "regex", "choice", "ebnf")
-CACHE_BYTES = 512 << 20  # of compiled grammars, for requests that ask for the same
-CACHED_TEXTS = 128  # grammars whose EBNF is kept, so that a service that asks for the same writes and checks it once
-MOST_WHITESPACE = 1000
-PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # where in xgrammar's sources an error was found
+_KINDS = ("json_schema", "regex", "choice", "ebnf")
+_CACHE_BYTES = 512 << 20  # of compiled grammars, which xgrammar caches
+_CACHED_TEXTS = 128  # grammars whose checked EBNF is cached
+_MOST_WHITESPACE = 1000
+_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # a place in xgrammar's sources, with which its messages begin
 
 
 def check_grammar(grammar: Any) -> None:
-    """Raise UserError unless `grammar` maps one of KINDS to what that kind is written in.
-
-    Beside json_schema, `whitespace` may say how many characters may stand between two tokens of JSON, or "any".
-    """
-    known = isinstance(grammar, Mapping) and set(grammar) <= {*KINDS, "whitespace"}
-    if not (known and sum(kind in grammar for kind in KINDS) == 1):
-        raise UserError(f"grammar={shown(grammar)}: must be a mapping with one of the keys {', '.join(KINDS)}")
-    kind = kind_of(grammar)
+    """Raise UserError unless `grammar` is a mapping as `SamplingParams` describes it. Its value is not compiled."""
+    known = isinstance(grammar, Mapping) and set(grammar) <= {*_KINDS, "whitespace"}
+    if not (known and sum(kind in grammar for kind in _KINDS) == 1):
+        raise UserError(f"grammar={shown(grammar)}: must be a mapping with one of the keys {', '.join(_KINDS)}")
+    kind = _kind_of(grammar)
     if wanted := _wanted(kind, grammar[kind]):
         raise UserError(f"grammar.{kind}={shown(grammar[kind])}: {wanted}")
     if "whitespace" in grammar:
@@ -44,9 +42,9 @@ def check_grammar(grammar: Any) -> None:
 
 
 def _wanted(kind: str, value: Any) -> str | None:
-    """What would be right where a grammar's value is none."""
+    """What a grammar's value must be, where `value` is not that; else None."""
     if kind == "choice":
-        return None if is_choice(value) else "must be a list of texts, at least one"
+        return None if _is_choice(value) else "must be a list of texts, at least one"
     if kind == "json_schema":
         if not isinstance(value, Mapping | bool | str):
             return "must be a schema, as a mapping or as JSON"
@@ -57,25 +55,26 @@ def _wanted(kind: str, value: Any) -> str | None:
 
 def _check_whitespace(whitespace: Any, kind: str) -> None:
     said = f"grammar.whitespace={shown(whitespace)}"
-    count = isinstance(whitespace, int) and not isinstance(whitespace, bool) and 0 <= whitespace <= MOST_WHITESPACE
+    count = isinstance(whitespace, int) and not isinstance(whitespace, bool) and 0 <= whitespace <= _MOST_WHITESPACE
     right = count or whitespace == "any"
-    check(right, f"{said}: must be a whole number from 0 to {MOST_WHITESPACE}, or any")
+    check(right, f"{said}: must be a whole number from 0 to {_MOST_WHITESPACE}, or any")
     check(kind == "json_schema", f"{said}: is for json_schema only, not for {kind}")
 
 
-def kind_of(grammar: Mapping[str, Any]) -> str:
-    return next(kind for kind in KINDS if kind in grammar)
+def _kind_of(grammar: Mapping[str, Any]) -> str:
+    return next(kind for kind in _KINDS if kind in grammar)
 
 
-def is_choice(value: Any) -> bool:
+def _is_choice(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(text, str) for text in value)
 
 
 class Guide:
-    """Grammars over a target's tokens. An answer ends with a stop token, exactly where its grammar may end."""
+    """Compiles grammars over a target's tokens. A stop token ends an answer, and only where the grammar may end."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: Iterable[int], device: torch.device | str):
-        """`vocab_size`: the LM head's. Raises UserError where there is no tokenizer, stop token or xgrammar."""
+        """`vocab_size`: the LM head's; `device`: of the masks. Raises UserError where there is no tokenizer, stop token
+        or xgrammar."""
         check(tokenizer is not None, "grammar: needs a tokenizer, and the target has none")
         named = sorted(stop_ids)
         check(bool(named), "grammar: needs a stop token, and the target's configs have no eos_token_id")
@@ -85,33 +84,34 @@ class Guide:
         import xgrammar
 
         self.matcher_of, self.vocab_size = xgrammar.GrammarMatcher, vocab_size
-        texts = texts_of(tokenizer, vocab_size, stop_ids)
-        self.unsaid = {token for token, text in enumerate(texts) if not text}.difference(stop_ids)
+        texts = _texts_of(tokenizer, vocab_size, stop_ids)
+        self.textless = {token for token, text in enumerate(texts) if not text}.difference(stop_ids)
         info = xgrammar.TokenizerInfo(texts, vocab_size=vocab_size, stop_token_ids=stop_ids)
         self.compiler = xgrammar.GrammarCompiler(
-            info, max_threads=torch.get_num_threads(), cache_limit_bytes=CACHE_BYTES
+            info, max_threads=torch.get_num_threads(), cache_limit_bytes=_CACHE_BYTES
         )
         is_stop = torch.zeros(vocab_size, dtype=torch.bool)
         is_stop[stop_ids] = True
-        self.stop, self.others = pack(is_stop).to(device), pack(~is_stop).to(device)
+        self.stop, self.others = _as_bitmask(is_stop).to(device), _as_bitmask(~is_stop).to(device)
 
     def matcher(self, grammar: Mapping[str, Any], longest: bool = False) -> "Matcher":
-        """The beginning of a grammar, see `check_grammar`. Raises UserError for one that makes no sense.
+        """The initial state of a grammar that `check_grammar` accepts. Raises UserError for one that is invalid, or for
+        which the target has no tokens.
 
-        `longest`: the answer may end only where the grammar lets nothing else follow.
+        `longest`: the answer may end only where the grammar allows nothing else.
         """
-        kind = kind_of(grammar)
+        kind = _kind_of(grammar)
         value = grammar[kind]
         try:
             state = self.matcher_of(self.compiled(grammar))
-        except Exception as error:  # xgrammar knows nothing more special
-            raise UserError(f"grammar.{kind}={shown(value)}: {reason(error)}") from error
+        except Exception as error:  # xgrammar raises several kinds
+            raise UserError(f"grammar.{kind}={shown(value)}: {_reason(error)}") from error
         bits = torch.zeros(1, len(self.stop), dtype=torch.int32)
         state.fill_next_token_bitmask(bits)
-        possible = bool(unpack(bits, self.vocab_size).any())
-        possible &= kind != "json_schema" or not state.is_completed()  # no JSON is empty: what it asks for was lost
+        possible = bool(_as_flags(bits, self.vocab_size).any())
+        possible &= kind != "json_schema" or not state.is_completed()  # no JSON is empty: its content was lost
         check(possible, f"grammar.{kind}={shown(value)}: the target has no tokens with which to answer so")
-        return Matcher(state, longest, self.unsaid)
+        return Matcher(state, longest, self.textless)
 
     def compiled(self, grammar: Mapping[str, Any]) -> Any:
         """xgrammar's CompiledGrammar."""
@@ -119,11 +119,11 @@ class Guide:
 
 
 def ebnf_of(grammar: Mapping[str, Any]) -> str:
-    """A grammar, see `check_grammar`, as EBNF whose first rule is `root`.
+    """A grammar that `check_grammar` accepts as EBNF with a rule `root`.
 
-    Raises UserError for one that cannot be kept, and RecursionError for one that is too deep.
+    Raises UserError for one that cannot be guaranteed, and RecursionError for one that is nested too deeply.
     """
-    kind = kind_of(grammar)
+    kind = _kind_of(grammar)
     value = grammar[kind]
     if kind == "choice":
         return _ebnf_of_choice(tuple(value))
@@ -132,9 +132,9 @@ def ebnf_of(grammar: Mapping[str, Any]) -> str:
     return _ebnf_of_text(kind, text, None if whitespace == "any" else whitespace)
 
 
-@lru_cache(CACHED_TEXTS)
+@lru_cache(_CACHED_TEXTS)
 def _ebnf_of_text(kind: str, text: str, whitespace: int | None) -> str:
-    text = text.removeprefix("\ufeff")  # which some editors write before a file's text
+    text = text.removeprefix("\ufeff")  # a byte order mark
     if kind == "regex":
         return as_ebnf(text)
     if kind == "ebnf":
@@ -144,24 +144,24 @@ def _ebnf_of_text(kind: str, text: str, whitespace: int | None) -> str:
     return write_schema(schema, whitespace)
 
 
-@lru_cache(CACHED_TEXTS)
+@lru_cache(_CACHED_TEXTS)
 def _ebnf_of_choice(texts: tuple[str, ...]) -> str:
     check_length("".join(texts))
     check(not any(map(SURROGATE.search, texts)), "surrogates not allowed: half of a pair is no character")
     return "root ::= " + " | ".join(map(literal, texts))
 
 
-def reason(error: Exception) -> str:
-    """What is wrong with a grammar, in a line."""
+def _reason(error: Exception) -> str:
+    """An error of xgrammar as one line."""
     if isinstance(error, RecursionError):
         return "is deeper than can be read, or within itself"
     if isinstance(error, UnicodeDecodeError):  # xgrammar cuts its message within a character
         error = ValueError(error.object.decode("utf-8", "replace"))
-    return PLACE.sub("", one_line(error))[:200] or "xgrammar cannot read it"
+    return _PLACE.sub("", one_line(error))[:200] or "xgrammar cannot read it"
 
 
-def texts_of(tokenizer: Any, vocab_size: int, stop_ids: list[int]) -> list[bytes]:
-    """What each token adds to a text; nothing for special tokens, which a text does not show, and for padding."""
+def _texts_of(tokenizer: Any, vocab_size: int, stop_ids: list[int]) -> list[bytes]:
+    """The bytes of each token, empty for special tokens, which have no text, and for padding of the vocabulary."""
     from xgrammar import TokenizerInfo
 
     info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stop_ids)
@@ -170,50 +170,52 @@ def texts_of(tokenizer: Any, vocab_size: int, stop_ids: list[int]) -> list[bytes
     return [b"" if token in special else bytes(text) for token, text in enumerate(info.decoded_vocab)]
 
 
-def pack(flags: torch.Tensor) -> torch.Tensor:
-    """bool [V] as bits, int32 [W]."""
+def _as_bitmask(flags: torch.Tensor) -> torch.Tensor:
+    """Flags bool [V] as a bitmask int32 [W]."""
     padded = torch.nn.functional.pad(flags, (0, -len(flags) % 32)).view(-1, 32)
     return (padded.long() << torch.arange(32)).sum(-1).to(torch.int32)
 
 
-def unpack(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """int32 [..., W] as bool [..., V]."""
+def _as_flags(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """A bitmask int32 [..., W] as flags bool [..., V]."""
     places = torch.arange(32, dtype=torch.int32, device=bits.device)
     return (bits.unsqueeze(-1) >> places).bitwise_and_(1).flatten(-2)[..., :vocab_size].bool()
 
 
 class Matcher:
-    """Where a sequence stands in its grammar: all its tokens were read, and within a round `ahead` others."""
+    """The state of a sequence's grammar after its tokens, and during a round after `ahead` tokens of its tree."""
 
-    def __init__(self, state: Any, longest: bool, unsaid: set[int]):
-        """`unsaid`: tokens without text, which a draft may propose; of each, xgrammar writes a line to stderr."""
-        self.state, self.longest, self.unsaid = state, longest, unsaid
+    def __init__(self, state: Any, longest: bool, textless: set[int]):
+        """`longest`: see `Guide.matcher`. `textless`: tokens without text, which a draft may propose. xgrammar does not
+        get them, as it would write a line to stderr for each."""
+        self.state, self.longest, self.textless = state, longest, textless
         self.ahead = 0
 
     def accept(self, token: int) -> bool:
-        """Read a token. False for one that the grammar forbids, which is not read."""
-        return token not in self.unsaid and self.state.accept_token(token)
+        """Advance by a token. Returns False, and does not advance, where the grammar forbids it."""
+        return token not in self.textless and self.state.accept_token(token)
 
 
-class Walk:
-    """A matcher on its way through a tree's nodes."""
+class _Walk:
+    """Moves a matcher between the nodes of a tree."""
 
     def __init__(self, matcher: Matcher, parents: tuple[int, ...]):
         self.matcher, self.parents, self.path = matcher, parents, [0]
-        self.back(matcher.ahead)  # a round that failed may have left it on its way
+        self._roll_back(matcher.ahead)  # a round that raised may have left it below the root
 
-    def back(self, steps: int) -> None:
+    def _roll_back(self, steps: int) -> None:
         if steps > 0:
             self.matcher.state.rollback(steps)
             self.matcher.ahead -= steps
 
     def go(self, node: int, tokens: list[int]) -> bool:
-        """Have read the tokens [N] of exactly the nodes down to `node`. False where the grammar forbids one of them."""
+        """Move to the state after the tokens on the path to `node`. `tokens`: of all N nodes. Stops and returns False
+        where the grammar forbids one of them."""
         missing = []
         while node not in self.path:
             missing.append(node)
             node = self.parents[node]
-        self.back(len(self.path) - 1 - self.path.index(node))
+        self._roll_back(len(self.path) - 1 - self.path.index(node))
         del self.path[self.path.index(node) + 1 :]
         for node in reversed(missing):
             if self.matcher.state.is_terminated() or not self.matcher.accept(tokens[node]):
@@ -224,30 +226,30 @@ class Walk:
 
 
 class Guidance:
-    """What the grammars let follow the nodes of a round's trees, asked for as the trees grow.
-
-    `matchers` [A], None for a row without a grammar, in which everything is allowed.
-    """
+    """Which tokens the rows' grammars allow after the nodes of a round's trees. Can be asked while the trees grow."""
 
     def __init__(self, guide: Guide, tree: Tree, matchers: list[Matcher | None]):
+        """`matchers`: of the A rows; None for a row without a grammar, where everything is allowed."""
         self.guide, self.known = guide, set[int]()
         guided = [(row, matcher) for row, matcher in enumerate(matchers) if matcher is not None]
         self.rows = [row for row, _ in guided]
-        self.walks = [Walk(matcher, tree.parents) for _, matcher in guided]
+        self.walks = [_Walk(matcher, tree.parents) for _, matcher in guided]
         self.tokens = [[0] * tree.num_nodes for _ in guided]
+        # int32 [A, N, W], on the CPU: the grammars' masks; all ones where a row has no grammar
         self.bits = torch.full((len(matchers), tree.num_nodes, len(guide.stop)), -1, dtype=torch.int32)
         longest = [matcher is not None and matcher.longest for matcher in matchers]
         ends = torch.tensor(longest, device=guide.stop.device)[:, None, None]
-        self.text = torch.where(ends, guide.others, guide.others | guide.stop)  # [A, 1, W]
+        # [A, 1, W]: the tokens that a mask with other than stop tokens keeps; with `longest` no stop token
+        self.text = torch.where(ends, guide.others, guide.others | guide.stop)
 
-    def read(self, tokens: torch.Tensor) -> None:
-        """The trees' tokens [A, N], as far as they are drafted."""
+    def set_tokens(self, tokens: torch.Tensor) -> None:
+        """Give the trees' tokens int64 [A, nodes drafted so far]. The host waits for them."""
         self.tokens = tokens[self.rows].tolist()
 
     def allowed(self, nodes: list[int]) -> torch.Tensor:
-        """bool [A, nodes, V]: what may follow each. Below a token that is forbidden itself, everything.
+        """bool [A, len(nodes), V]: the tokens allowed after each node. After a node that is itself forbidden, all are.
 
-        Where a grammar lets nothing follow but the end, or nothing at all, the stop tokens may.
+        Where the grammar allows nothing but the end, or nothing at all, the stop tokens are allowed.
         """
         for node in nodes:
             if node not in self.known:
@@ -257,15 +259,15 @@ class Guidance:
         self.known.update(nodes)
         bits = self.bits[:, nodes].to(self.text.device)
         going_on = (bits & self.guide.others).any(-1, keepdim=True)
-        return unpack(torch.where(going_on, bits & self.text, self.guide.stop), self.guide.vocab_size)
+        return _as_flags(torch.where(going_on, bits & self.text, self.guide.stop), self.guide.vocab_size)
 
     def rewind(self) -> None:
-        """The matchers stand at the roots again."""
+        """Move the matchers back to the roots, as they must be when the round ends."""
         for walk in self.walks:
             walk.go(0, [])
 
-    def restart(self) -> None:
-        """As new: no token of the trees is known."""
+    def reset(self) -> None:
+        """Forget the trees' tokens, for others of the same round."""
         self.rewind()
         self.known.clear()
         self.bits.fill_(-1)

@@ -1,7 +1,7 @@
-"""JSON schemas as EBNF: every text of the grammar is JSON whose value the schema allows.
+"""Writes JSON schemas as EBNF: every text of the grammar is JSON whose value the schema allows.
 
-`json_schema.check_schema` has refused what has no grammar; here is what each keyword that is left means. Objects have
-the properties that the schema names, in that order, and others only where it says so. Knows nothing of tokens.
+`json_schema.check_schema` has refused what cannot be written. Objects have the properties that the schema names, in its
+order, and others only where it says so. Knows nothing of tokens.
 """
 
 import json
@@ -49,20 +49,22 @@ PYTHON: dict[str, type | tuple[type, ...]] = {
 }
 Schema = Mapping[str, Any] | bool
 Path = tuple[str, ...]
-"""Of keywords, names and numbers: where a schema is."""
+"""A schema's place in the whole: keywords, names and numbers."""
 
-TYPES = ("object", "array", "string", "number", "boolean", "null")
-MOST_STATES = 5000  # of an object: properties times those that are counted
-MOST_LISTED = 1000  # multiples between two bounds, which are written one by one
-MOST_GROUPS = 200  # within each other, of a pattern and what is around it
-WHITESPACE = 16  # characters between two tokens of JSON, at most: a line's end and some indentation
-# A character outside of what JSON must escape, or any escape; a surrogate comes as half of a pair only.
-CHAR = (written(Chars(without(EVERY, ESCAPED)), Rules("")), r'"\\" ["\\/bfnrt]', r'"\\u" unit')
-BASIC = {
+_TYPES = ("object", "array", "string", "number", "boolean", "null")
+_MOST_STATES = 5000  # of an object: its properties times the counts that are distinguished
+_MOST_LISTED = 1000  # multiples between two bounds, which are listed
+_MOST_GROUPS = 200  # nested, in a pattern and around it
+WHITESPACE = (
+    16  # the most characters between two tokens of JSON, unless a request says otherwise: a line end and indentation
+)
+# A character that needs no escape, or any escape; surrogates in pairs only.
+_CHAR = (written(Chars(without(EVERY, ESCAPED)), Rules("")), r'"\\" ["\\/bfnrt]', r'"\\u" unit')
+_BASIC = {
     "unit": r'[0-9a-cA-CeEfF] hex hex hex | [dD] [0-7] hex hex | [dD] [89abAB] hex hex "\\u" [dD] [c-fC-F] hex hex',
     "hex": "[0-9a-fA-F]",
     "string": r'"\"" text "\""',
-    "text": " | ".join(['""', *(f"{option} text" for option in CHAR)]),  # see Rules.any_number_of
+    "text": " | ".join(['""', *(f"{option} text" for option in _CHAR)]),  # see Rules.any_number_of
     "number": written(whole(NUMBER), Rules("")),
     "boolean": '"true" | "false"',
     "null": '"null"',
@@ -75,56 +77,54 @@ BASIC = {
 
 
 def write_schema(schema: Schema, whitespace: int | None = WHITESPACE) -> str:
-    """A schema as EBNF. `whitespace`: characters between two tokens of JSON at most; None: any number.
+    """A schema as EBNF. `whitespace`: the most characters between two tokens of JSON; None: unlimited.
 
-    Raises UserError, naming the place, for what cannot be promised.
+    Raises UserError, naming the place, for what cannot be guaranteed.
     """
-    writer = Writer(schema)
+    writer = _Writer(schema)
     root = writer.rule_of(schema, ())
     space = r"[ \n\r\t]"
     gap = '""' if whitespace == 0 else f"{space}*" if whitespace is None else f"{space}{{0,{whitespace}}}"
-    rules = {"root": root, **writer.rules.bodies, **writer.schemas, **BASIC, "gap": gap}
+    rules = {"root": root, **writer.rules.bodies, **writer.schemas, **_BASIC, "gap": gap}
     text = "\n".join(f"{name} ::= {body}" for name, body in rules.items())
     return writer.freed(text) if writer.may_be_impossible(text) else text
 
 
 def place(path: Path) -> str:
-    """A schema's place as an error may show it."""
+    """A schema's place as text, for errors."""
     return "/".join(["#", *(name if name.isprintable() and len(name) < 40 else repr(name)[:60] for name in path)])
 
 
 def path_of(text: str) -> Path:
-    """Where a `$ref` that begins with # leads."""
+    """The place that a `$ref` beginning with # refers to."""
     parts = text[1:].split("/")[1:]
     return tuple(unquote(part).replace("~1", "/").replace("~0", "~") for part in parts)
 
 
 @dataclass(frozen=True)
-class Members:
-    """An object's members: (name, rule of its value, whether it must be there), the rule of the others' values or None,
-    how many there may be, and the rule of the others' names.
-    """
+class _Members:
+    """What the members of an object may be."""
 
-    named: list[tuple[str, str, bool]]
-    other: str | None
-    key: str
-    least: int
-    most: int | None
+    named: list[tuple[str, str, bool]]  # name, rule of the value, whether it is required
+    other: str | None  # the rule of other members' values; None: there are no others
+    key: str  # the rule of other members' names
+    least: int  # members
+    most: int | None  # members; None: unlimited
 
 
-class Writer:
+class _Writer:
     def __init__(self, root: Schema):
         self.root, self.rules = root, Rules("r")
         self.schemas, self.known = dict[str, str](), dict[Path, str]()
-        self.reasons, self.is_recursive = dict[Path, str](), False  # why no value of a schema is possible
+        self.reasons, self.is_recursive = dict[Path, str](), False  # by schema: why no value satisfies it
 
     def may_be_impossible(self, text: str) -> bool:
-        """Whether a rule can have no text: one that has none itself, or one that needs itself."""
+        """Whether there may be a rule that no text matches: NEVER is used, or a rule refers to itself."""
         return NEVER in text or self.is_recursive
 
     def freed(self, text: str) -> str:
-        """A grammar without what no value is of. Raises UserError, naming the place, where nothing is left."""
-        grammar = Reader(f"{text}\n{NEVER_RULE}", MOST_GROUPS).grammar()
+        """A grammar without the parts that no text matches. Raises UserError, naming the place, where none is left."""
+        grammar = Reader(f"{text}\n{NEVER_RULE}", _MOST_GROUPS).grammar()
         paths = {name: path for path, name in self.known.items()}
         culprits = [paths[name] for name in impossible_rules(grammar) if name in paths]
         if culprits:
@@ -134,7 +134,7 @@ class Writer:
         return text if as_it_is else write_rules(freed(grammar))
 
     def rule_of(self, schema: Schema, path: Path) -> str:
-        """The rule of a schema's texts; what it refers to may refer to it."""
+        """The name of the rule of a schema's texts. Schemas may refer to each other."""
         self.is_recursive |= path in self.known and self.known[path] not in self.schemas
         if path not in self.known:
             self.known[path] = f"s{len(self.known)}"
@@ -154,17 +154,17 @@ class Writer:
                 return " | ".join(self.rule_of(each, (*path, key, str(i))) for i, each in enumerate(schema[key]))
         if "const" in schema or "enum" in schema:
             return self.constants(schema, path)
-        return " | ".join(dict.fromkeys(self.possible(name, schema, path) for name in types_of(schema)))
+        return " | ".join(dict.fromkeys(self.possible(name, schema, path) for name in _types_of(schema)))
 
     def constants(self, schema: Mapping[str, Any], path: Path) -> str:
         values = schema["enum"] if "enum" in schema else [schema["const"]]
-        left = [value for value in values if any(is_of(value, name) for name in types_of(schema))]
+        left = [value for value in values if any(_is_of(value, name) for name in _types_of(schema))]
         if not left:
             self.reasons[path] = f"no value of enum or const is of type {schema.get('type')!r}"
-        return " | ".join(dict.fromkeys(map(constant, left))) or NEVER
+        return " | ".join(dict.fromkeys(map(_constant, left))) or NEVER
 
     def possible(self, name: str, schema: Mapping[str, Any], path: Path) -> str:
-        """The texts of one of a schema's types; none where its keywords leave none."""
+        """The texts of one of a schema's types; NEVER where its keywords allow none."""
         try:
             return self.of_type(name, schema, path)
         except Impossible as error:
@@ -184,13 +184,13 @@ class Writer:
         if name == "array":
             return self.array(schema, path)
         if name == "string":
-            return string(schema, self.rules)
+            return _string(schema, self.rules)
         if name == "integer":
             return self.integer(schema)
-        return number(schema, self.rules) if name == "number" else name
+        return _number(schema, self.rules) if name == "number" else name
 
     def integer(self, schema: Mapping[str, Any]) -> str:
-        least, most = whole_bounds(schema)
+        least, most = _whole_bounds(schema)
         expect(least is None or most is None or least <= most, "minimum greater than maximum leaves no number")
         of = int(schema.get("multipleOf", 1))
         if of == 1:
@@ -198,20 +198,20 @@ class Writer:
         if least is None and most is None:
             return self.multiple(of)
         listed = None if least is None or most is None else range(-(-least // of) * of, most + 1, of)
-        if listed is None or len(listed) > MOST_LISTED:
+        if listed is None or len(listed) > _MOST_LISTED:
             raise UserError(
-                f"multipleOf and bounds cannot be guaranteed together but for {MOST_LISTED} numbers at most"
+                f"multipleOf and bounds cannot be guaranteed together but for {_MOST_LISTED} numbers at most"
             )
         expect(len(listed) > 0, f"no multiple of {of} is between these bounds")
         return " | ".join(literal(str(each)) for each in listed)
 
     def multiple(self, of: int) -> str:
-        """A rule for each remainder of the digits so far."""
+        """The multiples of a number, by a rule for each remainder of the digits so far."""
         name = f"multiple{of}_"
         for remainder, after in enumerate(multiples(of)):
             end = ['""'] if remainder == 0 else []
-            self.schemas[f"{name}{remainder}"] = " | ".join(end + digits(after, name))
-        first = digits([None, *multiples(of)[0][1:]], name)
+            self.schemas[f"{name}{remainder}"] = " | ".join(end + _digits(after, name))
+        first = _digits([None, *multiples(of)[0][1:]], name)
         return f'"0" | "-"? ({" | ".join(first)})'
 
     def array(self, schema: Mapping[str, Any], path: Path) -> str:
@@ -223,20 +223,20 @@ class Writer:
         expect(most is None or least <= most, f"minItems {least}: there can be only {most}")
         item = "value" if rest is True else self.rule_of(rest, (*path, "items")) if rest is not False else NEVER
         left = None if most is None else most - len(prefix)
-        after = repeated(f"comma {item}", max(least - len(prefix), 0), left) if left is None or left > 0 else '""'
+        after = _repeated(f"comma {item}", max(least - len(prefix), 0), left) if left is None or left > 0 else '""'
         for i in reversed(range(len(prefix))):
             if most is not None and i >= most:
                 continue
             each = f"{'comma' if i else 'gap'} {self.rule_of(prefix[i], (*path, 'prefixItems', str(i)))}"
             after = f"{each} {after}" if i < least else f"({each} {self.rules.named(after)})?"
         if not prefix:
-            after = listed(item, least, most)
+            after = _listed(item, least, most)
         return f'"[" {after} gap "]"'
 
     def object(self, schema: Mapping[str, Any], path: Path) -> str:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         other = schema.get("additionalProperties", "properties" not in schema)
-        members = Members(
+        members = _Members(
             [
                 (name, self.rule_of(each, (*path, "properties", name)), name in required)
                 for name, each in properties.items()
@@ -252,15 +252,19 @@ class Writer:
         )
         counted = max(members.least, members.most or 0)
         states = (len(members.named) + 1) * (min(counted, len(members.named)) + 1)
-        check(states <= MOST_STATES, "minProperties or maxProperties cannot be guaranteed for so many properties")
+        check(states <= _MOST_STATES, "minProperties or maxProperties cannot be guaranteed for so many properties")
         body = self.members(members)
         same = members.other is not None and members.least > len(properties) + 1
         check(not same, "minProperties cannot be guaranteed: one name may come twice")
         expect(body is not None, "no object has so many, or so few, of these properties")
         return f'"{{" {body} gap "}}"'
 
-    def members(self, members: Members) -> str | None:
-        """From the last property to the first, what may follow when `count` members are written; None: nothing may."""
+    def members(self, members: _Members) -> str | None:
+        """An object's members; None where it can have none such.
+
+        Built from the last property to the first: `after[count]` is what may follow once `count` members are written;
+        None: nothing.
+        """
         most_counted = max(1, members.least, members.most or 0)
         counts = range(min(most_counted, len(members.named)) + 1)
         after = {count: self.others(members, count) for count in counts}
@@ -277,8 +281,9 @@ class Writer:
             after = now
         return after[0]
 
-    def others(self, members: Members, count: int) -> str | None:
-        """Members of other names. They may come twice, so however many there are, they are counted as one."""
+    def others(self, members: _Members, count: int) -> str | None:
+        """Members with other names, after `count` members; None: impossible. A name may come twice, so that any number
+        of them counts as one towards `least`."""
         least = max(members.least - count, 0)
         if members.other is None or members.most == count:
             return '""' if least == 0 else None
@@ -287,11 +292,11 @@ class Writer:
         member = f"{members.key} colon {members.other}"
         left = None if members.most is None else members.most - count
         if count:
-            return self.rules.named(repeated(f"comma {member}", least, left))
-        return self.rules.named(listed(member, least, left))
+            return self.rules.named(_repeated(f"comma {member}", least, left))
+        return self.rules.named(_listed(member, least, left))
 
     def other_name(self, names: list[str]) -> str:
-        """A string that is none of these names: written in one way only, so that none comes in disguise."""
+        """A rule for the strings that are none of these names. It has no escapes, which could spell one of them."""
         if not names:
             return "string"
         plain = written(ANY, self.rules, json=True)
@@ -304,51 +309,51 @@ class Writer:
         for node in sorted(nodes, key=len, reverse=True):
             after = [f"{literal(in_json(c))} {rules[node + c]}" for c in sorted(nodes[node])]
             rest = written(Chars(without(EVERY, points("".join(nodes[node])))), self.rules, json=True)
-            rules[node] = self.rules.named(" | ".join([*end_of(node, names), *after, rf'{rest} {plain} "\""']))
+            rules[node] = self.rules.named(" | ".join([*_end_of(node, names), *after, rf'{rest} {plain} "\""']))
         return self.rules.named(rf'"\"" {rules[""]}')
 
 
-def types_of(schema: Mapping[str, Any]) -> list[str]:
-    types = schema.get("type", list(TYPES))
+def _types_of(schema: Mapping[str, Any]) -> list[str]:
+    types = schema.get("type", list(_TYPES))
     return [types] if isinstance(types, str) else types
 
 
-def is_of(value: Any, name: str) -> bool:
-    """Whether a value is of a type, of which `integer` has 1.0 as well."""
+def _is_of(value: Any, name: str) -> bool:
+    """Whether a value has a type of JSON Schema; 1.0 is an integer."""
     if isinstance(value, bool) or value is None:  # True is an int to Python
         return name == ("null" if value is None else "boolean")
     whole_float = name == "integer" and isinstance(value, float) and value.is_integer()
     return whole_float or (name not in ("null", "boolean") and isinstance(value, PYTHON[name]))
 
 
-def end_of(node: str, names: list[str]) -> list[str]:
+def _end_of(node: str, names: list[str]) -> list[str]:
     return [] if node in names else [r'"\""']
 
 
-def digits(after: Iterable[int | None], name: str) -> list[str]:
-    """A digit each, and the rule for the remainder after it; None: not this digit."""
+def _digits(after: Iterable[int | None], name: str) -> list[str]:
+    """For each digit an expression: the digit, then the rule of its remainder. None leaves the digit out."""
     return [f'"{digit}" {name}{remainder}' for digit, remainder in enumerate(after) if remainder is not None]
 
 
-def repeated(body: str, least: int, most: int | None) -> str:
+def _repeated(body: str, least: int, most: int | None) -> str:
     return f"({body}){{{least},{'' if most is None else most}}}"
 
 
-def listed(each: str, least: int, most: int | None) -> str:
-    """Some in a row, with commas, and the gap before them."""
+def _listed(each: str, least: int, most: int | None) -> str:
+    """`least` to `most` of `each`, separated by commas, after a gap."""
     if most == 0:
         return '""'
-    some = f"gap {each} {repeated(f'comma {each}', max(least - 1, 0), None if most is None else most - 1)}"
+    some = f"gap {each} {_repeated(f'comma {each}', max(least - 1, 0), None if most is None else most - 1)}"
     return some if least else f"({some})?"
 
 
-def constant(value: Any) -> str:
-    """One value, with gaps where JSON has them."""
+def _constant(value: Any) -> str:
+    """A value, with gaps between the tokens of its JSON."""
     if isinstance(value, Mapping):
         names = [literal(json.dumps(name, ensure_ascii=False)) for name in value]
-        inner = [f"{name} colon {constant(each)}" for name, each in zip(names, value.values(), strict=True)]
+        inner = [f"{name} colon {_constant(each)}" for name, each in zip(names, value.values(), strict=True)]
     elif isinstance(value, list | tuple):
-        inner = [constant(each) for each in value]
+        inner = [_constant(each) for each in value]
     else:
         return literal(json.dumps(value, ensure_ascii=False))
     start, end = "{}" if isinstance(value, Mapping) else "[]"
@@ -356,13 +361,13 @@ def constant(value: Any) -> str:
     return f'"{start}" {body}gap "{end}"'
 
 
-def string(schema: Mapping[str, Any], rules: Rules) -> str:
-    """`pattern` and `format` are of the string's value; so are its lengths, in code points."""
+def _string(schema: Mapping[str, Any], rules: Rules) -> str:
+    """A string. `pattern`, `format` and the lengths, in code points, are about its value, not about its JSON."""
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     expect(most is None or least <= most, "minLength greater than maxLength leaves no string")
     keys = sorted({"minLength", "maxLength", "pattern", "format"} & set(schema))
     if "pattern" not in schema and "format" not in schema:
-        return rf'"\"" ({rules.counted(list(CHAR), least, most)}) "\""' if keys else "string"
+        return rf'"\"" ({rules.counted(list(_CHAR), least, most)}) "\""' if keys else "string"
     node = searched(schema["pattern"]) if "pattern" in schema else whole(FORMATS[schema["format"]])
     try:
         node = limited(node, least, most)
@@ -371,28 +376,28 @@ def string(schema: Mapping[str, Any], rules: Rules) -> str:
     return rf'"\"" {written(node, rules, json=True)} "\""'
 
 
-def bounds(schema: Mapping[str, Any]) -> tuple[Bound | None, Bound | None]:
-    """The tighter one on either side."""
-    given = {key: Bound(Decimal(repr(schema[key])), key.startswith("ex")) for key in BOUNDS if key in schema}
+def _bounds(schema: Mapping[str, Any]) -> tuple[Bound | None, Bound | None]:
+    """The tighter lower and upper bound; None: unbounded."""
+    given = {key: Bound(Decimal(repr(schema[key])), key.startswith("ex")) for key in _BOUNDS if key in schema}
     low = [given[key] for key in ("minimum", "exclusiveMinimum") if key in given]
     high = [given[key] for key in ("maximum", "exclusiveMaximum") if key in given]
     least = max(low, key=lambda bound: (bound.value, bound.strict), default=None)
     return least, min(high, key=lambda bound: (bound.value, not bound.strict), default=None)
 
 
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
-def whole_bounds(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """The least and the greatest whole number."""
-    low, high = bounds(schema)
+def _whole_bounds(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """The bounds as integers, both inclusive."""
+    low, high = _bounds(schema)
     least = None if low is None else ceil(low.value) + (low.strict and low.value == ceil(low.value))
     most = None if high is None else floor(high.value) - (high.strict and high.value == floor(high.value))
     return least, most
 
 
-def number(schema: Mapping[str, Any], rules: Rules) -> str:
-    least, most = bounds(schema)
+def _number(schema: Mapping[str, Any], rules: Rules) -> str:
+    least, most = _bounds(schema)
     if least is None and most is None:
         return "number"
     above = least is not None and most is not None and least.value > most.value

@@ -1,7 +1,7 @@
-"""Ranges of numbers as regular expressions over their decimal digits. Knows nothing of schemas, EBNF and tokens.
+"""Regular expressions for the decimal texts of ranges of numbers. Knows nothing of schemas, EBNF or tokens.
 
-A bound is a Decimal, so what is written is compared as it is written. Numbers with a bound have no exponent and at most
-DIGITS significant digits, so that a reader's float is on the same side of the bound.
+Bounds are Decimals, so comparisons are exact. Numbers in a range have no exponent and at most _DIGITS significant
+digits, so that a reader's float is on the same side of the bound.
 """
 
 from dataclasses import dataclass
@@ -10,20 +10,22 @@ from decimal import Decimal
 from eagle_train.errors import check
 from eagle_train.inference.grammar.patterns import expect
 
-DIGITS = 15  # that a float of 64 bits tells apart
-WHOLE = "(0|[1-9][0-9]*)"
-NUMBER = f"-?{WHOLE}([.][0-9]+)?([eE][+-]?[0-9]{{1,2}})?"
-MOST_DIGITS = 40  # of a bound before the point
+_DIGITS = 15  # that a 64-bit float preserves
+_WHOLE = "(0|[1-9][0-9]*)"
+NUMBER = f"-?{_WHOLE}([.][0-9]+)?([eE][+-]?[0-9]{{1,2}})?"
+_MOST_DIGITS = 40  # of a bound before the point
 
 
 @dataclass(frozen=True)
 class Bound:
+    """A bound of a range."""
+
     value: Decimal
-    strict: bool = False  # the value itself is out
+    strict: bool = False  # the value itself is excluded
 
 
 def integers(least: int | None, most: int | None) -> str:
-    """The whole numbers from `least` to `most`, None: without an end; there must be one."""
+    """An expression for the integers from `least` to `most`; None: unbounded. There must be one."""
     options = []
     if least is None or least < 0:
         low = 1 if most is None or most >= 0 else -most
@@ -34,12 +36,12 @@ def integers(least: int | None, most: int | None) -> str:
 
 
 def _naturals(least: int, most: int | None) -> str:
-    """Whole numbers of 0 or more."""
+    """As `integers`, of non-negative bounds."""
     if most is None:
         digits = len(str(least))
         longer = f"[1-9][0-9]{{{digits},}}"
         same = _same_length(str(least), "9" * digits)
-        return WHOLE if least == 0 else _either([same, longer])
+        return _WHOLE if least == 0 else _either([same, longer])
     options = []
     for digits in range(len(str(least)), len(str(most)) + 1):
         low = max(least, 10 ** (digits - 1) if digits > 1 else 0)
@@ -48,7 +50,7 @@ def _naturals(least: int, most: int | None) -> str:
 
 
 def _same_length(low: str, high: str) -> str:
-    """Digits between two texts of as many."""
+    """Digit strings between two of the same length."""
     if low == high:
         return low
     if set(low) == {"0"} and set(high) == {"9"}:
@@ -74,8 +76,8 @@ def decimals(least: Bound | None, most: Bound | None) -> str:
         if bound is not None:
             _, digits, exponent = bound.value.normalize().as_tuple()
             assert isinstance(exponent, int)  # a bound is finite
-            long = len(digits) > DIGITS or -exponent > DIGITS or bound.value.adjusted() >= MOST_DIGITS
-            check(not long, f"a bound of more than {DIGITS} significant digits cannot be guaranteed")
+            long = len(digits) > _DIGITS or -exponent > _DIGITS or bound.value.adjusted() >= _MOST_DIGITS
+            check(not long, f"a bound of more than {_DIGITS} significant digits cannot be guaranteed")
     zero = Bound(Decimal(0), strict=True)
     options = []
     if least is None or least.value < 0:
@@ -93,15 +95,15 @@ def _flipped(bound: Bound) -> Bound:
 
 
 def _positive(least: Bound, most: Bound | None) -> list[str]:
-    """Numbers of 0 or more, by their whole part: that of either bound, and those between."""
+    """Non-negative numbers: those with the whole part of either bound, and those between."""
     if most is not None and (least.value > most.value or (least.value == most.value and (least.strict or most.strict))):
         return []
     low, low_digits = _parts(least)
     if most is None:
-        room = max(DIGITS - len(str(low)), len(low_digits))
+        room = max(_DIGITS - len(str(low)), len(low_digits))
         return _with_fraction(str(low), _Fraction(low_digits, least.strict), room) + _between(low + 1, None, room)
     high, high_digits = _parts(most)
-    room = max(DIGITS - len(str(high)), len(low_digits), len(high_digits))
+    room = max(_DIGITS - len(str(high)), len(low_digits), len(high_digits))
     if low == high:
         return _with_fraction(str(low), _Fraction(low_digits, least.strict, high_digits, most.strict), room)
     options = _with_fraction(str(low), _Fraction(low_digits, least.strict), room) + _between(low + 1, high - 1, room)
@@ -109,7 +111,7 @@ def _positive(least: Bound, most: Bound | None) -> list[str]:
 
 
 def _between(least: int, most: int | None, room: int) -> list[str]:
-    """Numbers with such a whole part and any fraction of up to `room` digits."""
+    """Numbers with a whole part from `least` to `most` and any fraction of up to `room` digits."""
     if most is not None and least > most:
         return []
     return [_naturals(least, most) + (f"([.]{_digits(1, room)})?" if room else "")]
@@ -123,7 +125,7 @@ def _parts(bound: Bound) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class _Fraction:
-    """Digits after the point from `low` to `high`, None: to all nines; a bound may be out itself."""
+    """A range of digits after the point; `high` None: up to all nines. A strict bound is excluded."""
 
     low: str
     low_strict: bool
@@ -139,7 +141,7 @@ def _with_fraction(whole: str, fraction: _Fraction, room: int) -> list[str]:
 
 
 def _fraction(fraction: _Fraction, room: int) -> str:
-    """One to `room` digits; "" where there are none."""
+    """An expression for 1 to `room` digits of the range; "" where there are none."""
     if room == 0:
         return ""
     low, high = fraction.low, fraction.high
@@ -163,7 +165,7 @@ def _fraction(fraction: _Fraction, room: int) -> str:
 
 
 def _digit_then(digit: int, below: _Fraction, room: int) -> list[str]:
-    """A digit, alone or with others after it."""
+    """Expressions for a digit followed by digits of the range `below`, or by none where the range allows it."""
     free = not below.low and not below.low_strict and below.high is None
     if free:
         return [f"{digit}{_digits(0, room)}"]
@@ -186,5 +188,5 @@ def _either(options: list[str]) -> str:
 
 
 def multiples(of: int) -> list[list[int]]:
-    """For each remainder of a number that was read so far, the one after each further digit."""
+    """The automaton of divisibility by `of`: for each remainder so far, the remainder after each further digit."""
     return [[(remainder * 10 + digit) % of for digit in range(10)] for remainder in range(of)]

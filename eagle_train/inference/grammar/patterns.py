@@ -1,6 +1,7 @@
-"""Regular expressions as trees: parsed by ECMA-262's rules, which are JSON Schema's. What has no exact tree is refused.
+"""Parses regular expressions into trees, by the rules of ECMA-262, which JSON Schema prescribes.
 
-Knows nothing of EBNF, JSON or tokens. A tree stands for a set of texts; characters are Unicode code points.
+A tree denotes a set of texts. An expression whose set no tree here denotes exactly is refused. Characters are Unicode
+code points. Knows nothing of EBNF, JSON or tokens.
 """
 
 import re
@@ -11,71 +12,76 @@ from functools import cache
 from eagle_train.errors import UserError, check
 
 Ranges = tuple[tuple[int, int], ...]
-"""Code points: first and last of each stretch, ascending, with gaps between them."""
+"""A set of code points: (first, last) of each interval, ascending, disjoint and not adjacent."""
 
 DEEPEST = 100  # groups within groups
 CONTROLS = {"f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "0": "\0"}
-UNKEPT = {"b": "a word's edge", "B": "a word's edge", "p": "a Unicode property", "P": "a Unicode property"}
-UNKEPT |= dict.fromkeys("k123456789", "what a group has matched")
-TIMES = re.compile(r"\{(\d+)(,?)(\d*)\}|\{,\d*\}")
-NAMED = re.compile(r"\?P?<[A-Za-z_]\w*>")
-HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
-LOOKS = {"?=": "Lookahead", "?!": "Lookahead", "?<=": "Lookbehind", "?<!": "Lookbehind"}
+_UNKEPT = {"b": "a word's edge", "B": "a word's edge", "p": "a Unicode property", "P": "a Unicode property"}
+_UNKEPT |= dict.fromkeys("k123456789", "what a group has matched")
+_TIMES = re.compile(r"\{(\d+)(,?)(\d*)\}|\{,\d*\}")
+_NAMED = re.compile(r"\?P?<[A-Za-z_]\w*>")
+_HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
+_LOOKS = {"?=": "Lookahead", "?!": "Lookahead", "?<=": "Lookbehind", "?<!": "Lookbehind"}
 
 
 class Impossible(UserError):
-    """There is no text of the kind that is asked for."""
+    """No text satisfies what is asked for."""
 
 
 def expect(possible: bool, message: str) -> None:
+    """Raise Impossible(message) unless `possible`."""
     if not possible:
         raise Impossible(message)
 
 
 @dataclass(frozen=True)
 class Chars:
-    """One character of a set; of an empty one, nothing at all."""
+    """One character of a set. An empty set matches no text."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True)
 class Row:
-    """One after another; without parts, the empty text."""
+    """A concatenation; without parts, the empty text."""
 
     parts: tuple["Node", ...]
 
 
 @dataclass(frozen=True)
 class Choice:
+    """An alternation."""
+
     options: tuple["Node", ...]
 
 
 @dataclass(frozen=True)
 class Times:
+    """A repetition, `least` to `most` times."""
+
     node: "Node"
     least: int
-    most: int | None  # None: without an end
+    most: int | None  # None: unbounded
 
 
 @dataclass(frozen=True)
-class Anchor:
-    """`^` or `$`. In no tree that `whole` or `searched` returns."""
+class _Anchor:
+    """`^` or `$`; only while parsing: trees that `whole` and `searched` return have none."""
 
     sign: str
 
 
 @dataclass(frozen=True)
 class Ref:
-    """What another rule of a grammar matches. In no tree of a regular expression."""
+    """A reference to a rule of a grammar; regular expressions have none."""
 
     name: str
 
 
-Node = Chars | Row | Choice | Times | Anchor | Ref
+Node = Chars | Row | Choice | Times | _Anchor | Ref
 
 
-def union(*sets: Iterable[tuple[int, int]]) -> Ranges:
+def _union(*sets: Iterable[tuple[int, int]]) -> Ranges:
     merged: list[tuple[int, int]] = []
     for first, last in sorted(each for ranges in sets for each in ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -86,6 +92,7 @@ def union(*sets: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def without(ranges: Ranges, removed: Ranges) -> Ranges:
+    """The difference of two sets."""
     left = []
     for first, last in ranges:
         for start, end in removed:
@@ -99,48 +106,51 @@ def without(ranges: Ranges, removed: Ranges) -> Ranges:
 
 
 def points(text: str) -> Ranges:
-    return union((ord(c), ord(c)) for c in text)
+    """The set of a text's characters."""
+    return _union((ord(c), ord(c)) for c in text)
 
 
 EVERY: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))  # a text has no surrogates
 
 
-DIGIT: Ranges = ((48, 57),)
-SPACE = union(points(" \t\n\r\f\v\xa0\u1680\u2028\u2029\u202f\u205f\u3000"), ((0x2000, 0x200A),))
-ALIKE = {"d": DIGIT, "w": union(DIGIT, ((65, 90), (97, 122)), points("_")), "s": SPACE}
+_DIGIT: Ranges = ((48, 57),)
+_SPACE = _union(points(" \t\n\r\f\v\xa0\u1680\u2028\u2029\u202f\u205f\u3000"), ((0x2000, 0x200A),))
+_ALIKE = {"d": _DIGIT, "w": _union(_DIGIT, ((65, 90), (97, 122)), points("_")), "s": _SPACE}
 
 
 @cache
-def either(letter: str) -> Ranges:
-    r"""What \d, \w or \s is to ECMA-262 or to Python's `re`; ALIKE has what it is to both.
+def _either(letter: str) -> Ranges:
+    r"""The characters that \d, \w or \s matches in ECMA-262 or in Python's `re`; _ALIKE has those of both.
 
-    Readers check patterns by one or the other; what is promised holds for both.
+    Validators use the one or the other, and an answer must be valid in both.
     """
     text = "".join(chr(code) for first, last in EVERY for code in range(first, last + 1))
     spans = (match[0] for match in re.finditer(rf"\{letter}+", text))
-    python = union((ord(c), ord(c)) for span in spans for c in span)
-    return union(ALIKE[letter], python, points("\ufeff") if letter == "s" else ())
+    python = _union((ord(c), ord(c)) for span in spans for c in span)
+    return _union(_ALIKE[letter], python, points("\ufeff") if letter == "s" else ())
 
 
-DOT = without(EVERY, points("\n\r\u2028\u2029"))
+_DOT = without(EVERY, points("\n\r\u2028\u2029"))
 ANY = Times(Chars(EVERY), 0, None)
 
 
 def whole(pattern: str) -> Node:
-    """The texts that match from beginning to end, as a grammar's `regex` has it. Raises UserError."""
-    return Choice(tuple(row for row, _, _ in alternatives(Parser(pattern).parsed())))
+    """The texts that a pattern matches as a whole, the meaning of a grammar's `regex`. Raises UserError."""
+    return Choice(tuple(row for row, _, _ in _alternatives(Parser(pattern).parsed())))
 
 
 def searched(pattern: str) -> Node:
-    """The texts in which the pattern is found, as JSON Schema's `pattern` has it. Raises UserError."""
+    """The texts that contain a match of a pattern, the meaning of JSON Schema's `pattern`. Raises UserError."""
     rows = [
         Row((*([] if begins else [ANY]), *row.parts, *([] if ends else [ANY])))
-        for row, begins, ends in alternatives(Parser(pattern).parsed())
+        for row, begins, ends in _alternatives(Parser(pattern).parsed())
     ]
     return Choice(tuple(rows))
 
 
 class Parser:
+    """A recursive-descent parser: each method parses a construct at `self.at` and moves behind it."""
+
     def __init__(self, pattern: str, deepest: int = DEEPEST):
         self.text, self.at, self.depth, self.deepest = pattern, 0, 0, deepest
 
@@ -176,13 +186,13 @@ class Parser:
         return Row(tuple(parts))
 
     def repeated(self, node: Node) -> Node:
-        """What was read, as often as what follows says."""
+        """`node`, repeated if a quantifier follows."""
         times = self.times()
         if times is None:
             return node
-        check(not has_anchor(node), "^ and $ may stand at the ends only, and not be repeated")
-        self.take("?")  # as few as possible: of the same texts
-        again = self.at < len(self.text) and (self.text[self.at] in "*+?" or TIMES.match(self.text, self.at))
+        check(not _has_anchor(node), "^ and $ may stand at the ends only, and not be repeated")
+        self.take("?")  # a lazy quantifier matches the same texts
+        again = self.at < len(self.text) and (self.text[self.at] in "*+?" or _TIMES.match(self.text, self.at))
         check(not again, "a repetition of a repetition: put the inner one into a group")
         return Times(node, *times)
 
@@ -190,14 +200,14 @@ class Parser:
         for sign, times in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if self.take(sign):
                 return times
-        found = TIMES.match(self.text, self.at)
+        found = _TIMES.match(self.text, self.at)
         if not found:
             return None
         check(found[1] is not None, f"{found[0]} means different things; write {{0,...}}, or a backslash before it")
         return self.bounds(found)
 
     def bounds(self, found: re.Match[str]) -> tuple[int, int | None]:
-        """Of a repetition that stands here: its least, its comma, its most."""
+        """The bounds of a quantifier, from its match: the lower bound, a comma, the upper bound."""
         self.at = found.end()
         least = int(found[1])
         most = int(found[3]) if found[3] else None if found[2] else least
@@ -214,22 +224,22 @@ class Parser:
         if letter == "\\":
             return Chars(self.escape())
         if letter in "^$":
-            return Anchor(letter)
-        literal_brace = letter == "{" and not TIMES.match(self.text, self.at - 1)
+            return _Anchor(letter)
+        literal_brace = letter == "{" and not _TIMES.match(self.text, self.at - 1)
         check(letter not in "*+?{" or literal_brace, f"nothing is there for {letter} to repeat")
-        return Chars(DOT if letter == "." else points(letter))
+        return Chars(_DOT if letter == "." else points(letter))
 
     def group(self) -> Node:
-        for sign, name in LOOKS.items():
+        for sign, name in _LOOKS.items():
             check(not self.next_is(sign), f"{name} cannot be guaranteed: ({sign}")
-        if named := NAMED.match(self.text, self.at):
+        if named := _NAMED.match(self.text, self.at):
             self.at = named.end()
         elif not self.take("?:"):
             check(not self.next_is("?"), f"a group that begins with ({self.text[self.at : self.at + 2]} is not known")
         return self.closed()
 
     def closed(self) -> Node:
-        """What stands in a group, to its end."""
+        """The content of a group, up to its closing parenthesis."""
         self.depth += 1
         check(self.depth <= self.deepest, f"groups within groups: at most {self.deepest} are possible")
         node = self.choice()
@@ -238,20 +248,20 @@ class Parser:
         return node
 
     def set_of(self) -> Ranges:
-        """What follows a [, to its ]."""
+        """The content of a class, up to its ]."""
         negated, ranges = self.take("^"), []
         check(not self.next_is("]"), r"a class that begins with ] means different things; write \] for it")
         while not self.take("]"):
             check(self.at < len(self.text), "Unclosed class of characters: a ] is missing")
             first = self.member(negated)
             is_range = self.next_is("-") and not self.next_is("-]") and self.at + 1 < len(self.text)
-            if is_range and is_one(first):
+            if is_range and _is_one(first):
                 self.at += 1
                 last = self.member(negated)
-                check(is_one(last) and first[0][0] <= last[0][0], "a range of characters ends before it begins")
+                check(_is_one(last) and first[0][0] <= last[0][0], "a range of characters ends before it begins")
                 first = ((first[0][0], last[0][0]),)
             ranges.append(first)
-        found = without(union(*ranges), ((0xD800, 0xDFFF),))
+        found = without(_union(*ranges), ((0xD800, 0xDFFF),))
         return without(EVERY, found) if negated else found
 
     def member(self, negated: bool) -> Ranges:
@@ -260,29 +270,29 @@ class Parser:
         return self.escape(in_set=True, negated=negated) if letter == "\\" else points(letter)
 
     def escape(self, in_set: bool = False, negated: bool = False) -> Ranges:
-        """What follows a backslash; `negated`: all that it may be to some reader, and not what it is to all."""
+        """An escape, without its backslash. Its characters are those of all dialects; in a negated class, of any."""
         check(self.at < len(self.text), "a backslash at the end stands for nothing")
         if (code := self.code()) is not None:
             return ((code, code),)
         letter = self.text[self.at]
         self.at += 1
-        if letter in ALIKE:
-            return either(letter) if negated else ALIKE[letter]
-        if letter.lower() in ALIKE:
-            return without(EVERY, ALIKE[letter.lower()] if negated else either(letter.lower()))
+        if letter in _ALIKE:
+            return _either(letter) if negated else _ALIKE[letter]
+        if letter.lower() in _ALIKE:
+            return without(EVERY, _ALIKE[letter.lower()] if negated else _either(letter.lower()))
         if letter == "b" and in_set:
             return points("\b")
         digit = self.text[self.at : self.at + 1]
         check(letter != "0" or not digit.isdigit(), f"\\0{digit} is no escape that is known; write \\x and two digits")
         if letter in CONTROLS:
             return points(CONTROLS[letter])
-        check(letter not in UNKEPT or in_set, f"\\{letter}, {UNKEPT.get(letter)}, cannot be guaranteed")
+        check(letter not in _UNKEPT or in_set, f"\\{letter}, {_UNKEPT.get(letter)}, cannot be guaranteed")
         strange = letter.isascii() and letter.isalnum()
         check(not strange, f"\\{letter} is no escape that is known; without the backslash it is the letter")
         return points(letter)
 
     def code(self) -> int | None:
-        r"""The code point of \xHH, \uHHHH, a pair of those, \u{H...} or \cX; None where none of them is there."""
+        r"""The code point of \xHH, \uHHHH, a surrogate pair of those, \u{H...} or \cX; None for any other escape."""
         if self.next_is("c"):
             letter = self.text[self.at + 1 : self.at + 2]
             check(letter.isascii() and letter.isalpha(), r"\c must be followed by a letter")
@@ -291,12 +301,12 @@ class Parser:
         return self.hexadecimal()
 
     def hexadecimal(self) -> int | None:
-        found = HEX.match(self.text, self.at)
+        found = _HEX.match(self.text, self.at)
         if not found:
             return None
         self.at = found.end()
         code = int(found[1] or found[2] or found[3], 16)
-        low = HEX.match(self.text, self.at + 1) if 0xD800 <= code < 0xDC00 and self.next_is("\\u") else None
+        low = _HEX.match(self.text, self.at + 1) if 0xD800 <= code < 0xDC00 and self.next_is("\\u") else None
         if low and low[2] and 0xDC00 <= int(low[2], 16) < 0xE000:
             self.at = low.end()
             return 0x10000 + ((code - 0xD800) << 10) + int(low[2], 16) - 0xDC00
@@ -304,62 +314,62 @@ class Parser:
 
 
 def character(code: int, said: str) -> int:
-    """A code point that was written as \\`said`. Raises UserError for one that no text has."""
+    """`code`, which was written as the escape `said`. Raises UserError for a surrogate or beyond Unicode."""
     is_point = code <= 0x10FFFF and not 0xD800 <= code < 0xE000
     check(is_point, f"\\{said} is no character: surrogates not allowed")
     return code
 
 
-def is_one(ranges: Ranges) -> bool:
+def _is_one(ranges: Ranges) -> bool:
     return len(ranges) == 1 and ranges[0][0] == ranges[0][1]
 
 
-def has_anchor(node: Node) -> bool:
+def _has_anchor(node: Node) -> bool:
     if isinstance(node, Row | Choice):
-        return any(map(has_anchor, node.parts if isinstance(node, Row) else node.options))
-    return isinstance(node, Anchor) or (isinstance(node, Times) and has_anchor(node.node))
+        return any(map(_has_anchor, node.parts if isinstance(node, Row) else node.options))
+    return isinstance(node, _Anchor) or (isinstance(node, Times) and _has_anchor(node.node))
 
 
-def alternatives(node: Node) -> list[tuple[Row, bool, bool]]:
-    """What may match, each with whether it is held to the beginning and to the end; no anchors are left.
+def _alternatives(node: Node) -> list[tuple[Row, bool, bool]]:
+    """The alternatives without anchors, each with whether ^ ties it to the beginning, and $ to the end, of the text.
 
-    Raises UserError for anchors inside, where they would rarely match.
+    Raises UserError for anchors elsewhere.
     """
-    found, waiting = [], [(rowed(node).parts, False, False)]
+    found, waiting = [], [(_rowed(node).parts, False, False)]
     while waiting:
         parts, begins, ends = waiting.pop()
-        if parts and isinstance(parts[0], Anchor) and parts[0].sign == "^":
+        if parts and isinstance(parts[0], _Anchor) and parts[0].sign == "^":
             waiting.append((parts[1:], True, ends))
-        elif parts and isinstance(parts[-1], Anchor) and parts[-1].sign == "$":
+        elif parts and isinstance(parts[-1], _Anchor) and parts[-1].sign == "$":
             waiting.append((parts[:-1], begins, True))
-        elif parts and isinstance(parts[0], Row | Choice) and has_anchor(parts[0]):
-            waiting += [((*rowed(option).parts, *parts[1:]), begins, ends) for option in options_of(parts[0])]
-        elif parts and isinstance(parts[-1], Row | Choice) and has_anchor(parts[-1]):
-            waiting += [((*parts[:-1], *rowed(option).parts), begins, ends) for option in options_of(parts[-1])]
+        elif parts and isinstance(parts[0], Row | Choice) and _has_anchor(parts[0]):
+            waiting += [((*_rowed(option).parts, *parts[1:]), begins, ends) for option in _options_of(parts[0])]
+        elif parts and isinstance(parts[-1], Row | Choice) and _has_anchor(parts[-1]):
+            waiting += [((*parts[:-1], *_rowed(option).parts), begins, ends) for option in _options_of(parts[-1])]
         else:
-            inside = any(map(has_anchor, parts))
+            inside = any(map(_has_anchor, parts))
             check(not inside, "^ and $ may stand at the ends only: elsewhere they cannot be guaranteed")
             found.append((Row(parts), begins, ends))
     return found
 
 
-def options_of(node: Row | Choice) -> tuple[Node, ...]:
+def _options_of(node: Row | Choice) -> tuple[Node, ...]:
     return node.options if isinstance(node, Choice) else (node,)
 
 
-def rowed(node: Node) -> Row:
+def _rowed(node: Node) -> Row:
     return node if isinstance(node, Row) else Row((node,))
 
 
 def only(node: Node) -> Node:
-    """What a tree is, without rows and choices of one."""
+    """The tree without rows and choices that have one element."""
     while isinstance(node, Row | Choice) and len(parts := node.parts if isinstance(node, Row) else node.options) == 1:
         node = parts[0]
     return node
 
 
 def lengths(node: Node) -> tuple[int, int | None]:
-    """The least and the most characters of a text; None: without an end. Of another rule nothing is known."""
+    """The least and the most characters of a tree's texts; None: unbounded. Of a Ref nothing is known."""
     if isinstance(node, Ref):
         return 0, None
     if isinstance(node, Chars):
@@ -379,9 +389,10 @@ def lengths(node: Node) -> tuple[int, int | None]:
 
 
 def limited(node: Node, least: int, most: int | None) -> Node:
-    """Those of a tree's texts that have `least` to `most` characters. Raises UserError where they have no tree here.
+    """The tree's texts of `least` to `most` characters. Raises Impossible where there are none, UserError where they
+    cannot be denoted.
 
-    They have one where the lengths hold anyhow, and where one character of a set is repeated.
+    They can where all texts have such lengths, and where the tree is a repetition of one set of characters.
     """
     shortest, longest = lengths(node)
     none = (most is not None and shortest > most) or (longest is not None and longest < least)

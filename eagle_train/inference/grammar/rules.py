@@ -1,7 +1,7 @@
-"""EBNF grammars as trees: how they are read, and how they are freed of what no text can match.
+"""Parses EBNF grammars into trees, and removes from them what no text can match.
 
-The dialect is xgrammar's, without what it reads otherwise than it is meant: every escape, class and name has one
-meaning here, or is refused with its line. Knows nothing of JSON or tokens.
+The dialect is xgrammar's, without the constructs that it misreads: an escape, class or name with more than one meaning
+is refused with its line. Knows nothing of JSON or tokens.
 """
 
 import re
@@ -26,22 +26,22 @@ from eagle_train.inference.grammar.patterns import (
 )
 
 Grammar = dict[str, Node]
-"""Rules by their names."""
-Names = AbstractSet[str]
+"""Rules by name."""
+_Names = AbstractSet[str]
 
-NAME = re.compile(r"[A-Za-z_.-][A-Za-z0-9_.-]*")
-SPACE = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
-DEFINED = re.compile(rf"({NAME.pattern}){SPACE.pattern}::=")
-TIMES = re.compile(r"\{\s*(\d+)\s*(,?)\s*(\d*)\s*\}")
-LINE_END = re.compile(r"\r\n|\r|\n")
-MACROS = ("TagDispatch", "Token", "ExcludeToken", "TokenTagDispatch")  # of xgrammar: no texts, but tokens
-LONG = re.compile(r"U([0-9A-Fa-f]{8})")
-ENDLESS = re.compile("x[0-9A-Fa-f]{3}")  # of which xgrammar takes all, and others two digits
-ESCAPES = CONTROLS | {"a": "\a", "b": "\b", "e": "\x1b"}
+_NAME = re.compile(r"[A-Za-z_.-][A-Za-z0-9_.-]*")
+_SPACE = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+_DEFINED = re.compile(rf"({_NAME.pattern}){_SPACE.pattern}::=")
+_TIMES = re.compile(r"\{\s*(\d+)\s*(,?)\s*(\d*)\s*\}")
+_LINE_END = re.compile(r"\r\n|\r|\n")
+_MACROS = ("TagDispatch", "Token", "ExcludeToken", "TokenTagDispatch")  # of xgrammar: they match tokens, not texts
+_LONG = re.compile(r"U([0-9A-Fa-f]{8})")
+_ENDLESS = re.compile("x[0-9A-Fa-f]{3}")  # xgrammar takes all the digits, other dialects two
+_ESCAPES = CONTROLS | {"a": "\a", "b": "\b", "e": "\x1b"}
 
 
 def read_grammar(text: str) -> Grammar:
-    """The rules of a grammar that users write. Raises UserError, naming the line, for one that has no exact meaning."""
+    """The rules of a user's grammar. Raises UserError, naming the line, for an invalid or ambiguous one."""
     reader = Reader(text)
     try:
         found = reader.grammar()
@@ -54,17 +54,19 @@ def read_grammar(text: str) -> Grammar:
 
 
 class Reader(Parser):
-    """Of rules. What a regular expression has too, groups, classes and repetitions, is read as there."""
+    """Parses rules. Groups, classes and repetitions are parsed as in regular expressions."""
 
     def __init__(self, text: str, deepest: int = DEEPEST):
         super().__init__(text, deepest)
-        self.used = dict[str, int]()  # rules that others speak of, and where they do first
+        self.used = dict[str, int]()  # rules that are referred to, and where first
         self.defined = dict[str, int]()
 
     def line(self) -> int:
-        return len(LINE_END.findall(self.text, 0, self.at)) + 1
+        """The number of the current line, from 1."""
+        return len(_LINE_END.findall(self.text, 0, self.at)) + 1
 
     def grammar(self) -> Grammar:
+        """All rules. Raises UserError."""
         found: Grammar = {}
         self.check_characters()
         self.space()
@@ -81,7 +83,7 @@ class Reader(Parser):
         return found
 
     def rule_name(self) -> str:
-        begun = DEFINED.match(self.text, self.at)
+        begun = _DEFINED.match(self.text, self.at)
         if begun is None:
             raise UserError(f"a rule must begin so: NAME ::= ; {self.seen()} does not")
         line = max(self.text.rfind(end, 0, self.at) for end in "\r\n") + 1
@@ -91,7 +93,7 @@ class Reader(Parser):
         return begun[1]
 
     def seen(self) -> str:
-        """What stands here, for an error."""
+        """The text at the current place, for an error."""
         return repr(self.text[self.at : self.at + 12]) if self.at < len(self.text) else "its end"
 
     def space(self) -> None:
@@ -99,7 +101,7 @@ class Reader(Parser):
 
     def after_space(self, place: int) -> int:
         """Where the white space and the comments that begin at `place` end."""
-        found = SPACE.match(self.text, place)
+        found = _SPACE.match(self.text, place)
         assert found is not None  # the empty text matches
         return found.end()
 
@@ -113,8 +115,8 @@ class Reader(Parser):
         return Row(tuple(parts))
 
     def at_end(self) -> bool:
-        """Of a row."""
-        return self.at == len(self.text) or self.text[self.at] in "|)" or DEFINED.match(self.text, self.at) is not None
+        """Whether the current place ends a row."""
+        return self.at == len(self.text) or self.text[self.at] in "|)" or _DEFINED.match(self.text, self.at) is not None
 
     def repeated(self, node: Node) -> Node:
         self.space()
@@ -125,7 +127,7 @@ class Reader(Parser):
         return node if times is None else Times(node, *times)
 
     def times(self) -> tuple[int, int | None] | None:
-        found = TIMES.match(self.text, self.at)
+        found = _TIMES.match(self.text, self.at)
         if found is None:
             check(not self.next_is("{"), f"{{ must begin a number of times, as {{2}}, {{2,}} or {{2,3}}: {self.seen()}")
             return super().times()
@@ -138,13 +140,13 @@ class Reader(Parser):
             return Row(tuple(Chars(points(c)) for c in self.string()))
         if self.take("["):
             return Chars(self.set_of())
-        name = NAME.match(self.text, self.at)
+        name = _NAME.match(self.text, self.at)
         if name is None:
             raise UserError(f"{self.seen()} begins neither a text, a class, a group nor a rule's name")
         if name[0] == "Regex" and self.text.startswith("(", self.after_space(name.end())):
             self.at = name.end()
             return self.regex()
-        macro = name[0] in MACROS and self.text[name.end() : name.end() + 1] == "("
+        macro = name[0] in _MACROS and self.text[name.end() : name.end() + 1] == "("
         check(not macro, f"{name[0]}(...) cannot be guaranteed: a rule is made of texts, classes and rules")
         self.used.setdefault(name[0], self.at)
         self.at = name.end()
@@ -158,7 +160,7 @@ class Reader(Parser):
         return Row(()) if self.take(")") else self.closed()
 
     def regex(self) -> Node:
-        """What stands behind the name: one text within parentheses."""
+        """The argument of `Regex`: one literal within parentheses."""
         self.space()
         self.take("(")
         self.space()
@@ -169,7 +171,7 @@ class Reader(Parser):
         return whole(text)
 
     def string(self) -> str:
-        """A text, from its quote to the other."""
+        """A literal, from its opening quote to the closing one."""
         self.at += 1
         found = ""
         while not self.take('"'):
@@ -179,31 +181,31 @@ class Reader(Parser):
         return found
 
     def escape(self, in_set: bool = False, negated: bool = False) -> Ranges:
-        endless = ENDLESS.match(self.text, self.at)
+        endless = _ENDLESS.match(self.text, self.at)
         check(not endless, f"\\{endless and endless[0]} means different things; write \\u and four digits")
-        if long := LONG.match(self.text, self.at):
+        if long := _LONG.match(self.text, self.at):
             self.at = long.end()
             return points(chr(character(int(long[1], 16), long[0])))
         if (code := self.hexadecimal()) is not None:
             return ((code, code),)
         letter, digit = self.text[self.at : self.at + 1], self.text[self.at + 1 : self.at + 2]
         check(letter != "0" or not digit.isdigit(), f"\\0{digit} is no escape that is known; write \\u and four digits")
-        known = letter in ESCAPES or (letter.isascii() and letter.isprintable() and not letter.isalnum())
+        known = letter in _ESCAPES or (letter.isascii() and letter.isprintable() and not letter.isalnum())
         check(bool(letter) and known, f"\\{letter} is no escape that is known")
         self.at += 1
-        return points(ESCAPES.get(letter, letter))
+        return points(_ESCAPES.get(letter, letter))
 
     def member(self, negated: bool) -> Ranges:
         check(not self.next_is("\n") and not self.next_is("\r"), "a class must end on its line: a ] is missing")
         return super().member(negated)
 
 
-def refs(node: Node) -> Iterator[str]:
-    """The names of the rules that a tree speaks of, in their order."""
+def _refs(node: Node) -> Iterator[str]:
+    """The names of the rules that a tree refers to, in order."""
     if isinstance(node, Ref):
         yield node.name
     for part in _parts(node):
-        yield from refs(part)
+        yield from _refs(part)
 
 
 def _parts(node: Node) -> tuple[Node, ...]:
@@ -213,16 +215,16 @@ def _parts(node: Node) -> tuple[Node, ...]:
 
 
 def possible_rules(grammar: Mapping[str, Node]) -> set[str]:
-    """The names of the rules that some text matches: those that can end without going on for ever."""
+    """The names of the rules that a finite text matches."""
     return _rules_that(is_possible, grammar)
 
 
-def _rules_that(hold: Callable[[Node, Names], bool], grammar: Mapping[str, Node]) -> set[str]:
-    """The names of the rules of which `hold` is true, where it is asked again as others' names become known."""
+def _rules_that(hold: Callable[[Node, _Names], bool], grammar: Mapping[str, Node]) -> set[str]:
+    """The least set of rules that satisfies `hold`, which is given a rule and the names found so far."""
     known: set[str] = set()
     users: dict[str, set[str]] = {}
     for name, node in grammar.items():
-        for used in refs(node):
+        for used in _refs(node):
             users.setdefault(used, set()).add(name)
     waiting = list(grammar)
     while waiting:
@@ -233,8 +235,8 @@ def _rules_that(hold: Callable[[Node, Names], bool], grammar: Mapping[str, Node]
     return known
 
 
-def is_possible(node: Node, rules: Names = frozenset()) -> bool:
-    """Whether some text matches, where `rules` can be matched."""
+def is_possible(node: Node, rules: _Names = frozenset()) -> bool:
+    """Whether some text matches a tree, given that some text matches each of `rules`."""
     if isinstance(node, Chars):
         return bool(node.ranges)
     if isinstance(node, Ref):
@@ -244,8 +246,8 @@ def is_possible(node: Node, rules: Names = frozenset()) -> bool:
     return (any if isinstance(node, Choice) else all)(is_possible(part, rules) for part in _parts(node))
 
 
-def pruned(node: Node, rules: Names = frozenset()) -> Node:
-    """The same texts, without options that none matches: so none is begun that cannot be ended."""
+def pruned(node: Node, rules: _Names = frozenset()) -> Node:
+    """A tree of the same texts without options that no text matches, so that decoding cannot enter a dead end."""
     if isinstance(node, Choice):
         return Choice(tuple(pruned(option, rules) for option in node.options if is_possible(option, rules)))
     if isinstance(node, Row):
@@ -255,31 +257,32 @@ def pruned(node: Node, rules: Names = frozenset()) -> Node:
     return node
 
 
-def says(node: Node, rules: Names) -> bool:
-    """Whether a text of at least one character matches, where one matches `rules`. Of what some text matches."""
+def _says(node: Node, rules: _Names) -> bool:
+    """Whether a non-empty text matches a tree that some text matches, given that one matches each of `rules`."""
     if isinstance(node, Chars):
         return True
     if isinstance(node, Ref):
         return node.name in rules
-    return not (isinstance(node, Times) and node.most == 0) and any(says(part, rules) for part in _parts(node))
+    return not (isinstance(node, Times) and node.most == 0) and any(_says(part, rules) for part in _parts(node))
 
 
-def terse(node: Node, rules: Names) -> Node:
-    """The same texts, where the empty text stands for what matches no other.
+def _terse(node: Node, rules: _Names) -> Node:
+    """A tree of the same texts in which a part that only the empty text matches is the empty text.
 
-    xgrammar ends the process where a rule begins with a counted repetition of itself and matches nothing else.
+    xgrammar aborts the process for a rule that begins with a counted repetition of itself and matches nothing else.
     """
-    if not says(node, rules):
+    if not _says(node, rules):
         return Row(())
     if isinstance(node, Times):
-        return Times(terse(node.node, rules), node.least, node.most)
+        return Times(_terse(node.node, rules), node.least, node.most)
     if isinstance(node, Row | Choice):
-        return type(node)(tuple(terse(part, rules) for part in _parts(node)))
+        return type(node)(tuple(_terse(part, rules) for part in _parts(node)))
     return node
 
 
 def impossible_rules(grammar: Mapping[str, Node]) -> list[str]:
-    """Why no text matches the root: it, a rule that it needs and nothing matches, and so on; nothing where one does."""
+    """A chain of rules that explains why no text matches the root: the root, a rule that it needs and no text matches,
+    and so on. Empty where a text matches the root."""
     known = possible_rules(grammar)
     found: list[str] = []
     waiting = ["root"] if "root" not in known else []
@@ -289,8 +292,8 @@ def impossible_rules(grammar: Mapping[str, Node]) -> list[str]:
     return found
 
 
-def _needed(node: Node, rules: Names) -> Iterator[str]:
-    """The rules for which nothing matches a tree."""
+def _needed(node: Node, rules: _Names) -> Iterator[str]:
+    """The rules because of which no text matches a tree."""
     if isinstance(node, Ref) and node.name not in rules:
         yield node.name
     for part in _parts(node) if not is_possible(node, rules) else ():
@@ -298,14 +301,14 @@ def _needed(node: Node, rules: Names) -> Iterator[str]:
 
 
 def freed(grammar: Mapping[str, Node]) -> Grammar:
-    """The rules that the root leads to, without options that no text matches. Some text must match the root."""
+    """The rules reachable from the root, without options that no text matches. Some text must match the root."""
     known = possible_rules(grammar)
     left = {name: pruned(grammar[name], known) for name in known}
-    saying = _rules_that(says, left)
+    saying = _rules_that(_says, left)
     found, waiting = dict[str, Node](), ["root"]
     while waiting:
         name = waiting.pop()
         if name not in found:
-            found[name] = terse(left[name], saying)
-            waiting += reversed(list(refs(found[name])))
+            found[name] = _terse(left[name], saying)
+            waiting += reversed(list(_refs(found[name])))
     return found
