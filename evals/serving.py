@@ -55,7 +55,7 @@ class Config(BenchConfig):
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config, about = session.config, session.artifact
-    check(about.engine == "vllm", f"draft={config.draft.path}: of layout={about.engine}; export it with layout=vllm")
+    check(about.layout == "vllm", f"draft={config.draft.path}: of layout={about.layout}; export it with layout=vllm")
     version = version_of(config.vllm.python)
     answers = our_answers(session)
     own = counted(answers)

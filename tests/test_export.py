@@ -19,7 +19,7 @@ from eagle_train.artifacts import format, hub
 from eagle_train.artifacts.card import read_evaluations
 from eagle_train.artifacts.foreign import load_foreign, refuse_other
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft, write_artifact
-from eagle_train.artifacts.layouts import expected_shapes, from_engine
+from eagle_train.artifacts.layouts import expected_shapes, from_layout
 from eagle_train.artifacts.tensors import file_tensors
 from eagle_train.artifacts.verify import check_names, verify
 from eagle_train.errors import UserError
@@ -98,7 +98,7 @@ def test_the_engine_loads_it_whole_and_so_do_we(home, tmp_path, engine, norms, q
     assert load_draft(out).config == replace(ours.config, first_token="skip")
     wanted, found = file_tensors(ours, torch.bfloat16), file_tensors(load_draft(out), torch.bfloat16)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    written = from_engine(engine, ours.config, load_file(out / "model.safetensors"))
+    written = from_layout(engine, ours.config, load_file(out / "model.safetensors"))
     torch.testing.assert_close(written, wanted, rtol=0, atol=0)
 
 

@@ -54,9 +54,9 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
         f"# An EAGLE draft for {plain(target.name)}",
         f"A draft head of {draft.num_layers} layers that proposes tokens for {code(target.name)}, which verifies them: "
         "the output stays the target's own, in fewer of its calls. "
-        f"Layout: {about.engine}. Weights: {_weights(about)}.",
+        f"Layout: {about.layout}. Weights: {_weights(about)}.",
         "## Serve it",
-        _SERVED[about.engine].format(target=target.name, here=name, token_map=token_map, unquantised=unquantised),
+        _SERVED[about.layout].format(target=target.name, here=name, token_map=token_map, unquantised=unquantised),
         *([f"Note: {caveat(about)}."] if caveat(about) else []),
         "## What it is worth",
         _worth(about.evaluations),

@@ -12,7 +12,7 @@ import torch
 from eagle_train.artifacts.calibrate import calibrated
 from eagle_train.artifacts.card import card, caveat, read_evaluations
 from eagle_train.artifacts.format import DTYPES, ROUNDINGS, Artifact, fingerprint, write_artifact
-from eagle_train.artifacts.layouts import ENGINES, check_runs
+from eagle_train.artifacts.layouts import LAYOUTS, check_runs
 from eagle_train.artifacts.license import check_license, license_of_target
 from eagle_train.artifacts.tensors import file_tensors
 from eagle_train.artifacts.verify import verify
@@ -49,7 +49,7 @@ class ExportConfig:
     data: dict[str, Any] | None = None  # likewise
 
     def __post_init__(self) -> None:
-        check(self.layout in ENGINES, f"layout={self.layout}: must be one of {', '.join(ENGINES)}")
+        check(self.layout in LAYOUTS, f"layout={self.layout}: must be one of {', '.join(LAYOUTS)}")
         check(self.dtype in DTYPES, f"dtype={self.dtype}: must be {' or '.join(DTYPES)}")
         check(self.rounding in ROUNDINGS, f"rounding={self.rounding}: must be {' or '.join(ROUNDINGS)}")
         check_license(self.license)
@@ -80,7 +80,7 @@ class Source:
 def convert(source: Source, config: ExportConfig, target: Target | None, data: DataConfig | None) -> list[str]:
     """Write the artifact; returns lines to print. `target`, `data`: see `ExportConfig`. Raises UserError."""
     about, trained = _described(source, config), source.draft
-    if about.engine != "native":
+    if about.layout != "native":
         about, trained = _as_served(about, trained)
     draft = _quantised(config, trained, target, data)
     out, errors = Path(config.out), []
@@ -93,7 +93,7 @@ def convert(source: Source, config: ExportConfig, target: Target | None, data: D
     precision = about.dtype if about.quant.scheme == "none" else f"{about.quant}, {about.rounding}"
     lost = caveat(about)
     return [
-        f"{source.place} -> {out} ({about.engine}, {precision}, for {about.target.name})",
+        f"{source.place} -> {out} ({about.layout}, {precision}, for {about.target.name})",
         f"read back: all tensors are equal; outputs on a sample are {errors[0]:.1%} off the draft's in {about.dtype}",
         *([f"note: {lost}"] if lost else []),
     ]
@@ -102,12 +102,12 @@ def convert(source: Source, config: ExportConfig, target: Target | None, data: D
 def _described(source: Source, config: ExportConfig) -> Artifact:
     """The description of the artifact to write. Raises UserError if its engine cannot run it."""
     measured = read_evaluations(config.evaluations, source.about.source)
-    about = replace(source.about, engine=config.layout, dtype=config.dtype)
+    about = replace(source.about, layout=config.layout, dtype=config.dtype)
     about.evaluations = [*about.evaluations, *measured]
     about.license = config.license or about.license or license_of_target(about.target.name)
     if config.quant.scheme != "none":
         about = replace(about, quant=config.quant, rounding=config.rounding)
-    check_runs(about.engine, about.draft, about.quant)
+    check_runs(about.layout, about.draft, about.quant)
     return about
 
 

@@ -29,7 +29,7 @@ from eagle_train.results import write_json, write_text
 from eagle_train.settings import build
 
 KEY = "eagle_train"
-VERSION = 2
+VERSION = 3
 ROUNDINGS = ("nearest", "gptq")
 DTYPES = ("bfloat16", "float32")
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
@@ -39,14 +39,15 @@ CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 class Artifact:
     """The description of a draft in its artifact.
 
-    `engine`: whose layout the files have. `dtype`: of unquantised tensors. `rounding`: how quantised ones were rounded.
-    `source`: the fingerprint of the trained weights, the same in every export of them. `training`: how they were
-    trained (steps, tokens, losses, data). `evaluations`: measured figures. `license`: the hub's name of it, if known.
+    `layout`: of the files, one of `layouts.LAYOUTS`. `dtype`: of unquantised tensors. `rounding`: how quantised ones
+    were rounded. `source`: the fingerprint of the trained weights, the same in every export of them. `training`: how
+    they were trained (steps, tokens, losses, data). `evaluations`: measured figures. `license`: the hub's name of it,
+    if known.
     """
 
     draft: DraftConfig
     target: Identity
-    engine: str = "native"
+    layout: str = "native"
     dtype: str = "bfloat16"
     quant: Quant = field(default_factory=Quant)
     rounding: str = "nearest"
@@ -114,16 +115,16 @@ def write_artifact(
     """Write an artifact's directory atomically, replacing an older artifact there.
 
     `verify` is called with the temporary directory before it is renamed; if it raises, nothing is replaced.
-    `embedding`: the target's, for an engine whose file repeats it (`layouts.to_engine`). The same arguments give the
+    `embedding`: the target's, for an engine whose file repeats it (`layouts.to_layout`). The same arguments give the
     same bytes. Raises UserError if the directory cannot be written or holds something else than an artifact, and for a
-    draft that `about.engine` cannot run.
+    draft that the layout's engine cannot run.
     """
     directory = Path(directory).resolve()  # a symbolic link stays; its target is replaced
     check_replaceable(directory)
     tensors = file_tensors(draft, getattr(torch, about.dtype))
     check_finite(tensors, f"out={directory}")
-    tensors = layouts.to_engine(about.engine, about.draft, tensors, embedding)
-    values = layouts.engine_config(about.engine, about.draft, about.quant, about.dtype, about.target)
+    tensors = layouts.to_layout(about.layout, about.draft, tensors, embedding)
+    values = layouts.layout_config(about.layout, about.draft, about.quant, about.dtype, about.target)
     values[KEY] = dataclasses.asdict(about)
     partial = replaced = None
     try:
@@ -133,7 +134,7 @@ def write_artifact(
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / WEIGHTS).chmod(0o644)  # safetensors writes it readable by its owner alone
         write_json(partial / CONFIG, values)
-        if about.engine == "sglang" and about.draft.vocabulary is not None:
+        if about.layout == "sglang" and about.draft.vocabulary is not None:
             torch.save(about.draft.vocabulary, partial / layouts.TOKEN_MAP)
         if card:
             write_text(partial / CARD, card)
@@ -186,7 +187,7 @@ def load_draft(directory: str | Path, target: Identity | None = None, field: str
         check_target(about.target, target, place)
     draft = Draft(about.draft)
     load_tensors(
-        draft, layouts.from_engine(about.engine, about.draft, read_tensors(directory, field)), place, about.quant
+        draft, layouts.from_layout(about.layout, about.draft, read_tensors(directory, field)), place, about.quant
     )
     return draft
 
@@ -218,7 +219,7 @@ def read_artifact(directory: str | Path, field: str = "draft") -> Artifact:
     version = about.get("version") if isinstance(about, dict) else None
     check(version == VERSION, f"{place} has version {version}, must be {VERSION}; export the draft again")
     about = build(Artifact, about, f"{place}: {KEY}")
-    for name, known in (("engine", layouts.ENGINES), ("rounding", ROUNDINGS), ("dtype", DTYPES)):
+    for name, known in (("layout", layouts.LAYOUTS), ("rounding", ROUNDINGS), ("dtype", DTYPES)):
         value = getattr(about, name)
         check(value in known, f"{place}: {name} is {value!r}, must be one of {', '.join(known)}")
     return about

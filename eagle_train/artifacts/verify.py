@@ -38,7 +38,7 @@ def verify(directory: Path, about: Artifact, draft: Draft, trained: Draft) -> fl
     for name, tensor in wanted.items():
         same = written[name].dtype == tensor.dtype and torch.equal(_as_bits(written[name]), _as_bits(tensor))
         assert same, f"{directory}: {name} is not what was written"
-    if about.engine != "native":
+    if about.layout != "native":
         check_names(directory, about)
     for name, module in back.named_modules():
         own = trained.get_submodule(name)
@@ -53,9 +53,9 @@ def verify(directory: Path, about: Artifact, draft: Draft, trained: Draft) -> fl
 
 def check_names(directory: Path, about: Artifact) -> None:
     """Assert that the file has the engine's names and no others, a matrix whole or in its packed parts."""
-    shapes = layouts.expected_shapes(about.engine, about.draft, about.target)
+    shapes = layouts.expected_shapes(about.layout, about.draft, about.target)
     names = {name.rpartition(".")[0] for name in read_tensors(directory)}
-    assert names == {name.rpartition(".")[0] for name in shapes}, f"{directory}: not the names {about.engine} loads"
+    assert names == {name.rpartition(".")[0] for name in shapes}, f"{directory}: not the names {about.layout} loads"
     for name, tensor in read_tensors(directory).items():
         assert name not in shapes or tuple(tensor.shape) == shapes[name], f"{directory}: {name} {tuple(tensor.shape)}"
 

@@ -100,7 +100,7 @@ def test_others_may_read_it(saved):
 
 def test_config_tells_what_the_tensors_do_not(saved, draft):
     values = json.loads((saved / "config.json").read_text())["eagle_train"]
-    assert (values["engine"], values["version"], values["dtype"]) == ("native", format.VERSION, "bfloat16")
+    assert (values["layout"], values["version"], values["dtype"]) == ("native", format.VERSION, "bfloat16")
     assert values["target"]["fingerprint"] == IDENTITY.fingerprint
     assert values["training"] == {"steps": 7}
     assert set(values["conventions"]) >= {"input", "first_slot", "hidden", "norms", "rope", "position_of_slot"}
@@ -159,7 +159,7 @@ def test_config_that_is_no_mapping(saved, content):
     "changes",
     [
         {"version": 1},
-        {"engine": "other"},
+        {"layout": "other"},
         {"nosuch": 2},
         {"target": None},
         {"target": {}},
