@@ -1,4 +1,4 @@
-"""Compiled forwards: the same tokens, from the graphs that were compiled at the start, whoever comes and goes."""
+"""Compiled forwards: the same tokens, from graphs that were all compiled at the start, while requests come and go."""
 
 import random
 import shutil
@@ -20,7 +20,7 @@ SEEDED = SamplingParams(temperature=0.2, seed=5, max_tokens=24, ignore_eos=True)
 
 
 def fresh(family: str = "llama") -> Target:
-    """A family's target that nothing was compiled of."""
+    """A family's target of which nothing is compiled yet."""
     target = shared_target(family)
     target.__dict__.pop("compiled", None)
     return target
@@ -35,7 +35,7 @@ def test_every_family_is_one_graph(family, graphs):
 
 
 def test_alone(graphs):
-    """The target's tree; the draft for one token, for several nodes and for several accepted: whatever is accepted."""
+    """The target's tree; the draft's forwards of one token, of several nodes and of several accepted tokens."""
     target, rng = fresh(), random.Random(0)
     engine = Engine(target, tiny_draft(target, num_layers=1), "d3_bf2", max_batch_size=1, compile=True)
     assert len(graphs) == 4
@@ -58,7 +58,7 @@ def test_rows_that_come_and_go(graphs):
 
 
 def test_a_draft_that_catches_up(graphs):
-    """Two rows do not speculate; the one that stays does, when its draft has read what it missed."""
+    """Two rows do not speculate; the remaining one does, after its draft has caught up."""
     target, params = fresh(), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 30)]
     table = {1: "chain3", 2: {"parents": [-1]}}
     engine = Engine(target, tiny_draft(target, num_layers=1), table, max_batch_size=2, compile=True)
@@ -84,7 +84,7 @@ def test_engines_share_a_targets_graphs_and_nothing_else(graphs):
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_by_torchs_own_compiler():
-    """Two layers; the second finds what the first has kept."""
+    """Two layers; the second attends over what the first has cached."""
     kept = []
 
     def forward(x: torch.Tensor, attend: Attend) -> torch.Tensor:

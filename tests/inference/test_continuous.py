@@ -1,4 +1,4 @@
-"""Requests come, finish and are cancelled at any time, texts are read in chunks: each gets the target's tokens."""
+"""Requests arrive, finish and are cancelled at any time, with chunked prefill: each gets the target's tokens."""
 
 import random
 from collections import Counter
@@ -17,7 +17,7 @@ TWICE = [*PROMPTS, *PROMPTS]
 
 
 def run(engine: Engine, seed: int, cancelling: bool) -> tuple[list, dict]:
-    """TWICE, added at random between steps, and some of them cancelled: the requests, and what each was told."""
+    """TWICE, added at random between steps, some of them cancelled. Returns the requests, and the updates of each."""
     rng, told, requests = random.Random(seed), {}, []
     while len(requests) < len(TWICE) or engine.has_unfinished:
         for prompt in TWICE[len(requests) :][: rng.randint(0, 2)]:
@@ -65,7 +65,7 @@ def test_each_gets_its_tokens_whatever_else_goes_on(family, prefill_tokens, kv_t
 @pytest.mark.parametrize("prefill_tokens", [1, 3, 7])
 @pytest.mark.parametrize("first_token", ["self_fusion", "skip"])
 def test_caches_of_texts_read_in_chunks(first_token, prefill_tokens):
-    """Whenever a round begins, they are those of a fresh prefill; what was never written is not read."""
+    """At the start of every round they are those of a fresh prefill; unwritten slots are not read."""
     target, checked = shared_target("llama"), []
     draft = tiny_draft(target, first_token=first_token)
     engine = Engine(target, draft, "chain3", max_batch_size=3, prefill_tokens=prefill_tokens)
@@ -114,7 +114,7 @@ def test_sampled_tokens_do_not_depend_on_company():
 
 
 def test_an_engine_is_used_again_with_longer_requests():
-    """Its store grows, and what is in it stays."""
+    """Its store grows and keeps its contents."""
     target = shared_target("llama")
     engine = Engine(target, tiny_draft(target), max_batch_size=2)
     short = engine.add(PROMPTS[3], SamplingParams(max_tokens=LENGTH, ignore_eos=True))
@@ -138,7 +138,7 @@ def test_requests_under_way_are_not_forgotten_by_generate():
 
 
 def test_texts_of_like_length_are_read_together(monkeypatch):
-    """What pads them is less than they are; all of them, in one step."""
+    """All in one step, with less padding than tokens."""
     target, read = shared_target("llama"), []
     own = target.hidden_states
     monkeypatch.setattr(
@@ -168,7 +168,7 @@ def test_texts_of_like_length_are_read_together(monkeypatch):
     ],
 )
 def test_a_step_that_failed_loses_nobody(monkeypatch, part, method, call):
-    """Short and long prompts are read apart: the short ones' reading was done when the long ones' failed."""
+    """Short and long prompts are separate batches: the short ones were prefilled when the long ones' batch failed."""
     prompts = random_tokens(5, 40, 6, 45)
     target, params = shared_target(), SamplingParams(max_tokens=12, ignore_eos=True)
     wanted = token_ids(Engine(target, max_batch_size=4).generate(prompts, params))

@@ -1,4 +1,6 @@
-"""The engine: the target's own tokens whatever is drafted, whoever shares the batch, however long drafts hold."""
+"""The engine gives the target's own tokens, whatever is drafted, whatever the batch, however deep drafts are
+accepted.
+"""
 
 import random
 import re
@@ -47,7 +49,8 @@ def trained() -> Draft:
 
 @pytest.mark.parametrize("family", ["phi3", "dynamic"])
 def test_where_rope_changes_with_the_text_tokens_do_not_hang_on_neighbours(family):
-    """A text that fills the context, drafts beyond it, padding beyond it, chunks; each as transformers has it alone."""
+    """A text that fills the context, drafts and padding beyond it, chunks: each row as transformers decodes it
+    alone."""
     target, prompts = tiny_target(family), random_tokens(7, 40, 30)
     draft = tiny_draft(target)
     wanted = [continued(target, prompt, min(24, 48 - len(prompt))) for prompt in prompts]
@@ -65,7 +68,7 @@ def test_where_rope_changes_with_the_text_tokens_do_not_hang_on_neighbours(famil
 
 @pytest.mark.parametrize("family", [*FAMILIES, *LAYERED])
 def test_greedy_tokens_are_transformers_own(family):
-    """A ragged batch in two rows, so that rows are freed, filled and moved; batch 1; and without a draft."""
+    """A ragged batch in two rows, so that rows are freed, reused and moved; one row; and without a draft."""
     target, wanted = shared_target(family), cut(answers(family))
     assert any(len(set(tokens)) > 5 for tokens in wanted), "the answers must not be all the same"
     draft = tiny_draft(target)
@@ -77,7 +80,8 @@ def test_greedy_tokens_are_transformers_own(family):
 
 
 def test_layers_that_are_given_keys_keep_none():
-    """Gemma 4: layers 0 and 2 have a head's width of 8, 1 and 3 of 16, and the last two are given those of 2 and 3."""
+    """Gemma 4: layers 0 and 2 have heads of width 8, 1 and 3 of 16, and the last two layers share the keys and
+    values of 2 and 3."""
     cache = runner_of(Engine(shared_target("gemma4"))).cache
     assert cache.given == {4: 2, 5: 3}
     assert sorted((len(memory), *memory.shape[2:]) for memory in cache.memory) == [(4, 2, 8), (4, 2, 16)]
@@ -121,7 +125,7 @@ def test_any_mix_of_accepted_lengths_gives_the_targets_tokens(family, tree, rows
 
 
 def test_rows_that_leave_together():
-    """Several rows are done in one round, at the front, and several others move into the gaps."""
+    """Several rows at the front finish in one round, and others are moved into their places."""
     target, wanted = shared_target(), answers("llama")
     engine = Engine(target, tiny_draft(target, num_layers=1), max_batch_size=10)
     guide(engine, wanted * 2, lambda sequence: sequence.index % 4)
@@ -142,7 +146,7 @@ def test_a_chain_of_three_has_at_most_four_tokens_per_call():
 
 
 def test_dispatch_changes_the_tree_with_the_batch():
-    """Five rows do not speculate, up to three have a chain, the last one alone a tree."""
+    """Five rows do not speculate, up to three have a chain, and one alone a tree."""
     target, wanted = shared_target(), answers("llama")
     rng = random.Random(0)
     table = {1: full(3, 2), 3: "chain3", 8: chain(0)}
@@ -159,7 +163,7 @@ def test_dispatch_changes_the_tree_with_the_batch():
 @pytest.mark.parametrize("alignment", ["accepted", "last"])
 @pytest.mark.parametrize("together", [2, 20, 45])
 def test_a_draft_catches_up(monkeypatch, trained, alignment, together, overlap):
-    """It reads nothing while two rows do not speculate, and proposes then as if it had read along."""
+    """It processes nothing while two rows do not speculate, and then proposes what it would have otherwise."""
     target = shared_target()
     params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=n) for n in (together, 64)]
 
@@ -183,7 +187,8 @@ def test_a_draft_catches_up(monkeypatch, trained, alignment, together, overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("waited", [1, 12, 31, 40])
 def test_one_is_left_of_a_batch_that_did_not_speculate(waited, overlap):
-    """The others leave with much unread, it has little: it goes on with what is its own, and whoever comes too."""
+    """The other rows leave when their drafter is far behind; the remaining row is not, and continues with its own
+    tokens, as do new ones."""
     target = shared_target()
     prompts, table = random_tokens(12, 3, 5), {1: "chain3", 2: chain(0)}
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (waited + 2, waited + 5, 30)]
@@ -209,7 +214,7 @@ def test_one_is_left_of_a_batch_that_did_not_speculate(waited, overlap):
 @pytest.mark.parametrize("tree", ["chain3", "n8"])
 @pytest.mark.parametrize("mode", MODES)
 def test_sampled_tokens_do_not_depend_on_the_batch(mode, tree, trained):
-    """Alone, in a full batch, and in one where rows come and go beside greedy ones."""
+    """Alone, in a full batch, and in one where rows join and leave beside greedy ones."""
     target = shared_target()
     params = [
         SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=s, ignore_eos=True, max_tokens=16)
@@ -231,7 +236,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch(mode, tree, trained):
 @pytest.mark.parametrize("alignment", ["accepted", "last"])
 @pytest.mark.parametrize("tree", ["chain3", "n8", {1: "d3_bf2", 2: "n8", 3: "chain3"}], ids=["chain", "tree", "table"])
 def test_a_seeds_tokens_are_those_without_drafts(tree, alignment, trained):
-    """Greedy drafts leave more than the distribution as it is: a token hangs on its text, its seed and its place."""
+    """Greedy drafts preserve more than the distribution: a token depends on its prefix, seed and position alone."""
     target = shared_target()
     settings = [(1.0, 0, 1.0), (0.7, 0, 0.9), (1.3, 20, 1.0), (0.0, 0, 1.0), (0.9, 10, 0.8)]
     params = [
@@ -247,7 +252,7 @@ def test_a_seeds_tokens_are_those_without_drafts(tree, alignment, trained):
 
 @pytest.mark.parametrize(("tree", "drafting"), [("n8", "greedy"), (chain(0), "multinomial")], ids=["unasked", "none"])
 def test_what_is_drawn_unasked_or_not_at_all_leaves_a_seed_its_tokens(tree, drafting, trained):
-    """A drafter that gives the distribution of its drafts though nobody asked it to draw; and no drafts."""
+    """A drafter that returns q although greedy drafts are asked for; and one that drafts nothing."""
     target = shared_target()
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=LENGTH, ignore_eos=True)
     engine = Engine(target, trained, tree, drafting=drafting)
@@ -262,7 +267,7 @@ def test_what_is_drawn_unasked_or_not_at_all_leaves_a_seed_its_tokens(tree, draf
 
 
 def test_seeds():
-    """One set of parameters for all gives request i the seed + i."""
+    """With one set of parameters for all, request i has the seed + i."""
     target = shared_target()
     engine = Engine(target)
     params = SamplingParams(temperature=1.0, seed=10, max_tokens=12, ignore_eos=True)
@@ -284,8 +289,8 @@ def test_top_k_of_one_is_greedy(mode, trained):
 
 @pytest.mark.parametrize("drafting", ["greedy", "multinomial"])
 def test_verification_is_compiled_for_one_and_for_many_rows_only(drafting, trained, monkeypatch):
-    """Paper section 3.2: rows come and go, and there are two compilations, and two more for top-p and top-k; all of
-    them before the first request. Greedy drafts' are for any tree, drawn ones' for each."""
+    """Paper section 3.2: two compilations, and two more for top-p and top-k, all before the first request. Greedy
+    drafts' serve any tree, drawn drafts' have their own for each."""
     counter, compiled = CompileCounter(), torch.compile
     monkeypatch.setattr(torch, "compile", partial(compiled, backend=counter))
     monkeypatch.setattr(threads, "LEAST_ELEMENTS", 0)  # what is compiled is so for one number of threads
@@ -304,7 +309,7 @@ def test_verification_is_compiled_for_one_and_for_many_rows_only(drafting, train
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_weights_of_a_bf16_checkpoint(compile):
-    """Those of target and draft are packed (ops/linear.py), and the tokens are those of transformers."""
+    """Target and draft use packed weights (ops/linear.py), and the tokens are those of transformers."""
     target = tiny_target("llama", dtype=torch.bfloat16)
     target = Target(target.model.float())
     draft = tiny_draft(target).bfloat16().float()
@@ -346,7 +351,7 @@ def test_a_draft_that_is_given_stays_as_it_is():
 @pytest.mark.parametrize("tree", [None, "chain3", "d3_bf2"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_answer_ends_where_the_target_computes_nan(tree, overlap, trained):
-    """Behind a token whose embedding is infinite, or where it is drafted; the others' answers are as ever."""
+    """After a token whose embedding is infinite, or where one is drafted; other answers do not change."""
     known = cut(answers("llama"))
     token = known[1][LENGTH // 2]
     target = tiny_target("llama")
@@ -420,7 +425,7 @@ def test_a_draft_of_another_width():
 
 
 def test_two_engines_have_a_drafter_each():
-    """Else each would write into the other's blocks."""
+    """A shared one would write into the other engine's blocks."""
     drafter, message = Eagle(tiny_draft(shared_target()), shared_target()), "draft: this drafter is another engine's"
     first = Engine(shared_target(), drafter)
     Engine(shared_target(), drafter, kv_tokens=160)

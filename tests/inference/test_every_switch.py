@@ -1,8 +1,8 @@
-"""The engine's switches together, in positions drawn at random, for every family: greedy tokens stay transformers' own,
-drawn ones those of plain decoding, and with drafts that are drawn too those of a request that is alone.
+"""The engine's switches in random combinations, for every family: greedy tokens are transformers' own, sampled ones
+those of plain decoding, and with drawn drafts those of a request alone.
 
-Requests share beginnings, arrive a few at a time, are cancelled, give their memory up and come back; after each round
-every slot without a committed token is NaN.
+Requests share prefixes, arrive a few at a time, are cancelled, preempted and readmitted; after each round every slot
+without a committed token is overwritten with NaN.
 """
 
 import random
@@ -34,7 +34,7 @@ def test_the_tokens_are_the_targets_own(family, seed):
 
 @cache
 def drawn(family: str) -> tuple[list[SamplingParams], list[list[int]]]:
-    """The same above temperature 0: what plain decoding draws."""
+    """The same above temperature 0: what plain decoding samples."""
     params = [
         SamplingParams(temperature=0.6, top_p=0.9, seed=seed, max_tokens=LENGTH, ignore_eos=True)
         for seed in range(len(PROMPTS))
@@ -54,7 +54,7 @@ def test_what_is_drawn_is_what_plain_decoding_draws(family, seed):
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_drawn_drafts_come_to_is_as_if_alone(family, seed):
-    """Whatever stands otherwise: the tree and its drafts are then part of what a seed stands for."""
+    """Whatever the other switches; the tokens of a seed then depend on tree and drafting mode."""
     rng = random.Random(f"{family} {seed} drawn")
     at = draw_settings(rng) | {
         "tree": rng.choice(SETTINGS["tree"][:3]),

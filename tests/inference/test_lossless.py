@@ -1,7 +1,7 @@
-"""Speculation changes no distribution: the whole engine's tokens, sampled, against the target's exact probabilities.
+"""Speculation changes no distribution: the engine's sampled tokens against the target's exact probabilities.
 
-A toy target with 16 tokens allows to enumerate all sequences of four. The model's own forward in float64 gives their
-exact probabilities; Pearson's chi-square tells whether the engine's samples are from them. DESIGN section 3.7.
+With a vocabulary of 16 all sequences of four tokens are enumerated; the model's own forward in float64 gives their
+exact probabilities, and Pearson's chi-square test compares the engine's samples with them. DESIGN section 3.7.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Toy:
-    """A target, and a draft that agrees with it now and then."""
+    """A target, and a draft that agrees with it at times."""
 
     target: Target
     draft: Draft
@@ -72,7 +72,7 @@ def toy() -> Toy:
 
 
 def sampled(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float, drafting: str) -> torch.Tensor:
-    """How often each three tokens ended the `num_tokens` of a request [V, V, V], of `count` requests."""
+    """Counts [V, V, V] of the last three of `num_tokens` tokens, of `count` requests."""
     engine = Engine(toy.target, toy.draft, tree, max_batch_size=ROWS, drafting=drafting)
     counts = torch.zeros(VOCABULARY**3, dtype=torch.int64)
     accepted = drafted = 0
@@ -89,7 +89,7 @@ def sampled(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float, draf
 
 
 def p_value(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float = 1.0, drafting: str = "greedy") -> float:
-    """Of the chi-square test; cells where fewer than 5 are expected count as one."""
+    """Of the chi-square test; cells with an expected count below 5 are merged."""
     observed = sampled(toy, count, num_tokens, tree, top_p, drafting).double()
     expected = toy.joint(num_tokens, top_p) * count
     assert not observed[expected == 0].any(), "a token was sampled that top-p excludes"
@@ -107,7 +107,7 @@ def test_three_tokens_have_the_targets_joint_distribution(toy, tree):
 
 @pytest.mark.parametrize("tree", ["chain3", "d3_bf2"])
 def test_with_top_p(toy, tree):
-    """From here on the three are all of decoding, a whole chain's."""
+    """From here on all three are of decoding, those of a whole chain."""
     assert p_value(toy, 20_000, 4, tree, top_p=0.8) > 1e-3
 
 
@@ -125,13 +125,13 @@ def test_with_a_draft_of_few_tokens(toy, drafting):
 
 
 def one_number(tree, tokens, logits, settings, seeds, lengths):
-    """The root's for all nodes."""
+    """Broken: all nodes use the root's random number."""
     draws = sampling.uniform(seeds, lengths, 1).expand_as(tokens)
     return sampling.verify_chosen(tree, tokens, sampling.sample(sampling.probabilities(logits, settings), draws))
 
 
 def no_residual_update(tree, tokens, logits, settings, draws, q, replacement):
-    """What is drawn after a rejection comes from the target's distribution, not from what the rejected left of it."""
+    """Broken: after a rejection the token is drawn from the target's distribution, not from the residual."""
     found = sampling.verify_drawn(tree, tokens, logits, settings, draws, q, replacement)
     last = sampling.probabilities(logits, settings)[torch.arange(len(tokens)), found.node]
     return found._replace(next_token=sampling.sample(last, draws[:, 0]))
@@ -142,6 +142,6 @@ def no_residual_update(tree, tokens, logits, settings, draws, q, replacement):
     [("verify_sampled", one_number, "chain3", "greedy"), ("verify_drawn", no_residual_update, "d3_bf2", "multinomial")],
 )
 def test_the_test_can_tell(toy, verifier, mutant, tree, drafting, monkeypatch):
-    """Broken verification is seen with a tenth of the samples."""
+    """Broken verification is detected with a tenth of the samples."""
     monkeypatch.setattr(verification, verifier, mutant)
     assert p_value(toy, 10_000, 4, tree, drafting=drafting) < 1e-9

@@ -1,4 +1,6 @@
-"""Rounds that begin before the host knows what came of the one before: the same outputs, nobody waits. Section 3.3."""
+"""Rounds that start before the host has the results of the previous one: the same outputs, and no waiting. Paper
+section 3.3.
+"""
 
 from contextlib import contextmanager
 from functools import cache
@@ -83,7 +85,7 @@ def test_outputs_and_calls_are_the_same(tree, drafting):
 
 
 def test_a_round_begins_before_the_one_before_is_known():
-    """While a sequence may go on a round is always under way, and each is told of one step later."""
+    """While a sequence can continue, a round is always in flight; each is reported one step later."""
     engine = engine_for(overlap=True)
     guide(engine, answers("llama"), lambda _: 1)
     request = engine.add(PROMPTS[0], GREEDY)
@@ -113,7 +115,8 @@ def test_a_sequence_is_in_one_round_too_many_at_most():
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_who_comes_after_one_that_has_ended(cancelled):
-    """Its last round, one too many, lands when the next one's text has been read and needs its blocks."""
+    """The superfluous last round of a finished request writes while the next request, prefilled already, needs its
+    blocks."""
     prompts = random_tokens(20, 57)
     target = shared_target()
     truth = [continued(target, prompt, 20) for prompt in prompts]
@@ -173,7 +176,7 @@ CASES = [*product(["llama"], TREES, DRAFT_MODES), *((family, "n8", "greedy") for
 
 @pytest.mark.parametrize(("family", "tree", "drafting"), CASES)
 def test_nothing_in_a_round_waits_for_the_device(family, tree, drafting):
-    """All of a round up to its results; these are looked at when the next one has begun."""
+    """Nothing until its results, which are read after the next round is launched."""
     for alignment, temperature in product(ALIGNMENTS, (0.0, 1.0)):
         engine = engine_for(family, tree, alignment, drafting=drafting, overlap=True, prefix_cache=True)
         for prompt in PROMPTS:
@@ -190,9 +193,9 @@ def test_nothing_in_a_round_waits_for_the_device(family, tree, drafting):
 
 @pytest.mark.parametrize("family", ["llama", *FAMILIES])
 def test_nor_does_the_reading_of_a_chunk(family, monkeypatch):
-    """Between two rounds, while blocks that others left go to host memory, and those of its text come back from there.
+    """Between two rounds, while evicted blocks are copied to host memory, and the prompt's come back from there.
 
-    Only the first token of a text that was read to its end is waited for.
+    Only the first token after a whole prompt is waited for.
     """
     target, (early, late) = shared_target(family), random_tokens(20, 75)
     options = {"max_batch_size": 2, "prefill_tokens": 8, "overlap": True, "prefix_cache": True}

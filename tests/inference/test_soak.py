@@ -1,8 +1,9 @@
-"""Requests of all kinds through a store too small for them, as long as one likes: no leak, no wrong token, no hang.
+"""Random requests of all kinds, with a store too small for them, for as long as one likes: no leak, no wrong token, no
+hang.
 
-Whatever a request is, what it gets must be plain decoding's, the drawn ones' too.
+Every request must get the tokens of plain decoding, sampled ones too.
 
-SOAK=2000 SEED=7 pytest tests/inference/test_soak.py    makes it a long one, of other requests, trees and faults
+    SOAK=2000 SEED=7 pytest tests/inference/test_soak.py    makes it a long one, of other requests, trees and faults
 """
 
 import copy
@@ -50,7 +51,7 @@ class Request:
 
 
 def requests(rng: random.Random) -> list[Request]:
-    """Prompts of all lengths, some of which begin alike, with parameters of all kinds."""
+    """Prompts of all lengths, some with common prefixes, with parameters of all kinds."""
     stems, made = random_tokens(20, 37, seed=rng.randrange(100)), []
     for index in range(KINDS):
         (tail,) = random_tokens(rng.randint(1, 24), seed=rng.randrange(10**6))
@@ -72,7 +73,7 @@ def requests(rng: random.Random) -> list[Request]:
 
 @cache
 def models() -> tuple:
-    """A target in float64, so that no rounding decides between two tokens; and a draft that is right now and then."""
+    """A target in float64, so that no rounding decides between two tokens, and a draft that is right at times."""
     return tiny_target("gemma2", tiny_tokenizer(), torch.float64), trained_draft(tiny_target("gemma2"), steps=60)
 
 
@@ -82,7 +83,7 @@ def drafter(alignment: str = "accepted") -> Eagle:
 
 
 def table(rng: random.Random) -> dict:
-    """No speculation and two of a chain, a full and a pruned tree, up to batch sizes that chance decides."""
+    """No speculation, two chains, a full and a pruned tree, up to random batch sizes."""
     trees = [chain(0), *rng.sample([rng.choice(["chain1", "chain3"]), "d3_bf2", "n8"], 2)]
     return dict(zip([*sorted(rng.sample(range(1, 5), 2)), ROWS], rng.sample(trees, 3), strict=True))
 
@@ -121,7 +122,7 @@ class Faulty(LocalPrefill):
 
 
 def shake(rng: random.Random, lines: list[Faulty]) -> None:
-    """Some prefill processes are late for a while."""
+    """Some prefill processes are slow for a while."""
     for line in lines:
         if rng.random() < 0.2:
             line.open.clear() if line.open.is_set() else line.open.set()
@@ -170,7 +171,7 @@ def test_requests_of_all_kinds(apart, seed):
 def served(
     engine: Engine, kinds: list[Request], rng: random.Random, lines: list[Faulty]
 ) -> tuple[list[tuple[Sequence, Request]], dict[Sequence, Output]]:
-    """Requests that come a few at a time, of which some are cancelled; and the outputs of all others."""
+    """Requests that arrive a few at a time, some of them cancelled. Returns the outputs of the others."""
     coming, asked, outputs = iter(rng.choices(kinds, k=COUNT)), [], {}
     for _ in range(STEPS_EACH * COUNT):
         for kind in islice(coming, rng.choice([0, 0, 1, 3])):
@@ -187,7 +188,7 @@ def served(
 
 
 def check_lines(prefill: RemotePrefill, lines: list[Faulty]) -> None:
-    """Who was not given up goes on, and nothing is left in any prefill process."""
+    """Prefill processes that were not given up still work, and hold no blocks."""
     for line in lines:
         line.open.set()
     prefill.close()

@@ -1,4 +1,4 @@
-"""Runs of so many minutes: the share that is used, the last step, what a resumed run has left."""
+"""Runs with a budget of minutes: the share that is used, the last step, and what a resumed run has left."""
 
 import itertools
 import re
@@ -34,7 +34,7 @@ def data(tmp_path) -> Path:
 
 @pytest.fixture
 def ticking(monkeypatch) -> list[float]:
-    """The budget's clock: every step of a trainer takes STEP_S, and nothing else any time."""
+    """The budget's clock: each step of a trainer takes STEP_S seconds, and nothing else takes any."""
     now, train_step = [1000.0], Trainer.train_step
 
     def timed(trainer: Trainer) -> dict | None:
@@ -78,7 +78,7 @@ def test_the_last_step_is_the_one_that_ends_nearest_to_the_budgets_end():
 
 
 def test_a_pause_is_not_taken_for_the_length_of_a_step():
-    """An evaluation of half of the budget lies between two steps of a second each."""
+    """An evaluation that takes half of the budget is between two steps of a second each."""
     budget = Budget(minutes=2)
     for step, seconds in enumerate([0, 1, 2, 3, 63, 64]):
         budget.begin(step, seconds)
@@ -121,7 +121,7 @@ def test_a_resumed_run_has_what_is_left_of_its_minutes(ticking, tmp_path, data):
 
 
 def test_a_run_that_is_stopped_within_its_last_step_still_has_it(ticking, tmp_path, data):
-    """Though all of its time is used then."""
+    """Although its time is used up then."""
     trainer = trainer_for(tmp_path / "run", data, 5, rows=1)
     trainer.stop_asked = lambda: trainer.budget.is_last and trainer.state.step == 4
     log = MetricsLog(trainer.directory, NoTracker(trainer.directory, {}), 0)
@@ -185,7 +185,7 @@ def test_the_command_ends_when_its_time_is_up(tmp_path, data, capsys):
 
 
 def test_a_plan_says_how_many_steps_there_are_on_this_machine(monkeypatch):
-    """By a measured speed: twice as fast, twice as many."""
+    """By a measured speed: at twice the speed, twice as many."""
     draft = DraftConfig(64, 128, num_heads=2, num_kv_heads=1, head_dim=32, max_position_embeddings=64)
     told = []
     for speed in (1e9, 2e9):

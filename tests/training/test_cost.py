@@ -1,4 +1,4 @@
-"""training/cost against what real models and steps take: parameters, FLOPs, memory; and what the command says."""
+"""The estimates of training/cost against real models and steps: parameters, FLOPs, memory; and the command's report."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ def step(target, draft) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "llama4"])
 def test_a_steps_flops_are_those_that_torch_counts(family):
-    """Attention that a CPU's flash kernel does torch does not count; Gemma 2's, with its caps, is in plain products."""
+    """torch does not count the CPU's flash kernel; Gemma 2's attention, which has soft caps, is in plain products."""
     whole = {"attention_chunk_size": TOKENS} if family == "llama4" else {}  # chunks are attended in squares too
     target = tiny_target(family, **WIDE, **whole)
     config = DraftConfig.from_target(target.config)
@@ -68,7 +68,7 @@ def test_a_steps_flops_are_those_that_torch_counts(family):
 
 
 def test_an_unrolled_steps_flops_are_those_that_torch_counts():
-    """In documents of two tokens, where attention is next to nothing."""
+    """With documents of two tokens, where attention is negligible."""
     target, lengths = tiny_target(**WIDE), [[2] * (TOKENS // 2)]
     config = DraftConfig.from_target(target.config)
     draft = Draft(config).init_weights(0)
@@ -164,8 +164,8 @@ FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 
 def in_fp32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What `func` gives. A product of bf16 is made in fp32 and rounded, which leaves as many bytes: a CPU that emulates
-    bf16 takes ten to twenty times as long for it."""
+    """The result of `func`, with products of bf16 computed in fp32 and rounded, which leaves as many bytes: a CPU
+    that emulates bf16 takes ten to twenty times as long for them."""
     product = func.overloadpacket
     if product not in (*bench.PRODUCTS, FLASH, FLASH_BACKWARD) or args[0].dtype != torch.bfloat16:
         return func(*args, **kwargs)
@@ -179,7 +179,7 @@ def in_fp32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class Held(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, as a GPU's allocator does: now, and at most so far."""
+    """Counts the bytes of all live tensors, as a GPU's allocator does: now, and the maximum so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,8 +213,8 @@ ROWS = {"row_tokens": 512, "micro_batch_rows": 2, "tokens_per_step": 2048, "roun
     [(False, False, 1), (True, False, 1), (True, True, 1), (False, False, 2), (True, True, 2)],
 )
 def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed, unroll):
-    """Within 5 %, part by part: the weights, what stays after a step, and its peak. Where a CPU has ways of its own
-    (two threads, small blocks, attention in products) it takes a GPU's here."""
+    """Within 5 %, by part: the weights, what remains after a step, and the peak. Where a CPU has its own code path
+    (two threads, small blocks, attention in products) the GPU's is used."""
     monkeypatch.setattr(hardware, "_cpu_computes_bf16", lambda: low)
     monkeypatch.setattr(attention, "MATMUL_LENGTH", 0)
     monkeypatch.setattr(losses, "MAX_WORKERS", 1)
@@ -248,7 +248,7 @@ def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed
 
 @pytest.mark.ranks
 def test_what_fsdp2_gathers_of_a_draft_is_the_plans(tmp_path):
-    """Two ranks' real steps, within 5 %: of one micro-batch, and of two, through which gradients are not divided."""
+    """Real steps of two ranks, within 5 %: of one micro-batch, and of two, between which gradients are not sharded."""
     cases = [{"layers": layers, "micro_batches": count} for layers in (1, 4) for count in (1, 2)]
     start_ranks(2, "memory_job", tmp_path / "found.json", cases)
     for case, measured in zip(cases, json.loads((tmp_path / "found.json").read_text()), strict=True):
@@ -359,7 +359,7 @@ LLAMA_8B = TargetShape(8 * 10**9, 7 * 10**9, 2 * 10**8, 32, 4096, 128256, 4096, 
 
 
 def planned_memory(shape: TargetShape, **loaded) -> tuple[float, float]:
-    """GiB of the target's weights on a GPU, and of all that waits in its host's memory."""
+    """GiB of the target's weights on a GPU, and of all that is offloaded to host memory."""
     draft = shapes_of("llama3_1_8b").draft
     train, cluster = TrainConfig(steps=1, micro_batch_rows=1), ClusterConfig(memory_gib=80)
     given = draft, train, OptimConfig(), ParallelConfig(), cluster, 2048, 1

@@ -1,4 +1,4 @@
-"""train.init_from: training goes on from an artifact's weights, for the same target and a draft of the same shape."""
+"""train.init_from: training continues from an artifact's weights, for the same target and a draft of the same shape."""
 
 import shlex
 import shutil
@@ -65,14 +65,14 @@ def save(root: Path, name: str, seed: int = 0, **shape) -> None:
 
 
 def refused(capsys, *arguments: str) -> str:
-    """What the command says of a mistake."""
+    """The command's error for a mistake."""
     assert call(train.main, *arguments) == 2
     return capsys.readouterr().err.strip().rpartition("error: ")[2]
 
 
 @pytest.fixture(scope="module")
 def losses(root) -> dict[str, float]:
-    """In the first step, of a fresh draft and of the artifact as it is: its embedding scale is 1."""
+    """Of the first step: of a fresh draft, and of the artifact unchanged, whose embedding scale is 1."""
     found = {}
     for name in ("fresh", "loaded"):
         given = train_arguments(root, f"out={root}/unwritten", "draft.embedding_scale=1")

@@ -1,4 +1,4 @@
-"""The target's thread: hidden states in order, help with what the draft's side shares, failures told."""
+"""The target's thread: hidden states in order, work shared with the draft's thread, errors passed on."""
 
 import threading
 import time
@@ -61,7 +61,7 @@ def test_each_micro_batch_comes_with_its_own_hidden_states(make, cores, accumula
 
 
 def test_the_targets_thread_helps_before_its_next_run(make):
-    """Both threads are in the work at once; the run that is not needed yet begins when it is done."""
+    """Both threads work at once; the next run, which is not needed yet, starts when the work is done."""
     begun, workers, runs = threading.Barrier(2), set(), []
 
     def work() -> None:
@@ -112,7 +112,7 @@ def test_one_core_does_the_work_once(make):
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
 def test_its_block_gives_torch_its_threads_back(error):
-    """Also after an error, when nothing is asked of the other ranks: the stream stays open."""
+    """Also after an error, without communication between ranks; the stream stays open."""
     before, stream = torch.get_num_threads(), Numbers()
     closed = []
     stream.close = lambda: closed.append(True)

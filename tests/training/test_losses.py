@@ -1,4 +1,4 @@
-"""The distillation loss against a naive float64 computation that holds all logits: values, gradients, memory."""
+"""The distillation loss against a naive float64 computation with all logits: values, gradients, memory."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +29,7 @@ def make_head(vocabulary: int = V, dtype: torch.dtype = torch.float32, bias: boo
 
 
 def make_hidden(rows: int = R, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """The draft's states and the target's: near enough to agree now and then, with differences beyond beta too."""
+    """Hidden states of draft and target: near enough to agree at times, with differences on both sides of beta."""
     generator = torch.Generator().manual_seed(rows)
     target = torch.randn(rows, H, generator=generator)
     draft = target + 0.7 * torch.randn(rows, H, generator=generator)
@@ -39,7 +39,7 @@ def make_hidden(rows: int = R, dtype: torch.dtype = torch.float32) -> tuple[torc
 def naive(
     draft, target, head, l1_weight=1.0, ce_weight=0.1, logits_loss="ce", scale=1.0
 ) -> tuple[LossSums, torch.Tensor]:
-    """DESIGN 3.2 to the letter, in float64, with all logits; and the gradient."""
+    """DESIGN section 3.2 literally, in float64, with all logits; and the gradient."""
     draft = draft.detach().double().requires_grad_()
     target = target.double()
 
@@ -114,7 +114,7 @@ def test_float64_stays_float64():
 
 
 def test_large_logits_do_not_cancel():
-    """Logits near 4,096 that fp32 holds exactly, in a million terms: any loss of precision is the summation's own."""
+    """Logits near 4,096, exact in fp32, in a sum of a million terms: any loss of precision is the summation's own."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randint(-8, 9, (4096, H), generator=generator).float()
     head = LMHead(weight, bias=torch.full((4096,), 4096.0))
@@ -125,7 +125,7 @@ def test_large_logits_do_not_cancel():
 
 
 def test_packed_rows_equal_documents_alone():
-    """Three documents packed into two rows with padding, against each document by itself: sums and gradients add up."""
+    """Three documents packed into two rows with padding, against each document alone: sums and gradients are equal."""
     head, (draft, target) = make_head(), make_hidden()
     supervised = torch.arange(R) % 3 > 0
     documents = [slice(0, 9), slice(9, 20), slice(20, R)]
@@ -173,7 +173,7 @@ def test_row_max_is_the_first_argmax(size):
 
 
 def test_bf16_is_near():
-    """The logits' rounding to 8 bits is what is left: 2 % of the gradient, 0.2 % of the sums."""
+    """Only the rounding of logits to 8 bits remains: 2 % of the gradient, 0.2 % of the sums."""
     head = make_head(dtype=torch.bfloat16, bias=True)
     draft, target = make_hidden(256, torch.bfloat16)
     sums = distillation_loss(draft, target, head, chunk_rows=100)
@@ -195,7 +195,7 @@ def test_autocast_changes_nothing():
 
 
 def test_matmuls_run_in_the_heads_dtype():
-    """A draft in fp32 before a head in bf16 (its last norm kept in fp32, say) gets an fp32 gradient."""
+    """A draft in fp32 with a head in bf16 (its last norm in fp32, for example) gets an fp32 gradient."""
     head = make_head(dtype=torch.bfloat16)
     draft, target = make_hidden()
     sums = distillation_loss(draft, target, head)
@@ -232,7 +232,7 @@ def test_metrics_hold_no_graph():
 
 
 class TallestLogits(TorchDispatchMode):
-    """The most rows any tensor of vocabulary width ever had."""
+    """Records the most rows of any tensor with the vocabulary's width."""
 
     rows = 0
 
@@ -261,7 +261,7 @@ def test_default_chunk_is_small(vocabulary, rows, on_a_gpu):
 
 @pytest.fixture
 def one_core():
-    """What threads a product is divided over decides how it is rounded; in training both threads have as many."""
+    """The number of threads changes how a product is rounded; in training both threads have as many."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

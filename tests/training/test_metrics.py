@@ -1,4 +1,6 @@
-"""Records reach metrics.jsonl and the trackers, a resumed run's file is the uninterrupted one's, no secret leaves."""
+"""Records reach metrics.jsonl and the trackers, a resumed run's file equals the uninterrupted one's, secrets stay
+out.
+"""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""training/optimizer.py: the learning rate's course, what decays, and steps of both optimisers worked out by hand."""
+"""training/optimizer.py: the learning rate's schedule, what decays, and steps of both optimisers computed by hand."""
 
 import itertools
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def adamw_by_hand(start: torch.Tensor, gradients: list[torch.Tensor], lr: float,
 
 
 def run(trained: nn.Module, optimizer: Optimizer, seeds: range, lr: float) -> list[list[torch.Tensor]]:
-    """Steps with the gradients of these seeds; returns each parameter's gradients."""
+    """Steps with random gradients of these seeds. Returns each parameter's gradients."""
     gradients = []
     for seed in seeds:
         set_gradients(trained, seed)
@@ -105,7 +105,7 @@ def test_muon_turns_matrices_by_steps_of_adamws_size():
 
 
 def test_muons_momentum_is_the_configs():
-    """Without any, a step hangs on its own gradient alone; with much, on those before it too."""
+    """Without momentum a step depends on its own gradient alone; with much, on earlier ones too."""
     steps = {}
     for momentum, first in itertools.product((0.0, 0.9), (0, 1)):
         trained = model()
@@ -123,7 +123,7 @@ def threads(monkeypatch, number: int) -> None:
 
 
 def copied_from(state: dict[str, torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], None]:
-    """What fills tensors with those of `state`."""
+    """A function that fills tensors with those of `state`."""
 
     def read(tensors: dict[str, torch.Tensor]) -> None:
         assert tensors.keys() == state.keys()
@@ -178,7 +178,7 @@ def test_impossible_values_are_refused(field, value):
 
 @pytest.mark.parametrize("shape", [(8, 8), (6, 24), (24, 6), (7, 15), (1, 5)])
 def test_the_small_iteration_is_the_plain_one(shape):
-    """By the Gram matrix in fp32, against the iteration as it is written in float64; also for next to no rank."""
+    """By the Gram matrix in fp32, against the plain iteration in float64; also for nearly rank-deficient matrices."""
     torch.manual_seed(0)
     for scale in (torch.ones(shape[0], 1), torch.logspace(0, -3, shape[0]).unsqueeze(1)):
         matrix = torch.randn(shape) * scale
@@ -190,7 +190,7 @@ def test_the_small_iteration_is_the_plain_one(shape):
 
 @pytest.mark.parametrize("rule", ["match_rms_adamw", "original"])
 def test_a_step_of_muon_is_torchs(rule):
-    """Which computes in bf16."""
+    """torch's computes in bf16."""
     ours, theirs = model(), model()
     optimizers = [
         made([each for each in module.parameters() if each.ndim == 2], lr=0.01, adjust_lr_fn=rule)

@@ -1,4 +1,6 @@
-"""training/trainer.py: what a step computes is the documents' loss however they are cut up; runs repeat and resume."""
+"""training/trainer.py: a step's loss is that of its documents, however they are packed; runs are reproducible and
+resume.
+"""
 
 import math
 import random
@@ -43,7 +45,7 @@ def data(tmp_path_factory) -> Path:
 
 
 class Given:
-    """A stream of these batches, the last of them for ever."""
+    """A stream of these batches; the last one repeats."""
 
     def __init__(self, batches: list[Batch]):
         self.config = DataConfig("unread", row_tokens=ROW)
@@ -60,7 +62,7 @@ class Given:
 
 
 def gradients_of_step(trainer: Trainer) -> tuple[dict, dict[str, torch.Tensor]]:
-    """The record of a step, and the gradients that the optimiser would have been given."""
+    """The record of a step, and the gradients that the optimiser would be given."""
     found = {}
 
     def note(lr: float) -> None:
@@ -190,7 +192,7 @@ def test_what_a_draft_cannot_propose_is_never_accepted(tmp_path, data):
 
 
 def chosen_at(trainer: Trainer, batch: Batch) -> list[int]:
-    """What the target chooses at a batch's supervised slots."""
+    """The target's most likely tokens at a batch's supervised slots."""
     target = trainer.target
     return most_likely(hidden_states(target, batch), target.lm_head)[batch.supervised].tolist()
 
@@ -253,7 +255,7 @@ SCHEDULE = {"warmup_steps": 2, "decay_share": 0.5}
 
 
 def breaking(trainer: Trainer, done: int) -> Callable[[], dict]:
-    """Its `train_step`, but nothing goes after so many steps."""
+    """Its `train_step`, which raises KeyboardInterrupt once so many steps are done."""
 
     def train_step() -> dict:
         if trainer.state.step == done:
@@ -285,7 +287,7 @@ def test_a_run_that_was_interrupted_is_as_if_it_had_not_been(tmp_path, data, nam
 
 
 def stopping_at(trainer: Trainer, step: int, micro_batch: int) -> Trainer:
-    """Told to stop when so many steps were done, and this micro-batch was the last."""
+    """The trainer, told to stop after so many steps and this micro-batch of the next."""
     trainer.stop_asked = lambda: (trainer.state.step, trainer.micro_batch) == (step, micro_batch)
     return trainer
 
@@ -421,7 +423,8 @@ def test_held_out_measurements(tmp_path, data):
 
 
 def test_depths_without_a_chain_are_left_out(tmp_path, data):
-    """Every supervised slot of a short document is counted at depth 1, one less at each further, none at last."""
+    """Of a short document, every supervised slot is counted at depth 1, one fewer at each further depth, at last
+    none."""
     trainer = make_trainer(tmp_path, data, eval_depth=4)
     trainer.heldout = [collate([packed_row((random_tokens(5)[0], [1, 2, 3]))])]
     record = trainer.evaluate()
@@ -477,7 +480,7 @@ def test_a_step_is_a_whole_number_of_micro_batches():
 
 
 def with_gradient(trainer: Trainer, values: dict[int, float]) -> None:
-    """Let steps by number have a gradient of this value throughout."""
+    """By step number: fill the gradients of that step with a value."""
     clip = trainer.backend.clip
 
     def spoilt() -> torch.Tensor:
@@ -503,7 +506,7 @@ def test_a_step_with_an_unsound_gradient_is_skipped_and_counted(tmp_path, data, 
 
 
 def followed(norms: list[float], recent: list[float] | None = None) -> list[bool]:
-    """Which of the steps with gradients of these norms are made, at a limit of 10 times the usual."""
+    """Which steps with gradients of these norms are made, with a limit of 10 times the usual norm."""
     recent, sound = recent or [], []
     for norm in norms:
         sound.append(runaway.is_sound(norm, recent, limit=10))
@@ -520,7 +523,7 @@ def test_what_a_runaway_gradient_is_compared_with(monkeypatch):
 
 
 def test_no_step_of_a_real_runs_beginning_is_a_runaway(tmp_path):
-    """At the paper's constant rate, with a limit of 5 where 100 is usual."""
+    """At the paper's constant rate, with a limit of 5 where the default is 100."""
     target = load_target(TargetConfig("data/tiny_target"), "cpu")
     config = DataConfig("data/tiny_target/answers.jsonl.gz", row_tokens=128)
     optim = OptimConfig(tokens_per_step=128)
@@ -565,7 +568,7 @@ def test_options_beyond_the_paper_are_checked(field, value, right):
 
 
 def test_a_run_in_which_every_step_was_skipped_fails(tmp_path, data):
-    """A weight of the target that is not finite, which the samples that are looked at while loading do not show."""
+    """A weight of the target is not finite, which the samples that are checked while loading do not show."""
     target = a_target.__wrapped__()
     with torch.no_grad():
         target.model.get_input_embeddings().weight[:] = math.nan

@@ -1,4 +1,4 @@
-"""training/unroll.py: all slots at once give what drafting gives chain by chain, and acceptance counts those chains."""
+"""training/unroll.py: all slots at once give what drafting gives chain by chain, and acceptance counts these chains."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_gradients_flow_through_every_pass(kind):
 def counted_by_hand(
     picks: list[torch.Tensor], best: torch.Tensor, supervised: torch.Tensor, lengths: list[list[int]]
 ) -> tuple[list[int], list[int]]:
-    """Chain by chain: how many held down to each depth, and how many there were."""
+    """Chain by chain: how many were accepted down to each depth, and how many there were."""
     held, possible = [0] * len(picks), [0] * len(picks)
     for row, place in documents(lengths):
         for root in range(place.start, place.stop):

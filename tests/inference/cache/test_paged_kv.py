@@ -1,4 +1,6 @@
-"""What the engine's caches hold, round by round, and that nothing else is ever read from them. DESIGN 3.1, 3.6."""
+"""The contents of the engine's caches, round by round; slots without a committed token are never read. DESIGN 3.1,
+3.6.
+"""
 
 import random
 from unittest.mock import patch
@@ -31,7 +33,7 @@ from tests.support.tiny import shared_target, tiny_draft, trained_draft
 def test_caches_are_those_of_a_fresh_prefill(tree, kv_tokens, family, overrides, overlap, monkeypatch):
     """In every round: the target's n - 1 slots, the draft's n, and the draft's hidden state at the pending token.
 
-    Also of a sequence that gave up its blocks with more than one token for the draft to read.
+    Also after a preemption with more than one token that the drafter had not processed.
     """
     target, rng = shared_target(family), random.Random(3)
     unread, preempt = [], Scheduler.preempt
@@ -62,7 +64,8 @@ def test_caches_are_those_of_a_fresh_prefill(tree, kv_tokens, family, overrides,
 
 @pytest.mark.parametrize("tree", TREES)
 def test_aligned_with_the_last_token_alone(tree):
-    """Of a round's tokens the draft reads its own hidden states, but for the pending one and a leaf before it."""
+    """Of a round's tokens, only the pending one and a leaf before it are processed with the target's hidden states;
+    the draft's slots keep its own at the others."""
     target, rng, leaves = shared_target("llama"), random.Random(3), set()
     draft = trained_draft(target, steps=60)  # an untrained one's own states make much of a rounding
     engine = Engine(target, Eagle(draft, target, "last"), tree, max_batch_size=2)
@@ -118,13 +121,14 @@ FEW = list(range(0, 96, 3))
 )
 @pytest.mark.parametrize("tree", TREES)
 def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides):
-    """Each node's children are the most likely after its path, on which the draft reads its own hidden states."""
+    """Each node's children are the most likely ones after its path, over which the draft uses its own hidden states."""
     target = shared_target("gemma2")
     draft = tiny_draft(target, **overrides)
     engine, seen = Engine(target, draft, tree, max_batch_size=2), []
 
     def grow(tokens: list[int], hidden: torch.Tensor, tail: list[int], pairs: list[torch.Tensor]) -> torch.Tensor:
-        """The draft's hidden state after `tokens` and the drafted `tail`, whose slots are paired with `pairs`."""
+        """The draft's hidden state after `tokens` and the drafted `tail`. `pairs`: the draft's own hidden states
+        before the tokens of the tail."""
         ids, positions = torch.tensor([tokens + tail]), torch.arange(len(tokens + tail))[None]
         given = shift_hidden(hidden[None], positions[:, : len(tokens)])
         given = torch.cat((given, *[pair[None, None] for pair in pairs]), 1)
@@ -162,7 +166,7 @@ def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("tree", TREES)
 def test_rejected_slots_are_never_read(tree, rows):
-    """Slots spoilt after every round change neither what is committed nor what the draft proposes."""
+    """Overwriting those slots after every round changes neither the committed nor the proposed tokens."""
     target = shared_target("gemma2")
     proposed: list[list[list[int]]] = [[], []]
     for spoilt, proposals in enumerate(proposed):

@@ -1,4 +1,4 @@
-"""Texts that were read before: found as far as they agree, on the device or in host memory, and never wrong."""
+"""Prefix caching: the longest common prefix is found, on the device or in host memory, and never a wrong one."""
 
 import random
 from functools import cache
@@ -34,7 +34,7 @@ def answers(family: str) -> list[list[int]]:
 
 
 def engine_for(family: str, tree: str = "d3_bf2", alignment: str = "accepted", **settings) -> Engine:
-    """Its draft is right for as many tokens as chance will have it."""
+    """With a random draft, whose tokens are accepted at times."""
     target, rng = shared_target(family), random.Random(4)
     drafter = Eagle(tiny_draft(target), target, alignment)
     engine = Engine(target, drafter, tree, prefix_cache=True, **settings)
@@ -43,7 +43,7 @@ def engine_for(family: str, tree: str = "d3_bf2", alignment: str = "accepted", *
 
 
 def check_pool(engine: Engine) -> None:
-    """Nobody has a block, and none is lost."""
+    """No block is in use, and none is lost."""
     pool = pool_of(engine)
     assert sorted([*pool.free, *pool.idle]) == list(range(SCRATCH + 1, SCRATCH + 1 + pool.total))
     assert not any(pool.users)
@@ -52,7 +52,7 @@ def check_pool(engine: Engine) -> None:
 
 @pytest.mark.parametrize(("depth", "overlap", "kept"), [(15, False, 2), (7, True, 2)])
 def test_an_answer_that_ends_early_in_its_first_round(depth, overlap, kept):
-    """A short prompt, and a round that brings far more than is kept."""
+    """A short prompt, and a round that proposes far more tokens than are kept."""
     (prompt,), target = random_tokens(1, seed=3), shared_target("llama")
     truth = continued(target, prompt, 40)
     engine = Engine(target, tiny_draft(target), chain(depth), prefix_cache=True, overlap=overlap)
@@ -64,7 +64,7 @@ def test_an_answer_that_ends_early_in_its_first_round(depth, overlap, kept):
 
 
 def test_what_was_read_before_a_preemption_was_not_found():
-    """A prompt that nobody asked before has no cached tokens, though its own beginning is found when it comes back."""
+    """A new prompt has no cached tokens, although its own blocks are found again after its preemption."""
     long, short = random_tokens(100, 5)
     engine = Engine(shared_target(), kv_tokens=9 * BLOCK, prefix_cache=True, prefill_tokens=2)
     engine.add(short, SamplingParams(max_tokens=60, ignore_eos=True))
@@ -83,7 +83,7 @@ def test_what_was_read_before_a_preemption_was_not_found():
 
 
 def shared_blocks(tokens: list[int], earlier: list[list[int]]) -> int:
-    """How many full blocks `tokens` begin with that something earlier began with too."""
+    """The number of full blocks in the longest prefix of `tokens` that is also one of an earlier text."""
     agree = [sum(1 for _ in zip_while(tokens, other)) for other in earlier]
     return max(agree, default=0) // BLOCK
 
@@ -98,7 +98,7 @@ def zip_while(first: list[int], second: list[int]):
 @pytest.mark.parametrize("alignment", ["accepted", "last"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "llama4"])
 def test_what_is_found_is_what_was_read(family, alignment):
-    """As long as the longest beginning that both models have read, and never the whole of a prompt."""
+    """The longest prefix that is in both models' caches, and never a whole prompt."""
     engine, earlier = engine_for(family, alignment=alignment, kv_tokens=60 * BLOCK), []
     for index in [0, 1, 2, 0, 3, 4, 5, 2]:
         request = add_as(engine, index, PROMPTS[index], GREEDY)
@@ -115,7 +115,7 @@ def test_what_is_found_is_what_was_read(family, alignment):
 @pytest.mark.parametrize("host_kv_tokens", [0, 40 * BLOCK])
 @pytest.mark.parametrize("first_token", ["self_fusion", "skip"])
 def test_both_caches_are_those_of_a_fresh_prefill(first_token, host_kv_tokens, monkeypatch):
-    """Also where a text's beginning came back from host memory: the draft's slot behind it is paired as it should."""
+    """Also where blocks come back from host memory: the draft's next slot is paired with the right hidden state."""
     target, rng = shared_target("llama"), random.Random(4)
     draft, checked, brought, get = tiny_draft(target, first_token=first_token), [], [], HostKV.get
     monkeypatch.setattr(HostKV, "get", lambda self, names, blocks: (brought.extend(blocks), get(self, names, blocks)))
@@ -145,7 +145,7 @@ def test_both_caches_are_those_of_a_fresh_prefill(first_token, host_kv_tokens, m
 @pytest.mark.parametrize("host_kv_tokens", [0, 7 * BLOCK, 100 * BLOCK])
 @pytest.mark.parametrize(("family", "kv_tokens"), [("llama", None), ("llama", 8 * BLOCK), ("gemma2", 8 * BLOCK)])
 def test_requests_come_and_go(family, kv_tokens, host_kv_tokens):
-    """Shared beginnings, too little room, chunks, cancellations: the target's tokens, and no block is lost."""
+    """Common prefixes, a small store, chunked prefill, cancellation: the target's tokens, and no block is lost."""
     found = 0
     for seed in range(2):
         rng = random.Random(seed)

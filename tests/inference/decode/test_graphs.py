@@ -1,4 +1,4 @@
-"""Drafting and validation recorded and replayed: the same tokens and rounds, from as many recordings as sizes."""
+"""Drafting and validation as graphs: the same tokens and rounds as without, with one recording for each size."""
 
 import copy
 import random
@@ -56,7 +56,7 @@ def a_draft() -> Draft:
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch):
-    """So that sequences outgrow them."""
+    """The least number of slots is small, so that sequences outgrow their size."""
     monkeypatch.setattr(graphs, "LEAST_SLOTS", BLOCK)
 
 
@@ -139,7 +139,8 @@ def test_with_the_other_switches(family):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_draft_that_catches_up(overlap):
-    """What it reads then is wider than a recording is; what follows is recorded."""
+    """A round in which the drafter processes more tokens than a recording has room for is not recorded; later ones
+    are."""
     target, params = shared_target("llama"), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 40)]
     options = {"tree": {1: "chain3", 2: chain(0)}, "overlap": overlap}
     eager, replayed = (Engine(target, Eagle(a_draft(), target), **options) for _ in range(2))
@@ -150,7 +151,7 @@ def test_a_draft_that_catches_up(overlap):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_sequences_that_give_up_their_blocks(overlap, monkeypatch):
-    """And find some of them again; the draft reads the last token alone."""
+    """Preempted sequences find some of their blocks again; the draft is aligned with the last token alone."""
     target, preempted, preempt = shared_target("llama"), [], Scheduler.preempt
     monkeypatch.setattr(Scheduler, "preempt", lambda self, one: (preempted.append(one.index), preempt(self, one)))
     options = {"max_batch_size": 3, "kv_tokens": 4 * BLOCK, "prefix_cache": True, "overlap": overlap}
@@ -177,7 +178,8 @@ def test_without_a_draft():
 
 
 def test_there_is_a_recording_for_each_size_and_tree():
-    """Rows in powers of two up to the largest batch, slots too; drafting has one for each way to choose as well."""
+    """Rows are powers of two, up to the largest batch, and so are slots. Drafting has one for each drafting mode as
+    well."""
     target, sizes = shared_target("llama"), []
     table = {1: "n8", 3: "chain3", 5: full(1, 2)}
     engine = recorded(Engine(target, a_draft(), table, max_batch_size=5, drafting="multinomial", kv_tokens=30 * BLOCK))
@@ -214,7 +216,7 @@ class Launches(TorchDispatchMode):
 
 
 def test_hidden_states_outlive_the_next_replay():
-    """A drafter may read them later, where nothing is drafted in between."""
+    """A drafter may use them rounds later, where nothing is drafted in between."""
     engine, kept = recorded(Engine(shared_target("llama"), a_draft(), "chain3")), []
     validate = runner_of(engine).validate
 
@@ -290,7 +292,7 @@ def test_targets_that_are_divided_or_offloaded_are_refused():
 
 
 class Uses(NamedTuple):
-    """What an engine does that was not told."""
+    """What an engine does by default."""
 
     graphs: bool = True
     device: str = "cuda"
@@ -333,7 +335,8 @@ def test_they_are_recorded_on_a_gpu_unless_something_prevents_it(case):
 
 @pytest.mark.parametrize("tree", TREES)
 def test_rows_that_are_not_there_write_nowhere(tree):
-    """Three rows of four, then one of two, ...: nothing changes that nobody has, or that was read."""
+    """Three rows in a graph of four, then one in one of two, ...: padding rows change no slot that is in use or
+    cached."""
     target, rng = shared_target("llama"), random.Random(0)
     engine = recorded(Engine(target, tiny_draft(target), tree, max_batch_size=4, kv_tokens=24 * BLOCK))
     guide_from_outside(engine, answers("llama"), lambda _: rng.randint(0, 3))

@@ -1,4 +1,4 @@
-"""Sampling: verification gives exactly the target's distribution, broken variants are caught, the parts are right."""
+"""Verification commits exactly the target's distribution, broken variants are detected, and the parts are right."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +44,7 @@ def test_larger_vocabulary_and_root_alone_are_exact():
 
 @pytest.mark.parametrize("mode", [WITH, WITHOUT])
 def test_draft_that_runs_out_of_tokens_is_exact(mode):
-    """Three children from a draft that holds two tokens: the third is no draw from it and must not be accepted."""
+    """Three children from a q with two tokens: the third is not drawn from q, and must not be accepted."""
     assert error(make_toy(4, 2, draft_support=2), full(2, 3) if mode == WITHOUT else full(2, 2), mode) < 1e-12
 
 
@@ -84,7 +84,7 @@ def one_number_for_all_depths(tree, tokens, p, numbers):
 
 
 def a_leaf_that_is_always_accepted(tree, tokens, p, numbers):
-    """The last child of the node that a round ends at is accepted whatever the target chose."""
+    """Broken: the last child of the node where a round ends is accepted, whatever the target chose."""
     found = by_depth(tree, tokens, p, numbers)
     kids = tree.children[found.node, 0]
     return found._replace(node=torch.where(kids >= 0, kids, found.node))
@@ -135,7 +135,7 @@ def test_wrong_kind_of_replacement_is_caught(mode):
 
 
 def chi_square_p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """The chance of counts at least so far from expectation; inf counts as far where nothing is expected."""
+    """The probability of a deviation at least as large; a count where nothing is expected is an infinite deviation."""
     assert counts[expected == 0].sum() == 0
     counts, expected = counts[expected > 0].double(), expected[expected > 0]
     statistic = ((counts - expected) ** 2 / expected).sum()
@@ -143,7 +143,7 @@ def chi_square_p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def sampled_p_value(toy: Toy, tree: Tree, mode: str, verifier: Callable[..., sampling.Verified], rows: int) -> float:
-    """How likely the committed tokens of `rows` requests are under the target's distribution."""
+    """The p-value of the tokens that `rows` requests commit, under the target's distribution."""
     seeds, vocabulary, num_nodes = torch.arange(rows), toy.vocabulary, tree.num_nodes
     noise = uniform(seeds, torch.zeros_like(seeds), 1 + num_nodes + num_nodes * max(tree.fanout))
     final, coins = noise[:, 0], noise[:, 1 : 1 + num_nodes]
@@ -195,7 +195,7 @@ def one_hot(best: torch.Tensor, vocabulary: int) -> torch.Tensor:
 @pytest.mark.parametrize("replacement", [True, False])
 @pytest.mark.parametrize("tree", [chain(0), *TREES.values()], ids=lambda tree: str(tree.num_nodes))
 def test_verify_chosen_is_verify_at_temperature_0(tree, replacement):
-    """Tokens of a vocabulary of 2, so that long paths are accepted and siblings often share a token."""
+    """With a vocabulary of 2, so that long paths are accepted and siblings often have the same token."""
     torch.manual_seed(0)
     tokens, best = torch.randint(2, (2, 400, tree.num_nodes))
     p, coins = one_hot(best, 2), torch.rand(400, tree.num_nodes, dtype=torch.float64)
@@ -219,7 +219,7 @@ def test_accepted_path_is_the_first_that_matches():
 
 
 def compile_arguments(verifier: Callable[..., sampling.Verified], rows: int) -> tuple:
-    """Of 7 nodes, and 2 children of each."""
+    """For a tree of 7 nodes with 2 children each."""
     tokens, logits, seeds = torch.randint(50, (rows, 7)), torch.randn(rows, 7, 50), torch.arange(rows)
     temperature = [[0.5, 1.0, 0.0][row % 3] for row in range(rows)]
     settings = SamplingTensors.from_lists(temperature, [0] * rows, [0.9] * rows, "cpu")
@@ -260,7 +260,7 @@ def test_a_gpus_compiler_takes_a_vocabulary_of_today(rows, top_p):
 
 
 def warped(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
-    """transformers' own, for rows [N, V]."""
+    """transformers' own warpers, for rows [N, V]."""
     logits = TemperatureLogitsWarper(temperature)(None, logits)
     logits = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
     return (TopPLogitsWarper(top_p)(None, logits) if top_p < 1 else logits).softmax(-1)
@@ -310,7 +310,7 @@ def test_what_overflowed_counts_as_the_greatest(dtype):
 
 
 def test_what_is_allowed_is_chosen_from_even_if_nothing_of_it_has_a_chance():
-    """Token 0 is what a row without any mass would give."""
+    """Token 0 is what a row without any mass gives."""
     logits = torch.tensor([[[5.0, -torch.inf, -torch.inf, 1.0]], [[torch.nan] * 4], [[0.0, -torch.inf, 1.0, 2.0]]])
     allowed = torch.tensor([[[False, True, True, False]]] * 3)
     shares = [[0, 0.5, 0.5, 0], [0, 0.5, 0.5, 0], [0, 0, 1, 0]]
@@ -333,7 +333,7 @@ def test_sample_follows_the_cumulative_distribution_and_never_picks_the_impossib
 
 
 def test_rounding_ends_in_a_possible_token():
-    """What float sums can bring about in a rare round: a number no sum passes, and no rest after a rejection."""
+    """What rounding can cause in rare rounds: a number above every cumulative sum, and an empty residual."""
     one = torch.tensor(1.0, dtype=torch.float64)
     assert sample(torch.tensor([0.2, 0.3, 0.0]), one) == 1
     assert sample(torch.zeros(3), one) == 0
@@ -375,7 +375,7 @@ def test_uniform_is_the_documented_function_of_seed_position_and_draw():
 
 
 def test_uniform_is_uniform_and_independent_along_every_axis():
-    """Consecutive seeds, positions and draws; all bounds are five standard deviations."""
+    """Over seeds, positions and draws; every bound is five standard deviations."""
     seeds, positions = torch.arange(128), torch.arange(128)
     cube = uniform(seeds.repeat_interleave(128), positions.repeat(128), 32).view(128, 128, 32)
     count = cube.numel()

@@ -1,4 +1,6 @@
-"""Trees: tables agree with each other and with small examples, pruning takes the best, and non-trees are refused."""
+"""Trees: their tables agree with each other and with small examples, pruning is optimal, and invalid trees are
+refused.
+"""
 
 import itertools
 
@@ -33,7 +35,7 @@ def test_tables_of_a_ragged_tree():
 
 @pytest.mark.parametrize("tree", [chain(0), chain(4), full(3, 2), RAGGED, pruned(5, ACCEPTANCE)])
 def test_tables_agree(tree):
-    """Each table follows from the path to each node; those are walked here from `parents`."""
+    """Each table follows from the paths from the root, which are computed here from `parents`."""
     assert [node for level in tree.levels for node in range(*level)] == list(range(tree.num_nodes))
     for node, parent in enumerate(tree.parents):
         path = [node]
@@ -70,7 +72,7 @@ def test_chain_and_full():
 
 @pytest.mark.parametrize("num_nodes", range(1, 12))
 def test_pruned_is_the_best_of_all_trees_of_its_size(num_nodes):
-    """Held against every node's product, taken from the top: with falling acceptance these always form a tree."""
+    """Against the nodes of the greatest path products: where acceptance falls with rank and depth these form a tree."""
     ranks = itertools.chain.from_iterable(
         itertools.product(*(range(len(row)) for row in ACCEPTANCE[:depth])) for depth in (1, 2, 3)
     )
@@ -98,7 +100,7 @@ def test_pruned_breaks_ties_and_keeps_siblings_in_order():
 
 
 def test_every_bundled_tree_loads():
-    """Those that a name describes have no YAML."""
+    """Trees that a name describes have no YAML."""
     names = {path.stem for path in (CONF_DIR / "tree").glob("*.yaml")} - {"table"}
     assert not any(map(tree_of, names))
     parents = {name: load_tree(name).parents for name in names}

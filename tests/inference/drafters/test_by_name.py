@@ -1,4 +1,4 @@
-"""A drafter of one's own: a class in one file and a YAML that names it, given to eagle-generate. CONTRIBUTING.md."""
+"""A user's drafter: a class in one file and a YAML that names it, with eagle-generate. CONTRIBUTING.md."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ def target(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    """The drafter's file and YAML, as the page has them, in a directory of their own."""
+    """The drafter's module and YAML, as CONTRIBUTING.md has them, in a directory of their own."""
     folder = tmp_path_factory.mktemp("drafter")
     section = PAGE.read_text("utf-8").partition("## Add a drafter")[2].partition("\n## ")[0]
     code, yaml = re.findall(r"```(?:python|yaml)\n(.*?)```", section, re.DOTALL)

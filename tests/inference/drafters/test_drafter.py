@@ -1,6 +1,7 @@
-"""The interface `drafting.Drafter`: whoever keeps to it drafts for the engine, and the tokens stay the target's own.
+"""The interface `Drafter`: any implementation can draft for the engine, and the tokens stay the target's own.
 
-Here that is a prompt lookup, which has no model: it goes on as the text did after the last place that ended alike.
+The one here is a prompt lookup, which has no model: it proposes what followed the last occurrence of the last two
+tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +28,7 @@ PROMPTS = [stem + tail for stem in STEMS for tail in random_tokens(2, 5, seed=4)
 
 
 class PromptLookup:
-    """Keeps a text's tokens, and finds the last two of them where they stood before."""
+    """Keeps a sequence's tokens in its cache, and finds the last place where the last two tokens stood before."""
 
     def __init__(self) -> None:
         self.cache = PagedKV({0: KVShape(1, 1, 1)}, blocks=0, dtype=torch.int64, device="cpu")
@@ -68,7 +69,7 @@ class PromptLookup:
 
 @cache
 def target() -> Target:
-    """What follows a token hangs on that token most, so that texts come back to where they were."""
+    """A target whose next token depends mostly on the last one, so that its answers repeat themselves."""
     model = tiny_model()
     with torch.no_grad():
         for layer in model.model.layers:
@@ -84,7 +85,7 @@ def answers() -> list[list[int]]:
 
 @cache
 def rounds(tree: str) -> list[list[int]]:
-    """Tokens of each prompt's rounds, alone."""
+    """The numbers of tokens in the rounds of each prompt, decoded alone."""
     engine = Engine(target(), PromptLookup(), tree, max_batch_size=1)
     return [engine.generate([prompt], GREEDY)[0].rounds for prompt in PROMPTS]
 

@@ -1,6 +1,7 @@
-"""Users' EBNF is kept exactly: all texts of a few characters, against the same language as a regular expression.
+"""Users' EBNF is kept exactly: all texts of a few characters are compared with the same language as a regular
+expression.
 
-And what nothing can match is never begun, in EBNF and in schemas.
+And no text is begun that cannot be completed, in EBNF and in schemas.
 """
 
 import random
@@ -49,7 +50,7 @@ LANGUAGES = [  # a grammar, and its language, as the `regex` module has it
 
 
 def texts_of(grammar: dict, longest: int, letters: str = LETTERS) -> tuple[set[str], set[str]]:
-    """All texts of so many of these letters that a grammar has, and all that it lets begin."""
+    """All texts of up to so many of these letters that a grammar accepts, and all prefixes that it allows."""
     state = xgrammar.GrammarMatcher(compiled(grammar))
     found, begun = set(), set()
 
@@ -72,7 +73,7 @@ def texts_of(grammar: dict, longest: int, letters: str = LETTERS) -> tuple[set[s
 
 @pytest.mark.parametrize(("ebnf", "pattern"), LANGUAGES, ids=[str(i) for i in range(len(LANGUAGES))])
 def test_a_grammar_has_the_texts_it_is_meant_to_have(ebnf, pattern):
-    """All of up to three characters, each of their beginnings, and none besides."""
+    """All texts of up to three characters, each of their prefixes, and nothing else."""
     language = regex.compile(pattern)
     wanted, begun, level = set(), set(), [""]
     for _ in range(4):
@@ -132,7 +133,7 @@ def refused(ebnf: str) -> bool:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_grammars_have_the_texts_that_follow_from_their_rules(seed):
-    """And none that is begun in vain; those that are refused have none."""
+    """And every prefix that is allowed can be completed; grammars that are refused have no texts."""
     rng, count = random.Random(seed), 0
     for _ in range(60):
         names = ["root", "x", "true"][: rng.randint(1, 3)]
@@ -231,7 +232,7 @@ def needing(**properties) -> dict:
     ],
 )
 def test_what_nothing_matches_is_refused(grammar, said):
-    """A schema or a regular expression; the place is the one that cannot be filled."""
+    """In schemas and regular expressions; the error names the part that cannot be satisfied."""
     with pytest.raises(UserError) as error:
         ebnf_of({"regex" if isinstance(grammar, str) else "json_schema": grammar})
     assert str(error.value).startswith(said)

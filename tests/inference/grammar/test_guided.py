@@ -1,7 +1,8 @@
-"""Guided decoding: every answer obeys its grammar, and is what plain decoding with masked logits gives. Paper 3.4.
+"""Guided decoding: every answer matches its grammar, and is that of plain decoding with masked logits. Paper section
+3.4.
 
-Each grammar has a twin: the same language as a regular expression of Python's, which also knows the beginnings of its
-texts. So nothing that is compared here comes from the library that makes the masks.
+Each grammar has a twin: the same language as a Python regular expression, which also recognises prefixes. So nothing
+here is compared with the library that makes the masks.
 """
 
 import random
@@ -78,14 +79,14 @@ def obeys(kind: str, text: str) -> bool:
 
 @cache
 def may_follow(kind: str, text: str) -> list[int]:
-    """The tokens that the twin lets follow a text, one by one."""
+    """The tokens that the twin allows after a text, one by one."""
     letters = [token for token, letter in enumerate(CHARACTERS, start=3) if begins(kind, text + letter)]
     return letters + [EOS] * obeys(kind, text)
 
 
 @cache
 def truth(kind: str, prompt: tuple[int, ...], length: int = LONG) -> list[int]:
-    """transformers' most likely tokens among those the twin allows."""
+    """transformers' most likely tokens among those that the twin allows."""
     tokens, model = [], tiny_model()
     while len(tokens) < length and tokens[-1:] != [EOS]:
         with torch.no_grad():
@@ -96,7 +97,7 @@ def truth(kind: str, prompt: tuple[int, ...], length: int = LONG) -> list[int]:
 
 
 def mixed(temperature: float = 0.0) -> tuple[list, list[SamplingParams], list[str | None]]:
-    """Each prompt with each kind, and without a grammar."""
+    """Each prompt with each kind of grammar, and without one."""
     kinds = [kind for _ in PROMPTS for kind in [*KINDS, None]]
     prompts = [prompt for prompt in PROMPTS for _ in [*KINDS, None]]
     params = [
@@ -123,7 +124,7 @@ def check_obeys(kind: str, output: Output) -> None:
 @pytest.mark.parametrize("tree", [None, *TREES])
 @pytest.mark.parametrize("settings", [{}, {"kv_tokens": 5 * BLOCK, "prefill_tokens": 3}], ids=["roomy", "tight"])
 def test_greedy_tokens_are_the_most_likely_allowed(tree, settings, trained):
-    """Guided and unguided in one batch, whose rows come and go, with preemption and with prompts read in chunks."""
+    """Guided and unguided requests in one batch, with rows that join and leave, preemption and chunked prefill."""
     prompts, params, kinds = mixed()
     plain = dict(zip(map(tuple, PROMPTS), cut(answers("llama")), strict=True))
     engine = Engine(target(), trained if tree else None, tree or "chain3", max_batch_size=4, **settings)
@@ -138,7 +139,7 @@ def test_greedy_tokens_are_the_most_likely_allowed(tree, settings, trained):
 @pytest.mark.parametrize("kv_tokens", [None, 5 * BLOCK], ids=["roomy", "tight"])
 @pytest.mark.parametrize("cancelling", [False, True], ids=["kept", "cancelled"])
 def test_drafts_that_hold_to_any_depth(cancelling, kv_tokens, trained):
-    """What is rejected, forbidden tokens among it, leaves no trace; so does who is cancelled or preempted."""
+    """Rejected tokens, also forbidden ones, leave no trace in a matcher; nor do cancellation and preemption."""
     prompts, params, kinds = mixed()
     plain = dict(zip(map(tuple, PROMPTS), answers("llama"), strict=True))
     wanted = [truth(k, tuple(p)) if k else plain[tuple(p)][:LENGTH] for k, p in zip(kinds, prompts, strict=True)]
@@ -165,7 +166,7 @@ def test_drafts_that_hold_to_any_depth(cancelling, kv_tokens, trained):
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("mode", MODES)
 def test_sampled_tokens_obey_whatever_the_company(mode, tree, trained):
-    """And they are those that a request gets alone; who has no grammar does not feel the others'."""
+    """They are those of a request alone; requests without a grammar are not affected by others'."""
     prompts, params, kinds = (each[::2] for each in mixed(1.0))
     tight = Engine(target(), trained, tree, max_batch_size=5, drafting=mode, kv_tokens=6 * BLOCK, prefill_tokens=7)
     outputs = tight.generate(prompts, params)
@@ -179,7 +180,7 @@ def test_sampled_tokens_obey_whatever_the_company(mode, tree, trained):
 
 
 def test_another_ranks_drafts_obey_their_grammar(trained):
-    """This rank's own drafts, which its grammars have walked, are replaced by those of the first rank."""
+    """This rank's own drafts, over which its matchers have walked, are replaced by those of the first rank."""
     params = SamplingParams(1.0, max_tokens=LONG, grammar={"regex": "(ab|ba|aab|bba)(cd|ce|dc){1,4}x"})
     engine, rng = Engine(target(), trained, "chain3"), random.Random(0)
     letters = target().tokenizer.convert_tokens_to_ids(["a", "b"])
@@ -198,7 +199,7 @@ def test_another_ranks_drafts_obey_their_grammar(trained):
 
 
 def proposals(engine: Engine) -> list[tuple[str, list[str]]]:
-    """Runs what waits. The text of each row before a round, and the letters of the chain proposed."""
+    """Runs the waiting requests. Returns, by round, each row's text before it and the letters of the proposed chain."""
     found, draft, tokenizer = [], runner_of(engine).draft, engine.target.tokenizer
 
     def seeing(inputs):
@@ -251,7 +252,7 @@ PATTERN = "[a-h](([b-j][a-e]?|[k-m])([c-i]|[a-c][d-m]))?|[i-m][d-k]*"
 
 @pytest.fixture(scope="module")
 def toy() -> tuple[Target, Draft, torch.Tensor]:
-    """A target with 16 tokens, a draft for it, and the probability of any four tokens, the first summed over."""
+    """A target with 16 tokens, a draft for it, and the probability of any four tokens, summed over the first."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *LETTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
@@ -261,7 +262,7 @@ def toy() -> tuple[Target, Draft, torch.Tensor]:
 
 
 def joint(model) -> torch.Tensor:
-    """float64 [16, 16, 16]; an answer that has ended goes on with end tokens."""
+    """float64 [16, 16, 16]; an answer that has ended is continued with end tokens."""
     mass, histories = torch.zeros([16] * 4, dtype=torch.float64), {(): 1.0}
     for _ in range(4):
         open_ones = [history for history in histories if history[-1:] != (EOS,)]
@@ -280,7 +281,7 @@ def joint(model) -> torch.Tensor:
 
 
 def p_value(toy, tree: str, drafting: str = "greedy") -> float:
-    """Of the chi-square test on the last three of four tokens; cells where fewer than 5 are expected count as one."""
+    """Of the chi-square test on the last three of four tokens; cells with an expected count below 5 are merged."""
     small, draft, probability = toy
     engine = Engine(small, draft, tree, max_batch_size=COUNT, drafting=drafting)
     params = SamplingParams(temperature=1.0, max_tokens=4, seed=10**6, grammar={"regex": PATTERN})
@@ -304,7 +305,7 @@ def test_the_distribution_is_the_targets_restricted(toy, drafting, tree):
 
 @pytest.mark.parametrize("drafting", MODES)
 def test_with_a_draft_of_few_tokens(toy, drafting, capfd):
-    """Where its grammar allows none of them, it proposes what will be refused, without a word."""
+    """Where the grammar allows none of the draft's tokens, it proposes what will be rejected."""
     small, draft, probability = toy
     few = [EOS, 3, 5, 8, 9, 12]
     little = Draft(replace(draft.config, vocab_size=len(few), vocabulary=few))
@@ -314,7 +315,7 @@ def test_with_a_draft_of_few_tokens(toy, drafting, capfd):
 
 
 def test_the_test_can_tell(toy, monkeypatch):
-    """Drafts drawn as the grammar has it, but said to be drawn from all tokens."""
+    """Broken: drafts are drawn under the grammar, but q is that without it."""
     children = Eagle.children
 
     def half_told(self, hidden, level, choice):
@@ -335,14 +336,14 @@ def answer(grammar: dict, params: SamplingParams | None = None, **changes) -> Ou
 
 
 def test_special_tokens_are_no_text():
-    """`<s>` is spelt, though there is a token of that name, which a text would not show."""
+    """`<s>` is spelt out, although there is a token of this name, which has no text."""
     output = answer({"choice": ["<s>"]})
     assert output.text == "<s>"
     assert output.token_ids == [*(3 + CHARACTERS.index(letter) for letter in "<s>"), EOS]
 
 
 def test_special_tokens_are_never_allowed():
-    """However likely they are: hot, all that is allowed comes now and then."""
+    """However likely they are: at a high temperature every allowed token occurs at times."""
     for seed in range(20):
         output = answer({"regex": "(<s>|<pad>|</s>){4}"}, SamplingParams(temperature=100.0, max_tokens=60, seed=seed))
         assert regex.fullmatch("(<s>|<pad>|</s>){4}", output.text)
@@ -351,7 +352,7 @@ def test_special_tokens_are_never_allowed():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_lm_head_wider_than_the_tokenizer(temperature):
-    """In the tiny model padding tokens are as likely as any."""
+    """In the tiny model padding tokens of the vocabulary are as likely as any."""
     for seed in range(8):
         output = answer({"regex": "[!-~]{12}"}, SamplingParams(temperature, seed=seed), vocab_size=131)
         assert regex.fullmatch("[!-~]{12}", output.text)
@@ -384,7 +385,7 @@ def test_an_answer_without_tokens_for_it_ends():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("tree", TREES)
 def test_where_nothing_is_allowed_the_end_is(temperature, tree, trained):
-    """Also below tokens that are drafted; nobody's probabilities become NaN."""
+    """Also below drafted nodes; no row's probabilities become NaN."""
     for texts in (["aé"], ["abé", "abcdé"]):
         params = SamplingParams(temperature, max_tokens=9, grammar={"choice": texts})
         for output in Engine(target(), trained, tree).generate(PROMPTS, params):
@@ -395,7 +396,7 @@ def test_where_nothing_is_allowed_the_end_is(temperature, tree, trained):
 
 
 def nothing_allowed() -> tuple:
-    """What Guidance takes, of a row that stands where its grammar has no token for what must follow."""
+    """Arguments of Guidance for a row whose grammar allows only tokens that the target does not have."""
     guide = Requests(target()).guide
     matcher = guide.matcher({"choice": ["aé"]})
     assert matcher.accept(3 + CHARACTERS.index("a"))
@@ -405,7 +406,7 @@ def nothing_allowed() -> tuple:
 @pytest.mark.parametrize("owner", [Runner, Guidance])
 @pytest.mark.parametrize("call", [1, 2, 5])
 def test_a_round_that_failed_on_its_way_through_a_grammar(trained, monkeypatch, owner, call):
-    """Once nodes were drafted, or when the logits were known: the next round stands where the failed one began."""
+    """After drafting, or after the logits: the next round starts from the state in which the failed one did."""
     fail_at(monkeypatch, owner, "validate" if owner is Runner else "rewind", call)
     engine = Engine(target(), trained, "d3_bf2", max_batch_size=4)
     params = [SamplingParams(max_tokens=LONG, grammar=grammar_of(kind)) for kind in KINDS]
@@ -422,7 +423,8 @@ def test_a_round_that_failed_on_its_way_through_a_grammar(trained, monkeypatch, 
 
 
 def test_a_grammar_that_counts_when_blocks_are_given_up(trained, monkeypatch):
-    """Who is preempted is read anew by the models, and not by its grammar, which would let it end too early."""
+    """A preempted sequence is recomputed by the models, but its matcher must not advance again, or the answer would
+    end too early."""
     preempted, preempt = [], Scheduler.preempt
 
     def seeing(self, sequence):
@@ -515,7 +517,7 @@ BAD = [
 
 @pytest.mark.parametrize(("grammar", "said"), BAD, ids=[str(i) for i in range(len(BAD))])
 def test_bad_grammars_are_one_line(grammar, said):
-    """Before anything runs; those under way go on."""
+    """They are refused before anything runs; running requests go on."""
     engine = Engine(target())
     request = engine.add(PROMPTS[0], SamplingParams(max_tokens=6, grammar=grammar_of("regex")))
     engine.step()
@@ -542,7 +544,7 @@ def test_what_a_grammar_needs(monkeypatch):
 
 
 def test_token_ids_are_counted_as_ever(trained):
-    """An unguided request of the same engine has the statistics it had."""
+    """An unguided request of the same engine has the same statistics."""
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
     alone = Engine(target(), trained).generate(PROMPTS, params)
     beside = Engine(target(), trained).generate(

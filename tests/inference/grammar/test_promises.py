@@ -1,5 +1,5 @@
-"""What a grammar promises is kept: random walks through what it allows, byte by byte, held to checks that know nothing
-of grammars.
+"""Guaranteed properties of grammars hold: random walks through what a grammar allows, byte by byte, are validated by
+checkers that know nothing of grammars.
 """
 
 import datetime
@@ -22,7 +22,7 @@ LONGEST = 600  # bytes of a walk
 
 
 def weights(hints: str) -> list[int]:
-    """How often each byte is taken: what ends things more often, and what the grammar speaks of."""
+    """How often each byte is taken: closing characters more often, and those that occur in the grammar."""
     ends, digits, hinted = b'"}],:', b"-\\ud8D0159", hints.encode()
     return [
         1 + 4 * (32 <= byte < 127) + 60 * (byte in ends) + 12 * (byte in digits) + 40 * (byte in hinted)
@@ -31,7 +31,7 @@ def weights(hints: str) -> list[int]:
 
 
 def walk(grammar: xgrammar.CompiledGrammar, rng: random.Random, taken: list[int]) -> str | None:
-    """One answer; None for one that did not end in time."""
+    """One random answer; None for one that did not end in time."""
     state, text = xgrammar.GrammarMatcher(grammar), bytearray()
     bits = torch.zeros(1, 9, dtype=torch.int32)
     while len(text) < LONGEST:
@@ -116,7 +116,7 @@ def of_text(schema, value, root) -> list[bool]:
 
 
 def of_python(pattern: str) -> str:
-    """The one pattern of those here that ECMA-262 and Python write differently."""
+    """The one pattern here that ECMA-262 and Python spell differently."""
     return pattern.replace(r"\u{1F600}\ud83d\ude01", "😀😁")
 
 
@@ -323,7 +323,7 @@ def test_whatever_is_allowed_is_valid(schema):
 
 
 def test_the_checks_can_tell():
-    """What xgrammar's own way from schema to grammar lets pass."""
+    """Violations that xgrammar's own conversion of schemas lets pass."""
     for schema, wrong in (
         ({**STRING, "format": "date"}, "2023-11-31"),
         ({**STRING, "format": "date"}, "2023-02-29"),
@@ -526,7 +526,7 @@ def test_lengths_are_counted_exactly(least, most, kind):
 
 
 def test_tokens_that_reach_over_what_is_counted_at_once():
-    """Masks of long tokens against what is read byte by byte."""
+    """Masks of long tokens against the same text matched byte by byte."""
     texts = [c * n for c in 'a"é\\' for n in (1, 2, 3, 30, 31, 32, 33, 64, 65)]
     texts += ['aa"', 'a",', "\\n" * 31, "é" * 32 + '"']
     info = xgrammar.TokenizerInfo([*texts, "<stop>"], stop_token_ids=[len(texts)])
@@ -544,7 +544,7 @@ def test_tokens_that_reach_over_what_is_counted_at_once():
 
 
 def begins_string(text: str, most: int) -> bool:
-    """Whether it is the beginning of a JSON string of so many characters at most."""
+    """Whether a text is a prefix of a JSON string of at most so many characters."""
     if re.fullmatch(r'"([^"\\]|\\["\\nu/bfrt])*(\\|"|)', text, re.DOTALL) is None:
         return False
     return len(re.findall(r'[^"\\]|\\.|\\$', text[1:])) <= most

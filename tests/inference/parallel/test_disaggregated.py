@@ -1,4 +1,4 @@
-"""Prefill and decoding in processes of their own: the tokens of one engine, whatever befalls those that prefill."""
+"""Prefill and decoding in separate processes give the tokens of one engine, also when prefill processes fail."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_what_is_sent_is_all_that_decoding_needs(stage, first_token):
 
 
 def test_what_was_sent_is_found_again():
-    """By a prompt that begins as an earlier one did; rounds are as short as where nothing was found."""
+    """By a prompt with the same beginning; its rounds are as without prefix caching."""
     stem, *tails = random_tokens(2 * BLOCK + 3, 4, 1, 7)
     prompts, target = [stem + tail for tail in tails], shared_target("gemma2")
     line = LocalPrefill(prefix_cache=True)
@@ -85,7 +85,7 @@ def test_what_was_sent_is_found_again():
 
 
 def test_who_decodes_does_not_wait_for_a_prompt():
-    """One that is cancelled while it is read, and one that is not; meanwhile the first goes on to its end."""
+    """One prompt is cancelled during its prefill, and one is not; meanwhile the first request decodes to its end."""
     line = LocalPrefill()
     engine, whole = a_decoder(line), cut(answers_of("gemma2"))
     line.open.set()
@@ -104,7 +104,8 @@ def test_who_decodes_does_not_wait_for_a_prompt():
 
 
 def test_blocks_that_are_lost_while_a_prompt_is_read():
-    """The first needs them; what comes back for the second then is not put into them, and it is read again."""
+    """A preemption takes the second request's blocks: what comes back for it is discarded, and it is prefilled
+    again."""
     line, other = LocalPrefill(1), LocalPrefill(2)
     engine = a_decoder(line, other, kv_tokens=3 * BLOCK)
     line.open.set()
@@ -167,7 +168,7 @@ def test_only_what_follows_a_prefix_is_sent():
 
 
 def check_found(root: Path, stages: list[dict]) -> list[dict]:
-    """Every stage's tokens are those of one engine, and every block is free again."""
+    """Every stage's tokens are those of one engine, and all blocks are free again."""
     found = json.loads((root / "found.json").read_text())
     for one, stage in zip(found, stages, strict=True):
         options = {key: value for key, value in stage["engine"].items() if key != "timeout_s"}
@@ -183,7 +184,7 @@ def check_found(root: Path, stages: list[dict]) -> list[dict]:
 
 @pytest.mark.ranks
 def test_prompts_are_read_elsewhere(root):
-    """By two processes."""
+    """By two prefill processes."""
     start_ranks(3, "disaggregated_job", root, {"stages": STAGES, "faults": {}})
     for one in check_found(root, STAGES):
         assert (one["here"], one["left"], one["warned"]) == (0, 2, [])
@@ -191,7 +192,7 @@ def test_prompts_are_read_elsewhere(root):
 
 @pytest.mark.ranks
 def test_faults_of_prefill_processes(root):
-    """One fails at random, one dies in the middle of an answer, one is so slow that it is given up."""
+    """One fails at random, one dies while it answers, and one exceeds the timeout."""
     stages = [stage | {"engine": stage["engine"] | {"timeout_s": 20.0}} for stage in STAGES[1:]]
     faults = {"1": "raises", "2": "dies", "3": "is slow"}
     start_ranks(4, "disaggregated_job", root, {"stages": stages, "faults": faults}, awaited=2)

@@ -1,4 +1,4 @@
-"""Several ranks that hold one target together answer as one process does, whatever the batch. Paper section 3.2."""
+"""Ranks that share one target give the answers of one process, whatever the batch. Paper section 3.2."""
 
 import itertools
 import json
@@ -88,14 +88,14 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(root, ranks) -> list[list[dict]]:
-    """What each rank found in each case."""
+    """What each rank reports for each case."""
     start_ranks(ranks, "tensor_parallel_job", root, CASES[ranks])
     return [json.loads((root / f"found-{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
 def alone(root, ranks) -> list[dict]:
-    """What one process finds."""
+    """What one process reports."""
     targets = {name: load_target(TargetConfig(str(root / name))) for name in FAMILIES | OTHERS | THREE}
     return [outcome(case, targets[case["family"]], root / f"{case['family']}-draft") for case in CASES[ranks]]
 
@@ -118,7 +118,7 @@ def test_each_computes_the_logits_of_its_share_of_the_batch(ranks, found, alone)
 
 
 class Several(Ranks):
-    """One of several ranks without the others."""
+    """One of several ranks, without the others."""
 
     def __init__(self, rank: int, size: int):
         self.group, self.rank, self.size, self.divided = "others", rank, size, True

@@ -1,4 +1,4 @@
-"""Whatever a request holds, it is answered or refused in one clear line, and the engine goes on."""
+"""Whatever a request holds, it is answered or refused in one clear line, and the engine keeps working."""
 
 import json
 import os
@@ -176,7 +176,7 @@ def test_parameters(params, message):
 @pytest.mark.parametrize("temperature", [1e30, 1e39, 1.7e308, 10**30, 5e-324, 1e-45])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.5, "top_k": 3}, {"grammar": {"regex": "[a-z]{4}"}}])
 def test_any_finite_temperature_is_one(engine, temperature, options):
-    """The hottest draw evenly from what is allowed; the coldest take the most likely token."""
+    """The highest samples uniformly from the allowed tokens; the lowest takes the most likely one."""
     outputs = engine.generate(PROMPTS, SamplingParams(temperature=temperature, max_tokens=5, **options))
     assert all(0 <= token < 96 for output in outputs for token in output.token_ids)
     cold = engine.generate(PROMPTS, SamplingParams(max_tokens=5, **options))
@@ -185,7 +185,7 @@ def test_any_finite_temperature_is_one(engine, temperature, options):
 
 
 def test_seeds_go_round():
-    """The prompts of a call have seeds of their own, also where 64 bits end."""
+    """The prompts of a call have different seeds, also where 64 bits overflow."""
     largest = SamplingParams(temperature=1.0, seed=2**63 - 1)
     assert [largest.with_seed_after(i).seed for i in range(3)] == [2**63 - 1, -(2**63), -(2**63) + 1]
     engine = Engine(tiny_target(tokenizer=tiny_tokenizer()))

@@ -1,6 +1,6 @@
-"""Text told while tokens come is that of the tokens decoded at once, for tokenizers of all families.
+"""The streamed text is that of all tokens decoded at once, for tokenizers of all families.
 
-The twin decodes all of the tokens anew after each one.
+The twin decodes all tokens again after each one.
 """
 
 import random
@@ -27,20 +27,20 @@ EOS = 2
 
 
 class ByItself(PreTrainedTokenizerFast):
-    """Makes a text as it likes."""
+    """A tokenizer with its own `decode`."""
 
     def _decode(self, *given, **options) -> str:
         return super()._decode(*given, **options).swapcase()
 
 
 def wrapped(tokenizer: Tokenizer, kind: type = PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """With special tokens, and an added one that is text."""
+    """With special tokens, and an added token that has text."""
     tokenizer.add_tokens([AddedToken("[tool]", special=False)])
     return kind(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen: bytes, and pairs of them that may be halves of characters."""
+    """As GPT-2, Llama 3 and Qwen: bytes, and pairs of bytes that may be parts of characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -50,7 +50,7 @@ def byte_level() -> Tokenizer:
 
 
 def pieces() -> dict[str, int]:
-    """A vocabulary as SentencePiece makes them, with byte tokens."""
+    """A vocabulary as SentencePiece makes it, with byte tokens."""
     words = ["▁", "▁▁", "▁the", "the", "▁cafe", "é", "東", "ing", ".", "'t", "\n", UNDECODED, "x▁", "ab", "b"]
     return {token: i for i, token in enumerate([*SPECIAL, "<unk>", *BYTES, *words])}
 
@@ -78,7 +78,7 @@ def word_pieces() -> Tokenizer:
 
 
 def suffixes() -> Tokenizer:
-    """A word's last piece says so, as in the first GPT."""
+    """As the first GPT: the last piece of a word is marked."""
     words = ["the</w>", "</w>", "a", "b</w>", "é", "東</w>"]
     tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate([*SPECIAL, *words])}, unk_token="<pad>"))
     tokenizer.decoder = decoders.BPEDecoder()
@@ -106,7 +106,7 @@ def whole(texts: Texts, tokens: list[int]) -> str:
 
 
 def random_answer(texts: Texts, rng: random.Random) -> list[int]:
-    """Any tokens, or a text's own with others in between; special and unknown ones, and some many times."""
+    """Random tokens, or those of a text with others in between; special, unknown and repeated ones."""
     size = len(texts.tokenizer)
     stray = [0, 1, 2, size, size + 7, size - 1, rng.randrange(size)]
     if rng.random() < 0.5:
@@ -129,7 +129,7 @@ def rounds_of(tokens: list[int], rng: random.Random) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", [*MAKERS, "byte_level, by itself"])
 def test_pieces_make_the_whole(name):
-    """And all is told that can be: but for what is undecoded at the end, or a run of byte tokens there."""
+    """And nothing is held back needlessly: only incomplete bytes at the end, or a run of byte tokens there."""
     texts, rng = texts_of(name), random.Random(0)
     for _ in range(150):
         told, read, detokenizer = "", [], Detokenizer(texts)
@@ -147,7 +147,7 @@ def test_pieces_make_the_whole(name):
 
 
 def twin(texts: Texts, tokens: list[int], stop_strings: tuple[str, ...]) -> tuple[int, str]:
-    """After how many tokens the text holds a stop string, and what stands before it."""
+    """After how many tokens the text holds a stop string, and the text before it."""
     for length in range(1, len(tokens) + 1):
         text = whole(texts, tokens[:length])
         found = [text.index(string) for string in stop_strings if string in text]
@@ -158,7 +158,7 @@ def twin(texts: Texts, tokens: list[int], stop_strings: tuple[str, ...]) -> tupl
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_stop_strings(name):
-    """Wherever they lie between tokens and rounds, alone or one within another."""
+    """Wherever they are divided over tokens and rounds, alone or nested."""
     texts, rng, cuts = texts_of(name), random.Random(1), 0
     for _ in range(250):
         tokens = random_answer(texts, rng)
@@ -205,7 +205,7 @@ def test_what_may_begin_a_stop_string_waits():
 
 @pytest.mark.parametrize(("name", "byte"), [("byte_level", "Ã"), ("byte_fallback", "<0xC3>")])
 def test_a_stop_string_of_undecoded_bytes(name, byte):
-    """A character that is not whole yet is none; one that never will be is."""
+    """An incomplete character is not the replacement character; one that can never be completed is."""
     texts = texts_of(name)
     half, after = texts.tokenizer.convert_tokens_to_ids([byte, "b"])
     detokenizer = Detokenizer(texts, (UNDECODED,))
@@ -217,7 +217,7 @@ def test_a_stop_string_of_undecoded_bytes(name, byte):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_cost_of_a_token_does_not_grow(name, monkeypatch):
-    """Whatever is repeated: a special token, half a character, a space."""
+    """Whatever is repeated: a special token, a part of a character, a space."""
     texts, sizes, decode = texts_of(name), [], Texts.decode
 
     def counting(self, tokens):
@@ -241,7 +241,7 @@ def test_the_cost_of_a_token_does_not_grow(name, monkeypatch):
 
 @pytest.fixture(scope="module")
 def talking():
-    """A target whose tokens are bytes, most of which are parts of characters."""
+    """A target whose tokens are bytes, most of them parts of characters."""
     names = pre_tokenizers.ByteLevel(False).pre_tokenize_str("€é東👩ab <~>")
     letters = list(dict.fromkeys(names[0][0] + "".join(name for name, _ in names[1:])))
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *letters])}
@@ -253,7 +253,7 @@ def talking():
 @pytest.mark.parametrize("cancelling", [False, True], ids=["kept", "cancelled"])
 @pytest.mark.parametrize("tree", ["chain3", "d3_bf2"])
 def test_updates_make_the_output(tree, cancelling, talking):
-    """Tokens and texts both, with drafts that hold to any depth, stop strings, and requests that end half way."""
+    """Tokens and texts, with drafts accepted to any depth, stop strings, and cancelled requests."""
     rng, target = random.Random(3), talking
     prompts = random_tokens(*[3 + i % 5 for i in range(24)], vocabulary=target.identity.vocab_size)
     stops = [None, "a", ("<", "b"), ("€", "~>", "é ")]
@@ -297,8 +297,8 @@ def test_without_a_tokenizer_there_is_no_text():
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
 def test_the_marked_answer_of_generate(name):
-    """Without its marks it is the answer, wherever rounds divide its characters and the stop string, and however many
-    of them come at once; the pieces are those of the whole."""
+    """Without its marks it is the answer, however rounds divide characters and the stop string, and however many
+    rounds are shown at once."""
     texts, rng = texts_of(name), random.Random(5)
     for _ in range(50):
         tokens = random_answer(texts, rng)

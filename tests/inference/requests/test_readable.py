@@ -1,4 +1,4 @@
-"""Whether a prompt can be put to a target is told before a weight is read, by every command that asks for one."""
+"""Every command that prompts a target refuses one that cannot be prompted before its weights are read."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def in_tokenizer(**changes):
 
 
 def of_few_tokens(target: Path) -> None:
-    """Of which `a` is the 67th."""
+    """A target with 60 tokens; `a`, which every prompt has, is token 67 of its tokenizer."""
     shutil.rmtree(target)
     save_target(target, "{{ messages[0]['content'] + 'a' }}", vocab_size=60)
 

@@ -1,4 +1,4 @@
-"""Blocks and rows: whatever the store's size, and wherever a sequence's blocks lie, the tokens are the target's."""
+"""Blocks and rows: whatever the store's size, and wherever a sequence's blocks are, the tokens are the target's."""
 
 import random
 
@@ -19,7 +19,7 @@ from tests.support.tiny import continued, random_tokens, shared_target, tiny_dra
 
 @pytest.fixture
 def preempted(monkeypatch) -> list[int]:
-    """The sequences that had to give up their blocks, as they did."""
+    """The preempted sequences, in order."""
     seen, preempt = [], Scheduler.preempt
 
     def counting(self, sequence):
@@ -32,7 +32,7 @@ def preempted(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
 def test_who_there_is_no_memory_for_is_refused_and_the_others_go_on(error, monkeypatch):
-    """Whichever of the stores is the one too much."""
+    """Whichever of the stores does not fit."""
     target = shared_target()
     engine, grown = Engine(target, tiny_draft(target), "chain3"), PagedKV.grown
 
@@ -88,7 +88,7 @@ def test_where_free_memory_lies_in_pieces_they_wait_too(monkeypatch):
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_store_too_small_for_all(family, tree, preempted):
-    """Room for one whole sequence and a block beside: the others wait, and some are begun anew."""
+    """Room for one whole sequence and a block: the others wait, and some are preempted."""
     target, rng = shared_target(family), random.Random(5)
     engine = Engine(target, tiny_draft(target), tree, max_batch_size=4, kv_tokens=4 * BLOCK)
     guide(engine, answers(family), lambda _: rng.randint(0, 3))
@@ -162,7 +162,7 @@ def new(index: int, prompt: int) -> Sequence:
 
 
 def admitted(scheduler: Scheduler) -> list[Sequence]:
-    """Who comes in now and reads; the texts are read at once."""
+    """The sequences admitted now; their prompts are prefilled at once."""
     scheduler.admit()
     new = [sequence for sequence, _ in scheduler.chunks(None)]
     scheduler.activate(new)
@@ -170,7 +170,7 @@ def admitted(scheduler: Scheduler) -> list[Sequence]:
 
 
 def test_first_come_first_served():
-    """The last to come gives way, waits in front, and comes back when there is a block to spare for everyone."""
+    """The newest is preempted, waits at the front, and is admitted when there is a spare block for each sequence."""
     scheduler = Scheduler(BlockPool(6), rows=2, ahead=4)
     first, second, third = new(0, 20), new(1, 20), new(2, 1)
     scheduler.waiting.extend([first, second, third])
@@ -206,7 +206,7 @@ def test_who_reads_gives_way_first():
 
 
 def test_who_came_last_gives_way_in_whatever_row():
-    """And waits behind those that came before it."""
+    """And waits behind those that arrived earlier."""
     scheduler = Scheduler(BlockPool(8), rows=2, ahead=4)
     first, second, third = new(0, 20), new(1, 20), new(2, 20)
     scheduler.waiting.extend([first, second, third])
@@ -219,7 +219,8 @@ def test_who_came_last_gives_way_in_whatever_row():
 
 
 def test_the_rows_that_stay_are_those_of_who_came_first(preempted):
-    """A long prompt, read behind a short one, keeps its blocks when the short one must go; nobody's tokens change."""
+    """A long prompt, prefilled after a newer short one, keeps its blocks when the short one is preempted; no tokens
+    change."""
     long, short = random_tokens(40, 5)
     engine = Engine(shared_target(), max_batch_size=3, kv_tokens=7 * BLOCK)
     requests = [engine.add(prompt, SamplingParams(max_tokens=50, ignore_eos=True)) for prompt in (long, short)]

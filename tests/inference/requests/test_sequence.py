@@ -1,4 +1,4 @@
-"""Requests: where they end, what they may ask for, what is refused, and what is counted. DESIGN 3.8, 3.9."""
+"""Requests: where they end, which parameters are refused, and what is counted. DESIGN sections 3.8, 3.9."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_statistics(depth):
 
 @pytest.mark.parametrize("depth", [0, 3])
 def test_ends_at_a_stop_token(depth):
-    """Also where it is accepted in the middle of a round; what was accepted behind it is dropped."""
+    """Also where it is accepted within a round; the tokens accepted behind it are dropped."""
     target, wanted = shared_target(), answers("llama")
     engine = Engine(target, tiny_draft(target))
     guide(engine, wanted, lambda _: depth)
@@ -73,7 +73,7 @@ def test_max_tokens(limit):
 
 
 def test_context_limit():
-    """Prompt and answer together fill the context and do not pass it, whatever the tree reaches beyond."""
+    """Prompt and answer fill the context and do not exceed it, although the tree may reach beyond it."""
     target = tiny_target("llama", max_position_embeddings=32)
     (prompt,) = random_tokens(25)
     truth = continued(target, prompt, 14)
@@ -129,7 +129,7 @@ def talking() -> Target:
 
 
 def test_text_and_chat_prompts(talking):
-    """A text is tokenised as it is, a chat goes through the template."""
+    """A text is tokenised as it is; a chat is rendered by the template."""
     engine, tokenizer = Engine(talking), talking.tokenizer
     prompts = [
         "Hello!",
@@ -166,7 +166,7 @@ def test_ends_at_a_stop_string(depth, talking):
 
 
 def test_time_between_tokens_is_all_of_the_time():
-    """Whether a round's tokens are all kept or a stop string cuts it, its time is spread over what was kept."""
+    """A round's time is spread over the tokens that were kept, also where a stop string cut some off."""
     for keep in (None, 2, 3):
         sequence = Sequence(0, [1], SamplingParams(), frozenset())
         sequence.start(5, now=1.0)
