@@ -42,6 +42,8 @@ def check_prompt(prompt: Any, name: str) -> None:
         is_chat = len(prompt) > 0 and isinstance(prompt[0], dict)
         for each in prompt:
             check(isinstance(each, dict) if is_chat else is_whole(each, 0), f"{name} holds {shown(each)}: {wanted}")
+            role = each.get("role", "") if is_chat else ""
+            check(isinstance(role, str), f"{name} holds a message with role={shown(role)}: must be a text")
 
 
 @dataclass(frozen=True)

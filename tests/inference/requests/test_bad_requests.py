@@ -102,7 +102,7 @@ requests = st.tuples(
     st.one_of(tokens, words, st.lists(message, min_size=1, max_size=3), bad_prompts),
     st.tuples(
         st.fixed_dictionaries({}, optional=good | {"grammar": grammars}),
-        st.dictionaries(st.sampled_from(sorted(KEYS)), anything, max_size=2),
+        st.just({}) | st.dictionaries(st.sampled_from(sorted(KEYS)), anything, max_size=2),
     ),
 )
 
@@ -137,7 +137,7 @@ def test_a_request_is_answered_or_refused(engine):
         assert sorted([*pool.free, *pool.idle]) == list(range(SCRATCH + 1, SCRATCH + 1 + pool.total))
 
     ask()
-    assert min(seen["answered"], len(told)) > COUNT // 5
+    assert min(seen["answered"], len(told)) > COUNT // 20  # any change of a source draws others
     assert all(len(error.splitlines()) == 1 and len(error) < 400 for error in told)
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama")), "it goes on as before"
 
@@ -224,6 +224,7 @@ def test_a_target_whose_stop_token_it_does_not_have():
             [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}],
             f"prompt 0: the conversation holds {HALF}",
         ),
+        ([{"role": []}], r"prompt 0 holds a message with role=\[\]: must be a text"),
         ([{"role": "user"}], "prompt 0: the chat template refuses the conversation: .*content.*"),
         ([{"role": "user", "content": 3}], "prompt 0: the chat template fails on the conversation: .*int.*"),
     ],
@@ -280,7 +281,7 @@ KILLERS = [  # what xgrammar takes for another grammar, compiles for minutes, or
     ({"json_schema": '{"type":\n "integer",}'}, "no JSON from line 2, column 12 on"),
     ({"json_schema": "{'type': 'integer'}"}, "no JSON from line 1, column 2 on"),
     ({"json_schema": WITHIN_ITSELF}, "is deeper than can be read, or within itself"),
-    ({"json_schema": '{"const": ' + "[" * 500 + "]" * 500 + "}"}, "is deeper than can be read"),
+    ({"json_schema": '{"const": ' + "[" * 5000 + "]" * 5000 + "}"}, "is deeper than can be read"),
     ({"json_schema": {"$ref": "#//$defs/a", "$defs": {"a": INTEGER}}}, "must lead to a schema"),
     ({"json_schema": {"const": "\ud800"}}, "surrogates not allowed"),
     ({"json_schema": {"type": "number", "minimum": 1e-16}}, "#: a bound of more than 15 significant digits"),
