@@ -394,7 +394,7 @@ def test_an_answer_that_was_cut_before_it_had_any_text_is_left_out(made, tmp_pat
 @pytest.mark.parametrize(
     ("message", "told"),
     [
-        ('{"role": "user", "content": "x", "n": NaN}', "it holds a number that JSON has not"),
+        ('{"role": "user", "content": "x", "n": NaN}', "it holds a number that JSON does not have"),
         ('{"role": "user", "content": "\\ud800"}', "it holds half of a surrogate pair"),
     ],
 )

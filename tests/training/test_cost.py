@@ -217,10 +217,10 @@ def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed
     (two threads, small blocks, attention in products) the GPU's is used."""
     monkeypatch.setattr(hardware, "_cpu_computes_bf16", lambda: low)
     monkeypatch.setattr(attention, "MATMUL_LENGTH", 0)
-    monkeypatch.setattr(losses, "MAX_WORKERS", 1)
-    monkeypatch.setattr(losses, "BLOCK_LOGITS", 2**40)
+    monkeypatch.setattr(losses, "_MAX_WORKERS", 1)
+    monkeypatch.setattr(losses, "_BLOCK_LOGITS", 2**40)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    config = bench.StepConfig(out="", device="cpu", seed=0, tflops=None, **STEP, **ROWS)
+    config = bench.StepConfig(out="", device="cpu", seed=0, tflops=None, compile=False, naive=False, **STEP, **ROWS)
     words = " ".join(f"w{i}" for i in range(config.row_tokens))  # a document fills a row
     write_jsonl(tmp_path / "documents.jsonl", [{"text": words}] * 50)
     with Held() as held:

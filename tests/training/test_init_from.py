@@ -17,6 +17,7 @@ from eagle_train.models.target import Target
 from eagle_train.settings import build
 from eagle_train.training.assembly import assemble
 from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.trained_draft import read_trained
 from tests.support.command_line import (
     call,
     chats,
@@ -90,7 +91,7 @@ def test_the_first_steps_loss_is_the_loaded_drafts(root, losses, tmp_path, paral
     """Whatever embedding scale it is trained with."""
     given = f"train.init_from={root}/draft"
     assert call(train.main, *train_arguments(root, f"out={tmp_path}/run", given, f"parallel={parallel}")) == 0
-    assert export.trained(tmp_path / "run")[0].config["embedding_scale"] != 1
+    assert read_trained(tmp_path / "run")[0].config["embedding_scale"] != 1
     assert metrics_without_times(tmp_path / "run")[0]["loss"] == pytest.approx(losses["loaded"], rel=1e-5)
     assert abs(losses["loaded"] / losses["fresh"] - 1) > 0.1
 
@@ -120,7 +121,7 @@ def test_a_draft_of_another_shape_is_refused_with_what_to_give(root, tmp_path, c
     }
     needed.append("draft.first_token=skip")
     assert call(train.main, *given, *needed) == 0
-    found = export.trained(tmp_path / "run")[0].config
+    found = read_trained(tmp_path / "run")[0].config
     assert {name: found[name] for name in OTHER} == OTHER
     assert call(train.main, *given, *needed, "train.steps=3") == 0  # its tokens are still its own
 
@@ -146,7 +147,7 @@ def test_a_draft_can_lose_the_first_tokens_slot(root, losses, tmp_path):
     assert call(train.main, *train_arguments(root, *given)) == 0
     loss = metrics_without_times(tmp_path / "run")[0]["loss"]
     assert 1e-4 < abs(loss / losses["loaded"] - 1) < 0.2
-    assert export.trained(tmp_path / "run")[0].config["first_token"] == "skip"
+    assert read_trained(tmp_path / "run")[0].config["first_token"] == "skip"
 
 
 def test_a_plan_knows_the_shape_without_the_artifact(root, tmp_path, capsys):
