@@ -13,14 +13,14 @@ from eagle_train.errors import SURROGATE, UserError, check, shown
 from eagle_train.inference.grammar.guided import Matcher, check_grammar
 from eagle_train.inference.requests.detokenizer import Detokenizer
 
-LARGEST = (1 << 63) - 1  # of the numbers that a tensor holds
-LEAST = -LARGEST - 1
+_LARGEST = (1 << 63) - 1  # of the numbers that a tensor holds
+_LEAST = -_LARGEST - 1
 OVERFLOW = "computes NaN or infinity from some token on; float16 has a narrow range: try target.dtype=float32"
 
 
 def is_whole(value: Any, least: int) -> bool:
-    """Whether it is an int from `least` to LARGEST; a bool is none."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
+    """Whether it is an int from `least` to _LARGEST; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
 
 
 def is_number(value: Any, least: float, most: float) -> bool:
@@ -75,7 +75,7 @@ class SamplingParams:
             "top_p": (is_number(self.top_p, 0, 1) and self.top_p > 0, "must be above 0 and at most 1"),
             "top_k": (is_whole(self.top_k, 0), "must be 0 (off) or more, a whole number"),
             "max_tokens": (is_whole(self.max_tokens, 1), "must be at least 1, a whole number"),
-            "seed": (is_whole(self.seed, LEAST), f"must be a whole number of 64 bits, at most {LARGEST}"),
+            "seed": (is_whole(self.seed, _LEAST), f"must be a whole number of 64 bits, at most {_LARGEST}"),
             "stop": (_is_listing(texts, str), "must be None, a text, or a list of texts"),
             "stop_token_ids": (_is_listing(self.stop_token_ids, int), "must be None or a list of token ids"),
             "ignore_eos": (isinstance(self.ignore_eos, bool), "must be true or false"),
@@ -97,7 +97,7 @@ class SamplingParams:
 
     def with_seed_after(self, offset: int) -> "SamplingParams":
         """The same with the seed plus `offset`, which wraps around at 64 bits."""
-        return replace(self, seed=(self.seed + offset - LEAST) % (1 << 64) + LEAST)
+        return replace(self, seed=(self.seed + offset - _LEAST) % (1 << 64) + _LEAST)
 
 
 @dataclass
