@@ -38,6 +38,7 @@ TESTED_IN = {
     "inference/test_simulated.py": "inference/decode/simulated",
     "ops/test_fused_loss.py": "ops/fused_loss_kernel",
     "ops/test_linear.py": "ops/kernels",
+    "ops/test_paged.py": "ops/paged_kernel",
     "models/test_directory.py": "models/config_json",
     "models/test_draft.py": "models/draft_config models/layers",
     "models/test_family.py": "models/probe models/twin",

@@ -10,6 +10,7 @@ Shapes: A active rows, N tree nodes, T tokens of a prompt, H hidden, V vocabular
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_train.errors import OptionError
 from eagle_train.inference.cache.paged_kv import BlockEnds, PagedKV, Prefix, Suffix
 from eagle_train.inference.decode.bookkeeping import RoundResult, commit
 from eagle_train.inference.decode.graphs import EAGER, Eager, Graphs
@@ -247,7 +249,7 @@ class Runner:
         # On a CPU the few operations of verification gain nothing by it.
         if config.compile and is_gpu if config.compile_sampling is None else config.compile_sampling:
             own = [(self.ranks.share(rows), plan) for rows, plan in sizes]
-            jobs += self.verification.compile(own, self.target.lm_head.weight)
+            jobs.append(partial(self._compile_verification, own))
         if not jobs:
             return
         self._compiled_rows = most
@@ -257,6 +259,17 @@ class Runner:
                 job()
                 bar.update(done)
         bar.close()
+
+    def _compile_verification(self, sizes: list[tuple[int, TreePlan]]) -> None:
+        """Compile verification, or warn and go on without where that fails and nobody asked for it by name."""
+        try:
+            for job in self.verification.compile(sizes, self.target.lm_head.weight):
+                job()
+        except OptionError as error:
+            if self.config.compile_sampling:
+                raise
+            warnings.warn(f"{error}; rounds above temperature 0 are verified without", stacklevel=2)
+            self.verification = Verification(self.config.drafting)
 
     def _launcher(self, inputs: RoundInputs) -> Eager | Graphs:
         return self.launcher if inputs.guidance is None else EAGER  # the host takes part in what obeys a grammar

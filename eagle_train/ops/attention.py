@@ -10,6 +10,7 @@ Which way is taken; the first line that fits. "CUDA" is what ops/flash.py serves
                                          gradients only                 a chunk ends and behind a skipped first
     packed documents, prompts     any    causality, skip_first          torch's kernel, or products, by document
     packed documents, prompts     any    any                            plain, by document
+    committed slots, few queries  CUDA   any                            through the block table (ops/paged.py)
     committed slots               CUDA   no softcap                     flash, a row's queries together, or each alone
     slots, nodes of a tree        CPU    no softcap, window or chunk    the CPU's flash kernel under a mask
     slots, nodes of a tree        any    any                            plain: a tree's nodes are few keys
@@ -163,6 +164,7 @@ class VisibleSlots:
         self.causal = ends is None and positions.shape[1] > 1
         self.masks: dict[tuple, torch.Tensor | None] = {}
         self.made: dict[tuple, flash.Sequences] = {}
+        self._runs: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @cached_property
     def ends(self) -> torch.Tensor:
@@ -184,6 +186,13 @@ class VisibleSlots:
         if not rule.sees_all:
             seen = seen & rule.sees(self.positions.unsqueeze(2), slots)
         return additive_mask(seen.unsqueeze(1))
+
+    def runs(self, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+        """For paged.py: the first slot that each query sees, and the one behind the last, int32 [A, T] each."""
+        if rule.reach not in self._runs:
+            ends = self.ends.expand_as(self.positions)
+            self._runs[rule.reach] = rule.first(self.positions).int(), ends.int().contiguous()
+        return self._runs[rule.reach]
 
     def sequences(self, rule: Rule, together: bool) -> flash.Sequences:
         """For flash: all queries of a row as one sequence, or each alone with the run of slots that it sees."""

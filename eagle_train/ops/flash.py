@@ -1,9 +1,8 @@
 """Torch's own flash attention kernel (FlashAttention-2, arXiv 2307.08691) on CUDA, with its log-sum-exp.
 
 Sequences lie one behind another, and any may read its keys anywhere, as one run: documents of packed rows, or a row's
-slots. Keys in blocks that do not follow one another are not read where they lie: whoever asks gathers them into a copy
-first, for each layer (inference/cache/paged_kv.py). flash-attn, FlashInfer and newer releases of this operator read
-them through a block table and spare that copy, which is not done here. Knows nothing of rules or caches.
+slots. Keys in blocks that do not follow one another are gathered into a copy first, for each layer
+(inference/cache/paged_kv.py); for few queries paged.py spares that copy. Knows nothing of rules or caches.
 """
 
 import math

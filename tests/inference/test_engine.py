@@ -4,6 +4,8 @@ accepted.
 
 import random
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +14,10 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from eagle_train.artifacts.format import save_draft
-from eagle_train.errors import UserError
+from eagle_train.errors import OptionError, UserError
 from eagle_train.inference import Engine, Requests, SamplingParams
 from eagle_train.inference.decode.tree import chain, full
+from eagle_train.inference.decode.verification import Verification
 from eagle_train.inference.drafters.drafter import MOST_UNREAD
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.models.draft import Draft
@@ -305,6 +308,24 @@ def test_verification_is_compiled_for_one_and_for_many_rows_only(drafting, train
         for rows in (4, 2, 5, 1):  # at first as many as chain3 has nodes, then as many as n8's root has children
             assert token_ids(engine.generate(PROMPTS[:rows], params[:rows])) == token_ids(plain[:rows])
         assert counter.frame_count == number
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_verification_that_cannot_be_compiled_stops_only_who_asked_for_it(asked, trained, monkeypatch):
+    def fails(self: Verification, *_: object) -> list[Callable[[], None]]:
+        raise OptionError("compile=True: torch.compile fails: no compiler")
+
+    monkeypatch.setattr(Verification, "compile", fails)
+    engine = Engine(shared_target(), trained)
+    runner, before = runner_of(engine), runner_of(engine).verification
+    runner.config = replace(engine.config, compile_sampling=asked)
+    if asked:
+        with pytest.raises(OptionError, match="no compiler"):
+            runner._compile_verification([])
+        return
+    with pytest.warns(UserWarning, match="no compiler; rounds above temperature 0 are verified without"):
+        runner._compile_verification([])
+    assert runner.verification is not before
 
 
 @pytest.mark.parametrize("compile", [False, True])

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 
 from eagle_train.models.shapes import KVShape
+from eagle_train.ops import paged
 from eagle_train.ops.attention import (
     Attend,
     Rule,
@@ -172,7 +173,7 @@ class PagedKV:
         `joint`: a tree's nodes attend to prefix and nodes in one product under one mask; False: to each apart, merged.
         """
         self.given = given or {}
-        self._over_tree = _joint if joint else _split
+        self._is_joint = joint
         self._parts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by (K, D): layer, and 0 for keys, 1 for values
         for layer, (heads, *widths) in shapes.items():
             for which, width in enumerate(widths):
@@ -224,12 +225,12 @@ class PagedKV:
 
             return fresh
         reach = prefix.longest + length
-        committed = self._committed(prefix, reach, length)
         seen = VisibleSlots(positions, None, reach, whole=not prefix.ragged)
+        over_slots = self._over_slots(prefix, seen, reach, length)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
             write(layer, k, v)
-            return with_sinks(*slot_attention(q, *committed(layer), seen, rule), rule)
+            return with_sinks(*over_slots(layer, q, rule), rule)
 
         return attend
 
@@ -242,13 +243,17 @@ class PagedKV:
         """
         suffix.positions = _append(suffix.positions, positions, 1)
         masks = Masks(prefix, positions, suffix.positions, ancestors)
-        committed = self._committed(prefix, prefix.longest)
+        over_prefix = self._over_slots(prefix, masks.prefix, prefix.longest)
+        committed = self._committed(prefix, prefix.longest) if self._is_joint else None
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
             if layer not in self.given:
                 suffix.append(layer, k, v)
             k, v = suffix.layers[self.given.get(layer, layer)]
-            return self._over_tree(q, *committed(layer), k, v, rule, masks)
+            if committed is not None:
+                return _joint(q, *committed(layer), k, v, rule, masks)
+            over_nodes = partial_attention(q, k, v, masks.suffix(rule), rule)
+            return with_sinks(*merge(over_prefix(layer, q, rule), over_nodes), rule)
 
         return attend
 
@@ -291,6 +296,27 @@ class PagedKV:
                         stored[slots] = x.transpose(1, 2)  # [A, T, K, D]
 
         return write
+
+    def _over_slots(
+        self, prefix: Prefix, seen: VisibleSlots, slots: int, more: int = 0
+    ) -> Callable[[int, torch.Tensor, Rule], tuple[torch.Tensor, torch.Tensor]]:
+        """A function of layer, q [A, Q, T, D] and rule: attention over what is `seen` of the rows' first `slots` slots.
+
+        It returns [A, Q, T, D] and the log-sum-exp [A, Q, T]. On a GPU the slots of few queries are read through the
+        block table. Else keys and values are gathered first, see `_committed`.
+        """
+        committed: list[Callable[[int], tuple[torch.Tensor, torch.Tensor]]] = []  # made when a layer asks for it
+
+        def attend(layer: int, q: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+            keys, values = self.layers[layer]
+            if paged.supports(q, keys, values):
+                runs = seen.runs(rule)
+                return paged.paged_attention(q, keys, values, prefix.blocks, BLOCK, *runs, rule.scale, rule.softcap)
+            if not committed:
+                committed.append(self._committed(prefix, slots, more))
+            return slot_attention(q, *committed[0](layer), seen, rule)
+
+        return attend
 
     def _committed(
         self, prefix: Prefix, slots: int, more: int = 0
@@ -342,21 +368,6 @@ class BlockEnds:
         self.hidden[torch.where(slots % BLOCK == BLOCK - 1, slots // BLOCK, SCRATCH)] = hidden
 
 
-def _split(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rule: Rule,
-    masks: "Masks",
-) -> torch.Tensor:
-    """Attention of a tree's nodes q [A, Q, T, D] over the committed keys, values [A, K, S, D] and over the nodes'
-    k, v [A, K, N, D], merged by log-sum-exp. Returns [A, Q, T, D]."""
-    committed = slot_attention(q, keys, values, masks.prefix, rule)
-    return with_sinks(*merge(committed, partial_attention(q, k, v, masks.suffix(rule), rule)), rule)
-
-
 def _joint(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -366,7 +377,8 @@ def _joint(
     rule: Rule,
     masks: "Masks",
 ) -> torch.Tensor:
-    """The twin of `_split`: one product under a mask [A, 1, T, S + N], made once for all layers of the same reach."""
+    """Attention of a tree's nodes q [A, Q, T, D] over the committed keys, values [A, K, S, D] and the nodes' k, v
+    [A, K, N, D] in one product, under a mask [A, 1, T, S + N] that is made once for all layers of the same reach."""
     mask = masks.joint(rule, (len(q), 1, q.shape[2]), keys.shape[2], k.shape[2])
     keys, values = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
     return with_sinks(*partial_attention(q, keys, values, mask, rule), rule)

@@ -16,11 +16,13 @@ from eagle_train.inference.decode.tree import full
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.models.draft import shift_hidden
-from eagle_train.ops.attention import Rule
+from eagle_train.models.target import Target
+from eagle_train.ops import paged
+from eagle_train.ops.attention import Rule, merge, partial_attention, slot_attention, with_sinks
 from tests.support.cache_checks import Recorder, check_cache, fresh, spoil
 from tests.support.inside import active_in, drafter_of, inside, runner_of
 from tests.support.reference_answers import GREEDY, PROMPTS, TREES, answers, cut, guide, token_ids
-from tests.support.tiny import shared_target, tiny_draft, trained_draft
+from tests.support.tiny import shared_target, tiny_draft, tiny_target, trained_draft
 
 
 @pytest.mark.parametrize(
@@ -207,9 +209,46 @@ def test_joint_attention_over_prefix_and_tree_is_the_split_one(lengths, limits):
         torch.randn(2, 2, 2, 7, 8),
     )
     masks = Masks(prefix, positions, positions, tree.ancestors)
-    wanted = paged_kv._split(q, keys, values, k, v, rule, masks)
+    parts = slot_attention(q, keys, values, masks.prefix, rule), partial_attention(q, k, v, masks.suffix(rule), rule)
+    wanted = with_sinks(*merge(*parts), rule)
     for _ in range(2):  # the mask is made once
         torch.testing.assert_close(paged_kv._joint(q, keys, values, k, v, rule, masks), wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "tree"), [("llama", "chain3"), ("gemma2", "n8"), ("gpt_oss", "chain3"), ("llama4", "n8")]
+)
+def test_slots_read_through_the_block_table_give_the_same_tokens(family, tree, monkeypatch):
+    """By Triton's interpreter, with rows that come and go. Tiny heads are narrower than a GPU's matrix unit takes."""
+    pytest.importorskip("triton")
+    calls, attention = [], paged.paged_attention
+    monkeypatch.setattr(paged, "supports", lambda q, keys, values: True)
+    monkeypatch.setattr(paged, "paged_attention", lambda *given: (calls.append(1), attention(*given))[1])
+    target = shared_target(family)
+    engine = Engine(target, tiny_draft(target), tree, max_batch_size=2, prefill_tokens=7)
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (5, 3, 4)]
+    found = token_ids(engine.generate(PROMPTS[:3], params))
+    assert found == [answers(family)[i][: len(tokens)] for i, tokens in enumerate(found)]
+    assert list(map(len, found)) == [5, 3, 4]
+    assert len(calls) > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tree", ["chain3", "n8"])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4"])
+def test_a_gpu_reads_slots_through_the_block_table(family, graphs, tree, monkeypatch):
+    calls, attention = [], paged.paged_attention
+    monkeypatch.setattr(paged, "paged_attention", lambda *given: (calls.append(1), attention(*given))[1])
+    own = tiny_target(family, head_dim=64)
+    target = Target(own.model.cuda())
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (40, 9, 24, 33)]
+    found = []
+    for kernels in ("plain", "auto"):
+        engine = Engine(target, tiny_draft(own), tree, max_batch_size=3, attention=kernels, graphs=graphs)
+        found.append(token_ids(engine.generate(PROMPTS[:4], params)))
+        assert bool(calls) == (kernels == "auto")
+    assert found[0] == found[1]
 
 
 def test_an_engine_with_joint_attention_gives_the_same_tokens():

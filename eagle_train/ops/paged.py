@@ -1,0 +1,120 @@
+"""Attention of few queries over slots that are read through a block table, by Triton kernels on a GPU.
+
+Each slot of a row is read once for all queries of a key/value head, where it lies: no copy is made, and slots behind
+a query's end cost nothing, however wide the table. A row's slots are divided among the GPU's processors (split-KV,
+flash decoding), and a second kernel merges the parts by log-sum-exp. The plain twin gathers the slots and attends by
+ops/attention.py. Knows nothing of rules beyond the slots that each query sees, of caches or of requests.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from eagle_train.hardware import is_gpu
+from eagle_train.ops.kernels import is_plain
+
+__all__ = ["paged_attention", "supports"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_QUERIES = 256  # of a key/value head and row; beyond, a prompt is read, and its keys may be gathered
+_LEAST_QUERIES, _TILE = 16, 64  # of a program: the matrix unit's least, and the most that a program's registers hold
+_SLOTS = 64  # read at a time
+_PROGRAMS = 528  # to keep the 132 processors of a large GPU busy, four each
+_LEAST_SLOTS = 256  # of a split
+
+
+def supports(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether `paged_attention` takes queries [A, Q, T, D] and stores [slots, K, D] of these devices and sizes."""
+    widths = {keys.shape[-1], values.shape[-1]}
+    queries = q.shape[1] // keys.shape[1] * q.shape[2]
+    fits = all(width in (16, 32, 64, 128, 256) for width in widths) and queries <= MOST_QUERIES
+    one_dtype = q.dtype in DTYPES and q.dtype == keys.dtype == values.dtype
+    return fits and one_dtype and _runs_on(q.device) and not is_plain("attention")
+
+
+@cache
+def _runs_on(device: torch.device) -> bool:
+    return is_gpu(device, (8, 0)) and find_spec("triton") is not None
+
+
+def paged_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    block: int,
+    first: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q [A, Q, T, D] over stores `keys` [slots, K, D] and `values` [slots, K, D'], with its log-sum-exp.
+
+    `table` int64 [A, W]: the blocks of each row, of `block` slots. Query t of row a sees the row's slots from
+    `first[a, t]` up to, and without, `ends[a, t]`, both int32 [A, T], and no others are read but those of a row's
+    other queries. Returns [A, Q, T, D'] in q's dtype and fp32 [A, Q, T]; a query that sees no slot has output 0 and
+    log-sum-exp -inf. The host waits for nothing, and shapes alone decide what is launched.
+    """
+    (rows, heads, tokens, width), kv_heads, out_width = q.shape, keys.shape[1], values.shape[2]
+    assert q.stride(3) == keys.stride(2) == values.stride(2) == table.stride(1) == 1
+    group = heads // kv_heads
+    queries = max(_LEAST_QUERIES, min(_TILE, 1 << (tokens * group - 1).bit_length()))
+    tiles = -(-tokens * group // queries)
+    splits = _splits(rows * kv_heads * tiles, table.shape[1] * block)
+    out = q.new_empty(rows, heads, tokens, out_width)
+    lse = q.new_empty(rows, heads, tokens, dtype=torch.float32)
+    parts, part_lse = out, lse
+    if splits > 1:
+        parts = q.new_empty(rows, heads, tokens, splits, out_width, dtype=torch.float32)
+        part_lse = lse.new_empty(rows, heads, tokens, splits)
+    attend_split, merge_splits = _kernels()
+    attend_split[(rows * kv_heads, splits, tiles)](
+        q,
+        keys,
+        values,
+        table,
+        first.contiguous(),
+        ends.contiguous(),
+        parts,
+        part_lse,
+        *q.stride()[:3],
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        table.stride(0),
+        scale,
+        1.0 if softcap is None else softcap,
+        TOKENS=tokens,
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        KEY_WIDTH=width,
+        VALUE_WIDTH=out_width,
+        BLOCK=block,
+        SPLITS=splits,
+        QUERIES=queries,
+        SLOTS=_SLOTS,
+        HAS_CAP=softcap is not None,
+        IN_FP32=q.device.type == "cpu",  # Triton's interpreter has no products of bf16
+        num_warps=4,
+        num_stages=2 if width <= 128 else 1,
+    )
+    if splits > 1:
+        lanes = 1 << (splits - 1).bit_length()
+        merge_splits[(rows * heads * tokens,)](
+            parts, part_lse, out, lse, VALUE_WIDTH=out_width, SPLITS=splits, LANES=lanes, num_warps=1
+        )
+    return out, lse
+
+
+def _splits(programs: int, slots: int) -> int:
+    """Into how many parts each row's slots are divided: as many as keep a GPU busy, none too short."""
+    return max(1, min(_PROGRAMS // programs, slots // _LEAST_SLOTS))
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    """Triton is imported when a GPU needs it: a CPU's installation may have none."""
+    from eagle_train.ops.paged_kernel import attend_split, merge_splits
+
+    return attend_split, merge_splits

@@ -1,0 +1,111 @@
+"""Attention through a block table against its plain twin: on a GPU, or in Triton's interpreter where there is none."""
+
+import pytest
+import torch
+
+from eagle_train.ops import paged
+from eagle_train.ops.attention import Rule, VisibleSlots, plain_partial
+
+pytest.importorskip("triton", reason="it comes with torch for CUDA, and with xgrammar")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK = 16
+BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+RULES = {
+    "all": Rule(0.3),
+    "window": Rule(0.3, window=40),
+    "chunk": Rule(0.3, chunk=48),
+    "softcap": Rule(0.3, softcap=2.0),
+    "skip_first": Rule(0.3, skip_first=True),
+}
+
+
+def a_table(lengths: list[int], spare: int) -> tuple[torch.Tensor, int]:
+    """Each row's blocks, in no order, behind two that nobody has; and how many blocks there are."""
+    needed = [-(-(length + spare) // BLOCK) for length in lengths]
+    order = (torch.randperm(sum(needed)) + 2).tolist()
+    rows = [[order.pop() for _ in range(count)] for count in needed]
+    return torch.tensor([row + [1] * (max(needed) - len(row)) for row in rows], device=DEVICE), 2 + sum(needed)
+
+
+def stores(blocks: int, heads: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one memory; NaN where nobody writes."""
+    memory = torch.full((2, blocks * BLOCK, heads, width), torch.nan, device=DEVICE, dtype=dtype)
+    return memory[0], memory[1]
+
+
+def fill(store: torch.Tensor, table: torch.Tensor, length: torch.Tensor) -> None:
+    """Random numbers in each row's first `length` slots."""
+    for row, count in zip(table, length.tolist(), strict=True):
+        slots = (row[:, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[:count]
+        store[slots] = torch.randn(count, *store.shape[1:], device=DEVICE).to(store.dtype)
+
+
+def twin(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, seen: VisibleSlots, rule: Rule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gathered, in float64, without the slots that nobody sees."""
+    slots = (table[:, :, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten(1)[:, : seen.count]
+    k, v = (store[slots].transpose(1, 2).double().nan_to_num(0.0) for store in (keys, values))
+    return plain_partial(q.double(), k, v, seen.mask(rule), rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "tokens", "heads", "kv_heads", "width", "dtype"),
+    [
+        ([0, 1, 37, 64], 4, 4, 2, 16, torch.float32),
+        ([130], 1, 8, 2, 32, torch.bfloat16),
+        ([700, 5], 7, 6, 2, 16, torch.float16),
+        ([300, 0, 90], 20, 8, 2, 64, torch.float32),
+    ],
+)
+def test_it_equals_the_twin(lengths, tokens, heads, kv_heads, width, dtype, causal, rule):
+    torch.manual_seed(0)
+    table, blocks = a_table(lengths, tokens)
+    (keys, values), before = stores(blocks, kv_heads, width, dtype), torch.tensor(lengths, device=DEVICE)
+    for store in (keys, values):
+        fill(store, table, before + tokens * causal)
+    q = torch.randn(len(lengths), tokens, heads, width, device=DEVICE).to(dtype).transpose(1, 2)
+    positions = before[:, None] + torch.arange(tokens, device=DEVICE)
+    seen = VisibleSlots(positions, None if causal else before[:, None], max(lengths) + tokens * causal, whole=False)
+    first, ends = seen.runs(RULES[rule])
+    given = RULES[rule].scale, RULES[rule].softcap
+    out, lse = paged.paged_attention(q, keys, values, table, BLOCK, first, ends, *given)
+    wanted, wanted_lse = twin(q, keys, values, table, seen, RULES[rule])
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=4 * BOUNDS[dtype])
+    torch.testing.assert_close(lse.double(), wanted_lse.double(), rtol=0, atol=BOUNDS[dtype])
+    assert torch.equal(out == 0, wanted == 0)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_parts_are_merged(splits, monkeypatch):
+    """Also those in which a query sees nothing."""
+    monkeypatch.setattr(paged, "_splits", lambda programs, slots: splits)
+    test_it_equals_the_twin([700, 5], 7, 6, 2, 16, torch.float32, False, "window")
+
+
+def test_rows_are_divided_to_keep_a_gpu_busy():
+    assert paged._splits(8, 2048) == 8
+    assert paged._splits(8, 128) == 1
+    assert paged._splits(8, 100_000) == 66
+    assert paged._splits(512, 100_000) == 1
+
+
+def test_values_may_have_another_width():
+    torch.manual_seed(0)
+    table, blocks = a_table([70, 20], 0)
+    keys, _ = stores(blocks, 2, 32, torch.float32)
+    values, _ = stores(blocks, 2, 16, torch.float32)
+    lengths = torch.tensor([70, 20], device=DEVICE)
+    for store in (keys, values):
+        fill(store, table, lengths)
+    q = torch.randn(2, 4, 3, 32, device=DEVICE)
+    seen = VisibleSlots(lengths[:, None] + torch.arange(3, device=DEVICE), lengths[:, None], 70, whole=False)
+    out, _ = paged.paged_attention(q, keys, values, table, BLOCK, *seen.runs(Rule(0.3)), 0.3)
+    torch.testing.assert_close(out.double(), twin(q, keys, values, table, seen, Rule(0.3))[0], rtol=0, atol=1e-5)
+
+
+def test_a_cpu_takes_the_plain_way():
+    assert not paged.supports(torch.zeros(1, 4, 1, 16), torch.zeros(16, 2, 16), torch.zeros(16, 2, 16))
