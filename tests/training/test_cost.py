@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import weakref
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,7 +24,7 @@ from eagle_train.ops.attention import packed_attention
 from eagle_train.settings import CONF_DIR
 from eagle_train.training import losses, parallelize
 from eagle_train.training.backend import ParallelConfig
-from eagle_train.training.cost import memory, report
+from eagle_train.training.cost import estimate, memory, report
 from eagle_train.training.cost.estimate import GIB, ClusterConfig, estimate_cost
 from eagle_train.training.cost.flops import flops_of
 from eagle_train.training.cost.target_shape import TargetShape
@@ -220,6 +221,8 @@ def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed
     monkeypatch.setattr(losses, "_MAX_WORKERS", 1)
     monkeypatch.setattr(losses, "_BLOCK_LOGITS", 2**40)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    # Chunks of logits are a CPU's, without the fused kernel.
+    monkeypatch.setattr(estimate, "loss_memory", partial(memory.loss_memory, device="cpu"))
     config = bench.StepConfig(out="", device="cpu", seed=0, tflops=None, compile=False, naive=False, **STEP, **ROWS)
     words = " ".join(f"w{i}" for i in range(config.row_tokens))  # a document fills a row
     write_jsonl(tmp_path / "documents.jsonl", [{"text": words}] * 50)
