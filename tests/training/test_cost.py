@@ -439,6 +439,7 @@ needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpe
 )
 def test_a_plan_for_a_job_that_could_not_start_is_refused(tmp_path, capsys, overrides, message):
     target = save_target(tmp_path / "target")
+    capsys.readouterr()  # DeepSpeed speaks when it is first imported
     given = (f"target={target}", "data=messages", "data.path=none.jsonl", "data.row_tokens=64")
     assert call(train.main, "plan=true", *given, *overrides) == 2
     printed = capsys.readouterr()
