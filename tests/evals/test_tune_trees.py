@@ -13,7 +13,7 @@ from eagle_train.inference.decode.tree import load_tree
 from eagle_train.settings import CONF_DIR
 from evals import mt_bench, tune_trees
 from evals.bench import session
-from evals.bench.round_times import round_seconds
+from evals.bench.round_times import best_of, round_seconds
 from evals.bench.tree_search import Candidate
 from evals.tune_trees import table, table_yaml, text
 from tests.support.command_line import call
@@ -44,10 +44,14 @@ def test_the_fastest_tree_of_each_batch_size():
     ]
 
 
+def test_of_trees_that_are_as_fast_the_smallest_is_taken():
+    assert best_of(TRIED, [0.5, 1.0, 0.75]) == 0
+
+
 def test_the_dispatcher_reads_the_table(tmp_path):
     path = tmp_path / "table.yaml"
     path.write_text(table_yaml(TRIED, SECONDS, EngineConfig(compile=True)))
-    assert "by python -m evals.tune_trees engine.compile=true engine.graphs=false. " in path.read_text()
+    assert "by python -m evals.tune_trees engine.compile=true engine.graphs=null. " in path.read_text()
     dispatcher = Dispatcher({"table": str(path)})
     assert [dispatcher.dispatch(size).tree for size in (1, 2, 99)] == [full(1, 3), chain(0), chain(0)]
 
@@ -200,6 +204,12 @@ def test_timed_rounds_are_recorded_as_graphs(home, tmp_path, monkeypatch):
         tuple(tree["parents"]) for tree in found["trees"][1:]
     }
     assert plain.validation.made
+
+
+def test_graphs_without_a_gpu_are_refused_before_a_target_is_loaded(home, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(session, "load_target", None)
+    assert call(tune_trees.main, *arguments(home, f"out={tmp_path}/out", "device=cpu", "engine.graphs=true")) == 2
+    assert capsys.readouterr().err == "error: engine.graphs=True: needs a GPU; the device is cpu\n"
 
 
 @pytest.mark.parametrize(
