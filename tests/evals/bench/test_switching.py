@@ -40,6 +40,7 @@ def engines(session: Session, name: str, size: int = 2) -> list:
     return [engine_of(session, variant, switch, size) for variant in (switch.off, switch.on)]
 
 
+@pytest.mark.usefixtures("graphs")  # without the C++: what is compiled is not run here
 def test_variants_differ_in_their_switch_alone(session, monkeypatch):
     for name, switch in SWITCHES.items():
         assert (switch.off == switch.on) == (name == PLACEBO)
