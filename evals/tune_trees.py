@@ -7,7 +7,6 @@ tokens per call (evals/bench/tree_search.py); their rounds are then timed at eac
     python -m evals.tune_trees draft=DIR questions=FILE.jsonl batch_sizes=[1,4,16] out=DIR
 """
 
-import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -127,8 +126,8 @@ def table(tried: list[Candidate], seconds: dict[int, list[float]]) -> list[dict[
 
 def table_yaml(tried: list[Candidate], seconds: dict[int, list[float]], options: EngineConfig) -> str:
     """The dispatcher's table: the tree of each largest batch size. `options`: the measured engines'."""
-    made = " ".join(f"engine.{name}={json.dumps(getattr(options, name))}" for name in ("compile", "graphs"))
-    lines = [f"# Largest batch size: its tree, by python -m evals.tune_trees {made}. A root alone is no speculation."]
+    given = f"engine.compile={options.compile} engine.graphs={options.graphs}".lower().replace("none", "null")
+    lines = [f"# Largest batch size: its tree, by python -m evals.tune_trees {given}. A root alone is no speculation."]
     for size, row in seconds.items():
         best = tried[best_of(tried, row)]
         lines.append(f"{size}: {{parents: {list(best.tree.parents)}}} # {best.name}")

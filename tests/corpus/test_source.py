@@ -221,7 +221,7 @@ def test_missing_files_are_named(tmp_path, monkeypatch, path):
         ({"row_tokens": 2}, r"data\.row_tokens is 2"),
         ({"shuffle_window": -1}, r"data\.shuffle_window is -1"),
         ({"heldout": "a.jsonl"}, r"data\.heldout is data\.path"),
-        ({"row_tokens": "many"}, r"data\.row_tokens: "),
+        ({"row_tokens": "many"}, r"data\.row_tokens=many: must be a whole number"),
         ({"unknown": 1}, r"data\.unknown: "),
     ],
 )
