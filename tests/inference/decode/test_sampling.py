@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eagle_train.inference.decode import sampling
+from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.sampling import (
     SamplingTensors,
     child_round,
@@ -23,6 +24,7 @@ from eagle_train.inference.decode.sampling import (
     verify_sampled,
 )
 from eagle_train.inference.decode.tree import Tree, chain, full
+from eagle_train.inference.decode.verification import Verification
 from eagle_train.ops.torch_private import with_own_sizes
 from tests.support.exact_distribution import GRID, REJECT, WITH, WITHOUT, Toy, by_depth, child, error, make_toy, one_row
 
@@ -244,15 +246,19 @@ def test_compiles_for_one_and_for_many_rows_only(verifier):
 @pytest.mark.gpu
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_gpus_compiler_takes_a_vocabulary_of_today(rows, top_p):
-    """Rows so long are summed in pieces, of which torch 2.11's compiler knows no fusion with a reduction."""
+@pytest.mark.parametrize("tree", [chain(0), full(2, 2)], ids=["chain0", "d2_bf2"])
+def test_a_gpus_compiler_takes_a_vocabulary_of_today(tree, rows, top_p):
+    """It divides work on so long a row, and torch 2.11's knows no fusion of what is divided."""
     torch.manual_seed(0)
-    logits, tree = torch.randn(rows, 7, 128_256, device="cuda") * 3, full(2, 2).to("cuda")
-    tokens, seeds = torch.randint(50, (rows, 7), device="cuda"), torch.arange(rows, device="cuda")
+    plan = Dispatcher(tree, "cuda").dispatch(rows)
+    logits = torch.randn(rows, tree.num_nodes, 128_256, device="cuda") * 3
+    tokens, seeds = torch.randint(50, (rows, tree.num_nodes), device="cuda"), torch.arange(rows, device="cuda")
     settings = SamplingTensors.from_lists([0.8] * rows, [0] * rows, [top_p] * rows, "cuda")
-    arguments = tree, tokens, logits, settings, seeds, seeds + 3
-    found = with_own_sizes(torch.compile(verify_sampled, dynamic=True))(*arguments)
-    for ours, theirs in zip(found, verify_sampled(*arguments), strict=True):
+    compiled, plain = Verification("greedy"), Verification("greedy")
+    for job in compiled.compile([(rows, plan)], logits[0]):
+        job()
+    given = plan, tokens, logits, settings, seeds, seeds + 3, None, None
+    for ours, theirs in zip(compiled(*given), plain(*given), strict=True):
         assert torch.equal(ours, theirs)
 
 
