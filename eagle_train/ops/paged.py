@@ -58,18 +58,16 @@ def paged_attention(
     log-sum-exp -inf. The host waits for nothing, and shapes alone decide what is launched.
     """
     (rows, heads, tokens, width), kv_heads, out_width = q.shape, keys.shape[1], values.shape[2]
-    assert q.stride(3) == keys.stride(2) == values.stride(2) == table.stride(1) == 1
+    assert q.stride(3) == table.stride(1) == 1
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
     group = heads // kv_heads
     queries = max(_LEAST_QUERIES, min(_TILE, 1 << (tokens * group - 1).bit_length()))
     tiles = -(-tokens * group // queries)
     splits = _splits(rows * kv_heads * tiles, table.shape[1] * block)
-    out = q.new_empty(rows, heads, tokens, out_width)
-    lse = q.new_empty(rows, heads, tokens, dtype=torch.float32)
-    parts, part_lse = out, lse
-    if splits > 1:
-        parts = q.new_empty(rows, heads, tokens, splits, out_width, dtype=torch.float32)
-        part_lse = lse.new_empty(rows, heads, tokens, splits)
-    attend_split, merge_splits = _kernels()
+    parts = q.new_empty(rows, heads, tokens, splits, out_width, dtype=q.dtype if splits == 1 else torch.float32)
+    part_lse = q.new_empty(rows, heads, tokens, splits, dtype=torch.float32)
+    attend_split, _ = _kernels()
     attend_split[(rows * kv_heads, splits, tiles)](
         q,
         keys,
@@ -80,8 +78,6 @@ def paged_attention(
         parts,
         part_lse,
         *q.stride()[:3],
-        *keys.stride()[:2],
-        *values.stride()[:2],
         table.stride(0),
         scale,
         1.0 if softcap is None else softcap,
@@ -99,11 +95,16 @@ def paged_attention(
         num_warps=4,
         num_stages=2 if width <= 128 else 1,
     )
-    if splits > 1:
-        lanes = 1 << (splits - 1).bit_length()
-        merge_splits[(rows * heads * tokens,)](
-            parts, part_lse, out, lse, VALUE_WIDTH=out_width, SPLITS=splits, LANES=lanes, num_warps=1
-        )
+    return (parts.squeeze(3), part_lse.squeeze(3)) if splits == 1 else _merged(parts, part_lse, q.dtype)
+
+
+def _merged(parts: torch.Tensor, part_lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention [A, Q, T, D'] in `dtype` and its log-sum-exp from the splits' [A, Q, T, splits, D']."""
+    *queries, splits, width = parts.shape
+    out, lse = parts.new_empty(*queries, width, dtype=dtype), part_lse.new_empty(queries)
+    lanes = 1 << (splits - 1).bit_length()
+    _, merge_splits = _kernels()
+    merge_splits[(lse.numel(),)](parts, part_lse, out, lse, VALUE_WIDTH=width, SPLITS=splits, LANES=lanes, num_warps=1)
     return out, lse
 
 

@@ -20,10 +20,6 @@ def attend_split(
     q_row,
     q_head,
     q_token,
-    k_slot,
-    k_head,
-    v_slot,
-    v_head,
     table_row,
     scale,
     cap,
@@ -39,70 +35,85 @@ def attend_split(
     HAS_CAP: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):
-    """One row, one key/value head, one split of the row's slots: `QUERIES` of the head's TOKENS * GROUP queries."""
-    row, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
-    split = tl.program_id(1)
+    """One row, one key/value head, one split of the row's slots: QUERIES of the head's TOKENS * GROUP queries.
+
+    out [rows, query heads, TOKENS, SPLITS, VALUE_WIDTH], and lse without the last dimension.
+    """
+    row, kv_head, split = (tl.program_id(0) // KV_HEADS).to(tl.int64), tl.program_id(0) % KV_HEADS, tl.program_id(1)
     query = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
-    token, q_of_group = query // GROUP, query % GROUP
+    token, head = query // GROUP, (kv_head * GROUP + query % GROUP).to(tl.int64)
     there = query < TOKENS * GROUP
+    q += (row * q_row + head * q_head + token * q_token)[:, None] + tl.arange(0, KEY_WIDTH)
+    queries = tl.load(q, mask=there[:, None], other=0.0)
     first_slot = tl.load(first + row * TOKENS + token, mask=there, other=2147483647)
     end_slot = tl.load(ends + row * TOKENS + token, mask=there, other=0)
-    key_lanes, value_lanes = tl.arange(0, KEY_WIDTH), tl.arange(0, VALUE_WIDTH)
-    q_head_of = (head * GROUP + q_of_group).to(tl.int64)
-    queries = tl.load(
-        q + row.to(tl.int64) * q_row + (q_head_of * q_head + token * q_token)[:, None] + key_lanes[None, :],
-        mask=there[:, None],
-        other=0.0,
+    begin, end = _part(first_slot, end_slot, split, SPLITS, SLOTS)
+    state = (
+        tl.full([QUERIES], -float("inf"), tl.float32),
+        tl.zeros([QUERIES], tl.float32),
+        tl.zeros([QUERIES, VALUE_WIDTH], tl.float32),
     )
-    if IN_FP32:
-        queries = queries.to(tl.float32)
-
-    # The slots that any of these queries sees, in equal parts of whole steps.
-    begin, end = tl.min(first_slot, axis=0), tl.max(end_slot, axis=0)
-    begin = begin // SLOTS * SLOTS
-    steps = tl.cdiv(tl.maximum(end - begin, 0), SLOTS)
-    part = tl.cdiv(steps, SPLITS) * SLOTS
-    begin += split * part
-    end = tl.minimum(end, begin + part)
-
-    peak = tl.full([QUERIES], -float("inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    sums = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
     for start in range(begin, end, SLOTS):
         slot = start + tl.arange(0, SLOTS)
         inside = slot < end
-        block = tl.load(table + row.to(tl.int64) * table_row + slot // BLOCK, mask=inside, other=0)
-        place = block.to(tl.int64) * BLOCK + slot % BLOCK
-        k = tl.load(
-            keys + (place * k_slot + head * k_head)[:, None] + key_lanes[None, :], mask=inside[:, None], other=0.0
-        )
-        v = tl.load(
-            values + (place * v_slot + head * v_head)[:, None] + value_lanes[None, :], mask=inside[:, None], other=0.0
-        )
-        if IN_FP32:
-            k, v = k.to(tl.float32), v.to(tl.float32)
-        scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale  # [QUERIES, SLOTS]
-        if HAS_CAP:
-            scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)  # tanh
-        seen = inside[None, :] & (slot[None, :] >= first_slot[:, None]) & (slot[None, :] < end_slot[:, None])
-        scores = tl.where(seen, scores, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # -inf less itself would be NaN
-        weights = tl.exp(scores - base[:, None])
-        shrink = tl.exp(peak - base)
-        total = total * shrink + tl.sum(weights, axis=1)
-        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        peak = new_peak
-
+        block = tl.load(table + row * table_row + slot // BLOCK, mask=inside, other=0).to(tl.int64)
+        place = (block * BLOCK + slot % BLOCK) * KV_HEADS + kv_head
+        scores = _scores(queries, keys, place, inside, scale, cap, KEY_WIDTH, HAS_CAP, IN_FP32)
+        visible = inside[None, :] & (slot[None, :] >= first_slot[:, None]) & (slot[None, :] < end_slot[:, None])
+        state = _add(state, scores, visible, values, place, inside, VALUE_WIDTH, IN_FP32)
+    peak, total, sums = state
     divisor = tl.where(total == 0.0, 1.0, total)
-    # out [rows, query heads, TOKENS, SPLITS, VALUE_WIDTH], lse [rows, query heads, TOKENS, SPLITS]
-    place = ((row.to(tl.int64) * KV_HEADS * GROUP + q_head_of) * TOKENS + token) * SPLITS + split
-    tl.store(
-        out + place[:, None] * VALUE_WIDTH + value_lanes[None, :],
-        (sums / divisor[:, None]).to(out.dtype.element_ty),
-        mask=there[:, None],
-    )
+    place = ((row * KV_HEADS * GROUP + head) * TOKENS + token) * SPLITS + split
+    out += place[:, None] * VALUE_WIDTH + tl.arange(0, VALUE_WIDTH)
+    tl.store(out, (sums / divisor[:, None]).to(out.dtype.element_ty), mask=there[:, None])
     tl.store(lse + place, tl.where(total == 0.0, -float("inf"), peak + tl.log(divisor)), mask=there)
+
+
+@triton.jit
+def _part(first_slot, end_slot, split, SPLITS: tl.constexpr, SLOTS: tl.constexpr):
+    """The slots of a split, of those that any of the queries sees: equal parts of whole steps."""
+    begin, end = tl.min(first_slot, axis=0) // SLOTS * SLOTS, tl.max(end_slot, axis=0)
+    part = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), SLOTS), SPLITS) * SLOTS
+    begin += split * part
+    return begin, tl.minimum(end, begin + part)
+
+
+@triton.jit
+def _scores(
+    queries,
+    keys,
+    place,
+    inside,
+    scale,
+    cap,
+    KEY_WIDTH: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    IN_FP32: tl.constexpr,
+):
+    """[QUERIES, SLOTS] of keys that lie at `place`."""
+    k = tl.load(keys + place[:, None] * KEY_WIDTH + tl.arange(0, KEY_WIDTH), mask=inside[:, None], other=0.0)
+    if IN_FP32:
+        queries, k = queries.to(tl.float32), k.to(tl.float32)
+    scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+    if HAS_CAP:
+        scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)  # tanh
+    return scores
+
+
+@triton.jit
+def _add(state, scores, visible, values, place, inside, VALUE_WIDTH: tl.constexpr, IN_FP32: tl.constexpr):
+    """The running softmax with further slots: each query's greatest score, sum of weights, and sums of values."""
+    peak, total, sums = state
+    v = tl.load(values + place[:, None] * VALUE_WIDTH + tl.arange(0, VALUE_WIDTH), mask=inside[:, None], other=0.0)
+    if IN_FP32:
+        v = v.to(tl.float32)
+    scores = tl.where(visible, scores, -float("inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    base = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # -inf less itself would be NaN
+    weights = tl.exp(scores - base[:, None])
+    shrink = tl.exp(peak - base)
+    sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return new_peak, total * shrink + tl.sum(weights, axis=1), sums
 
 
 @triton.jit
