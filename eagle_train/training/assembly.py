@@ -109,13 +109,15 @@ def _with_compiled_target(
     parallel: ParallelConfig, target: Target, rows: int, tokens: int
 ) -> tuple[ParallelConfig, bool]:
     """Compile the target's forward of [rows, tokens] where it is whole on a rank. Returns whether it was, and
-    `parallel` with `compile` true or false. Raises UserError."""
-    wanted = parallel.compile
-    if parallel.target != "replicated":
-        return dataclasses.replace(parallel, compile=target.device.type == "cuda" if wanted is None else wanted), False
+    `parallel` with `compile` true or false, which is for the draft's layers. Raises UserError.
+
+    DeepSpeed puts hooks into a module, and its layers are compiled only for who asks for it.
+    """
+    wanted, whole = parallel.compile, parallel.target == "replicated"
     with within("parallel"):
-        compiled = can_compile(target, rows, tokens, wanted)
-    return dataclasses.replace(parallel, compile=compiled), compiled
+        compiled = whole and can_compile(target, rows, tokens, wanted)
+    unasked = (compiled if whole else target.device.type == "cuda") and parallel.backend != "deepspeed"
+    return dataclasses.replace(parallel, compile=unasked if wanted is None else wanted), compiled
 
 
 def look_ahead(

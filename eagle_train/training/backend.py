@@ -33,8 +33,8 @@ class ParallelConfig:
     `backend`: how the draft is trained on several processes. `target`: where the frozen target's weights are, whole on
     every rank (replicated), or sharded by FSDP2 or by its tensor-parallel plan; `share` is the number of neighbouring
     ranks that hold one target together, None for all. `offload_optimizer`: weights and optimiser state in host memory.
-    `compile`: None compiles on a GPU, and goes on without where torch.compile fails. `timeout_minutes`: how long a rank
-    waits for another before the job ends. `zero`: DeepSpeed's `zero_optimization`.
+    `compile`: None compiles on a GPU, but no layers for DeepSpeed, and goes on without where torch.compile fails.
+    `timeout_minutes`: how long a rank waits for another before the job ends. `zero`: DeepSpeed's `zero_optimization`.
     """
 
     backend: str = "single"  # single | ddp | fsdp2 | deepspeed

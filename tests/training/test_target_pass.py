@@ -8,6 +8,8 @@ from torch._inductor import config as inductor
 
 from eagle_train.corpus.stream import Batch
 from eagle_train.errors import OptionError
+from eagle_train.training import assembly
+from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.target_pass import can_compile, hidden_states
 from tests.support.tiny import random_tokens, tiny_target
 
@@ -58,3 +60,25 @@ def test_nobody_who_asked_for_nothing_is_stopped_by_it(monkeypatch):
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     with pytest.warns(UserWarning, match=r"no compiler; the run goes on without"):
         assert can_compile(target, 2, 24, wanted=None) is False
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "draft", "of_target"),
+    [
+        ({}, "cuda", True, True),
+        ({}, "cpu", False, False),
+        ({"backend": "fsdp2", "target": "fsdp2"}, "cuda", True, False),
+        ({"backend": "deepspeed"}, "cuda", False, True),
+        ({"backend": "deepspeed", "compile": True}, "cuda", True, True),
+        ({"compile": False}, "cuda", False, False),
+        ({"compile": True}, "cpu", True, True),
+    ],
+)
+def test_what_a_job_compiles(monkeypatch, settings, device, draft, of_target):
+    def can(target: SimpleNamespace, rows: int, tokens: int, wanted: bool | None) -> bool:
+        return target.device.type == "cuda" if wanted is None else wanted
+
+    monkeypatch.setattr(assembly, "can_compile", can)
+    target = SimpleNamespace(device=torch.device(device))
+    parallel, compiled = assembly._with_compiled_target(ParallelConfig(**settings), target, 2, 24)
+    assert (parallel.compile, compiled) == (draft, of_target)
