@@ -78,7 +78,7 @@ def conversation_of(
 def to_messages(
     row: Mapping, data_format: str, columns: Mapping[str, str | None], roles: Mapping[str, str] = ROLES
 ) -> list[Message]:
-    """A row of the formats messages, sharegpt or prompt_response as messages with a known role and text content.
+    """A row of messages, sharegpt or prompt_response as messages with a known role and text content.
 
     `columns` maps the format's keys (`FORMATS`, `BESIDE`) to the row's columns; the default is a column of the key's
     name. `roles`: see `ROLES`; keys are in lower case. Other fields of a message (reasoning_content, say) are kept for

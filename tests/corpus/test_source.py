@@ -19,10 +19,12 @@ import pytest
 
 import eagle_train.cli  # noqa: F401  (gives Hydra the groups' fields)
 from eagle_train.corpus import json_files
+from eagle_train.corpus.columns import BESIDE, FORMATS
 from eagle_train.corpus.conversations import to_messages
 from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, SourceConfig, check_found, open_source
 from eagle_train.errors import UserError
+from eagle_train.fields import fields_of
 from eagle_train.settings import CONF_DIR, build
 from evals.bench.questions import read_questions
 
@@ -146,7 +148,7 @@ def test_jsonl_is_read_line_by_line(tmp_path):
 def test_files_that_hold_no_rows_are_refused(tmp_path, content, message):
     (tmp_path / "train.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=message):
-        open_source(DataConfig(str(tmp_path / "train.jsonl")))
+        read(str(tmp_path / "train.jsonl"))
 
 
 @pytest.mark.parametrize("path", ["a.jsonl", "*.jsonl"])
@@ -243,7 +245,20 @@ def test_the_yaml_defaults_are_the_dataclass_defaults():
 def test_every_yaml_composes(name):
     config = composed(f"+data={name}", "data.path=a.jsonl")
     assert config.path == "a.jsonl"
-    assert config.format == {"stdlib": "messages", "gsm8k": "prompt_response"}.get(name, name)
+    assert config.format in FORMATS, f"conf/data/{name}.yaml: its format must be one of {', '.join(FORMATS)}"
+    used = {*FORMATS[config.format], *BESIDE[config.format]}
+    assert config.columns.keys() == used, f"conf/data/{name}.yaml: its columns must be {', '.join(sorted(used))}"
+
+
+def test_every_format_has_a_yaml_and_is_in_help_and_docs():
+    """The comment of `SourceConfig.format` is what --help shows."""
+    comment = next(field.comment for field in fields_of("data") if field.name == "format")
+    assert comment == " | ".join(FORMATS)
+    guide = (CONF_DIR.parent / "docs" / "data.md").read_text("utf-8")
+    for name in FORMATS:
+        assert composed(f"+data={name}", "data.path=a.jsonl").format == name
+        assert f"| `data={name}` | " in guide, "the table in docs/data.md"
+        assert name in to_messages.__doc__ or name == "text"
 
 
 def test_a_mixture_is_one_override():
