@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from eagle_train.corpus.json_files import JsonFiles, Mark
 from eagle_train.corpus.render import ChatRenderer, render_row
 from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, behind_place, parse
-from eagle_train.corpus.source import DataConfig, Source, SourceConfig, open_source
+from eagle_train.corpus.source import DataConfig, Marked, Source, SourceConfig, open_source
 from eagle_train.corpus.template import TemplateFault
 from eagle_train.corpus.tokens import Document
 from eagle_train.distributed import STOP, CommonError, World
@@ -143,19 +142,19 @@ class Feed:
     def start(self) -> Position:
         return Position(0, {name: [0, 0] for name in self.sources})
 
-    def marks(self, position: Position) -> dict[str, Mark]:
-        """Where the windows of `position` begin in JSON files; with `remember`, another feed goes there directly."""
+    def marks(self, position: Position) -> dict[str, Any]:
+        """Where the windows of `position` begin in `Marked` sources; a feed that remembers it goes there directly."""
         size = max(1, self.config.shuffle_window)
-        files = self._json_files()
-        return {name: source.mark(position.sources[name][1] // size * size) for name, source in files.items()}
+        marked = self._marked()
+        return {name: source.mark(position.sources[name][1] // size * size) for name, source in marked.items()}
 
-    def remember(self, marks: dict[str, Mark]) -> None:
-        files = self._json_files()
+    def remember(self, marks: dict[str, Any]) -> None:
+        marked = self._marked()
         for name, mark in marks.items():
-            files[name].remember(mark)
+            marked[name].remember(mark)
 
-    def _json_files(self) -> dict[str, JsonFiles]:
-        return {name: source for name, source in self.sources.items() if isinstance(source, JsonFiles)}
+    def _marked(self) -> dict[str, Marked]:
+        return {name: source for name, source in self.sources.items() if isinstance(source, Marked)}
 
     def draws(self, position: Position) -> Iterator[Drawn]:
         """Rows from `position` on, without end; not tokenised, and not parsed (but for CSV of the hub)."""

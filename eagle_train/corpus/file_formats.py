@@ -72,7 +72,7 @@ def check_contents(file: str) -> None:
     kind = _compression_of(file) or kind_of(file)
     _check_head(file, read_head(file, compressed=True), kind)
     if _compression_of(file):
-        _check_head(file, read_head(file), "JSON")
+        _check_head(file, read_head(file), kind_of(file))
 
 
 def _check_head(file: str, head: bytes, kind: str | None) -> None:

@@ -5,7 +5,7 @@ Knows tokenizer and template, no weights. DESIGN section 3.1.
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
@@ -69,21 +69,22 @@ class Counts:
         return "\n".join(lines)
 
 
-def check_data(config: DataConfig, renderer: ChatRenderer) -> list[str]:
-    """Render the first rows of every data set. Returns notes for the user.
+def check_data(config: DataConfig, renderer: ChatRenderer, left_out: Collection[str] = ()) -> list[str]:
+    """Render the first rows of every data set but those of the fields `left_out`. Returns notes for the user.
 
     Raises CommonError for a template that renders nothing, for a refused row (unless `data.malformed` skips them and
     other rows are fine), and for data in which the assistant says nothing.
     """
-    notes = [note for opened in _opened_sources(config) for note in _check_source(opened, config, renderer)]
+    notes = [note for opened in _opened_sources(config, left_out) for note in _check_source(opened, config, renderer)]
     return [*notes, *_notes_of(renderer)]
 
 
-def _opened_sources(config: DataConfig) -> Iterator[Opened]:
+def _opened_sources(config: DataConfig, left_out: Collection[str] = ()) -> Iterator[Opened]:
     for name, source in config.sources.items():
-        yield Opened(field_of(name, "path"), source.path, source, open_source(source, name=name))
-    if config.heldout is not None:
-        yield Opened(field_of("", "heldout"), config.heldout, config, open_source(config, "heldout"))
+        if (key := field_of(name, "path")) not in left_out:
+            yield Opened(key, source.path, source, open_source(source, name=name))
+    if config.heldout is not None and (key := field_of("", "heldout")) not in left_out:
+        yield Opened(key, config.heldout, config, open_source(config, "heldout"))
 
 
 def _check_source(opened: Opened, config: DataConfig, renderer: ChatRenderer) -> list[str]:

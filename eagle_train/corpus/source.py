@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from eagle_train.corpus.arrow_files import Arrow, Hub, Parquet, check_directory, is_saved, saved_files
 from eagle_train.corpus.columns import BESIDE, FORMATS
 from eagle_train.corpus.conversations import ROLES, SUPERVISE
 from eagle_train.corpus.file_formats import FILE_SUFFIXES, KINDS, advice, check_contents, kind_of
 from eagle_train.corpus.json_files import JsonFiles
-from eagle_train.corpus.rows import PlacedRow, parse
+from eagle_train.corpus.rows import PlacedRow
 from eagle_train.corpus.template import as_date, check_template_kwargs
 from eagle_train.errors import UserError, check, one_line
 
@@ -138,10 +138,25 @@ class Source(Protocol):
     """One epoch of rows, which is never in memory as a whole."""
 
     def rows(self, start: int = 0) -> Iterator[PlacedRow]:
-        """Rows from number `start` on, in the data's order. Raises UserError for a row that cannot be read."""
+        """Rows from number `start` on, in the data's order, with their places.
+
+        Yields malformed rows unparsed; `rows.parse` raises for them where they are used. Raises UserError only for a
+        file that cannot be read further.
+        """
 
     def identity(self) -> str:
         """A string that changes with the data, as far as this shows without reading them."""
+
+
+@runtime_checkable
+class Marked(Protocol):
+    """A `Source` of which a resumed run reads no more than what is behind a mark; of others it reads all before."""
+
+    def mark(self, row: int) -> Any:
+        """The last known place at or before row number `row`, as a tuple of numbers, for a checkpoint."""
+
+    def remember(self, mark: Any) -> None:
+        """Keep a mark that `mark` returned earlier for the same data, for `rows` to begin at."""
 
 
 _READERS: dict[str, Callable[[list[str]], Source]] = {"JSON": JsonFiles, "Parquet": Parquet, "Arrow": Arrow}
@@ -155,27 +170,32 @@ def check_found(config: DataConfig) -> None:
         _files_of(config, "heldout", field_of("", "heldout"))
 
 
-def are_here(config: DataConfig) -> bool:
-    """Whether all data are files on this machine. Raises UserError for unknown formats."""
-    named = [(source, "path", field_of(name, "path")) for name, source in config.sources.items()]
-    named += [] if config.heldout is None else [(config, "heldout", field_of("", "heldout"))]
-    paths = [getattr(source, key) for source, key, _ in named]
-    there = all(os.path.exists(path) or glob.glob(path, recursive=True) for path in paths)
-    return there and all(_files_of(*each) for each in named)
+def absent(config: DataConfig) -> dict[str, str]:
+    """The data that are not on this machine: what to say of each, by its field.
+
+    Raises UserError for unknown formats of those that are.
+    """
+    named = [(field_of(name, "path"), source, "path") for name, source in config.sources.items()]
+    named += [] if config.heldout is None else [(field_of("", "heldout"), config, "heldout")]
+    told = {}
+    for key, source, kind in named:
+        path = getattr(source, kind)
+        if os.path.exists(path) or glob.glob(path, recursive=True):
+            _files_of(source, kind, key)
+        else:
+            told[key] = f"{key} is {path}; it is not here{_remedy(path, kind)}"
+    return told
 
 
 def open_source(config: SourceConfig, key: str = "path", name: str = "") -> Source:
     """The data at config.path, or at another path of the config (`key`: heldout). `name`: the data set's in a mix.
 
-    Raises UserError if they are missing, of an unknown format or empty, or if the first row cannot be read.
+    Raises UserError if they are missing, of an unknown format or empty. The first row may be malformed.
     """
     path, field = getattr(config, key), field_of(name, key)
     files = _files_of(config, key, field)
     source = _reader_of(files) if files else Hub(path, config.name, config.split, field)
-    first = next(source.rows(), None)
-    if first is None:
-        raise UserError(f"{field} is {path}; it has no rows")
-    parse(*first)
+    check(next(source.rows(), None) is not None, f"{field} is {path}; it has no rows")
     return source
 
 
@@ -203,7 +223,8 @@ def _files_of(config: SourceConfig, key: str, field: str) -> list[str]:
         files = list({os.path.realpath(file): file for file in reversed(files)}.values())[::-1]
     _check_kinds(files, f"{field} is {path}")
     is_directory = os.path.isdir(path)
-    check(bool(files) or is_directory or _is_hub_name(path), f"{field} is {path}; there is no such file{hint(path)}")
+    missing = f"{field} is {path}; there is no such file{_remedy(path, key)}"
+    check(bool(files) or is_directory or _is_hub_name(path), missing)
     if is_directory and not files:
         check_directory(Path(path), field)
     for file in files:
@@ -229,6 +250,10 @@ def _check_kinds(files: list[str], where: str) -> None:
     kinds = Counter(map(kind_of, files))
     found = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     check(len(kinds) < 2, f"{where}; there are {found}: {wanted}")
+
+
+def _remedy(path: str, key: str) -> str:
+    return hint(path) + ("; data.heldout=null leaves it out" if key == "heldout" else "")
 
 
 def hint(path: str) -> str:

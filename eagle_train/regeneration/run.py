@@ -19,6 +19,7 @@ from eagle_train.regeneration.row_log import RowLog
 def regenerate(config: RegenerateConfig) -> None:
     """Write the answers to `config.out` and print the counts. Raises UserError."""
     source = open_source(config.data)
+    dialogue_of(1, next(source.rows()), config.data)  # raises before a weight is loaded
     log = RowLog(Path(config.out), _settings(config, source.identity()))
     last = None if config.limit is None else max(log.done, config.limit)
     again = log.left_out if config.retry_left_out else frozenset()

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from eagle_train.artifacts.format import load_draft, read_artifact
 from eagle_train.corpus.preview import check_data
 from eagle_train.corpus.render import ChatRenderer
-from eagle_train.corpus.source import DataConfig, are_here, check_found
+from eagle_train.corpus.source import DataConfig, absent, check_found
 from eagle_train.corpus.stream import Stream, heldout_batches
 from eagle_train.distributed import ALONE, World
 from eagle_train.errors import check, within
@@ -149,14 +149,16 @@ def _today() -> str:
 
 
 def check_planned_data(target: TargetConfig, data: DataConfig, hf_config: Any) -> list[str]:
-    """`check_data` for `plan=true`, which may be for data and a tokenizer that are not on this machine.
+    """`check_data` for `plan=true`, which may be for data and a tokenizer that are not on this machine; what is here is
+    looked at.
 
     Returns warnings. Raises UserError where the first rows cannot be trained on.
     """
-    if not are_here(data) or load_tokenizer(target) is None:
-        missing = "data are" if not are_here(data) else "tokenizer is"
-        return [f"the first rows were not looked at: the {missing} not here"]
-    return check_data(data, renderer_of(target, data, hf_config))
+    missing = absent(data)
+    if load_tokenizer(target) is None:
+        return [f"the first rows were not looked at: target.path is {target.path}; its tokenizer is not here"]
+    notes = [f"first rows were not looked at: {told}" for told in missing.values()]
+    return [*notes, *check_data(data, renderer_of(target, data, hf_config), missing)]
 
 
 def renderer_of(target: TargetConfig, data: DataConfig, hf_config: Any) -> ChatRenderer:

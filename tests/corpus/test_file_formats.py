@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, check_found, open_source
 from eagle_train.errors import UserError
 
@@ -58,7 +59,7 @@ def tarred() -> bytes:
 def test_what_a_file_is_in_truth(tmp_path, name, content, told):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"^{tmp_path / 'a'}.*{told}"):
-        open_source(DataConfig(str(tmp_path / name)))
+        parse(*next(open_source(DataConfig(str(tmp_path / name))).rows()))
     if "jsonl:1" not in told:  # no row was read
         with pytest.raises(UserError, match=told):
             check_found(DataConfig("x/y", heldout=str(tmp_path / name)))

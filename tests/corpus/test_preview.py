@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from eagle_train import export, generate, train
 from eagle_train.corpus import preview
 from eagle_train.corpus.render import ChatRenderer
-from eagle_train.corpus.source import DataConfig
+from eagle_train.corpus.source import DataConfig, check_found
 from eagle_train.corpus.stream import Stream
 from eagle_train.errors import UserError
 from eagle_train.inference import Requests
@@ -77,6 +77,31 @@ def test_a_preview_goes_before_a_plan(home, capsys):
     assert call(train.main, *given(home, [row(*TURNS)], "preview=1", "plan=true", "data.row_tokens=64")) == 0
     told = capsys.readouterr().out
     assert told.index("1 rows shown") < told.index("GPU-hours")
+
+
+def test_a_plan_looks_at_what_is_here_and_names_what_is_not(home):
+    """As the default group names held-out data that nobody has made yet."""
+    missing = "data.heldout=outputs/stdlib_chat/heldout.jsonl"
+    told = r"not looked at: data\.heldout is \S+/heldout\.jsonl; it is not here; .*; data\.heldout=null leaves it out$"
+    with pytest.warns(UserWarning, match=told):
+        assert call(train.main, *given(home, [row(*TURNS)], missing, "plan=true", "data.row_tokens=64")) == 0
+    with pytest.raises(UserError, match=r"; there is no such file; .*; data\.heldout=null leaves it out$"):
+        check_found(DataConfig(str(home / "rows.jsonl"), heldout="outputs/stdlib_chat/heldout.jsonl"))
+    assert call(train.main, *given(home, [row(("user", "q"))], missing, "plan=true", "data.row_tokens=64")) == 2
+    mix = f"data.mix={{a: {{path: nowhere.jsonl}}, b: {{path: {home}/rows.jsonl}}}}"
+    assert call(train.main, *given(home, [{}]), "data.path=null", mix, "plan=true", "data.row_tokens=64") == 2
+
+
+def test_the_first_row_may_be_left_out_too(home, capsys):
+    more = given(home, [row(*TURNS)], "data.malformed=skip", "preview=1", "plan=true", "data.row_tokens=64")
+    path = home / "rows.jsonl"
+    path.write_text("no JSON\n" + path.read_text())
+    assert call(train.main, *more) == 0
+    assert f"refused: {path}:1: not JSON" in capsys.readouterr().out
+    config, target = DataConfig(str(path), row_tokens=64, malformed="skip"), TargetConfig(str(home / "target"))
+    stream = Stream(config, assembly.renderer_of(target, config, load_config(target)), 1)
+    next(stream)
+    assert stream.counts["malformed"] > 0
 
 
 @pytest.mark.parametrize("plan", ["false", "true"])
