@@ -72,7 +72,7 @@ def _meant(row: Mapping, key: str) -> str:
     elif "text" in row and key != "text":
         return "set data=text"
     else:
-        return f"set data.columns.{key}"
+        return f"set data.columns.{key}=NAME"
     is_other = key not in FORMATS[data_format]
     settings = [f"data.columns.{key}={name}" for key, name in named.items() if key != name or key == "input"]
     return "set " + " ".join([*([f"data={data_format}"] if is_other else []), *settings])

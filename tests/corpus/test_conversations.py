@@ -247,7 +247,7 @@ def test_render_row_of_text_and_of_messages():
         ("messages", {"data": [{"messages": TURNS}]}, "no column 'messages', but rows within 'data' that have one"),
         ("messages", {"a": 1, "train": {"0": {"messages": TURNS}}}, "but rows within 'train' that have one"),
         ("messages", {"id": {"messages": TURNS}}, "but rows within 'id' that have one"),
-        ("messages", {"a": "x"}, r"the row has a: set data\.columns\.messages$"),
+        ("messages", {"a": "x"}, r"the row has a: set data\.columns\.messages=NAME$"),
         ("messages", {"chat": TURNS}, r"the row has chat: set data\.columns\.messages=chat$"),
         ("messages", {"c": [{"from": "human", "value": "q"}]}, r"set data=sharegpt data\.columns\.conversations=c$"),
         ("sharegpt", {"messages": TURNS}, "set data=messages$"),
