@@ -65,6 +65,17 @@ def test_a_target_without_a_chat_template_is_refused_before_its_weights(made, tm
     assert f"error: target.path={target}: no chat template there" in capsys.readouterr().err
 
 
+def test_a_bad_first_row_is_refused_before_a_weight_is_read_or_left_out(made, tmp_path, capsys, monkeypatch):
+    path, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    path.write_text("no JSON\n" + (made / "chats.jsonl").read_text().splitlines()[0] + "\n")
+    assert run(made, out, f"data.path={path}", "data.malformed=skip") == 0
+    assert [row["row"] for row in read_jsonl(out)] == [2]
+    monkeypatch.setattr(loading, "placed", lambda *_: pytest.fail("its weights are read"))
+    assert run(made, tmp_path / "none.jsonl", f"data.path={path}") == 2
+    assert f"error: {path}:1: not JSON" in capsys.readouterr().err
+    assert not (tmp_path / "none.jsonl").exists()
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_stopped_run_goes_on_with_the_row_it_was_at(made, tmp_path, capsys, temperature):
     sampling = f"temperature={temperature}"

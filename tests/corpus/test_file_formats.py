@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from eagle_train.corpus import file_formats
 from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, check_found, open_source
 from eagle_train.errors import UserError
@@ -110,3 +111,11 @@ def test_a_compressed_files_name_may_be_in_a_directory_of_any_name(tmp_path: Pat
     (tmp_path / "d.gz").mkdir()
     (tmp_path / "d.gz" / "a.jsonl").write_text(ROW)
     assert len(list(open_source(DataConfig(str(tmp_path / "d.gz" / "a.jsonl"))).rows())) == 1
+
+
+def test_what_a_compressed_file_holds_is_checked_as_its_own_kind(tmp_path, monkeypatch):
+    """Text of this code is refused as JSON alone."""
+    path = tmp_path / "a.other.gz"
+    path.write_bytes(gzip.compress(ROW.encode("utf-16-le")))
+    monkeypatch.setitem(file_formats.KINDS, "Other", (".other.gz",))
+    file_formats.check_contents(str(path))
