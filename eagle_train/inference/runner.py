@@ -35,7 +35,9 @@ from eagle_train.inference.decode.sampling import (
 )
 from eagle_train.inference.decode.stage_times import StageTimes
 from eagle_train.inference.decode.verification import Verification
+from eagle_train.inference.drafters.checks import checked_drafts, checked_pending
 from eagle_train.inference.drafters.drafter import MOST_UNREAD, Choice, Drafted, Drafter, Pending, TreePlan
+from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.grammar.guided import Guidance
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parallel.tensor_parallel import Ranks
@@ -178,6 +180,8 @@ class Runner:
             plan, prefix, pending = inputs.plan, inputs.prefix, inputs.pending
             launcher = self._launcher(inputs)
             drafted = launcher.propose(self.drafter, plan, prefix, inputs.draft_prefix, pending, inputs.choice)
+            if not isinstance(self.drafter, Eagle):  # which is ours, and costs no launch more
+                drafted = checked_drafts(self.drafter, drafted, plan, pending, self.target.identity.vocab_size)
             if self.ranks.size == 1:
                 return drafted
             if inputs.guidance is not None:
@@ -226,7 +230,8 @@ class Runner:
             if self.drafter is None:
                 pending = committed
             elif inputs.draft_prefix is not None:
-                pending = self.drafter.rewind(plan, prefix, drafted.suffix, verified.node, committed)
+                rewound = self.drafter.rewind(plan, prefix, drafted.suffix, verified.node, committed)
+                pending = checked_pending(self.drafter, rewound)
             else:
                 pending = inputs.pending.append_token(committed)
             return pending, RoundResult(plan.tree.max_depth, committed, pending.counts)

@@ -145,7 +145,8 @@ class ContiguousPrefix(Prefix):
         return slice(first, first + count) if self._has_room(count) else super().slots(positions)
 
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
-        """As `Prefix.slots`, of positions that directly follow the prefix."""
+        """As `Prefix.slots`, of any positions of the row, and of T that directly follow the prefix; not of others
+        beyond its blocks."""
         has_room = self._has_room(positions.shape[1])
         return positions + self.first_slot if has_room else super().slots(positions)
 

@@ -103,10 +103,14 @@ class Choice:
 
 
 class Drafted(NamedTuple):
-    """A tree for each row."""
+    """A tree for each row. Siblings need not differ: of two that are the same token the first is accepted.
+
+    Without `q` a node is accepted if it is what the target draws itself, which is right however the tokens were found.
+    So `q` is needed only where children were drawn from a distribution as `Choice.mode` asks, and may always be None.
+    """
 
     tokens: torch.Tensor  # int64 [A, N], the pending token at the root
-    q: torch.Tensor | None  # [A, N, V]: the distribution each node's children were drawn from; None for greedy
+    q: torch.Tensor | None  # [A, N, V]: the distribution each node's children were drawn from, or None
     suffix: Suffix | None  # the nodes' keys and values that are not in the drafter's cache; it may have padding rows
 
 
@@ -139,7 +143,8 @@ class Drafter(Protocol):
         self, plan: "TreePlan", prefix: Prefix, draft_prefix: Prefix, pending: Pending, choice: Choice
     ) -> Drafted:
         """A tree for each row. `prefix`: the tokens before the pending one; `draft_prefix`: those before
-        `pending.tokens`, which are in the drafter's cache.
+        `pending.tokens`, which are in the drafter's cache. What the drafter keeps of `pending.tokens` it writes here,
+        to the slots behind `draft_prefix`.
 
         Without a grammar it may be recorded as a CUDA graph (ops/graphs.py): it must not read a tensor's values on the
         host, nor keep state of a round outside of the caches.
