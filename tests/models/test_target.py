@@ -180,7 +180,7 @@ def test_unknown_head_scaling_is_noticed():
 
 @pytest.mark.parametrize("scale", [1.0, 0.95])
 def test_what_rounding_alone_does_is_allowed_for(monkeypatch, scale):
-    """Eight billion random weights in bf16 miss by 6 % on a GPU, and so do transformers' own two attentions."""
+    """Eight billion random weights in bf16 miss by 6 % on a GPU."""
     monkeypatch.setattr(probe, "LOW_PRECISION", 1e-3)
     model = tiny_model("llama").bfloat16()
     model.config.logit_scale = scale
