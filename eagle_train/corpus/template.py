@@ -170,18 +170,27 @@ class ChatTemplate:
         return [self._formed_message(message, has_tools) for message in messages]
 
     def _formed_message(self, message: Message, has_tools: bool) -> Message:
-        if any(message.get(key) for key in REASONING_FIELDS) and self._wants_reasoning_part:
-            message = _with_reasoning_part(message)
+        if any(message.get(key) for key in REASONING_FIELDS):
+            if self._wants_reasoning_part:
+                message = _with_reasoning_part(message)
+            elif self._reasoning_field not in (None, REASONING_FIELDS[0]):
+                message = {**_without_reasoning(message), self._reasoning_field: reasoning_of(message)}
         return _in_parts(message) if self._wants_parts(message.get("role", ""), has_tools) else _in_text(message)
+
+    @cached_property
+    def _reasoning_field(self) -> str | None:
+        """The field that the template renders reasoning of, None for none. From transformers 5.18 on a template is
+        given any of them under all names."""
+        question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+        shown = (name for name in REASONING_FIELDS if self.shows([question, {**answer, name: SENTINELS[0]}], False))
+        return next(shown, None)
 
     @cached_property
     def _wants_reasoning_part(self) -> bool:
         """Whether the template renders reasoning only as a part of the content (Magistral)."""
         answer = {"role": "assistant", "content": "a", REASONING_FIELDS[0]: SENTINELS[0]}
-        as_field, as_part = (
-            [{"role": "user", "content": "q"}, each] for each in (answer, _with_reasoning_part(answer))
-        )
-        if self.shows(as_field, False) or not self.shows(as_part, False):
+        as_part = [{"role": "user", "content": "q"}, _with_reasoning_part(answer)]
+        if self._reasoning_field is not None or not self.shows(as_part, False):
             return False
         text, part = self.rendered(as_part, None)[0], as_part[1]["content"][0]
         return not any(
@@ -239,7 +248,11 @@ def _with_reasoning_part(message: Message) -> Message:
     """The message with its reasoning as the first part of its content."""
     reasoning, text = reasoning_of(message), message.get("content")
     parts = [{"type": "thinking", "thinking": reasoning}, *([{"type": "text", "text": text}] if text else [])]
-    return {**{key: value for key, value in message.items() if key not in REASONING_FIELDS}, "content": parts}
+    return {**_without_reasoning(message), "content": parts}
+
+
+def _without_reasoning(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key not in REASONING_FIELDS}
 
 
 def _in_parts(message: Message) -> Message:
