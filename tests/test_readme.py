@@ -41,6 +41,7 @@ TO_BE_MADE = {
     "conf/tree/comb.yaml",
     "conf/data/dialog.yaml",
     "conf/drafter/bigram.yaml",
+    "conf/drafter/lookup.yaml",
     "eagle_train/inference/drafters/bigram.py",
     "tests/inference/drafters/test_bigram.py",
 }

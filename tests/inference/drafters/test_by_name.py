@@ -1,6 +1,8 @@
 """A user's drafter: a class in one file and a YAML that names it, with eagle-generate. CONTRIBUTING.md."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,14 @@ def misspelt(target, draft):
 def refusing(target, draft):
     raise ValueError("two words\\nand a second line")
 """
+TYPED = """
+from bigram_drafter import Bigram
+from eagle_train.inference.drafters.drafter import Drafter
+from lookup_drafter import Lookup
+
+def both(bigram: Bigram, lookup: Lookup) -> list[Drafter]:
+    return [bigram, lookup]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +38,12 @@ def recipe(tmp_path_factory) -> Path:
     """The drafter's module and YAML, as CONTRIBUTING.md has them, in a directory of their own."""
     folder = tmp_path_factory.mktemp("drafter")
     section = PAGE.read_text("utf-8").partition("## Add a drafter")[2].partition("\n## ")[0]
-    code, yaml = re.findall(r"```(?:python|yaml)\n(.*?)```", section, re.DOTALL)
+    code, yaml, lookup = re.findall(r"```(?:python|yaml)\n(.*?)```", section, re.DOTALL)
     code, yaml = (re.sub("^    ", "", block, flags=re.MULTILINE) for block in (code, yaml))
     (folder / "text.txt").write_text("abcdefghijklmnopqrstuvwxyz" * 3)
     (folder / "bigram_drafter.py").write_text(code + "\nBLOCK = 16\n")
+    (folder / "lookup_drafter.py").write_text(lookup)
+    (folder / "lookup.yaml").write_text("_target_: lookup_drafter.make_lookup\n")
     (folder / "broken_drafter.py").write_text(BROKEN)
     (folder / "broken_module.py").write_text("make = nothing\n")
     moved = yaml.replace("eagle_train.inference.drafters.bigram.", "bigram_drafter.")
@@ -39,15 +51,24 @@ def recipe(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_recipes_drafter_answers_as_plain_decoding_does(target, recipe, capsys):
+@pytest.mark.parametrize("drafter", ["bigram", "lookup"])
+def test_the_recipes_drafters_answer_as_plain_decoding_does(target, recipe, capsys, drafter):
     given = [f"target={target}", "prompt=abc", "max_tokens=12", "device=cpu", "color=never"]
     assert call(generate.main, *given) == 0
     plain = capsys.readouterr().out
-    for tree in ("chain2", "d2_bf3"):
-        assert call(generate.main, *given, f"drafter={recipe / 'bigram.yaml'}", f"tree={tree}") == 0
+    for tree in ("chain2", "d2_bf6"):  # the latter is wider than the candidates
+        assert call(generate.main, *given, f"drafter={recipe / f'{drafter}.yaml'}", f"tree={tree}") == 0
         out, err = capsys.readouterr()
         assert re.sub(r"[\[\]]", "", out) == re.sub(r"[\[\]]", "", plain)
         assert "TPC" in err
+
+
+def test_the_recipes_pass_the_type_checks(recipe):
+    """With the project's settings; their classes are Drafters."""
+    (recipe / "typed.py").write_text(TYPED)
+    files = [recipe / f"{name}.py" for name in ("bigram_drafter", "lookup_drafter", "typed")]
+    done = subprocess.run([sys.executable, "-m", "mypy", *files], cwd=PAGE.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_an_alignment_that_the_drafter_does_not_read_is_one_line(target, recipe, capsys):
