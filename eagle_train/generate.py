@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train import distributed
@@ -74,7 +75,10 @@ def job(config: DictConfig) -> int:
     placement = "tensor" if world.size > 1 else "replicated"
     target = load_target(given, device, placement, world, reads=chats if config.chat else texts)
     draft = None if path is None else quantise_draft(load_draft(path, target.identity), quant)
-    engine = Engine(target, make_drafter(spec, target, draft), tree, engine_config)
+    drafter = make_drafter(spec, target, draft)
+    if drafter is None and _gives_tree() and world.is_main:
+        _LOG.warning("no draft=, so decoding is plain and tree= is unused")
+    engine = Engine(target, drafter, tree, engine_config)
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
     request = engine.add(prompt, params)
     text = Detokenizer(Texts(target.tokenizer), params.stop_strings)
@@ -95,6 +99,12 @@ def _check_is_read(options: DraftOptions, drafter: Mapping[str, Any]) -> None:
         options.alignment == DraftOptions.alignment or "alignment" in drafter,
         f"draft.alignment={options.alignment}: this drafter does not read it; leave it out, or use drafter=eagle",
     )
+
+
+def _gives_tree() -> bool:
+    """Whether the command line has `tree=`: its default is no wish."""
+    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return any(override.startswith(("tree=", "tree.")) for override in given)
 
 
 def summary(output: Output) -> str:

@@ -13,6 +13,7 @@ from eagle_train.cli import compose, warning_text
 from eagle_train.errors import UserError, report
 from eagle_train.settings import CONF_DIR
 from eagle_train.terminal import printable, wants_color
+from eagle_train.tree_names import ANY_TREE
 from eagle_train.usage import usage
 from tests.support.command_line import call
 from tests.support.sources import sources
@@ -108,7 +109,7 @@ def test_help_tells_every_key_that_there_is(name):
     [
         (train, ["Usage: eagle-train [KEY=VALUE ...]", "target=tiny", "or a directory or hub id", "train.steps=48000"]),
         (train, ["data.row_tokens=512                # length of a packed row"]),  # stdlib's value, base's words
-        (generate, ["Usage: eagle-generate", "tree=chain3", "any chainN", "grammar.regex=null"]),
+        (generate, ["Usage: eagle-generate", "tree=chain3", ANY_TREE.split(" (")[0], "grammar.regex=null"]),
         (export, ["Usage: eagle-export", "checkpoint=???", "layout=native"]),
     ],
 )

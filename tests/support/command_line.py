@@ -33,7 +33,9 @@ def call(main: Callable[[], None], *arguments: str) -> int:
 
 
 def save_target(directory: Path, template: str = TEMPLATE, **changes) -> Path:
-    """A tiny Llama with its tokenizer, as on the hub. `changes`: `tiny_model`'s."""
+    """A tiny Llama with its tokenizer, as on the hub. `changes`: `tiny_model`'s.
+
+    Call it in a fixture: transformers' progress bar would be in the output that a test captures."""
     tiny_model(**changes).save_pretrained(directory)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template

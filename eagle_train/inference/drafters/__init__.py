@@ -34,6 +34,8 @@ def drafter_spec(spec: Mapping[str, Any]) -> Mapping[str, Any]:
         folder = str(path.parent.resolve())
         sys.path += [folder] if folder not in sys.path else []  # a module beside the YAML is found
         described: Any = OmegaConf.load(path)
+        missing = [f"drafter.{key}" for key in described if OmegaConf.is_missing(described, key)]
+        check(not missing, f"{' and '.join(missing)} is needed in {path}: write a value for ???")
         spec = described
     check(isinstance(spec, Mapping) and "_target_" in spec, "drafter: must have `_target_`, a dotted name to call")
     return spec

@@ -1,13 +1,17 @@
 """A user's drafter: a class in one file and a YAML that names it, with eagle-generate. CONTRIBUTING.md."""
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hydra.utils import get_method
+from omegaconf import OmegaConf
 
 from eagle_train import generate
+from eagle_train.settings import CONF_DIR
 from tests.support.command_line import call, save_target
 
 PAGE = Path(__file__).parents[3] / "CONTRIBUTING.md"
@@ -71,6 +75,30 @@ def test_the_recipes_pass_the_type_checks(recipe):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+DRAFTERS = {path.stem: OmegaConf.load(path) for path in CONF_DIR.glob("drafter/*.yaml") if path.stem != "file"}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_what_each_drafters_yaml_names_can_be_called(name):
+    """With target, draft and the YAML's other keys."""
+    spec = dict(DRAFTERS[name].items_ex(resolve=False))
+    given = {"target": None, "draft": None} | {key: None for key in spec if key != "_target_"}
+    inspect.signature(get_method(spec["_target_"])).bind(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [([], False), (["tree=chain2"], True), (["tree=FILE.yaml"], True), (["tree=chain2", "drafter=RECIPE"], False)],
+)
+def test_a_tree_that_is_not_used_is_told(target, recipe, capsys, given, told):
+    (recipe / "tree.yaml").write_text("parents: [-1, 0]")
+    places = {"FILE": recipe / "tree", "RECIPE": recipe / "lookup.yaml"}
+    given = [re.sub("FILE|RECIPE", lambda found: str(places[found[0]]), each) for each in given]
+    assert call(generate.main, f"target={target}", "prompt=abc", "max_tokens=2", "device=cpu", *given) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("warning: no draft=, so decoding is plain and tree= is unused") == told
+
+
 def test_an_alignment_that_the_drafter_does_not_read_is_one_line(target, recipe, capsys):
     given = [f"target={target}", "prompt=abc", "max_tokens=2", "device=cpu"]
     own, eagle = f"drafter={recipe / 'bigram.yaml'}", "drafter=eagle"
@@ -93,6 +121,11 @@ def test_an_alignment_that_the_drafter_does_not_read_is_one_line(target, recipe,
         (
             "_target_: bigram_drafter.make_bigram\nshift: 2",
             "drafter bigram_drafter.make_bigram: make_bigram() got an unexpected keyword argument 'shift'",
+        ),
+        ("_target_: bigram_drafter.make_bigram\ntext: ???", "drafter.text is needed in "),
+        (
+            "_target_: bigram_drafter.make_bigram\ntext: nowhere\ncandidates: 0",
+            "drafter.candidates=0: must be above 0",
         ),
         ("_target_: pathlib.PurePosixPath", "drafter pathlib.PurePosixPath: "),
         ("_target_: broken_drafter.misspelt", "drafter broken_drafter.misspelt: AttributeError: "),
