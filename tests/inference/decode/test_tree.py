@@ -4,15 +4,18 @@ refused.
 
 import itertools
 import re
+import textwrap
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from eagle_train.errors import UserError
+from eagle_train.inference.decode import tree as tree_module
 from eagle_train.inference.decode.tree import MAX_NODES, Tree, chain, full, load_tree, pruned
 from eagle_train.settings import CONF_DIR
 from eagle_train.tree_names import ANY_TREE, tree_of
+from tests.support.pages import text_of
 
 RAGGED = Tree((-1, 0, 0, 0, 1, 1, 2, 5))
 ACCEPTANCE = [[0.6, 0.3, 0.05], [0.5, 0.25], [0.4]]
@@ -69,6 +72,17 @@ def test_chain_and_full():
     assert full(4, 1) == chain(4)
     assert hash(full(4, 1)) == hash(chain(4))
     assert full(3, 4).num_nodes == 1 + 4 + 16 + 64
+
+
+def test_the_recipe_of_a_tree_by_rule():
+    """CONTRIBUTING's function, with what tree.py has, and the test that goes with it."""
+    section = text_of("CONTRIBUTING.md").partition("## Add a tree")[2].partition("\n## ")[0]
+    function, its_test = (textwrap.dedent(code) for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL))
+    names = dict(vars(tree_module))
+    exec(function + its_test, names)
+    names["test_a_comb"]()
+    with pytest.raises(UserError, match=f"tree.depth 600 with tree.width 2 exceeds {MAX_NODES} nodes"):
+        names["comb"](600, 2)
 
 
 @pytest.mark.parametrize("num_nodes", range(1, 12))
