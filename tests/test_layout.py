@@ -20,6 +20,7 @@ TESTED_IN = {
     "corpus/test_templates.py": "corpus/answer_starts corpus/content_checks corpus/reasoning corpus/render "
     "corpus/template corpus/tokens corpus/turns",
     "distributed/test_ranks.py": "training/deepspeed",
+    "inference/cache/test_paged_kv.py": "inference/cache/prefix",
     "inference/decode/test_graphs.py": "ops/graphs",
     "inference/decode/test_sampling.py": "inference/decode/validation inference/decode/verification ops/cumulative",
     "inference/decode/test_tree.py": "tree_names",

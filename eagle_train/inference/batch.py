@@ -5,7 +5,7 @@ Knows nothing of who is admitted or finished.
 
 import torch
 
-from eagle_train.inference.cache.paged_kv import Prefix
+from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.decode.sampling import uniform
 from eagle_train.inference.drafters.drafter import Pending, TreePlan
 from eagle_train.inference.grammar.guided import Guidance

@@ -6,7 +6,7 @@ DESIGN section 3.9.
 from dataclasses import dataclass
 
 from eagle_train.errors import OptionError, check, shown
-from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.decode.sampling import DRAFT_MODES
 from eagle_train.inference.drafters.eagle import check_alignment
 from eagle_train.inference.requests.sequence import is_whole

@@ -12,7 +12,7 @@ from eagle_train.artifacts.format import load_draft
 from eagle_train.errors import check, shown
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool
-from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.cache.prefix_cache import PrefixCache
 from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.graphs import check_graphs, launcher

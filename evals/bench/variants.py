@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle_train.inference import Engine, Output, Update
-from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.cache.prefix import BLOCK
 from evals.bench import workloads
 from evals.bench.answering import serve
 from evals.bench.requests import TimedRequest

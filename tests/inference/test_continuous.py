@@ -7,7 +7,7 @@ import pytest
 
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.cache.paged_kv import BLOCK, SCRATCH
+from eagle_train.inference.cache.prefix import BLOCK, SCRATCH
 from tests.support.cache_checks import check_cache, fresh, spoil
 from tests.support.inside import active_in, drafter_of, inside, pool_of, runner_of, scheduler_of
 from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, answers, cut, fail_at, guide, token_ids

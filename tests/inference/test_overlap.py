@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.cache.prefix_cache import HostKV
 from eagle_train.inference.decode.sampling import DRAFT_MODES
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
@@ -159,7 +159,7 @@ def nobody_waits():
         "batch",
         "runner",
         "requests.prompt_reader",
-        "cache.paged_kv",
+        "cache.prefix",
         "decode.sampling",
         "decode.prefill",
         "cache.prefix_cache",

@@ -21,7 +21,7 @@ import torch
 
 from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.inference.cache.block_pool import BlockPool
-from eagle_train.inference.cache.paged_kv import BLOCK, SCRATCH
+from eagle_train.inference.cache.prefix import BLOCK, SCRATCH
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.parallel.disaggregated import PrefillServer, RemotePrefill

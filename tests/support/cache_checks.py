@@ -3,7 +3,8 @@
 import torch
 
 from eagle_train.inference import Engine
-from eagle_train.inference.cache.paged_kv import BLOCK, ZEROS, PagedKV
+from eagle_train.inference.cache.paged_kv import PagedKV
+from eagle_train.inference.cache.prefix import BLOCK, ZEROS
 from eagle_train.inference.requests.sequence import Sequence
 from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.target import Target

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import cache
 
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.requests.sequence import Sequence

@@ -15,7 +15,7 @@ import torch
 
 from eagle_train.errors import OptionError, UserError, check, one_line
 from eagle_train.inference.cache.block_pool import BlockPool
-from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 
 _MEMORY_SHARE = 0.9  # of a GPU's free memory that the cache may take without `kv_tokens`; forwards need the rest

@@ -9,7 +9,7 @@ Knows nothing of tensors: a block is a number.
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from eagle_train.inference.cache.paged_kv import BLOCK, SCRATCH
+from eagle_train.inference.cache.prefix import BLOCK, SCRATCH
 
 _OnEvict = Callable[[list[int], list[bytes]], None]
 

@@ -12,7 +12,7 @@ from hashlib import blake2b
 import torch
 
 from eagle_train.inference.cache.block_memory import BlockMemory
-from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.requests.sequence import Sequence
 from eagle_train.ops.transfer import empty_pinned, to_device
 

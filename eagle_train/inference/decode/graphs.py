@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from eagle_train.errors import OptionError, check
-from eagle_train.inference.cache.paged_kv import BLOCK, SCRATCH, PagedKV, PagedPrefix, Prefix, Suffix
+from eagle_train.inference.cache.paged_kv import PagedKV, Suffix
+from eagle_train.inference.cache.prefix import BLOCK, SCRATCH, PagedPrefix, Prefix
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.decode.validation import validate
 from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, Pending, TreePlan

@@ -6,7 +6,8 @@ rows, T tokens of the longest text, H hidden.
 
 import torch
 
-from eagle_train.inference.cache.paged_kv import PagedKV, Prefix
+from eagle_train.inference.cache.paged_kv import PagedKV
+from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.drafters.drafter import Drafter
 from eagle_train.models.target import Target
 from eagle_train.ops.transfer import to_device

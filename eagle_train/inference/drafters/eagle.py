@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 from eagle_train.errors import check
-from eagle_train.inference.cache.paged_kv import PagedKV, Prefix, Suffix
+from eagle_train.inference.cache.paged_kv import PagedKV, Suffix
+from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.decode.sampling import propose, restrict
 from eagle_train.inference.drafters.drafter import MOST_UNREAD, Choice, Drafted, Level, Pending, TreePlan, pick
 from eagle_train.models.draft import Draft, Head, shift_hidden

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from eagle_train.distributed import World
 from eagle_train.errors import check, one_line, shown
 from eagle_train.inference.cache.block_pool import blocks_for
-from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parts import AnyDraft, Parts, build_parts
 from eagle_train.inference.requests.admission import enqueue

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from eagle_train.inference.cache.paged_kv import BLOCK, Prefix
+from eagle_train.inference.cache.prefix import BLOCK, Prefix
 from eagle_train.inference.decode.sampling import SamplingTensors
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.requests.requests import Requests

@@ -11,7 +11,8 @@ import torch
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache import paged_kv
-from eagle_train.inference.cache.paged_kv import BLOCK, Masks, Prefix
+from eagle_train.inference.cache.paged_kv import Masks
+from eagle_train.inference.cache.prefix import BLOCK, Prefix
 from eagle_train.inference.decode.tree import full
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.requests.scheduler import Scheduler

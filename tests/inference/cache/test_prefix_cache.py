@@ -9,7 +9,8 @@ import torch
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool
-from eagle_train.inference.cache.paged_kv import BLOCK, SCRATCH, PagedKV
+from eagle_train.inference.cache.paged_kv import PagedKV
+from eagle_train.inference.cache.prefix import BLOCK, SCRATCH
 from eagle_train.inference.cache.prefix_cache import HostKV, PrefixCache, block_hashes
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.eagle import Eagle

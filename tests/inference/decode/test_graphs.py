@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, Output, SamplingParams, parts
-from eagle_train.inference.cache.paged_kv import BLOCK, ZEROS
+from eagle_train.inference.cache.prefix import BLOCK, ZEROS
 from eagle_train.inference.decode import graphs
 from eagle_train.inference.decode.sampling import DRAFT_MODES
 from eagle_train.inference.decode.tree import chain, full

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, Requests, SamplingParams
-from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.grammar import guided

@@ -12,7 +12,7 @@ from eagle_train.artifacts.format import save_draft
 from eagle_train.distributed import World
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.cache.paged_kv import BLOCK
+from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.parallel.disaggregated import RemotePrefill, _as_json, _size_of, connect
 from eagle_train.models.draft import Draft
 from tests.support.disaggregated_job import answers

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eagle_train.errors import HALF, UserError
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.cache.paged_kv import BLOCK, SCRATCH
+from eagle_train.inference.cache.prefix import BLOCK, SCRATCH
 from eagle_train.inference.grammar.json_schema import OF_TYPE
 from tests.support.inside import active_in, inside, pool_of, runner_of
 from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, token_ids

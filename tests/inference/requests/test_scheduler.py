@@ -9,7 +9,8 @@ from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
-from eagle_train.inference.cache.paged_kv import BLOCK, SCRATCH, PagedKV
+from eagle_train.inference.cache.paged_kv import PagedKV
+from eagle_train.inference.cache.prefix import BLOCK, SCRATCH
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.requests.sequence import Sequence
 from tests.support.inside import drafter_of, pool_of

@@ -1,0 +1,134 @@
+"""The committed slots of a batch's rows: how long each row is, its block table, and where its tokens lie.
+
+Knows nothing of keys, values, models or requests. DESIGN section 3.6.
+
+Shapes: A active rows, W blocks of a row, T tokens.
+"""
+
+from functools import cached_property
+
+import torch
+
+from eagle_train.ops.transfer import to_device
+
+BLOCK = 16  # slots of a block
+# Reserved blocks. ZEROS is never written, and is gathered for slots beyond a row's length: stale values there may be
+# NaN, which a mask does not hide. Padding writes its keys and values to SCRATCH, which nothing reads.
+ZEROS, SCRATCH = 0, 1
+
+
+class Prefix:
+    """The committed slots of each active row, and the row's blocks, those for the next round included.
+
+    `Prefix.of` makes the kind that fits: PagedPrefix, or ContiguousPrefix for one row whose slots are a range.
+    """
+
+    longest: int  # on the host: the greatest of the lengths, or an upper bound
+    ragged: bool  # False: every length is `longest`
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """int64 [A]: committed slots of each row."""
+        raise NotImplementedError
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        """int64 [A, W]: the block table, each row's blocks in the order of its tokens, padded with SCRATCH."""
+        raise NotImplementedError
+
+    @staticmethod
+    def of(
+        lengths: list[int], blocks: list[list[int]], device: torch.device, on_device: torch.Tensor | None = None
+    ) -> "Prefix":
+        """Of each row's length and blocks. `on_device`: the lengths int64 [A], where the device has them already."""
+        if len(blocks) == 1 and blocks[0] == list(range(blocks[0][0], blocks[0][0] + len(blocks[0]))):
+            return ContiguousPrefix(lengths[0], blocks[0], device, on_device)
+        width = max(map(len, blocks))
+        table = to_device([row + [SCRATCH] * (width - len(row)) for row in blocks], device)
+        tensor = to_device(lengths, device) if on_device is None else on_device
+        return PagedPrefix(tensor, table, max(lengths), len(set(lengths)) > 1)
+
+    def with_lengths(self, lengths: list[int]) -> "Prefix":
+        """The same rows with other lengths."""
+        tensor = to_device(lengths, self.lengths.device)
+        return PagedPrefix(tensor, self.blocks, max(lengths), len(set(lengths)) > 1)
+
+    def with_device_lengths(self, lengths: torch.Tensor, longest: int) -> "Prefix":
+        """The same rows with lengths int64 [A] that the host does not know, at most `longest`."""
+        return PagedPrefix(lengths, self.blocks, longest, ragged=True)
+
+    def advanced(self, tokens: int) -> "Prefix":
+        """The same rows, each `tokens` longer."""
+        return PagedPrefix(self.lengths + tokens, self.blocks, self.longest + tokens, self.ragged)
+
+    def positions(self, count: int) -> torch.Tensor:
+        """The positions of each row's next `count` tokens, int64 [A, count]."""
+        return self.lengths.unsqueeze(1) + torch.arange(count, device=self.lengths.device)
+
+    def next_slots(self, positions: torch.Tensor) -> torch.Tensor | slice:
+        """As `slots`, of positions [A, T] that directly follow the prefix; a slice where the slots are a range."""
+        return self.slots(positions)
+
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """The store's slots of positions [A, T], int64 [A, T]; of SCRATCH for positions beyond a row's blocks, which
+        are padding."""
+        place = positions // BLOCK  # column of the block table
+        block = self.blocks.gather(1, place.clamp(max=self.blocks.shape[1] - 1))
+        block = block.masked_fill(place >= self.blocks.shape[1], SCRATCH)
+        return block * BLOCK + positions % BLOCK
+
+
+class PagedPrefix(Prefix):
+    """The prefix of any batch: lengths and block table are tensors."""
+
+    def __init__(self, lengths: torch.Tensor, blocks: torch.Tensor, longest: int, ragged: bool):
+        self.lengths, self.blocks, self.longest, self.ragged = lengths, blocks, longest, ragged
+
+
+class ContiguousPrefix(Prefix):
+    """The prefix of one row whose length the host knows and whose blocks are consecutive: its slots are a range.
+
+    So keys and values are read as views, without a gather; the tensors are made only when they are asked for.
+    """
+
+    ragged = False
+
+    def __init__(self, length: int, blocks: list[int], device: torch.device, on_device: torch.Tensor | None = None):
+        """`blocks`: consecutive. `on_device`: the length int64 [1], where the device has it already."""
+        self.longest, self.first_slot = length, blocks[0] * BLOCK
+        self._row, self._device, self._on_device = blocks, device, on_device
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        return to_device([self.longest], self._device) if self._on_device is None else self._on_device
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        return to_device([self._row], self._device)
+
+    @property
+    def capacity(self) -> int:
+        """The number of the row's slots."""
+        return len(self._row) * BLOCK
+
+    def with_lengths(self, lengths: list[int]) -> "ContiguousPrefix":
+        return ContiguousPrefix(lengths[0], self._row, self._device)
+
+    def advanced(self, tokens: int) -> "ContiguousPrefix":
+        return ContiguousPrefix(self.longest + tokens, self._row, self._device)
+
+    def positions(self, count: int) -> torch.Tensor:
+        return torch.arange(self.longest, self.longest + count, device=self._device).unsqueeze(0)
+
+    def next_slots(self, positions: torch.Tensor) -> torch.Tensor | slice:
+        count, first = positions.shape[1], self.first_slot + self.longest
+        return slice(first, first + count) if self._has_room(count) else super().slots(positions)
+
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """As `Prefix.slots`, of any positions of the row, and of T that directly follow the prefix; not of others
+        beyond its blocks."""
+        has_room = self._has_room(positions.shape[1])
+        return positions + self.first_slot if has_room else super().slots(positions)
+
+    def _has_room(self, count: int) -> bool:
+        return self.longest + count <= self.capacity
