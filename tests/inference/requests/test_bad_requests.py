@@ -98,7 +98,8 @@ bad_prompts = st.one_of(
     st.lists(st.dictionaries(st.sampled_from(["role", "content", "name"]), anything, max_size=3), max_size=3),
     st.text(alphabet=st.characters(min_codepoint=0xD7F0, max_codepoint=0xE010), max_size=3),
 )
-requests = st.tuples(
+sound_requests = st.tuples(tokens, st.tuples(st.fixed_dictionaries({}, optional=good), st.just({})))
+requests = sound_requests | st.tuples(
     st.one_of(tokens, words, st.lists(message, min_size=1, max_size=3), bad_prompts),
     st.tuples(
         st.fixed_dictionaries({}, optional=good | {"grammar": grammars}),
@@ -137,7 +138,7 @@ def test_a_request_is_answered_or_refused(engine):
         assert sorted([*pool.free, *pool.idle]) == list(range(SCRATCH + 1, SCRATCH + 1 + pool.total))
 
     ask()
-    assert min(seen["answered"], len(told)) > COUNT // 20  # any change of a source draws others
+    assert min(seen["answered"], len(told)) > COUNT // 5
     assert all(len(error.splitlines()) == 1 and len(error) < 400 for error in told)
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama")), "it goes on as before"
 
