@@ -135,14 +135,13 @@ def markdown(found: Mapping[str, Any]) -> str:
     """report.md."""
     config, schemes = found["config"], found["schemes"]
     setting = (
-        f"{subject(found)}, {SCOPE[found['scope']]} in few bits; {found['tree']}; "
-        f"{sampling(config)}; batches of {found['batch_size']}; {several(found['prompts'], 'prompt')} of "
-        f"{code(config['questions'])}."
+        f"{subject(found)}, {SCOPE[found['scope']]} in few bits; {found['tree']}; {sampling(config)}; batches of "
+        f"{found['batch_size']}; {several(found['prompts'], 'prompt')} of {code(config['questions'])}."
     )
     differing = {name: each["differing_answers"] for name, each in schemes.items() if name != "none"}
     said = ", ".join(f"{LABELS.get(name) or plain(name)} {count}" for name, count in differing.items())
-    note = f"Answers that differ from those with the draft as it is: {said}."
-    text = "\n\n".join([setting, comparison(schemes), NOTE, note])
+    notes = f"{NOTE}\n\nAnswers that differ from those with the draft as it is: {said}."
+    text = "\n\n".join([setting, comparison(schemes), notes])
     return document({"A draft in few bits": text, "Made on": made_on(found)})
 
 

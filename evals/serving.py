@@ -141,8 +141,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     if found["caveat"] is not None:
         notes.append(f"Mind that {found['caveat']}.")
     title = f"{found['vllm']['acceptance_length']:.2f} tokens a round in vLLM {found['provenance']['vllm']}"
-    own, served = found["eagle_train"], found["vllm"]
-    text = "\n\n".join([setting, comparison(own, served), *notes])
+    text = "\n\n".join([setting, comparison(found["eagle_train"], found["vllm"]), *notes])
     return document({title: text, "Made on": made_on(found)})
 
 

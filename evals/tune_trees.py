@@ -140,8 +140,7 @@ def text(tried: list[Candidate], seconds: dict[int, list[float]]) -> str:
     for i, each in enumerate(tried):
         line = f"{each.name:<10}{each.tree.num_nodes - 1:>6}{each.tpc:>7.2f}"
         for row in seconds.values():
-            mark = "*" if best_of(tried, row) == i else " "
-            line += f"{each.tpc * row[0] / row[i]:>11.2f}{mark}"
+            line += f"{each.tpc * row[0] / row[i]:>11.2f}{'*' if best_of(tried, row) == i else ' '}"
         lines.append(line)
     return "\n".join(lines)
 
