@@ -11,11 +11,16 @@ from eagle_train.errors import UserError, check, one_line
 
 _COMPRESSIONS = {".gz": "gzip", ".zst": "Zstandard"}
 _JSON_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json", ".ndjson") for packed in ("", *_COMPRESSIONS))
-KINDS = {"JSON": _JSON_SUFFIXES, "Parquet": (".parquet",), "Arrow": (".arrow",)}
+KINDS = {
+    "JSON": _JSON_SUFFIXES,
+    "Parquet": (".parquet",),
+    "Arrow": (".arrow",),
+}
 FILE_SUFFIXES = tuple(suffix for suffixes in KINDS.values() for suffix in suffixes)
 HEAD = 1 << 16  # bytes that are inspected
 
 _UNPACK = "unpack it, and give what is in it"
+_CSV = "CSV: give the directory that it is in, or convert it to JSONL"
 _UTF_16 = "UTF-16 or UTF-32 text: convert it with iconv -f UTF-16 -t UTF-8 FILE > NEW"
 _SIGNATURES = {
     b"version https://git-lfs": "a Git LFS pointer instead of the data: fetch the data with git lfs pull",
@@ -35,7 +40,8 @@ _SIGNATURES = {
 }
 _OWN = {"Parquet": b"PAR1", "Arrow": b"ARROW1", "gzip": b"\x1f\x8b", "Zstandard": b"\x28\xb5\x2f\xfd"}
 _NAMES = {
-    (".csv", ".tsv"): "CSV: give the directory that it is in, or convert it to JSONL",
+    (".csv",): _CSV,
+    (".tsv",): _CSV,
     (".txt", ".md"): "plain text: convert it to JSONL, {'text': ...} a line, for data=text",
     (".zip", ".tar", ".tar.gz", ".tgz", ".7z", ".bz2", ".xz", ".rar"): f"of an unsupported compression: {_UNPACK}",
     (

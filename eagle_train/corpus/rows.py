@@ -5,13 +5,20 @@ Reading passes rows on unparsed; they are parsed where they are used, often in a
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from eagle_train.errors import UserError, check, one_line
 
 CAN_SKIP = "data.malformed=skip leaves such rows out"
 
 Row = dict[str, Any]
+
+
+class UnparsedRow(Protocol):
+    """A row that is neither a dict nor JSON, on its way to the process that uses it. It can be pickled."""
+
+    def to_dict(self) -> Row:
+        """The row by column. Raises UserError, without the place, for a malformed one."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -21,16 +28,16 @@ class ArrowRow:
     batch: Any  # pyarrow.RecordBatch
     number: int
 
-    def read(self) -> Row:
+    def to_dict(self) -> Row:
         row = self.batch.slice(self.number, 1).to_pylist()[0]
         return {column.name: _as_json(row[column.name], column.type) for column in self.batch.schema}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the row alone; pyarrow would send the whole batch."""
-        return dict, (self.read(),)
+        return dict, (self.to_dict(),)
 
 
-PlacedRow = tuple[str, Row | bytes | ArrowRow]
+PlacedRow = tuple[str, Row | bytes | UnparsedRow]
 """A row's place (FILE:LINE, FILE: element 3, FILE: row 7), and the row as it was read."""
 
 
@@ -67,22 +74,33 @@ def behind_place(place: str, error: UserError) -> str:
     return str(error) if str(error).startswith(place) else f"{place}: {error}"
 
 
-def parse(place: str, row: Row | bytes | ArrowRow) -> Row:
-    """A row as a dict. Raises UserError, with the place, for text that is not one JSON object in UTF-8."""
+def parse(place: str, row: Row | bytes | UnparsedRow) -> Row:
+    """A row as a dict. Raises UserError, with the place, for a malformed one."""
     if isinstance(row, dict):
         return row
-    if isinstance(row, ArrowRow):
-        return row.read()
     try:
-        value = json.loads(row.decode("utf-8-sig"))  # concatenated files have byte order marks within
+        return _json_object(row) if isinstance(row, bytes) else row.to_dict()
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
+
+
+def decode_text(text: bytes) -> str:
+    """A row's text, which is UTF-8. Raises UserError, without the place, for other encodings."""
+    try:
+        return text.decode("utf-8-sig")  # concatenated files have byte order marks within
     except UnicodeDecodeError as error:
-        raise UserError(f"{place}: not UTF-8: {one_line(error)}; iconv -t UTF-8 converts a file") from error
+        raise UserError(f"not UTF-8: {one_line(error)}; iconv -t UTF-8 converts a file") from error
+
+
+def _json_object(text: bytes) -> Row:
+    try:
+        value = json.loads(decode_text(text))
     except RecursionError as error:
-        raise UserError(f"{place}: arrays and objects are nested too deeply to be read") from error
+        raise UserError("arrays and objects are nested too deeply to be read") from error
     except json.JSONDecodeError as error:
-        check(b"\0" not in row, f"{place}: holds NUL bytes, so the file was not written completely")
-        raise UserError(f"{place}: not JSON: {one_line(error)}") from error
+        check(b"\0" not in text, "holds NUL bytes, so the file was not written completely")
+        raise UserError(f"not JSON: {one_line(error)}") from error
     except ValueError as error:  # Python limits the digits of an integer
-        raise UserError(f"{place}: holds a number with too many digits") from error
-    check(isinstance(value, dict), f"{place}: a row must be a JSON object, not {type(value).__name__}")
+        raise UserError("holds a number with too many digits") from error
+    check(isinstance(value, dict), f"a row must be a JSON object, not {type(value).__name__}")
     return value

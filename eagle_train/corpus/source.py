@@ -159,7 +159,11 @@ class Marked(Protocol):
         """Keep a mark that `mark` returned earlier for the same data, for `rows` to begin at."""
 
 
-_READERS: dict[str, Callable[[list[str]], Source]] = {"JSON": JsonFiles, "Parquet": Parquet, "Arrow": Arrow}
+_READERS: dict[str, Callable[[list[str]], Source]] = {
+    "JSON": JsonFiles,
+    "Parquet": Parquet,
+    "Arrow": Arrow,
+}
 
 
 def check_found(config: DataConfig) -> None:

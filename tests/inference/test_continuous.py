@@ -129,7 +129,7 @@ def test_an_engine_is_used_again_with_longer_requests():
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == truth
 
 
-def test_requests_under_way_are_not_forgotten_by_generate():
+def test_requests_in_flight_are_not_forgotten_by_generate():
     engine = Engine(shared_target("llama"))
     engine.add(PROMPTS[0], GREEDY)
     with pytest.raises(UserError, match=r"^requests were added before: step until they are done$"):

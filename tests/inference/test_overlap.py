@@ -19,7 +19,7 @@ from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from eagle_train.ops import transfer
 from tests.support.graph_recorder import no_values
-from tests.support.inside import drafter_of, inside
+from tests.support.inside import drafter_of, inside, results_withheld
 from tests.support.reference_answers import (
     GREEDY,
     LENGTH,
@@ -183,9 +183,7 @@ def test_nothing_in_a_round_waits_for_the_device(family, tree, drafting):
             engine.add(prompt, SamplingParams(temperature=temperature, top_p=0.9, max_tokens=30, ignore_eos=True))
         for _ in range(2):
             engine.step()
-        finished = []
-        engine._finish = finished.append
-        with nobody_waits():
+        with results_withheld(engine) as finished, nobody_waits():
             engine.step()
         (done,) = finished
         assert [gain.tokens for gain in done.result.gains()]
@@ -207,15 +205,12 @@ def test_nor_does_the_reading_of_a_chunk(family, monkeypatch):
     first, answer = engine.add(early, GREEDY), SamplingParams(max_tokens=4, ignore_eos=True)
     while len(first.generated) < 5:
         engine.step()
-    second, finished, finish = engine.add(late, answer), [], engine._finish
+    second = engine.add(late, answer)
     moved.clear()
-    engine._finish = finished.append
-    with nobody_waits():
+    with results_withheld(engine), nobody_waits():
         engine.step()
     assert set(moved) == {"put", "get"}
     assert 32 < second.num_computed < len(late)
-    engine._finish = finish
-    finish(*finished)
     while engine.has_unfinished:
         engine.step()
     assert second.generated == Engine(target).generate([late], answer)[0].token_ids
@@ -228,7 +223,7 @@ def test_nothing_in_a_round_waits_for_the_gpu(tree):
     target = Target(type(model)(model.config).cuda())
     target.model.load_state_dict(model.state_dict())
     engine = Engine(target, tiny_draft(shared_target("llama")), tree)
-    assert engine._overlap
+    assert inside(engine).overlap
     requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
     finish_without_waiting(engine)
     assert [request.generated for request in requests] == cut(answers("llama"))

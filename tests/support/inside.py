@@ -1,5 +1,7 @@
 """The parts inside an engine, for tests of those parts: where they are is known here alone."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 from eagle_train.inference import Engine, Sequence
@@ -39,7 +41,21 @@ def inside(engine: Engine) -> SimpleNamespace:
         requests=engine._requests,
         reader=engine._reader,
         in_flight=engine._in_flight,
+        overlap=engine._overlap,
     )
+
+
+@contextmanager
+def results_withheld(engine: Engine) -> Iterator[list]:
+    """Rounds whose results the host would read within are listed instead, and read at the end."""
+    finish, withheld = engine._finish, []
+    engine._finish = withheld.append
+    try:
+        yield withheld
+    finally:
+        engine._finish = finish
+    for flight in withheld:
+        finish(flight)
 
 
 def add_as(engine: Engine, index: int, prompt: list[int], params: object) -> Sequence:
