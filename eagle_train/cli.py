@@ -217,7 +217,7 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
 
         @functools.wraps(task)
         def main() -> None:
-            sys.argv[1:] = read(config_name)
+            sys.argv[1:] = parse_arguments(config_name)
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # what is no user's mistake keeps its traceback
             run()
 
@@ -226,8 +226,8 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
     return decorate
 
 
-def read(config_name: str) -> list[str]:
-    """What a command was given, as Hydra reads it. `--help` and an override that does not fit end the process here."""
+def parse_arguments(config_name: str) -> list[str]:
+    """The command line's overrides, as Hydra parses them. `--help` and an invalid override end the process here."""
     tell_plainly()
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(usage(CONF_DIR, config_name, BESIDE))

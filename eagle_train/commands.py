@@ -1,12 +1,12 @@
-"""The installed commands: what they are given is read before anything is imported that takes seconds.
+"""The installed commands: their arguments are parsed before any slow import.
 
-So `--help` and an override that does not fit are answered at once. Knows nothing of what a command does.
+So `--help` and an invalid override are answered at once. Knows nothing of what a command does.
 """
 
 import signal
 from importlib import import_module
 
-from eagle_train.cli import read
+from eagle_train.cli import parse_arguments
 
 
 def train() -> None:
@@ -26,7 +26,7 @@ def regenerate() -> None:
 
 
 def _run(name: str) -> None:
-    read(name)
+    parse_arguments(name)
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # else whoever started us wants none to end us
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted import has nothing to tell or to tidy up

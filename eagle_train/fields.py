@@ -54,7 +54,7 @@ def fields_of(group: str) -> tuple[Field, ...]:
     """The settings of a group, in the order of its dataclass."""
     path, name = _CLASSES[group]
     others, left_out = _OTHER_DEFAULTS.get(group, {}), _NO_SETTINGS.get(group, ())
-    found = [each for each in _read(_PACKAGE / path, name) if each.name not in left_out]
+    found = [each for each in _parse_fields(_PACKAGE / path, name) if each.name not in left_out]
     return tuple(
         replace(each, value=others[each.name], text=others[each.name] or "null") if each.name in others else each
         for each in found
@@ -66,7 +66,7 @@ def groups() -> dict[str, dict[str, Any]]:
     return {group: {each.name: each.value for each in fields_of(group)} for group in _CLASSES}
 
 
-def _read(path: Path, name: str) -> list[Field]:
+def _parse_fields(path: Path, name: str) -> list[Field]:
     """The fields of a dataclass in a module's source, those of its bases in the same module before its own."""
     source = path.read_text("utf-8")
     lines = source.splitlines()

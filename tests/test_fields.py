@@ -68,7 +68,7 @@ def test_a_comment_stands_behind_its_field(tmp_path):
         'class A:\n    a: str = "#"  # one # two\n    b: int\n\nclass B(A):\n    b: int = 2  # three\n    c: int = 3'
     )
     (tmp_path / "b.py").write_text(source)
-    found = [(each.name, each.value, each.comment) for each in fields._read(tmp_path / "b.py", "B")]
+    found = [(each.name, each.value, each.comment) for each in fields._parse_fields(tmp_path / "b.py", "B")]
     assert found == [("a", "#", "one # two"), ("b", 2, "three"), ("c", 3, "")]
 
 

@@ -269,13 +269,13 @@ def _value_or_text(text: str) -> Any:
     return text if value is None else value
 
 
-def _function_call(body: str, read: Callable[[str], Any]) -> dict | None:
+def _function_call(body: str, parse_value: Callable[[str], Any]) -> dict | None:
     found = _FUNCTION.fullmatch(body.strip())
-    return found and _call(found[1], {key: read(value) for key, value in _PARAMETER.findall(found[2])})
+    return found and _call(found[1], {key: parse_value(value) for key, value in _PARAMETER.findall(found[2])})
 
 
-def _keyed_call(body: str, read: Callable[[str], Any]) -> dict | None:
+def _keyed_call(body: str, parse_value: Callable[[str], Any]) -> dict | None:
     name, _, rest = body.strip().partition("\n")
-    arguments = {key: read(value) for key, value in _ARGUMENT.findall(rest)}
+    arguments = {key: parse_value(value) for key, value in _ARGUMENT.findall(rest)}
     is_call = re.fullmatch(r"[\w.-]+", name.strip()) and not _ARGUMENT.sub("", rest).strip()
     return _call(name.strip(), arguments) if is_call else None

@@ -164,7 +164,7 @@ class Hub:
         return f"{self.place} {info.version} {info.dataset_size}"
 
     def rows(self, start: int = 0) -> Iterator[PlacedRow]:
-        rows = enumerate(self.read(self.dataset.skip(start)), start + 1)
+        rows = enumerate(self._rows_of(self.dataset.skip(start)), start + 1)
         while True:
             try:
                 number, row = next(rows)
@@ -174,7 +174,7 @@ class Hub:
                 raise UserError(f"{self.place}: cannot be read to its end: {one_line(error)}") from error
             yield f"{self.place}: row {number}", row
 
-    def read(self, dataset: Any) -> Iterator[Row | ArrowRow]:
+    def _rows_of(self, dataset: Any) -> Iterator[Row | ArrowRow]:
         """Rows of a datasets.IterableDataset: as Python objects where the types are unknown (CSV) and may change."""
         if dataset.features is None:
             yield from dataset

@@ -29,6 +29,7 @@ class ArrowRow:
     number: int
 
     def to_dict(self) -> Row:
+        """The row as Python objects, its values as in JSON."""
         row = self.batch.slice(self.number, 1).to_pylist()[0]
         return {column.name: _as_json(row[column.name], column.type) for column in self.batch.schema}
 

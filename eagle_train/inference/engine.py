@@ -24,7 +24,7 @@ from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parallel.disaggregated import RemotePrefill
 from eagle_train.inference.parts import Acceptance, AnyDraft, AnyTarget, build_parts
 from eagle_train.inference.requests.admission import enqueue
-from eagle_train.inference.requests.prompt_reader import PromptReader
+from eagle_train.inference.requests.prefiller import Prefiller
 from eagle_train.inference.requests.requests import Prompt, params_of
 from eagle_train.inference.requests.sequence import Output, SamplingParams, Sequence, Update
 from eagle_train.ops.transfer import to_device
@@ -74,7 +74,7 @@ class Engine:
         self.config, self.target, self.dispatcher = parts.config, parts.target, parts.dispatcher
         self._requests, self._memory, self._scheduler = parts.requests, parts.memory, parts.scheduler
         self._runner, self._batch = parts.runner, Batch(parts.runner)
-        self._reader: PromptReader = parts.reader if prefill is None else prefill.attach(parts)
+        self._prefiller: Prefiller = parts.prefiller if prefill is None else prefill.attach(parts)
         self._overlap = self.target.device.type == "cuda" if config.overlap is None else config.overlap
         self._in_flight: _Flight | None = None
         self._advanced: dict[Sequence, None] = {}  # those that got tokens in this step, in order
@@ -149,10 +149,10 @@ class Engine:
         """Admit requests and read prompts; returns whether any was read to its end and now decodes."""
         self._make_room()
         self._scheduler.admit()
-        self._reader.read(self._scheduler.chunks(self.config.prefill_tokens), is_decoding=bool(self._active))
+        self._prefiller.prefill(self._scheduler.chunks(self.config.prefill_tokens), is_decoding=bool(self._active))
         ready = self._scheduler.ready
         if ready:
-            self._activate(ready, self._reader.first_tokens(ready))
+            self._activate(ready, self._prefiller.first_tokens(ready))
         return bool(ready)
 
     def _activate(self, sequences: list[Sequence], tokens: list[int]) -> None:

@@ -21,7 +21,7 @@ from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.drafter import Drafter
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.options import EngineConfig
-from eagle_train.inference.requests.prompt_reader import LocalReader
+from eagle_train.inference.requests.prefiller import LocalPrefiller
 from eagle_train.inference.requests.requests import Requests
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.runner import RoundInputs, Runner
@@ -47,7 +47,7 @@ class Parts:
     memory: BlockMemory
     scheduler: Scheduler
     runner: Runner
-    reader: LocalReader
+    prefiller: LocalPrefiller
 
 
 def build_parts(
@@ -75,8 +75,8 @@ def build_parts(
     prefixes = PrefixCache(memory, config.host_kv_tokens // BLOCK) if config.prefix_cache else None
     scheduler = Scheduler(memory.pool, config.max_batch_size, ahead, prefixes)
     requests = Requests(target)
-    reader = LocalReader(runner, requests, scheduler.register)
-    return Parts(config, target, dispatcher, requests, memory, scheduler, runner, reader)
+    prefiller = LocalPrefiller(runner, requests, scheduler.register)
+    return Parts(config, target, dispatcher, requests, memory, scheduler, runner, prefiller)
 
 
 def _drafter(target: Target, draft: AnyDraft) -> Drafter | None:

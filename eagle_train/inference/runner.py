@@ -37,7 +37,7 @@ from eagle_train.inference.decode.sampling import (
 from eagle_train.inference.decode.stage_times import StageTimes
 from eagle_train.inference.decode.verification import Verification
 from eagle_train.inference.drafters.checks import checked_drafts, checked_pending
-from eagle_train.inference.drafters.drafter import MOST_UNREAD, Choice, Drafted, Drafter, Pending, TreePlan
+from eagle_train.inference.drafters.drafter import MAX_PENDING, Choice, Drafted, Drafter, Pending, TreePlan
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.grammar.guided import Guidance
 from eagle_train.inference.options import EngineConfig
@@ -171,7 +171,7 @@ class Runner:
         Where nothing is drafted it need not read along. It catches up before the next tree, or when so much is unread
         that reading costs about as little for each token as in prefill.
         """
-        return self.drafter is not None and (plan.tree.num_nodes > 1 or pending.tokens.shape[1] >= MOST_UNREAD)
+        return self.drafter is not None and (plan.tree.num_nodes > 1 or pending.tokens.shape[1] >= MAX_PENDING)
 
     def draft(self, inputs: RoundInputs) -> Drafted:
         """A tree of tokens for each row; the pending token alone where the drafter takes no part."""

@@ -60,13 +60,13 @@ def _run_rank(work: Callable[..., None], job: dict[str, str], threads: int, *arg
 @contextmanager
 def prefill_process(target: TargetConfig, draft: str) -> Iterator[RemotePrefill]:
     """A process with the same target and draft that reads prompts for this one. Paper section 3.3."""
-    with second_rank(_read_prompts, target, draft) as world:
+    with second_rank(_serve_prefill, target, draft) as world:
         prefill = RemotePrefill(connect(world))
         yield prefill
         prefill.close()
 
 
-def _read_prompts(world: World, target: TargetConfig, draft: str) -> None:
+def _serve_prefill(world: World, target: TargetConfig, draft: str) -> None:
     """What the prefill process runs."""
     whole = load_target(target, "cpu")
     PrefillServer(whole, load_draft(draft, whole.identity)).serve(connect(world))

@@ -267,8 +267,8 @@ class PartTimes:
     def add(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
-    def read(self) -> None:
-        """Add what the GPU has passed; it must have caught up."""
+    def add_gpu_times(self) -> None:
+        """Add the times between recorded CUDA events. The device must be synchronised."""
         for name, first, last in self.marks:
             self.add(name, first.elapsed_time(last) / 1e3)
         self.marks.clear()
@@ -358,7 +358,7 @@ def work(kind: str, config: StepConfig, folder: str, device: str, line: Connecti
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
-        step.parts.read()
+        step.parts.add_gpu_times()
         took = {"seconds": seconds, "tokens": tokens, "parts": dict(step.parts.seconds)}
         line.send({**took, "memory": peak_memory(device) - before})
 

@@ -120,7 +120,7 @@ def make_parser(template: str) -> AnswerParser:
     return AnswerParser(ChatRenderer(tokenizer, stop_ids=stop_ids))
 
 
-def read(template: str, text: str, tools: list | None = None, was_cut: bool = False, messages: list = ASKED):
+def parsed(template: str, text: str, tools: list | None = None, was_cut: bool = False, messages: list = ASKED):
     """The message of an answer that was written so, having seen that it is rendered so."""
     parser = make_parser(template)
     written = parser.written(parser.prompt(messages, tools), parser.tokens(text), was_cut)
@@ -160,7 +160,7 @@ ROME = {"city": "Rome", "days": 2}
     ],
 )  # fmt: skip
 def test_an_answer_is_told_in_the_templates_fields(template, text, fields):
-    assert read(template, text) == fields
+    assert parsed(template, text) == fields
 
 
 @pytest.mark.parametrize(
@@ -209,19 +209,19 @@ def test_an_answer_is_told_in_the_templates_fields(template, text, fields):
     ],
 )  # fmt: skip
 def test_calls_of_tools_are_told_as_calls_where_the_template_renders_them(template, text, fields):
-    assert read(template, text, TOOLS) == fields
+    assert parsed(template, text, TOOLS) == fields
 
 
 def test_the_next_prompt_is_made_of_the_fields():
     """As a server makes it: reasoning of earlier turns is left out."""
     parser = make_parser(QWEN)
-    answer = read(QWEN, "<think>\nso\n</think>\n\nno<|im_end|>")
+    answer = parsed(QWEN, "<think>\nso\n</think>\n\nno<|im_end|>")
     messages = [*ASKED, {"role": "assistant", **answer}, {"role": "user", "content": "sun?"}]
     assert parser.prompt(messages, None) == (
         "<|im_start|>user\nrain?<|im_end|>\n<|im_start|>assistant\nno<|im_end|>\n"
         "<|im_start|>user\nsun?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert read(QWEN, "<think>\nas\n</think>\n\nyes<|im_end|>", messages=messages)["content"] == "yes"
+    assert parsed(QWEN, "<think>\nas\n</think>\n\nyes<|im_end|>", messages=messages)["content"] == "yes"
 
 
 def test_a_tokenizers_own_description_of_its_answers_is_used():
@@ -251,7 +251,7 @@ def test_a_tokenizers_own_description_of_its_answers_is_used():
 )
 def test_what_the_template_does_not_render_back_is_refused(template, text):
     with pytest.raises(UserError, match=r"^the chat template does not render the answer back: "):
-        read(template, text)
+        parsed(template, text)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_what_the_template_does_not_render_back_is_refused(template, text):
 def test_an_answer_that_was_cut_before_its_text_is_refused(template, text):
     """The template would close what the target left open."""
     with pytest.raises(UserError, match=r"^the answer was cut within its reasoning or a call \(max_tokens\), or "):
-        read(template, text, was_cut=True)
+        parsed(template, text, was_cut=True)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_an_answer_that_was_cut_before_its_text_is_refused(template, text):
     ],
 )
 def test_an_answer_that_was_cut_in_its_text_is_told(template, text, fields):
-    assert read(template, text, was_cut=True) == fields
+    assert parsed(template, text, was_cut=True) == fields
 
 
 def test_letters_that_look_like_a_special_token_are_refused():

@@ -137,19 +137,19 @@ def test_requests_in_flight_are_not_forgotten_by_generate():
     assert len(scheduler_of(engine).unfinished) == 1
 
 
-def test_texts_of_like_length_are_read_together(monkeypatch):
+def test_prompts_of_similar_length_are_prefilled_together(monkeypatch):
     """All in one step, with less padding than tokens."""
-    target, read = shared_target("llama"), []
+    target, shapes = shared_target("llama"), []
     own = target.hidden_states
     monkeypatch.setattr(
-        target, "hidden_states", lambda tokens, *given: (read.append(tokens.shape), own(tokens, *given))[1]
+        target, "hidden_states", lambda tokens, *given: (shapes.append(tokens.shape), own(tokens, *given))[1]
     )
     prompts = random_tokens(60, 5, 30, 7, 4, 1, 33)
     engine = Engine(target, prefill_tokens=None)
     requests = [engine.add(prompt, GREEDY) for prompt in prompts]
     assert {update.request for update in engine.step()} == set(requests)
-    assert sorted(map(tuple, read)) == [(1, 1), (1, 30), (2, 60), (3, 7)]
-    read.clear()
+    assert sorted(map(tuple, shapes)) == [(1, 1), (1, 30), (2, 60), (3, 7)]
+    shapes.clear()
     while engine.has_unfinished:
         engine.step()
     assert [request.generated for request in requests] == [continued(target, prompt, LENGTH) for prompt in prompts]

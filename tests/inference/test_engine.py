@@ -18,7 +18,7 @@ from eagle_train.errors import OptionError, UserError
 from eagle_train.inference import Engine, Requests, SamplingParams
 from eagle_train.inference.decode.tree import chain, full
 from eagle_train.inference.decode.verification import Verification
-from eagle_train.inference.drafters.drafter import MOST_UNREAD
+from eagle_train.inference.drafters.drafter import MAX_PENDING
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
@@ -171,20 +171,20 @@ def test_a_draft_catches_up(monkeypatch, trained, alignment, together, overlap):
     params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=n) for n in (together, 64)]
 
     def run(most: int):
-        drafter, reads, states = Eagle(trained, target, alignment), [], []
-        read, children = drafter.read_for, drafter.children
-        drafter.read_for = lambda tokens, *given: (reads.append(tokens.shape), read(tokens, *given))[1]
+        drafter, shapes, states = Eagle(trained, target, alignment), [], []
+        forward, children = drafter.run_forward_at, drafter.children
+        drafter.run_forward_at = lambda tokens, *given: (shapes.append(tokens.shape), forward(tokens, *given))[1]
         drafter.children = lambda hidden, *given: (states.append(hidden), children(hidden, *given))[1]
-        monkeypatch.setattr("eagle_train.inference.runner.MOST_UNREAD", most)
+        monkeypatch.setattr("eagle_train.inference.runner.MAX_PENDING", most)
         engine = Engine(target, drafter, {1: "chain3", 2: chain(0)}, overlap=overlap)
-        return engine.generate(PROMPTS[:2], params)[1], torch.cat(states), reads
+        return engine.generate(PROMPTS[:2], params)[1], torch.cat(states), shapes
 
-    (along, wanted, _), (later, states, reads) = run(0), run(MOST_UNREAD)
+    (along, wanted, _), (later, states, shapes) = run(0), run(MAX_PENDING)
     assert later.token_ids == along.token_ids
     assert later.rounds == along.rounds
     torch.testing.assert_close(states, wanted)
-    pairs = [shape for shape in reads if shape[0] == 2]
-    assert pairs == [(2, MOST_UNREAD)] * (together // MOST_UNREAD), "in between, and never for one token"
+    pairs = [shape for shape in shapes if shape[0] == 2]
+    assert pairs == [(2, MAX_PENDING)] * (together // MAX_PENDING), "in between, and never for one token"
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -158,7 +158,7 @@ def nobody_waits():
         "engine",
         "batch",
         "runner",
-        "requests.prompt_reader",
+        "requests.prefiller",
         "cache.prefix",
         "decode.sampling",
         "decode.prefill",

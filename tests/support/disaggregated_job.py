@@ -40,8 +40,8 @@ def answers(engine: Engine, stage: dict) -> tuple[list[list[int]], list[list[int
 
 def break_down(server: PrefillServer, fault: str, rng: random.Random) -> None:
     """Let a prefill process fail at random, its prompts read; or be too late with its first answer, or die with it."""
-    reader = server._parts.reader
-    first_tokens, send, sent = reader.first_tokens, Line.send, []
+    prefiller = server._parts.prefiller
+    first_tokens, send, sent = prefiller.first_tokens, Line.send, []
 
     def raising(sequences):
         tokens = first_tokens(sequences)
@@ -58,7 +58,7 @@ def break_down(server: PrefillServer, fault: str, rng: random.Random) -> None:
             os._exit(1)  # with what it announced unsent
 
     if fault == "raises":
-        reader.first_tokens = raising
+        prefiller.first_tokens = raising
     else:
         Line.send = last
 
@@ -69,13 +69,13 @@ def decode(target, draft, stage: dict, lines) -> dict:
     prefill = RemotePrefill(lines, **({"timeout_s": options.pop("timeout_s")} if "timeout_s" in options else {}))
     engine, here = Engine(target, draft, prefill=prefill, **options), []
     local = prefill._local
-    read = local.read
+    run = local.prefill
 
     def noting(chunks, is_decoding):
         here.extend(chunks)
-        return read(chunks, is_decoding)
+        return run(chunks, is_decoding)
 
-    local.read = noting
+    local.prefill = noting
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         start = time.perf_counter()

@@ -39,7 +39,7 @@ def inside(engine: Engine) -> SimpleNamespace:
         batch=engine._batch,
         memory=engine._memory,
         requests=engine._requests,
-        reader=engine._reader,
+        prefiller=engine._prefiller,
         in_flight=engine._in_flight,
         overlap=engine._overlap,
     )

@@ -27,7 +27,7 @@ class LocalPrefill:
 
     def recv(self, timeout):
         assert self.open.wait(60)
-        tokens, self.packed = self.server.read(self.request)
+        tokens, self.packed = self.server.prefill(self.request)
         return {"number": self.request["number"], "tokens": tokens} | self.changed
 
     def recv_tensor(self, tensor, timeout):

@@ -21,7 +21,7 @@ from eagle_train.inference.grammar.guided import Guidance
 
 # Tokens of a row, each with a hidden state, that may wait for the drafter while nothing is drafted. It then processes
 # them in one forward, at nearly the cost per token of a prefill.
-MOST_UNREAD = 32
+MAX_PENDING = 32
 
 
 @dataclass

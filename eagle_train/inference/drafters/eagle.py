@@ -14,7 +14,7 @@ from eagle_train.errors import check
 from eagle_train.inference.cache.paged_kv import PagedKV, Suffix
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.decode.sampling import propose, restrict
-from eagle_train.inference.drafters.drafter import MOST_UNREAD, Choice, Drafted, Level, Pending, TreePlan, pick
+from eagle_train.inference.drafters.drafter import MAX_PENDING, Choice, Drafted, Level, Pending, TreePlan, pick
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.fused import fuse_products
 from eagle_train.models.patches import optimize_for_decoding
@@ -46,8 +46,8 @@ class Eagle:
         shape = KVShape(draft.config.num_kv_heads, draft.config.head_dim, draft.config.head_dim)
         self.cache = PagedKV(dict.fromkeys(range(draft.config.num_layers), shape), 0, target.dtype, target.device)
         self.caches = [self.cache]
-        self.read: Forward = self.forward
-        self.read_for: Forward = self.forward_for
+        self.run_forward: Forward = self.forward
+        self.run_forward_at: Forward = self.forward_at
 
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -55,31 +55,34 @@ class Eagle:
         """The draft's hidden states [A, T, H] at tokens [A, T], each with the hidden state before it."""
         return self.draft(self.target.embed(tokens), hidden, positions, attend)
 
-    def forward_for(
+    def forward_at(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """Those of `forward` [A, N, H] at `wanted` [A, N] of the tokens."""
         return self.draft(self.target.embed(tokens), hidden, positions, attend, wanted)
 
     def compile(self, sizes: Iterable[tuple[int, TreePlan]]) -> list[Callable[[], None]]:
-        self.read, self.read_for = (Compiled(x, self.target.device) for x in (self.forward, self.forward_for))
+        self.run_forward, self.run_forward_at = (
+            Compiled(x, self.target.device) for x in (self.forward, self.forward_at)
+        )
         aligned, grown, sizes = set(), set(), list(sizes)
         catches_up = any(plan.tree.num_nodes == 1 for _, plan in sizes)
         for rows, plan in sizes:
             aligned |= {(rows, count + 1) for count in range(1, plan.tree.max_depth + 1)}  # accepted, and one
-            aligned |= {(rows, count) for count in (2, MOST_UNREAD) if catches_up}
+            aligned |= {(rows, count) for count in (2, MAX_PENDING) if catches_up}
             grown |= {(rows, 1), *((rows, len(level.parents)) for level in plan.levels[1:])}  # none accepted; nodes
         return [
-            partial(self.prepare, read, *shape)
-            for read, sizes in ((self.read_for, aligned), (self.read, grown))
+            partial(self.prepare, forward, *shape)
+            for forward, sizes in ((self.run_forward_at, aligned), (self.run_forward, grown))
             for shape in sorted(sizes)
         ]
 
-    def prepare(self, read: Compiled, rows: int, length: int) -> None:
-        """Have `read` or `read_for` compiled for these sizes."""
+    def prepare(self, forward: Compiled, rows: int, length: int) -> None:
+        """Have `run_forward` or `run_forward_at` compiled for these sizes."""
         hidden = self.target.embedding.new_zeros(rows, length, self.draft.config.hidden_size)
         tokens = torch.zeros(rows, length, dtype=torch.long, device=hidden.device)
-        read.prepare(tokens, hidden, tokens, *([tokens.new_zeros(rows, 1)] if read is self.read_for else []))
+        wanted = [tokens.new_zeros(rows, 1)] if forward is self.run_forward_at else []
+        forward.prepare(tokens, hidden, tokens, *wanted)
 
     def prefill(
         self,
@@ -94,7 +97,7 @@ class Eagle:
             follows = (positions[:, 0] > 0).unsqueeze(1)
             previous[:, 0] = torch.where(follows, before, previous[:, 0])
         # Of the hidden states none is wanted: the caches are what a prompt is read for.
-        self.forward_for(tokens, previous, positions, positions[:, :0], self.cache.extend(prefix, positions))
+        self.forward_at(tokens, previous, positions, positions[:, :0], self.cache.extend(prefix, positions))
 
     def propose(
         self, plan: TreePlan, prefix: Prefix, draft_prefix: Prefix, pending: Pending, choice: Choice
@@ -108,8 +111,8 @@ class Eagle:
         positions = prefix.positions(count)
         attend = self.cache.extend(prefix, positions)
         if count == 1:
-            return self.read(pending.tokens, pending.hidden, positions, attend)
-        return self.read_for(pending.tokens, pending.hidden, positions, pending.end, attend)
+            return self.run_forward(pending.tokens, pending.hidden, positions, attend)
+        return self.run_forward_at(pending.tokens, pending.hidden, positions, pending.end, attend)
 
     def grow(
         self, plan: TreePlan, root_hidden: torch.Tensor, root_token: torch.Tensor, prefix: Prefix, choice: Choice
@@ -129,7 +132,7 @@ class Eagle:
                     attend = self.cache.extend(before, positions)
                 else:
                     attend = self.cache.tree(behind_root, suffix, positions, level.ancestors)
-                hidden = self.read(inner, pick(hidden, level.above), positions, attend)
+                hidden = self.run_forward(inner, pick(hidden, level.above), positions, attend)
             proposed, distribution = self.children(hidden, level, choice)
             tokens.append(pick(proposed.flatten(1), level.proposal))
             if distribution is not None:

@@ -41,7 +41,7 @@ from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parts import AnyDraft, Parts, build_parts
 from eagle_train.inference.requests.admission import enqueue
-from eagle_train.inference.requests.prompt_reader import Chunk
+from eagle_train.inference.requests.prefiller import Chunk
 from eagle_train.inference.requests.sequence import SamplingParams, Sequence, is_number
 from eagle_train.models.target import Target
 
@@ -130,10 +130,10 @@ class RemotePrefill:
         """Read for this engine. Raises UserError where the target is divided over ranks."""
         target = parts.target
         check(target.together is None, f"target {target.name}: disaggregated, it must be whole on every rank")
-        self._parts, self._local = parts, parts.reader
+        self._parts, self._local = parts, parts.prefiller
         return self
 
-    def read(self, chunks: list[Chunk], is_decoding: bool) -> None:
+    def prefill(self, chunks: list[Chunk], is_decoding: bool) -> None:
         """Take in what was read, and hand out new texts. Waits a moment where there is nothing else to do."""
         here = any(sequence in self._returned for sequence, _ in chunks)
         if not is_decoding and not here and (not chunks or None not in self._tasks.values()):
@@ -143,7 +143,7 @@ class RemotePrefill:
             self._collect(line)
         self._hand_out([sequence for sequence, _ in chunks if sequence not in self._returned])
         own = [chunk for chunk in chunks if chunk[0] in self._returned or not self._tasks]
-        self._local.read(own, is_decoding)
+        self._local.prefill(own, is_decoding)
         self._returned.intersection_update(self._parts.scheduler.unfinished)
 
     def first_tokens(self, sequences: list[Sequence]) -> list[int]:
@@ -242,7 +242,7 @@ class PrefillServer:
         (line,) = lines
         while request := line.recv():
             try:
-                tokens, packed = self.read(request)
+                tokens, packed = self.prefill(request)
             except Exception as error:  # whatever it was, the decode process reads these itself
                 warnings.warn(f"{len(request['texts'])} texts go back unread: {one_line(error)}", stacklevel=2)
                 for sequence in self._parts.scheduler.unfinished:
@@ -254,7 +254,7 @@ class PrefillServer:
                 line.send_tensor(packed.cpu())
 
     @torch.inference_mode()
-    def read(self, request: dict) -> tuple[list[int], torch.Tensor]:
+    def prefill(self, request: dict) -> tuple[list[int], torch.Tensor]:
         """The texts' first tokens, and all else that the decode process needs of them. Raises UserError where it has
         another target or draft."""
         parts, scheduler, target = self._parts, self._parts.scheduler, self._parts.target
@@ -271,12 +271,12 @@ class PrefillServer:
         packed: dict[Sequence, torch.Tensor] = {}
         while scheduler.has_unfinished:
             scheduler.admit()
-            parts.reader.read(scheduler.chunks(parts.config.prefill_tokens), is_decoding=False)
+            parts.prefiller.prefill(scheduler.chunks(parts.config.prefill_tokens), is_decoding=False)
             ready = scheduler.ready
-            tokens |= dict(zip(ready, parts.reader.first_tokens(ready), strict=True)) if ready else {}
+            tokens |= dict(zip(ready, parts.prefiller.first_tokens(ready), strict=True)) if ready else {}
             for sequence in ready:
                 packed[sequence] = _pack(parts, sequence, request["starts"][sequence.index], sequence.last_hidden)
-                sequence.finish_reason = "read"
+                sequence.finish_reason = "prefilled"
             scheduler.leave()
         everything = torch.cat([packed[sequence] for sequence in sequences])
         check(len(everything) == request["size"], "draft or prefix_cache: the decode process has another")

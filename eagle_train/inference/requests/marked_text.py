@@ -16,15 +16,15 @@ class MarkedText:
 
     def new_text(self, request: Sequence) -> str:
         """The text since the last call, of a request that has its first token."""
-        pieces = [self._read(request, 1)] if self._text.num_tokens == 0 else []
+        pieces = [self._next_text(request, 1)] if self._text.num_tokens == 0 else []
         for count in request.rounds[self._rounds :]:
-            if accepted := self._read(request, count - 1):
+            if accepted := self._next_text(request, count - 1):
                 pieces.append(self._before + accepted + self._after)
-            pieces.append(self._read(request, 1))
+            pieces.append(self._next_text(request, 1))
         self._rounds = len(request.rounds)
         return "".join(pieces)
 
-    def _read(self, request: Sequence, count: int) -> str:
+    def _next_text(self, request: Sequence, count: int) -> str:
         """The text of the next `count` tokens."""
         start = self._text.num_tokens
         self._text.add(request.generated[start : start + count])

@@ -50,8 +50,8 @@ class Checkpoint:
     state: dict[str, Any]
 
     @classmethod
-    def read(cls, path: Path) -> "Checkpoint":
-        """The checkpoint at `path`, not verified; see `open_checkpoint` in verify.py."""
+    def load(cls, path: Path) -> "Checkpoint":
+        """Load the checkpoint at `path` without verifying it; see `open_checkpoint` in verify.py."""
         trainer = torch.load(path / _TRAINER, map_location="cpu", weights_only=True)
         config = json.loads((path / _CONFIG).read_text("utf-8"))
         return cls(path, trainer["step"], config, trainer["state"])

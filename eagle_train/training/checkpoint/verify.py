@@ -18,7 +18,7 @@ def open_checkpoint(path: Path | str, world: World = ALONE) -> Checkpoint:
     path = Path(path)
     flaw = find_flaw(path, world)
     check(flaw is None, f"checkpoint {path}: {flaw}; give a directory step-XXXXXXXX that `save` has finished")
-    return Checkpoint.read(path)
+    return Checkpoint.load(path)
 
 
 def find_flaw(path: Path, world: World = ALONE) -> str | None:

@@ -166,13 +166,13 @@ def test_waits_are_between_rounds():
     assert statistics.round_waits([replace(answer, output=replace(answer.output, stats=stats))]) == [2.0, 1.5]
 
 
-def test_prompts_are_read_by_another_process(session, monkeypatch):
+def test_prompts_are_prefilled_by_another_process(session, monkeypatch):
     """All prompts, and the process has ended afterwards."""
-    here, read = [], Runner.prefill
+    here, prefill = [], Runner.prefill
 
     def noting(self, prefix, texts, before):
         here.append(len(texts))
-        return read(self, prefix, texts, before)
+        return prefill(self, prefix, texts, before)
 
     monkeypatch.setattr(Runner, "prefill", noting)
     off, on = answer_both(session, "disaggregated_prefill", 2).values()

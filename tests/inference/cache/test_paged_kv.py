@@ -75,7 +75,7 @@ def test_aligned_with_the_last_token_alone(tree):
     guide(engine, answers("llama"), lambda _: rng.randint(0, 3))
     grow, pairs_of = drafter_of(engine).grow, {}
 
-    def read(tokens: list[int], pairs: list[torch.Tensor]) -> tuple[torch.Tensor, Recorder]:
+    def forward(tokens: list[int], pairs: list[torch.Tensor]) -> tuple[torch.Tensor, Recorder]:
         recorder, positions = Recorder(), torch.arange(len(tokens))[None]
         return draft(target.embed(torch.tensor([tokens])), torch.stack(pairs)[None], positions, recorder)[0], recorder
 
@@ -86,14 +86,14 @@ def test_aligned_with_the_last_token_alone(tree):
             wanted = [hidden[0], *hidden[:-1]]
             pairs = pairs_of.get(sequence.index, wanted)
             while len(pairs) < len(tokens):  # each accepted slot is paired with the draft's output at the one before
-                pairs = [*pairs, read(tokens[: len(pairs)], pairs)[0][-1]]
+                pairs = [*pairs, forward(tokens[: len(pairs)], pairs)[0][-1]]
             accepted = sequence.rounds[-1] - 1 if sequence.rounds else 0
             unread = sequence.num_known - sequence.num_computed
             if tree != "n8":
                 assert unread == 1 + (accepted == 3)
             leaves.add(unread)
             pairs = [*pairs[:-unread], *wanted[-unread:]]
-            outputs, recorder = read(tokens, pairs)
+            outputs, recorder = forward(tokens, pairs)
             torch.testing.assert_close(root_hidden[row, 0], outputs[-1], rtol=1e-4, atol=1e-4)
             check_cache(drafter_of(engine).cache, sequence, recorder)
             pairs_of[sequence.index] = pairs

@@ -128,21 +128,21 @@ def test_an_answer_to_something_else_is_refused():
     engine = a_decoder(line)
     with pytest.warns(UserWarning, match="^prefill process 1 is given up: its answer is to another request$"):
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers_of("gemma2"))
-    assert inside(engine).reader._tasks == {}
+    assert inside(engine).prefiller._tasks == {}
 
 
 def test_another_target_or_draft_reads_nothing():
     server, target = LocalPrefill().server, shared_target("gemma2")
     request = {"number": 0, "target": "other", "texts": [[5, 6]], "starts": [0], "params": [{}], "size": 1}
     with pytest.raises(UserError, match=r"^target tiny-gemma2: the decode process has another$"):
-        server.read(request)
+        server.prefill(request)
     own = request | {"target": target.identity.fingerprint, "dtype": "torch.bfloat16"}
     wanted = r"^target tiny-gemma2: it is in torch.float32 here, and the decode process has it in torch.bfloat16$"
     with pytest.raises(UserError, match=wanted):
-        server.read(own)
+        server.prefill(own)
     own |= {"dtype": "torch.float32"}
     with pytest.raises(UserError, match=r"^draft or prefix_cache: the decode process has another$"):
-        server.read(own)
+        server.prefill(own)
 
 
 def test_only_what_follows_a_prefix_is_sent():
@@ -157,7 +157,7 @@ def test_only_what_follows_a_prefix_is_sent():
             "params": [{}],
             "size": _size_of(server._parts, start, len(text)),
         }
-        packed.append(server.read(request)[1])
+        packed.append(server.prefill(request)[1])
     assert not server._parts.scheduler.has_unfinished, "a request that was read is kept by nobody"
     whole, rest = packed
     for kept in server._parts.memory.by_block:

@@ -1,7 +1,7 @@
 """Prefills sequences in chunks and samples their first tokens. Paper sections 3 (stage 1) and 3.3.
 
-`LocalReader` does it in this process; parallel/disaggregated.py has one that lets other processes do it. Knows nothing
-of rounds or of admission.
+`LocalPrefiller` does it in this process, `RemotePrefill` (parallel/disaggregated.py) in others. Knows nothing of
+rounds or of admission.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ Chunk = tuple[Sequence, int]
 """A sequence, and how many of its tokens are prefilled next."""
 
 
-class PromptReader(Protocol):
+class Prefiller(Protocol):
     """Prefills sequences, here or in other processes. Sets their `num_computed` and `last_hidden`."""
 
-    def read(self, chunks: list[Chunk], is_decoding: bool) -> None:
+    def prefill(self, chunks: list[Chunk], is_decoding: bool) -> None:
         """Prefill these chunks, or let other processes do so without waiting. `is_decoding`: there are rows to decode
         meanwhile."""
 
@@ -33,18 +33,18 @@ class PromptReader(Protocol):
         """The first tokens of sequences that are prefilled."""
 
 
-class LocalReader:
+class LocalPrefiller:
     """Prefills in this process."""
 
-    def __init__(self, runner: Runner, requests: Requests, on_read: Callable[[Sequence], None]):
-        """`on_read`: called with a sequence when more of its tokens are in the caches."""
-        self._runner, self._requests, self._on_read = runner, requests, on_read
+    def __init__(self, runner: Runner, requests: Requests, on_prefill: Callable[[Sequence], None]):
+        """`on_prefill`: called with a sequence when more of its tokens are in the caches."""
+        self._runner, self._requests, self._on_prefill = runner, requests, on_prefill
 
-    def read(self, chunks: list[Chunk], is_decoding: bool) -> None:
+    def prefill(self, chunks: list[Chunk], is_decoding: bool) -> None:
         """Prefill all chunks. Those with lengths between the same powers of two are one batch, of which padding is less
         than half."""
         for _, alike in groupby(sorted(chunks, key=_octave), _octave):
-            self._read_together(list(alike))
+            self._prefill_batch(list(alike))
 
     def first_tokens(self, sequences: list[Sequence]) -> list[int]:
         """Samples from the target's hidden states at the prompts' last tokens."""
@@ -55,7 +55,7 @@ class LocalReader:
         guidance = self._requests.guidance(sequences, chain(0))
         return self._runner.first_tokens(hidden, lengths, sampling, seeds, guidance)
 
-    def _read_together(self, chunks: list[Chunk]) -> None:
+    def _prefill_batch(self, chunks: list[Chunk]) -> None:
         new = [sequence for sequence, _ in chunks]
         texts = [
             sequence.to_prefill[sequence.num_computed : sequence.num_computed + count] for sequence, count in chunks
@@ -66,7 +66,7 @@ class LocalReader:
         hidden = self._runner.prefill(prefix, texts, before)
         for sequence, text, state in zip(new, texts, hidden, strict=True):
             sequence.num_computed, sequence.last_hidden = sequence.num_computed + len(text), state
-            self._on_read(sequence)
+            self._on_prefill(sequence)
 
     def _hidden_before(self, sequence: Sequence) -> torch.Tensor:
         """[H]: the target's hidden state at the last computed token; zeros where none was."""
