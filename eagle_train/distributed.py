@@ -35,18 +35,18 @@ class CommonError(UserError):
 
 @dataclass(frozen=True)
 class World:
-    """The job's ranks. Every rank trains the draft on rows of its own; `share` neighbours hold one target together.
+    """The job's ranks. Each trains the draft on rows of its own; `shard_size` neighbours hold one target together.
 
-    `mesh` has the one dimension of all ranks; `shares` divides it into (copy, share). Both are None for a job of one
-    process. `sides` are gloo groups of all ranks for what goes on in the background, one for each of SIDES, because two
-    threads must not talk in one group.
+    `mesh` has the one dimension of all ranks; `shard_mesh` divides it into (replicate, shard). Both are None for a job
+    of one process. `sides` are gloo groups of all ranks for what goes on in the background, one for each of SIDES,
+    because two threads must not talk in one group.
     """
 
     rank: int = 0
     size: int = 1
-    share: int = 1
+    shard_size: int = 1
     mesh: DeviceMesh | None = None
-    shares: DeviceMesh | None = None
+    shard_mesh: DeviceMesh | None = None
     sides: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -91,16 +91,19 @@ def place() -> tuple[int, int]:
     return int(rank), int(size)
 
 
-def start(device: str, share: int | None = 1, timeout_minutes: float = 30.0, group: bool = False) -> World:
-    """Join the job that the environment names. `device`: cpu or cuda; `share`: ranks that hold one target together,
-    None for all.
+def start(device: str, shard_size: int | None = 1, timeout_minutes: float = 30.0, group: bool = False) -> World:
+    """Join the job that the environment names. `device`: cpu or cuda; `shard_size`: ranks that hold one target
+    together, None for all.
 
-    `group`: make a process group even for a process alone, as FSDP2 and DeepSpeed need. Raises UserError where `share`
-    does not divide the ranks, or where there are more ranks than GPUs.
+    `group`: make a process group even for a process alone, as FSDP2 and DeepSpeed need. Raises UserError where
+    `shard_size` does not divide the ranks, or where there are more ranks than GPUs.
     """
     rank, size = place()
-    local_rank, share = int(os.environ.get("LOCAL_RANK", 0)), size if share is None else share
-    check(share >= 1 and size % share == 0, f"parallel.share={share}: must divide the number of processes, {size}")
+    local_rank, shard_size = int(os.environ.get("LOCAL_RANK", 0)), size if shard_size is None else shard_size
+    check(
+        shard_size >= 1 and size % shard_size == 0,
+        f"parallel.shard_size={shard_size}: must divide the number of processes, {size}",
+    )
     if device == "cuda":
         gpus = torch.cuda.device_count()
         check(
@@ -116,9 +119,9 @@ def start(device: str, share: int | None = 1, timeout_minutes: float = 30.0, gro
     else:
         _meet(backend, timeout)
     mesh = init_device_mesh(device, (size,), mesh_dim_names=("rank",))
-    shares = init_device_mesh(device, (size // share, share), mesh_dim_names=("copy", "share"))
+    shard_mesh = init_device_mesh(device, (size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
     sides = {side: dist.new_group(backend="gloo", timeout=timeout) for side in SIDES}
-    return World(rank, size, share, mesh, shares, sides)
+    return World(rank, size, shard_size, mesh, shard_mesh, sides)
 
 
 def _meet(backend: str, timeout: timedelta) -> None:

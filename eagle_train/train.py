@@ -76,9 +76,9 @@ def job(config: DictConfig) -> int:
     """One rank's part; returns its exit status."""
     stop = _StopSignal()  # before loading, which takes minutes too
     parallel = build(ParallelConfig, config.parallel, "parallel")
-    share = 1 if parallel.target == "replicated" else parallel.share
+    shard_size = 1 if parallel.target == "replicated" else parallel.shard_size
     world = distributed.start(
-        resolve_device(config.device), share, parallel.timeout_minutes, group=parallel.needs_group
+        resolve_device(config.device), shard_size, parallel.timeout_minutes, group=parallel.needs_group
     )
     try:
         _run(config, assemble(config, parallel, world), stop)

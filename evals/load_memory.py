@@ -87,7 +87,7 @@ def watched(look: Callable[[], int]) -> Iterator[list[int]]:
 def rank_loads(folder: str, placement: str) -> None:
     """One rank's part: load, and write the memory that it took to a file."""
     torch.set_num_threads(1)
-    world = distributed.start("cpu", share=None, group=True)
+    world = distributed.start("cpu", shard_size=None, group=True)
     started, resident = status("RssAnon"), resident_bytes()
     with watched(lambda: status("RssAnon")) as most:
         target = load_target(TargetConfig(folder, dtype="float32"), "cpu", placement, world)

@@ -195,9 +195,9 @@ class Stream:
 
     def __next__(self) -> Batch:
         """This rank's next batch."""
-        share, rank = self.micro_batch_rows, self.world.rank
-        rows = self.draw(share * self.world.size)
-        return collate(rows[rank * share : (rank + 1) * share])
+        count, rank = self.micro_batch_rows, self.world.rank
+        rows = self.draw(count * self.world.size)
+        return collate(rows[rank * count : (rank + 1) * count])
 
     def draw(self, number: int) -> list[PackedRow]:
         """The job's next packed rows."""

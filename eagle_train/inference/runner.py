@@ -254,7 +254,7 @@ class Runner:
                 jobs.append(partial(self.target.compiled.prepare, tokens, tokens))
         # On a CPU the few operations of verification gain nothing by it.
         if config.compile and is_gpu if config.compile_sampling is None else config.compile_sampling:
-            own = [(self.ranks.share(rows), plan) for rows, plan in sizes]
+            own = [(self.ranks.rows_per_rank(rows), plan) for rows, plan in sizes]
             jobs.append(partial(self._compile_verification, own))
         if not jobs:
             return

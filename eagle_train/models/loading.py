@@ -142,16 +142,16 @@ def check_target(config: TargetConfig, hf_config: Any, device: torch.device | No
 
 
 def check_placement(
-    config: TargetConfig, hf_config: Any, placement: str, share: int, computes_fp8: bool = True
+    config: TargetConfig, hf_config: Any, placement: str, shard_size: int, computes_fp8: bool = True
 ) -> None:
-    """Raise UserError for a target that cannot be loaded so, whole or divided over `share` ranks: what its config alone
-    tells, before a weight is read. `computes_fp8`: whether the device does."""
+    """Raise UserError for a target that cannot be loaded so, whole or divided over `shard_size` ranks: what its config
+    alone tells, before a weight is read. `computes_fp8`: whether the device does."""
     check(not config.offload or placement == "replicated", f"target.offload=true: not with parallel.target={placement}")
     text, quantised = hf_config.get_text_config(), quantization_config_of(hf_config)
     for heads in {heads_of(text, layer).keys for layer in range(text.num_hidden_layers)}:
         check(
-            placement != "tensor" or heads % share == 0,
-            f"parallel.target=tensor: {heads} key/value heads cannot be divided between {share} processes",
+            placement != "tensor" or heads % shard_size == 0,
+            f"parallel.target=tensor: {heads} key/value heads cannot be divided between {shard_size} processes",
         )
     if quantised and placement != "replicated":
         check(
@@ -160,13 +160,13 @@ def check_placement(
             "a checkpoint in FP8",
         )
         if quantised.get("weight_block_size") and (placement == "tensor" or not computes_fp8):
-            _check_blocks(config, hf_config, placement, share)
+            _check_blocks(config, hf_config, placement, shard_size)
 
 
 BLOCK_DIMS = {"colwise": -2, "rowwise": -1, "packed_colwise": -2, "packed_rowwise": -1}  # divided by a plan's entry
 
 
-def _check_blocks(config: TargetConfig, hf_config: Any, placement: str, share: int) -> None:
+def _check_blocks(config: TargetConfig, hf_config: Any, placement: str, shard_size: int) -> None:
     """Raise UserError unless each rank gets whole FP8 blocks of every weight.
 
     transformers divides weights and their blocks' scales each for itself, and gives numbers the scales of others where
@@ -188,9 +188,9 @@ def _check_blocks(config: TargetConfig, hf_config: Any, placement: str, share: i
         dim = BLOCK_DIMS[entry]
         size = weight.shape[dim] // (2 if entry.startswith("packed") else 1)
         check(
-            size % (share * block[dim]) == 0,
-            f"parallel.target={placement}: {size} of {name} must be a multiple of {share} processes * FP8 blocks of "
-            f"{block[dim]} = {share * block[dim]}; use fewer processes, or parallel.target=replicated",
+            size % (shard_size * block[dim]) == 0,
+            f"parallel.target={placement}: {size} of {name} must be a multiple of {shard_size} processes * FP8 blocks "
+            f"of {block[dim]} = {shard_size * block[dim]}; use fewer processes, or parallel.target=replicated",
         )
 
 
@@ -207,7 +207,7 @@ def load_target(
     """
     hf_config = load_config(config)
     check_target(config, hf_config, torch.device(device))
-    check_placement(config, hf_config, placement, world.share, is_gpu(torch.device(device), FP8_GPU))
+    check_placement(config, hf_config, placement, world.shard_size, is_gpu(torch.device(device), FP8_GPU))
     path, place = Path(config.path), f"target.path={config.path}"
     has_weights = not path.is_dir() or bool(weight_files(path, place))
     check(has_weights, f"{place}: no model.safetensors there, nor its index; enough for a plan, not for more")
@@ -238,11 +238,11 @@ def load_target(
         "give a complete checkpoint",
     )
     if placement == "tensor":
-        _check_divided(model, world.share)
+        _check_divided(model, world.shard_size)
     together = None
-    if placement == "tensor" and world.share > 1:
-        assert world.shares is not None, "ranks that hold a target together have a mesh"
-        together = world.shares["share"].get_group()
+    if placement == "tensor" and world.shard_size > 1:
+        assert world.shard_mesh is not None, "ranks that hold a target together have a mesh"
+        together = world.shard_mesh["shard"].get_group()
     try:
         return Target(model, tokenizer, config.path, together, config.template_kwargs)
     except ImportError as error:  # transformers looks for kernels when a model first runs
@@ -263,14 +263,14 @@ def _sharding_options(placement: str, world: World) -> dict[str, Any]:
     """What tells transformers to load each rank's part of the weights and nothing else, if they are divided."""
     if placement == "replicated":
         return {}
-    sizes: dict[str, Any] = {"tp_size" if placement == "tensor" else "fsdp_size": world.share}
-    if world.share < world.size:
-        sizes["dp_replicate_size"] = world.size // world.share
+    sizes: dict[str, Any] = {"tp_size" if placement == "tensor" else "fsdp_size": world.shard_size}
+    if world.shard_size < world.size:
+        sizes["dp_replicate_size"] = world.size // world.shard_size
     known = {field.name for field in fields(DistributedConfig)}
     check(
         sizes.keys() <= known,
-        f"parallel.share={world.share}: transformers {transformers.__version__} divides a target over all "
-        f"{world.size} processes only; leave parallel.share out, or install 5.23 or newer",
+        f"parallel.shard_size={world.shard_size}: transformers {transformers.__version__} divides a target over all "
+        f"{world.size} processes only; leave parallel.shard_size out, or install 5.23 or newer",
     )
     return {"distributed_config": DistributedConfig(**sizes)}
 
@@ -290,15 +290,15 @@ def placed(config: TargetConfig, device: torch.device) -> dict[str, Any]:
     return {"device_map": "auto", "max_memory": room, "offload_folder": folder}
 
 
-def _check_divided(model: PreTrainedModel, share: int) -> None:
+def _check_divided(model: PreTrainedModel, shard_size: int) -> None:
     """Raise UserError unless the family's tensor-parallel plan divides at least half of the weights."""
     parameters = list(model.parameters())
     size = sum(parameter.numel() for parameter in parameters)
     own = sum(x.to_local().numel() if isinstance(x, DTensor) else x.numel() for x in parameters)
     check(
-        own <= size * (1 + 1 / share) / 2,
+        own <= size * (1 + 1 / shard_size) / 2,
         f"parallel.target=tensor: the plan of {model.config.model_type} leaves {own / size:.0%} of the weights on each "
-        f"of {share} ranks; use parallel.target=fsdp2",
+        f"of {shard_size} ranks; use parallel.target=fsdp2",
     )
 
 

@@ -133,7 +133,7 @@ def look_ahead(
         lambda batch: to_device(batch, target.device),
         lambda batch: hidden_states(target, batch, compiled),
         target.device,
-        beside=world.share == 1,
+        beside=world.shard_size == 1,
     )
 
 
@@ -193,15 +193,15 @@ def check_job(
     `hf_config`: the target's Hugging Face config. `plan=true` is refused for the same reasons.
     """
     parallel.check_job(optim, ranks)
-    share = 1 if parallel.target == "replicated" else parallel.share or ranks
-    check(ranks % share == 0, f"parallel.share={share}: must divide the number of processes, {ranks}")
+    shard_size = 1 if parallel.target == "replicated" else parallel.shard_size or ranks
+    check(ranks % shard_size == 0, f"parallel.shard_size={shard_size}: must divide the number of processes, {ranks}")
     if parallel.zero.keys() - {"stage"}:  # DeepSpeed's own settings
         from eagle_train.training.deepspeed import check_zero
 
         check_zero(parallel.zero, device)
     accumulation(optim, train, data.row_tokens, ranks)
     check_target(target, hf_config)
-    check_placement(target, hf_config, parallel.target, share)
+    check_placement(target, hf_config, parallel.target, shard_size)
     longest, context = context_of(hf_config.get_text_config())
     check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {context}")
 

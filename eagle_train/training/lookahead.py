@@ -58,7 +58,7 @@ class Lookahead:
         self._upcoming: deque[tuple[list[Batch], dict[str, Any]]] = deque()
         self._known: list[Batch] = []  # micro-batches whose hidden states are still to be handed out
         self._running: deque[Future[torch.Tensor]] = deque()  # the target's runs for the first of `_known`
-        self._shared: Callable[[], None] | None = None
+        self._offered: Callable[[], None] | None = None
         self._helping = threading.Lock()
         self._failure: Exception | None = None
 
@@ -132,7 +132,7 @@ class Lookahead:
         for batch in self._known[len(self._running) : 2]:
             self._running.append(self._pool.submit(self.hidden_states, batch))
 
-    def share(self, work: Callable[[], None]) -> None:
+    def run_parallel(self, work: Callable[[], None]) -> None:
         """Run `work` in this thread, and in the target's too if it becomes free before this one is done.
 
         `work` must allow two threads at once, and divide among them what there is to do. When this returns, both have
@@ -141,10 +141,10 @@ class Lookahead:
         if self._pool is None:
             work()
             return
-        self._shared = work
+        self._offered = work
         self._pool.submit(self._help)
         work()
-        self._shared = None
+        self._offered = None
         with self._helping:
             if self._failure is not None:
                 raise self._failure
@@ -153,11 +153,11 @@ class Lookahead:
 
     def _help(self) -> None:
         with self._helping:
-            work, self._shared = self._shared, None  # taken once: a late task may find the next call's work
+            work, self._offered = self._offered, None  # taken once: a late task may find the next call's work
             if work is not None:
                 try:
                     work()
-                except Exception as failure:  # raised in the thread that shares
+                except Exception as failure:  # raised by `run_parallel`
                     self._failure = failure
 
 

@@ -33,7 +33,7 @@ _BLOCK_LOGITS = 2**19  # 2 MiB in fp32
 _STRIPE = 256  # columns, see _row_max
 LOGITS_LOSSES = ("ce", "lk")
 _MAX_WORKERS = 2  # threads that may share the chunks
-Share = Callable[[Callable[[], None]], None]
+RunParallel = Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def distillation_loss(
     logits_loss: str = "ce",
     scale: float = 1.0,
     chunk_rows: int | None = None,
-    share: Share = lambda work: work(),
+    run_parallel: RunParallel = lambda work: work(),
 ) -> LossSums:
     """The loss of draft_hidden [R,H] against target_hidden [R,H], supervised rows only; R may be 0.
 
@@ -65,8 +65,8 @@ def distillation_loss(
     gradients of several calls add up to those of one. `logits_loss`: ce, or lk (see `_lk_gradient`). Products are in
     the LM head's dtype, softmax and smooth-L1 in fp32 (fp64 for fp64 inputs), under autocast too. Gradients flow to
     `draft_hidden` only, and are computed only if it requires one. `chunk_rows` trades memory for speed; None is the
-    fastest measured. `share(work)` runs `work`, which computes chunks until none is left, in one thread or in several
-    at once (`Lookahead.share`); the sums do not depend on it.
+    fastest measured. `run_parallel(work)` runs `work`, which computes chunks until none is left, in one thread or in
+    several at once (`Lookahead.run_parallel`); the sums do not depend on it.
     """
     assert draft_hidden.shape == target_hidden.shape, (draft_hidden.shape, target_hidden.shape)
     assert not target_hidden.requires_grad, "the target is frozen"
@@ -78,7 +78,7 @@ def distillation_loss(
         exact = torch.promote_types(draft_hidden.dtype, torch.float32)
         l1 = F.smooth_l1_loss(draft_hidden.to(exact), target_hidden.to(exact), reduction="sum") / width
         on_logits, ce, agree = _ChunkedLogitsLoss.apply(
-            draft_hidden, target_hidden, lm_head, logits_loss, chunk_rows, with_gradient, share
+            draft_hidden, target_hidden, lm_head, logits_loss, chunk_rows, with_gradient, run_parallel
         )
     loss = scale * (l1_weight * l1 + ce_weight * on_logits)
     return LossSums(loss, l1.detach(), ce.detach(), agree, rows)
@@ -107,7 +107,7 @@ class _ChunkedLogitsLoss(torch.autograd.Function):
         kind: str,
         chunk_rows: int,
         with_gradient: bool,
-        share: Share,
+        run_parallel: RunParallel,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         gradient = torch.empty_like(draft) if with_gradient else None
         chunk_rows = max(1, min(chunk_rows, len(draft)))
@@ -125,7 +125,7 @@ class _ChunkedLogitsLoss(torch.autograd.Function):
                 slope = None if gradient is None else gradient[rows]
                 sums[start] = _chunk_loss(draft[rows], target[rows], head, kind, slope, buffers)
 
-        share(work)
+        run_parallel(work)
         none = torch.zeros(3, dtype=torch.float64, device=draft.device)
         loss, ce, agree = torch.stack([none, *(sums[start] for start in starts)]).sum(0).unbind()
         exact = _exact_dtype(head)

@@ -101,7 +101,7 @@ class Trainer:
                     ce_weight=config.ce_weight,
                     logits_loss=config.logits_loss,
                     scale=scale / len(passes),
-                    share=self.lookahead.share,
+                    run_parallel=self.lookahead.run_parallel,
                 )
             )
         loss = torch.stack([each.loss for each in sums]).sum()

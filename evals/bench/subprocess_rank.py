@@ -39,7 +39,7 @@ def second_rank(work: Callable[..., None], *arguments: Any) -> Iterator[World]:
     process.start()
     try:
         with patch.dict(os.environ, job | {"RANK": "0"}):
-            world = distributed.start("cpu", share=None)
+            world = distributed.start("cpu", shard_size=None)
         yield world
         process.join(EXIT_TIMEOUT.total_seconds())
     finally:
@@ -53,7 +53,7 @@ def _run_rank(work: Callable[..., None], job: dict[str, str], threads: int, *arg
     """What the second process runs."""
     os.environ.update(job)
     torch.set_num_threads(threads)
-    work(distributed.start("cpu", share=None), *arguments)
+    work(distributed.start("cpu", shard_size=None), *arguments)
     distributed.leave()
 
 

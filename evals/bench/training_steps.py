@@ -175,7 +175,8 @@ class Ours:
         batches = [to_device(next(self.stream), self.target.device) for _ in range(self.trainer.lookahead.accumulation)]
         with Products() as of_target:
             hidden = [hidden_states(self.target, batch) for batch in batches]
-        here = patch.object(self.trainer.lookahead, "share", lambda work: work())  # in this thread, which is recorded
+        # In this thread, which is recorded.
+        here = patch.object(self.trainer.lookahead, "run_parallel", lambda work: work())
         with here, Products() as of_draft:
             for batch, states in zip(batches, hidden, strict=True):
                 self.trainer.forward_backward_step(batch, states, 1.0)

@@ -246,7 +246,7 @@ def test_a_divided_target_trains_as_a_whole_one_does(data, tmp_path, family):
     for name, parallel in DIVIDED.items():
         for out in (tmp_path / name, first_half(tmp_path / "whole", tmp_path / f"resumed-{name}")):
             case = {"out": str(out), "weights": str(tmp_path / "target"), "parallel": parallel, "train": TRAIN}
-            cases.append({**case, "share": 2})
+            cases.append({**case, "shard_size": 2})
     start_ranks(2, "ranks_job", data, cases, threads=2)
     for case in cases:
         assert_same_run(metrics_without_times(Path(case["out"])), expected)
@@ -277,7 +277,7 @@ def test_a_target_may_be_held_by_a_part_of_the_ranks(data, tmp_path):
     """Four ranks, two copies of the target, each divided between two neighbours."""
     tiny_model("llama").save_pretrained(tmp_path / "llama")
     cases = [
-        {"out": str(tmp_path / placement), "target": str(tmp_path / "llama"), "placement": placement, "share": 2}
+        {"out": str(tmp_path / placement), "target": str(tmp_path / "llama"), "placement": placement, "shard_size": 2}
         for placement in ("fsdp2", "tensor")
     ]
     start_ranks(4, "ranks_job", data, cases)

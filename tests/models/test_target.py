@@ -423,7 +423,7 @@ def test_a_target_in_4_bits_is_not_divided(placement):
 
 
 @pytest.mark.parametrize(
-    ("family", "placement", "share", "block", "refused"),
+    ("family", "placement", "shard_size", "block", "refused"),
     [
         ("llama", "tensor", 2, 8, None),  # attention's 32, and 48
         (
@@ -454,18 +454,18 @@ def test_a_target_in_4_bits_is_not_divided(placement):
         ("llama4", "tensor", 2, 16, "48 of model.layers.0.feed_forward.experts.gate_up_proj must be a multiple of 2 "),
     ],
 )
-def test_a_rank_gets_whole_blocks_of_an_fp8_target(family, placement, share, block, refused):
+def test_a_rank_gets_whole_blocks_of_an_fp8_target(family, placement, shard_size, block, refused):
     quantisation = {"quant_method": "fp8", "weight_block_size": [block, block]}
     config = quantised_config(family, quantisation, num_key_value_heads=4)
     if refused is None:
-        return check_placement(TargetConfig("x"), config, placement, share, computes_fp8=False)
+        return check_placement(TargetConfig("x"), config, placement, shard_size, computes_fp8=False)
     with pytest.raises(UserError) as error:
-        check_placement(TargetConfig("x"), config, placement, share, computes_fp8=False)
+        check_placement(TargetConfig("x"), config, placement, shard_size, computes_fp8=False)
     assert str(error.value).startswith(f"parallel.target={placement}: {refused}")
     if placement == "fsdp2":
-        check_placement(TargetConfig("x"), config, placement, share, computes_fp8=True)
+        check_placement(TargetConfig("x"), config, placement, shard_size, computes_fp8=True)
     config.quantization_config["modules_to_not_convert"] = [".*proj", "lm_head"]
-    check_placement(TargetConfig("x"), config, placement, share, computes_fp8=False)
+    check_placement(TargetConfig("x"), config, placement, shard_size, computes_fp8=False)
 
 
 def test_a_tokenizer_that_cannot_be_read(copy):

@@ -39,7 +39,7 @@ def fork_ranks(number: int, data: Path, out: Path, steps: int) -> list[int]:
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             status = 1
             try:
-                world = distributed.start("cpu", share=None, group=True)
+                world = distributed.start("cpu", shard_size=None, group=True)
                 train = {"steps": steps, "rows": 1, "rows_per_step": 6, "save_every": 1}
                 one_run(data, {"out": str(out), "parallel": {"backend": "fsdp2"}, "train": train}, world)
                 status = 0

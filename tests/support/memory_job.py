@@ -68,7 +68,7 @@ def most_held(layers: int, micro_batches: int, world: World) -> int:
 
 def main(out: Path, cases: list[dict]) -> None:
     """`cases`: {"layers": 4, "micro_batches": 2} and the like."""
-    world = distributed.start("cpu", share=None, group=True)
+    world = distributed.start("cpu", shard_size=None, group=True)
     found = [most_held(**case, world=world) for case in cases]
     if world.is_main:
         out.write_text(json.dumps(found))

@@ -142,7 +142,7 @@ def a_row(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def main(data: Path, cases: list[dict]) -> None:
     """`cases`: {"out": ..., "parallel": {...}, "train": {...}} and what else `one_run` reads, or `hidden_states`."""
-    world = distributed.start("cpu", share=cases[0].get("share"), group=True)
+    world = distributed.start("cpu", shard_size=cases[0].get("shard_size"), group=True)
     for case in cases:
         if "samples" in case:
             samples(world)

@@ -81,7 +81,7 @@ def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
 
 def main(root: Path, cases: list[dict]) -> None:
     """`cases`: {"family": ..., "count": ..., "engine": {...}} and what else `outcome` reads."""
-    world = distributed.start("cpu", share=None, group=True)
+    world = distributed.start("cpu", shard_size=None, group=True)
     targets, found = {}, []
     for case in cases:
         family = case["family"]

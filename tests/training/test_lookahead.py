@@ -54,7 +54,7 @@ def test_each_micro_batch_comes_with_its_own_hidden_states(make, cores, accumula
     ahead, found = make(cores, accumulation=accumulation), []
     for step in range(1, 6):
         for pair in ahead.with_hidden_states(ahead.step()):
-            ahead.share(lambda: None)
+            ahead.run_parallel(lambda: None)
             found.append(pair)
         assert ahead.state == {"drawn": step * accumulation}
     assert found == [(number, -number) for number in range(1, 5 * accumulation + 1)]
@@ -76,7 +76,7 @@ def test_the_targets_thread_helps_before_its_next_run(make):
                 time.sleep(0.001)
             workers.clear()
             runs_then: list[int] = []
-            ahead.share(work)
+            ahead.run_parallel(work)
             assert len(workers) == 2
             assert runs_then == [number + 1] * 2
             assert len(ahead._running) == 2  # the next may begin
@@ -98,15 +98,15 @@ def test_who_shares_waits_for_the_helper_and_hears_of_its_failure(make):
             raise MemoryError("no room")
 
     for _ in ahead.with_hidden_states(ahead.step()[:1]):
-        ahead.share(slow_to_help)
+        ahead.run_parallel(slow_to_help)
         assert finished
         with pytest.raises(MemoryError, match="no room"):
-            ahead.share(fails_to_help)
+            ahead.run_parallel(fails_to_help)
 
 
 def test_one_core_does_the_work_once(make):
     ahead, calls = make(cores=1), []
-    ahead.share(lambda: calls.append(threading.current_thread()))
+    ahead.run_parallel(lambda: calls.append(threading.current_thread()))
     assert calls == [threading.current_thread()]
 
 

@@ -283,7 +283,7 @@ def test_two_threads_share_the_chunks(kind):
             begun.wait(10)
         return whole(*arguments)
 
-    def share(work):
+    def run_parallel(work):
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             other = pool.submit(work)
             work()
@@ -291,7 +291,7 @@ def test_two_threads_share_the_chunks(kind):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(losses, "_chunk_loss", chunk_loss)
-        shared = distillation_loss(draft, target, head, logits_loss=kind, chunk_rows=5, share=share)
+        shared = distillation_loss(draft, target, head, logits_loss=kind, chunk_rows=5, run_parallel=run_parallel)
     (gradient,) = torch.autograd.grad(shared.loss, draft)
     assert len(threads) == 2
     assert torch.equal(gradient, wanted)

@@ -22,16 +22,16 @@ class Ranks:
         self.group, self.device, self.divided = group, device, divided and group is not None
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
-    def share(self, rows: int) -> int:
-        """How many of so many rows this rank samples."""
+    def rows_per_rank(self, rows: int) -> int:
+        """How many of `rows` rows each rank samples."""
         return -(-rows // self.size) if self.divided else rows
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's rows [R, ...] of x [A, ...]: as many on every rank, the last row again where there are none."""
         if not self.divided:
             return x
-        share = self.share(len(x))
-        rows = torch.arange(share * self.rank, share * (self.rank + 1), device=x.device)
+        count = self.rows_per_rank(len(x))
+        rows = torch.arange(count * self.rank, count * (self.rank + 1), device=x.device)
         return x[rows.clamp(max=len(x) - 1)]
 
     def all(self, batch: int, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:

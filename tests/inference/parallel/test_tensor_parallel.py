@@ -113,8 +113,8 @@ def test_they_answer_as_one_process_does(ranks, found, alone):
 
 def test_each_computes_the_logits_of_its_share_of_the_batch(ranks, found, alone):
     for number, expected in enumerate(alone):
-        shares = [-(-rows // ranks) for rows in expected["rows"]]
-        assert all(of_rank[number]["rows"] == shares for of_rank in found)
+        counts = [-(-rows // ranks) for rows in expected["rows"]]
+        assert all(of_rank[number]["rows"] == counts for of_rank in found)
 
 
 class Several(Ranks):
@@ -128,9 +128,9 @@ class Several(Ranks):
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
 def test_shares_are_of_one_size_and_make_up_the_batch(batch, size):
     rows = torch.arange(batch)
-    shares = [Several(rank, size).own(rows) for rank in range(size)]
-    assert {len(share) for share in shares} == {-(-batch // size)}
-    assert torch.equal(torch.cat(shares)[:batch], rows)
+    parts = [Several(rank, size).own(rows) for rank in range(size)]
+    assert {len(part) for part in parts} == {-(-batch // size)}
+    assert torch.equal(torch.cat(parts)[:batch], rows)
 
 
 @pytest.mark.ranks
