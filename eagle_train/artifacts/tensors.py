@@ -17,8 +17,8 @@ _BITS = 4
 _Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor
 
 
-def _packed(scheme: str, module: QuantisedLinear) -> dict[str, torch.Tensor]:
-    """A quantised module's tensors by the last part of their names."""
+def _packed_tensors(scheme: str, module: QuantisedLinear) -> dict[str, torch.Tensor]:
+    """A quantised module's tensors in their file format, by the last part of their names."""
     codes, scales = module.parts()
     if scheme == "fp8":
         return {"weight": codes, "weight_scale": scales}
@@ -28,8 +28,8 @@ def _packed(scheme: str, module: QuantisedLinear) -> dict[str, torch.Tensor]:
     return {"weight_packed": pack_to_int32(codes, _BITS), "weight_scale": scales, "weight_shape": shape}
 
 
-def _unpacked(scheme: str, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> QuantisedLinear:
-    """The inverse of `_packed`, with the module's bias."""
+def _quantised_module(scheme: str, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> QuantisedLinear:
+    """The quantised module of such tensors, with its bias."""
     if scheme == "fp8":
         return SCHEMES[scheme](tensors["weight"], tensors["weight_scale"], bias)
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
@@ -39,7 +39,7 @@ def _unpacked(scheme: str, tensors: Mapping[str, torch.Tensor], bias: torch.Tens
 
 
 def _specs(scheme: str, outputs: int, inputs: int) -> dict[str, _Spec]:
-    """Shapes and dtypes of what `_packed` gives for a weight [outputs, inputs]."""
+    """Shapes and dtypes of what `_packed_tensors` gives for a weight [outputs, inputs]."""
     if scheme == "fp8":
         return {"weight": ((outputs, inputs), FP8), "weight_scale": ((outputs, 1), torch.float32)}
     return {
@@ -59,7 +59,7 @@ def file_tensors(draft: Draft, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         if name not in own
     }
     for name, module in modules.items():
-        parts = _packed(module.scheme, module)
+        parts = _packed_tensors(module.scheme, module)
         found |= {f"{name}.{part}": tensor.cpu().contiguous() for part, tensor in parts.items()}
     return found
 
@@ -96,7 +96,7 @@ def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: str, 
             f"{place}: tensor {name}.weight_shape is {stated}, must be {tuple(module.weight.shape)}",
         )
         bias = None if module.bias is None else tensors[f"{name}.bias"].float()
-        draft.set_submodule(name, _unpacked(quant.scheme, own, bias))
+        draft.set_submodule(name, _quantised_module(quant.scheme, own, bias))
     plain = {name: tensors[name].float() for name, (_, dtype) in expected.items() if dtype is None}
     draft.load_state_dict(plain, strict=False)  # the quantised modules are complete
 

@@ -27,8 +27,8 @@ class LocalPrefill:
 
     def recv(self, timeout):
         assert self.open.wait(60)
-        tokens, self.packed = self.server.prefill(self.request)
+        tokens, self.payload = self.server.prefill(self.request)
         return {"number": self.request["number"], "tokens": tokens} | self.changed
 
     def recv_tensor(self, tensor, timeout):
-        return tensor.copy_(self.packed)
+        return tensor.copy_(self.payload)

@@ -107,7 +107,7 @@ class _Task:
 
     sequences: list[Sequence]
     starts: list[int]
-    sizes: list[int]  # numbers that `_pack` makes of each
+    sizes: list[int]  # elements that `_serialize_kv` returns for each
     answer: Future
 
 
@@ -186,8 +186,8 @@ class RemotePrefill:
                 sequence.remote_task = task
 
     def _ask(self, line: Line, request: dict) -> tuple[list[int], torch.Tensor] | None:
-        """First tokens of texts, and all else that a prefill process packed; None where it could not read them. Runs in
-        a thread, so that decoding goes on."""
+        """A prefill process's answer: each prompt's first token, and the serialised rest (`_serialize_kv`); None where
+        its prefill failed. Runs in a thread, so that decoding goes on."""
         line.send(request, self._timeout)
         answer = line.recv(self._timeout)
         if answer["number"] != request["number"]:  # of a request that an earlier engine gave up
@@ -195,8 +195,8 @@ class RemotePrefill:
         if "tokens" not in answer:
             return None
         target = self._parts.target
-        packed = torch.empty(request["size"], dtype=target.dtype, pin_memory=target.device.type == "cuda")
-        return answer["tokens"], line.recv_tensor(packed, self._timeout)
+        payload = torch.empty(request["size"], dtype=target.dtype, pin_memory=target.device.type == "cuda")
+        return answer["tokens"], line.recv_tensor(payload, self._timeout)
 
     def _collect(self, line: Line) -> None:
         """Take in a prefill process's answer, if it has come: its sequences were read, or are to be read here. Some may
@@ -216,10 +216,10 @@ class RemotePrefill:
         if answer is None or not new:
             self._returned.update(new)
             return
-        tokens, packed = answer
-        pieces = packed.to(self._parts.target.device, non_blocking=True).split(task.sizes)
+        tokens, payload = answer
+        pieces = payload.to(self._parts.target.device, non_blocking=True).split(task.sizes)
         for row, sequence in zip(rows, new, strict=True):
-            sequence.last_hidden = _unpack(self._parts, sequence, task.starts[row], pieces[row])
+            sequence.last_hidden = _load_kv(self._parts, sequence, task.starts[row], pieces[row])
             self._first_tokens[sequence] = tokens[row]
 
 
@@ -242,7 +242,7 @@ class PrefillServer:
         (line,) = lines
         while request := line.recv():
             try:
-                tokens, packed = self.prefill(request)
+                tokens, payload = self.prefill(request)
             except Exception as error:  # whatever it was, the decode process reads these itself
                 warnings.warn(f"{len(request['texts'])} texts go back unread: {one_line(error)}", stacklevel=2)
                 for sequence in self._parts.scheduler.unfinished:
@@ -251,7 +251,7 @@ class PrefillServer:
                 line.send({"number": request["number"]})
             else:
                 line.send({"number": request["number"], "tokens": tokens})
-                line.send_tensor(packed.cpu())
+                line.send_tensor(payload.cpu())
 
     @torch.inference_mode()
     def prefill(self, request: dict) -> tuple[list[int], torch.Tensor]:
@@ -268,19 +268,20 @@ class PrefillServer:
         check(own == other, f"target {target.name}: it is in {own} here, and the decode process has it in {other}")
         enqueue(sequences, scheduler, parts.memory)
         tokens: dict[Sequence, int] = {}
-        packed: dict[Sequence, torch.Tensor] = {}
+        states: dict[Sequence, torch.Tensor] = {}
         while scheduler.has_unfinished:
             scheduler.admit()
             parts.prefiller.prefill(scheduler.chunks(parts.config.prefill_tokens), is_decoding=False)
             ready = scheduler.ready
             tokens |= dict(zip(ready, parts.prefiller.first_tokens(ready), strict=True)) if ready else {}
             for sequence in ready:
-                packed[sequence] = _pack(parts, sequence, request["starts"][sequence.index], sequence.last_hidden)
+                start = request["starts"][sequence.index]
+                states[sequence] = _serialize_kv(parts, sequence, start, sequence.last_hidden)
                 sequence.finish_reason = "prefilled"
             scheduler.leave()
-        everything = torch.cat([packed[sequence] for sequence in sequences])
-        check(len(everything) == request["size"], "draft or prefix_cache: the decode process has another")
-        return [tokens[sequence] for sequence in sequences], everything
+        payload = torch.cat([states[sequence] for sequence in sequences])
+        check(len(payload) == request["size"], "draft or prefix_cache: the decode process has another")
+        return [tokens[sequence] for sequence in sequences], payload
 
 
 def _blocks_of(sequence: Sequence, start: int) -> list[int]:
@@ -289,28 +290,29 @@ def _blocks_of(sequence: Sequence, start: int) -> list[int]:
 
 
 def _size_of(parts: Parts, start: int, end: int) -> int:
-    """Numbers that `_pack` makes of a text of `end` tokens."""
+    """Elements that `_serialize_kv` returns for a text of `end` tokens."""
     blocks = blocks_for(end) - start // BLOCK
     return blocks * sum(map(_block_size, parts.memory.by_block)) + parts.target.embedding.shape[1]
 
 
 def _block_size(x: torch.Tensor) -> int:
-    """Numbers of a block in x [L, blocks, ...]."""
+    """Elements of a block in x [n, blocks, ...]."""
     return x.shape[0] * math.prod(x.shape[2:])
 
 
-def _pack(parts: Parts, sequence: Sequence, start: int, hidden: torch.Tensor) -> torch.Tensor:
-    """All that is kept of a text from `start` on, whole blocks, and the target's hidden state [H] at its end; a row."""
+def _serialize_kv(parts: Parts, sequence: Sequence, start: int, hidden: torch.Tensor) -> torch.Tensor:
+    """The cache's blocks of a text from token `start` on, then the target's hidden state [H] at its last token, as one
+    1-D tensor. `start` may lie inside a block, which is sent whole."""
     blocks = _blocks_of(sequence, start)
     return torch.cat([*(x[:, blocks].flatten() for x in parts.memory.by_block), hidden])
 
 
-def _unpack(parts: Parts, sequence: Sequence, start: int, packed: torch.Tensor) -> torch.Tensor:
-    """Write what `_pack` gave into a sequence's own blocks; returns the hidden state [H]."""
+def _load_kv(parts: Parts, sequence: Sequence, start: int, payload: torch.Tensor) -> torch.Tensor:
+    """Write the output of `_serialize_kv` into the sequence's own blocks; returns the hidden state [H]."""
     blocks = _blocks_of(sequence, start)
     for x in parts.memory.by_block:
-        own, packed = packed.tensor_split([len(blocks) * _block_size(x)])
+        own, payload = payload.tensor_split([len(blocks) * _block_size(x)])
         x[:, blocks] = own.view(x.shape[0], len(blocks), *x.shape[2:])
     sequence.num_computed = len(sequence.to_prefill)
     parts.scheduler.register(sequence)
-    return packed
+    return payload

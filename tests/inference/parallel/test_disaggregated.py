@@ -147,7 +147,7 @@ def test_another_target_or_draft_reads_nothing():
 
 def test_only_what_follows_a_prefix_is_sent():
     server, (text,) = LocalPrefill().server, random_tokens(3 * BLOCK + 2)
-    packed = []
+    payloads = []
     for start in (0, BLOCK + 5):
         request = {
             "target": shared_target("gemma2").identity.fingerprint,
@@ -157,9 +157,9 @@ def test_only_what_follows_a_prefix_is_sent():
             "params": [{}],
             "size": _size_of(server._parts, start, len(text)),
         }
-        packed.append(server.prefill(request)[1])
-    assert not server._parts.scheduler.has_unfinished, "a request that was read is kept by nobody"
-    whole, rest = packed
+        payloads.append(server.prefill(request)[1])
+    assert not server._parts.scheduler.has_unfinished, "a prefilled request leaves the server"
+    whole, rest = payloads
     for kept in server._parts.memory.by_block:
         of_whole, whole = whole.tensor_split([4 * kept[:, 0].numel()])
         of_rest, rest = rest.tensor_split([3 * kept[:, 0].numel()])
