@@ -22,8 +22,20 @@ class UserError(Exception):
 class OptionError(UserError):
     """A mistake in a field of a class of options. It begins with the field's name, as in Python: "kv_tokens=8: ...".
 
-    A command's user knows the field by another name, `engine.kv_tokens`; see `within`.
+    A command's user knows the field by another name, `engine.kv_tokens`; see `within`. `others`: the fields of the same
+    class that the message names behind its first colon.
     """
+
+    def __init__(self, message: str, *others: str):
+        super().__init__(message)
+        self.others = others
+
+    def in_group(self, group: str) -> str:
+        """The message with each field as it is typed on a command line, GROUP.FIELD."""
+        field, colon, rest = str(self).partition(":")
+        for other in self.others:
+            rest = re.sub(rf"\b{other}\b", f"{group}.{other}", rest)
+        return f"{group}.{field}{colon}{rest}"
 
 
 def check(condition: bool, message: str, kind: type[UserError] = UserError) -> None:
@@ -34,14 +46,14 @@ def check(condition: bool, message: str, kind: type[UserError] = UserError) -> N
 
 @contextmanager
 def within(group: str) -> Iterator[None]:
-    """Tell an OptionError as a command's user wrote the field: GROUP.FIELD, or the field alone where `group` is empty.
+    """Tell an OptionError with fields as typed on a command line: GROUP.FIELD, or FIELD where `group` is empty.
 
     For what reads the options of such a group, as a decorator too.
     """
     try:
         yield
     except OptionError as error:
-        raise UserError(f"{group}.{error}" if group else str(error)) from error
+        raise UserError(error.in_group(group) if group else str(error)) from error
 
 
 def one_line(error: BaseException | None) -> str:

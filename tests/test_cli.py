@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from eagle_train import generate
 from eagle_train.cli import as_typed, command, offer_trees
 from eagle_train.corpus.source import DataConfig
-from eagle_train.errors import OptionError, UserError, check
+from eagle_train.errors import OptionError, UserError, check, within
 from eagle_train.hardware import resolve_device
 from eagle_train.inference.decode.tree import load_tree
 from eagle_train.models.draft import DraftConfig
@@ -326,6 +326,19 @@ def test_build_names_what_is_wrong(change, message):
     with pytest.raises(UserError, match=message) as error:
         build(Outer, {"path": "p"} | change, "outer")
     assert "\n" not in str(error.value)
+
+
+def test_an_option_error_names_each_field_as_it_is_typed():
+    """Also those behind the first colon, and none that merely contain a field's name."""
+    error = OptionError("tokens=8: needs cache=True or more tokens than host_tokens", "cache", "tokens")
+    assert str(error).startswith("tokens=8: needs cache=True")
+    for group, told in (
+        ("engine", "engine.tokens=8: needs engine.cache=True or more engine.tokens than host_tokens"),
+        ("", str(error)),
+    ):
+        with pytest.raises(UserError) as caught, within(group):
+            raise error
+        assert str(caught.value) == told
 
 
 def test_a_device_that_is_there():

@@ -551,6 +551,7 @@ def test_bad_exports(made, tmp_path, capsys, arguments, message):
         (["engine.graphs=maybe"], "engine.graphs=maybe: must be true or false"),
         (["engine.kv_tokens=x"], "engine.kv_tokens=x: must be a whole number"),
         (["engine.kv_tokens=16"], "engine.kv_tokens=16: prompt 0 and its answer need"),
+        (["engine.host_kv_tokens=64"], "engine.host_kv_tokens=64: needs engine.prefix_cache=True"),
         (["engine.graphs=true", "device=cpu"], "engine.graphs=True: needs a GPU; the device is cpu"),
         (["grammar.regex=(a"], "grammar.regex='(a': a group is not closed"),
         (["grammar.regex=a", "grammar.ebnf=b"], "must be a mapping with one of the keys"),

@@ -106,7 +106,8 @@ class EngineConfig:
             value = getattr(self, name)
             check(value in choices, f"{name}={shown(value)}: must be one of {', '.join(choices)}", OptionError)
         host = self.host_kv_tokens
-        check(host == 0 or self.prefix_cache, f"host_kv_tokens={host}: needs prefix_cache=True", OptionError)
+        if host > 0 and not self.prefix_cache:
+            raise OptionError(f"host_kv_tokens={host}: needs prefix_cache=True", "prefix_cache")
         wanted = f"a block has {BLOCK}; must be 0 (none) or so many"
         check(host == 0 or host >= BLOCK, f"host_kv_tokens={host}: {wanted}", OptionError)
 

@@ -100,12 +100,12 @@ class BlockMemory:
         except RuntimeError as error:  # of the allocator
             reason = one_line(error)
         gib = blocks * self._block_bytes / 2**30
-        check(
-            self.ranks.least(len(grown)) > 0,
-            f"kv_tokens={self.kv_tokens}: no memory for the keys and values of {blocks * BLOCK} tokens, {gib:.1f} GiB; "
-            f"give a smaller max_tokens or kv_tokens: {reason}",
-            OptionError,
-        )
+        if self.ranks.least(len(grown)) == 0:
+            raise OptionError(
+                f"kv_tokens={self.kv_tokens}: no memory for the keys and values of {blocks * BLOCK} tokens, "
+                f"{gib:.1f} GiB; give a smaller max_tokens or kv_tokens: {reason}",
+                "kv_tokens",
+            )
         return grown
 
     @property
