@@ -1,11 +1,11 @@
-"""The engine: requests come and go at any time, and `step` decodes a round of all that run. DESIGN section 3.9.
+"""The engine: continuous batching; each `step` decodes one round of the running requests. DESIGN section 3.9.
 
-It decides who takes part in a round; runner.py computes the round: prefill, dispatch, draft, validate, sample, commit.
-Requests advance independently: each accepts as many tokens as it can, leaves when it is finished, and the next one
-takes its row. Knows nothing of how tokens are proposed or verified.
+It schedules; runner.py computes the round: prefill, dispatch, draft, validate, sample, commit. Requests advance
+independently: each accepts its own number of tokens per round and leaves the batch when it finishes, and a waiting
+request takes its row. Knows nothing of drafting and verification.
 
-Ranks that share one target (tensor parallel) each run the whole engine and must be given the same requests in the same
-order: all decisions then follow from tokens, which are the same on every rank (parallel/tensor_parallel.py).
+Ranks of one tensor-parallel target each run the whole engine and must be given the same requests in the same order.
+Scheduling depends on tokens only, and these are the same on every rank (parallel/tensor_parallel.py).
 """
 
 import time
@@ -31,7 +31,7 @@ from eagle_train.ops.transfer import to_device
 
 
 class _Flight(NamedTuple):
-    """A round that was launched and whose results the host does not have yet."""
+    """A round that was launched and whose results are not on the host yet."""
 
     sequences: list[Sequence]
     result: RoundResult
@@ -42,10 +42,10 @@ class _Flight(NamedTuple):
 
 
 class Engine:
-    """Generates with a target and, if there is one, a drafter. The outputs are the target's own, whatever is drafted.
+    """Generates with a target and an optional drafter. The outputs are the target's own, whatever is drafted.
 
-    The target must not be changed while the engine is in use. On a CPU in fp32 its weights and the draft's are kept in
-    fp16 besides where that changes no result, which is half as much memory again (ops/linear.py).
+    The target must not be changed while the engine is in use. On a CPU in fp32 the engine also keeps fp16 copies of the
+    weights of target and draft where that changes no result; they take half as much memory again (ops/linear.py).
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Engine:
         `tree`: a name (`chainN`, `dM_bfN`, a YAML in conf/tree), a Tree, a mapping {largest batch size: tree} or a
         Dispatcher. Unused without a draft.
         `config`, and `options` that replace its fields by name: see `EngineConfig`.
-        `prefill`: processes that read prompts for this one. `acceptance`: replaces what rounds accept, for measurements
-        (`SimulatedAcceptance`). Raises UserError.
+        `prefill`: the connection to prefill processes (disaggregated prefill). `acceptance`: replaces the verification
+        result of each round, for measurements (`SimulatedAcceptance`). Raises UserError.
         """
         config = replace(config or EngineConfig(), **options)
         parts = build_parts(target, draft, tree, device, config, acceptance)
@@ -77,8 +77,8 @@ class Engine:
         self._prefiller: Prefiller = parts.prefiller if prefill is None else prefill.attach(parts)
         self._overlap = self.target.device.type == "cuda" if config.overlap is None else config.overlap
         self._in_flight: _Flight | None = None
-        self._advanced: dict[Sequence, None] = {}  # those that got tokens in this step, in order
-        self._first_token_reported = False  # the previous step reported first tokens: this one runs their round
+        self._advanced: dict[Sequence, None] = {}  # sequences to report in this step, in order
+        self._first_token_reported = False  # in the previous step; this step then decodes without prefill
         self._num_added = 0
 
     @property
@@ -100,7 +100,7 @@ class Engine:
         prompt that is empty or does not fit the target's context, and while other requests are unfinished.
         """
         check(isinstance(prompts, list | tuple), "prompts: must be a list of prompts")
-        check(not self.has_unfinished, "requests were added before: step until they are done")
+        check(not self.has_unfinished, "prompts: other requests are unfinished; call step until they are done")
         new = self._requests.sequence
         sequences = [new(i, prompt, params_of(params, i, len(prompts))) for i, prompt in enumerate(prompts)]
         enqueue(sequences, self._scheduler, self._memory)
@@ -121,22 +121,22 @@ class Engine:
         return sequence
 
     def cancel(self, request: Sequence) -> None:
-        """End a request between two steps; its output has what was generated. A finished one stays as it is."""
+        """Cancel a request between two steps; its output keeps the generated tokens. No effect on a finished one."""
         if request in self._scheduler.unfinished:
             request.finish_reason = "cancelled"
             self._remove_finished()
-            self._scheduler.leave()  # it may be waiting, or be read
+            self._scheduler.leave()  # it may be waiting or in prefill
 
     def output(self, request: Sequence) -> Output:
-        """What a request has generated so far, as far as `step` has reported it."""
+        """The tokens and text of a request that `step` has reported so far."""
         return self._requests.output(request)
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """Admit, read prompts, and decode one round. Paper section 3, figure 4. Returns what it brought each request.
+        """Admit requests, prefill, and decode one round. Paper section 3, figure 4. Returns each request's new tokens.
 
-        With `overlap` that is what the previous round brought. A step that samples first tokens reports them and leaves
-        the round to the next. After a step that raises, for want of memory say, no request is lost: step again.
+        With `overlap` these are the previous round's. A step that samples first tokens reports them and leaves decoding
+        to the next step. If a step raises, for example out of memory, no request is lost: call it again.
         """
         began = not self._first_token_reported and self._prefill()
         self._first_token_reported = began and bool(self._advanced)
@@ -146,7 +146,7 @@ class Engine:
         return [self._requests.update(sequence) for sequence in advanced]
 
     def _prefill(self) -> bool:
-        """Admit requests and read prompts; returns whether any was read to its end and now decodes."""
+        """Admit requests and prefill a chunk of their prompts; returns whether any prefill ended."""
         self._make_room()
         self._scheduler.admit()
         self._prefiller.prefill(self._scheduler.chunks(self.config.prefill_tokens), is_decoding=bool(self._active))
@@ -156,14 +156,14 @@ class Engine:
         return bool(ready)
 
     def _activate(self, sequences: list[Sequence], tokens: list[int]) -> None:
-        """Their prompts were read, and they decode: with their first tokens, or, after a preemption, with the pending
-        tokens that they had."""
+        """Move prefilled sequences to the batch, each with its first token, or, if it was preempted, with the pending
+        token that it had."""
         now, hidden = time.perf_counter(), torch.stack([each.last_hidden for each in sequences])
         finite = hidden.isfinite().all(1).tolist()
         pairs = list(zip(sequences, tokens, strict=True))
         pending = [[sequence.generated[-1] if sequence.generated else token] for sequence, token in pairs]
         lengths = to_device([sequence.num_computed for sequence in sequences], hidden.device)
-        # First what may fail, for want of memory say: until here nothing has changed, and the next step does it again.
+        # What may run out of memory comes before any change of state, so that the next step can retry.
         self._batch.add(
             Pending(to_device(pending, hidden.device), hidden.unsqueeze(1), torch.ones_like(lengths), lengths)
         )
@@ -180,7 +180,7 @@ class Engine:
         self._remove_finished()
 
     def _decode(self) -> None:
-        """Launch a round, and take in the results of the previous one; without overlap also its own."""
+        """Launch a round, then process the results of the previous one; without overlap also its own."""
         self._make_room()
         previous, self._in_flight = self._in_flight, self._launch()
         self._finish(previous)
@@ -188,7 +188,7 @@ class Engine:
             self._wait_in_flight()
 
     def _launch(self) -> _Flight | None:
-        """Launch a round of the active rows; None where none of them has a token to generate."""
+        """Launch a round of the active rows; None if no row has a token left to generate."""
         if not any(map(self._may_go_on, self._active)):
             return None
         plan = self.dispatcher.dispatch(len(self._active))
@@ -199,7 +199,7 @@ class Engine:
         return _Flight(list(self._active), result)
 
     def _finish(self, flight: _Flight | None) -> None:
-        """Give a round's tokens to its sequences, and remove those that finish. The host waits for the results."""
+        """Append a round's tokens to its sequences and remove those that finish. Synchronises with the device."""
         if flight is None:
             return
         with self.stage_times.stage("bookkeeping"):
@@ -210,7 +210,7 @@ class Engine:
                 if gain.tokens:
                     sequence.advance(gain.tokens, len(gain.tokens) - 1, flight.result.max_depth, now)
                     self._requests.cut_at_stop_strings(sequence)
-                    # Where it finished early, `draft_lag` also counts tokens that it did not get.
+                    # If it finished early, `draft_lag` also counts tokens that were cut off.
                     sequence.num_computed = max(sequence.num_computed, sequence.num_known - gain.draft_lag)
                 if not gain.finite:
                     sequence.fail()
@@ -222,8 +222,8 @@ class Engine:
         self._finish(flight)
 
     def _make_room(self) -> None:
-        """Give active sequences blocks for the next round; preempts the newest where there are too few. The round in
-        flight is waited for where that depends on its results."""
+        """Allocate blocks for the next round; preempts the newest sequences if too few are free. Waits for the round in
+        flight only if the allocation depends on its results."""
         if self._in_flight is not None:
             flight = self._in_flight
             if not flight.is_guided and self._scheduler.make_room(flight.result.max_tokens):
@@ -236,12 +236,12 @@ class Engine:
             self._remove_finished()
 
     def _may_go_on(self, sequence: Sequence) -> bool:
-        """Whether it has a token left to generate after the round in flight, which brings at least one."""
+        """Whether it has a token left to generate after the round in flight, which commits at least one."""
         coming = self._in_flight is not None and sequence in self._in_flight.sequences
         return len(sequence.generated) + coming < sequence.params.max_tokens
 
     def _remove_finished(self) -> None:
-        """Finished sequences give up their rows and blocks."""
+        """Free the rows and blocks of finished sequences."""
         stay = [row for row, sequence in enumerate(self._active) if not sequence.finish_reason]
         if len(stay) < len(self._active):
             self._batch.keep(stay)
@@ -249,7 +249,7 @@ class Engine:
         self._batch.seat(self._active)
 
     def _cancel_all(self) -> None:
-        """Those that are left of an interrupted `generate`: no one would step for them."""
+        """Cancel what an interrupted `generate` has left; otherwise it would stay unfinished."""
         for sequence in self._scheduler.unfinished:
             sequence.finish_reason = "cancelled"
         self._scheduler.leave()
@@ -259,5 +259,5 @@ class Engine:
 
     @property
     def _active(self) -> list[Sequence]:
-        """The batch's sequences, row by row."""
+        """The sequences of the batch, in the order of its rows."""
         return self._scheduler.active

@@ -1,4 +1,4 @@
-"""The engine's options: one list for Python, Hydra (`conf/engine`) and reports. Knows nothing of models or requests.
+"""The engine's options, for Python, Hydra (`conf/engine`) and reports. Knows nothing of models or requests.
 
 DESIGN section 3.9.
 """
@@ -18,7 +18,7 @@ TREE_ATTENTIONS = ("split", "joint")
 @dataclass
 class DraftOptions:
     """The draft of a command. `path`: a directory that eagle-export wrote; None: plain decoding. `alignment`: which
-    tokens of a round the draft reads again with the target's states, see `Eagle`. Raises UserError."""
+    tokens of a round the draft processes again with the target's hidden states, see `Eagle`. Raises UserError."""
 
     path: str | None = None
     alignment: str = "accepted"
@@ -33,55 +33,55 @@ class EngineConfig:
 
     Scheduling
     - `max_batch_size`: requests that decode together.
-    - `prefill_tokens`: prompt tokens read between two rounds, which bounds how long a prefill may stall decoding; None:
+    - `prefill_tokens`: prompt tokens prefilled between two rounds. Bounds how long a prefill may stall decoding. None:
       whole prompts.
-    - `overlap`: start a round before the results of the previous one are on the host (paper section 3.3). `step` then
-      reports each round one call later, and a finished request may have taken part in one round too many. Rounds with
-      a grammar wait for their results. None: on a GPU.
+    - `overlap`: launch a round before the results of the previous one are on the host (paper section 3.3). `step` then
+      reports each round one call later, and a finished request may take part in one more round. Rounds with a grammar
+      wait for their results. None: on a GPU.
 
     Memory
-    - `kv_tokens`: tokens whose keys and values are kept at most, drafted ones included. Requests wait for room, or are
+    - `kv_tokens`: size of the KV cache in tokens, drafted ones included. Requests wait for free blocks, or are
       preempted and recomputed. None: as many as `max_batch_size` of the requests may need; on a GPU as many of these as
       fit in its free memory.
-    - `prefix_cache`: a prompt that begins like an earlier text is read from where they differ. Cached blocks are
-      evicted least-recently-used.
-    - `host_kv_tokens`: evicted blocks of so many tokens are kept in host memory; needs `prefix_cache`.
+    - `prefix_cache`: prefill starts where a prompt differs from earlier sequences. Cached blocks are evicted
+      least-recently-used.
+    - `host_kv_tokens`: size of a second cache in host memory, for evicted blocks; needs `prefix_cache`.
 
     Drafts
     - `drafting`: how a node's children are chosen above temperature 0: greedy, multinomial or
-      multinomial_without_replacement. With greedy drafts a seed gives the tokens that it gives without drafts, except
-      for rounding. With the others a seed's tokens are another draw of the same distribution for each tree, and so for
-      each batch size with its own tree; with `Eagle`'s alignment `last` also for a prompt found in the cache or
-      recomputed.
+      multinomial_without_replacement. With greedy drafts a seed gives the same tokens as without drafts, except for
+      rounding. In the other modes the tokens of a seed depend on the tree, and so on the batch size if sizes have trees
+      of their own; with `Eagle`'s alignment `last` also on whether a prompt was found in the cache or recomputed. Their
+      distribution is the same.
 
     Speed; none of these changes an output, except for rounding
-    - `compile`: run the forwards of target and drafter in decoding by torch.compile, and on a GPU the verification of
+    - `compile`: torch.compile for the decoding forwards of target and drafter, and on a GPU for the verification of
       sampled rounds (paper section 3.2). Compiles in the constructor, for a batch of one and for larger ones. Prefill
-      and the forward of a target that is divided over ranks are not compiled.
-    - `compile_sampling`: the verification of sampled rounds alone; None: with `compile`, on a GPU.
-    - `graphs`: record drafting and validation as CUDA graphs when a round first needs them (paper section 3.4). Rounds
-      with a grammar are not recorded. Needs a GPU and a target that is whole on it. None: there, unless the target is
+      and a target that is divided over ranks are not compiled.
+    - `compile_sampling`: torch.compile for the verification of sampled rounds only; None: with `compile`, on a GPU.
+    - `graphs`: capture drafting and validation as CUDA graphs at their first use (paper section 3.4). Rounds with a
+      grammar are not captured. Needs a GPU and a target that is whole on it. None: there, unless the target is
       quantised, the drafter is a user's, or either has experts.
-    - `divide_sampling`: ranks that share one target sample a part of the batch each (paper section 3.2); false: each
-      rank samples all of it.
-    - `attention`: `plain` replaces the device's attention kernels by products and a softmax.
-    - `tree_attention`: `split` attends to prefix and tree apart and merges (paper section 3.1); `joint` to both at
-      once, under one mask.
-    - `linear`: `plain` replaces the CPU's products for few rows by torch's own.
+    - `divide_sampling`: ranks of one tensor-parallel target sample a part of the batch each (paper section 3.2); false:
+      each rank samples the whole batch.
+    - `attention`: `plain` computes attention by matrix products and a softmax instead of the device's kernels.
+    - `tree_attention`: `split` computes attention over prefix and tree apart and merges (paper section 3.1); `joint`
+      over both at once, under one mask.
+    - `linear`: `plain` uses torch's own matrix products in place of the CPU kernels for few rows.
     """
 
     max_batch_size: int = 16  # requests that decode together
-    prefill_tokens: int | None = 8192  # prompt tokens read between two rounds; null: whole prompts
-    overlap: bool | None = None  # start a round before the previous one's results are on the host; null: on a GPU
-    kv_tokens: int | None = None  # tokens of keys and values kept at most; null: what the requests may need
-    prefix_cache: bool = False  # true: read a prompt from where it differs from earlier texts
-    host_kv_tokens: int = 0  # evicted blocks of so many tokens are kept in host memory; needs prefix_cache
+    prefill_tokens: int | None = 8192  # prompt tokens prefilled between two rounds; null: whole prompts
+    overlap: bool | None = None  # launch a round before the previous one's results are on the host; null: on a GPU
+    kv_tokens: int | None = None  # size of the KV cache in tokens; null: what the requests may need
+    prefix_cache: bool = False  # true: prefill a prompt from where it differs from earlier sequences
+    host_kv_tokens: int = 0  # size of the cache in host memory for evicted blocks, in tokens; needs prefix_cache
     drafting: str = "greedy"  # above temperature 0: greedy | multinomial | multinomial_without_replacement
-    compile: bool = False  # true: the forwards by torch.compile, at the start
-    compile_sampling: bool | None = None  # verification by torch.compile; null: with compile, on a GPU
+    compile: bool = False  # true: torch.compile for the decoding forwards, at the start
+    compile_sampling: bool | None = None  # torch.compile for verification; null: with compile, on a GPU
     graphs: bool | None = None  # drafting and validation as CUDA graphs; null: on a GPU, but for experts
-    divide_sampling: bool = True  # ranks that share one target sample a part of the batch each
-    attention: str = "auto"  # auto | plain: products and a softmax in place of the device's kernels
+    divide_sampling: bool = True  # tensor-parallel ranks sample a part of the batch each
+    attention: str = "auto"  # auto | plain: matrix products and a softmax in place of the device's kernels
     tree_attention: str = "split"  # split | joint: prefix and tree apart, or at once under one mask
     linear: str = "auto"  # auto | plain: torch's products in place of those for few rows on a CPU
 
@@ -108,7 +108,7 @@ class EngineConfig:
         host = self.host_kv_tokens
         if host > 0 and not self.prefix_cache:
             raise OptionError(f"host_kv_tokens={host}: needs prefix_cache=True", "prefix_cache")
-        wanted = f"a block has {BLOCK}; must be 0 (none) or so many"
+        wanted = f"must be 0 (none) or at least {BLOCK}, one block"
         check(host == 0 or host >= BLOCK, f"host_kv_tokens={host}: {wanted}", OptionError)
 
 

@@ -1,4 +1,4 @@
-"""The parts that an engine is made of, built from a target, a draft and options. Internal: users build an `Engine`."""
+"""Builds the parts of an engine from a target, a draft and options. Internal: users build an `Engine`."""
 
 import copy
 from collections.abc import Callable
@@ -38,7 +38,8 @@ Acceptance = Callable[[RoundInputs, Verified], Verified]
 
 @dataclass
 class Parts:
-    """`requests` knows texts, `scheduler` decides who runs, `runner` computes, `memory` holds what is cached."""
+    """`requests` tokenises and detokenises, `scheduler` picks the requests of a round, `runner` computes it,
+    `prefiller` prefills prompts, `memory` holds the caches."""
 
     config: EngineConfig
     target: Target
@@ -53,7 +54,7 @@ class Parts:
 def build_parts(
     target: AnyTarget, draft: AnyDraft, tree: Any, device: str, config: EngineConfig, acceptance: Acceptance | None
 ) -> Parts:
-    """As `Engine`'s arguments. Raises UserError for what does not fit together, as far as possible before loading."""
+    """Arguments as for `Engine`. Raises UserError if they do not fit together, before loading where possible."""
     _check(target, draft, device)
     check_graphs(config.graphs, target.device if isinstance(target, Target) else device)
     if not isinstance(target, Target):
@@ -61,14 +62,14 @@ def build_parts(
     check_graphs(config.graphs, target.device, target.together is not None, target.is_offloaded)
     drafter = _drafter(target, draft)
     optimize_for_decoding(target.model, target.dtype, [target.lm_head.weight])
-    DraftConfig.from_target(target.config)  # refuses what has no rotary positions
+    DraftConfig.from_target(target.config)  # raises for a target without rotary positions
     tree = chain(0) if drafter is None else tree
     dispatcher = tree if isinstance(tree, Dispatcher) else Dispatcher(tree, target.device)
-    ahead = dispatcher.deepest + 1  # slots that a round may take beyond the committed ones
+    ahead = dispatcher.deepest + 1  # slots that a round may write after the committed ones
     launch = launcher(_uses_graphs(config.graphs, target, drafter), target.device, config.max_batch_size, ahead)
     runner = Runner(target, drafter, config, launch, acceptance)
     _compile(runner, dispatcher, config)
-    # The launcher there is then: it may have been replaced.
+    # The launcher is looked up at each call, because it may be replaced.
     memory = BlockMemory(
         runner.stores, BlockPool(0), runner.ranks, config.kv_tokens, lambda slots: runner.launcher.forget(slots)
     )
@@ -86,10 +87,10 @@ def _drafter(target: Target, draft: AnyDraft) -> Drafter | None:
 
 
 def _uses_graphs(graphs: bool | None, target: Target, drafter: Drafter | None) -> bool:
-    """Whether CUDA graphs are recorded: as told, or, if that is None, where nothing is known to prevent it.
+    """Whether CUDA graphs are recorded: as `graphs` says; None: where nothing is known to prevent it.
 
-    That is on a GPU, for a target that is whole on it and not quantised, without experts in target or draft, some of
-    which wait for the host to know how many tokens each has. A user's drafter may wait for the host as well.
+    That is on a GPU, for a target that is whole on it and not quantised. Experts in target or draft prevent it, because
+    some implementations synchronise to count the tokens of each expert. A user's drafter may synchronise as well.
     """
     if graphs is not None:
         return graphs
@@ -101,7 +102,7 @@ def _uses_graphs(graphs: bool | None, target: Target, drafter: Drafter | None) -
 
 
 def _compile(runner: Runner, dispatcher: Dispatcher, config: EngineConfig) -> None:
-    """Batches of one, of two and of the most, and where another tree begins."""
+    """Compile for batch sizes 1, 2 and the maximum, and for both sizes at each change of tree."""
     most = config.max_batch_size
     ends = {1, 2, most, *(size + n for size, _ in dispatcher.table for n in (0, 1))}
     sizes = [(rows, dispatcher.dispatch(rows)) for rows in sorted(ends) if rows <= most]

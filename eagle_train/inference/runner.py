@@ -1,10 +1,10 @@
 """The runner: prefill, dispatch, draft, validate, sample, commit. Paper section 3, DESIGN section 3.9.
 
-A round of decoding is `Runner.run`; each stage takes its inputs and returns its outputs, and keeps nothing but what the
-caches hold. Without speculation a round is the same code with a tree of its root alone. The engine decides which
-requests are in a batch. Knows nothing of requests, the scheduler or texts.
+`Runner.run` is one decoding round. Each stage is a function of its inputs and the caches; no other state is kept. Plain
+decoding is the same code with a tree of one node, the root. The engine decides which requests are in a batch. Knows
+nothing of requests, the scheduler or texts.
 
-Ranks that share one target (tensor parallel) run every stage with the same inputs, and so decide alike.
+Ranks of one tensor-parallel target run every stage with the same inputs, and so get the same results.
 
 Shapes: A active rows, N tree nodes, T tokens of a prompt, H hidden, V vocabulary.
 """
@@ -51,12 +51,12 @@ from eagle_train.progress import progress
 
 @dataclass(frozen=True)
 class RoundInputs:
-    """All that a round depends on beside models and caches.
+    """All inputs of a round besides models and caches.
 
-    `prefix`: the committed tokens of each row and their blocks; `draft_prefix`: those in the drafter's cache, None
-    where it takes no part in this round. `pending`: the tokens after the latter. `sampling` and `seeds` int64 [A] are
-    the rows'. `drafting`: how children are chosen (`EngineConfig`); `draws` float64 [A, draws]: its random numbers,
-    None for greedy drafts. `guidance`: what the rows' grammars allow, None without a grammar.
+    `prefix`: length and block table of each row in the target's cache; `draft_prefix`: the same in the drafter's cache,
+    None if nothing is drafted in this round. `pending`: the tokens after `draft_prefix`. `sampling` and `seeds` int64
+    [A]: of the rows. `drafting`: how children are chosen (`EngineConfig`); `draws` float64 [A, draws]: its random
+    numbers, None for greedy drafts. `guidance`: the tokens that the rows' grammars allow, None without a grammar.
     """
 
     plan: TreePlan
@@ -74,14 +74,14 @@ class RoundInputs:
         """How children are chosen. At temperature 0 every mode proposes the most likely tokens."""
         if self.draws is None:
             return Choice(guidance=self.guidance)
-        # A row's numbers: one for its last token, a coin per node, then the drafts' noise.
+        # draws[row]: one for the last token, one per node for its acceptance, then the drafts' noise.
         noise = self.draws[:, 1 + self.plan.tree.num_nodes :]
         return Choice(self.drafting, self.sampling.temperature, noise, self.guidance)
 
 
 class Validated(NamedTuple):
-    """The target's hidden states [A, N, H] at a tree's nodes, its logits [R, N, V] of this rank's rows, and the nodes'
-    keys and values where the cache does not have them yet."""
+    """The target's hidden states [A, N, H] at the tree's nodes, its logits [R, N, V] for this rank's R rows, and the
+    nodes' keys and values if they are not in the cache yet."""
 
     hidden: torch.Tensor
     logits: torch.Tensor
@@ -99,7 +99,8 @@ class Runner:
         launcher: Eager | Graphs,
         acceptance: Callable[[RoundInputs, Verified], Verified] | None = None,
     ):
-        """`launcher`: how drafting and validation are launched. `acceptance`: replaces what verification accepts."""
+        """`launcher`: runs drafting and validation eagerly or as CUDA graphs. `acceptance`: replaces the verification
+        result of each round."""
         self.target, self.drafter, self.launcher, self.acceptance = target, drafter, launcher, acceptance
         self.config = config
         layers = target.kv_layers
@@ -113,17 +114,17 @@ class Runner:
         self.times = StageTimes()
         self._is_compiled = False  # the target's forward
         self._elements = _mean_elements(target)
-        self._compiled_rows = 0  # compiled forwards run with one number of threads, that of the largest rounds
+        self._compiled_rows = 0  # tokens of the largest round: all compiled forwards use its number of threads
         self._plain = [name for name in ("attention", "linear") if getattr(config, name) == "plain"]
 
     @property
     def stores(self) -> list[PagedKV | BlockEnds]:
-        """All that is kept of each block of tokens."""
+        """The caches of target and drafter, and the hidden states at block ends: one entry per block each."""
         drafter = [] if self.drafter is None else self.drafter.caches
         return [self.cache, *drafter, *([] if self.ends is None else [self.ends])]
 
     def run(self, inputs: RoundInputs) -> tuple[Pending, RoundResult]:
-        """One round. Returns what the next round starts from, and the results, which are not waited for."""
+        """One round. Returns the next round's pending tokens, and the results, without synchronising."""
         rows = self._compiled_rows or len(inputs.pending.lengths) * inputs.plan.tree.num_nodes
         with self._resources(rows):
             drafted = self.draft(inputs)
@@ -132,10 +133,10 @@ class Runner:
             return self.commit(inputs, drafted, validated, verified)
 
     def prefill(self, prefix: Prefix, texts: list[list[int]], before: torch.Tensor | None) -> torch.Tensor:
-        """Read texts, each after its prefix, into the caches of target and drafter.
+        """Prefill texts, each after its prefix, into the caches of target and drafter.
 
-        `before` [A, H]: the target's hidden states at the prefixes' last tokens; None where every prefix is empty.
-        Returns those at the texts' last tokens [A, H].
+        `before` [A, H]: the target's hidden states at the prefixes' last tokens; None if every prefix is empty.
+        Returns the hidden states at the texts' last tokens [A, H].
         """
         with self.times.stage("prefill"), self._resources(len(texts) * max(map(len, texts))):
             hidden = prefill(self.target, self.cache, self.drafter, prefix, texts, before)
@@ -152,9 +153,9 @@ class Runner:
         seeds: torch.Tensor,
         guidance: Guidance | None,
     ) -> list[int]:
-        """The tokens that follow prompts, from the target's hidden states at their last tokens [A, H].
+        """Sample the first tokens from the target's hidden states at the prompts' last tokens [A, H].
 
-        `lengths` int64 [A]: tokens before the prompts' last ones. The host waits for the result.
+        `lengths` int64 [A]: the positions of these last tokens. Synchronises with the device.
         """
         with self.times.stage("prefill"):
             own, coins = self.ranks.own, uniform(seeds, lengths, 1).squeeze(1)
@@ -166,43 +167,41 @@ class Runner:
             return tokens.tolist()
 
     def drafts(self, plan: TreePlan, pending: Pending) -> bool:
-        """Whether the drafter takes part in a round.
+        """Whether the drafter runs in a round.
 
-        Where nothing is drafted it need not read along. It catches up before the next tree, or when so much is unread
-        that reading costs about as little for each token as in prefill.
+        A plain round does not need it. Its cache is brought up to date before the next tree, or when MAX_PENDING tokens
+        are pending, so that one forward processes them at about the cost per token of a prefill.
         """
         return self.drafter is not None and (plan.tree.num_nodes > 1 or pending.tokens.shape[1] >= MAX_PENDING)
 
     def draft(self, inputs: RoundInputs) -> Drafted:
-        """A tree of tokens for each row; the pending token alone where the drafter takes no part."""
+        """A tree of tokens for each row; the pending token alone if the drafter does not run."""
         if self.drafter is None or inputs.draft_prefix is None:
             return Drafted(inputs.pending.last, None, None)
         with self.times.stage("drafting"):
             plan, prefix, pending = inputs.plan, inputs.prefix, inputs.pending
             launcher = self._launcher(inputs)
             drafted = launcher.propose(self.drafter, plan, prefix, inputs.draft_prefix, pending, inputs.choice)
-            if not isinstance(self.drafter, Eagle):  # which is ours, and costs no launch more
+            if not isinstance(self.drafter, Eagle):  # ours needs no check, which would cost kernel launches
                 drafted = checked_drafts(self.drafter, drafted, plan, pending, self.target.identity.vocab_size)
             if self.ranks.size == 1:
                 return drafted
             if inputs.guidance is not None:
-                inputs.guidance.reset()  # its tokens are this rank's drafts, which may differ by a rounding
+                inputs.guidance.reset()  # it has this rank's drafts, which may differ from rank 0's by rounding
             tokens, q = self.ranks.agreed(drafted.tokens), drafted.q
             return Drafted(tokens, None if q is None else self.ranks.agreed(q), drafted.suffix)
 
     def validate(self, inputs: RoundInputs, tokens: torch.Tensor) -> Validated:
-        """The target reads the trees' tokens [A, N] in one call."""
+        """The target's forward of the trees' tokens [A, N]."""
         with self.times.stage("validation"):
             if inputs.guidance is not None:
-                inputs.guidance.set_tokens(
-                    tokens
-                )  # before the launch: it waits for all that the device was given before
+                inputs.guidance.set_tokens(tokens)  # before the launch, because it synchronises with the device
             forward = self.target.compiled if self._is_compiled else self.target.hidden_states
             given = (self.target, forward, self.cache, inputs.prefix, inputs.plan.tree, tokens, self.ranks)
             return Validated(*self._launcher(inputs).validate(*given))
 
     def sample(self, inputs: RoundInputs, drafted: Drafted, logits: torch.Tensor) -> Verified:
-        """Which nodes the target accepts, and the token that follows each row's last one."""
+        """Verify the drafts: the nodes that the target accepts, and the token after each row's last accepted node."""
         with self.times.stage("sampling"):
             tree, own = inputs.plan.tree, self.ranks.own
             if inputs.guidance is not None:
@@ -221,7 +220,7 @@ class Runner:
     def commit(
         self, inputs: RoundInputs, drafted: Drafted, validated: Validated, verified: Verified
     ) -> tuple[Pending, RoundResult]:
-        """Rewind the caches to the accepted paths. Returns what the next round starts from, and the round's results."""
+        """Commit the accepted paths to the caches. Returns the next round's pending tokens, and the round's results."""
         with self.times.stage("bookkeeping"):
             plan, prefix = inputs.plan, inputs.prefix
             hidden, suffix = validated.hidden, validated.suffix
@@ -239,9 +238,9 @@ class Runner:
 
     @torch.inference_mode()
     def compile(self, sizes: list[tuple[int, TreePlan]], most: int) -> None:
-        """Compile what the config says, for these batch sizes, each with its plan; a round has at most `most` tokens.
+        """Compile as the config says for pairs of batch size and plan; a round has at most `most` tokens.
 
-        Raises UserError where torch.compile fails.
+        Raises UserError if torch.compile fails.
         """
         config, is_gpu = self.config, self.target.device.type == "cuda"
         jobs: list[Callable[[], None]] = []
@@ -252,7 +251,7 @@ class Runner:
             for rows, plan in sizes:
                 tokens = torch.zeros(rows, plan.tree.num_nodes, dtype=torch.long, device=self.target.device)
                 jobs.append(partial(self.target.compiled.prepare, tokens, tokens))
-        # On a CPU the few operations of verification gain nothing by it.
+        # On a CPU compiling the few operations of verification gains nothing.
         if config.compile and is_gpu if config.compile_sampling is None else config.compile_sampling:
             own = [(self.ranks.rows_per_rank(rows), plan) for rows, plan in sizes]
             jobs.append(partial(self._compile_verification, own))
@@ -267,7 +266,7 @@ class Runner:
         bar.close()
 
     def _compile_verification(self, sizes: list[tuple[int, TreePlan]]) -> None:
-        """Compile verification, or warn and go on without where that fails and nobody asked for it by name."""
+        """Compile verification. If that fails, raise if `compile_sampling` is set, else warn and run it eagerly."""
         try:
             for job in self.verification.compile(sizes, self.target.lm_head.weight):
                 job()
@@ -278,16 +277,16 @@ class Runner:
             self.verification = Verification(self.config.drafting)
 
     def _launcher(self, inputs: RoundInputs) -> Eager | Graphs:
-        return self.launcher if inputs.guidance is None else EAGER  # the host takes part in what obeys a grammar
+        return self.launcher if inputs.guidance is None else EAGER  # with a grammar the host computes masks in between
 
     @contextmanager
     def _resources(self, rows: int) -> Iterator[None]:
-        """The threads and kernels for forwards of so many tokens."""
+        """Number of threads and choice of kernels for forwards of `rows` tokens."""
         with kernels.plain(*self._plain), threads_for(rows, self._elements):
             yield
 
 
 def _mean_elements(target: Target) -> float:
-    """Elements of a matrix of the target on average; infinite where a CPU's threads have no part in it."""
+    """Mean number of elements of the target's matrices; infinite on a GPU, which uses no CPU threads."""
     sizes = [math.prod(weight.shape[-2:]) for weight in target.model.parameters() if weight.ndim > 1]
     return sum(sizes) / len(sizes) if target.device.type == "cpu" else math.inf

@@ -59,7 +59,7 @@ def _run_rank(work: Callable[..., None], job: dict[str, str], threads: int, *arg
 
 @contextmanager
 def prefill_process(target: TargetConfig, draft: str) -> Iterator[RemotePrefill]:
-    """A process with the same target and draft that reads prompts for this one. Paper section 3.3."""
+    """A process with the same target and draft that prefills for this one. Paper section 3.3."""
     with second_rank(_serve_prefill, target, draft) as world:
         prefill = RemotePrefill(connect(world))
         yield prefill

@@ -49,7 +49,7 @@ def check_switch(config: SwitchesConfig, name: str) -> None:
 def engine_of(
     session: Session, variant: Variant, switch: Switch, size: int, prefill: RemotePrefill | None = None
 ) -> Engine:
-    """A variant's engine. `prefill`: reads its prompts where the variant has them read by another process."""
+    """A variant's engine. `prefill`: the prefill process, for a variant with disaggregated prefill."""
     config, drafter = session.config, None
     if variant.drafts:
         drafter = session.drafter(Quant(variant.quant), variant.alignment)

@@ -132,7 +132,7 @@ def test_an_engine_is_used_again_with_longer_requests():
 def test_requests_in_flight_are_not_forgotten_by_generate():
     engine = Engine(shared_target("llama"))
     engine.add(PROMPTS[0], GREEDY)
-    with pytest.raises(UserError, match=r"^requests were added before: step until they are done$"):
+    with pytest.raises(UserError, match=r"^prompts: other requests are unfinished; call step until they are done$"):
         engine.generate(PROMPTS, GREEDY)
     assert len(scheduler_of(engine).unfinished) == 1
 

@@ -34,7 +34,7 @@ COUNT = int(os.environ.get("SOAK", "45"))
 ROWS = 6
 KINDS = 60  # different requests, whose answers are found out by plain decoding
 STEPS_EACH = 40  # more than any request needs, on average
-DEADLY = ["deaf", "silent", "torn", "astray"]  # faults of a prefill process that is given up then
+DEADLY = ["deaf", "silent", "torn", "astray"]  # faults of a prefill process, which is then dropped
 GRAMMARS = [
     None,
     None,
@@ -91,7 +91,7 @@ def table(rng: random.Random) -> dict:
 class Faulty(LocalPrefill):
     """A prefill process whose answers come while it is `open`. Now and then one is that it could not read, and the
     decode process reads those prompts itself; a mortal one may be gone before, with, or in the midst of an answer, or
-    answer something else, and is given up."""
+    answer something else, and is dropped."""
 
     def __init__(self, rng: random.Random, other: int, mortal: bool):
         self.other, self.rng, self.met = other, rng, Counter()
@@ -145,7 +145,7 @@ def test_requests_of_all_kinds(apart, seed):
     settings |= {} if apart else {"prefill_tokens": 16}
     engine = Engine(target, drafter(alignment), tree, prefill=prefill, **settings)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "prefill process . is given up")
+        warnings.filterwarnings("ignore", "prefill process . is dropped")
         asked, outputs = served(engine, kinds, rng, lines)
     plain = Engine(target).generate([kind.prompt for kind in kinds], [kind.params for kind in kinds])
     truth = dict(zip(kinds, plain, strict=True))

@@ -1,4 +1,4 @@
-"""What test_disaggregated.py starts: rank 0 decodes, the others read prompts for it, some of them with faults."""
+"""What test_disaggregated.py starts: rank 0 decodes, the others prefill for it, some of them with faults."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def answers(engine: Engine, stage: dict) -> tuple[list[list[int]], list[list[int
 
 
 def break_down(server: PrefillServer, fault: str, rng: random.Random) -> None:
-    """Let a prefill process fail at random, its prompts read; or be too late with its first answer, or die with it."""
+    """Let a prefill process fail at random after its prefill; or be too late with its first answer, or die with it."""
     prefiller = server._parts.prefiller
     first_tokens, send, sent = prefiller.first_tokens, Line.send, []
 
@@ -64,7 +64,7 @@ def break_down(server: PrefillServer, fault: str, rng: random.Random) -> None:
 
 
 def decode(target, draft, stage: dict, lines) -> dict:
-    """What came of a stage; `here`: how many texts this process read itself."""
+    """What came of a stage; `here`: how many texts this process prefilled itself."""
     options = dict(stage["engine"])
     prefill = RemotePrefill(lines, **({"timeout_s": options.pop("timeout_s")} if "timeout_s" in options else {}))
     engine, here = Engine(target, draft, prefill=prefill, **options), []

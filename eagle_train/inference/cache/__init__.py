@@ -1,1 +1,1 @@
-"""The KV cache in blocks: allocation, block tables, prefix reuse, offload to the host. Knows nothing of sampling."""
+"""The paged KV cache: allocation, block tables, prefix caching, offload to the host. Knows nothing of sampling."""

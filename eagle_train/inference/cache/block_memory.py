@@ -18,7 +18,7 @@ from eagle_train.inference.cache.block_pool import BlockPool
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 
-_MEMORY_SHARE = 0.9  # of a GPU's free memory that the cache may take without `kv_tokens`; forwards need the rest
+_MEMORY_SHARE = 0.9  # fraction of a GPU's free memory for the cache without `kv_tokens`; forwards need the rest
 
 
 class Store(Protocol):
@@ -36,7 +36,7 @@ class Store(Protocol):
 
 
 class BlockMemory:
-    """All stores of an engine, which grow together or not at all."""
+    """All stores of an engine. They are resized together."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class BlockMemory:
         kv_tokens: int | None,
         on_realloc: Callable[[int], None],
     ):
-        """`kv_tokens`: slots to allocate now, as in `EngineConfig`; None: `grow` allocates as requests come.
-        `on_realloc`: called with the number of slots after the tensors were replaced. Raises UserError where there is
-        no memory for `kv_tokens`."""
+        """`kv_tokens`: slots to allocate now, as in `EngineConfig`; None: `grow` allocates as requests arrive.
+        `on_realloc`: called with the number of slots after the tensors were replaced. Raises UserError if there is no
+        memory for `kv_tokens`."""
         self.stores, self.pool, self.ranks, self.kv_tokens = stores, pool, ranks, kv_tokens
         self._on_realloc = on_realloc
         if kv_tokens is not None:
@@ -60,10 +60,10 @@ class BlockMemory:
         return [tensor for store in self.stores for tensor in store.by_block]
 
     def grow(self, blocks: int, least: int) -> None:
-        """Allocate so many blocks in all, where there is memory, and at least `least`.
+        """Grow to `blocks` blocks in all if there is memory, else to fewer, but at least to `least`.
 
-        With fewer than `blocks` sequences wait for each other. Raises UserError, with nothing changed, where there is
-        no memory for `least`.
+        With fewer than `blocks`, sequences wait for each other. Raises UserError, with nothing changed, if there is no
+        memory for `least`.
         """
         affordable = self.ranks.least(self.affordable())
         if least > self.pool.total:
@@ -73,7 +73,7 @@ class BlockMemory:
                 self._resize(blocks)
 
     def affordable(self) -> int:
-        """The number of further blocks that free GPU memory holds; without a limit on a CPU."""
+        """The number of further blocks that fit in free GPU memory; no limit on a CPU."""
         device = self.by_block[0].device
         if device.type != "cuda":
             return sys.maxsize
@@ -82,10 +82,10 @@ class BlockMemory:
 
     @torch.inference_mode()
     def _resize(self, blocks: int) -> None:
-        """Reallocate all stores for so many blocks. Raises UserError, with nothing changed, for want of memory."""
+        """Reallocate all stores for `blocks` blocks. Raises UserError, with nothing changed, if memory runs out."""
         held = self.pool.store_size if self.pool.total > 0 else 0
         alone = all(x.shape[1] == held for x in self.by_block)
-        check(alone, "draft: this drafter is another engine's; make one for each")
+        check(alone, "draft: this drafter belongs to another engine; make one for each engine")
         grown = self._grown(self.pool.store_size_for(blocks))
         self.pool.grow(blocks)
         for store, memory in zip(self.stores, grown, strict=True):
@@ -93,7 +93,7 @@ class BlockMemory:
         self._on_realloc(self.pool.total * BLOCK)
 
     def _grown(self, blocks: int) -> list[list[torch.Tensor]]:
-        """Every store's `grown`. Raises UserError where this rank or another has no memory for it."""
+        """Every store's `grown`. Raises OptionError if memory runs out on this rank or another."""
         grown, reason = [], "on another rank"
         try:
             grown = [store.grown(blocks) for store in self.stores]

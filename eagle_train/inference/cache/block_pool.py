@@ -15,16 +15,16 @@ _OnEvict = Callable[[list[int], list[bytes]], None]
 
 
 def blocks_for(slots: int) -> int:
-    """The number of blocks that hold so many slots."""
+    """The number of blocks that `slots` slots need."""
     return -(-slots // BLOCK)
 
 
 class BlockPool:
-    """Hands out block numbers, the lowest first, so that a sequence's blocks are mostly contiguous."""
+    """Allocates block numbers, the lowest first, so that a sequence's blocks are mostly contiguous."""
 
     def __init__(self, blocks: int, on_evict: _OnEvict | None = None):
-        """`blocks`: how many can be allocated; the store has the reserved ones besides. `on_evict`: called with idle
-        blocks and their hashes before the blocks are reused."""
+        """`blocks`: how many can be allocated, besides the reserved ones. `on_evict`: called with idle blocks and their
+        hashes before the blocks are reused."""
         self.total, self.on_evict = blocks, on_evict
         self.free = list(range(SCRATCH + blocks, SCRATCH, -1))  # taken from the end
         self.users = [0] * self.store_size  # reference counts, by block
@@ -39,7 +39,7 @@ class BlockPool:
 
     @staticmethod
     def store_size_for(blocks: int) -> int:
-        """The number of blocks of a store of which so many can be allocated."""
+        """The number of blocks of a store with `blocks` allocatable ones."""
         return SCRATCH + 1 + blocks
 
     @property
@@ -54,8 +54,8 @@ class BlockPool:
         self.users += [0] * (self.store_size - len(self.users))
 
     def extend(self, blocks: list[int], slots: int) -> bool:
-        """Append blocks to `blocks`, in place, until they hold so many slots. Where too few are available nothing is
-        changed and False is returned."""
+        """Append blocks to `blocks`, in place, until they hold `slots` slots. Returns False, and changes nothing, if
+        too few are available."""
         missing = max(0, blocks_for(slots) - len(blocks))
         if missing > self.available:
             return False
@@ -68,7 +68,7 @@ class BlockPool:
         return True
 
     def register(self, block: int, key: bytes) -> None:
-        """The block's content is final, and `key` is its hash. Of two blocks with one hash the first is registered."""
+        """Register a block whose content is final; `key` is its hash. Of two blocks with one hash the first stays."""
         if key not in self.block_of and block not in self.hash_of:
             self.block_of[key], self.hash_of[block] = block, key
 
@@ -77,12 +77,12 @@ class BlockPool:
         return self.users[block] > 0
 
     def retain(self, block: int) -> None:
-        """One more sequence uses a registered block."""
+        """Increment a registered block's reference count."""
         self.users[block] += 1
         self.idle.pop(block, None)
 
     def release(self, blocks: list[int]) -> None:
-        """A sequence gives up its blocks; empties the list. The last block is the first to be reused."""
+        """Decrement the reference counts of a sequence's blocks, and empty the list. The last block is reused first."""
         for block in blocks:
             self.users[block] -= 1
         unused = [block for block in reversed(blocks) if self.users[block] == 0]
@@ -91,7 +91,7 @@ class BlockPool:
         blocks.clear()
 
     def _evict(self, blocks: list[int]) -> None:
-        """Idle blocks become free ones."""
+        """Make idle blocks free."""
         keys = [self.hash_of.pop(block) for block in blocks]
         if self.on_evict is not None:
             self.on_evict(blocks, keys)

@@ -48,11 +48,11 @@ class PagedKV:
         joint: bool = False,
     ):
         """`shapes`: by layer. `given`: for layers without keys and values of their own, the layer whose they use.
-        `joint`: a tree's nodes attend to prefix and nodes in one product under one mask; False: to each apart, merged.
+        `joint`: tree attention over prefix and nodes in one product under one mask; False: over each apart, merged.
         """
         self.given = given or {}
         self._is_joint = joint
-        self._parts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by (K, D): layer, and 0 for keys, 1 for values
+        self._parts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by (K, D): (layer, 0 for keys or 1 for values)
         for layer, (heads, *widths) in shapes.items():
             for which, width in enumerate(widths):
                 self._parts.setdefault((heads, width), []).append((layer, which))
@@ -90,8 +90,8 @@ class PagedKV:
     def extend(self, prefix: Prefix, positions: torch.Tensor) -> Attend:
         """Attention of T tokens over each row's prefix and, causally, over themselves; writes their keys and values.
 
-        `positions` int64 [A, T], directly behind the prefix. A row's slot number s holds position s, so causality is
-        `slot <= position`, and stale slots behind it are never seen.
+        `positions` int64 [A, T], directly after the prefix. A row's slot s holds position s, so the causal mask is
+        `slot <= position`, which also hides stale slots.
         """
         (rows, length), write = positions.shape, self._writes(prefix.next_slots(positions))
         if prefix.longest == 0:
@@ -113,11 +113,11 @@ class PagedKV:
         return attend
 
     def tree(self, prefix: Prefix, suffix: "Suffix", positions: torch.Tensor, ancestors: torch.Tensor) -> Attend:
-        """Attention of T further nodes of a tree over each row's prefix and their ancestors in the tree. Their keys and
-        values are appended to `suffix`, not written to the cache.
+        """Attention of T further nodes of a tree over each row's prefix and their ancestors. Their keys and values are
+        appended to `suffix`, not written to the cache.
 
-        `positions` int64 [A, T]: the nodes'; `ancestors` bool [T, N]: which of the suffix's nodes, these included, each
-        of them sees.
+        `positions` int64 [A, T]: the nodes'; `ancestors` bool [T, N]: the mask of the T nodes over all nodes of the
+        suffix, themselves included.
         """
         suffix.positions = _append(suffix.positions, positions, 1)
         masks = Masks(prefix, positions, suffix.positions, ancestors)
@@ -138,8 +138,8 @@ class PagedKV:
     def commit(self, suffix: "Suffix", prefix: Prefix, path: torch.Tensor) -> None:
         """Write the suffix's nodes `path`, int64 [A, P], to the P slots that follow each row's prefix.
 
-        The path may go on behind the accepted nodes: those slots are behind the new length, and the next round
-        overwrites them. The suffix may have padding rows behind the A.
+        `path` may be longer than the accepted path: the extra slots are after the new length and are overwritten in the
+        next round. The suffix may have padding rows after the A.
         """
         active, length = path.shape
         slots = prefix.slots(prefix.positions(length))  # [A, P]
@@ -149,7 +149,7 @@ class PagedKV:
             memory[:, slots] = kept[:, :active].take_along_dim(index, dim=3).transpose(2, 3)  # [n, A, P, K, D]
 
     def _by_layer(self, tensors: list[torch.Tensor]) -> _Pairs:
-        """Each layer's keys and values, of tensors with the first dimension of `memory`'s."""
+        """Each layer's keys and values, as views of tensors whose first dimensions are those of `memory`."""
         rows = [tensor.unbind() for tensor in tensors]
         return {layer: (rows[i][j], rows[m][n]) for layer, (i, j, m, n) in self._where.items()}
 
@@ -178,12 +178,12 @@ class PagedKV:
     def _over_slots(
         self, prefix: Prefix, seen: VisibleSlots, slots: int, more: int = 0
     ) -> Callable[[int, torch.Tensor, Rule], tuple[torch.Tensor, torch.Tensor]]:
-        """A function of layer, q [A, Q, T, D] and rule: attention over what is `seen` of the rows' first `slots` slots.
+        """A function of layer, q [A, Q, T, D] and rule: attention over the rows' first `slots` slots, masked by `seen`.
 
-        It returns [A, Q, T, D] and the log-sum-exp [A, Q, T]. On a GPU the slots of few queries are read through the
-        block table. Else keys and values are gathered first, see `_committed`.
+        It returns the output [A, Q, T, D] and the log-sum-exp [A, Q, T]. On a GPU and with few queries it is paged
+        attention through the block table. Else keys and values are gathered first, see `_committed`.
         """
-        committed: list[Callable[[int], tuple[torch.Tensor, torch.Tensor]]] = []  # made when a layer asks for it
+        committed: list[Callable[[int], tuple[torch.Tensor, torch.Tensor]]] = []  # made on first use
 
         def attend(layer: int, q: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
             keys, values = self.layers[layer]
@@ -201,7 +201,7 @@ class PagedKV:
     ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
         """A function that returns a layer's keys and values in each row's first `slots` slots, [A, K, slots, D].
 
-        Views where the row's slots are a range; gathered otherwise, with zeros behind the prefix and `more` tokens.
+        Views if the row's slots are a range; else gathered, with zeros after the prefix and `more` tokens.
         """
         if isinstance(prefix, ContiguousPrefix):
             assert slots <= prefix.capacity, (slots, prefix)
@@ -209,7 +209,7 @@ class PagedKV:
         held = prefix.lengths + more
         positions = torch.arange(slots, device=held.device).expand(len(held), -1)  # [A, slots]
         index = prefix.slots(positions).masked_fill(positions >= held.unsqueeze(1), ZEROS * BLOCK)
-        flat = index.flatten()  # on a CPU index_select takes half the time of indexing with two dimensions
+        flat = index.flatten()  # on a CPU index_select takes half the time of 2-D indexing
 
         def gathered(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
             k, v = (x.index_select(0, flat).unflatten(0, index.shape).transpose(1, 2) for x in self.layers[layer])
@@ -221,7 +221,7 @@ class PagedKV:
 class BlockEnds:
     """The target's hidden state at the last token of each block, [blocks, H].
 
-    A sequence that reuses a cached prefix needs it: the draft pairs its first new token with the hidden state before.
+    A sequence with a cached prefix needs it: the draft's input at its first new token is the hidden state before.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device | str):
@@ -241,7 +241,7 @@ class BlockEnds:
         return [self.hidden.unsqueeze(0)]
 
     def write(self, prefix: Prefix, hidden: torch.Tensor) -> None:
-        """Store those of the hidden states [A, T, H], of the T tokens behind each row's prefix, that end a block."""
+        """Store, of the hidden states [A, T, H] of the T tokens after each row's prefix, those at block ends."""
         slots = prefix.slots(prefix.positions(hidden.shape[1]))
         self.hidden[torch.where(slots % BLOCK == BLOCK - 1, slots // BLOCK, SCRATCH)] = hidden
 
@@ -256,7 +256,7 @@ def _joint(
     masks: "Masks",
 ) -> torch.Tensor:
     """Attention of a tree's nodes q [A, Q, T, D] over the committed keys, values [A, K, S, D] and the nodes' k, v
-    [A, K, N, D] in one product, under a mask [A, 1, T, S + N] that is made once for all layers of the same reach."""
+    [A, K, N, D] in one product; the mask [A, 1, T, S + N] is made once for all layers of the same reach."""
     mask = masks.joint(rule, (len(q), 1, q.shape[2]), keys.shape[2], k.shape[2])
     keys, values = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
     return with_sinks(*partial_attention(q, keys, values, mask, rule), rule)
@@ -267,7 +267,7 @@ def _append(tensor: torch.Tensor | None, more: torch.Tensor, dim: int) -> torch.
 
 
 class Suffix:
-    """Keys and values of a tree's nodes, which are written to the cache only when they are accepted.
+    """Keys and values of a tree's nodes, which are written to the cache only after acceptance.
 
     `layers`: [A, K, N, D] each, by layer.
     """
@@ -279,12 +279,12 @@ class Suffix:
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Append a layer's k, v [A, K, T, D] of T further nodes."""
         before = self.layers.get(layer, (None, None))
-        # Copies: the memory of k and v may be reused after the call.
+        # Copied, because the memory of k and v may be reused after the call.
         self.layers[layer] = _append(before[0], k, 2), _append(before[1], v, 2)
 
 
 class Masks:
-    """Which slots of the prefix and which nodes a tree's T nodes see; made once for all layers of the same reach."""
+    """Masks of a tree's T nodes over the prefix and over the nodes; made once for all layers of the same reach."""
 
     def __init__(self, prefix: Prefix, positions: torch.Tensor, suffix_positions: torch.Tensor, seen: torch.Tensor):
         """`positions` int64 [A, T]: the querying nodes'; `suffix_positions` int64 [A, N]; `seen` bool [T, N]."""
@@ -294,7 +294,7 @@ class Masks:
         self._joint_masks: dict[tuple, torch.Tensor] = {}
 
     def suffix(self, rule: Rule) -> torch.Tensor | None:
-        """Additive mask [A or 1, 1, T, N] over the nodes; None for a single node, which sees itself."""
+        """Additive mask [A or 1, 1, T, N] over the nodes; None for a single node, which attends to itself."""
         if rule.reach not in self._suffix_masks:
             self._suffix_masks[rule.reach] = self._suffix_mask(rule)
         return self._suffix_masks[rule.reach]

@@ -1,4 +1,4 @@
-"""The committed slots of a batch's rows: how long each row is, its block table, and where its tokens lie.
+"""The committed slots of a batch's rows: length, block table, and the slots of positions.
 
 Knows nothing of keys, values, models or requests. DESIGN section 3.6.
 
@@ -18,9 +18,9 @@ ZEROS, SCRATCH = 0, 1
 
 
 class Prefix:
-    """The committed slots of each active row, and the row's blocks, those for the next round included.
+    """The number of committed slots of each active row, and its block table, blocks of the next round included.
 
-    `Prefix.of` makes the kind that fits: PagedPrefix, or ContiguousPrefix for one row whose slots are a range.
+    `Prefix.of` picks the subclass: ContiguousPrefix for one row whose slots are a range, else PagedPrefix.
     """
 
     longest: int  # on the host: the greatest of the lengths, or an upper bound
@@ -40,7 +40,7 @@ class Prefix:
     def of(
         lengths: list[int], blocks: list[list[int]], device: torch.device, on_device: torch.Tensor | None = None
     ) -> "Prefix":
-        """Of each row's length and blocks. `on_device`: the lengths int64 [A], where the device has them already."""
+        """From each row's length and blocks. `on_device`: the lengths int64 [A], if they are on the device already."""
         if len(blocks) == 1 and blocks[0] == list(range(blocks[0][0], blocks[0][0] + len(blocks[0]))):
             return ContiguousPrefix(lengths[0], blocks[0], device, on_device)
         width = max(map(len, blocks))
@@ -54,11 +54,11 @@ class Prefix:
         return PagedPrefix(tensor, self.blocks, max(lengths), len(set(lengths)) > 1)
 
     def with_device_lengths(self, lengths: torch.Tensor, longest: int) -> "Prefix":
-        """The same rows with lengths int64 [A] that the host does not know, at most `longest`."""
+        """The same rows with lengths int64 [A] that are on the device only; each is at most `longest`."""
         return PagedPrefix(lengths, self.blocks, longest, ragged=True)
 
     def advanced(self, tokens: int) -> "Prefix":
-        """The same rows, each `tokens` longer."""
+        """The same rows, each longer by `tokens`."""
         return PagedPrefix(self.lengths + tokens, self.blocks, self.longest + tokens, self.ragged)
 
     def positions(self, count: int) -> torch.Tensor:
@@ -79,22 +79,22 @@ class Prefix:
 
 
 class PagedPrefix(Prefix):
-    """The prefix of any batch: lengths and block table are tensors."""
+    """The general case: lengths and block table are tensors."""
 
     def __init__(self, lengths: torch.Tensor, blocks: torch.Tensor, longest: int, ragged: bool):
         self.lengths, self.blocks, self.longest, self.ragged = lengths, blocks, longest, ragged
 
 
 class ContiguousPrefix(Prefix):
-    """The prefix of one row whose length the host knows and whose blocks are consecutive: its slots are a range.
+    """One row with consecutive blocks and a length that is known on the host: its slots are a range.
 
-    So keys and values are read as views, without a gather; the tensors are made only when they are asked for.
+    Keys and values are read as views, without a gather; the tensors of `Prefix` are made on first use.
     """
 
     ragged = False
 
     def __init__(self, length: int, blocks: list[int], device: torch.device, on_device: torch.Tensor | None = None):
-        """`blocks`: consecutive. `on_device`: the length int64 [1], where the device has it already."""
+        """`blocks`: consecutive. `on_device`: the length int64 [1], if it is on the device already."""
         self.longest, self.first_slot = length, blocks[0] * BLOCK
         self._row, self._device, self._on_device = blocks, device, on_device
 

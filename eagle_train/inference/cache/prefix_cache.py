@@ -1,9 +1,9 @@
-"""Prefix caching: tokens that are in the cache already are not prefilled again. Paper section 3.4 (persistent KV).
+"""Prefix caching: a cached prefix is not prefilled again. Paper section 3.4 (persistent KV).
 
 A full block's hash depends on its tokens and, by chaining, on all tokens before them. A block is looked up among the
-registered blocks of the store (block_pool.py), then in host memory, to which evicted blocks are offloaded. A block is
-kept as a whole: the target's keys and values, the drafter's, and the target's hidden state at the block's last token,
-with which the draft's next slot is paired. Knows nothing of models or sampling. DESIGN section 3.6.
+registered blocks of the store (block_pool.py), then in host memory, to which evicted blocks are offloaded. A block
+holds the keys and values of target and drafter, and the target's hidden state at its last token, which the draft needs
+as input for the token after it. Knows nothing of models or sampling. DESIGN section 3.6.
 """
 
 from array import array
@@ -18,7 +18,7 @@ from eagle_train.ops.transfer import empty_pinned, to_device
 
 
 def block_hashes(tokens: list[int], hashes: list[bytes]) -> list[bytes]:
-    """The hashes of the full blocks of `tokens`. `hashes`: the first ones, where they are known; extended in place."""
+    """The hashes of the full blocks of `tokens`. `hashes`: those that are known, from the first; extended in place."""
     for end in range((len(hashes) + 1) * BLOCK, len(tokens) + 1, BLOCK):
         before = hashes[-1] if hashes else b""
         hashes.append(blake2b(before + array("q", tokens[end - BLOCK : end]).tobytes(), digest_size=16).digest())
@@ -26,10 +26,10 @@ def block_hashes(tokens: list[int], hashes: list[bytes]) -> list[bytes]:
 
 
 class HostKV:
-    """Evicted blocks in host memory, by hash; the least recently used are overwritten."""
+    """Evicted blocks in host memory, by hash, with least-recently-used replacement."""
 
     def __init__(self, memory: BlockMemory, blocks: int):
-        """`blocks`: how many fit."""
+        """`blocks`: the capacity."""
         self._memory, self._blocks = memory, blocks
         self.place: dict[bytes, int] = {}  # entry of the tensors by hash, the least recently used first
         self._kept = [
@@ -37,7 +37,7 @@ class HostKV:
         ]  # [blocks, n, ...] for each [n, blocks, ...]
 
     def put(self, blocks: list[int], hashes: list[bytes]) -> None:
-        """Copy these blocks from the stores to the host; where not all fit, the last ones."""
+        """Copy these blocks from the stores to the host; if not all fit, the last ones."""
         new = [pair for pair in zip(blocks, hashes, strict=True) if not self.touch(pair[1])][-self._blocks :]
         for _, key in new:
             full = len(self.place) == self._blocks
@@ -49,7 +49,7 @@ class HostKV:
                 kept[self.place[key]].copy_(block, non_blocking=True)
 
     def get(self, hashes: list[bytes], blocks: list[int]) -> None:
-        """Copy the blocks of these hashes from the host to these blocks of the stores."""
+        """Copy the host's blocks with these hashes to `blocks` of the stores."""
         for kept, stored in zip(self._kept, self._memory.by_block, strict=True):
             found = [kept[self.place[key]].to(stored.device, non_blocking=True) for key in hashes]
             stored[:, to_device(blocks, stored.device, torch.long)] = torch.stack(found, 1)
@@ -68,18 +68,18 @@ class HostKV:
 
 
 class PrefixCache:
-    """Finds cached blocks for the beginning of a sequence, and registers the blocks that sequences fill."""
+    """Finds cached blocks for the prefix of a sequence, and registers the blocks that sequences fill."""
 
     def __init__(self, memory: BlockMemory, host_blocks: int):
-        """`host_blocks`: evicted blocks that are kept in host memory; 0: none."""
+        """`host_blocks`: capacity in host memory for evicted blocks; 0: none."""
         self._pool = memory.pool
         self.host = HostKV(memory, host_blocks) if host_blocks > 0 else None
         if self.host is not None:
             self._pool.on_evict = self.host.put
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
-        """The store's blocks that hold the beginning of the sequence. At least one token is left to prefill, whose
-        hidden state decoding starts from."""
+        """The store's blocks that hold a prefix of the sequence. At least one token is left to prefill, because
+        decoding starts from its hidden state."""
         tokens, found = sequence.to_prefill, []
         for key in block_hashes(tokens, sequence.block_hashes)[: (len(tokens) - 1) // BLOCK]:
             if key not in self._pool.block_of:
@@ -88,7 +88,7 @@ class PrefixCache:
         return found
 
     def attach(self, sequence: Sequence) -> None:
-        """Give the sequence, which has no blocks, the store's blocks that hold its beginning."""
+        """Assign the store's blocks of its prefix to the sequence, which has no blocks yet."""
         assert not sequence.blocks
         sequence.blocks = self.cached_blocks(sequence)
         sequence.num_computed = len(sequence.blocks) * BLOCK
@@ -99,7 +99,7 @@ class PrefixCache:
                 self.host.touch(key)  # allocating the sequence's other blocks must not overwrite what `load` copies
 
     def load(self, sequence: Sequence) -> None:
-        """Copy the blocks that follow from host memory, as far as it has them, into the sequence's own blocks."""
+        """Copy the blocks that follow from host memory, as far as they are there, into the sequence's own blocks."""
         if self.host is None:
             return
         first, hashes = sequence.num_computed // BLOCK, []
@@ -113,7 +113,7 @@ class PrefixCache:
             self.register(sequence)
 
     def register(self, sequence: Sequence) -> None:
-        """Let other sequences find the blocks that this one has filled."""
+        """Register the full blocks of the sequence, so that other sequences can reuse them."""
         full = sequence.num_computed // BLOCK
         hashes = block_hashes((sequence.prompt + sequence.generated)[: full * BLOCK], sequence.block_hashes)
         for block, key in zip(sequence.blocks[:full], hashes[:full], strict=True):

@@ -1,4 +1,4 @@
-"""What proposes tokens: one file each, with the interface `drafter.Drafter`. DESIGN section 3.5."""
+"""Drafters, which propose tokens: one file each, with the interface `drafter.Drafter`. DESIGN section 3.5."""
 
 import sys
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from eagle_train.settings import instantiate
 def make_drafter(spec: Mapping[str, Any], target: Target, draft: Draft | None) -> Drafter | None:
     """The drafter that a YAML of conf/drafter describes: `_target_` called with target, draft and its other keys.
 
-    `spec` may be {file: FILE.yaml}; a module beside that file is found. None is plain decoding. Raises
-    UserError for what makes no drafter.
+    `spec` may be {file: FILE.yaml}; a module beside that file is importable. Returns None for plain decoding. Raises
+    UserError if the result is no drafter.
     """
     spec = drafter_spec(spec)
     drafter = instantiate(spec, "drafter", target=target, draft=draft)
@@ -32,7 +32,7 @@ def drafter_spec(spec: Mapping[str, Any]) -> Mapping[str, Any]:
         path = Path(spec["file"])
         check(path.is_file(), f"drafter={path}: no such file")
         folder = str(path.parent.resolve())
-        sys.path += [folder] if folder not in sys.path else []  # a module beside the YAML is found
+        sys.path += [folder] if folder not in sys.path else []  # a module beside the YAML is importable
         described: Any = OmegaConf.load(path)
         missing = [f"drafter.{key}" for key in described if OmegaConf.is_missing(described, key)]
         check(not missing, f"{' and '.join(missing)} is needed in {path}: write a value for ???")

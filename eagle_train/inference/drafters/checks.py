@@ -1,6 +1,7 @@
-"""What a user's drafter returns, checked, so that its mistake is one line or harmless. Knows nothing of requests.
+"""Checks of the return values of a user's drafter, so that a mistake is one line or harmless. Knows nothing of
+requests.
 
-Only shapes and types are looked at where a device computes: the host does not wait for values.
+On a GPU only shapes and types are checked, because values would need a synchronisation.
 
 Shapes: A active rows, N tree nodes, V vocabulary.
 """
@@ -14,10 +15,10 @@ from eagle_train.inference.drafters.drafter import Drafted, Drafter, Pending, Tr
 
 
 def checked_drafts(drafter: Drafter, drafted: Any, plan: TreePlan, pending: Pending, vocab_size: int) -> Drafted:
-    """What `drafter.propose` returned, with the pending token at each root, whatever the drafter wrote there.
+    """The return value of `drafter.propose`, with the pending token set at each root.
 
-    Raises UserError for what is no `Drafted` of int64 [A, N], with q None or [A, N, V]; on a CPU for token ids that
-    the target does not have, too.
+    Raises UserError unless it is a `Drafted` with tokens int64 [A, N], and q None or [A, N, V]; on a CPU also for token
+    ids outside the target's vocabulary.
     """
     name, last = f"drafter {type(drafter).__name__}: propose", pending.last
     check(isinstance(drafted, Drafted), f"{name} returned {type(drafted).__name__}; it must return a Drafted")
@@ -27,7 +28,7 @@ def checked_drafts(drafter: Drafter, drafted: Any, plan: TreePlan, pending: Pend
     check(tokens.dtype == torch.int64, f"{name} gave tokens of {tokens.dtype}; they must be torch.int64")
     if q is not None:
         _check_tensor(f"{name} gave q", q, (*shape, vocab_size), last.device)
-    tokens = torch.cat((last, tokens[:, 1:]), 1)  # a new one: theirs may be a view of something that they keep
+    tokens = torch.cat((last, tokens[:, 1:]), 1)  # a copy: theirs may be a view of the drafter's own state
     if tokens.device.type == "cpu":
         low, high = (int(each) for each in tokens.aminmax())
         wrong = low if low < 0 else high
@@ -36,7 +37,7 @@ def checked_drafts(drafter: Drafter, drafted: Any, plan: TreePlan, pending: Pend
 
 
 def checked_pending(drafter: Drafter, pending: Any) -> Pending:
-    """What `drafter.rewind` returned. Raises UserError for anything but a Pending."""
+    """The return value of `drafter.rewind`. Raises UserError unless it is a Pending."""
     name = f"drafter {type(drafter).__name__}: rewind"
     told = "it must return the Pending it was given, or the newest of it"
     check(isinstance(pending, Pending), f"{name} returned {type(pending).__name__}; {told}")

@@ -19,8 +19,8 @@ from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.grammar.guided import Guidance
 
-# Tokens of a row, each with a hidden state, that may wait for the drafter while nothing is drafted. It then processes
-# them in one forward, at nearly the cost per token of a prefill.
+# The most pending tokens of a row while nothing is drafted, each with a hidden state. The drafter then processes them
+# in one forward, at nearly the cost per token of a prefill.
 MAX_PENDING = 32
 
 
@@ -93,8 +93,8 @@ class Choice:
     """How a node's children are chosen: the mode of `sampling.propose`; temperature float32 [A] and noise float64
     [A, draws] are None for greedy.
 
-    `guidance`: which tokens the rows' grammars allow after a node; None without a grammar. What a drafter proposes
-    against it is rejected.
+    `guidance`: the tokens that the rows' grammars allow after a node; None without a grammar. Other drafts are rejected
+    in verification.
     """
 
     mode: str = "greedy"
@@ -104,10 +104,10 @@ class Choice:
 
 
 class Drafted(NamedTuple):
-    """A tree for each row. Siblings need not differ: of two that are the same token the first is accepted.
+    """A tree for each row. Siblings may be the same token; then only the first can be accepted.
 
-    Without `q` a node is accepted if it is what the target draws itself, which is right however the tokens were found.
-    So `q` is needed only where children were drawn from a distribution as `Choice.mode` asks, and may always be None.
+    Without `q` a node is accepted if it equals the target's own draw, which is exact for any way of drafting. So `q` is
+    needed only if children were drawn from a distribution as `Choice.mode` says, and may always be None.
     """
 
     tokens: torch.Tensor  # int64 [A, N], the pending token at the root
@@ -118,15 +118,15 @@ class Drafted(NamedTuple):
 class Drafter(Protocol):
     """Proposes tokens. Whatever it proposes, the outputs have the target's distribution.
 
-    All that it keeps of a sequence is in the sequence's blocks, so the engine alone evicts, shares and offloads it.
+    Its state of a sequence is in the sequence's blocks, so that eviction, prefix reuse and offload cover it.
     """
 
     caches: list[PagedKV]
-    """Its caches; the engine grows them with the target's."""
+    """Its caches; the engine resizes them together with the target's."""
 
     def compile(self, sizes: "Iterable[tuple[int, TreePlan]]") -> list[Callable[[], None]]:
-        """Use torch.compile from now on. Returns calls that compile for these pairs of batch size and plan; they raise
-        UserError where torch.compile fails."""
+        """Use torch.compile from now on. Returns functions that compile for these pairs of batch size and plan; they
+        raise UserError if torch.compile fails."""
 
     def prefill(
         self,
@@ -136,36 +136,36 @@ class Drafter(Protocol):
         hidden: torch.Tensor,
         before: torch.Tensor | None,
     ) -> None:
-        """Process prompts, or parts of them, behind their prefixes: tokens int64 [A, T], padded on the right; positions
+        """Prefill prompts, or chunks of them, after their prefixes: tokens int64 [A, T], padded on the right; positions
         int64 [A, T]; hidden [A, T, H]: the target's hidden states at the tokens; before [A, H]: those at the prefixes'
-        last tokens, None where all prefixes are empty."""
+        last tokens, None if all prefixes are empty."""
 
     def propose(
         self, plan: "TreePlan", prefix: Prefix, draft_prefix: Prefix, pending: Pending, choice: Choice
     ) -> Drafted:
         """A tree for each row. `prefix`: the tokens before the pending one; `draft_prefix`: those before
-        `pending.tokens`, which are in the drafter's cache. What the drafter keeps of `pending.tokens` it writes here,
-        to the slots behind `draft_prefix`.
+        `pending.tokens`, which are in the drafter's cache. The drafter writes its keys and values of `pending.tokens`
+        to the slots after `draft_prefix`.
 
-        Without a grammar it may be recorded as a CUDA graph (ops/graphs.py): it must not read a tensor's values on the
-        host, nor keep state of a round outside of the caches.
+        Without a grammar it may be captured as a CUDA graph (ops/graphs.py): it must not synchronise with the device,
+        nor keep state of a round outside the caches.
         """
 
     def rewind(
         self, plan: "TreePlan", prefix: Prefix, suffix: Suffix | None, node: torch.Tensor, pending: Pending
     ) -> Pending:
-        """Called after verification. `node` int64 [A]: the deepest accepted node of the proposed tree; `pending`: what
-        the round committed; `prefix`: as for `propose`; `suffix`: of its result.
+        """Called after verification. `node` int64 [A]: the deepest accepted node of the proposed tree; `pending`: the
+        round's committed tokens; `prefix`: as for `propose`; `suffix`: that of its result.
 
-        Returns the part of `pending` that the next `propose` is given: the newest tokens, at least the pending one.
+        Returns the part of `pending` that the next `propose` gets: the newest tokens, at least the pending one.
         """
 
 
 @dataclass(frozen=True)
 class Level:
-    """How one level of a tree is drafted: which of its nodes have children, and where these go.
+    """Index tables for drafting one level of a tree: which of its nodes have children, and where the children go.
 
-    Q nodes of the level have children, `most` at most. `None` stands for the identity.
+    Q nodes of the level have children, at most `most` each. `None` stands for the identity.
     """
 
     parents: torch.Tensor  # int64 [Q]: the nodes with children, as nodes of the tree
@@ -174,12 +174,12 @@ class Level:
     ancestors: torch.Tensor  # bool [Q, nodes with children in this and earlier levels, the root excluded]
     proposal: torch.Tensor | None  # int64 [next level]: each node's index among the Q * most proposed tokens
     most: int  # the most children of a node
-    noise: slice  # of a round's random numbers, those that the multinomial modes use in this level
+    noise: slice  # the columns of a round's random numbers that the multinomial modes use in this level
 
 
 @dataclass(frozen=True)
 class TreePlan:
-    """A tree with the tables for drafting it. Those for verifying it are in `Tree`."""
+    """A tree with its tables for drafting. Those for verification are in `Tree`."""
 
     tree: Tree
 
@@ -204,8 +204,8 @@ class TreePlan:
 
     @property
     def num_draws(self) -> int:
-        """Random numbers of a row for a round with drawn drafts: one for the next token, a coin per node by which it is
-        accepted, the drafts' noise."""
+        """Random numbers of a row for a round with drawn drafts: one for the next token, one per node for its
+        acceptance, and the drafts' noise."""
         return 1 + self.tree.num_nodes + (self.levels[-1].noise.stop if self.levels else 0)
 
 

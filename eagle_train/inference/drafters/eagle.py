@@ -1,4 +1,4 @@
-"""The EAGLE drafter: the draft's cache is aligned with the target's, then a tree grows level by level.
+"""The EAGLE drafter: processes the pending tokens with the target's hidden states, then drafts a tree level by level.
 
 Paper sections 2, 3.2 and 3.4; DESIGN sections 3.1, 3.5. Knows nothing of validation or requests.
 
@@ -29,10 +29,10 @@ ALIGNMENTS = ("accepted", "last")
 class Eagle:
     """Proposes with an EAGLE draft.
 
-    `alignment`: which tokens of a round the draft reads again, with the target's hidden states instead of its own
+    `alignment`: which tokens of a round the draft processes again, with the target's hidden states instead of its own
     (paper section 3.4): all `accepted` ones, as EAGLE does; or the `last` alone, as the paper does, and the one before
-    it where that was a leaf, which the draft has not read at all. Drafts then hang on how the text came about: what is
-    read anew, after a preemption or for another request that begins alike, is read with the target's hidden states.
+    it if that was a leaf, which the draft has not processed. With `last`, drafts depend on a sequence's history: tokens
+    that are prefilled again, after a preemption or in another request, get the target's hidden states.
     """
 
     def __init__(self, draft: Draft, target: Target, alignment: str = "accepted"):
@@ -52,13 +52,13 @@ class Eagle:
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """The draft's hidden states [A, T, H] at tokens [A, T], each with the hidden state before it."""
+        """The draft's hidden states [A, T, H] at tokens [A, T]; `hidden` [A, T, H]: at the token before each."""
         return self.draft(self.target.embed(tokens), hidden, positions, attend)
 
     def forward_at(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Those of `forward` [A, N, H] at `wanted` [A, N] of the tokens."""
+        """The hidden states of `forward` at the indices `wanted` int64 [A, N] alone, [A, N, H]."""
         return self.draft(self.target.embed(tokens), hidden, positions, attend, wanted)
 
     def compile(self, sizes: Iterable[tuple[int, TreePlan]]) -> list[Callable[[], None]]:
@@ -78,7 +78,7 @@ class Eagle:
         ]
 
     def prepare(self, forward: Compiled, rows: int, length: int) -> None:
-        """Have `run_forward` or `run_forward_at` compiled for these sizes."""
+        """Compile `run_forward` or `run_forward_at` for tokens [rows, length]."""
         hidden = self.target.embedding.new_zeros(rows, length, self.draft.config.hidden_size)
         tokens = torch.zeros(rows, length, dtype=torch.long, device=hidden.device)
         wanted = [tokens.new_zeros(rows, 1)] if forward is self.run_forward_at else []
@@ -96,7 +96,7 @@ class Eagle:
         if before is not None:  # the rows that have a prefix
             follows = (positions[:, 0] > 0).unsqueeze(1)
             previous[:, 0] = torch.where(follows, before, previous[:, 0])
-        # Of the hidden states none is wanted: the caches are what a prompt is read for.
+        # No hidden state is needed: prefill only fills the cache.
         self.forward_at(tokens, previous, positions, positions[:, :0], self.cache.extend(prefix, positions))
 
     def propose(
@@ -106,7 +106,7 @@ class Eagle:
         return self.grow(plan, hidden, pending.last, prefix, choice)
 
     def align(self, prefix: Prefix, pending: Pending) -> torch.Tensor:
-        """Read the pending tokens with the target's hidden states. Returns the draft's at the last one [A, 1, H]."""
+        """Process the pending tokens with the target's hidden states. Returns the draft's at the last one [A, 1, H]."""
         count = pending.tokens.shape[1]
         positions = prefix.positions(count)
         attend = self.cache.extend(prefix, positions)
@@ -117,8 +117,8 @@ class Eagle:
     def grow(
         self, plan: TreePlan, root_hidden: torch.Tensor, root_token: torch.Tensor, prefix: Prefix, choice: Choice
     ) -> Drafted:
-        """The tree below the root [A, 1], whose hidden state [A, 1, H] is the draft's, behind `prefix`. Returns what
-        `propose` does."""
+        """Draft the tree below the root token [A, 1] after `prefix`; `root_hidden` [A, 1, H]: the draft's hidden states
+        there. Returns what `propose` does."""
         active, suffix = len(root_token), None if plan.is_chain else Suffix()
         tokens, hidden, q = [root_token], root_hidden, None  # tokens [A, nodes] of each level
         behind_root = prefix.advanced(1)
@@ -128,7 +128,7 @@ class Eagle:
                     choice.guidance.set_tokens(torch.cat(tokens, 1))
                 inner, before = pick(tokens[-1], level.inner), behind_root.advanced(depth - 1)
                 positions = before.positions(1).expand(active, inner.shape[1])
-                if suffix is None:  # nothing stands beside a node that the cache must not show it
+                if suffix is None:  # a chain has no siblings, so its nodes may be written to the cache at once
                     attend = self.cache.extend(before, positions)
                 else:
                     attend = self.cache.tree(behind_root, suffix, positions, level.ancestors)
@@ -141,7 +141,7 @@ class Eagle:
         return Drafted(torch.cat(tokens, 1), q, suffix)
 
     def children(self, hidden: torch.Tensor, level: Level, choice: Choice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The most tokens a parent of the level has, for each [A, parents, most], and what they were drawn from."""
+        """`level.most` proposed tokens for each parent of the level, [A, Q, most], and q [A, Q, V] or None."""
         noise = None if choice.noise is None else choice.noise[:, level.noise].unflatten(1, (-1, level.most))
         logits = self.head.lm_head(hidden)
         if choice.guidance is not None:
@@ -154,7 +154,7 @@ class Eagle:
     ) -> Pending:
         if self.alignment == "accepted":
             return pending
-        if suffix is not None:  # a leaf on the path has nothing to write; its slot is read again before it is seen
+        if suffix is not None:  # a leaf has no keys and values; its slot is written by the next `align`
             self.cache.commit(suffix, prefix.advanced(1), plan.place[plan.tree.path_to[node][:, 1:]])
         is_leaf = plan.tree.children[node, 0] < 0
         return pending.newest(1 + (is_leaf & (node > 0)).long(), min(2, pending.tokens.shape[1]))
@@ -167,5 +167,5 @@ def make_eagle(target: Target, draft: Draft | None, alignment: str = "accepted")
 
 
 def check_alignment(alignment: str) -> None:
-    """Raise UserError for one that there is not."""
+    """Raise UserError unless `alignment` is one of ALIGNMENTS."""
     check(alignment in ALIGNMENTS, f"draft.alignment={alignment}: must be {' or '.join(ALIGNMENTS)}")

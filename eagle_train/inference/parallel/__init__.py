@@ -1,1 +1,1 @@
-"""Decoding over several processes: tensor parallel, and prefill apart from decoding."""
+"""Inference on several processes: tensor parallelism and disaggregated prefill."""

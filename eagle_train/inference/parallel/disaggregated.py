@@ -1,8 +1,8 @@
-"""Disaggregated prefill: one process decodes, others read the prompts for it. Paper section 3.3.
+"""Disaggregated prefill: one process decodes, others prefill for it. Paper section 3.3.
 
-The process of rank 0 has the requests. It sends new prompts to the other ranks (`PrefillServer`), which return each
-prompt's first token, last hidden state, and keys and values of target and draft; it writes these into blocks of its own
-and decodes. Prompts that a prefill process cannot read, or not in time, the decode process reads itself.
+Rank 0 is the decode process and has the requests. It sends new prompts to the prefill processes (`PrefillServer`), the
+other ranks. They return each prompt's first token, last hidden state, and keys and values of target and draft, which
+rank 0 writes into its own KV cache blocks. If a prefill process fails or times out, rank 0 prefills the prompts itself.
 
     world = distributed.start(device)
     lines = connect(world)
@@ -13,9 +13,9 @@ and decodes. Prompts that a prefill process cannot read, or not in time, the dec
     else:
         PrefillServer(target, draft).serve(lines)
 
-Messages are JSON, then one tensor, through host memory and Gloo on any device: with NCCL, waiting in vain for a process
-takes the waiting one down. Under torchrun a process that dies takes the others with it all the same; started one by
-one, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, the rest goes on.
+Messages are JSON, then one tensor, over Gloo and host memory on any device, because a timeout in NCCL ends the waiting
+process. torchrun ends all processes when one dies; processes that are started one by one, with RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT set, keep running.
 
 Shapes: A sequences, T tokens of a text, H hidden.
 """
@@ -45,18 +45,18 @@ from eagle_train.inference.requests.prefiller import Chunk
 from eagle_train.inference.requests.sequence import SamplingParams, Sequence, is_number
 from eagle_train.models.target import Target
 
-DECODER = 0  # its rank
+DECODER = 0  # the rank of the decode process
 FOREVER = timedelta(days=365)
-_LONGEST_S = 10**9  # that anything can be waited for
+_LONGEST_S = 10**9  # the largest timeout
 _POLL_S = 0.01
 _NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """The connection between the decode process and one prefill process, in a process group of their own: Gloo closes
-    all of a group's connections when one does not answer in time. Methods raise RuntimeError then, or where the other
-    process is gone."""
+    """The connection between the decode process and one prefill process. It has its own process group, because Gloo
+    closes all connections of a group after a timeout. Methods raise RuntimeError on a timeout, or if the other process
+    has ended."""
 
     other: int  # rank
     group: Any
@@ -65,23 +65,23 @@ class Line:
         self._wait(dist.isend(tensor, self.other, self.group), timeout)
 
     def recv_tensor(self, tensor: torch.Tensor, timeout: timedelta = FOREVER) -> torch.Tensor:
-        """Received in place."""
+        """Receive into `tensor` and return it."""
         self._wait(dist.irecv(tensor, self.other, self.group), timeout)
         return tensor
 
     @staticmethod
     def _wait(work: dist.Work | None, timeout: timedelta) -> None:
-        assert work is not None  # as it is for a process outside of the group alone
+        assert work is not None  # it is None only for a process outside the group
         work.wait(timeout)
 
     def send(self, message: Any, timeout: timedelta = FOREVER) -> None:
-        """Send what JSON can hold."""
+        """Send a value that JSON can represent."""
         text = torch.frombuffer(bytearray(_as_json(message).encode()), dtype=torch.uint8)
         self.send_tensor(torch.tensor([len(text)]), timeout)
         self.send_tensor(text, timeout)
 
     def recv(self, timeout: timedelta = FOREVER) -> Any:
-        """What the other process sends by `send`."""
+        """Receive a value that the other process sent with `send`."""
         length = self.recv_tensor(torch.empty(1, dtype=torch.int64), timeout)
         return json.loads(self.recv_tensor(torch.empty(int(length), dtype=torch.uint8), timeout).numpy().tobytes())
 
@@ -92,9 +92,9 @@ def _as_json(message: Any) -> str:
 
 
 def connect(world: World) -> list[Line]:
-    """The decode process's lines to the prefill processes, or a prefill process's one line to it. All ranks must call
-    it, once. Raises UserError where there is one process only."""
-    check(world.size > 1, "1 process was started: one decodes, and at least one more must read the prompts")
+    """The decode process's lines to the prefill processes, or a prefill process's one line to it. Collective: all ranks
+    must call it, once. Raises UserError if there is only one process."""
+    check(world.size > 1, "1 process was started: start at least 2, one for decoding and one for prefill")
     groups = {rank: dist.new_group([DECODER, rank], backend="gloo") for rank in range(world.size) if rank != DECODER}
     if world.rank == DECODER:
         return [Line(rank, group) for rank, group in groups.items()]
@@ -103,7 +103,7 @@ def connect(world: World) -> list[Line]:
 
 @dataclass(eq=False)
 class _Task:
-    """Sequences whose texts a prefill process reads, each from where its cache ends, and the answer that is awaited."""
+    """A prefill task of a prefill process: sequences, each from its first token that is not in the cache."""
 
     sequences: list[Sequence]
     starts: list[int]
@@ -112,29 +112,29 @@ class _Task:
 
 
 class RemotePrefill:
-    """Prompts are read by the prefill processes, while there are any; an `Engine`'s `prefill`."""
+    """Prefills on the prefill processes, as long as there are any; an `Engine`'s `prefill`."""
 
     def __init__(self, lines: list[Line], timeout_s: float = 60.0):
-        """`lines`: from `connect`. `timeout_s`: a prefill process that takes longer for a task is given up. Raises
-        UserError."""
+        """`lines`: from `connect`. `timeout_s`: a prefill process that takes longer for a task is dropped.
+        Raises UserError."""
         right = is_number(timeout_s, 0, _LONGEST_S) and timeout_s > 0
         check(right, f"timeout_s={shown(timeout_s)}: must be above 0, and at most {_LONGEST_S} seconds")
-        check(len(lines) > 0, "lines=[]: must be those to the prefill processes, as connect gives them")
+        check(len(lines) > 0, "lines=[]: must be the lines to the prefill processes that connect returns")
         self._timeout = timedelta(seconds=timeout_s)
-        self._tasks: dict[Line, _Task | None] = dict.fromkeys(lines)  # the line whose turn is next comes first
+        self._tasks: dict[Line, _Task | None] = dict.fromkeys(lines)  # in round-robin order, the next line first
         self._threads = ThreadPoolExecutor(len(lines))
-        self._returned: set[Sequence] = set()  # whose texts came back unread
-        self._first_tokens: dict[Sequence, int] = {}  # of texts read elsewhere, until they decode
+        self._returned: set[Sequence] = set()  # whose prefill failed elsewhere, to be prefilled here
+        self._first_tokens: dict[Sequence, int] = {}  # of sequences prefilled elsewhere, until they decode
 
     def attach(self, parts: Parts) -> "RemotePrefill":
-        """Read for this engine. Raises UserError where the target is divided over ranks."""
+        """Prefill for the engine with these parts. Raises UserError if its target is divided over ranks."""
         target = parts.target
-        check(target.together is None, f"target {target.name}: disaggregated, it must be whole on every rank")
+        check(target.together is None, f"target {target.name}: disaggregated prefill needs it whole on every rank")
         self._parts, self._local = parts, parts.prefiller
         return self
 
     def prefill(self, chunks: list[Chunk], is_decoding: bool) -> None:
-        """Take in what was read, and hand out new texts. Waits a moment where there is nothing else to do."""
+        """Collect finished tasks and send new ones. Waits briefly if there is nothing to decode or to send."""
         here = any(sequence in self._returned for sequence, _ in chunks)
         if not is_decoding and not here and (not chunks or None not in self._tasks.values()):
             answers = [task.answer for task in self._tasks.values() if task is not None]
@@ -147,7 +147,7 @@ class RemotePrefill:
         self._returned.intersection_update(self._parts.scheduler.unfinished)
 
     def first_tokens(self, sequences: list[Sequence]) -> list[int]:
-        """Those that were sampled elsewhere, and those sampled here."""
+        """First tokens, received with the answers or sampled here."""
         own = [sequence for sequence in sequences if sequence not in self._first_tokens]
         drawn = dict(zip(own, self._local.first_tokens(own), strict=True)) if own else {}
         drawn |= self._first_tokens
@@ -155,15 +155,15 @@ class RemotePrefill:
         return [drawn[sequence] for sequence in sequences]
 
     def close(self) -> None:
-        """Let the prefill processes end. Nothing may be handed out afterwards."""
+        """End the prefill processes. The object cannot be used afterwards."""
         self._threads.shutdown()
         for line, task in self._tasks.items():
             if task is None or task.answer.exception() is None:
-                with suppress(RuntimeError):  # it died in the meantime
+                with suppress(RuntimeError):  # it may have ended
                     line.send(None, self._timeout)
 
     def _hand_out(self, sequences: list[Sequence]) -> None:
-        """Divide texts between the idle prefill processes, in turn."""
+        """Divide sequences between the idle prefill processes, round-robin."""
         idle = [line for line, task in self._tasks.items() if task is None]
         target = self._parts.target
         for place, line in enumerate(idle[: len(sequences)]):
@@ -180,7 +180,7 @@ class RemotePrefill:
                 "size": sum(sizes),
             }
             task = _Task(some, starts, sizes, self._threads.submit(self._ask, line, request))
-            del self._tasks[line]  # and to the end of the queue
+            del self._tasks[line]  # moves the line to the end of the order
             self._tasks[line] = task
             for sequence in some:
                 sequence.remote_task = task
@@ -190,7 +190,7 @@ class RemotePrefill:
         its prefill failed. Runs in a thread, so that decoding goes on."""
         line.send(request, self._timeout)
         answer = line.recv(self._timeout)
-        if answer["number"] != request["number"]:  # of a request that an earlier engine gave up
+        if answer["number"] != request["number"]:  # of a request that an earlier engine abandoned
             raise RuntimeError("its answer is to another request")
         if "tokens" not in answer:
             return None
@@ -199,15 +199,15 @@ class RemotePrefill:
         return answer["tokens"], line.recv_tensor(payload, self._timeout)
 
     def _collect(self, line: Line) -> None:
-        """Take in a prefill process's answer, if it has come: its sequences were read, or are to be read here. Some may
-        have been cancelled or preempted in the meantime."""
+        """Collect a prefill process's answer, if it is there: its sequences are prefilled, or will be here. Sequences
+        that were cancelled or preempted in the meantime are ignored."""
         task = self._tasks[line]
         if task is None or not task.answer.done():
             return
         self._tasks[line] = None
         if error := task.answer.exception():
             del self._tasks[line]
-            warnings.warn(f"prefill process {line.other} is given up: {one_line(error)}", stacklevel=2)
+            warnings.warn(f"prefill process {line.other} is dropped: {one_line(error)}", stacklevel=2)
         answer = None if error else task.answer.result()
         rows = [row for row, each in enumerate(task.sequences) if each.remote_task is task and not each.finish_reason]
         new = [task.sequences[row] for row in rows]
@@ -224,7 +224,7 @@ class RemotePrefill:
 
 
 class PrefillServer:
-    """Reads prompts for the decode process."""
+    """Prefills for the decode process."""
 
     def __init__(
         self,
@@ -233,18 +233,18 @@ class PrefillServer:
         config: EngineConfig | None = None,
         **options: Any,
     ):
-        """As an `Engine`'s arguments; target, draft and `prefix_cache` must be the decode process's own."""
+        """Arguments as for `Engine`; target, draft and `prefix_cache` must be those of the decode process."""
         config = replace(config or EngineConfig(), **options)
         self._parts = build_parts(target, draft, "chain3", "cpu", config, None)
 
     def serve(self, lines: list[Line]) -> None:
-        """Read prompts until the decode process closes. `lines`: from `connect`."""
+        """Serve prefill requests until the decode process closes. `lines`: from `connect`."""
         (line,) = lines
         while request := line.recv():
             try:
                 tokens, payload = self.prefill(request)
-            except Exception as error:  # whatever it was, the decode process reads these itself
-                warnings.warn(f"{len(request['texts'])} texts go back unread: {one_line(error)}", stacklevel=2)
+            except Exception as error:  # after any error the decode process prefills these itself
+                warnings.warn(f"prefill of {len(request['texts'])} texts failed: {one_line(error)}", stacklevel=2)
                 for sequence in self._parts.scheduler.unfinished:
                     sequence.finish_reason = "failed"
                 self._parts.scheduler.leave()
@@ -255,12 +255,12 @@ class PrefillServer:
 
     @torch.inference_mode()
     def prefill(self, request: dict) -> tuple[list[int], torch.Tensor]:
-        """The texts' first tokens, and all else that the decode process needs of them. Raises UserError where it has
-        another target or draft."""
+        """The first token of each text, and the serialised rest (`_serialize_kv`) of all, a 1-D tensor. Raises
+        UserError if the decode process has another target or draft."""
         parts, scheduler, target = self._parts, self._parts.scheduler, self._parts.target
         sequences = []
         for place, (text, params) in enumerate(zip(request["texts"], request["params"], strict=True)):
-            params = replace(SamplingParams(**params), max_tokens=2, stop=None)  # the first token ends nothing here
+            params = replace(SamplingParams(**params), max_tokens=2, stop=None)  # no request ends with its first token
             sequences.append(Sequence(place, text, params, frozenset(), parts.requests.matcher_of(params)))
         same = target.identity.fingerprint == request["target"]
         check(same, f"target {target.name}: the decode process has another")
@@ -285,7 +285,7 @@ class PrefillServer:
 
 
 def _blocks_of(sequence: Sequence, start: int) -> list[int]:
-    """The blocks that hold a sequence's text from `start` on."""
+    """The blocks that hold a sequence's prompt from token `start` on."""
     return sequence.blocks[start // BLOCK : blocks_for(len(sequence.to_prefill))]
 
 

@@ -1,9 +1,8 @@
-"""The ranks that hold one target together: each samples some rows of the batch, and all get the results.
+"""Sampling on the ranks of one tensor-parallel target: each samples a part of the batch, and results are all-gathered.
 
-Paper section 3.2, DESIGN section 3.7. Every rank computes the same hidden states, so that any of them could sample any
-row. The batch is divided instead, padded to a multiple of the ranks: each applies the LM head, the probabilities and
-the verification to its own rows only. Random numbers hang on a row's seed and place, so that whoever samples it has the
-same ones. Knows nothing of models or requests.
+Paper section 3.2, DESIGN section 3.7. Every rank computes the same hidden states. The batch is padded to a multiple of
+the ranks and divided: each rank computes LM head, probabilities and verification for its own rows only. Random numbers
+depend on a row's seed and position alone, so that every rank would draw the same. Knows nothing of models or requests.
 
 Shapes: A active rows, R rows of a rank.
 """
@@ -15,19 +14,19 @@ import torch.distributed as dist
 
 
 class Ranks:
-    """The ranks of a process group; None: this process alone, and everything here costs nothing."""
+    """The ranks of a process group; None: one process, without communication."""
 
     def __init__(self, group: Any = None, device: torch.device | str = "cpu", divided: bool = True):
-        """`divided`: each rank samples some rows of the batch; False: each samples all of them."""
+        """`divided`: each rank samples a part of the batch; False: each samples all rows."""
         self.group, self.device, self.divided = group, device, divided and group is not None
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     def rows_per_rank(self, rows: int) -> int:
-        """How many of `rows` rows each rank samples."""
+        """The number of rows that each rank samples of a batch of `rows`."""
         return -(-rows // self.size) if self.divided else rows
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's rows [R, ...] of x [A, ...]: as many on every rank, the last row again where there are none."""
+        """This rank's rows [R, ...] of x [A, ...]. R is the same on every rank; padding repeats the last row."""
         if not self.divided:
             return x
         count = self.rows_per_rank(len(x))
@@ -35,7 +34,8 @@ class Ranks:
         return x[rows.clamp(max=len(x) - 1)]
 
     def all(self, batch: int, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the ranks found for their rows, int64 [R] or [R, W] each, for the whole batch; told in one call."""
+        """All-gather results of the ranks' rows, int64 [R] or [R, W] each, as [A] or [A, W]; `batch` is A. One
+        collective for all tensors."""
         if not self.divided:
             return own
         columns = torch.column_stack(own)
@@ -45,7 +45,7 @@ class Ranks:
         return tuple(part.reshape(batch, *x.shape[1:]) for part, x in zip(parts, own, strict=True))
 
     def least(self, number: int) -> int:
-        """The smallest of the ranks' numbers, on every rank; waited for."""
+        """All-reduce (min) of an integer; synchronises."""
         if self.group is None:
             return number
         least = torch.tensor(number, device=self.device)
@@ -53,9 +53,7 @@ class Ranks:
         return int(least)
 
     def agreed(self, x: torch.Tensor) -> torch.Tensor:
-        """The first rank's x, on every rank: drafts may hang on a rounding, and the target must read the same tokens.
-
-        In place."""
+        """Broadcast rank 0's x, in place: drafts may differ by rounding, and all ranks must verify the same tokens."""
         if self.group is not None:
             dist.broadcast(x, group=self.group, group_src=0)
         return x

@@ -26,23 +26,23 @@ class Prefiller(Protocol):
     """Prefills sequences, here or in other processes. Sets their `num_computed` and `last_hidden`."""
 
     def prefill(self, chunks: list[Chunk], is_decoding: bool) -> None:
-        """Prefill these chunks, or let other processes do so without waiting. `is_decoding`: there are rows to decode
-        meanwhile."""
+        """Prefill these chunks, or send them to other processes without waiting. `is_decoding`: the batch has rows to
+        decode."""
 
     def first_tokens(self, sequences: list[Sequence]) -> list[int]:
-        """The first tokens of sequences that are prefilled."""
+        """The first tokens of prefilled sequences."""
 
 
 class LocalPrefiller:
     """Prefills in this process."""
 
     def __init__(self, runner: Runner, requests: Requests, on_prefill: Callable[[Sequence], None]):
-        """`on_prefill`: called with a sequence when more of its tokens are in the caches."""
+        """`on_prefill`: called with each sequence after a chunk of it was written to the caches."""
         self._runner, self._requests, self._on_prefill = runner, requests, on_prefill
 
     def prefill(self, chunks: list[Chunk], is_decoding: bool) -> None:
-        """Prefill all chunks. Those with lengths between the same powers of two are one batch, of which padding is less
-        than half."""
+        """Prefill all chunks. Chunks with lengths between the same powers of two are one batch, so that less than half
+        of it is padding."""
         for _, alike in groupby(sorted(chunks, key=_octave), _octave):
             self._prefill_batch(list(alike))
 

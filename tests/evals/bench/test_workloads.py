@@ -34,7 +34,7 @@ def test_new_requests_join_or_wait(seconds):
 
 
 def test_first_tokens_of_one_step_have_one_time(seconds):
-    """Short and long prompts are read in two calls, a second each, and reported by one step."""
+    """Short and long prompts are prefilled in two calls, a second each, and reported by one step."""
     prompts = random_tokens(5, 40)
     outputs = serve(Engine(shared_target(), max_batch_size=2), timed_requests(*prompts, max_tokens=3, ignore_eos=True))
     assert [output.stats.ttft_s for output in outputs] == [2.0, 2.0]

@@ -126,7 +126,7 @@ def test_an_answer_to_something_else_is_refused():
     line.open.set()
     line.changed = {"number": -1, "tokens": [5]}
     engine = a_decoder(line)
-    with pytest.warns(UserWarning, match="^prefill process 1 is given up: its answer is to another request$"):
+    with pytest.warns(UserWarning, match="^prefill process 1 is dropped: its answer is to another request$"):
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers_of("gemma2"))
     assert inside(engine).prefiller._tasks == {}
 
@@ -200,8 +200,8 @@ def test_faults_of_prefill_processes(root):
     assert found[0]["here"] > 0, "what was not read elsewhere is read here"
     assert found[0]["left"] == 1
     assert {warning.split(":")[0] for warning in found[0]["warned"]} == {
-        "prefill process 2 is given up",
-        "prefill process 3 is given up",
+        "prefill process 2 is dropped",
+        "prefill process 3 is dropped",
     }
 
 
@@ -212,12 +212,12 @@ def test_a_grammar_in_a_mapping_of_any_kind(grammar):
 
 
 def test_what_cannot_be_disaggregated():
-    with pytest.raises(UserError, match=r"^1 process was started: one decodes, and at least one more must read"):
+    with pytest.raises(UserError, match=r"^1 process was started: start at least 2, one for decoding and "):
         connect(World())
     for timeout in (0, float("inf"), "1"):
         with pytest.raises(
             UserError, match=rf"^timeout_s={timeout!r}: must be above 0, and at most 1000000000 seconds$"
         ):
             RemotePrefill([LocalPrefill()], timeout_s=timeout)
-    with pytest.raises(UserError, match=r"^lines=\[\]: must be those to the prefill processes"):
+    with pytest.raises(UserError, match=r"^lines=\[\]: must be the lines to the prefill processes"):
         a_decoder()
