@@ -64,7 +64,7 @@ def test_each_gets_its_tokens_whatever_else_goes_on(family, prefill_tokens, kv_t
 
 @pytest.mark.parametrize("prefill_tokens", [1, 3, 7])
 @pytest.mark.parametrize("first_token", ["self_fusion", "skip"])
-def test_caches_of_texts_read_in_chunks(first_token, prefill_tokens):
+def test_caches_of_prompts_prefilled_in_chunks(first_token, prefill_tokens):
     """At the start of every round they are those of a fresh prefill; unwritten slots are not read."""
     target, checked = shared_target("llama"), []
     draft = tiny_draft(target, first_token=first_token)
@@ -129,7 +129,7 @@ def test_an_engine_is_used_again_with_longer_requests():
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == truth
 
 
-def test_requests_in_flight_are_not_forgotten_by_generate():
+def test_generate_refuses_while_requests_are_unfinished():
     engine = Engine(shared_target("llama"))
     engine.add(PROMPTS[0], GREEDY)
     with pytest.raises(UserError, match=r"^prompts: other requests are unfinished; call step until they are done$"):

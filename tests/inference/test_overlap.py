@@ -190,7 +190,7 @@ def test_nothing_in_a_round_waits_for_the_device(family, tree, drafting):
 
 
 @pytest.mark.parametrize("family", ["llama", *FAMILIES])
-def test_nor_does_the_reading_of_a_chunk(family, monkeypatch):
+def test_nor_does_the_prefill_of_a_chunk(family, monkeypatch):
     """Between two rounds, while evicted blocks are copied to host memory, and the prompt's come back from there.
 
     Only the first token after a whole prompt is waited for.

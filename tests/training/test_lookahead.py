@@ -82,7 +82,7 @@ def test_the_targets_thread_helps_before_its_next_run(make):
             assert len(ahead._running) == 2  # the next may begin
 
 
-def test_who_shares_waits_for_the_helper_and_hears_of_its_failure(make):
+def test_parallel_work_waits_for_the_helper_and_raises_its_error(make):
     ahead, main = make(), threading.current_thread()
     begun, finished = threading.Barrier(2), []
 

@@ -270,7 +270,7 @@ def one_core():
 
 @pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("kind", LOGITS_LOSSES)
-def test_two_threads_share_the_chunks(kind):
+def test_two_threads_divide_the_chunks(kind):
     draft, target, head = *make_hidden(), make_head(softcap=4.0)
     alone = distillation_loss(draft, target, head, logits_loss=kind, chunk_rows=5)
     (wanted,) = torch.autograd.grad(alone.loss, draft)

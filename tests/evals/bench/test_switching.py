@@ -111,7 +111,7 @@ def test_evicted_blocks_are_found_in_host_memory(home, tmp_path):
     assert sum(cached["off"]) == 0
 
 
-def test_the_latecomer_is_read_in_chunks(session):
+def test_the_latecomer_is_prefilled_in_chunks(session):
     batches = workloads.LATECOMER.batches(session, 2)
     assert [[len(batch), len(batch[2].prompt)] for batch in batches] == [[3, 70]] * 2
     assert all(each.params.ignore_eos for batch in batches for each in batch)

@@ -64,7 +64,7 @@ def test_an_answer_that_ends_early_in_its_first_round(depth, overlap, kept):
     check_pool(engine)
 
 
-def test_what_was_read_before_a_preemption_was_not_found():
+def test_what_was_prefilled_before_a_preemption_was_not_found():
     """A new prompt has no cached tokens, although its own blocks are found again after its preemption."""
     long, short = random_tokens(100, 5)
     engine = Engine(shared_target(), kv_tokens=9 * BLOCK, prefix_cache=True, prefill_tokens=2)
@@ -98,7 +98,7 @@ def zip_while(first: list[int], second: list[int]):
 
 @pytest.mark.parametrize("alignment", ["accepted", "last"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "llama4"])
-def test_what_is_found_is_what_was_read(family, alignment):
+def test_what_is_found_is_what_was_prefilled(family, alignment):
     """The longest prefix that is in both models' caches, and never a whole prompt."""
     engine, earlier = engine_for(family, alignment=alignment, kv_tokens=60 * BLOCK), []
     for index in [0, 1, 2, 0, 3, 4, 5, 2]:

@@ -103,7 +103,7 @@ def test_who_decodes_does_not_wait_for_a_prompt():
     assert (first.generated, second.generated, third.generated) == (whole[0], [], whole[2])
 
 
-def test_blocks_that_are_lost_while_a_prompt_is_read():
+def test_blocks_that_are_lost_during_a_prefill():
     """A preemption takes the second request's blocks: what comes back for it is discarded, and it is prefilled
     again."""
     line, other = LocalPrefill(1), LocalPrefill(2)
@@ -131,7 +131,7 @@ def test_an_answer_to_something_else_is_refused():
     assert inside(engine).prefiller._tasks == {}
 
 
-def test_another_target_or_draft_reads_nothing():
+def test_another_target_or_draft_prefills_nothing():
     server, target = LocalPrefill().server, shared_target("gemma2")
     request = {"number": 0, "target": "other", "texts": [[5, 6]], "starts": [0], "params": [{}], "size": 1}
     with pytest.raises(UserError, match=r"^target tiny-gemma2: the decode process has another$"):
@@ -183,7 +183,7 @@ def check_found(root: Path, stages: list[dict]) -> list[dict]:
 
 
 @pytest.mark.ranks
-def test_prompts_are_read_elsewhere(root):
+def test_prompts_are_prefilled_elsewhere(root):
     """By two prefill processes."""
     start_ranks(3, "disaggregated_job", root, {"stages": STAGES, "faults": {}})
     for one in check_found(root, STAGES):

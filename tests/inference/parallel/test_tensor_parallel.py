@@ -111,7 +111,7 @@ def test_they_answer_as_one_process_does(ranks, found, alone):
     assert {count for one in alone for rounds in one["rounds"] for count in rounds} >= {1, 2, 3}, "accepted and not"
 
 
-def test_each_computes_the_logits_of_its_share_of_the_batch(ranks, found, alone):
+def test_each_rank_computes_the_logits_of_its_rows(ranks, found, alone):
     for number, expected in enumerate(alone):
         counts = [-(-rows // ranks) for rows in expected["rows"]]
         assert all(of_rank[number]["rows"] == counts for of_rank in found)

@@ -194,7 +194,7 @@ def test_a_block_for_everyone_stays_free():
     assert len(admitted(scheduler)) == 1  # the second would fit, but the first could not grow beside it
 
 
-def test_who_reads_gives_way_first():
+def test_sequences_in_prefill_are_preempted_first():
     scheduler = Scheduler(BlockPool(5), rows=2, ahead=4)
     first, second = new(0, 20), new(1, 20)
     scheduler.waiting.extend([first, second])
@@ -232,7 +232,7 @@ def test_the_rows_that_stay_are_those_of_who_came_first(preempted):
     assert [each.generated for each in requests] == [continued(shared_target(), each.prompt, 50) for each in requests]
 
 
-def test_texts_are_read_in_chunks():
+def test_prompts_are_prefilled_in_chunks():
     scheduler = Scheduler(BlockPool(20), rows=3, ahead=4)
     first, second, third = new(0, 20), new(1, 7), new(2, 9)
     scheduler.waiting.extend([first, second, third])
