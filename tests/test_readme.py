@@ -40,6 +40,7 @@ TO_BE_MADE = {
     "conf/target/qwen3_8b.yaml",
     "conf/tree/comb.yaml",
     "conf/data/dialog.yaml",
+    "eagle_train/corpus/tsv_files.py",
     "conf/drafter/bigram.yaml",
     "conf/drafter/lookup.yaml",
     "eagle_train/inference/drafters/bigram.py",
