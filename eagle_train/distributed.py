@@ -28,6 +28,8 @@ SIDES = ("data", "files", "votes")
 # What launchers, clusters and terminals stop a job with. All its processes may be sent it; its ranks alone see to it.
 STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
+_LONGEST_WAIT = timedelta(days=7)  # at a job's end, for a first rank that still works alone; launchers end what hangs
+
 
 class CommonError(UserError):
     """One that every rank meets at the same point: what was learnt before it can be kept, and all end together."""
@@ -67,6 +69,14 @@ class World:
         count = dist.all_reduce(votes, group=self.sides["votes"], async_op=True)
         return lambda: count.wait() and votes.item() > 0
 
+    def agreed(self, own: T) -> T:
+        """What the first rank gave, on every rank; a picklable value."""
+        if self.size == 1:
+            return own
+        given = [own]
+        dist.broadcast_object_list(given, src=0, group=self.sides["data"])
+        return given[0]
+
     def exchange(self, own: T, side: str = "data") -> list[T]:
         """What every rank gave, by rank; picklable values, through the group of a side."""
         if self.size == 1:
@@ -89,6 +99,12 @@ def place() -> tuple[int, int]:
     port = os.environ.get("MASTER_PORT", "1")
     check(port.isdigit(), f"MASTER_PORT={port}: must be a port's number")
     return int(rank), int(size)
+
+
+def check_alone(what: str) -> None:
+    """Raise UserError where a launcher started several processes of a command that has work for one."""
+    size = place()[1]
+    check(size == 1, f"WORLD_SIZE={size}: {what} runs in one process; start it without a launcher")
 
 
 def start(device: str, shard_size: int | None = 1, timeout_minutes: float = 30.0, group: bool = False) -> World:
@@ -157,11 +173,11 @@ def leave(status: int = 0, failed: bool = False) -> None:
     if dist.is_initialized() and not failed:
         store, rank, ranks = default_store(), dist.get_rank(), range(dist.get_world_size())
         store.set(f"leaving/{rank}", "")
-        store.wait([f"leaving/{each}" for each in ranks])
+        store.wait([f"leaving/{each}" for each in ranks], _LONGEST_WAIT)
         dist.destroy_process_group()
         store.set(f"left/{rank}", "")
         if rank == 0:  # without a launcher that keeps it, the store ends with rank 0
-            store.wait([f"left/{each}" for each in ranks])
+            store.wait([f"left/{each}" for each in ranks], _LONGEST_WAIT)
     if several:
         if failed:
             for child in multiprocessing.active_children():

@@ -1,5 +1,7 @@
 """eagle-export: a trained draft becomes the directory that is distributed, in the layout and precision of an engine.
 
+Started by torchrun on several processes, these hold the target together (tensor parallel).
+
 The draft is a training checkpoint, an artifact that was exported before, or an EAGLE-1 draft that others trained.
 DESIGN sections 3.9, 3.10.
 """
@@ -8,6 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from eagle_train import distributed
 from eagle_train.artifacts.convert import ExportConfig, Source, convert
 from eagle_train.artifacts.foreign import load_foreign
 from eagle_train.artifacts.format import (
@@ -35,6 +38,11 @@ FIELD = "checkpoint"
 
 @command("export")
 def main(values: DictConfig) -> None:
+    distributed.run(lambda: job(values))
+
+
+def job(values: DictConfig) -> int:
+    """One rank's part; returns its exit status. All ranks of a divided target calibrate, the first alone writes."""
     config = build(ExportConfig, values, "")
     check_replaceable(Path(config.out))
     data, target = None, None
@@ -43,11 +51,18 @@ def main(values: DictConfig) -> None:
         check_found(data)
     path = fetch(config.checkpoint)
     check((path / CONFIG).is_file() or has_checkpoint(path), f"{FIELD}={path}: {NO_CHECKPOINT}")
+    if config.target is None:
+        distributed.check_alone("without target, eagle-export")
+    world = distributed.start(resolve_device(config.device), shard_size=None)
     if config.target is not None:
-        target = load_target(config.target, resolve_device(config.device), reads=None if data is None else texts)
-    print(*convert(_source(path, config.checkpoint, target), config, target, data), sep="\n")
-    if config.push_to:
+        reads, placement = None if data is None else texts, "tensor" if world.size > 1 else "replicated"
+        target = load_target(config.target, resolve_device(config.device), placement, world, reads)
+    told = convert(_source(path, config.checkpoint, target), config, target, data, writes=world.is_main)
+    if told:
+        print(*told, sep="\n")
+    if config.push_to and world.is_main:
         print(f"pushed to {push(Path(config.out), config.push_to, config.push_private)}")
+    return 0
 
 
 def _source(path: Path, name: str, target: Target | None) -> Source:

@@ -8,13 +8,16 @@ from typing import Union
 
 from tqdm import tqdm
 
+from eagle_train.distributed import place
+
 _LOG = logging.getLogger(__name__)
 LINE_SECONDS = 5  # between two lines
 
 
-def progress(total: int | None, unit: str, initial: int = 0, shown: bool = True) -> "Progress":
-    """Progress from `initial` to `total` (None: not known) of what is counted in `unit`: "step", say."""
-    if not shown:
+def progress(total: int | None, unit: str, initial: int = 0) -> "Progress":
+    """Progress from `initial` to `total` (None: not known) of what is counted in `unit`: "step", say. A job's first
+    rank alone shows it."""
+    if place()[0] > 0:
         return Silence()
     return (Bar if sys.stderr.isatty() else Lines)(total, unit, initial)
 

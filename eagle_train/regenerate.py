@@ -11,18 +11,33 @@ its result is unknown.
 Rows are written in the data's order as they are finished, so an interrupted run continues after its last row. Rows that
 are left out, those that a server did not answer among them, are named in OUT.left_out and are not asked again by the
 same command; with retry_left_out=true they are, and rows that are answered then are added at the end of OUT.
+
+Started by torchrun on several processes, these hold the target together (tensor parallel).
 """
 
 from omegaconf import DictConfig
 
+from eagle_train import distributed
 from eagle_train.cli import command
+from eagle_train.hardware import resolve_device
 from eagle_train.regeneration import RegenerateConfig, regenerate
 from eagle_train.settings import build
 
 
 @command("regenerate")
 def main(values: DictConfig) -> None:
-    regenerate(build(RegenerateConfig, values, ""))
+    distributed.run(lambda: job(values))
+
+
+def job(values: DictConfig) -> int:
+    """One rank's part; returns its exit status."""
+    config = build(RegenerateConfig, values, "")
+    if config.server.url:
+        distributed.check_alone("with server.url, eagle-regenerate")
+        regenerate(config)
+    else:
+        regenerate(config, distributed.start(resolve_device(config.device), shard_size=None))
+    return 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from eagle_train.artifacts.markdown import aligned, code, plain
-from eagle_train.cli import command, compose
+from eagle_train.cli import compose
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Requests
 from eagle_train.inference.requests.readable import chats
@@ -34,6 +34,7 @@ from evals.bench.ablation_runs import (
     summed,
     timing_of,
 )
+from evals.bench.evaluation import evaluation_alone
 from evals.bench.questions import read_questions
 from evals.bench.report import document, made_on, table, write_report
 from evals.bench.requests import check_fit
@@ -51,7 +52,7 @@ COLUMNS = [
 ]
 
 
-@command("ablations")
+@evaluation_alone("ablations")
 def main(values: DictConfig) -> None:
     config = build(AblationConfig, values, "")
     chosen = config.only or list(config.variants)

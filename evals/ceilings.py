@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from eagle_train.cli import command
 from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
 from eagle_train.models.loading import DTYPES, default_dtype
@@ -21,6 +20,7 @@ from eagle_train.results import prepared_file, provenance, write_json
 from eagle_train.settings import build
 from evals.bench.config import check_least, check_sizes
 from evals.bench.device_times import seconds_of
+from evals.bench.evaluation import evaluation_alone
 from evals.bench.random_models import ShapesConfig
 
 SMALL = 64  # numbers of an operation that is all launch
@@ -49,7 +49,7 @@ class Config:
         check(self.ignore_eos, "ignore_eos=false: leave it out; nothing is generated here")
 
 
-@command("ceilings")
+@evaluation_alone("ceilings")
 def main(values: DictConfig) -> None:
     config = build(Config, values, "")
     device, out = resolve_device(config.device), prepared_file(config.out)

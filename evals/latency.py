@@ -12,13 +12,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from eagle_train.cli import command
-from eagle_train.errors import check, within
+from eagle_train.errors import check
 from eagle_train.inference import Dispatcher, Engine, SimulatedAcceptance
 from eagle_train.models.loading import TargetConfig
 from eagle_train.settings import build
 from evals.bench.baselines import Transformers, stock_model
 from evals.bench.config import check_least
+from evals.bench.evaluation import evaluation
 from evals.bench.latency_report import markdown, summary
 from evals.bench.random_models import ShapesConfig, check_random, described, random_models
 from evals.bench.report import write_report
@@ -61,8 +61,7 @@ class Config(SweepConfig):
         check_random(self.acceptance or [], max(deepest), f"acceptance={self.acceptance}", f"trees={self.trees}")
 
 
-@command("latency")
-@within("engine")
+@evaluation("latency")
 def main(values: DictConfig) -> None:
     session = open_session(build(Config, values, ""))
     config = session.config
@@ -73,7 +72,10 @@ def main(values: DictConfig) -> None:
         about["target"] = described(session.target)
     for cells in sweep(config, prompts, variants(session)):  # each is written at once: a later one may fail
         found = {**cells, **session.about(), **about}
-        write_report(session.out, found, markdown(found))
+        if session.world.is_main:
+            write_report(session.out, found, markdown(found))
+    if not session.world.is_main:
+        return
     print(summary(found))
     print(f"written to {session.out}: report.md, results.json")
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from eagle_train.cli import command
-from eagle_train.errors import check, within
+from eagle_train.errors import check
 from eagle_train.models.draft_quantisation import Quant, quant_of
 from eagle_train.results import json_text, write_text
 from eagle_train.settings import build
@@ -20,6 +19,7 @@ from evals.bench import statistics
 from evals.bench.answering import Run, run_in_turn, seeded
 from evals.bench.config import SampledConfig, check_least
 from evals.bench.draft_report import markdown, summary
+from evals.bench.evaluation import evaluation
 from evals.bench.report import plot_acceptance, write_report
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
@@ -44,8 +44,7 @@ class Config(SampledConfig):
         check_tree(self.tree, self.batch_size)
 
 
-@command("mt_bench")
-@within("engine")
+@evaluation("mt_bench")
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config = session.config
@@ -56,6 +55,8 @@ def main(values: DictConfig) -> None:
     found = {**measured(plain, speculative, config), **about}
     if config.batch_size == 1:
         statistics.check_timing(found)
+    if not session.world.is_main:
+        return
     write_text(session.out / "answers.jsonl", answer_rows(plain.answers, speculative.answers))
     plot_acceptance(found, session.out / "acceptance.png")
     write_report(session.out, found, markdown(found))

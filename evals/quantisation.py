@@ -15,13 +15,13 @@ from omegaconf import DictConfig
 
 from eagle_train.artifacts.format import load_draft
 from eagle_train.artifacts.markdown import aligned, code, plain
-from eagle_train.cli import command
-from eagle_train.errors import check, within
+from eagle_train.errors import check
 from eagle_train.models.draft_quantisation import SCOPES, Quant
 from eagle_train.settings import build
 from evals.bench import statistics
 from evals.bench.answering import run_in_turn
 from evals.bench.config import SampledConfig, check_least
+from evals.bench.evaluation import evaluation
 from evals.bench.quantised_drafts import TimedRun, export_names, feed_forward_bytes
 from evals.bench.report import change, document, made_on, number, sampling, several, subject, table, write_report
 from evals.bench.requests import check_fit
@@ -56,8 +56,7 @@ class Config(SampledConfig):
         check(self.scope in SCOPES, f"scope={self.scope}: must be {' or '.join(SCOPES)}")
 
 
-@command("quantisation")
-@within("engine")
+@evaluation("quantisation")
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config, quant = session.config, session.artifact.quant
@@ -74,6 +73,8 @@ def main(values: DictConfig) -> None:
         "prompts": len(runs["none"].answers),
         **session.about(),
     }
+    if not session.world.is_main:
+        return
     write_report(session.out, found, markdown(found))
     print(aligned(comparison(found["schemes"])))
     print(f"written to {session.out}: report.md, results.json")

@@ -16,12 +16,12 @@ from omegaconf import DictConfig
 
 from eagle_train.artifacts.card import caveat
 from eagle_train.artifacts.markdown import aligned, code
-from eagle_train.cli import command
-from eagle_train.errors import check, within
+from eagle_train.errors import check
 from eagle_train.inference import Dispatcher, SamplingParams
 from eagle_train.settings import build
 from evals.bench.answering import answer_questions
 from evals.bench.config import BenchConfig, check_least
+from evals.bench.evaluation import evaluation
 from evals.bench.report import change, document, made_on, number, percent, several, subject, table, write_report
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
@@ -50,8 +50,7 @@ class Config(BenchConfig):
         self.params = SamplingParams(0.0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos)
 
 
-@command("serving")
-@within("engine")
+@evaluation("serving")
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config, about = session.config, session.artifact
@@ -72,6 +71,8 @@ def main(values: DictConfig) -> None:
     del session.target, session.requests, session.draft
     gc.collect()
     torch.cuda.empty_cache()  # vLLM needs all of a GPU's memory
+    if not session.world.is_main:
+        return
     found |= compared(own, run_job(job, config.vllm, session.out))
     write_report(session.out, found, markdown(found))
     print(summary(found))

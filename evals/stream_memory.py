@@ -18,7 +18,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer
 
-from eagle_train.cli import command
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Stream
@@ -26,6 +25,7 @@ from eagle_train.progress import progress
 from eagle_train.results import prepared_file, provenance, write_json
 from eagle_train.settings import build
 from evals.bench.config import check_least
+from evals.bench.evaluation import evaluation_alone
 from evals.bench.memory import resident_bytes
 
 WORDS = ("first", "list", "number", "return", "where", "value", "every", "string", "often", "between", "answer", "a")
@@ -48,7 +48,7 @@ class Config:
         check_least(self, 1, "megabytes")
 
 
-@command("stream_memory")
+@evaluation_alone("stream_memory")
 def main(values: DictConfig) -> None:
     config = build(Config, OmegaConf.to_container(values), "")
     out = prepared_file(config.out)

@@ -14,13 +14,14 @@ from typing import Any
 from omegaconf import DictConfig
 
 from eagle_train.artifacts.markdown import aligned, code
-from eagle_train.cli import command
-from eagle_train.errors import check, within
+from eagle_train.distributed import place
+from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Dispatcher
 from eagle_train.progress import progress
 from eagle_train.settings import build
 from evals.bench.config import check_sizes
+from evals.bench.evaluation import evaluation
 from evals.bench.report import TERMS, document, made_on, number, several, subject, table, write_report
 from evals.bench.session import Session
 from evals.bench.switching import FIGURES, answer_both, check_switch, compared, verdict
@@ -51,8 +52,7 @@ class Config(SwitchesConfig):
         super().__post_init__()
         for name in self.switches or []:
             check(name in SWITCHES, f"switches: {name} is none of {', '.join(SWITCHES)}")
-            needs = "a GPU" if SWITCHES[name].device == "cuda" else "device=cpu"
-            check(self.has(name), f"switches: {name} needs {needs}; name others")
+            check(self.lack(name) is None, f"switches: {name} needs {self.lack(name)}; name others")
         check_sizes("batch_sizes", self.batch_sizes)
         check_tree(self.tree, max(self.batch_sizes))
         names = {name for _, name in self.cells}
@@ -61,16 +61,22 @@ class Config(SwitchesConfig):
         for name in names:
             check_switch(self, name)
 
-    def has(self, name: str) -> bool:
-        """Whether this device has the switch."""
-        return SWITCHES[name].device in (None, resolve_device(self.device))
+    def lack(self, name: str) -> str | None:
+        """What the switch needs and this job does not have; None where it has all."""
+        switch, is_divided = SWITCHES[name], place()[1] > 1
+        if switch.alone and is_divided:
+            return "one process"
+        started = is_divided and switch.ranks > 1  # the ranks that it would start on the CPU are there, on any device
+        if switch.device in (None, resolve_device(self.device)) or started:
+            return None
+        return "a GPU" if switch.device == "cuda" else "device=cpu"
 
     @property
     def cells(self) -> list[tuple[int, str]]:
         """Batch sizes and switches, each with each that shows something there, after the placebo."""
         names = self.switches
         if names is None:
-            names = [name for name in SWITCHES if self.has(name)]
+            names = [name for name in SWITCHES if self.lack(name) is None]
         cells = []
         for size in self.batch_sizes:
             there = [name for name in names if size >= SWITCHES[name].workload.least_size]
@@ -78,8 +84,7 @@ class Config(SwitchesConfig):
         return cells
 
 
-@command("switches")
-@within("engine")
+@evaluation("switches")
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     cells = session.config.cells
@@ -88,7 +93,10 @@ def main(values: DictConfig) -> None:
     tree = tree_names(Dispatcher(session.config.tree), max(session.config.batch_sizes))
     for rows in measured(session):  # each is written at once: a later one may fail
         found = {"rows": rows, "left": len(cells) - len(rows), "tree": tree, **session.about()}
-        write_report(session.out, found, markdown(found))
+        if session.world.is_main:
+            write_report(session.out, found, markdown(found))
+    if not session.world.is_main:
+        return
     print(aligned(comparison(rows)))
     print(f"written to {session.out}: report.md, results.json")
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from eagle_train.cli import command
 from eagle_train.hardware import resolve_device
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.results import prepared_file, provenance, write_json
 from eagle_train.settings import build
 from eagle_train.training.cost.flops import flops_of
 from eagle_train.training.cost.target_shape import TargetShape
+from evals.bench.evaluation import evaluation_alone
 from evals.bench.statistics import median_ratio
 from evals.bench.training_steps import StepConfig, llama, work, write_documents
 from evals.bench.worker import Worker
@@ -30,7 +30,7 @@ from evals.bench.worker import Worker
 KINDS = ("ours", "naive")
 
 
-@command("train_throughput")
+@evaluation_alone("train_throughput")
 def main(values: DictConfig) -> None:
     config = build(StepConfig, values, "")
     resolve_device(config.device)

@@ -12,8 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from eagle_train.cli import command
-from eagle_train.errors import check, within
+from eagle_train.errors import check
 from eagle_train.inference import EngineConfig, full
 from eagle_train.inference.decode.tree import MAX_NODES
 from eagle_train.models.draft_quantisation import Quant
@@ -22,6 +21,7 @@ from eagle_train.results import provenance, redact, write_json, write_text
 from eagle_train.settings import build
 from evals.bench.answering import Run, batches_of
 from evals.bench.config import SampledConfig, check_decodes, check_least, check_sizes
+from evals.bench.evaluation import evaluation
 from evals.bench.requests import check_fit
 from evals.bench.round_times import AT_ONCE, TreeInTurn, best_of, round_seconds, two_chains
 from evals.bench.session import Session
@@ -63,8 +63,7 @@ class Config(SampledConfig):
         self.tokens = 2 * (self.rounds + 1 + sum(depth + 1 for depth in depths))  # that `round_seconds` may generate
 
 
-@command("tune_trees")
-@within("engine")
+@evaluation("tune_trees")
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config, target, out = session.config, session.target, session.out
@@ -93,6 +92,8 @@ def main(values: DictConfig) -> None:
         "config": redact(asdict(config)),
         "provenance": provenance(),
     }
+    if not session.world.is_main:
+        return
     write_text(out / "table.yaml", table_yaml(tried, seconds, config.options))
     write_json(out / "tune_trees.json", found)
     print(text(tried, seconds))

@@ -77,12 +77,19 @@ class Source:
         return cls(draft, Artifact(draft.config, target, source=fingerprint(draft), training=training), place)
 
 
-def convert(source: Source, config: ExportConfig, target: Target | None, data: DataConfig | None) -> list[str]:
-    """Write the artifact; returns lines to print. `target`, `data`: see `ExportConfig`. Raises UserError."""
+def convert(
+    source: Source, config: ExportConfig, target: Target | None, data: DataConfig | None, writes: bool = True
+) -> list[str]:
+    """Write the artifact; returns lines to print. `target`, `data`: see `ExportConfig`. Raises UserError.
+
+    `writes`: False on the ranks of a divided target but the first, which calibrate and return no lines.
+    """
     about, trained = _described(source, config), source.draft
     if about.layout != "native":
         about, trained = _as_served(about, trained)
     draft = _quantised(config, trained, target, data)
+    if not writes:
+        return []
     out, errors = Path(config.out), []
     text = card(about, file_tensors(draft, getattr(torch, about.dtype)), config.push_to or out.name)
 

@@ -258,7 +258,7 @@ class Runner:
         if not jobs:
             return
         self._compiled_rows = most
-        bar = progress(len(jobs), "compiled shape", shown=self.ranks.rank == 0)
+        bar = progress(len(jobs), "compiled shape")
         with self._resources(self._compiled_rows):
             for done, job in enumerate(jobs, 1):
                 job()

@@ -5,6 +5,7 @@ from itertools import islice
 
 from eagle_train.corpus.answer_parser import AnswerParser
 from eagle_train.corpus.render import ChatRenderer
+from eagle_train.distributed import ALONE, World
 from eagle_train.errors import UserError, one_line
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, Requests, SamplingParams
@@ -15,9 +16,14 @@ from eagle_train.regeneration.dialogue import Dialogue
 from eagle_train.regeneration.options import BATCHES_AHEAD, RegenerateConfig
 
 
-def answer_by_engine(config: RegenerateConfig, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
-    """The dialogues in their order, answered or failed. A chunk of them is answered turn by turn, in one batch each."""
-    target = load_target(config.target, resolve_device(config.device), reads=chats)
+def answer_by_engine(
+    config: RegenerateConfig, dialogues: Iterator[Dialogue], world: World = ALONE
+) -> Iterator[Dialogue]:
+    """The dialogues in their order, answered or failed. A chunk of them is answered turn by turn, in one batch each.
+
+    `world`: the ranks that hold the target together, each of which must be given the same dialogues."""
+    placement = "tensor" if world.size > 1 else "replicated"
+    target = load_target(config.target, resolve_device(config.device), placement, world, reads=chats)
     # All of a prompt in one chunk: TTFT does not matter here.
     engine = Engine(target, config.draft.path, max_batch_size=config.batch_size, prefill_tokens=None)
     requests, data = Requests(target), config.data

@@ -7,6 +7,7 @@ from typing import Any
 
 from eagle_train.corpus.rows import PlacedRow
 from eagle_train.corpus.source import Source, open_source
+from eagle_train.distributed import ALONE, World
 from eagle_train.progress import progress
 from eagle_train.regeneration.by_engine import answer_by_engine
 from eagle_train.regeneration.by_server import answer_by_server
@@ -16,23 +17,30 @@ from eagle_train.regeneration.outcome import Outcome
 from eagle_train.regeneration.row_log import RowLog
 
 
-def regenerate(config: RegenerateConfig) -> None:
-    """Write the answers to `config.out` and print the counts. Raises UserError."""
+def regenerate(config: RegenerateConfig, world: World = ALONE) -> None:
+    """Write the answers to `config.out` and print the counts. Raises UserError.
+
+    `world`: the ranks that hold the target together. All read the data and answer; the first alone writes.
+    """
     source = open_source(config.data)
     dialogue_of(1, next(source.rows()), config.data)  # raises before a weight is loaded
-    log = RowLog(Path(config.out), _settings(config, source.identity()))
+    settings = _settings(config, source.identity())
+    log = world.agreed(RowLog(Path(config.out), settings) if world.is_main else None)
+    assert log is not None  # the first rank's, of which the others use what is done
     last = None if config.limit is None else max(log.done, config.limit)
     again = log.left_out if config.retry_left_out else frozenset()
     first = min([log.done, *(number - 1 for number in again)])
     rows = ((number, row) for number, row in _rows(source, first, last) if number > log.done or number in again)
     dialogues = (dialogue_of(number, placed, config.data) for number, placed in rows)
-    answer = answer_by_server if config.server.url else answer_by_engine
+    answered = answer_by_server(config, dialogues) if config.server.url else answer_by_engine(config, dialogues, world)
     outcome, bar = Outcome(log, config.server), progress(last, "row", first)
-    for dialogue in answer(config, dialogues):
-        outcome.add(dialogue)
-        bar.update(dialogue.number, f"{len(outcome.left_out)} left out")
+    for dialogue in answered:
+        if world.is_main:
+            outcome.add(dialogue)
+            bar.update(dialogue.number, f"{len(outcome.left_out)} left out")
     bar.close()
-    outcome.close()
+    if world.is_main:
+        outcome.close()
 
 
 def _rows(source: Source, first: int, last: int | None) -> Iterator[tuple[int, PlacedRow]]:

@@ -297,10 +297,10 @@ class Trainer:
 
     def _progress_bar(self) -> Progress:
         """A bar of the budget: of steps, or of seconds."""
-        minutes, shown = self.config.minutes, self.world.is_main
+        minutes = self.config.minutes
         if minutes is None:
-            return progress(self.config.steps, "step", self.state.step, shown)
-        return progress(round(60 * minutes), "second", round(self.budget.before), shown)
+            return progress(self.config.steps, "step", self.state.step)
+        return progress(round(60 * minutes), "second", round(self.budget.before))
 
     def _show(self, bar: Progress, note: str) -> None:
         step, minutes = self.state.step, self.config.minutes

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from eagle_train.inference import Eagle, Engine, Output, Requests, SamplingParams, Update
 from eagle_train.inference import Sequence as Request
+from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.models.draft import Draft
 from eagle_train.progress import progress
 from evals.bench.questions import Question
@@ -125,6 +126,15 @@ def rotated(variants: Sequence[T], number: int) -> list[T]:
     return [*variants[first:], *variants[:first]]
 
 
+def arrived(engine: Engine, requests: Sequence[TimedRequest], now: float) -> int:
+    """How many of the requests, in order of arrival, had come `now` seconds after the start: on every rank as many as
+    the last of their clocks says, because all ranks' engines must be given the same."""
+    if not requests:
+        return 0
+    count = sum(each.arrival <= now for each in requests)
+    return Ranks(engine.target.together, engine.target.device).least(count)
+
+
 def serve(
     engine: Engine, requests: Sequence[TimedRequest], on_step: Callable[[list[Update]], None] = lambda updates: None
 ) -> list[Output]:
@@ -136,13 +146,12 @@ def serve(
     started = time.perf_counter()
     while len(added) < len(requests) or engine.has_unfinished:
         now = time.perf_counter() - started
-        for each in requests[len(added) :]:
-            if each.arrival > now:
-                break
+        waiting = requests[len(added) :]
+        for each in waiting[: arrived(engine, waiting, now)]:
             added.append(engine.add(each.prompt, each.params))
             added[-1].arrival = started + each.arrival
         if engine.has_unfinished:
             on_step(engine.step())
         else:
-            time.sleep(requests[len(added)].arrival - now)
+            time.sleep(max(0.0, requests[len(added)].arrival - now))
     return [engine.output(each) for each in added]

@@ -86,6 +86,8 @@ def sampling(config: Found) -> str:
 def made_on(found: Found) -> str:
     """A table of versions and hardware."""
     rows = {**found["provenance"], "seed": found["config"].get("seed")}
+    if found.get("ranks", 1) > 1:
+        rows["ranks that hold the target together"] = found["ranks"]
     rows["load_average"] = " ".join(map(str, rows["load_average"]))
     said = [[name.replace("_", " "), plain(str(value))] for name, value in rows.items() if value is not None]
     return md.table(["", ""], said)

@@ -6,12 +6,14 @@ Knows nothing of what is measured. DESIGN section 3.10.
 import copy
 from dataclasses import asdict, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from eagle_train import distributed
 from eagle_train.artifacts.format import Artifact, load_draft, read_artifact
-from eagle_train.distributed import ALONE, World
+from eagle_train.distributed import World
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Eagle, Engine, RemotePrefill, Requests, SimulatedAcceptance
 from eagle_train.inference.decode.graphs import check_graphs
@@ -31,14 +33,15 @@ class Session(Generic[C]):
     """What an evaluation works with. Models are loaded when they are first used; evaluations may set others.
 
     `questions`: `limit` of them where the config has one, none where it names no file. `out`: the directory for
-    results.
+    results, which the first rank of `world` alone writes.
     """
 
-    def __init__(self, config: C, world: World = ALONE):
+    def __init__(self, config: C, world: World | None = None):
         """Sets the number of threads, and checks all that can be wrong before a weight is loaded. `world`: the ranks
-        that hold the target together. Raises UserError."""
-        self.config, self.world, self.device = config, world, resolve_device(config.device)
-        check_graphs(config.options.graphs, self.device)
+        that hold the target together; None: those of the job that the environment names. Raises UserError."""
+        self.config, self.device = config, resolve_device(config.device)
+        self.world = distributed.start(self.device, shard_size=None) if world is None else world
+        check_graphs(config.options.graphs, self.device, is_divided=self.world.size > 1)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         path = config.draft.path
@@ -46,12 +49,12 @@ class Session(Generic[C]):
         self.questions: list[Question] = []
         if config.questions is not None:
             self.questions = read_questions(config.questions, getattr(config, "limit", None))
-        self.out = prepared(config.out)
+        self.out = prepared(config.out) if self.world.is_main else Path(config.out)
 
     @cached_property
     def target(self) -> Target:
         """The target, which every rank holds a part of where there are several."""
-        placement = "replicated" if self.world is ALONE else "tensor"
+        placement = "tensor" if self.world.size > 1 else "replicated"
         reads = chats if self.questions else None
         return load_target(self.config.target, self.device, placement, self.world, reads=reads)
 
@@ -96,6 +99,7 @@ class Session(Generic[C]):
             "target": self.target.name,
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "device": self.target.device.type,
+            "ranks": self.world.size,
             "config": redact(asdict(self.config)),
             "provenance": provenance(),
         }

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from eagle_train.distributed import World
+from eagle_train.distributed import World, place
 from eagle_train.errors import check
 from eagle_train.inference import Dispatcher, Engine, Output, RemotePrefill
 from eagle_train.models.draft_quantisation import Quant
@@ -38,7 +38,7 @@ def check_switch(config: SwitchesConfig, name: str) -> None:
         known = find_spec("xgrammar") is not None
         install = "pip install 'eagle-train[guided]', or name others"
         check(known, f"switches: guided_speculation needs xgrammar; {install}")
-    if (ranks := SWITCHES[name].ranks) > 1:
+    if (ranks := SWITCHES[name].ranks) > 1 and place()[1] == 1:
         heads = heads_of(load_config(config.target).get_text_config()).keys
         check(
             heads % ranks == 0,

@@ -84,7 +84,7 @@ class Switch:
     """An optimisation, `what`, with the paper's section, and the variants without and with it.
 
     `workload` and `figure`: what it is for. `device`: the only one that has it, None: any. `ranks`: processes that
-    share the target.
+    hold the target together; a job of one process starts them on the CPU. `alone`: only a job of one process has it.
     """
 
     what: str
@@ -94,6 +94,7 @@ class Switch:
     figure: str = "ttit"
     device: str | None = None
     ranks: int = 1
+    alone: bool = False
 
 
 def one_batch(config: SwitchesConfig, size: int) -> int:
@@ -124,6 +125,7 @@ SWITCHES = {
         off=Variant(options=given(graphs=False)),
         on=Variant(options=given(graphs=True)),
         device="cuda",
+        alone=True,
     ),
     "compiled_sampling": Switch(
         "verification compiled (3.2)",
@@ -196,6 +198,7 @@ SWITCHES = {
         workload=workloads.ARRIVALS,
         figure="wait",
         device="cpu",
+        alone=True,
     ),
     "divided_sampling": Switch(
         "a batch's sampling divided over the ranks of a divided target (3.2)",

@@ -21,6 +21,8 @@ from eagle_train.results import write_json
 from evals.bench.session import Session
 from evals.bench.statistics import Answer
 
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""A launcher's variables: vLLM starts processes of its own."""
 JOB = Path(__file__).parents[1] / "vllm_job.py"
 IMPORT_TIMEOUT_S = 300  # the first import of vLLM compiles its modules
 
@@ -96,6 +98,7 @@ def job_of(session: Session, prompts: list[list[int]]) -> dict[str, Any]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "max_model_len": min(longest, target.max_positions),
         "max_num_seqs": config.batch_size,
+        "tensor_parallel_size": session.world.size,
         "enforce_eager": True,  # nothing is timed, so nothing is compiled
         "disable_log_stats": False,  # the counters are among them
         "skip_tokenizer_init": True,
@@ -136,7 +139,8 @@ def environment(cpu_kv_gib: int) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # our engine has loaded the target, so it is there
     }
-    users = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    not_vllms = ("PYTHONPATH", "PYTHONHOME", *LAUNCHED)
+    users = {name: value for name, value in os.environ.items() if name not in not_vllms}
     return ours | users | {"PYTHONSAFEPATH": "1"}  # the modules beside vllm_job.py are not vLLM's
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from eagle_train.errors import check
 from eagle_train.inference import Engine, Output, SamplingParams
-from evals.bench.answering import serve
+from evals.bench.answering import arrived, serve
 from evals.bench.config import BenchConfig, check_decodes, check_least
 from evals.bench.requests import PromptSource, TimedRequest, with_arrivals
 from evals.bench.session import Session
@@ -123,7 +123,7 @@ def serve_static(engine: Engine, requests: Sequence[TimedRequest]) -> list[Outpu
         waiting = requests[len(outputs) :]
         time.sleep(max(0.0, started + waiting[0].arrival - time.perf_counter()))
         now = time.perf_counter() - started
-        here = [replace(each, arrival=each.arrival - now) for each in waiting if each.arrival <= now]
+        here = [replace(each, arrival=each.arrival - now) for each in waiting[: arrived(engine, waiting, now)]]
         outputs += serve(engine, here[: engine.config.max_batch_size])
     return outputs
 

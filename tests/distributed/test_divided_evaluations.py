@@ -1,0 +1,194 @@
+"""Evaluations, calibration and regeneration on a target that two ranks hold together: what one process finds."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eagle_train.errors import UserError
+from evals import ablations, ceilings, stream_memory, train_throughput
+from tests.support.command_line import call, read_jsonl, write_jsonl
+from tests.support.divided_job import call_all
+from tests.support.eval_inputs import arguments, make_home
+from tests.support.fake_vllm import GOOD, interpreter
+from tests.support.processes import run, start_ranks
+from tests.support.switches import make_switches_home, switches_config
+
+PAIR = ("one", "two")  # directories for the results of one process, and of two ranks
+CHATS = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]}
+         for text in ("Write a line.", "Name a colour.", "1 + 1?", "And twice that?", "Why that one?")]  # fmt: skip
+# A stand-in for vLLM that was given none of the launcher's variables.
+ANSWERING = f"""import os
+assert "RANK" not in os.environ
+answer = {GOOD!r} | {{"token_ids": [[5] * 6] * len(job["prompts"])}}
+json.dump(answer, open(job["answer"], "w"))"""
+
+
+def commands(home: Path, out: Path) -> list[tuple[str, list[str]]]:
+    """All of them, with results below `out`."""
+
+    def asked(name: str, *overrides: str) -> tuple[str, list[str]]:
+        return f"evals.{name}", arguments(home, f"out={out}/{name}", "device=cpu", *overrides)
+
+    few = ["max_tokens=8", "repeats=1"]
+    names = "continuous_batching,divided_sampling"
+    lengths = ["shared_tokens=40", "long_tokens=70", "chunk_tokens=16", "requests=3", "rate=40"]
+    data = ["device=cpu", "data=messages", f"data.path={home}/chats.jsonl", "data.row_tokens=64"]
+    calibrated = ["layout=vllm", "quant=int4", "quant.scope=all_linear", "rounding=gptq", "calibration_tokens=40"]
+    return [
+        asked("mt_bench", "tree=d2_bf2", "batch_size=2"),
+        asked("latency", *few, "batch_sizes=[1,2]", "context_lengths=[20]", "trees=[chain2]", "rate=60", "requests=3"),
+        asked("tune_trees", "batch_sizes=[1,2]", "depth=2", "children=2", "nodes=[3]", "full=[]", "rounds=1"),
+        asked("quantisation", "tree=chain2", "batch_size=2", "scope=all_linear", "limit=2"),
+        asked("switches", *few, *lengths, f"switches=[{names}]", "batch_sizes=[2]"),
+        ("eagle_train.regenerate", [f"target={home}/target", *data, f"out={out}/answers.jsonl", "max_tokens=9"]),
+        (
+            "eagle_train.export",
+            [f"checkpoint={home}/draft", f"target={home}/target", *data, f"out={out}/draft", *calibrated],
+        ),
+        asked("serving", f"draft.path={home}/one/draft", f"vllm.python={home}/python", "batch_size=2"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    home = make_home(tmp_path_factory.mktemp("divided"), width=128)
+    write_jsonl(home / "chats.jsonl", CHATS)
+    interpreter(home, ANSWERING)
+    call_all(commands(home, home / "one"))
+    start_ranks(2, "divided_job", commands(home, home / "two"))
+    return home
+
+
+@pytest.fixture
+def home_of_switches(tmp_path) -> Path:
+    return make_switches_home(tmp_path)
+
+
+def found(home: Path, read: Callable[[Path], Any], *place: str) -> tuple[Any, Any]:
+    """What one process and two ranks wrote at a place."""
+    one, two = (read(home.joinpath(side, *place)) for side in PAIR)
+    return one, two
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text())
+
+
+@pytest.mark.ranks
+def test_mt_bench(home):
+    one, two = found(home, read_jsonl, "mt_bench", "answers.jsonl")
+    assert one == two
+    assert len(one) == 6
+    alone, divided = found(home, read_json, "mt_bench", "results.json")
+    assert (alone["ranks"], divided["ranks"]) == (1, 2)
+    for key in ("tpc", "acceptance_per_depth", "differing_answers", "train_serve_check"):
+        assert alone[key] == divided[key], key
+    assert alone["tpc"] > 1
+    assert re.search(r"ranks that hold the target together +\| +2", (home / "two/mt_bench/report.md").read_text())
+
+
+@pytest.mark.ranks
+def test_latency(home):
+    one, two = found(home, read_json, "latency", "results.json")
+    assert len(one["rows"]) == len(two["rows"])
+    assert {row["decoding"] for row in two["rows"]} == {
+        "plain",
+        "chain2",
+        "transformers",
+        "transformers, prompt lookup",
+    }
+    for alone, divided in zip(one["rows"], two["rows"], strict=True):
+        for key in ("decoding", "arrivals", "batch_size", "tpc", "acceptance_per_depth", "differing_answers"):
+            assert alone[key] == divided[key], (alone["decoding"], key)
+        assert divided["differing_answers"] == 0
+    assert {row["arrivals"] for row in two["rows"]} == {"together", "poisson"}
+
+
+@pytest.mark.ranks
+def test_tune_trees(home):
+    one, two = found(home, read_json, "tune_trees", "tune_trees.json")
+    assert (one["acceptance"], one["trees"]) == (two["acceptance"], two["trees"])
+    assert (home / "two/tune_trees/table.yaml").exists()
+
+
+@pytest.mark.ranks
+def test_quantisation(home):
+    one, two = (result["schemes"] for result in found(home, read_json, "quantisation", "results.json"))
+    for scheme in ("none", "fp8", "int4"):
+        for key in ("tpc", "tokens", "calls", "acceptance_per_depth", "differing_answers", "feed_forward_bytes"):
+            assert one[scheme][key] == two[scheme][key], (scheme, key)
+
+
+@pytest.mark.ranks
+def test_switches(home):
+    one, two = (result["rows"] for result in found(home, read_json, "switches", "results.json"))
+    assert [row["switch"] for row in one] == [row["switch"] for row in two]
+    for alone, divided in zip(one, two, strict=True):
+        for key in ("off_tpc", "on_tpc", "off_prompts"):
+            assert alone[key] == divided[key], (alone["switch"], key)
+
+
+@pytest.mark.ranks
+def test_regenerate(home):
+    numbers = []
+    for name in ("answers.jsonl", "answers.jsonl.left_out"):
+        one, two = found(home, read_jsonl, name)
+        assert one == two
+        numbers += [row["row"] for row in one]
+    assert sorted(numbers) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.ranks
+def test_calibration(home):
+    """Rounded by the same moments, but for the order of sums."""
+    one, two = found(home, load_file, "draft", "model.safetensors")
+    assert one.keys() == two.keys()
+    for name in one:
+        same = (one[name].view(torch.uint8) == two[name].view(torch.uint8)).double().mean()
+        assert same > 0.99, name
+
+
+@pytest.mark.ranks
+def test_serving(home):
+    """Our answers, and vLLM on as many processes."""
+    one, two = found(home, read_json, "serving", "results.json")
+    assert one["eagle_train"] == two["eagle_train"]
+    sizes = [job["llm"]["tensor_parallel_size"] for job in found(home, read_json, "serving", "vllm_job.json")]
+    assert sizes == [1, 2]
+
+
+@pytest.mark.ranks
+def test_a_launcher_starts_one(home, tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    given = arguments(home, f"out={tmp_path}/out", "device=cpu", "tree=d2_bf2", "batch_size=2")
+    done = run([*launcher, "evals.mt_bench", *given], env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("written to ") == 1
+    assert read_jsonl(tmp_path / "out" / "answers.jsonl") == read_jsonl(home / "one" / "mt_bench" / "answers.jsonl")
+
+
+@pytest.mark.parametrize("module", [ablations, ceilings, stream_memory, train_throughput])
+def test_those_for_one_process_refuse_several(module, monkeypatch, tmp_path, capsys):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    assert call(module.main, f"out={tmp_path}") == 2
+    name = module.__name__
+    said = f"error: WORLD_SIZE=2: {name} runs in one process; start it without a launcher"
+    assert said in capsys.readouterr().err
+
+
+def test_switches_for_one_process_are_left_out_of_a_job(home_of_switches, monkeypatch):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    names = {name for _, name in switches_config(home_of_switches).cells}
+    assert "divided_sampling" in names
+    assert "disaggregated_prefill" not in names
+    with pytest.raises(UserError, match=r"^switches: disaggregated_prefill needs one process; name others$"):
+        switches_config(home_of_switches, switches=["disaggregated_prefill"])
