@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from eagle_train.distributed import check_alone
 from eagle_train.errors import check
 from eagle_train.inference import Dispatcher, Engine, SimulatedAcceptance
 from eagle_train.models.loading import TargetConfig
@@ -21,7 +22,6 @@ from evals.bench.config import check_least
 from evals.bench.evaluation import evaluation
 from evals.bench.latency_report import markdown, summary
 from evals.bench.random_models import ShapesConfig, check_random, described, random_models
-from evals.bench.report import write_report
 from evals.bench.requests import PromptSource
 from evals.bench.session import Session
 from evals.bench.sweep import LOOKUP, PLAIN, TRANSFORMERS, Batch, SweepConfig, Variants, sweep
@@ -72,16 +72,14 @@ def main(values: DictConfig) -> None:
         about["target"] = described(session.target)
     for cells in sweep(config, prompts, variants(session)):  # each is written at once: a later one may fail
         found = {**cells, **session.about(), **about}
-        if session.world.is_main:
-            write_report(session.out, found, markdown(found))
-    if not session.world.is_main:
-        return
-    print(summary(found))
-    print(f"written to {session.out}: report.md, results.json")
+        session.report(found, markdown(found))
+    session.say(summary(found), f"written to {session.out}: report.md, results.json")
 
 
 def open_session(config: Config) -> Session[Config]:
     """With random models where there are shapes."""
+    if config.shapes is not None:
+        check_alone("evals.latency with shapes")
     session = Session(config)
     if config.shapes is not None:
         session.target, session.draft = random_models(config.shapes, session.device, config.seed)

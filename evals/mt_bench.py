@@ -13,14 +13,14 @@ from omegaconf import DictConfig
 
 from eagle_train.errors import check
 from eagle_train.models.draft_quantisation import Quant, quant_of
-from eagle_train.results import json_text, write_text
+from eagle_train.results import json_text
 from eagle_train.settings import build
 from evals.bench import statistics
 from evals.bench.answering import Run, run_in_turn, seeded
 from evals.bench.config import SampledConfig, check_least
 from evals.bench.draft_report import markdown, summary
 from evals.bench.evaluation import evaluation
-from evals.bench.report import plot_acceptance, write_report
+from evals.bench.report import plot_acceptance
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
 from evals.bench.stage_clock import StageClock, runs_ahead
@@ -55,13 +55,11 @@ def main(values: DictConfig) -> None:
     found = {**measured(plain, speculative, config), **about}
     if config.batch_size == 1:
         statistics.check_timing(found)
-    if not session.world.is_main:
-        return
-    write_text(session.out / "answers.jsonl", answer_rows(plain.answers, speculative.answers))
-    plot_acceptance(found, session.out / "acceptance.png")
-    write_report(session.out, found, markdown(found))
-    print(summary(found))
-    print(f"written to {session.out}: report.md, results.json, acceptance.png, answers.jsonl")
+    session.write("answers.jsonl", answer_rows(plain.answers, speculative.answers))
+    if session.world.is_main:
+        plot_acceptance(found, session.out / "acceptance.png")
+    session.report(found, markdown(found))
+    session.say(summary(found), f"written to {session.out}: report.md, results.json, acceptance.png, answers.jsonl")
 
 
 def variants(session: Session[Config]) -> tuple[Run, Run]:

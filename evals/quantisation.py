@@ -23,7 +23,7 @@ from evals.bench.answering import run_in_turn
 from evals.bench.config import SampledConfig, check_least
 from evals.bench.evaluation import evaluation
 from evals.bench.quantised_drafts import TimedRun, export_names, feed_forward_bytes
-from evals.bench.report import change, document, made_on, number, sampling, several, subject, table, write_report
+from evals.bench.report import change, document, made_on, number, sampling, several, subject, table
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
 from evals.bench.statistics import NO_DRAFTS
@@ -73,11 +73,8 @@ def main(values: DictConfig) -> None:
         "prompts": len(runs["none"].answers),
         **session.about(),
     }
-    if not session.world.is_main:
-        return
-    write_report(session.out, found, markdown(found))
-    print(aligned(comparison(found["schemes"])))
-    print(f"written to {session.out}: report.md, results.json")
+    session.report(found, markdown(found))
+    session.say(aligned(comparison(found["schemes"])), f"written to {session.out}: report.md, results.json")
 
 
 def variants(session: Session[Config]) -> dict[str, TimedRun]:

@@ -22,7 +22,7 @@ from eagle_train.settings import build
 from evals.bench.answering import answer_questions
 from evals.bench.config import BenchConfig, check_least
 from evals.bench.evaluation import evaluation
-from evals.bench.report import change, document, made_on, number, percent, several, subject, table, write_report
+from evals.bench.report import change, document, made_on, number, percent, several, subject, table
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
 from evals.bench.statistics import Answer
@@ -57,7 +57,6 @@ def main(values: DictConfig) -> None:
     check(about.layout == "vllm", f"draft={config.draft.path}: of layout={about.layout}; export it with layout=vllm")
     version = version_of(config.vllm.python)
     answers = our_answers(session)
-    own = counted(answers)
     job = job_of(session, [answer.prompt for answer in answers])
     found = {
         "prompts": len(answers),
@@ -73,10 +72,9 @@ def main(values: DictConfig) -> None:
     torch.cuda.empty_cache()  # vLLM needs all of a GPU's memory
     if not session.world.is_main:
         return
-    found |= compared(own, run_job(job, config.vllm, session.out))
-    write_report(session.out, found, markdown(found))
-    print(summary(found))
-    print(f"written to {session.out}: report.md, results.json, vllm_job.json, vllm_answer.json, vllm.log")
+    found |= compared(counted(answers), run_job(job, config.vllm, session.out))
+    session.report(found, markdown(found))
+    session.say(summary(found), f"written to {session.out}: report.md, results.json, and vllm_job.json to vllm.log")
 
 
 def our_answers(session: Session[Config]) -> list[Answer]:

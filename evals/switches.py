@@ -22,7 +22,7 @@ from eagle_train.progress import progress
 from eagle_train.settings import build
 from evals.bench.config import check_sizes
 from evals.bench.evaluation import evaluation
-from evals.bench.report import TERMS, document, made_on, number, several, subject, table, write_report
+from evals.bench.report import TERMS, document, made_on, number, several, subject, table
 from evals.bench.session import Session
 from evals.bench.switching import FIGURES, answer_both, check_switch, compared, verdict
 from evals.bench.trees import check_tree, tree_names
@@ -63,13 +63,7 @@ class Config(SwitchesConfig):
 
     def lack(self, name: str) -> str | None:
         """What the switch needs and this job does not have; None where it has all."""
-        switch, is_divided = SWITCHES[name], place()[1] > 1
-        if switch.alone and is_divided:
-            return "one process"
-        started = is_divided and switch.ranks > 1  # the ranks that it would start on the CPU are there, on any device
-        if switch.device in (None, resolve_device(self.device)) or started:
-            return None
-        return "a GPU" if switch.device == "cuda" else "device=cpu"
+        return SWITCHES[name].lack(resolve_device(self.device), place()[1])
 
     @property
     def cells(self) -> list[tuple[int, str]]:
@@ -93,12 +87,8 @@ def main(values: DictConfig) -> None:
     tree = tree_names(Dispatcher(session.config.tree), max(session.config.batch_sizes))
     for rows in measured(session):  # each is written at once: a later one may fail
         found = {"rows": rows, "left": len(cells) - len(rows), "tree": tree, **session.about()}
-        if session.world.is_main:
-            write_report(session.out, found, markdown(found))
-    if not session.world.is_main:
-        return
-    print(aligned(comparison(rows)))
-    print(f"written to {session.out}: report.md, results.json")
+        session.report(found, markdown(found))
+    session.say(aligned(comparison(rows)), f"written to {session.out}: report.md, results.json")
 
 
 def measured(session: Session[Config]) -> Iterator[list[dict[str, Any]]]:

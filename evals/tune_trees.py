@@ -17,7 +17,7 @@ from eagle_train.inference import EngineConfig, full
 from eagle_train.inference.decode.tree import MAX_NODES
 from eagle_train.models.draft_quantisation import Quant
 from eagle_train.progress import progress
-from eagle_train.results import provenance, redact, write_json, write_text
+from eagle_train.results import json_text, provenance, redact
 from eagle_train.settings import build
 from evals.bench.answering import Run, batches_of
 from evals.bench.config import SampledConfig, check_decodes, check_least, check_sizes
@@ -92,13 +92,10 @@ def main(values: DictConfig) -> None:
         "config": redact(asdict(config)),
         "provenance": provenance(),
     }
-    if not session.world.is_main:
-        return
-    write_text(out / "table.yaml", table_yaml(tried, seconds, config.options))
-    write_json(out / "tune_trees.json", found)
-    print(text(tried, seconds))
-    print("batch N: how many times as fast as plain decoding; *: the fastest, which the table has")
-    print(f"written to {out}: table.yaml (tree={out / 'table.yaml'}), tune_trees.json")
+    session.write("table.yaml", table_yaml(tried, seconds, config.options))
+    session.write("tune_trees.json", json_text(found, indent=2) + "\n")
+    session.say(text(tried, seconds), "batch N: how many times as fast as plain decoding; *: the table's, the fastest")
+    session.say(f"written to {out}: table.yaml (tree={out / 'table.yaml'}), tune_trees.json")
 
 
 def plain_answers(session: Session[Config], run: Run) -> list[tuple[list[int], list[int]]]:

@@ -22,9 +22,10 @@ from eagle_train.models.draft import Draft
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import load_target
 from eagle_train.models.target import Target
-from eagle_train.results import prepared, provenance, redact
+from eagle_train.results import prepared, provenance, redact, write_text
 from evals.bench.config import BenchConfig
 from evals.bench.questions import Question, read_questions
+from evals.bench.report import Found, write_report
 
 C = TypeVar("C", bound=BenchConfig)
 
@@ -91,6 +92,21 @@ class Session(Generic[C]):
         """As `Engine`, with the config's options, some of them replaced."""
         config = replace(self.config.options, **options)
         return Engine(self.target, drafter, tree, config, prefill=prefill, acceptance=acceptance)
+
+    def write(self, name: str, text: str) -> None:
+        """A file in `out`, whole or not there; by the first rank."""
+        if self.world.is_main:
+            write_text(self.out / name, text)
+
+    def report(self, found: Found, report: str) -> None:
+        """results.json and report.md in `out`; by the first rank."""
+        if self.world.is_main:
+            write_report(self.out, found, report)
+
+    def say(self, *lines: str) -> None:
+        """Print lines; the first rank does."""
+        if self.world.is_main:
+            print(*lines, sep="\n")
 
     def about(self) -> dict[str, Any]:
         """What every results.json says: the models, the config without secrets, and where it was measured."""

@@ -96,6 +96,15 @@ class Switch:
     ranks: int = 1
     alone: bool = False
 
+    def lack(self, device: str, processes: int) -> str | None:
+        """What the switch needs and a job of so many processes on a device does not have; None where it has all."""
+        if self.alone and processes > 1:
+            return "one process"
+        started = processes > 1 and self.ranks > 1  # those that it would start on the CPU are there, on any device
+        if self.device in (None, device) or started:
+            return None
+        return "a GPU" if self.device == "cuda" else "device=cpu"
+
 
 def one_batch(config: SwitchesConfig, size: int) -> int:
     """Tokens of a batch of prompts of `shared_tokens` and their answers, and a block for each."""
