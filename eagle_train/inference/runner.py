@@ -246,7 +246,7 @@ class Runner:
         jobs: list[Callable[[], None]] = []
         if config.compile and self.drafter is not None:
             jobs += self.drafter.compile(sizes)
-        if config.compile and self.target.together is None:
+        if config.compile:
             self._is_compiled = True
             for rows, plan in sizes:
                 tokens = torch.zeros(rows, plan.tree.num_nodes, dtype=torch.long, device=self.target.device)

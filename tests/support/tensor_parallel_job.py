@@ -73,6 +73,7 @@ def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
         "tokens": [output.token_ids for output in outputs],
         "rounds": [output.rounds for output in outputs],
         "rows": seen,
+        "compiled": "compiled" in vars(target),  # the forward was made
         "free": pool.available == pool.total,
         "blocks": pool.total,
         "heads": runner_of(engine).cache.layers[0][0].shape[1],

@@ -59,6 +59,7 @@ CASES = {
         case("llama", 5, True, drafts_differ=True, tree="n8", drafting="multinomial_without_replacement"),
         *(case(family, 5, True, tree="n8", max_batch_size=3, **EVERYTHING) for family in FAMILIES | OTHERS),
         case("llama", 5, True, short=True, tree="n8", max_batch_size=3),
+        case("llama", 3, True, tree="chain3", compile=True),
         *(case("llama", 5, True, guided=True, tree="n8", max_batch_size=3, **options) for options in ({}, EVERYTHING)),
     ],
     3: [
@@ -104,6 +105,7 @@ def test_they_answer_as_one_process_does(ranks, found, alone):
     for number, (case, expected) in enumerate(zip(CASES[ranks], alone, strict=True)):
         for of_rank in found:
             assert of_rank[number]["free"], case
+            assert of_rank[number]["compiled"] or not case["engine"].get("compile"), case
             assert of_rank[number]["tokens"] == expected["tokens"], case
             assert of_rank[number]["rounds"] == expected["rounds"], case
             assert of_rank[number]["blocks"] == expected["blocks"], case
