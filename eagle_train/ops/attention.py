@@ -6,10 +6,10 @@ A model calls `attend(layer, q, k, v, rule)`; who calls the model decides what `
 Which way is taken; the first line that fits. "CUDA" is what ops/flash.py serves: bf16 or fp16, heads that fit.
 
     what                          where  rule                           way
-    packed documents, prompts     CUDA   no softcap; sinks without      one flash kernel over all documents, cut where
-                                         gradients only                 a chunk ends and behind a skipped first
-    packed documents, prompts     any    causality, skip_first          torch's kernel, or products, by document
-    packed documents, prompts     any    any                            plain, by document
+    packed documents, prompts     CUDA   no softcap                     one flash kernel over all documents, cut where
+                                                                        a chunk ends and behind a skipped first
+    packed documents, prompts     any    no softcap, sinks, window      torch's kernel or products, by document or chunk
+    packed documents, prompts     any    any                            ops/documents.py, by document or chunk
     committed slots, few queries  CUDA   any                            through the block table (ops/paged.py)
     committed slots               CUDA   no softcap                     flash, a row's queries together, or each alone
     slots, nodes of a tree        CPU    no softcap, window or chunk    the CPU's flash kernel under a mask
@@ -19,7 +19,7 @@ Shapes: B batch, T new tokens, S keys, Q query heads, K key/value heads, G = Q /
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -29,7 +29,9 @@ import torch.nn.functional as F
 
 from eagle_train.hardware import computes_bf16
 from eagle_train.ops import flash
+from eagle_train.ops.documents import Beside, Documents, Piece, document_attention
 from eagle_train.ops.kernels import is_plain
+from eagle_train.ops.tiled import Scores
 from eagle_train.ops.torch_private import flash_attention_on_cpu
 from eagle_train.ops.transfer import to_device
 
@@ -261,21 +263,27 @@ def with_sinks(out: torch.Tensor, lse: torch.Tensor, rule: Rule) -> torch.Tensor
     return out * torch.sigmoid(lse - rule.sinks.to(lse.dtype).view(1, -1, 1)).unsqueeze(-1).to(out.dtype)
 
 
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule, start: int = 0) -> torch.Tensor:
-    """Causal attention of tokens at positions from `start` on over themselves. Returns [B,Q,T,D]; differentiable."""
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Causal attention of tokens at positions from 0 on over themselves. Returns [B,Q,T,D]; differentiable."""
+    return _attend_pieces(q, k, v, split_lengths([q.shape[2]], rule), rule)
+
+
+def _attend_pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: list[int], rule: Rule) -> torch.Tensor:
+    """Causal attention within each of `pieces`, the lengths of which `split_lengths` made."""
+    if len(pieces) == 1:
+        return _attend_piece(q, k, v, rule)
+    qs, ks, vs = (x.split(pieces, dim=2) for x in (q, k, v))
+    return torch.cat([_attend_piece(*piece, rule) for piece in zip(qs, ks, vs, strict=True)], dim=2)
+
+
+def _attend_piece(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Causal attention where of the rule's reach only the window is left."""
     length = q.shape[2]
-    if rule.skip_first and start == 0 and length > 1:  # as two documents: position 0, and the rest
-        first = causal_attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], rule)
-        return torch.cat((first, causal_attention(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], rule, start=1)), dim=2)
-    end = start + length
-    local = (rule.window is not None and length > rule.window) or (rule.chunk is not None and end > rule.chunk)
-    if rule.softcap is None and rule.sinks is None and not local:
+    if rule.softcap is None and rule.sinks is None and (rule.window is None or length <= rule.window):
         if q.device.type == "cpu" and q.dtype == torch.bfloat16 and length <= MATMUL_LENGTH and computes_bf16("cpu"):
             return causal_matmul(q, k, v, rule.scale)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scale, enable_gqa=True)
-    positions = torch.arange(start, end, device=q.device)
-    mask = (positions[:, None] >= positions) & rule.sees(positions[:, None], positions)
-    return with_sinks(*plain_partial(q, k, v, additive_mask(mask[None, None]), rule), rule)
+    return chained_attention(q, k, v, Documents([Piece(slice(None), 0, length)]), rule)
 
 
 def causal_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -324,11 +332,12 @@ def packed_attention(lengths: list[list[int]]) -> Attend:
     """`attend` for packed rows: causal within each document, nothing between documents. DESIGN section 3.1.
 
     `lengths` holds, for each row, its documents' lengths (and the padding's), which sum to the row's. No [T, T] mask
-    exists, and the work is that of the documents, not of the rows: where flash serves, all of them are one call of it,
-    elsewhere they are attended one by one.
+    exists, nor scores of a whole document but for short ones in products; and the work is that of the documents, not of
+    the rows: where flash serves, all of them are one call of it, elsewhere they are attended one by one.
     """
     flat = [length for row in lengths for length in row]
     made: dict[tuple, flash.Sequences] = {}
+    documents = documents_by_reach(lengths)
 
     def sequences(rule: Rule, device: torch.device) -> flash.Sequences:
         key = (device, *rule.reach)
@@ -342,16 +351,51 @@ def packed_attention(lengths: list[list[int]]) -> Attend:
     @torch.compiler.disable  # compiled, it would be so anew for every batch's lengths
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
         batch, _, length, _ = q.shape
-        wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        if rule.softcap is None and not (rule.sinks is not None and wants_gradient) and flash.supports(q, k, v):
+        if rule.softcap is None and flash.supports(q, k, v):
+            wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+            if rule.sinks is not None and wants_gradient:  # of the log-sum-exp, which torch's own backward has not
+                return chained_attention(q, k, v, documents(rule), rule)
             return with_sinks(*flash.attention(q, k, v, sequences(rule, q.device), rule.scale), rule)
         if len(flat) == batch:
             return causal_attention(q, k, v, rule)
-        qs, ks, vs = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(flat, dim=2) for x in (q, k, v))
-        out = torch.cat([causal_attention(*each, rule) for each in zip(qs, ks, vs, strict=True)], dim=2)
+        q, k, v = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (q, k, v))
+        out = _attend_pieces(q, k, v, split_lengths(flat, rule), rule)
         return out.squeeze(0).unflatten(1, (batch, length)).transpose(0, 1)
 
     return attend
+
+
+def chained_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, rule: Rule, beside: Sequence[Beside] = ()
+) -> torch.Tensor:
+    """`document_attention` under a rule, whose documents `documents_by_reach` made: [B,Q,T,E]."""
+    window = None if rule.window is None else rule.window - documents.behind
+    return document_attention(q, k, v, documents, Scores(rule.scale, window, rule.softcap), rule.sinks, beside)
+
+
+def documents_by_reach(lengths: list[list[int]], behind: int = 0) -> Callable[[Rule], Documents]:
+    """`_documents_of`, made once for all rules of the same reach."""
+    made: dict[tuple, Documents] = {}
+
+    def documents(rule: Rule) -> Documents:
+        if rule.reach not in made:
+            made[rule.reach] = _documents_of(lengths, rule, behind)
+        return made[rule.reach]
+
+    return documents
+
+
+def _documents_of(lengths: list[list[int]], rule: Rule, behind: int) -> Documents:
+    """The documents of rows, cut as `split_lengths` cuts them, for queries that see what is `behind` slots or more
+    before them, position 0 left out where the rule skips it.
+    """
+    if rule.window is not None and rule.window <= behind:
+        return Documents([], behind)
+    pieces = []
+    for row, own in enumerate(lengths):
+        ends = [0, *accumulate(split_lengths(own, rule))]
+        pieces += [Piece(slice(row, row + 1), start, end) for start, end in pairwise(ends)]
+    return Documents(pieces, behind)
 
 
 def split_lengths(lengths: list[int], rule: Rule) -> list[int]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from eagle_train.hardware import is_gpu
 from eagle_train.ops.kernels import is_plain
-from eagle_train.ops.torch_private import flash_attention_varlen
+from eagle_train.ops.torch_private import flash_attention_varlen, flash_gradients_varlen
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_WIDTH = 256  # head, in numbers
@@ -70,12 +70,25 @@ def attention(
     Returns [B,Q,T,D] of the values' width and the log-sum-exp [B,Q,T] in fp32, which has no gradient; a query without
     keys has output 0 and log-sum-exp -inf. The host waits for nothing.
     """
-    (batch, _, length, _), own = q.shape, sequences
-    flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in pad_to_one_width(q, k, v))
+    batch, _, length, _ = q.shape
+    flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    out, lse = flat_attention(flat_q, flat_k, flat_v, sequences, scale)
+    lse = lse.masked_fill(lse == math.inf, -math.inf)  # what the kernel says of a query without keys
+    return out.unflatten(0, (batch, length)).transpose(1, 2), lse.unflatten(1, (batch, length)).transpose(0, 1)
+
+
+def flat_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `attention`, of q [C,Q,D], k [S,K,D] and v [S,K,E]: the output [C,Q,E], and the log-sum-exp [Q,C] in fp32,
+    +inf for a query without keys.
+    """
+    own = sequences
+    wide_q, wide_k, wide_v = pad_to_one_width(q, k, v)
     out, lse = flash_attention_varlen(
-        flat_q,
-        flat_k,
-        flat_v,
+        wide_q,
+        wide_k,
+        wide_v,
         own.starts_q,
         own.starts_k,
         own.longest_q,
@@ -85,6 +98,38 @@ def attention(
         own.window,
         own.used,
     )
-    lse = lse.masked_fill(lse == math.inf, -math.inf)  # what the kernel says of a query without keys
-    out = out[..., : v.shape[-1]]
-    return out.unflatten(0, (batch, length)).transpose(1, 2), lse.unflatten(1, (batch, length)).transpose(0, 1)
+    return out[..., : v.shape[-1]], lse
+
+
+def flat_gradients(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sequences: Sequences,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of `flat_attention`'s q, k and v, in their dtypes, where `grad` [C,Q,E] is the output's.
+
+    `out` [C,Q,E] and `lse` [Q,C] are those of all that a query attends to, which may be more than these sequences.
+    """
+    own = sequences
+    wide_grad, wide_q, wide_k, wide_v, wide_out = (x.contiguous() for x in pad_to_one_width(grad, q, k, v, out))
+    of_q, of_k, of_v = flash_gradients_varlen(
+        wide_grad,
+        wide_q,
+        wide_k,
+        wide_v,
+        wide_out,
+        lse.contiguous(),
+        own.starts_q,
+        own.starts_k,
+        own.longest_q,
+        own.longest_k,
+        own.causal,
+        scale,
+        own.window,
+    )
+    return of_q[..., : q.shape[-1]], of_k[..., : k.shape[-1]], of_v[..., : v.shape[-1]]

@@ -29,6 +29,8 @@ __all__ = [
     "dtensor_offset",
     "flash_attention_on_cpu",
     "flash_attention_varlen",
+    "flash_gradients_on_cpu",
+    "flash_gradients_varlen",
     "fp8_product",
     "fp16_prepacked",
     "fp16_product",
@@ -56,16 +58,45 @@ _fp16_product = torch.ops.quantized.linear_dynamic_fp16.default
 
 
 def flash_attention_on_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The CPU's flash attention of q [B,Q,T,D] over k, v [B,K,S,D]: output [B,Q,T,D] and log-sum-exp [B,Q,T], fp32.
+    """The CPU's flash attention of q [B,Q,T,D] over k, v [B,K,S,D]: output [B,Q,T,D] and log-sum-exp [B,Q,T], fp32 or,
+    of fp64, fp64.
 
-    `mask` is added to scores and has their dtype. A query that sees no key gets log-sum-exp 0.
+    `mask` is added to scores and has their dtype. `is_causal`: query i sees keys 0 to i. A query that sees no key gets
+    log-sum-exp 0.
 
     Missing: `F.scaled_dot_product_attention` runs the same kernel and drops the log-sum-exp, without which the
     attention over a prefix and that over a tree cannot be merged.
     """
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, is_causal=is_causal, attn_mask=mask, scale=scale
+    )
+
+
+def flash_gradients_on_cpu(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q [B,Q,T,D] and k, v [B,K,T,D] in the CPU's causal flash attention, in their dtypes.
+
+    `grad`, `out` [B,Q,T,D] and `lse` [B,Q,T] may be those of more keys than these.
+
+    Missing: autograd calls it with the output and the log-sum-exp of these keys alone.
+    """
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, True, scale=scale
+    )
 
 
 def flash_attention_varlen(
@@ -107,6 +138,48 @@ def flash_attention_varlen(
         seqused_k=used_k,
     )
     return out, lse
+
+
+def flash_gradients_varlen(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
+    is_causal: bool,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q [tokens,Q,D] and k, v [tokens,K,D] in `flash_attention_varlen`, in their dtypes.
+
+    `grad`, `out` [tokens,Q,D] and `lse` [Q,tokens], fp32, may be those of more keys than these.
+
+    Missing: autograd calls it with the output and the log-sum-exp of these keys alone.
+    """
+    return torch.ops.aten._flash_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        starts_q,
+        starts_k,
+        longest_q,
+        longest_k,
+        0.0,  # dropout
+        is_causal,
+        torch.zeros(2, dtype=torch.uint64, device=q.device),  # a random state, which is for dropout
+        q.new_empty(0),
+        scale=scale,
+        window_size_left=-1 if window is None else window - 1,  # beside the query's own position
+        window_size_right=0 if is_causal else -1,
+    )
 
 
 # --- products
