@@ -7,13 +7,12 @@ slot each. The tokens fed are the document's own (as in HASS, arXiv 2408.15766).
 Shapes: B rows, T tokens, H hidden; Q, K, D as in ops.attention.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
-from eagle_train.ops.attention import Attend, Rule, additive_mask, merge, packed_attention, plain_partial
+from eagle_train.ops.attention import Attend, Rule, chained_attention, documents_by_reach, packed_attention
+from eagle_train.ops.documents import Beside
 
 _Keys = tuple[torch.Tensor, torch.Tensor]
 
@@ -63,47 +62,20 @@ def _chained(
     afterwards, because a layer may be recomputed after later passes have run.
     """
     behind = len(seen)  # slots from a chain's root to its last slot
+    documents = documents_by_reach(lengths, behind)
+    near: dict[tuple, list[torch.Tensor]] = {}
+
+    def seen_from(rule: Rule) -> list[torch.Tensor]:
+        """For so many steps back: whether the slot there is in reach, bool [B, T]."""
+        if rule.reach not in near:
+            near[rule.reach] = [rule.sees(positions, positions - back).expand_as(positions) for back in range(behind)]
+        return near[rule.reach]
 
     @torch.compiler.disable  # as packed_attention's
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
         own[layer] = (k, v)
-        total = _rooted_attention(q, *seen[0][layer], behind, lengths, rule)
-        for steps, kept in enumerate([own, *reversed(seen[1:])]):
-            near = rule.sees(positions, positions - steps).expand_as(positions)
-            keys, values = (x.roll(steps, dims=2) for x in kept[layer])
-            total = merge(total, _single_key(q, keys, values, near, rule))
-        return total[0].to(q.dtype)
+        later, there = [own, *reversed(seen[1:])], seen_from(rule)
+        beside = [Beside(*kept[layer], steps, there[steps]) for steps, kept in enumerate(later)]
+        return chained_attention(q, *seen[0][layer], documents(rule), rule, beside)
 
     return attend
-
-
-def _rooted_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, behind: int, lengths: list[list[int]], rule: Rule
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention within each document to keys at least `behind` slots back: [B,Q,T,D], and its log-sum-exp [B,Q,T]."""
-    batch, _, length, _ = q.shape
-    flat = [document for row in lengths for document in row]
-    pieces = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(flat, dim=2) for x in (q, k, v))
-    parts = []
-    for size, queries, keys, values in zip(flat, *pieces, strict=True):
-        blind = min(behind, size)  # the first slots have no root
-        slots = torch.arange(blind, size, device=q.device).unsqueeze(1)
-        roots = torch.arange(size - blind, device=q.device)
-        mask = additive_mask((slots - behind >= roots) & rule.sees(slots, roots))[None, None]
-        out, lse = plain_partial(
-            queries[:, :, blind:], keys[:, :, : size - blind], values[:, :, : size - blind], mask, rule
-        )
-        parts.append((F.pad(out, (0, 0, blind, 0)), F.pad(lse, (blind, 0), value=-math.inf)))
-    whole = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
-    out, lse = (x.squeeze(0).unflatten(1, (batch, length)).transpose(0, 1) for x in whole)
-    return out, lse
-
-
-def _single_key(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, rule: Rule
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each query to the one key at its slot: [B,Q,T,D], and the log-sum-exp [B,Q,T]. `seen` bool [B,T]."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    score = (q * k).sum(-1).float() * rule.scale
-    return v, score.masked_fill(~seen.unsqueeze(1), -torch.inf)

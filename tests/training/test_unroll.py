@@ -1,10 +1,15 @@
 """training/unroll.py: all slots at once give what drafting gives chain by chain, and acceptance counts these chains."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from eagle_train.ops.kernels import plain
 from eagle_train.training.evaluate import chain_acceptance
+from eagle_train.training.parallelize import recomputed
 from eagle_train.training.unroll import unroll
+from tests.support.flash_on_cpu import flash_on_cpu
 from tests.support.reference_chains import (
     LENGTHS,
     PASSES,
@@ -14,6 +19,7 @@ from tests.support.reference_chains import (
     exact_draft,
     positions_of,
 )
+from tests.support.tiny import shared_target, tiny_draft
 
 ROW = sum(LENGTHS[0])
 IROPE = {"irope": True, "attention_chunk": 4, "num_layers": 3}
@@ -65,6 +71,56 @@ def test_gradients_flow_through_every_pass(kind):
         assert not ends.any()
         previous.grad = None
         draft.zero_grad()
+
+
+def weighted(states: dict[tuple[int, int, int], torch.Tensor]) -> torch.Tensor:
+    """A sum in which every number of every chain, {(row, slot, depth): [H]}, has a weight of its own."""
+    ends = torch.stack([states[key] for key in sorted(states)])
+    return (ends * torch.arange(ends.numel(), dtype=ends.dtype).sin().view(ends.shape)).sum()
+
+
+@pytest.mark.parametrize("way", ["cpu", "tiled", "cuda", "recomputed"])
+@pytest.mark.parametrize("kind", KINDS, ids=IDS)
+def test_gradients_are_those_of_chains_drafted_slot_by_slot(kind, way):
+    """By each kernel, and where a layer runs again in the backward pass, after later passes have run."""
+    draft = exact_draft(**kind).requires_grad_(True)
+    embeddings, previous, positions = draft_inputs(draft)
+    previous.requires_grad_(True)
+    wanted = [previous, *draft.parameters()]
+    expected = {}
+    for row, place in documents(LENGTHS):
+        for (depth, slot), state in chains(draft, embeddings[row, place], previous[row, place]).items():
+            expected[row, place.start + slot, depth] = state
+    gradients = torch.autograd.grad(weighted(expected), wanted)
+    for layer in draft.layers if way == "recomputed" else ():
+        layer.forward = recomputed(layer.forward)
+    with {"tiled": lambda: plain("attention"), "cuda": flash_on_cpu}.get(way, nullcontext)():
+        states = unroll(draft, embeddings, previous, positions, LENGTHS, PASSES)
+        found = torch.autograd.grad(weighted({key: states[key[2]][key[0], key[1]] for key in expected}), wanted)
+    for one, other in zip(found, gradients, strict=True):
+        assert (one - other).norm() < (1e-4 if way == "cuda" else 1e-5) * other.norm()  # its log-sum-exp is fp32
+
+
+def test_what_is_kept_grows_as_the_tokens_do():
+    """For the backward pass of three passes; whole score matrices would grow with the square."""
+    draft = tiny_draft(shared_target()).requires_grad_(True)
+
+    def kept(length: int) -> int:
+        sizes, lengths = {}, [[length]]
+
+        def keep(x: torch.Tensor) -> torch.Tensor:
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes(), x  # held: no address is used twice
+            return x
+
+        embeddings, previous = torch.randn(2, 1, length, draft.config.hidden_size)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            unroll(draft, embeddings, previous, positions_of(lengths), lengths, 3)
+        return sum(size for size, _ in sizes.values())
+
+    weights = sum(parameter.nbytes for parameter in draft.parameters())
+    once, twice = (kept(length) - weights for length in (256, 512))
+    assert once > 0
+    assert twice <= 2.01 * once
 
 
 def counted_by_hand(
