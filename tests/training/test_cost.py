@@ -141,7 +141,7 @@ def test_activations_are_what_the_backward_pass_keeps(passes):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", dtype=torch.bfloat16):
         unroll(draft, embeddings, hidden, positions, [[TOKENS]], passes)
     measured = sum(size for size, _ in kept.values())
-    said = TOKENS * memory.activations(config, torch.bfloat16, recomputed=False, unroll=passes, document=TOKENS)[0]
+    said = TOKENS * memory.activations(config, torch.bfloat16, recomputed=False, unroll=passes)[0]
     assert said == pytest.approx(measured, rel=0.15)
 
 

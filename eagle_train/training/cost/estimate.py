@@ -94,7 +94,7 @@ def estimate_cost(
     accumulated = optim.tokens_per_step > tokens * ranks
     weights, host = draft_state(module, optim, parallel, ranks, dtype, accumulated)
     of_target = tokens * dtype.itemsize * target_activations(target, parallel, ranks)
-    kept, again = (tokens * each for each in activations(draft, dtype, recomputed, train.unroll, row_tokens))
+    kept, again = (tokens * each for each in activations(draft, dtype, recomputed, train.unroll))
     states, chunk = loss_memory(target, draft, tokens, dtype, train.unroll)
     of_draft, of_loss = kept + max(0, again - chunk), states + chunk  # the loss is over when a layer runs again
     memory = {

@@ -91,26 +91,21 @@ def fsdp_gathered(module: Draft, dtype: torch.dtype) -> int:
     return dtype.itemsize * (ends + min(2, len(layers)) * layer + layer) + 4 * layer
 
 
-def activations(
-    draft: DraftConfig, dtype: torch.dtype, recomputed: bool, unroll: int = 1, document: int = 0
-) -> tuple[int, int]:
+def activations(draft: DraftConfig, dtype: torch.dtype, recomputed: bool, unroll: int = 1) -> tuple[int, int]:
     """Bytes that a token leaves for the draft's backward pass, and those of one layer that is recomputed in it.
 
     Of a layer: the inputs of its two norms, in fp32, and their outputs; queries, keys, values, the attention's output
-    and the same as rows; the gate before and after its activation, the other half, and their product. A pass after the
-    first also keeps its attention scores over a `document` of so many tokens, in fp32 before and after exp and rounded
-    for the product with the values, and what merges them with one key of each pass.
+    and the same as rows; the gate before and after its activation, the other half, and their product. Of each query
+    head, the log-sum-exp of its scores in fp32: no scores are kept, in no pass.
     """
     own, exact = dtype.itemsize, 4
     heads, kv = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
-    layer = 2 * exact * draft.hidden_size
+    layer = exact * (2 * draft.hidden_size + draft.num_heads)
     layer += own * (2 * draft.hidden_size + 3 * heads + 2 * kv + 4 * draft.intermediate_size)
-    scores = draft.num_heads * document * (2 * exact + (own if own < exact else 0))
-    passes = [layer, *(layer + scores + 6 * own * heads * merged for merged in range(1, unroll))]
     ends = 2 * own * draft.hidden_size * unroll
     if recomputed:
-        return own * draft.hidden_size * draft.num_layers * unroll + ends, max(passes)
-    return draft.num_layers * sum(passes) + ends, 0
+        return own * draft.hidden_size * draft.num_layers * unroll + ends, layer
+    return draft.num_layers * unroll * layer + ends, 0
 
 
 def loss_memory(
