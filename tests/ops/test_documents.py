@@ -127,6 +127,21 @@ def test_lower_precision_stays_near(way, name, dtype):
         torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("behind", [0, 1, 3])
+def test_a_gpus_kernel_stays_near(behind, name):
+    tensors, rule = [x.detach().cuda().requires_grad_() for x in inputs(behind, torch.bfloat16)], RULES[name]
+    if rule.sinks is not None:
+        rule = replace(rule, sinks=SINKS.cuda().requires_grad_())
+    with torch.device("cuda"):
+        found = with_gradients(ours, tensors, rule, LENGTHS, behind)
+        exact = [x.detach().double().requires_grad_() for x in tensors]
+        expected = with_gradients(twin, exact, rule, LENGTHS, behind)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=5e-2, atol=5e-2)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_values_may_be_wider_than_keys(way):
     tensors, rule = inputs(2, width=2 * WIDTH), rule_of("plain")
