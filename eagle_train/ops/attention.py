@@ -145,12 +145,14 @@ def flash_partial(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, rule: Rule
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`partial_attention` by the CPU's flash kernel; every query must see a key."""
+    shape, width = q.shape[:-1], v.shape[-1]
+    if mask is None or mask.shape[2] == 1:  # a group's heads as further queries, so that their keys are read once
+        q = q.reshape(shape[0], k.shape[1], -1, q.shape[-1])
     if mask is not None:
         mask = mask.to(q.dtype).expand(-1, -1, q.shape[2], -1)
-    width = v.shape[-1]
     q, k, v = flash.pad_to_one_width(q, k, v)
     out, lse = flash_attention_on_cpu(q, k, v, mask, rule.scale)
-    return out[..., :width], lse
+    return out[..., :width].reshape(*shape, width), lse.reshape(shape)
 
 
 class VisibleSlots:

@@ -11,7 +11,9 @@ tokens or nodes, N nodes of a tree so far.
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 
+from eagle_train.inference.cache.block_pool import blocks_for
 from eagle_train.inference.cache.prefix import BLOCK, SCRATCH, ZEROS, ContiguousPrefix, Prefix
 from eagle_train.models.shapes import KVShape
 from eagle_train.ops import paged
@@ -52,6 +54,7 @@ class PagedKV:
         """
         self.given = given or {}
         self._is_joint = joint
+        self._workspaces: dict[tuple[int, int, int], torch.Tensor] = {}  # see `_workspace`
         self._parts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by (K, D): (layer, 0 for keys or 1 for values)
         for layer, (heads, *widths) in shapes.items():
             for which, width in enumerate(widths):
@@ -207,15 +210,56 @@ class PagedKV:
             assert slots <= prefix.capacity, (slots, prefix)
             return self._views(prefix.first_slot, slots).__getitem__
         held = prefix.lengths + more
+        if held.device.type == "cpu":
+            return self._gathered_blocks(prefix.blocks, held, slots)
         positions = torch.arange(slots, device=held.device).expand(len(held), -1)  # [A, slots]
         index = prefix.slots(positions).masked_fill(positions >= held.unsqueeze(1), ZEROS * BLOCK)
-        flat = index.flatten()  # on a CPU index_select takes half the time of 2-D indexing
+        flat = index.flatten()
 
         def gathered(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
             k, v = (x.index_select(0, flat).unflatten(0, index.shape).transpose(1, 2) for x in self.layers[layer])
             return k, v
 
         return gathered
+
+    def _gathered_blocks(
+        self, blocks: torch.Tensor, held: torch.Tensor, slots: int
+    ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+        """As `_committed`, by whole blocks into memory that all layers and rounds use again: memory that is new takes a
+        CPU as long as the copy. What is returned holds until the next call.
+
+        `blocks` int64 [A, W]; `held` int64 [A]: how many slots of each row are read, zeros follow.
+        """
+        rows, width = len(held), blocks_for(slots)
+        table = F.pad(blocks[:, :width], (0, width - min(width, blocks.shape[1])), value=ZEROS)
+        table = table.masked_fill(torch.arange(width) * BLOCK >= held.unsqueeze(1), ZEROS).flatten()  # [A * width]
+        # The slots of a row's last block that are not held, [A, BLOCK]; one behind all rows where there is none.
+        behind = held.unsqueeze(1) + torch.arange(BLOCK)
+        stale = (held.unsqueeze(1) % BLOCK > 0) & (behind // BLOCK == held.unsqueeze(1) // BLOCK)
+        own = torch.arange(rows).unsqueeze(1) * width * BLOCK + behind
+        stale_slots = own.masked_fill(~stale, rows * width * BLOCK).flatten()
+
+        def gathered(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+            pair = []
+            for which, stored in enumerate(self.layers[layer]):
+                heads, wide = stored.shape[1:]
+                flat = self._workspace(which, len(table) * BLOCK + 1, heads, wide)
+                by_block = flat[:-1].view(len(table), -1)
+                torch.index_select(stored.reshape(-1, by_block.shape[1]), 0, table, out=by_block)
+                flat.index_fill_(0, stale_slots, 0.0)
+                pair.append(flat[:-1].view(rows, -1, heads, wide)[:, :slots].transpose(1, 2))
+            return pair[0], pair[1]
+
+        return gathered
+
+    def _workspace(self, which: int, slots: int, heads: int, width: int) -> torch.Tensor:
+        """Memory [slots, K, D] for gathered keys (0) or values (1), which is kept."""
+        key, wanted = (which, heads, width), slots * heads * width
+        if key not in self._workspaces or len(self._workspaces[key]) < wanted:
+            self._workspaces.pop(key, None)
+            with torch.inference_mode(False):  # who decodes without it must be able to write
+                self._workspaces[key] = self.memory[0].new_empty(wanted + wanted // 4)  # contexts grow
+        return self._workspaces[key][:wanted].view(slots, heads, width)
 
 
 class BlockEnds:
