@@ -12,7 +12,7 @@ from transformers import Llama4TextConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
 
-GROUPED = (torch.float32, torch.bfloat16, torch.float16)
+from eagle_train.ops.grouped import by_expert
 
 
 class RoutedMoe(Llama4TextMoe):
@@ -49,9 +49,8 @@ def _routed_experts(
 ) -> torch.Tensor:
     """hidden [N, H] and scores [N, E] with the experts' matrices [E, H, 2I] and [E, I, H] to [N, H]."""
     best, experts = scores.topk(chosen, dim=-1)
-    experts, order = experts.flatten().sort(stable=True)
-    rows, every = order // chosen, torch.arange(scores.shape[1], device=scores.device)
-    ends = torch.searchsorted(experts, every, right=True).int()
+    order, ends = by_expert(experts.flatten(), scores.shape[1])
+    rows = order // chosen
     scaled = hidden[rows] * best.flatten()[order].unsqueeze(1)
     gate, up = grouped_mm(scaled, gate_up, offs=ends).chunk(2, -1)
     out = grouped_mm(up * ACT2FN[activation](gate), down, offs=ends)

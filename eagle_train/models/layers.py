@@ -12,7 +12,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eagle_train.errors import check
 from eagle_train.models.draft_config import DraftConfig
+from eagle_train.ops import grouped
 from eagle_train.ops.attention import Attend, Rule
+from eagle_train.ops.kernels import is_plain
 from eagle_train.ops.linear import Linear
 from eagle_train.ops.norm import rms_norm
 
@@ -139,10 +141,41 @@ class MoEFFN(nn.Module):
         gate, best = self.router(flat).max(dim=-1)
         routed = flat * torch.sigmoid(gate).unsqueeze(-1)
         out = self.shared_expert(flat)
+        if self._is_grouped(routed):
+            return self._grouped(routed, best, out).view_as(x)
         for index, expert in enumerate(self.experts):
             rows = (best == index).nonzero().squeeze(-1)
             out = out.index_add(0, rows, expert(routed[rows]).to(out.dtype))
         return out.view_as(x)
+
+    def _is_grouped(self, rows: torch.Tensor) -> bool:
+        """Whether all experts run at once. That takes a copy of their weights, which pays where they learn from the
+        many rows of a training step. Modules that are quantised, or whose weights are elsewhere until they are called
+        (ZeRO-3), run one by one, and so do types that have no grouped product."""
+        if is_plain("experts") or not torch.is_grad_enabled():
+            return False
+        weight = getattr(getattr(self.experts[0], "gate_proj", None), "weight", None)
+        if weight is None or not weight.requires_grad or weight.ndim < 2:
+            return False
+        return grouped.supports(rows.device, _computed_in(rows), *weight.shape)
+
+    @torch.compiler.disable  # which takes a CPU's grouped products for bf16's alone
+    def _grouped(self, routed: torch.Tensor, best: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """`out` [R, H] and what each row's `best` expert, int64 [R], makes of `routed` [R, H]."""
+        dtype, experts = _computed_in(routed), list(self.experts)
+        gates, ups, downs = (
+            [getattr(expert, name).weight for expert in experts] for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        order, ends = grouped.by_expert(best, len(experts))
+        rows = routed.index_select(0, order).to(dtype)
+        made = grouped.swiglu(rows, grouped.stacked(dtype, gates, ups), grouped.stacked(dtype, downs), ends)
+        return out.index_add(0, order, made.to(out.dtype))
+
+
+def _computed_in(x: torch.Tensor) -> torch.dtype:
+    """The dtype of products with x: autocast's, where there is one. Autocast itself casts for no grouped product."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class Layer(nn.Module):

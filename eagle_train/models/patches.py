@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from transformers.models.llama4 import modeling_llama4
 
-from eagle_train.models.experts import GROUPED, RoutedExperts, RoutedMoe
+from eagle_train.models.experts import RoutedExperts, RoutedMoe
+from eagle_train.ops import grouped
 from eagle_train.ops.linear import Linear, QuantisedLinear, fp16_copy_of, keep_fp16_copy
 from eagle_train.ops.norm import FastNorm, rms_norm
 
@@ -63,7 +64,7 @@ def use_fast_modules(model: nn.Module) -> Undo:
             undo.swap(module, _with_fast_norm(own))
         elif isinstance(module, RoutedMoe) and not module.routed:
             # Others have no grouped product in torch, or are a quantisation's.
-            module.routed = isinstance(module.experts, RoutedExperts) and model.dtype in GROUPED
+            module.routed = isinstance(module.experts, RoutedExperts) and model.dtype in grouped.DTYPES
             undo.routed += [module] if module.routed else []
     return undo
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-KERNELS = ("attention", "linear", "loss")
+KERNELS = ("attention", "experts", "linear", "loss")
 
 _plain: set[str] = set()
 
@@ -15,7 +15,7 @@ def is_plain(kernel: str) -> bool:
 
 @contextmanager
 def plain(*kernels: str) -> Iterator[None]:
-    """Use the plain twins of these meanwhile, in the whole process: `attention`, `linear`, `loss`."""
+    """Use the plain twins of these meanwhile, in the whole process; the names are in KERNELS."""
     assert set(kernels) <= set(KERNELS), kernels
     new = set(kernels) - _plain
     _plain.update(new)

@@ -21,7 +21,9 @@ from eagle_train.errors import UserError
 from eagle_train.models.draft import Draft, DraftConfig, Head, shift_hidden
 from eagle_train.models.fused import fuse_products
 from eagle_train.models.layers import rotate
+from eagle_train.ops import grouped, kernels
 from eagle_train.ops.attention import packed_attention
+from tests.support.graph_recorder import no_values
 from tests.support.tiny import random_tokens, shared_target, tiny_draft, tiny_target
 
 ROPES = {
@@ -286,6 +288,47 @@ def test_mixture_is_llama_4s():
         wanted, _ = theirs(x)
     assert mlp.router(x).argmax(-1).unique().numel() == 3, "each expert must be used"
     torch.testing.assert_close(mlp(x).view(-1, 32), wanted.view(-1, 32), rtol=1e-5, atol=1e-5)
+
+
+def mixture_step(rows: int, low: bool, **draft) -> list[torch.Tensor]:
+    """What a mixture makes of so many rows, and the gradients of all that it learns from."""
+    mlp = tiny_draft(shared_target(), ffn="moe", num_experts=5, **draft).requires_grad_().layers[0].mlp
+    x = torch.randn(1, rows, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
+        out = mlp(x)
+    out.float().square().sum().backward()
+    return [out, x.grad, *(parameter.grad for parameter in mlp.parameters())]
+
+
+@pytest.mark.parametrize(("low", "tolerance"), [(False, 1e-5), (True, 2e-2)])
+@pytest.mark.parametrize("rows", [2, 40])
+def test_experts_that_learn_together_learn_what_each_learns_alone(rows, low, tolerance):
+    """With two rows most experts have none; their gradients are zeros, not missing."""
+    with no_values():
+        together = mixture_step(rows, low)
+    with kernels.plain("experts"):
+        alone = mixture_step(rows, low)
+    for ours, theirs in zip(together, alone, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert (ours - theirs).norm() <= tolerance * theirs.norm()
+
+
+def test_experts_without_a_grouped_product_learn_one_by_one(monkeypatch):
+    """In fp64, and where their weights are not here before they are called."""
+    monkeypatch.setattr(grouped, "swiglu", lambda *_: pytest.fail("grouped"))
+    mlp = tiny_draft(shared_target(), ffn="moe", num_experts=3).double().requires_grad_().layers[0].mlp
+    mlp(torch.randn(1, 4, 32, dtype=torch.float64)).sum().backward()
+    assert all(parameter.grad.dtype == torch.float64 for parameter in mlp.parameters())
+    mlp.float()
+    weights = {expert: expert.gate_proj.weight for expert in mlp.experts}
+
+    def come(module, _):
+        module.gate_proj.weight = weights[module]
+
+    for expert in mlp.experts:
+        expert.gate_proj.weight = nn.Parameter(torch.empty(0))
+        expert.register_forward_pre_hook(come)
+    mlp(torch.randn(1, 4, 32)).sum().backward()
 
 
 def test_irope_layers():

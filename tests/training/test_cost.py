@@ -160,6 +160,30 @@ def test_the_drafts_state_is_what_its_optimiser_holds(name):
     assert (said, host) == (measured, 0)
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_what_grouped_products_read_of_experts_is_kept_for_the_backward_pass(recomputed):
+    config = DraftConfig.from_target(tiny_target(**WIDE).config, num_layers=2, ffn="moe", num_experts=3)
+    draft = Draft(config).init_weights(0)
+    experts = {id(x) for name, x in draft.named_parameters() if ".experts." in name}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 3 and tensor.shape[0] == config.num_experts and id(tensor) not in experts:
+            kept[tensor.untyped_storage().data_ptr()] = (tensor.nbytes, tensor)
+        return tensor
+
+    embeddings, hidden = torch.randn(2, 1, TOKENS, WIDE["hidden_size"])
+    if recomputed:
+        draft.layers[0].forward = lambda *_: embeddings  # one layer's stacks exist at once
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        draft(embeddings, hidden, torch.arange(TOKENS)[None], packed_attention([[TOKENS]]))
+    optim, dense = OptimConfig(), 16 * draft.num_parameters
+    said, _ = memory.draft_state(draft, optim, ParallelConfig(activation_checkpointing=recomputed), 1, torch.float32)
+    assert sum(size for size, _ in kept.values()) == said - dense
+    low, _ = memory.draft_state(draft, optim, ParallelConfig(), 1, torch.bfloat16)
+    assert low == 18 * draft.num_parameters  # autocast's copy of the others, and the stacks
+
+
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 

@@ -67,6 +67,8 @@ def draft_state(
         "copy": (fsdp_gathered(module, dtype) if sharded else copy, stage == 3),
     }
     bytes_of = {name: amount / (ranks if divided else 1) for name, (amount, divided) in parts.items()}
+    if stage < 3 and (sharded or stage or not copy):  # else the copy is their stack; ZeRO-3 runs them one by one
+        bytes_of["experts' stacks"] = _stacks(module, dtype, parallel.activation_checkpointing)
     if parallel.backend == "ddp":
         bytes_of["buckets"] = 4 * size
     if stage == 3:
@@ -78,6 +80,13 @@ def draft_state(
     if parallel.offload_optimizer:
         host = bytes_of.pop("weights") + bytes_of.pop("state")
     return sum(bytes_of.values()), host
+
+
+def _stacks(module: Draft, dtype: torch.dtype, recomputed: bool) -> float:
+    """Bytes of the experts' weights as grouped products read them (ops/grouped.py), kept for the backward pass: of all
+    layers, or of one where layers are recomputed."""
+    experts = sum(parameter.numel() for name, parameter in module.named_parameters() if ".experts." in name)
+    return dtype.itemsize * experts / (len(module.layers) if recomputed else 1)
 
 
 def fsdp_gathered(module: Draft, dtype: torch.dtype) -> int:
