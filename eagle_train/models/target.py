@@ -23,7 +23,7 @@ from eagle_train.models.patches import Undo
 from eagle_train.models.probe import TOKENS, Layers, probe
 from eagle_train.models.shapes import context_of, rope_limit
 from eagle_train.models.weights import check_loaded, fingerprint, full_tensor
-from eagle_train.ops.attention import Attend, document_lengths, packed_attention
+from eagle_train.ops.attention import Attend, packed_attention
 from eagle_train.ops.compiled import Compiled
 
 
@@ -136,12 +136,17 @@ class Target:
         """`hidden_states` by torch.compile, for whoever asks. Once it is compiled, the model must stay as it is."""
         return Compiled(self.hidden_states, self.device)
 
-    def own_hidden_states(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """`hidden_states` where every rank has packed rows of its own, as many as the others."""
+    def own_hidden_states(
+        self, tokens: torch.Tensor, positions: torch.Tensor, lengths: list[list[int]]
+    ) -> torch.Tensor:
+        """`hidden_states` of packed rows, each document attending to itself, where every rank has rows of its own, as
+        many as the others. `lengths`: of each row's documents, which sum to the row's.
+        """
         if self.together is None:
-            return self.hidden_states(tokens, positions, attend)
+            return self.hidden_states(tokens, positions, packed_attention(lengths))
+        lengths = _gathered_lengths(lengths, tokens.shape[1], self.together)
         tokens, positions = (_gathered(x, self.together) for x in (tokens, positions))
-        hidden = self.hidden_states(tokens, positions, packed_attention(document_lengths(positions)))
+        hidden = self.hidden_states(tokens, positions, packed_attention(lengths))
         return hidden.chunk(dist.get_world_size(self.together))[dist.get_rank(self.together)]
 
     def embedding_scale(self) -> float:
@@ -171,3 +176,10 @@ def _gathered(own: torch.Tensor, group: Any) -> torch.Tensor:
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own.contiguous(), group=group)
     return torch.cat(everyone)
+
+
+def _gathered_lengths(own: list[list[int]], most: int, group: Any) -> list[list[int]]:
+    """The ranks' lengths, at most `most` a row, one rank's after the other's. From host to host: the device is not
+    waited for."""
+    filled = torch.tensor([[*row, *[0] * (most - len(row))] for row in own], dtype=torch.int32)
+    return [[length for length in row if length] for row in _gathered(filled, group).tolist()]

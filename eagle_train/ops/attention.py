@@ -321,15 +321,6 @@ def _causal_ends(count: int, device: torch.device) -> torch.Tensor:
         return additive_mask(seen[None, None])
 
 
-def document_lengths(positions: torch.Tensor) -> list[list[int]]:
-    """The lengths of each row's documents from their positions [B, T], which begin anew with each."""
-    return [
-        torch.diff(starts, append=starts.new_tensor([len(row)])).tolist()
-        for row in positions.cpu()
-        for starts in [(row == 0).nonzero().squeeze(1)]
-    ]
-
-
 def packed_attention(lengths: list[list[int]]) -> Attend:
     """`attend` for packed rows: causal within each document, nothing between documents. DESIGN section 3.1.
 

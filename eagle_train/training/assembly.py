@@ -101,7 +101,10 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     heldout = heldout_batches(data, renderer, train.micro_batch_rows, train.eval_batches)
     parallel, compiled = _with_compiled_target(parallel, target, train.micro_batch_rows, data.row_tokens)
     backend = prepare(draft, optim, parallel, world, target.dtype)
-    ahead = look_ahead(stream, target, accumulation(optim, train, data.row_tokens, world.size), world, compiled)
+    micro_batches = accumulation(optim, train, data.row_tokens, world.size)
+    ahead = look_ahead(
+        stream, target, micro_batches, world, compiled, first_slot=draft.config.first_slot, passes=train.unroll
+    )
     return Trainer(train, optim, target, draft, backend, ahead, heldout, store)
 
 
@@ -121,16 +124,22 @@ def _with_compiled_target(
 
 
 def look_ahead(
-    stream: Stream, target: Target, accumulation: int, world: World = ALONE, compiled: bool = False
+    stream: Stream,
+    target: Target,
+    accumulation: int,
+    world: World = ALONE,
+    compiled: bool = False,
+    first_slot: int = 0,
+    passes: int = 1,
 ) -> Lookahead:
     """What hands out the stream's batches with the target's hidden states, `accumulation` micro-batches a step.
 
-    `compiled`: the target's forward was, see `can_compile`.
+    `compiled`: the target's forward was, see `can_compile`. `first_slot` and `passes`: the draft's, see `to_device`.
     """
     return Lookahead(
         stream,
         accumulation,
-        lambda batch: to_device(batch, target.device),
+        lambda batch: to_device(batch, target.device, first_slot, passes),
         lambda batch: hidden_states(target, batch, compiled),
         target.device,
         beside=world.shard_size == 1,

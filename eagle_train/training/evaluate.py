@@ -47,7 +47,9 @@ def measure_heldout(
             previous = shift_hidden(hidden, positions)
             states = unroll(draft, target.embed(batch.tokens), previous, positions, batch.lengths, depth)
         rows = batch.supervised & counts
-        sums = distillation_loss(states[0][rows], hidden[rows], head.lm_head)
+        slots = batch.slots[0][: None if counts else 0]
+        predicted, wanted = (x.flatten(0, 1).index_select(0, slots) for x in (states[0], hidden))
+        sums = distillation_loss(predicted, wanted, head.lm_head)
         meter.add(sums.rows, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
         best = most_likely(hidden, target.lm_head)
         held, possible = chain_acceptance(

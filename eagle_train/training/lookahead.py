@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from eagle_train.corpus.stream import TENSORS, Batch, Stream
+from eagle_train.training.target_pass import Placed
 
 DRAWN_AHEAD = 2  # steps drawn beyond the current one: the target's next run but one needs its batch
 
@@ -39,8 +40,8 @@ class Lookahead:
         self,
         stream: Stream,
         accumulation: int,
-        to_device: Callable[[Batch], Batch],
-        hidden_states: Callable[[Batch], torch.Tensor],
+        to_device: Callable[[Batch], Placed],
+        hidden_states: Callable[[Placed], torch.Tensor],
         device: torch.device,
         beside: bool = True,
     ):
@@ -55,8 +56,8 @@ class Lookahead:
         self._beside = beside
         self._pool: ThreadPoolExecutor | None = None
         self._threads = 0  # of torch, before `start` halved them
-        self._upcoming: deque[tuple[list[Batch], dict[str, Any]]] = deque()
-        self._known: list[Batch] = []  # micro-batches whose hidden states are still to be handed out
+        self._upcoming: deque[tuple[list[Placed], dict[str, Any]]] = deque()
+        self._known: list[Placed] = []  # micro-batches whose hidden states are still to be handed out
         self._running: deque[Future[torch.Tensor]] = deque()  # the target's runs for the first of `_known`
         self._offered: Callable[[], None] | None = None
         self._helping = threading.Lock()
@@ -96,24 +97,24 @@ class Lookahead:
             self._pool.shutdown(wait=wait, cancel_futures=True)
             torch.set_num_threads(self._threads)
 
-    def upcoming(self, number: int = 0) -> list[Batch]:
+    def upcoming(self, number: int = 0) -> list[Placed]:
         """The micro-batches of a step that is drawn and not handed out yet; 0 is the next one."""
         return self._upcoming[number][0]
 
-    def step(self) -> list[Batch]:
+    def step(self) -> list[Placed]:
         """The next optimiser step's micro-batches."""
         batches, self.state = self._upcoming.popleft()
         self._upcoming.append(self._take())
         return batches
 
-    def _take(self) -> tuple[list[Batch], dict[str, Any]]:
+    def _take(self) -> tuple[list[Placed], dict[str, Any]]:
         """The next step that was drawn, on the device, and the stream's state after it."""
         started = time.perf_counter()
         batches, state = self._drawer.take()
         self.waited += time.perf_counter() - started
         return [self.to_device(batch) for batch in batches], state
 
-    def with_hidden_states(self, batches: list[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
+    def with_hidden_states(self, batches: list[Placed]) -> Iterator[tuple[Placed, torch.Tensor]]:
         """Each of the step's micro-batches with its hidden states [B, T, H]. The target's thread computes those of the
         two micro-batches after it meanwhile.
         """

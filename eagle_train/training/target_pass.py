@@ -1,10 +1,11 @@
 """What a step needs of the frozen target: a batch on its device, its hidden states, its precision. DESIGN section 3.4.
 
-Shapes: B rows, T tokens of a packed row, H hidden.
+Shapes: B rows, T tokens of a packed row, H hidden, R slots of them that are learnt from.
 """
 
-import dataclasses
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -14,10 +15,33 @@ from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its tensors on `device`."""
-    tensors = {name: getattr(batch, name).to(device, non_blocking=True) for name in TENSORS}
-    return dataclasses.replace(batch, **tensors)
+@dataclass(frozen=True, eq=False)
+class Placed(Batch):
+    """A batch whose tensors are on a device, and what the host read of them before.
+
+    `slots`: for each pass of the draft (unroll.py) the places, int64 [R] on the device, of the supervised slots in the
+    flat rows [B * T]; R, a shape, is known to the host without waiting for the device.
+    """
+
+    slots: tuple[torch.Tensor, ...]
+
+
+def to_device(batch: Batch, device: torch.device, first_slot: int = 0, passes: int = 1) -> Placed:
+    """A batch of the host on `device`. `first_slot`: the draft's first slot in a document (`DraftConfig.first_slot`);
+    in pass k, counted from 0, no chain is as deep before slot first_slot + k.
+    """
+    send = _pinning(device)
+    tensors = {name: send(getattr(batch, name)) for name in TENSORS}
+    learnt = (batch.supervised & (batch.positions >= first_slot + depth) for depth in range(passes))
+    slots = tuple(send(each.flatten().nonzero().squeeze(1)) for each in learnt)
+    return Placed(lengths=batch.lengths, slots=slots, **tensors)
+
+
+def _pinning(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What copies a tensor of the host to `device`, to a GPU while that computes."""
+    if device.type != "cuda":
+        return lambda tensor: tensor.to(device)
+    return lambda tensor: tensor.pin_memory().to(device, non_blocking=True)
 
 
 def hidden_states(target: Target, batch: Batch, compiled: bool = False) -> torch.Tensor:
@@ -25,8 +49,9 @@ def hidden_states(target: Target, batch: Batch, compiled: bool = False) -> torch
 
     `compiled`: by torch.compile, of a target that is whole on this rank.
     """
-    forward = target.compiled if compiled else target.own_hidden_states
-    return forward(batch.tokens, batch.positions, packed_attention(batch.lengths))
+    if compiled:
+        return target.compiled(batch.tokens, batch.positions, packed_attention(batch.lengths))
+    return target.own_hidden_states(batch.tokens, batch.positions, batch.lengths)
 
 
 def can_compile(target: Target, rows: int, tokens: int, wanted: bool | None) -> bool:

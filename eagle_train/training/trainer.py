@@ -31,7 +31,7 @@ from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.resume import check_budget, check_same_run
 from eagle_train.training.runaway import appended, is_sound
 from eagle_train.training.state import TrainState, set_random_state
-from eagle_train.training.target_pass import autocast
+from eagle_train.training.target_pass import Placed, autocast
 from eagle_train.training.train_config import TrainConfig
 from eagle_train.training.unroll import unroll
 
@@ -75,13 +75,13 @@ class Trainer:
         size = self.draft.num_parameters / 1e6
         return f"{size:.1f} M draft parameters for {self.target.name}, {self.budget}, from step {self.state.step} on"
 
-    def forward_backward_step(self, batch: Batch, hidden: torch.Tensor, scale: float) -> LossSums:
+    def forward_backward_step(self, batch: Placed, hidden: torch.Tensor, scale: float) -> LossSums:
         """Add the gradients of one micro-batch, multiplied by `scale`, to the draft's. Returns the micro-batch's sums.
 
         `hidden` [B, T, H] are the target's hidden states, in its dtype. With `unroll` passes the loss is the mean over
-        all passes, and the other sums are those of the first.
+        all passes, and the other sums are those of the first. The host waits for nothing that a device computes.
         """
-        config, positions = self.config, batch.positions
+        config, positions, hidden_of = self.config, batch.positions, hidden.flatten(0, 1)
         with autocast(self.target):
             previous = shift_hidden(hidden, positions)
             if config.feature_noise:
@@ -90,12 +90,11 @@ class Trainer:
             embeddings = self.target.embed(batch.tokens)
             passes = unroll(self.backend.draft, embeddings, previous, positions, batch.lengths, config.unroll)
         sums = []
-        for depth, predicted in enumerate(passes):
-            rows = batch.supervised & (positions >= self.draft.config.first_slot + depth)  # no chain is as deep before
+        for predicted, slots in zip(passes, batch.slots, strict=True):
             sums.append(
                 distillation_loss(
-                    predicted[rows],
-                    hidden[rows],
+                    predicted.flatten(0, 1).index_select(0, slots),
+                    hidden_of.index_select(0, slots),
                     self.head.lm_head,
                     l1_weight=config.l1_weight_at(self.budget.progress_at(self.state.step + 1)),
                     ce_weight=config.ce_weight,
@@ -115,7 +114,7 @@ class Trainer:
         weights and the state are then as before the step.
         """
         micro_batches = self.lookahead.step()
-        supervised = self._begin_step(sum(int(batch.supervised.sum()) for batch in micro_batches))
+        supervised = self._begin_step(sum(len(batch.slots[0]) for batch in micro_batches))
         scale = self.backend.divisor / max(supervised, 1)
         meter = Meter()
         for number, (batch, hidden) in enumerate(self.lookahead.with_hidden_states(micro_batches), 1):
@@ -201,7 +200,7 @@ class Trainer:
     def _begin_step(self, supervised: int) -> int:
         """Begin a step, at the main rank's time. Returns the supervised slots of all ranks."""
         milliseconds = round(1000 * self.budget.seconds) if self.world.is_main else 0
-        own = torch.tensor([supervised, milliseconds], dtype=torch.int64, device=self.target.device)
+        own = torch.tensor([supervised, milliseconds], dtype=torch.int64)  # summed by hosts, no device is waited for
         supervised, milliseconds = self.world.sum(own).tolist()
         self.budget.begin(self.state.step, milliseconds / 1000)
         return supervised
@@ -239,7 +238,7 @@ class Trainer:
         before, self._vote = self._vote, self.world.vote(self.stop_asked())
         return before() if self.world.size > 1 else self._vote()
 
-    def _drop_step(self, batch: Batch, hidden: torch.Tensor) -> None:
+    def _drop_step(self, batch: Placed, hidden: torch.Tensor) -> None:
         """Forget the gradients of a part of a step. Backends can forget only those of a whole one, so a micro-batch of
         weight 0 completes it.
         """

@@ -35,7 +35,7 @@ from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint.store import CheckpointStore
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.parallelize import prepare
-from eagle_train.training.target_pass import can_compile, hidden_states, to_device
+from eagle_train.training.target_pass import can_compile, hidden_states
 from eagle_train.training.train_config import TrainConfig, accumulation
 from eagle_train.training.trainer import Trainer
 from evals.bench.config import check_least
@@ -132,7 +132,8 @@ class Ours:
         backend = prepare(self.draft, optim, ParallelConfig(compile=compiled), ALONE, self.target.dtype)
         train = TrainConfig(steps=10**6, micro_batch_rows=config.micro_batch_rows)
         steps = accumulation(optim, train, config.row_tokens)
-        ahead = look_ahead(self.stream, self.target, steps, compiled=compiled)
+        first = self.draft.config.first_slot
+        ahead = look_ahead(self.stream, self.target, steps, compiled=compiled, first_slot=first, passes=train.unroll)
         store = CheckpointStore(folder)
         self.trainer = Trainer(train, optim, self.target, self.draft, backend, ahead, [], store)
         ahead.start(steps=None)
@@ -172,11 +173,11 @@ class Ours:
 
     def floor(self) -> list[float]:
         """Seconds of a step's products alone, in two ways: the target's in parallel with the draft's, or before."""
-        batches = [to_device(next(self.stream), self.target.device) for _ in range(self.trainer.lookahead.accumulation)]
+        ahead = self.trainer.lookahead
+        batches = [ahead.to_device(next(self.stream)) for _ in range(ahead.accumulation)]
         with Products() as of_target:
             hidden = [hidden_states(self.target, batch) for batch in batches]
-        # In this thread, which is recorded.
-        here = patch.object(self.trainer.lookahead, "run_parallel", lambda work: work())
+        here = patch.object(ahead, "run_parallel", lambda work: work())  # in this thread, which is recorded
         with here, Products() as of_draft:
             for batch, states in zip(batches, hidden, strict=True):
                 self.trainer.forward_backward_step(batch, states, 1.0)

@@ -5,6 +5,7 @@ were; nothing of a recording but its inputs and results may be relied on; and a 
 recordings of the same recorder.
 """
 
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
@@ -39,12 +40,20 @@ class NoWaiting(TorchDispatchMode):
 
 @contextmanager
 def no_values():
-    """Nor may the host read a tensor that lies in its own memory, which no operation shows under inference mode."""
+    """Nor may the host read a tensor that lies in its own memory, which no operation shows under inference mode. Other
+    threads, which draw batches, say, may."""
+    here = threading.get_ident()
 
-    def refuse(*_):
-        raise AssertionError("the host waits")
+    def refusing(name: str) -> Callable[..., Any]:
+        read = getattr(torch.Tensor, name)
 
-    with patch.multiple(torch.Tensor, **dict.fromkeys(BY_THE_HOST, refuse)), NoWaiting():
+        def refuse(*arguments, **options):
+            assert threading.get_ident() != here, f"the host waits: {name}"
+            return read(*arguments, **options)
+
+        return refuse
+
+    with patch.multiple(torch.Tensor, **{name: refusing(name) for name in BY_THE_HOST}), NoWaiting():
         yield
 
 

@@ -19,7 +19,6 @@ from eagle_train.distributed import World
 from eagle_train.errors import UserError
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.weights import fingerprint, sample_of
-from eagle_train.ops.attention import packed_attention
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint.format import RankTensors
 from eagle_train.training.metrics import NoTracker
@@ -111,7 +110,7 @@ def hidden_states(case: dict, world: World) -> None:
         return torch.save({"refused": str(error)}, f"{case['out']}-{world.rank}")
     tokens, positions = a_row(world.rank)
     with FlopCounterMode(display=False) as counter:
-        hidden = target.own_hidden_states(tokens, positions, packed_attention([[9, 11]]))
+        hidden = target.own_hidden_states(tokens, positions, [[9, 11]])
     parts = [x.to_local() if isinstance(x, DTensor) else x for x in target.model.parameters()]
     found = {"hidden": hidden, "fingerprint": target.identity.fingerprint, "own": sum(part.numel() for part in parts)}
     found["flops"] = counter.get_total_flops()

@@ -73,7 +73,9 @@ def trainer_of(
 ) -> Trainer:
     """A trainer of these parts, put together as `assemble` does."""
     backend = prepare(draft, optim, parallel or ParallelConfig(), world, target.dtype)
-    ahead = look_ahead(stream, target, accumulation(optim, train, stream.config.row_tokens, world.size), world)
+    micro_batches = accumulation(optim, train, stream.config.row_tokens, world.size)
+    first = draft.config.first_slot
+    ahead = look_ahead(stream, target, micro_batches, world, first_slot=first, passes=train.unroll)
     return Trainer(train, optim, target, draft, backend, ahead, heldout, CheckpointStore(directory, world))
 
 

@@ -250,11 +250,11 @@ def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed
     config = bench.StepConfig(out="", device="cpu", seed=0, tflops=None, compile=False, naive=False, **STEP, **ROWS)
     words = " ".join(f"w{i}" for i in range(config.row_tokens))  # a document fills a row
     write_jsonl(tmp_path / "documents.jsonl", [{"text": words}] * 50)
+    monkeypatch.setattr(bench, "TrainConfig", partial(TrainConfig, unroll=unroll))
     with Held() as held:
         ours = bench.Ours(config, str(tmp_path), "cpu")
         for layer in ours.draft.layers if recomputed else ():
             layer.forward = parallelize.recomputed(layer.forward)
-        ours.trainer.config.unroll = unroll
         ours.run(1)
         kept = held.now
         held.most = 0

@@ -1,5 +1,6 @@
 """The target's forward of a packed row by torch.compile: the same states, and what becomes of it where that fails."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from eagle_train.corpus.stream import Batch
 from eagle_train.errors import OptionError
 from eagle_train.training import assembly
 from eagle_train.training.backend import ParallelConfig
-from eagle_train.training.target_pass import can_compile, hidden_states
+from eagle_train.training.target_pass import can_compile, hidden_states, to_device
 from tests.support.tiny import random_tokens, tiny_target
 
 LENGTHS = [[9, 3, 12], [24]]
@@ -31,6 +32,23 @@ def test_a_compiled_target_gives_the_same_states(family, graphs):
     made = len(graphs)
     torch.testing.assert_close(hidden_states(target, batch, compiled=True), plain)
     assert len(graphs) == made > 0
+
+
+@pytest.mark.parametrize("first_slot", [0, 1])
+def test_the_host_knows_which_slots_each_pass_learns_from(first_slot):
+    batch = packed()
+    supervised = batch.positions >= 1
+    supervised[0, 20], supervised[1, 5:] = False, False
+    placed = to_device(replace(batch, supervised=supervised), torch.device("cpu"), first_slot, passes=4)
+    rows = [(0, slot, position) for slot, position in enumerate(batch.positions[0].tolist())]
+    rows += [(1, slot, position) for slot, position in enumerate(batch.positions[1].tolist())]
+    for depth, slots in enumerate(placed.slots):
+        learnt = [
+            (row, slot) for row, slot, position in rows if supervised[row, slot] and position >= first_slot + depth
+        ]
+        assert slots.tolist() == [24 * row + slot for row, slot in learnt]
+    assert torch.equal(placed.tokens, batch.tokens)
+    assert placed.lengths == LENGTHS
 
 
 def test_it_is_compiled_on_a_gpu_unless_told(monkeypatch):

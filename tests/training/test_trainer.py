@@ -30,6 +30,7 @@ from eagle_train.training.target_pass import hidden_states
 from eagle_train.training.train_config import TrainConfig, accumulation
 from eagle_train.training.trainer import Interrupted, Trainer, feature_noise
 from tests.support.command_line import chats, read_jsonl, write_jsonl
+from tests.support.graph_recorder import no_values
 from tests.support.reference_chains import PASSES, chains
 from tests.support.tiny import random_tokens, tiny_draft, tiny_model, tiny_tokenizer
 from tests.support.trainers import ROW, a_target, assert_same, make_trainer, run_training, started, trainer_of
@@ -214,6 +215,38 @@ def test_feature_noise_is_another_for_each_micro_batch_step_and_rank():
     noises = [feature_noise(states, 0.5, *place) for place in places]
     assert torch.equal(feature_noise(states, 0.5, *places[0]), noises[0])
     assert len({tuple(noise.tolist()) for noise in noises}) == len(places)
+
+
+@pytest.mark.parametrize(
+    ("draft", "train", "dtype"),
+    [
+        ({}, {}, torch.float32),
+        ({}, {}, torch.bfloat16),
+        ({"ffn": "moe", "num_experts": 3}, {}, torch.float32),
+        ({"ffn": "moe", "num_experts": 3}, {}, torch.bfloat16),
+        ({"first_token": "skip"}, {"unroll": 3, "feature_noise": 0.1, "logits_loss": "lk"}, torch.float32),
+    ],
+)
+def test_a_micro_batch_waits_for_no_device(tmp_path, data, monkeypatch, draft, train, dtype):
+    """Neither the target's forward nor the draft's step asks for a value that was computed, or for a shape that hangs
+    on one. Here the device is the host, and every value counts as the device's."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # the target runs in this thread, as on a GPU
+    target, seen = a_target(dtype=dtype), []
+    draft = tiny_draft(target, **draft).float().requires_grad_(True)
+    trainer = make_trainer(tmp_path, data, rows=1, target=target, draft=draft, **train)
+
+    def without_waiting(work: Callable) -> Callable:
+        def watched(*arguments):
+            with no_values():
+                seen.append(work)
+                return work(*arguments)
+
+        return watched
+
+    for owner, name in ((trainer, "forward_backward_step"), (trainer.lookahead, "hidden_states")):
+        setattr(owner, name, without_waiting(getattr(owner, name)))
+    assert math.isfinite(started(trainer).train_step()["loss"])
+    assert len(seen) >= 2 * 4
 
 
 def test_the_weight_of_smooth_l1_goes_evenly_to_its_end(tmp_path, data):
