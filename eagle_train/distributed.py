@@ -118,7 +118,7 @@ def start(device: str, shard_size: int | None = 1, timeout_minutes: float = 30.0
     local_rank, shard_size = int(os.environ.get("LOCAL_RANK", 0)), size if shard_size is None else shard_size
     check(
         shard_size >= 1 and size % shard_size == 0,
-        f"parallel.shard_size={shard_size}: must divide the number of processes, {size}",
+        f"parallel.target_shard_size={shard_size}: must divide the number of processes, {size}",
     )
     if device == "cuda":
         gpus = torch.cuda.device_count()

@@ -76,7 +76,7 @@ def job(config: DictConfig) -> int:
     """One rank's part; returns its exit status."""
     stop = _StopSignal()  # before loading, which takes minutes too
     parallel = build(ParallelConfig, config.parallel, "parallel")
-    shard_size = 1 if parallel.target == "replicated" else parallel.shard_size
+    shard_size = 1 if parallel.target == "replicated" else parallel.target_shard_size
     world = distributed.start(
         resolve_device(config.device), shard_size, parallel.timeout_minutes, group=parallel.needs_group
     )

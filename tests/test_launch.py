@@ -272,7 +272,9 @@ def test_a_signal_to_the_whole_group_leaves_the_tokenisers_at_work(tmp_path):
 def two_nodes(torchrun: Launcher, steps: int, out: Path) -> list[subprocess.Popen]:
     """The same line twice, as on two nodes that share a file system; each holds half of the target."""
     variables = {"PROCESSES": "1", "NODES": "2", "MASTER": f"127.0.0.1:{free_port()}", "JOB": out.name}
-    return [torchrun(steps, out, "parallel.target=fsdp2", "parallel.shard_size=2", **variables) for _ in range(2)]
+    return [
+        torchrun(steps, out, "parallel.target=fsdp2", "parallel.target_shard_size=2", **variables) for _ in range(2)
+    ]
 
 
 def test_two_nodes_train_as_one_process_does(torchrun, tmp_path, monkeypatch):

@@ -269,8 +269,8 @@ def _sharding_options(placement: str, world: World) -> dict[str, Any]:
     known = {field.name for field in fields(DistributedConfig)}
     check(
         sizes.keys() <= known,
-        f"parallel.shard_size={world.shard_size}: transformers {transformers.__version__} divides a target over all "
-        f"{world.size} processes only; leave parallel.shard_size out, or install 5.23 or newer",
+        f"parallel.target_shard_size={world.shard_size}: transformers {transformers.__version__} divides a target over "
+        f"all {world.size} processes only; leave parallel.target_shard_size out, or install 5.23 or newer",
     )
     return {"distributed_config": DistributedConfig(**sizes)}
 

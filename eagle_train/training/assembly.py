@@ -202,8 +202,11 @@ def check_job(
     `hf_config`: the target's Hugging Face config. `plan=true` is refused for the same reasons.
     """
     parallel.check_job(optim, ranks)
-    shard_size = 1 if parallel.target == "replicated" else parallel.shard_size or ranks
-    check(ranks % shard_size == 0, f"parallel.shard_size={shard_size}: must divide the number of processes, {ranks}")
+    shard_size = 1 if parallel.target == "replicated" else parallel.target_shard_size or ranks
+    check(
+        ranks % shard_size == 0,
+        f"parallel.target_shard_size={shard_size}: must divide the number of processes, {ranks}",
+    )
     if parallel.zero.keys() - {"stage"}:  # DeepSpeed's own settings
         from eagle_train.training.deepspeed import check_zero
 

@@ -31,7 +31,7 @@ class ParallelConfig:
     """The group `parallel`. Raises UserError for values that cannot be.
 
     `backend`: how the draft is trained on several processes. `target`: where the frozen target's weights are, whole on
-    every rank (replicated), or sharded by FSDP2 or by its tensor-parallel plan; `shard_size` neighbouring ranks
+    every rank (replicated), or sharded by FSDP2 or by its tensor-parallel plan; `target_shard_size` neighbouring ranks
     hold one target together, None for all. `offload_optimizer`: weights and optimiser state in host memory.
     `compile`: None compiles on a GPU, but no layers for DeepSpeed, and goes on without where torch.compile fails.
     `timeout_minutes`: how long a rank waits for another before the job ends. `zero`: DeepSpeed's `zero_optimization`.
@@ -39,7 +39,7 @@ class ParallelConfig:
 
     backend: str = "single"  # single | ddp | fsdp2 | deepspeed
     target: str = "replicated"  # replicated | fsdp2 | tensor: where the frozen target's weights are
-    shard_size: int | None = None  # neighbouring ranks that hold one sharded target together; null: all
+    target_shard_size: int | None = None  # neighbouring ranks that hold one sharded target together; null: all
     offload_optimizer: bool = False  # fp32 weights and optimiser state in host memory
     activation_checkpointing: bool = False  # the draft's layers run again in the backward pass
     compile: bool | None = None  # torch.compile of target (where it is whole) and draft layers; null: on a GPU
@@ -53,13 +53,13 @@ class ParallelConfig:
                 f"parallel.{key}={getattr(self, key)}: must be one of {', '.join(allowed)}",
             )
         check(
-            self.shard_size is None or self.shard_size >= 1,
-            f"parallel.shard_size={self.shard_size}: must be at least 1",
+            self.target_shard_size is None or self.target_shard_size >= 1,
+            f"parallel.target_shard_size={self.target_shard_size}: must be at least 1",
         )
         check(
-            self.target != "replicated" or self.shard_size is None,
-            f"parallel.shard_size={self.shard_size}: a replicated target is not sharded; use parallel.target=fsdp2 or "
-            "tensor",
+            self.target != "replicated" or self.target_shard_size is None,
+            f"parallel.target_shard_size={self.target_shard_size}: a replicated target is not sharded; use "
+            "parallel.target=fsdp2 or tensor",
         )
         check(
             not self.offload_optimizer or self.backend in ("fsdp2", "deepspeed"),

@@ -306,7 +306,7 @@ def test_what_is_divided_shrinks_and_what_is_offloaded_moves():
     whole = memory.target_weights(shape, ParallelConfig(), 4, torch.bfloat16)
     assert whole == 2 * shape.parameters
     ends = 2 * shape.vocabulary * shape.hidden
-    tensor = memory.target_weights(shape, ParallelConfig(target="tensor", shard_size=2), 4, torch.bfloat16)
+    tensor = memory.target_weights(shape, ParallelConfig(target="tensor", target_shard_size=2), 4, torch.bfloat16)
     assert tensor == 2 * (shape.parameters / 2 + ends)
 
 
@@ -436,8 +436,8 @@ needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpe
     [
         (["cluster.gpus=4"], "parallel=single: 4 processes"),
         (
-            ["cluster.gpus=4", "parallel=fsdp2", "parallel.target=fsdp2", "parallel.shard_size=3"],
-            "parallel.shard_size=3",
+            ["cluster.gpus=4", "parallel=fsdp2", "parallel.target=fsdp2", "parallel.target_shard_size=3"],
+            "parallel.target_shard_size=3",
         ),
         (["cluster.mfu=0"], "cluster.mfu=0"),
         (["cluster.memory_gib=-1"], "cluster.memory_gib=-1"),

@@ -27,7 +27,7 @@ def target_weights(target: TargetShape, parallel: ParallelConfig, ranks: int, dt
     if parallel.target == "replicated":
         return whole
     gathered = 2 * each * target.largest_layer if parallel.target == "fsdp2" else 0
-    return whole / min(parallel.shard_size or ranks, ranks) + ends + gathered
+    return whole / min(parallel.target_shard_size or ranks, ranks) + ends + gathered
 
 
 def target_activations(target: TargetShape, parallel: ParallelConfig, ranks: int) -> float:
@@ -36,7 +36,7 @@ def target_activations(target: TargetShape, parallel: ParallelConfig, ranks: int
     Ranks of a tensor-parallel target run all their tokens together, each with its part of the heads and of the
     feed-forward.
     """
-    shard_size = min(parallel.shard_size or ranks, ranks) if parallel.target == "tensor" else 1
+    shard_size = min(parallel.target_shard_size or ranks, ranks) if parallel.target == "tensor" else 1
     return 4 * target.hidden * shard_size + 2 * target.attention + 3 * target.intermediate
 
 

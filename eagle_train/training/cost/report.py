@@ -74,7 +74,7 @@ def advice(cost: CostEstimate, parallel: ParallelConfig, train: TrainConfig, clu
     if parallel.target == "replicated" and weights > over / 2:
         found.append("parallel.target=fsdp2, or tensor within a node" + ("" if cost.gpus > 1 else ", on more GPUs"))
     elif parallel.target != "replicated" and weights > over / 2:
-        found.append("more GPUs, or a larger parallel.shard_size")
+        found.append("more GPUs, or a larger parallel.target_shard_size")
     if states > over / 2 and parallel.backend in ("single", "ddp"):
         found.append("parallel=fsdp2" + ("" if cost.gpus > 1 else ", on more GPUs"))
     if states > over / 2 and not parallel.offload_optimizer and parallel.backend in ("fsdp2", "deepspeed"):
