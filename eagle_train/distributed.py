@@ -8,10 +8,11 @@ import atexit
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -39,9 +40,11 @@ class CommonError(UserError):
 class World:
     """The job's ranks. Each trains the draft on rows of its own; `shard_size` neighbours hold one target together.
 
-    `mesh` has the one dimension of all ranks; `shard_mesh` divides it into (replicate, shard). Both are None for a job
-    of one process. `sides` are gloo groups of all ranks for what goes on in the background, one for each of SIDES,
-    because two threads must not talk in one group.
+    `mesh` has the one dimension of all ranks; `shard_mesh` divides it into (replicate, shard), or is None where each
+    rank has a target of its own. `draft_shard_mesh`, over which FSDP2 divides the draft, is `mesh`, or divides it into
+    (replicate, shard). All are None for a job of one process. `node`: the ranks of each node; all, where nodes have
+    different numbers of them. `sides` are gloo groups of all ranks for what goes on in the background, one for each of
+    SIDES, because two threads must not talk in one group.
     """
 
     rank: int = 0
@@ -49,11 +52,31 @@ class World:
     shard_size: int = 1
     mesh: DeviceMesh | None = None
     shard_mesh: DeviceMesh | None = None
+    draft_shard_mesh: DeviceMesh | None = None
+    node: int = 1
     sides: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def divided(self, shard_size: int, draft_shard_size: int | None = None) -> "World":
+        """The same ranks, of whom `shard_size` neighbours hold one target together, and `draft_shard_size` one draft,
+        None for all.
+
+        Both divide the ranks. All ranks call it.
+        """
+        if self.mesh is None:
+            return self
+
+        def mesh_of(size: int) -> DeviceMesh:
+            assert self.mesh is not None
+            shape = self.size // size, size
+            return init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+        together = mesh_of(shard_size) if shard_size > 1 else None
+        of_draft = mesh_of(draft_shard_size) if draft_shard_size and draft_shard_size < self.size else self.mesh
+        return replace(self, shard_size=shard_size, shard_mesh=together, draft_shard_mesh=of_draft)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, on every rank, in place."""
@@ -135,9 +158,17 @@ def start(device: str, shard_size: int | None = 1, timeout_minutes: float = 30.0
     else:
         _meet(backend, timeout)
     mesh = init_device_mesh(device, (size,), mesh_dim_names=("rank",))
-    shard_mesh = init_device_mesh(device, (size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
     sides = {side: dist.new_group(backend="gloo", timeout=timeout) for side in SIDES}
-    return World(rank, size, shard_size, mesh, shard_mesh, sides)
+    world = World(rank, size, mesh=mesh, sides=sides)
+    return replace(world, node=_node_size(world.exchange(socket.gethostname()))).divided(shard_size)
+
+
+def _node_size(hosts: list[str]) -> int:
+    """The ranks of each node, from the host of each rank; all, where they are no neighbours or differ in number."""
+    size = hosts.count(hosts[0])
+    nodes = [hosts[start : start + size] for start in range(0, len(hosts), size)]
+    alike = all(len(node) == size and len(set(node)) == 1 for node in nodes)
+    return size if alike and len({node[0] for node in nodes}) == len(nodes) else len(hosts)
 
 
 def _meet(backend: str, timeout: timedelta) -> None:

@@ -76,10 +76,8 @@ def job(config: DictConfig) -> int:
     """One rank's part; returns its exit status."""
     stop = _StopSignal()  # before loading, which takes minutes too
     parallel = build(ParallelConfig, config.parallel, "parallel")
-    shard_size = 1 if parallel.target == "replicated" else parallel.target_shard_size
-    world = distributed.start(
-        resolve_device(config.device), shard_size, parallel.timeout_minutes, group=parallel.needs_group
-    )
+    minutes, group = parallel.timeout_minutes, parallel.needs_group
+    world = distributed.start(resolve_device(config.device), timeout_minutes=minutes, group=group)
     try:
         _run(config, assemble(config, parallel, world), stop)
     except Interrupted as interrupted:

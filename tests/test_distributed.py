@@ -30,6 +30,23 @@ def test_an_environment_that_cannot_be(monkeypatch, environment, message):
         distributed.place()
 
 
+@pytest.mark.parametrize(
+    ("hosts", "size"),
+    [
+        ("a", 1),
+        ("aa", 2),
+        ("aabb", 2),
+        ("aaaabbbbcccc", 4),
+        ("ab", 1),
+        ("aab", 3),  # not all alike
+        ("abab", 4),  # not neighbours
+        ("aabbaa", 6),
+    ],
+)
+def test_the_ranks_of_a_node_are_those_of_one_host(hosts, size):
+    assert distributed._node_size(list(hosts)) == size
+
+
 def test_a_port_that_another_job_has_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -266,13 +266,17 @@ def _sharding_options(placement: str, world: World) -> dict[str, Any]:
     sizes: dict[str, Any] = {"tp_size" if placement == "tensor" else "fsdp_size": world.shard_size}
     if world.shard_size < world.size:
         sizes["dp_replicate_size"] = world.size // world.shard_size
-    known = {field.name for field in fields(DistributedConfig)}
     check(
-        sizes.keys() <= known,
+        world.shard_size == world.size or can_copy(),
         f"parallel.target_shard_size={world.shard_size}: transformers {transformers.__version__} divides a target over "
         f"all {world.size} processes only; leave parallel.target_shard_size out, or install 5.23 or newer",
     )
     return {"distributed_config": DistributedConfig(**sizes)}
+
+
+def can_copy() -> bool:
+    """Whether transformers can divide a target over a part of the ranks, and have others hold copies."""
+    return "dp_replicate_size" in {field.name for field in fields(DistributedConfig)}
 
 
 def placed(config: TargetConfig, device: torch.device) -> dict[str, Any]:

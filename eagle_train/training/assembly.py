@@ -27,6 +27,7 @@ from eagle_train.hardware import resolve_device
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.draft_quantisation import quant_of
 from eagle_train.models.loading import (
+    DTYPES,
     TargetConfig,
     check_placement,
     check_target,
@@ -42,9 +43,11 @@ from eagle_train.settings import build
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint.format import checkpoints
 from eagle_train.training.checkpoint.store import CheckpointStore
+from eagle_train.training.cost.estimate import GIB, ClusterConfig, PlannedRun
 from eagle_train.training.lookahead import Lookahead
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
+from eagle_train.training.placement import chosen
 from eagle_train.training.target_pass import can_compile, hidden_states, to_device
 from eagle_train.training.train_config import TrainConfig, accumulation
 from eagle_train.training.trainer import Trainer
@@ -64,12 +67,14 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     optim = build(OptimConfig, config.optim, "optim")
     data = build(DataConfig, config.data, "data")
     target_config = build(TargetConfig, config.target, "target")
-    hf_config = load_config(target_config)
-    check_job(train, optim, parallel, data, target_config, hf_config, world.size, config.device)
+    hf_config, device = load_config(target_config), resolve_device(config.device)
     settings: Any = OmegaConf.to_container(config.draft)
-    DraftConfig.from_target(hf_config, **settings)  # raises where the draft cannot be made
+    planned = DraftConfig.from_target(hf_config, **settings)  # raises where the draft cannot be made
+    known = (target_config, hf_config, planned, train, optim)
+    parallel, world = _divided(parallel, world, device, *known, data.row_tokens)
+    check_job(train, optim, parallel, data, target_config, hf_config, world.size, config.device)
     check(str(config.out) != "", "out is empty: give out=DIR")
-    out, device = Path(str(config.out)), resolve_device(config.device)
+    out = Path(str(config.out))
     check(
         train.resume or not checkpoints(out),
         f"out={out} holds checkpoints: name another directory, remove them, or give train.resume=true",
@@ -106,6 +111,34 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
         stream, target, micro_batches, world, compiled, first_slot=draft.config.first_slot, passes=train.unroll
     )
     return Trainer(train, optim, target, draft, backend, ahead, heldout, store)
+
+
+def _divided(
+    parallel: ParallelConfig,
+    world: World,
+    device: str,
+    target: TargetConfig,
+    hf_config: Any,
+    draft: DraftConfig,
+    train: TrainConfig,
+    optim: OptimConfig,
+    row_tokens: int,
+) -> tuple[ParallelConfig, World]:
+    """`parallel` with its choices made (`chosen`), by the memory of the smallest GPU, and the ranks that hold weights
+    together. A CPU's memory is taken to suffice. All ranks call it. Raises UserError.
+    """
+
+    def fits(each: ParallelConfig) -> bool:
+        return device == "cpu" or run.fits(each)
+
+    if device != "cpu":
+        own = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        cluster = ClusterConfig(memory_gib=min(world.exchange(own)) / GIB)
+        dtype = DTYPES[training_dtype(target, device).dtype]
+        assert dtype is not None  # `training_dtype` leaves no auto
+        run = PlannedRun(target, hf_config, draft, train, optim, cluster, row_tokens, world.size, dtype)
+    parallel = chosen(parallel, world.size, world.node, fits)
+    return parallel, world.divided(parallel.target_shard_size_of(world.size), parallel.draft_shard_size_of(world.size))
 
 
 def _with_compiled_target(
@@ -199,21 +232,17 @@ def check_job(
 ) -> None:
     """Raise UserError, before any weight is loaded, for a job of `ranks` processes that could not start.
 
-    `hf_config`: the target's Hugging Face config. `plan=true` is refused for the same reasons.
+    `parallel`: with its choices made (`chosen`). `hf_config`: the target's Hugging Face config. `plan=true` is refused
+    for the same reasons.
     """
     parallel.check_job(optim, ranks)
-    shard_size = 1 if parallel.target == "replicated" else parallel.target_shard_size or ranks
-    check(
-        ranks % shard_size == 0,
-        f"parallel.target_shard_size={shard_size}: must divide the number of processes, {ranks}",
-    )
     if parallel.zero.keys() - {"stage"}:  # DeepSpeed's own settings
         from eagle_train.training.deepspeed import check_zero
 
         check_zero(parallel.zero, device)
     accumulation(optim, train, data.row_tokens, ranks)
     check_target(target, hf_config)
-    check_placement(target, hf_config, parallel.target, shard_size)
+    check_placement(target, hf_config, parallel.target, parallel.target_shard_size_of(ranks))
     longest, context = context_of(hf_config.get_text_config())
     check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {context}")
 

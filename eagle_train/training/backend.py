@@ -24,6 +24,7 @@ from eagle_train.training.optimizer import OptimConfig, Optimizer
 
 Tensors = Mapping[str, torch.Tensor]
 BACKENDS = ("single", "ddp", "fsdp2", "deepspeed")
+SPANS = ("node", "world")  # beside a number of ranks
 
 
 @dataclass
@@ -31,15 +32,21 @@ class ParallelConfig:
     """The group `parallel`. Raises UserError for values that cannot be.
 
     `backend`: how the draft is trained on several processes. `target`: where the frozen target's weights are, whole on
-    every rank (replicated), or sharded by FSDP2 or by its tensor-parallel plan; `target_shard_size` neighbouring ranks
-    hold one target together, None for all. `offload_optimizer`: weights and optimiser state in host memory.
+    every rank (replicated), or sharded by FSDP2 or by its tensor-parallel plan. `target_shard_size`: how many
+    neighbouring ranks hold one target together; `draft_shard_size`: over how many of them FSDP2 divides one draft; each
+    a number, `node` or `world`. Other ranks hold copies; those of the draft add their gradients up.
+    `reshard_after_forward`: FSDP2 gathers a layer anew for its backward pass, else a step gathers each layer once.
+    None, of these three, is chosen by what fits (placement.py). `offload_optimizer`: weights and optimiser state in
+    host memory.
     `compile`: None compiles on a GPU, but no layers for DeepSpeed, and goes on without where torch.compile fails.
     `timeout_minutes`: how long a rank waits for another before the job ends. `zero`: DeepSpeed's `zero_optimization`.
     """
 
     backend: str = "single"  # single | ddp | fsdp2 | deepspeed
     target: str = "replicated"  # replicated | fsdp2 | tensor: where the frozen target's weights are
-    target_shard_size: int | None = None  # neighbouring ranks that hold one sharded target together; null: all
+    target_shard_size: int | str | None = None  # NUMBER | node | world: ranks that hold a target; null: node if it fits
+    draft_shard_size: int | str | None = None  # NUMBER | node | world: ranks that hold a draft; null: node if it fits
+    reshard_after_forward: bool | None = None  # fsdp2 gathers layers again for the backward pass; null: if it must
     offload_optimizer: bool = False  # fp32 weights and optimiser state in host memory
     activation_checkpointing: bool = False  # the draft's layers run again in the backward pass
     compile: bool | None = None  # torch.compile of target (where it is whole) and draft layers; null: on a GPU
@@ -52,15 +59,21 @@ class ParallelConfig:
                 getattr(self, key) in allowed,
                 f"parallel.{key}={getattr(self, key)}: must be one of {', '.join(allowed)}",
             )
-        check(
-            self.target_shard_size is None or self.target_shard_size >= 1,
-            f"parallel.target_shard_size={self.target_shard_size}: must be at least 1",
-        )
+        for key in ("target_shard_size", "draft_shard_size"):
+            value = getattr(self, key)
+            sound = value in (None, *SPANS) or (isinstance(value, int) and value >= 1)
+            check(sound, f"parallel.{key}={value}: must be at least 1, or {' or '.join(SPANS)}")
         check(
             self.target != "replicated" or self.target_shard_size is None,
             f"parallel.target_shard_size={self.target_shard_size}: a replicated target is not sharded; use "
             "parallel.target=fsdp2 or tensor",
         )
+        for key in ("draft_shard_size", "reshard_after_forward"):
+            value = getattr(self, key)
+            check(
+                value is None or self.backend == "fsdp2",
+                f"parallel.{key}={str(value).lower()}: parallel.backend={self.backend} does not read it; use fsdp2",
+            )
         check(
             not self.offload_optimizer or self.backend in ("fsdp2", "deepspeed"),
             f"parallel.offload_optimizer=true: parallel.backend={self.backend} cannot; use fsdp2 or deepspeed",
@@ -74,6 +87,18 @@ class ParallelConfig:
         for key in ("offload_optimizer", "offload_param"):  # which the estimate of `plan=true` would not see
             check(key not in self.zero, f"parallel.zero.{key}: not here; use parallel.offload_optimizer=true")
         check(self.timeout_minutes > 0, f"parallel.timeout_minutes={self.timeout_minutes}: must be above 0")
+
+    def target_shard_size_of(self, ranks: int) -> int:
+        """The ranks of a job of `ranks` that hold one target together; None counts as all."""
+        if self.target == "replicated":
+            return 1
+        assert not isinstance(self.target_shard_size, str), "chosen"
+        return min(self.target_shard_size or ranks, ranks)
+
+    def draft_shard_size_of(self, ranks: int) -> int:
+        """The ranks of a job of `ranks` over which FSDP2 divides one draft; None counts as all."""
+        assert not isinstance(self.draft_shard_size, str), "chosen"
+        return min(self.draft_shard_size or ranks, ranks)
 
     @property
     def needs_group(self) -> bool:
@@ -132,7 +157,9 @@ class Backend(Protocol):
 class Torch:
     """torch's own optimisers, on a draft that is whole (single), copied to all ranks (DDP) or sharded (FSDP2)."""
 
-    def __init__(self, module: Draft, forward: nn.Module, optim: OptimConfig, ranks: int):
+    def __init__(self, module: Draft, forward: nn.Module, optim: OptimConfig, ranks: int, keeps_whole: bool = False):
+        """`keeps_whole`: FSDP2's layers stay gathered, in the dtype they compute in, until a step's last backward."""
+        self._keeps_whole = keeps_whole
         self._module, self._optim = module, optim
         self.draft: Callable[..., torch.Tensor] = forward
         self.divisor = ranks
@@ -141,6 +168,7 @@ class Torch:
     def begin(self, last: bool) -> None:
         if isinstance(self.draft, FSDPModule):
             self.draft.set_requires_gradient_sync(last)
+            self.draft.set_reshard_after_backward(last or not self._keeps_whole)
         elif isinstance(self.draft, DistributedDataParallel):
             self.draft.require_backward_grad_sync = last
 

@@ -21,7 +21,8 @@ from eagle_train.training.optimizer import OptimConfig
 def prepare(draft: Draft, optim: OptimConfig, parallel: ParallelConfig, world: World, dtype: torch.dtype) -> Backend:
     """The backend for a draft that is fp32 and on its device, to be trained in `dtype`. Changes its layers in place.
 
-    `parallel.compile`: None is False here.
+    `parallel.compile`: None is False here, and `parallel.reshard_after_forward` True. The draft is divided as `world`
+    says (`World.divided`).
     """
     for layer in draft.layers:
         if parallel.activation_checkpointing:
@@ -39,22 +40,24 @@ def prepare(draft: Draft, optim: OptimConfig, parallel: ParallelConfig, world: W
     if parallel.backend == "ddp":
         assert world.mesh is not None  # DDP needs a group even for one process
         whole = DistributedDataParallel(draft, process_group=world.mesh.get_group(), broadcast_buffers=False)
-    return Torch(draft, whole, optim, world.size)
+    keeps_whole = parallel.backend == "fsdp2" and parallel.reshard_after_forward is False
+    return Torch(draft, whole, optim, world.size, keeps_whole)
 
 
 def _shard(draft: Draft, parallel: ParallelConfig, world: World, dtype: torch.dtype) -> None:
-    """Shard the draft's weights over all ranks, layer by layer (FSDP2); gradients are reduced in fp32."""
+    """Shard the draft's weights layer by layer (FSDP2), over all ranks or over neighbours, of whom the others are
+    copies (HSDP); gradients are reduced in fp32."""
     low = dtype if dtype != torch.float32 else None
     host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     options: dict[str, Any] = {
-        "mesh": world.mesh,
+        "mesh": world.draft_shard_mesh,
         # Inputs are not cast: among them are the rotary angles, which need more than bf16.
         "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False),
         "offload_policy": host if parallel.offload_optimizer else OffloadPolicy(),
     }
     for layer in draft.layers:
-        fully_shard(layer, **options)
-    fully_shard(draft, **options)
+        fully_shard(layer, reshard_after_forward=parallel.reshard_after_forward is not False, **options)
+    fully_shard(draft, **options)  # itself, that is what is in no layer, stays gathered until its backward pass
 
 
 def recomputed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

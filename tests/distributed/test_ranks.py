@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.ops.attention import packed_attention
-from eagle_train.training.checkpoint.format import checkpoints
+from eagle_train.training.checkpoint.format import Checkpoint, checkpoints
+from eagle_train.training.checkpoint.verify import open_checkpoint
 from tests.support.command_line import chats, metrics_without_times, write_jsonl
 from tests.support.processes import start_ranks
 from tests.support.ranks_job import a_row, leave_out, spoil
@@ -29,6 +30,7 @@ CASES = {
     "ddp": {"backend": "ddp"},
     "fsdp2": {"backend": "fsdp2"},
     "fsdp2-recomputed": {"backend": "fsdp2", "activation_checkpointing": True},
+    "fsdp2-kept-whole": {"backend": "fsdp2", "reshard_after_forward": False},
     "fsdp2-offloaded": {"backend": "fsdp2", "offload_optimizer": True},
 }
 BEYOND = TRAIN | {"unroll": 3, "logits_loss": "lk", "l1_weight_end": 0.1}
@@ -203,6 +205,73 @@ def test_three_ranks_go_on_from_two_ranks_checkpoint(alone, together, data, tmp_
     directory = first_half(together("fsdp2"), tmp_path / "run")
     start_ranks(3, "ranks_job", data, [{"out": str(directory), "parallel": CASES["fsdp2"], "train": TRAIN}])
     assert_same_run(metrics_without_times(directory), alone[1])
+
+
+NODES = {
+    "world": {"backend": "fsdp2"},
+    "copied": {"backend": "fsdp2", "draft_shard_size": 2},
+    "chosen": {"backend": "fsdp2"},  # copied, and kept whole until a step's end
+}
+ON_FOUR = TRAIN | {"rows_per_step": 8}
+
+
+@pytest.fixture(scope="module")
+def four(data, tmp_path_factory) -> tuple[Path, list[dict]]:
+    """Runs of four ranks in a directory, by the names of NODES, from the start and (resumed-) from one process's
+    checkpoint, and the metrics of that process."""
+    root = tmp_path_factory.mktemp("four")
+    expected = run_training(make_trainer(root / "alone", data, **ON_FOUR))
+    outs = {name: root / name for name in NODES}
+    outs |= {f"resumed-{name}": first_half(root / "alone", root / f"resumed-{name}") for name in NODES}
+    cases = []
+    for name, out in outs.items():
+        kind, marred = name.removeprefix("resumed-"), {"dropped": DROPPED} if name in NODES else {}
+        case = {"out": str(out), "parallel": NODES[kind], "train": ON_FOUR, "chosen": kind == "chosen"}
+        cases.append(case | {"ranks_of_a_node": 2, "shard_size": 1} | marred)
+    start_ranks(4, "ranks_job", data, cases)
+    return root, expected
+
+
+@pytest.mark.parametrize("name", [*NODES, *(f"resumed-{name}" for name in NODES)])
+def test_two_nodes_that_hold_a_draft_each_train_as_one_process_does(four, name):
+    """Also the weights and the optimiser's state that they write, of which there is one copy."""
+    root, expected = four
+    assert_same_run(metrics_without_times(root / name), expected)
+    ours, theirs = (checkpoint_of(root / each) for each in (name, "alone"))
+    assert_same(ours, theirs, 1e-4)
+
+
+def checkpoint_of(run: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a run's last checkpoint; raises where a part is in it twice."""
+    found = open_checkpoint(run / f"step-{STEPS:08d}")
+    held = sum(
+        tensor.numel() for file in run.glob(f"step-{STEPS:08d}/*.safetensors") for tensor in load_file(file).values()
+    )
+    tensors = {name: torch.full(shape, torch.nan) for name, shape in shapes_in(found).items()}
+    assert held == sum(tensor.numel() for tensor in tensors.values())
+    found.read_into(tensors)
+    return tensors
+
+
+def shapes_in(found: Checkpoint) -> dict[str, torch.Size]:
+    return {name: meta.size for name, meta in found._reader.read_metadata().state_dict_metadata.items()}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_one_process_goes_on_from_what_two_nodes_wrote(four, data, tmp_path, name):
+    root, expected = four
+    trainer = make_trainer(first_half(root / name, tmp_path / "run"), data, **ON_FOUR)
+    assert trainer.resume()
+    assert_same_run(run_training(trainer, resumed=True), expected)
+
+
+def test_two_nodes_train_with_muon_as_one_process_does(data, tmp_path):
+    few = MUON | {"steps": 6, "rows_per_step": 8}
+    expected = run_training(make_trainer(tmp_path / "alone", data, **few))
+    start_ranks(4, "ranks_job", data, [{"out": str(tmp_path / "four"), "parallel": NODES["copied"], "train": few}])
+    found = metrics_without_times(tmp_path / "four")
+    for one, other in zip(continuous(found), continuous(expected), strict=True):
+        assert_same(one, other, MUON_NOISE)
 
 
 FAMILIES = ("llama", "qwen3", "mixtral", "gpt_oss", "llama4")

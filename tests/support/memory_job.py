@@ -46,11 +46,13 @@ class Held(TorchDispatchMode):
         return lambda _: self.alive.pop(name, None)
 
 
-def most_held(layers: int, micro_batches: int, world: World) -> int:
-    """In a rank's second step."""
+def most_held(layers: int, micro_batches: int, world: World, **settings: Any) -> int:
+    """In a rank's second step, of a draft that is divided as `parallel`'s `settings` say."""
+    parallel = ParallelConfig("fsdp2", **settings)
+    world = world.divided(1, parallel.draft_shard_size_of(world.size))
     with Held() as held:
         draft = Draft(DraftConfig.from_target(tiny_model(**WIDE).config, num_layers=layers)).init_weights(0)
-        backend = prepare(draft, OptimConfig(), ParallelConfig("fsdp2"), world, torch.bfloat16)
+        backend = prepare(draft, OptimConfig(), parallel, world, torch.bfloat16)
         embeddings, hidden = torch.randn(2, 1, TOKENS, WIDE["hidden_size"]).bfloat16()
         positions, attend = torch.arange(TOKENS)[None], packed_attention([[TOKENS]])
         for _ in range(2):

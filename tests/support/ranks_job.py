@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from eagle_train.distributed import World
 from eagle_train.errors import UserError
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.weights import fingerprint, sample_of
+from eagle_train.training.assembly import _divided
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint.format import RankTensors
 from eagle_train.training.metrics import NoTracker
@@ -30,6 +32,11 @@ from tests.support.trainers import a_target, make_trainer, run_training
 
 def one_run(data: Path, case: dict, world: World) -> None:
     parallel = ParallelConfig(**case["parallel"])
+    if case.get("chosen"):
+        parallel, world = _divided(parallel, world, "cpu", *[None] * 5, row_tokens=0)
+        assert (parallel.draft_shard_size, parallel.reshard_after_forward) == (2, False)
+        assert world.draft_shard_mesh.shape == (2, 2)
+    world = world.divided(world.shard_size, parallel.draft_shard_size_of(world.size))
     if "weights" in case:  # divided
         target = load_target(TargetConfig(case["weights"]), "cpu", parallel.target, world)
     else:
@@ -141,7 +148,9 @@ def a_row(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def main(data: Path, cases: list[dict]) -> None:
     """`cases`: {"out": ..., "parallel": {...}, "train": {...}} and what else `one_run` reads, or `hidden_states`."""
-    world = distributed.start("cpu", shard_size=cases[0].get("shard_size"), group=True)
+    host = f"host{int(os.environ['RANK']) // cases[0].get('ranks_of_a_node', 99)}"
+    with patch("socket.gethostname", return_value=host):
+        world = distributed.start("cpu", shard_size=cases[0].get("shard_size"), group=True)
     for case in cases:
         if "samples" in case:
             samples(world)

@@ -6,6 +6,7 @@ import re
 import weakref
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,11 +26,12 @@ from eagle_train.settings import CONF_DIR
 from eagle_train.training import losses, parallelize
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.cost import estimate, memory, report
-from eagle_train.training.cost.estimate import GIB, ClusterConfig, estimate_cost
+from eagle_train.training.cost.estimate import GIB, ClusterConfig, PlannedRun, estimate_cost
 from eagle_train.training.cost.flops import flops_of
 from eagle_train.training.cost.target_shape import TargetShape
 from eagle_train.training.losses import distillation_loss
 from eagle_train.training.optimizer import OptimConfig, Optimizer
+from eagle_train.training.placement import chosen
 from eagle_train.training.train_config import TrainConfig
 from eagle_train.training.unroll import unroll
 from evals.bench import training_steps as bench
@@ -277,10 +279,24 @@ def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed
 def test_what_fsdp2_gathers_of_a_draft_is_the_plans(tmp_path):
     """Real steps of two ranks, within 5 %: of one micro-batch, and of two, between which gradients are not sharded."""
     cases = [{"layers": layers, "micro_batches": count} for layers in (1, 4) for count in (1, 2)]
-    start_ranks(2, "memory_job", tmp_path / "found.json", cases)
+    cases += [case | {"reshard_after_forward": False} for case in cases if case["layers"] > 1]
+    assert_planned(tmp_path, 2, cases)
+
+
+@pytest.mark.ranks
+def test_what_fsdp2_holds_of_a_draft_that_two_nodes_have_each_is_the_plans(tmp_path):
+    shard = {"layers": 4, "draft_shard_size": 2}
+    cases = [shard | {"micro_batches": 1}, shard | {"micro_batches": 2, "reshard_after_forward": False}]
+    assert_planned(tmp_path, 4, cases)
+
+
+def assert_planned(tmp_path: Path, ranks: int, cases: list[dict[str, Any]]) -> None:
+    """What real steps hold, within 5 %."""
+    start_ranks(ranks, "memory_job", tmp_path / "found.json", cases)
     for case, measured in zip(cases, json.loads((tmp_path / "found.json").read_text()), strict=True):
         draft = Draft(DraftConfig.from_target(tiny_model(**memory_job.WIDE).config, num_layers=case["layers"]))
-        given = draft, OptimConfig(), ParallelConfig("fsdp2"), 2, torch.bfloat16
+        settings = {name: value for name, value in case.items() if name not in ("layers", "micro_batches")}
+        given = draft, OptimConfig(), ParallelConfig("fsdp2", **settings), ranks, torch.bfloat16
         said, _ = memory.draft_state(*given, accumulated=case["micro_batches"] > 1)
         assert said == pytest.approx(measured, rel=0.05), case
 
@@ -322,6 +338,42 @@ def test_the_command_says_what_a_run_costs_without_reading_a_weight(tmp_path, ca
         assert part in said
     assert "does not fit" not in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        ([], ["the draft is divided over each 8 of 16 GPUs, and gathered once a step"]),
+        (["parallel.draft_shard_size=world"], ["the draft is divided over all 16 GPUs, and gathered once a step"]),
+        (
+            ["parallel.target=fsdp2", "parallel.reshard_after_forward=true", "parallel.draft_shard_size=4"],
+            [
+                "the target is divided over each 8 of 16 GPUs",
+                "the draft is divided over each 4 of 16 GPUs, and gathered for each forward and each backward pass",
+            ],
+        ),
+        (["cluster.gpus_per_node=5"], ["the draft is divided over all 16 GPUs, and gathered once a step"]),
+    ],
+)
+def test_a_plan_says_what_is_divided_over_which_gpus(tmp_path, capsys, overrides, lines):
+    given = ("plan=true", f"target={save_target(tmp_path / 'target')}", "data=messages", "data.path=none.jsonl")
+    more = ("data.row_tokens=64", "optim.tokens_per_step=16384", "cluster.gpus=16", "parallel=fsdp2")
+    assert call(train.main, *given, *more, *overrides) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if "divided" in line] == lines
+
+
+def test_a_plan_divides_a_draft_over_all_nodes_where_one_has_too_little_memory():
+    """And gathers it anew for its backward pass before that."""
+    shapes = shapes_of("llama3_1_8b")
+    given = TargetConfig("hub/id"), None, shapes.draft, TrainConfig(steps=1, micro_batch_rows=1), OptimConfig()
+    chosen_for = {}
+    for gib in (80, 13.4, 13.0, 12.5, 4):
+        run = PlannedRun(*given, ClusterConfig(memory_gib=gib), 2048, 64, torch.bfloat16)
+        run.__dict__["_shape"] = dataclasses.replace(LLAMA_8B, parameters=2 * 10**9)
+        made = chosen(ParallelConfig("fsdp2"), 64, 8, run.fits)
+        chosen_for[gib] = (made.draft_shard_size, made.reshard_after_forward)
+    assert chosen_for == {80: (8, False), 13.4: (8, True), 13.0: (64, False), 12.5: (64, True), 4: (64, True)}
 
 
 PRESETS = {  # of each: its target (conf/shapes), that one's parameters in billions, and on how many GPUs it is to fit
@@ -380,6 +432,27 @@ def test_a_target_that_is_too_large_is_told_with_the_way_out(settings, tried):
     assert "does not fit" in said
     roomy = ClusterConfig(memory_gib=80)
     assert report.advice(cost, parallel, train_config, roomy) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "tried"),
+    [
+        (
+            {"draft_shard_size": 8, "reshard_after_forward": False},
+            {"parallel.draft_shard_size=world", "parallel.reshard_after_forward=true"},
+        ),
+        ({"draft_shard_size": 64, "reshard_after_forward": True}, set()),
+    ],
+)
+def test_a_draft_that_is_too_large_is_told_how_it_may_be_divided_further(settings, tried):
+    train_config, cluster = TrainConfig(steps=1, micro_batch_rows=1), ClusterConfig(memory_gib=3)
+    shape = TargetShape(10**8, 10**8, 10**6, 3, 4096, 96, 4096, 48, False)
+    parallel = ParallelConfig("fsdp2", **settings)
+    cost = estimate_cost(shape, shapes_of("llama3_1_8b").draft, train_config, OptimConfig(), parallel, cluster, 64, 64)
+    changes = " ".join(report.advice(cost, parallel, train_config, cluster))
+    ways = ("parallel.draft_shard_size=world", "parallel.reshard_after_forward=true")
+    assert changes
+    assert {way for way in ways if way in changes} == tried
 
 
 LLAMA_8B = TargetShape(8 * 10**9, 7 * 10**9, 2 * 10**8, 32, 4096, 128256, 4096, 14336, False)

@@ -97,8 +97,9 @@ class RankTensors:
     ) -> "RankTensors":
         """Copies of this rank's tensors. A collective call where tensors are sharded.
 
-        A DTensor is saved as it is sharded. Of tensors that every rank has whole, rank r saves every size-th. The
-        mappings may gather a tensor when it is looked up, so tensors are looked up one by one and released at once.
+        A DTensor is saved as it is sharded; of a part that several ranks have, each of them saves some tensors'. Of
+        tensors that every rank has whole, rank r saves every size-th. The mappings may gather a tensor when it is
+        looked up, so tensors are looked up one by one and released at once.
         """
         whole_draft = {}
         for name in draft:
@@ -111,12 +112,23 @@ class RankTensors:
         for number, name in enumerate(optimizer):
             tensor = optimizer[name]
             if isinstance(tensor, DTensor):
-                if tensor.to_local().numel():
+                copy, copies = _copy_of(tensor)
+                if tensor.to_local().numel() and number % copies == copy:
                     parts[name], offsets[name] = _copied(tensor.to_local()), dtensor_offset(tensor)
             elif number % world.size == world.rank:
                 parts[name], offsets[name] = _copied(tensor), [0] * tensor.ndim
             del tensor
         return cls(whole_draft, parts, offsets)
+
+
+def _copy_of(tensor: DTensor) -> tuple[int, int]:
+    """Which copy of its part of a divided tensor a rank has, counted from 0, and how many there are."""
+    place, copy, copies = tensor.device_mesh.get_coordinate(), 0, 1
+    assert place is not None, "each rank is in the mesh"
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            copy, copies = copy * tensor.device_mesh.size(dim) + place[dim], copies * tensor.device_mesh.size(dim)
+    return copy, copies
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ part, and FSDP2's of a draft on two ranks, within 5 %. All else is formula: DDP'
 offloaded target, the host's memory. Knows nothing of data or files.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -40,15 +42,26 @@ class ClusterConfig:
     """
 
     gpus: int | None = None  # null: as many as there are processes
+    gpus_per_node: int = 8  # of them; where they are no whole nodes, one node has all
     memory_gib: float = 80.0  # of a GPU
     tflops: float = 989.0  # of a GPU, dense bf16; an H100's
     mfu: float = 0.4  # the share of them that the job reaches
 
     def __post_init__(self) -> None:
         check(self.gpus is None or self.gpus >= 1, f"cluster.gpus={self.gpus}: must be at least 1, or null")
+        check(self.gpus_per_node >= 1, f"cluster.gpus_per_node={self.gpus_per_node}: must be at least 1")
         for key in ("memory_gib", "tflops"):
             check(getattr(self, key) > 0, f"cluster.{key}={getattr(self, key)}: must be above 0")
         check(0 < self.mfu <= 1, f"cluster.mfu={self.mfu}: must be above 0 and at most 1")
+
+    def node_of(self, ranks: int) -> int:
+        """The GPUs of a node where there are `ranks` of them."""
+        return ranks if ranks % self.gpus_per_node else self.gpus_per_node
+
+    @property
+    def room(self) -> float:
+        """Bytes of a GPU that a job may use."""
+        return USABLE * self.memory_gib * GIB
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class CostEstimate:
     """The cost of a run on `gpus` GPUs.
 
     `flops`: of one token, by part. `memory`: bytes on one GPU, by part. `host`: bytes in the memory of its host.
-    `tokens_per_s`: of all GPUs. `seconds`: of the whole run.
+    `tokens_per_s`: of all GPUs. `seconds`: of the whole run. `layout`: what is divided over how many GPUs, in lines.
     """
 
     target: TargetShape
@@ -67,6 +80,7 @@ class CostEstimate:
     gpus: int
     tokens_per_s: float
     seconds: float
+    layout: tuple[str, ...] = ()
 
 
 def estimate_cost(
@@ -106,7 +120,7 @@ def estimate_cost(
         "CUDA": _CUDA_GIB * GIB,
     }
     if loaded and loaded.offload:  # the rest waits in the host's memory
-        left = USABLE * cluster.memory_gib * GIB - sum(memory.values()) + memory["target's weights"]
+        left = cluster.room - sum(memory.values()) + memory["target's weights"]
         room = left if loaded.device_gib is None else loaded.device_gib * GIB
         fits = max(0.0, min(memory["target's weights"], room))
         host += memory["target's weights"] - fits
@@ -120,7 +134,50 @@ def estimate_cost(
         ranks,
         tokens_per_s,
         _seconds(train, optim, tokens_per_s),
+        tuple(_layout(parallel, ranks)),
     )
+
+
+def _layout(parallel: ParallelConfig, ranks: int) -> Iterator[str]:
+    """What `CostEstimate.layout` has."""
+    if parallel.target != "replicated":
+        yield f"the target is divided over {_of(parallel.target_shard_size_of(ranks), ranks)}"
+    if parallel.backend == "fsdp2":
+        once = parallel.reshard_after_forward is False
+        gathered = "gathered once a step" if once else "gathered for each forward and each backward pass"
+        yield f"the draft is divided over {_of(parallel.draft_shard_size_of(ranks), ranks)}, and {gathered}"
+
+
+def _of(number: int, ranks: int) -> str:
+    return f"all {ranks} GPUs" if number == ranks else f"each {number} of {ranks} GPUs"
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What a run's cost depends on beside how it is divided (`estimate_cost`). Counts the target when it is asked."""
+
+    target: TargetConfig
+    hf_config: Any
+    draft: DraftConfig
+    train: TrainConfig
+    optim: OptimConfig
+    cluster: ClusterConfig
+    row_tokens: int
+    ranks: int
+    dtype: torch.dtype
+
+    def cost(self, parallel: ParallelConfig) -> CostEstimate:
+        """The cost of the run divided so, with all choices made. Raises UserError where the target is none."""
+        given = self.train, self.optim, parallel, self.cluster, self.row_tokens, self.ranks, self.dtype, self.target
+        return estimate_cost(self._shape, self.draft, *given)
+
+    def fits(self, parallel: ParallelConfig) -> bool:
+        """Whether a GPU has the memory for it."""
+        return sum(self.cost(parallel).memory.values()) <= self.cluster.room
+
+    @cached_property
+    def _shape(self) -> TargetShape:
+        return TargetShape.of(self.hf_config, self.target.trust_remote_code, f"target.path={self.target.path}")
 
 
 def _seconds(train: TrainConfig, optim: OptimConfig, tokens_per_s: float) -> float:

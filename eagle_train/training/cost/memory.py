@@ -27,7 +27,7 @@ def target_weights(target: TargetShape, parallel: ParallelConfig, ranks: int, dt
     if parallel.target == "replicated":
         return whole
     gathered = 2 * each * target.largest_layer if parallel.target == "fsdp2" else 0
-    return whole / min(parallel.target_shard_size or ranks, ranks) + ends + gathered
+    return whole / parallel.target_shard_size_of(ranks) + ends + gathered
 
 
 def target_activations(target: TargetShape, parallel: ParallelConfig, ranks: int) -> float:
@@ -36,8 +36,8 @@ def target_activations(target: TargetShape, parallel: ParallelConfig, ranks: int
     Ranks of a tensor-parallel target run all their tokens together, each with its part of the heads and of the
     feed-forward.
     """
-    shard_size = min(parallel.target_shard_size or ranks, ranks) if parallel.target == "tensor" else 1
-    return 4 * target.hidden * shard_size + 2 * target.attention + 3 * target.intermediate
+    together = parallel.target_shard_size_of(ranks) if parallel.target == "tensor" else 1
+    return 4 * target.hidden * together + 2 * target.attention + 3 * target.intermediate
 
 
 def draft_state(
@@ -51,7 +51,8 @@ def draft_state(
     """Bytes of the draft's fp32 weights and gradients, of its optimiser's state, and of its copy in `dtype`: on a GPU,
     and on its host.
 
-    `accumulated`: over several micro-batches, during which FSDP2 keeps gradients whole. AdamW keeps two numbers for
+    `accumulated`: over several micro-batches, during which FSDP2 keeps gradients whole. FSDP2 divides over
+    `parallel.draft_shard_size` ranks, DeepSpeed over all. AdamW keeps two numbers for
     each weight, Muon one for each weight of a matrix.
     """
     size = module.num_parameters
@@ -62,11 +63,14 @@ def draft_state(
     sharded = parallel.backend == "fsdp2"
     parts = {  # bytes, and whether the ranks divide them
         "weights": (4 * size, sharded or stage >= 1),
-        "gradients": (4 * size, (sharded and not accumulated) or stage >= 2),
+        "gradients": (0 if sharded else 4 * size, stage >= 2),
         "state": (state, sharded or stage >= 1),
-        "copy": (fsdp_gathered(module, dtype) if sharded else copy, stage == 3),
+        "copy": (0 if sharded else copy, stage == 3),
     }
-    bytes_of = {name: amount / (ranks if divided else 1) for name, (amount, divided) in parts.items()}
+    over = parallel.draft_shard_size_of(ranks) if sharded else ranks
+    bytes_of = {name: amount / (over if divided else 1) for name, (amount, divided) in parts.items()}
+    if sharded:
+        bytes_of["passing"] = _fsdp_passing(module, dtype, over, parallel.reshard_after_forward is False, accumulated)
     if stage < 3 and (sharded or stage or not copy):  # else the copy is their stack; ZeRO-3 runs them one by one
         bytes_of["experts' stacks"] = _stacks(module, dtype, parallel.activation_checkpointing)
     if parallel.backend == "ddp":
@@ -89,15 +93,34 @@ def _stacks(module: Draft, dtype: torch.dtype, recomputed: bool) -> float:
     return dtype.itemsize * experts / (len(module.layers) if recomputed else 1)
 
 
-def fsdp_gathered(module: Draft, dtype: torch.dtype) -> int:
+def _fsdp_passing(module: Draft, dtype: torch.dtype, over: int, kept_whole: bool, accumulated: bool) -> float:
+    """Bytes of gradients and of what is gathered, at the most that FSDP2 holds of both together.
+
+    Layers that are kept whole are all there when the backward pass begins, and go as it advances. Gradients come
+    meanwhile, divided over so many ranks, or are there already, whole, where they are `accumulated`.
+    """
+    gradients = 4 * module.num_parameters / (1 if accumulated else over)
+    late = fsdp_gathered(module, dtype) + gradients
+    if not kept_whole:
+        return late
+    first = gradients if accumulated else 4 * max(_layer_sizes(module)) / over
+    return max(late, fsdp_gathered(module, dtype, kept_whole=True) + first)
+
+
+def _layer_sizes(module: Draft) -> list[int]:
+    return [sum(parameter.numel() for parameter in layer.parameters()) for layer in module.layers]
+
+
+def fsdp_gathered(module: Draft, dtype: torch.dtype, kept_whole: bool = False) -> int:
     """Bytes of whole tensors that FSDP2's backward pass holds of the draft.
 
-    Throughout: what is in no layer. At its peak: a layer, the one prefetched, and a layer's gradients, in `dtype` and
-    in fp32 for their reduction.
+    Throughout: what is in no layer. At its peak: a layer and the one prefetched, or, when it begins and layers were
+    `kept_whole` since the forward pass, all; and a layer's gradients, in `dtype` and in fp32 for their reduction.
     """
-    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in module.layers]
+    layers = _layer_sizes(module)
     ends, layer = module.num_parameters - sum(layers), max(layers)
-    return dtype.itemsize * (ends + min(2, len(layers)) * layer + layer) + 4 * layer
+    whole = sum(layers) if kept_whole else min(2, len(layers)) * layer
+    return dtype.itemsize * (ends + whole + layer) + 4 * layer
 
 
 def activations(draft: DraftConfig, dtype: torch.dtype, recomputed: bool, unroll: int = 1) -> tuple[int, int]:

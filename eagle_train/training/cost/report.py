@@ -16,10 +16,10 @@ from eagle_train.models.loading import DTYPES, TargetConfig, load_config
 from eagle_train.settings import build
 from eagle_train.training.assembly import check_job, check_planned_data
 from eagle_train.training.backend import ParallelConfig
-from eagle_train.training.cost.estimate import GIB, USABLE, ClusterConfig, CostEstimate, estimate_cost
-from eagle_train.training.cost.target_shape import TargetShape
+from eagle_train.training.cost.estimate import GIB, USABLE, ClusterConfig, CostEstimate, PlannedRun
 from eagle_train.training.cost.this_machine import steps_here
 from eagle_train.training.optimizer import OptimConfig
+from eagle_train.training.placement import chosen
 from eagle_train.training.train_config import TrainConfig
 
 
@@ -34,24 +34,15 @@ def cost_report(config: DictConfig, ranks: int) -> str:
     target = build(TargetConfig, config.target, "target")
     ranks = cluster.gpus or ranks
     hf_config = load_config(target)
-    check_job(train, optim, parallel, data, target, hf_config, ranks, config.device)
-    for note in check_planned_data(target, data, hf_config):
-        warnings.warn(note, stacklevel=1)
     settings: Any = OmegaConf.to_container(config.draft)
     draft = DraftConfig.from_target(hf_config, **{key: value for key, value in settings.items() if value is not None})
     dtype = DTYPES[target.dtype] or torch.bfloat16  # which the GPUs to plan for compute in
-    cost = estimate_cost(
-        TargetShape.of(hf_config, target.trust_remote_code, f"target.path={target.path}"),
-        draft,
-        train,
-        optim,
-        parallel,
-        cluster,
-        data.row_tokens,
-        ranks,
-        dtype,
-        target,
-    )
+    run = PlannedRun(target, hf_config, draft, train, optim, cluster, data.row_tokens, ranks, dtype)
+    parallel = chosen(parallel, ranks, cluster.node_of(ranks), run.fits)
+    check_job(train, optim, parallel, data, target, hf_config, ranks, config.device)
+    for note in check_planned_data(target, data, hf_config):
+        warnings.warn(note, stacklevel=1)
+    cost = run.cost(parallel)
     lines = text(cost, train, optim, cluster, advice(cost, parallel, train, cluster))
     if train.minutes is None and cluster.gpus is not None:  # a job for other machines
         return lines
@@ -61,7 +52,7 @@ def cost_report(config: DictConfig, ranks: int) -> str:
 
 def advice(cost: CostEstimate, parallel: ParallelConfig, train: TrainConfig, cluster: ClusterConfig) -> list[str]:
     """Changes that make a run fit, the cheapest first; none for a run that fits."""
-    over = sum(cost.memory.values()) - USABLE * cluster.memory_gib * GIB
+    over = sum(cost.memory.values()) - cluster.room
     if over <= 0:
         return []
     found = []
@@ -77,6 +68,10 @@ def advice(cost: CostEstimate, parallel: ParallelConfig, train: TrainConfig, clu
         found.append("more GPUs, or a larger parallel.target_shard_size")
     if states > over / 2 and parallel.backend in ("single", "ddp"):
         found.append("parallel=fsdp2" + ("" if cost.gpus > 1 else ", on more GPUs"))
+    if parallel.backend == "fsdp2" and parallel.reshard_after_forward is False:
+        found.append("parallel.reshard_after_forward=true (layers are gathered again for the backward pass)")
+    if states > over / 2 and parallel.backend == "fsdp2" and parallel.draft_shard_size_of(cost.gpus) < cost.gpus:
+        found.append("parallel.draft_shard_size=world")
     if states > over / 2 and not parallel.offload_optimizer and parallel.backend in ("fsdp2", "deepspeed"):
         found.append("parallel.offload_optimizer=true")
     return found or ["more GPUs, or GPUs with more memory"]
@@ -92,6 +87,7 @@ def text(cost: CostEstimate, train: TrainConfig, optim: OptimConfig, cluster: Cl
     lines = [
         f"target: {target.parameters / 1e9:.4g} B parameters, of its layers {target.active / 1e9:.4g} B for a token",
         f"draft: {cost.draft_parameters / 1e9:.4g} B parameters",
+        *cost.layout,
         "",
         "GFLOP a token",
         *(f"  {part:<{width}}{value / 1e9:10.3f}  {value / all_flops:4.0%}" for part, value in cost.flops.items()),
