@@ -7,7 +7,8 @@ for each product.
 Shapes: R rows, E experts, N outputs, K inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,10 +48,29 @@ def stacked(dtype: torch.dtype, *matrices: Sequence[torch.Tensor]) -> torch.Tens
     """Each expert's matrices one below the other, in `dtype`: of P sequences of E matrices [N, K] one [E, P N, K].
 
     Casting is the copying: a stack of cast matrices would be two copies. Gradients return in the matrices' own dtypes.
+    Under `stacks_kept` one of cast matrices is made once.
     """
     by_matrix = [matrix for each in matrices for matrix in each]
-    result: torch.Tensor = _Stacked.apply(dtype, len(matrices), *by_matrix)
-    return result
+    if not _kept or by_matrix[0].dtype == dtype:
+        return _Stacked.apply(dtype, len(matrices), *by_matrix)
+    stacks, key = _kept[-1], (dtype, *map(id, by_matrix))
+    if key not in stacks:
+        stacks[key] = _Stacked.apply(dtype, len(matrices), *by_matrix)
+    return stacks[key]
+
+
+_kept: list[dict[tuple[Any, ...], torch.Tensor]] = []  # a global: autograd's threads recompute layers
+
+
+@contextmanager
+def stacks_kept() -> Iterator[None]:
+    """Meanwhile stacks of matrices that had to be cast are kept, with their place in the graph of gradients. The
+    matrices must stay as they are."""
+    _kept.append({})
+    try:
+        yield
+    finally:
+        _kept.pop()
 
 
 class _Stacked(torch.autograd.Function):

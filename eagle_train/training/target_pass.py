@@ -4,7 +4,8 @@ Shapes: B rows, T tokens of a packed row, H hidden, R slots of them that are lea
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from eagle_train.corpus.stream import TENSORS, Batch
 from eagle_train.errors import OptionError
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
+from eagle_train.ops.grouped import stacks_kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +72,18 @@ def can_compile(target: Target, rows: int, tokens: int, wanted: bool | None) -> 
         warnings.warn(f"{error}; the run goes on without", stacklevel=2)
         return False
     return True
+
+
+@contextmanager
+def casts_kept(device: torch.device) -> Iterator[None]:
+    """Meanwhile `autocast` casts each fp32 weight once, however often it is entered; weights must stay as they are.
+
+    torch forgets the casts where the outermost region ends: this is one, in which nothing is cast. A cast keeps its
+    place in the graph of gradients, which add up in fp32 as if each micro-batch had cast for itself. Compiled layers
+    cast in their own code, and on a GPU layers that run again in the backward pass let torch forget.
+    """
+    with torch.autocast(device.type, enabled=False), stacks_kept():
+        yield
 
 
 def autocast(target: Target) -> torch.autocast:

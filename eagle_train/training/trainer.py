@@ -31,7 +31,7 @@ from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.resume import check_budget, check_same_run
 from eagle_train.training.runaway import appended, is_sound
 from eagle_train.training.state import TrainState, set_random_state
-from eagle_train.training.target_pass import Placed, autocast
+from eagle_train.training.target_pass import Placed, autocast, casts_kept
 from eagle_train.training.train_config import TrainConfig
 from eagle_train.training.unroll import unroll
 
@@ -115,16 +115,10 @@ class Trainer:
         """
         micro_batches = self.lookahead.step()
         supervised = self._begin_step(sum(len(batch.slots[0]) for batch in micro_batches))
-        scale = self.backend.divisor / max(supervised, 1)
-        meter = Meter()
-        for number, (batch, hidden) in enumerate(self.lookahead.with_hidden_states(micro_batches), 1):
-            self.micro_batch = number
-            self.backend.begin(last=number == len(micro_batches))
-            sums = self.forward_backward_step(batch, hidden, scale)
-            meter.add(sums.rows, loss=sums.loss / scale, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
-            if number < len(micro_batches) and self._is_stopped():
-                self._drop_step(batch, hidden)
-                return None
+        with casts_kept(self.target.device):
+            meter = self._accumulate(micro_batches, self.backend.divisor / max(supervised, 1))
+        if meter is None:
+            return None
         norm, lr = self._update_weights()
         self.state.tokens += sum(batch.tokens.numel() for batch in micro_batches) * self.world.size
         self.state.stream = self.lookahead.state
@@ -135,6 +129,19 @@ class Trainer:
             "supervised": supervised,
             "skipped": self.state.skipped,
         }
+
+    def _accumulate(self, micro_batches: list[Placed], scale: float) -> Meter | None:
+        """Add up a step's gradients, each multiplied by `scale`. Returns its sums, or None where the run was left."""
+        meter = Meter()
+        for number, (batch, hidden) in enumerate(self.lookahead.with_hidden_states(micro_batches), 1):
+            self.micro_batch = number
+            self.backend.begin(last=number == len(micro_batches))
+            sums = self.forward_backward_step(batch, hidden, scale)
+            meter.add(sums.rows, loss=sums.loss / scale, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
+            if number < len(micro_batches) and self._is_stopped():
+                self._drop_step(batch, hidden)
+                return None
+        return meter
 
     def train(self, log: MetricsLog | NoTracker) -> Record:
         """All steps from where the run stands. Returns the last held-out measurements, {} for a finished run.

@@ -265,6 +265,25 @@ def test_one_process_goes_on_from_what_two_nodes_wrote(four, data, tmp_path, nam
     assert_same_run(run_training(trainer, resumed=True), expected)
 
 
+def test_a_step_casts_weights_that_are_kept_whole_once(data, tmp_path):
+    """And the others for each forward and each backward pass, but for what is in no layer, which stays between them."""
+    cases = {False: {1}, True: {3, 2 * 3}}
+    train, places = TRAIN | {"rows_per_step": 6}, {kept: tmp_path / str(kept) for kept in cases}
+    start_ranks(
+        2,
+        "ranks_job",
+        data,
+        [
+            {"out": str(out), "train": train, "casts": True, "dtype": "bfloat16"}
+            | {"parallel": {"backend": "fsdp2", "reshard_after_forward": reshard}}
+            for reshard, out in places.items()
+        ],
+    )
+    for reshard, out in places.items():
+        for rank in (0, 1):
+            assert torch.load(f"{out}-{rank}") == cases[reshard]
+
+
 def test_two_nodes_train_with_muon_as_one_process_does(data, tmp_path):
     few = MUON | {"steps": 6, "rows_per_step": 8}
     expected = run_training(make_trainer(tmp_path / "alone", data, **few))

@@ -26,6 +26,7 @@ from eagle_train.training.checkpoint.format import RankTensors
 from eagle_train.training.metrics import NoTracker
 from eagle_train.training.target_pass import hidden_states as states_of
 from eagle_train.training.trainer import Interrupted, Trainer
+from tests.support.casts import casts_of_a_step
 from tests.support.tiny import random_tokens
 from tests.support.trainers import a_target, make_trainer, run_training
 
@@ -46,6 +47,8 @@ def one_run(data: Path, case: dict, world: World) -> None:
     drop_parts(trainer, case.get("dropped", []))
     spoil(trainer, case.get("spoilt", []))
     stop_at(trainer, case.get("told"))
+    if "casts" in case:
+        return torch.save(casts_of_a_step(trainer), f"{case['out']}-{world.rank}")
     resumed = trainer.resume()
     with contextlib.suppress(Interrupted):
         if world.is_main:

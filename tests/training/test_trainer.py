@@ -5,6 +5,7 @@ resume.
 import math
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.target_pass import hidden_states
 from eagle_train.training.train_config import TrainConfig, accumulation
 from eagle_train.training.trainer import Interrupted, Trainer, feature_noise
+from tests.support.casts import casts_of_a_step
 from tests.support.command_line import chats, read_jsonl, write_jsonl
 from tests.support.graph_recorder import no_values
 from tests.support.reference_chains import PASSES, chains
@@ -247,6 +249,37 @@ def test_a_micro_batch_waits_for_no_device(tmp_path, data, monkeypatch, draft, t
         setattr(owner, name, without_waiting(getattr(owner, name)))
     assert math.isfinite(started(trainer).train_step()["loss"])
     assert len(seen) >= 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("draft", "parallel", "train", "uses"),
+    [
+        ({}, {}, {}, 1),
+        ({}, {}, {"unroll": 2}, 1),
+        ({}, {"activation_checkpointing": True}, {}, 2),
+        ({"ffn": "moe", "num_experts": 3}, {}, {}, 1),
+        ({"ffn": "moe", "num_experts": 3}, {"activation_checkpointing": True}, {}, 2),
+    ],
+)
+def test_weights_are_cast_once_a_step_and_gradients_are_as_if_each_micro_batch_cast(
+    tmp_path, data, monkeypatch, draft, parallel, train, uses
+):
+    """In bf16, whose gradients add up in fp32. `uses`: how often a micro-batch would cast a weight in a layer."""
+
+    def trainer() -> Trainer:
+        made = tiny_draft(target, fc_bias=True, **draft).float().requires_grad_(True)
+        given = {"target": target, "draft": made, "parallel": ParallelConfig(**parallel)}
+        return make_trainer(tmp_path, data, rows=1, optim={"max_grad_norm": 1e9}, **given, **train)
+
+    target = a_target(dtype=torch.bfloat16)
+    assert casts_of_a_step(trainer()) == {1}
+    _, kept = gradients_of_step(trainer())
+    monkeypatch.setattr("eagle_train.training.trainer.casts_kept", lambda _: nullcontext())
+    assert casts_of_a_step(trainer()) == {4, 4 * uses}  # `fc` is in no layer
+    _, anew = gradients_of_step(trainer())
+    for name, gradient in kept.items():
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, anew[name])
 
 
 def test_the_weight_of_smooth_l1_goes_evenly_to_its_end(tmp_path, data):
