@@ -68,11 +68,12 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     data = build(DataConfig, config.data, "data")
     target_config = build(TargetConfig, config.target, "target")
     hf_config, device = load_config(target_config), resolve_device(config.device)
+    check_job(train, optim, parallel, data, target_config, hf_config, world.size, config.device)
     settings: Any = OmegaConf.to_container(config.draft)
     planned = DraftConfig.from_target(hf_config, **settings)  # raises where the draft cannot be made
     known = (target_config, hf_config, planned, train, optim)
     parallel, world = _divided(parallel, world, device, *known, data.row_tokens)
-    check_job(train, optim, parallel, data, target_config, hf_config, world.size, config.device)
+    check_placement(target_config, hf_config, parallel.target, world.shard_size)
     check(str(config.out) != "", "out is empty: give out=DIR")
     out = Path(str(config.out))
     check(
@@ -232,8 +233,8 @@ def check_job(
 ) -> None:
     """Raise UserError, before any weight is loaded, for a job of `ranks` processes that could not start.
 
-    `parallel`: with its choices made (`chosen`). `hf_config`: the target's Hugging Face config. `plan=true` is refused
-    for the same reasons.
+    Over how many ranks a target is divided may still be open: `check_placement` is for later. `hf_config`: the target's
+    Hugging Face config. `plan=true` is refused for the same reasons.
     """
     parallel.check_job(optim, ranks)
     if parallel.zero.keys() - {"stage"}:  # DeepSpeed's own settings
@@ -242,7 +243,6 @@ def check_job(
         check_zero(parallel.zero, device)
     accumulation(optim, train, data.row_tokens, ranks)
     check_target(target, hf_config)
-    check_placement(target, hf_config, parallel.target, parallel.target_shard_size_of(ranks))
     longest, context = context_of(hf_config.get_text_config())
     check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {context}")
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from eagle_train.corpus.source import DataConfig
 from eagle_train.hardware import resolve_device
 from eagle_train.models.draft import DraftConfig
-from eagle_train.models.loading import DTYPES, TargetConfig, load_config
+from eagle_train.models.loading import DTYPES, TargetConfig, check_placement, load_config
 from eagle_train.settings import build
 from eagle_train.training.assembly import check_job, check_planned_data
 from eagle_train.training.backend import ParallelConfig
@@ -34,12 +34,13 @@ def cost_report(config: DictConfig, ranks: int) -> str:
     target = build(TargetConfig, config.target, "target")
     ranks = cluster.gpus or ranks
     hf_config = load_config(target)
+    check_job(train, optim, parallel, data, target, hf_config, ranks, config.device)
     settings: Any = OmegaConf.to_container(config.draft)
     draft = DraftConfig.from_target(hf_config, **{key: value for key, value in settings.items() if value is not None})
     dtype = DTYPES[target.dtype] or torch.bfloat16  # which the GPUs to plan for compute in
     run = PlannedRun(target, hf_config, draft, train, optim, cluster, data.row_tokens, ranks, dtype)
     parallel = chosen(parallel, ranks, cluster.node_of(ranks), run.fits)
-    check_job(train, optim, parallel, data, target, hf_config, ranks, config.device)
+    check_placement(target, hf_config, parallel.target, parallel.target_shard_size_of(ranks))
     for note in check_planned_data(target, data, hf_config):
         warnings.warn(note, stacklevel=1)
     cost = run.cost(parallel)
