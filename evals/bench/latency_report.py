@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_train.artifacts.markdown import code, plain
+from evals.bench.growth import AXES
 from evals.bench.report import TERMS, document, made_on, ms, number, percent, sampling, several, table
 
 Found = Mapping[str, Any]
@@ -15,6 +16,7 @@ COLUMNS = (
     "with. `times as fast`: plain decoding's mean TTIT divided by the row's, the median over the batches. "
     "Tokens/s count the prefill; `over plain` and `over transformers` are ratios of tokens/s, medians over the batches."
 )
+NAMES = {"batch_size": "batch", "context_length": "context"}
 SHARES = ("drafting", "validation", "sampling", "bookkeeping", "rest")  # of a round, in the order of figure 4b
 
 
@@ -60,6 +62,8 @@ def markdown(found: Found) -> str:
     if config["rate"]:
         title = f"Arrivals at random, {config['rate']:g} a second"
         sections[title] = latencies([row for row in found["rows"] if row["arrivals"] == "poisson"])
+    if found["growth"]:
+        sections["How TTIT grows"] = growing(found)
     sections["Where a round's time goes"] = stages(found)
     sections["Made on"] = made_on(found)
     return document(sections)
@@ -102,6 +106,20 @@ def latencies(rows: list[Found]) -> str:
         for row in rows
     ]
     return table(header, cells)
+
+
+def growing(found: Found) -> str:
+    """The exponents of batch and context."""
+    rows = [
+        [
+            plain(each["decoding"]),
+            f"{NAMES[each['over']]}, {NAMES[AXES[each['over']]]} {'as is' if each['at'] is None else each['at']}",
+            number(each["exponent"]),
+        ]
+        for each in found["growth"]
+    ]
+    note = "Between the sizes above, TTIT grows as size^exponent; 1 is in proportion, 0 is not at all."
+    return f"{table(['decoding', 'with', 'exponent'], rows)}\n\n{note}"
 
 
 def stages(found: Found) -> str:

@@ -18,6 +18,7 @@ from evals.bench import statistics
 from evals.bench.answering import Answering, serve, take_turns
 from evals.bench.baselines import Transformers
 from evals.bench.config import SampledConfig, check_decodes, check_least, check_sizes
+from evals.bench.growth import growth
 from evals.bench.requests import PromptSource, TimedRequest, with_arrivals
 from evals.bench.stage_clock import breakdown
 from evals.bench.statistics import AnswerBatch
@@ -76,8 +77,9 @@ class Variants:
 
 
 def sweep(config: SweepConfig, prompts: PromptSource, variants: Variants) -> Iterator[dict[str, Any]]:
-    """After each cell, what results.json says so far: a row for each cell and variant, the breakdown of each engine's
-    rounds, and the first tree's figures on top. Raises UserError before the first for prompts that do not fit."""
+    """After each cell, what results.json says so far: a row for each cell and variant, how times grow, the breakdown of
+    each engine's rounds, and the first tree's figures on top. Raises UserError, before the first cell, for
+    prompts that do not fit."""
     lengths: list[int | None] = [None] if config.context_lengths is None else [*config.context_lengths]
     cells = [Cell(size, length) for size in config.batch_sizes for length in lengths]
     fixed = [prompts.batches(config.repeats, cell.batch_size, cell.context_length) for cell in cells]
@@ -103,7 +105,9 @@ def sweep(config: SweepConfig, prompts: PromptSource, variants: Variants) -> Ite
             {**asdict(cell), "decoding": name, **breakdown(engine, some)} for name, engine in engines.items()
         ]
         top = headline(rows, breakdowns, next(iter(config.drafters)))
-        yield {**top, "rows": rows, "breakdown": breakdowns, "cells": {"measured": number, "of": len(cells)}}
+        together = [row for row in rows if row["arrivals"] == "together"]
+        measured = {"rows": rows, "growth": growth(together), "breakdown": breakdowns}
+        yield {**top, **measured, "cells": {"measured": number, "of": len(cells)}}
     bar.close()
 
 

@@ -53,10 +53,13 @@ def test_the_whole_command_without_a_checkpoint(tmp_path, capsys):
     assert f"written to {out}" in printed
     assert "\nbatch 8/8, " in progress  # two for each of the four
     assert "acceptance is simulated: [0.8, 0.6, 0.3]" in report
-    assert report.count("| chain3 |") == 8
+    lines = {(each["over"], each["at"]) for each in found["growth"] if each["decoding"] == "chain3"}
+    assert lines == {("batch_size", 12), ("batch_size", 20), ("context_length", 1), ("context_length", 2)}
+    assert "context 12 |" in report.partition("## How TTIT grows")[2]
+    assert report.count("| chain3 |") == 12  # latencies, growth, stages
     assert "so far" not in report
     rows = [line.split(" | ") for line in report.splitlines() if line.startswith("| transformers | ")]
-    assert [row[2] for row in rows if len(row) > 2] == ["1", "1", "2", "2"]
+    assert [row[2] for row in rows if len(row) > 3] == ["1", "1", "2", "2"]
 
 
 def test_cells_that_were_measured_are_kept_where_a_later_one_fails(tmp_path, capsys, monkeypatch):
