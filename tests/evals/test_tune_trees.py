@@ -185,7 +185,7 @@ def test_timed_rounds_are_recorded_as_graphs(home, tmp_path, monkeypatch):
         return engine
 
     monkeypatch.setattr(session, "Engine", recording)
-    monkeypatch.setattr(session, "check_graphs", lambda *_: None)
+    monkeypatch.setattr(session, "check_graphs", lambda *_, **__: None)
     small = [
         "batch_sizes=[1,3]",
         "depth=3",

@@ -345,6 +345,7 @@ def test_a_run_that_was_interrupted_is_as_if_it_had_not_been(tmp_path, data, nam
         first.train_step = breaking(first, done)
         with pytest.raises(KeyboardInterrupt):
             run_training(first)
+        first.store.wait()  # as a process that ends waits for what its threads still write
         second = make_trainer(tmp_path / str(done), data, **options)
         assert second.resume() == (done >= 2)
         assert second.state.step == done // 2 * 2
