@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.ops.cumulative import cumulative_sum
 from eagle_train.ops.transfer import to_device
+from eagle_train.ops.truncation import normalised, truncated_softmax
 
 _HOTTEST = torch.finfo(torch.float32).max  # a greater temperature is infinite in float32, and -inf / inf is NaN
 DRAFT_MODES = ("greedy", "multinomial", "multinomial_without_replacement")
@@ -60,12 +60,13 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.T
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """The batch's sampling settings as tensors, and two flags on the host by which unneeded work is skipped."""
+    """The batch's sampling settings as tensors, and flags on the host by which unneeded work is skipped."""
 
     temperature: torch.Tensor  # float32 [B]; 0 is greedy
     top_k: torch.Tensor  # int64 [B]; 0 is off
     top_p: torch.Tensor  # float32 [B]; 1 is off
     any_top: bool  # some row with a temperature above 0 uses top-k or top-p
+    any_top_k: bool  # some row with a temperature above 0 uses top-k
     all_greedy: bool  # every temperature is 0
 
     @classmethod
@@ -73,12 +74,13 @@ class SamplingTensors:
         cls, temperature: Sequence[float], top_k: Sequence[int], top_p: Sequence[float], device: torch.device | str
     ) -> "SamplingTensors":
         """From one entry per row."""
-        rows = zip(temperature, top_k, top_p, strict=True)
+        rows = list(zip(temperature, top_k, top_p, strict=True))
         return cls(
             to_device([min(t, _HOTTEST) for t in temperature], device, torch.float32),
             to_device(top_k, device, torch.int64),
             to_device(top_p, device, torch.float32),
             any_top=any(t > 0 and (k > 0 or p < 1) for t, k, p in rows),
+            any_top_k=any(t > 0 and k > 0 for t, k, _ in rows),
             all_greedy=not any(t > 0 for t in temperature),
         )
 
@@ -100,7 +102,7 @@ def probabilities(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tens
         return _one_hot(logits)
     scaled = _over_temperature(logits, sampling.temperature)
     if sampling.any_top:
-        probs = _truncated_softmax(scaled, sampling.top_k[:, None, None], sampling.top_p[:, None, None])
+        probs = truncated_softmax(scaled, sampling.top_k, sampling.top_p, sampling.any_top_k)
     else:
         probs = scaled.softmax(-1)
     return torch.where((sampling.temperature == 0)[:, None, None], _one_hot(logits), probs)
@@ -135,26 +137,6 @@ def _over_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.
     divisor = torch.where(temperature > 0, temperature, 1.0)[:, None, None]
     # Shifted before the division: over a tiny temperature the maximum would overflow.
     return (logits - logits.amax(-1, keepdim=True)) / divisor
-
-
-def _truncated_softmax(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """softmax of scaled [B, N, V], truncated to top-k [B, 1, 1] (0: off), then to top-p [B, 1, 1] (1: off)."""
-    ordered, index = scaled.sort(dim=-1, descending=True, stable=True)
-    vocabulary = scaled.shape[-1]
-    k = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)
-    kth = ordered.gather(-1, (k - 1).expand(*ordered.shape[:-1], 1))  # [B, N, 1]: the k-th greatest logit
-    probs = ordered.masked_fill(ordered < kth, -torch.inf).softmax(-1)
-    mass_before = F.pad(cumulative_sum(probs, probs.dtype)[..., :-1], (1, 0))
-    # Rounding may bring the mass to 1 before the last token, which top-p 1 must keep. A tiny top-p is 0 in float32: the
-    # first token, before which there is no mass, is kept anyway.
-    kept = probs * ((mass_before < top_p) | (top_p >= 1) | (mass_before == 0))
-    return torch.zeros_like(probs).scatter_(-1, index, _normalised(kept))
-
-
-def _normalised(weights: torch.Tensor) -> torch.Tensor:
-    """Non-negative weights [..., V] divided by their sum; all zeros stay."""
-    total = weights.sum(-1, keepdim=True)
-    return weights / torch.where(total > 0, total, 1.0)
 
 
 def sample(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -202,7 +184,7 @@ def propose(
     tokens, q_r = [], q  # q_r [B, P, V]: q without the tokens drawn so far
     for rank in range(num_children):
         tokens.append(sample(q_r, noise[:, :, rank]))
-        q_r = _normalised(q_r.scatter(-1, tokens[-1][..., None], 0.0))
+        q_r = normalised(q_r.scatter(-1, tokens[-1][..., None], 0.0))
     return torch.stack(tokens, -1), q
 
 
@@ -259,10 +241,10 @@ def child_round(
     accept = torch.where(q_x > 0, p_x / q_x, 0.0).clamp(max=1.0)
     rest = (p - q).clamp(min=0.0)
     if not replacement:
-        q = _normalised(q.scatter(1, column, 0.0))
+        q = normalised(q.scatter(1, column, 0.0))
     # An empty residual means that acceptance was certain up to rounding; p then serves as well.
     has_rest = (rest > 0).any(-1, keepdim=True)
-    return accept, torch.where(has_rest, _normalised(rest), p), q
+    return accept, torch.where(has_rest, normalised(rest), p), q
 
 
 def verify(

@@ -55,7 +55,7 @@ class Verification:
         """Use torch.compile from now on. Returns calls that compile for these pairs of rows and plan.
 
         lm_head [V, H]: of which shape, dtype and device are used. For each plan, one graph for one row and one for
-        several (paper section 3.2), each with and without top-k or top-p.
+        several (paper section 3.2), each without top-k and top-p, with top-p, and with top-k.
         """
         # In two steps a GPU's reductions over a row are faster alone, but torch 2.11 fails at fusing them.
         options: Any = {"split_reductions": False} if lm_head.device.type == "cuda" else None
@@ -63,15 +63,17 @@ class Verification:
         self._drawn = with_own_sizes(torch.compile(verify_drawn, dynamic=True, options=options))
         shapes = {(min(rows, 2), plan): None for rows, plan in sizes}
         jobs: list[Callable[[], None]] = [
-            partial(self._prepare, rows, plan, top_p, lm_head) for rows, plan in shapes for top_p in (1.0, 0.5)
+            partial(self._prepare, rows, plan, top_k, top_p, lm_head)
+            for rows, plan in shapes
+            for top_k, top_p in ((0, 1.0), (0, 0.5), (1, 0.5))
         ]
         torch.compiler.config.recompile_limit += len(jobs)
         return jobs
 
-    def _prepare(self, rows: int, plan: TreePlan, top_p: float, lm_head: torch.Tensor) -> None:
-        """Compile by a call on dummy tensors. `top_p` 1: the graph without top-k and top-p."""
+    def _prepare(self, rows: int, plan: TreePlan, top_k: int, top_p: float, lm_head: torch.Tensor) -> None:
+        """Compile by a call on dummy tensors. `top_k` 0: the graph without top-k; `top_p` 1 besides: without both."""
         device, tree = lm_head.device, plan.tree
-        sampling = SamplingTensors.from_lists([1.0] * rows, [0] * rows, [top_p] * rows, device)
+        sampling = SamplingTensors.from_lists([1.0] * rows, [top_k] * rows, [top_p] * rows, device)
         tokens = torch.zeros(rows, tree.num_nodes, dtype=torch.long, device=device)
         logits = lm_head.new_zeros(*tokens.shape, len(lm_head))
         seeds, lengths = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(2))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from eagle_train.inference.decode.sampling import (
 )
 from eagle_train.inference.decode.tree import Tree, chain, full
 from eagle_train.inference.decode.verification import Verification
+from eagle_train.ops import truncation
 from eagle_train.ops.torch_private import with_own_sizes
 from tests.support.exact_distribution import GRID, REJECT, WITH, WITHOUT, Toy, by_depth, child, error, make_toy, one_row
 
@@ -217,6 +219,13 @@ def test_accepted_path_is_the_first_that_matches():
     assert [x.tolist() for x in verify_chosen(RAGGED, tokens, best)] == [[1], [15]]
 
 
+@pytest.fixture(params=["sorted", "searched"])
+def truncated(request, monkeypatch):
+    """Top-k and top-p as a CPU has them for a small vocabulary, and as it has them for a large one."""
+    if request.param == "searched":
+        monkeypatch.setattr(truncation, "_SORTED_ON_CPU", 0)
+
+
 # --- compiled
 
 
@@ -231,7 +240,7 @@ def compile_arguments(verifier: Callable[..., sampling.Verified], rows: int) -> 
 
 
 @pytest.mark.parametrize("verifier", [verify_sampled, verify_drawn])
-def test_compiles_for_one_and_for_many_rows_only(verifier):
+def test_compiles_for_one_and_for_many_rows_only(verifier, truncated):
     """Paper section 3.2: a dynamic batch dimension leaves two compilations."""
     torch.manual_seed(0)
     counter = CompileCounter()
@@ -241,6 +250,21 @@ def test_compiles_for_one_and_for_many_rows_only(verifier):
         for ours, theirs in zip(compiled(*arguments), verifier(*arguments), strict=True):
             assert torch.equal(ours, theirs)
     assert counter.frame_count == 2
+
+
+def test_what_is_prepared_is_all_that_is_compiled(truncated, monkeypatch):
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    verification, plan = Verification("greedy"), Dispatcher(full(2, 2), "cpu").dispatch(3)
+    for job in verification.compile([(1, plan), (3, plan)], torch.zeros(50, 8)):
+        job()
+    prepared = counter.frame_count
+    for rows in (1, 3, 4):
+        tokens, logits, seeds = torch.randint(50, (rows, 7)), torch.randn(rows, 7, 50), torch.arange(rows)
+        for top_k, top_p in ((0, 1.0), (0, 0.9), (5, 1.0), (5, 0.9)):
+            settings = SamplingTensors.from_lists([0.8] * rows, [top_k] * rows, [top_p] * rows, "cpu")
+            verification(plan, tokens, logits, settings, seeds, seeds + 3, None, None)
+    assert counter.frame_count == prepared
 
 
 @pytest.mark.gpu
@@ -272,7 +296,7 @@ def warped(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -
     return (TopPLogitsWarper(top_p)(None, logits) if top_p < 1 else logits).softmax(-1)
 
 
-def test_probabilities_are_those_of_transformers_row_by_row():
+def test_probabilities_are_those_of_transformers_row_by_row(truncated):
     temperature, top_k, top_p = [1.0, 0.7, 1.3, 0.5, 2.0, 1.0], [0, 5, 0, 7, 500, 1], [1.0, 1.0, 0.6, 0.9, 0.01, 0.5]
     torch.manual_seed(0)
     logits = torch.randn(6, 3, 100) * 3
@@ -282,7 +306,7 @@ def test_probabilities_are_those_of_transformers_row_by_row():
         torch.testing.assert_close(ours[row], warped(logits[row], *setting))
 
 
-def test_settings_nobody_uses_change_nothing():
+def test_settings_nobody_uses_change_nothing(truncated):
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 5000) * 8
     settings = SamplingTensors.from_lists([0.0, 1.0], [0, 0], [0.5, 1.0], "cpu")
@@ -294,7 +318,7 @@ def test_settings_nobody_uses_change_nothing():
     assert torch.equal(plain[0], one_hot(logits[0].argmax(-1), 5000).float())
 
 
-def test_equal_logits_and_extreme_settings():
+def test_equal_logits_and_extreme_settings(truncated):
     logits = torch.tensor([[[1.0, 2.0, 2.0, -torch.inf]]], dtype=torch.bfloat16)
     rows = {
         (0.0, 0, 1.0): [0, 1, 0, 0],  # the first of the greatest
@@ -309,7 +333,7 @@ def test_equal_logits_and_extreme_settings():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_what_overflowed_counts_as_the_greatest(dtype):
+def test_what_overflowed_counts_as_the_greatest(dtype, truncated):
     logits = torch.tensor([[[0.0, torch.inf, 1.0, torch.inf, -torch.inf]]], dtype=dtype)
     for setting, share in (((1.0, 0, 1.0), 0.5), ((1e-40, 0, 1.0), 0.5), ((0.0, 0, 1.0), 1.0), ((1.0, 3, 0.4), 1.0)):
         assert probabilities(logits, one_row(*setting))[0, 0].tolist() == [0, share, 0, 1 - share, 0]
