@@ -25,14 +25,15 @@ def chosen(parallel: ParallelConfig, ranks: int, node: int, fits: Callable[[Para
     """
     of_target: list[int | None] = [None]
     if parallel.target != "replicated":
-        best = node if can_copy() else ranks
-        of_target = [*_sizes("target_shard_size", parallel.target_shard_size, ranks, best)]
+        given = parallel.target_shard_size
+        # What is open is what transformers can do; what is asked for is refused when the target is loaded.
+        of_target = [ranks] if given is None and not can_copy() else [*_sizes("target_shard_size", given, ranks, node)]
     of_draft: list[int | None] = [None]
     reshards: list[bool | None] = [None]
     if parallel.backend == "fsdp2":
         of_draft = [*_sizes("draft_shard_size", parallel.draft_shard_size, ranks, node)]
-        given = parallel.reshard_after_forward
-        reshards = [False, True] if given is None else [given]
+        resharding = parallel.reshard_after_forward
+        reshards = [False, True] if resharding is None else [resharding]
     options = [
         replace(parallel, target_shard_size=target, draft_shard_size=draft, reshard_after_forward=reshard)
         for target, draft, reshard in product(of_target, of_draft, reshards)
