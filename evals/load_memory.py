@@ -30,6 +30,7 @@ from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.results import prepared_file, provenance, write_json
 from evals.bench.memory import options, peak_bytes, resident_bytes, status
 
+RANK = "rank"  # the first argument of what `measure` starts
 PLACEMENTS = ("fsdp2", "tensor")
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
 VOCABULARY = 4096  # small: embedding and LM head are whole on every rank
@@ -104,13 +105,14 @@ def rank_loads(folder: str, placement: str) -> None:
 def measure(folder: str, placement: str, ranks: int) -> list[dict[str, Any]]:
     """The memory of each rank, in bytes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", "evals.load_memory", folder, placement]
+    command += ["-m", "evals.load_memory", RANK, folder, placement]
     ended = subprocess.run(command, env=os.environ | ALLOCATOR).returncode
     check(ended == 0, f"parallel.target={placement}: the ranks ended with status {ended}; their output is above")
     return [json.loads((Path(folder) / f"{placement}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def main() -> int:
+    distributed.check_alone("evals.load_memory")
     config = options(Config, __doc__)
     out = prepared_file(config.out)
     with tempfile.TemporaryDirectory() as folder:
@@ -133,8 +135,8 @@ def main() -> int:
 
 if __name__ == "__main__":
     try:
-        if "RANK" in os.environ:
-            rank_loads(*sys.argv[1:])
+        if sys.argv[1:2] == [RANK]:
+            rank_loads(*sys.argv[2:])
         else:
             sys.exit(main())
     except UserError as error:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from eagle_train.distributed import check_alone
 from eagle_train.errors import UserError, check, report
 from eagle_train.hardware import low_precision, warn_of_emulation
 from eagle_train.models.target import LMHead
@@ -55,6 +56,7 @@ def measure(config: Config) -> tuple[int, float]:
 
 
 def main() -> int:
+    check_alone("evals.loss_memory")
     config = options(Config, __doc__)
     out = prepared_file(config.out)
     dtype = DTYPES[config.dtype]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from eagle_train.errors import UserError
-from evals import ablations, ceilings, stream_memory, train_throughput
+from evals import ablations, ceilings, load_memory, loss_memory, stream_memory, train_throughput
 from tests.support.command_line import call, read_jsonl, write_jsonl
 from tests.support.divided_job import call_all
 from tests.support.eval_inputs import arguments, make_home
@@ -182,6 +182,16 @@ def test_those_for_one_process_refuse_several(module, monkeypatch, tmp_path, cap
     name = module.__name__
     said = f"error: WORLD_SIZE=2: {name} runs in one process; start it without a launcher"
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [load_memory, loss_memory])
+def test_and_so_do_those_without_a_config(module, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(sys, "argv", ["command"])
+    with pytest.raises(UserError, match=rf"^WORLD_SIZE=2: {module.__name__} runs in one process; start it without a l"):
+        module.main()
 
 
 def test_switches_for_one_process_are_left_out_of_a_job(home_of_switches, monkeypatch):

@@ -1,21 +1,25 @@
 """What test_divided_evaluations.py starts on several ranks: commands one after another, in one job."""
 
 import importlib
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 from eagle_train import distributed
+from eagle_train.models import loading
 from evals.bench import statistics
 from tests.support.command_line import call
 
 
 def main(commands: list[tuple[str, list[str]]]) -> None:
-    """What a rank does: all commands in the job's one process group."""
-    world = distributed.start("cpu", shard_size=None)
+    """What a rank does: all commands in the job's one process group, each with a target that the ranks divide."""
+    world, check = distributed.start("cpu", shard_size=None), Mock(wraps=loading._check_divided)
     with (
-        patch.object(distributed, "start", lambda *_, **__: world),
-        patch.object(distributed, "run", lambda job: job()),
+        patch.multiple(distributed, start=lambda *_, **__: world, run=lambda job: job()),
+        patch.object(loading, "_check_divided", check),  # which whole targets do not go through
     ):
-        call_all(commands)
+        for each in commands:
+            check.reset_mock()
+            call_all([each])
+            assert check.called, each
     distributed.leave()
 
 
