@@ -52,13 +52,14 @@ class Batch:
         lengths, blocks = [each.committed for each in active], [each.blocks for each in active]
         prefix = Prefix.of(lengths, blocks, self._device, pending.lengths)
         if in_flight is not None:
-            prefix = prefix.with_device_lengths(pending.lengths, prefix.longest + in_flight)
+            prefix = prefix.with_device_lengths(pending.lengths, prefix.longest + in_flight, prefix.shortest)
         draft_prefix = None
         if self._runner.drafts(plan, pending):
             if in_flight is None:
                 draft_prefix = prefix.with_lengths([each.num_computed for each in active])
             else:
-                draft_prefix = prefix.with_device_lengths(pending.draft_lengths, prefix.longest)
+                least = min(each.num_computed for each in active)
+                draft_prefix = prefix.with_device_lengths(pending.draft_lengths, prefix.longest, least)
         drafting, draws = self._runner.config.drafting, None
         if drafting != "greedy" and plan.tree.num_nodes > 1 and not self._sampling.all_greedy:
             draws = uniform(self._seeds, prefix.lengths, plan.num_draws)

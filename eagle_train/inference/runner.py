@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 
 from eagle_train.errors import OptionError
-from eagle_train.inference.cache.paged_kv import BlockEnds, PagedKV, Suffix
+from eagle_train.inference.cache.block_ends import BlockEnds
+from eagle_train.inference.cache.paged_kv import PagedKV, Suffix
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.decode.bookkeeping import RoundResult, commit
 from eagle_train.inference.decode.graphs import EAGER, Eager, Graphs

@@ -31,6 +31,7 @@ from eagle_train.hardware import computes_bf16
 from eagle_train.ops import flash
 from eagle_train.ops.documents import Beside, Documents, Piece, document_attention
 from eagle_train.ops.kernels import is_plain
+from eagle_train.ops.threads import threads_for_keys
 from eagle_train.ops.tiled import Scores
 from eagle_train.ops.torch_private import flash_attention_on_cpu
 from eagle_train.ops.transfer import to_device
@@ -151,7 +152,8 @@ def flash_partial(
     if mask is not None:
         mask = mask.to(q.dtype).expand(-1, -1, q.shape[2], -1)
     q, k, v = flash.pad_to_one_width(q, k, v)
-    out, lse = flash_attention_on_cpu(q, k, v, mask, rule.scale)
+    with threads_for_keys(k.numel()):
+        out, lse = flash_attention_on_cpu(q, k, v, mask, rule.scale)
     return out[..., :width].reshape(*shape, width), lse.reshape(shape)
 
 
@@ -168,12 +170,28 @@ class VisibleSlots:
         self.causal = ends is None and positions.shape[1] > 1
         self.masks: dict[tuple, torch.Tensor | None] = {}
         self.made: dict[tuple, flash.Sequences] = {}
+        self._by_rows: dict[tuple[int, int], VisibleSlots] = {}
         self._runs: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @cached_property
     def ends(self) -> torch.Tensor:
         """int64 [A, 1 or T]."""
         return self.positions + 1 if self.given is None else self.given
+
+    def rows(self, rows: slice) -> "VisibleSlots":
+        """The same of these rows alone, made once."""
+        if rows == slice(None):
+            return self
+        key = (rows.start, rows.stop)
+        if key not in self._by_rows:
+            given = None if self.given is None else self.given[rows]
+            self._by_rows[key] = VisibleSlots(self.positions[rows], given, self.count, self.whole)
+        return self._by_rows[key]
+
+    def behind(self, slots: int) -> "VisibleSlots":
+        """What is seen behind the first `slots` slots, which every row has; of rules that are not local."""
+        given = None if self.given is None else self.given - slots
+        return VisibleSlots(self.positions - slots, given, self.count - slots, self.whole)
 
     def mask(self, rule: Rule) -> torch.Tensor | None:
         """`additive_mask` [A or 1, 1, 1 or T, count]; None where every slot is seen."""

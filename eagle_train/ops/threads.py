@@ -15,6 +15,16 @@ three 0.72, of 16 rows 0.89; with one of the cores busy. Matrices of 800,000 ele
 not measured with more.
 """
 
+LEAST_KEYS = 3 * 2**18
+"""Elements of the keys of an attention call from which on further threads bring more than it costs to wake them.
+
+A Xeon with AMX, two cores, torch 2.13, passive threads, heads of 64, 12 layers with products between them, one thread
+and two for attention alone: 8 rows x 512 keys (2^19 elements) 6.72 and 6.82 ms, 8 x 1,024 (2^20) 10.8 and 9.3, with
+four queries a row 16.3 and 12.4, 1 x 4,096 5.67 and 6.29.
+"""
+
+_outside: list[int] = []  # the numbers of threads before each `threads_for` that took all but one
+
 
 @contextmanager
 def num_threads(number: int) -> Iterator[None]:
@@ -34,5 +44,19 @@ def threads_for(rows: int, elements: float) -> Iterator[None]:
     if torch.get_num_threads() == 1 or rows * elements >= LEAST_WORK or elements >= LEAST_ELEMENTS:
         yield
         return
-    with num_threads(1):
+    _outside.append(torch.get_num_threads())
+    try:
+        with num_threads(1):
+            yield
+    finally:
+        _outside.pop()
+
+
+@contextmanager
+def threads_for_keys(elements: int) -> Iterator[None]:
+    """All threads again within `threads_for`, for attention over keys of so many elements, where that pays."""
+    if not _outside or elements < LEAST_KEYS:
+        yield
+        return
+    with num_threads(_outside[-1]):
         yield

@@ -6,8 +6,10 @@ content stays until the free blocks run out, and idle blocks are evicted least-r
 Knows nothing of tensors: a block is a number.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from itertools import islice
+from operator import neg
 
 from eagle_train.inference.cache.prefix import BLOCK, SCRATCH
 
@@ -20,13 +22,19 @@ def blocks_for(slots: int) -> int:
 
 
 class BlockPool:
-    """Allocates block numbers, the lowest first, so that a sequence's blocks are mostly contiguous."""
+    """Allocates block numbers, so that a sequence's blocks follow one another where there is room.
+
+    A sequence's first block begins a region of `region` free blocks, which others use only when no other block is free.
+    Regions of one size lie at equal distances. Without a region, a sequence gets the lowest free blocks.
+    """
 
     def __init__(self, blocks: int, on_evict: _OnEvict | None = None):
         """`blocks`: how many can be allocated, besides the reserved ones. `on_evict`: called with idle blocks and their
         hashes before the blocks are reused."""
         self.total, self.on_evict = blocks, on_evict
-        self.free = list(range(SCRATCH + blocks, SCRATCH, -1))  # taken from the end
+        self.free = list(range(SCRATCH + blocks, SCRATCH, -1))  # descending
+        self.region = 0  # blocks that a new sequence may come to need
+        self._regions: dict[int, int] = {}  # from the first block to the one behind the last, ascending
         self.users = [0] * self.store_size  # reference counts, by block
         self.block_of: dict[bytes, int] = {}  # registered blocks by hash
         self.hash_of: dict[int, bytes] = {}
@@ -53,18 +61,20 @@ class BlockPool:
         self.total = max(self.total, blocks)
         self.users += [0] * (self.store_size - len(self.users))
 
-    def extend(self, blocks: list[int], slots: int) -> bool:
+    def extend(self, blocks: list[int], slots: int, begins: bool = False) -> bool:
         """Append blocks to `blocks`, in place, until they hold `slots` slots. Returns False, and changes nothing, if
-        too few are available."""
+        too few are available. `begins`: the sequence gets a region, if there is one."""
         missing = max(0, blocks_for(slots) - len(blocks))
         if missing > self.available:
             return False
         if len(self.free) < missing:
             self._evict(list(islice(self.idle, missing - len(self.free))))
-        new = [self.free.pop() for _ in range(missing)]
-        for block in new:
+        own = self._new_region() if begins and missing > 0 else self._region_with(blocks)
+        for _ in range(missing):
+            block = self._next(blocks, own)
+            del self.free[self._place(block)]
             self.users[block] = 1
-        blocks += new
+            blocks.append(block)
         return True
 
     def register(self, block: int, key: bytes) -> None:
@@ -85,10 +95,67 @@ class BlockPool:
         """Decrement the reference counts of a sequence's blocks, and empty the list. The last block is reused first."""
         for block in blocks:
             self.users[block] -= 1
+            self._regions.pop(block, None)
         unused = [block for block in reversed(blocks) if self.users[block] == 0]
         self.idle |= dict.fromkeys(block for block in unused if block in self.hash_of)
         self._add_free(block for block in unused if block not in self.hash_of)
         blocks.clear()
+
+    def _next(self, blocks: list[int], own: range) -> int:
+        """The free block that a sequence with these blocks and this region gets next."""
+        follows = blocks[-1] + 1 if blocks and blocks[-1] in own else own.start
+        if follows in own and self._is_free(follows):
+            return follows
+        follows = blocks[-1] + 1 if blocks else 0
+        if self._is_free(follows) and not any(first <= follows < end for first, end in self._regions.items()):
+            return follows
+        at = SCRATCH + 1
+        for first, end in [*self._regions.items(), (self.store_size, self.store_size)]:
+            lowest = self._lowest_free(at)
+            if lowest is not None and lowest < first:
+                return lowest
+            at = max(at, end)
+        return self.free[-1]
+
+    def _new_region(self) -> range:
+        """A region for a sequence that has none; empty if there is none."""
+        first = self._free_region()
+        if first is None:
+            return range(0)
+        self._regions = dict(sorted([*self._regions.items(), (first, first + self.region)]))
+        return range(first, first + self.region)
+
+    def _region_with(self, blocks: list[int]) -> range:
+        """The region of the sequence that has these blocks; empty if it has none."""
+        first = next((block for block in blocks if block in self._regions), 0)
+        return range(first, self._regions.get(first, first))
+
+    def _free_region(self) -> int | None:
+        """The first of the lowest `region` blocks that are free, follow one another and are in no region."""
+        at = SCRATCH + 1
+        for first, end in [*self._regions.items(), (self.store_size, self.store_size)]:
+            while self.region > 0 and at + self.region <= first:
+                used = next((block for block in range(at, at + self.region) if not self._is_free(block)), None)
+                if used is None:
+                    return at
+                lowest = self._lowest_free(used)
+                at = first if lowest is None else lowest
+            at = max(at, end)
+        return None
+
+    def _is_free(self, block: int) -> bool:
+        return SCRATCH < block < self.store_size and self.users[block] == 0 and block not in self.hash_of
+
+    def _place(self, block: int) -> int:
+        """Where a block is in `free`, or would be."""
+        return bisect_left(self.free, -block, key=neg)
+
+    def _lowest_free(self, at: int) -> int | None:
+        """The lowest free block from `at` on."""
+        place = self._place(at)
+        if place < len(self.free) and self.free[place] == at:
+            return at
+        return self.free[place - 1] if place > 0 else None
 
     def _evict(self, blocks: list[int]) -> None:
         """Make idle blocks free."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from eagle_train.inference.cache.block_pool import blocks_for
-from eagle_train.inference.cache.prefix import BLOCK, SCRATCH, ZEROS, ContiguousPrefix, Prefix
+from eagle_train.inference.cache.prefix import BLOCK, ZEROS, ContiguousPrefix, Prefix, RowRange
 from eagle_train.models.shapes import KVShape
 from eagle_train.ops import paged
 from eagle_train.ops.attention import (
@@ -29,8 +29,13 @@ from eagle_train.ops.attention import (
     with_sinks,
 )
 
+# Keys or values of a layer that a call over ranges must read for the call to be worth its cost, on a CPU.
+_LEAST_IN_PLACE = 2**17
+
 _Write = Callable[[int, torch.Tensor, torch.Tensor], None]
 _Pairs = dict[int, tuple[torch.Tensor, torch.Tensor]]  # keys and values by layer
+_OverSlots = Callable[[int, torch.Tensor, Rule], tuple[torch.Tensor, torch.Tensor]]
+_OverPart = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
 
 
 class PagedKV:
@@ -178,26 +183,84 @@ class PagedKV:
 
         return write
 
-    def _over_slots(
-        self, prefix: Prefix, seen: VisibleSlots, slots: int, more: int = 0
-    ) -> Callable[[int, torch.Tensor, Rule], tuple[torch.Tensor, torch.Tensor]]:
+    def _over_slots(self, prefix: Prefix, seen: VisibleSlots, slots: int, more: int = 0) -> _OverSlots:
         """A function of layer, q [A, Q, T, D] and rule: attention over the rows' first `slots` slots, masked by `seen`.
 
         It returns the output [A, Q, T, D] and the log-sum-exp [A, Q, T]. On a GPU and with few queries it is paged
-        attention through the block table. Else keys and values are gathered first, see `_committed`.
+        attention through the block table. On a CPU keys and values are read where they lie, see `_in_place`. Else they
+        are gathered first, see `_committed`.
         """
         committed: list[Callable[[int], tuple[torch.Tensor, torch.Tensor]]] = []  # made on first use
+        in_place = self._in_place(prefix, seen, slots, more)
 
         def attend(layer: int, q: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
             keys, values = self.layers[layer]
             if paged.supports(q, keys, values):
                 runs = seen.runs(rule)
                 return paged.paged_attention(q, keys, values, prefix.blocks, BLOCK, *runs, rule.scale, rule.softcap)
+            if in_place is not None and not rule.is_local:
+                return in_place(layer, q, rule)
             if not committed:
                 committed.append(self._committed(prefix, slots, more))
             return slot_attention(q, *committed[0](layer), seen, rule)
 
         return attend
+
+    def _in_place(self, prefix: Prefix, seen: VisibleSlots, slots: int, more: int) -> _OverSlots | None:
+        """As `_over_slots`, on a CPU and for rules that are not local, without a copy of what all rows have; None where
+        the rows' slots are not ranges, or so few that a copy is faster.
+
+        Rows that lie at equal distances are read by one call. Rows of unequal lengths are read so up to the shortest's
+        last block; what is behind it is gathered, and the two parts are merged.
+        """
+        shared = (prefix.shortest - 1) // BLOCK * BLOCK if prefix.ragged else slots  # every row has slots behind it
+        memory = self.memory[0]
+        if memory.device.type != "cpu" or shared <= 0:
+            return None
+        ranges = prefix.ranges(shared)
+        work = len(seen.positions) * shared * memory.shape[2] * memory.shape[3]
+        if not ranges or work < _LEAST_IN_PLACE * len(ranges):
+            return None
+        views = [(each.rows, self._range_views(each, shared)) for each in ranges]
+
+        def over_ranges(layer: int, q: torch.Tensor, attend: _OverPart) -> tuple[torch.Tensor, torch.Tensor]:
+            if len(views) == 1:
+                return attend(q, *views[0][1][layer], slice(None))
+            parts = [attend(q[rows], *own[layer], rows) for rows, own in views]
+            return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+        if shared == slots:
+
+            def over_all(layer: int, q: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+                return over_ranges(layer, q, lambda q, k, v, rows: slot_attention(q, k, v, seen.rows(rows), rule))
+
+            return over_all
+        behind = seen.behind(shared)
+        rest = self._gathered_blocks(
+            prefix.blocks[:, shared // BLOCK :], prefix.lengths + more - shared, slots - shared
+        )
+
+        def over_both(layer: int, q: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+            first, rule = int(rule.skip_first), rule.behind_first
+
+            def all_seen(
+                q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: slice
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+                return partial_attention(q, k[:, :, first:], v[:, :, first:], None, rule)
+
+            return merge(over_ranges(layer, q, all_seen), slot_attention(q, *rest(layer), behind, rule))
+
+        return over_both
+
+    def _range_views(self, rows: RowRange, count: int) -> _Pairs:
+        """Each layer's keys and values in the rows' first `count` slots, as views [A, K, count, D]."""
+        number, views = rows.rows.stop - rows.rows.start, []
+        for x in self.memory:
+            n, slots, heads, width = x.shape
+            one = heads * width
+            size, stride = (n, number, count, heads, width), (slots * one, rows.spacing * one, one, width, 1)
+            views.append(x.as_strided(size, stride, rows.first * one).transpose(2, 3))
+        return self._by_layer(views)
 
     def _committed(
         self, prefix: Prefix, slots: int, more: int = 0
@@ -260,34 +323,6 @@ class PagedKV:
             with torch.inference_mode(False):  # who decodes without it must be able to write
                 self._workspaces[key] = self.memory[0].new_empty(wanted + wanted // 4)  # contexts grow
         return self._workspaces[key][:wanted].view(slots, heads, width)
-
-
-class BlockEnds:
-    """The target's hidden state at the last token of each block, [blocks, H].
-
-    A sequence with a cached prefix needs it: the draft's input at its first new token is the hidden state before.
-    """
-
-    def __init__(self, width: int, dtype: torch.dtype, device: torch.device | str):
-        self.hidden = torch.zeros(0, width, dtype=dtype, device=device)
-
-    def grown(self, blocks: int) -> list[torch.Tensor]:
-        """As `PagedKV.grown`."""
-        return [torch.cat((self.hidden, self.hidden.new_zeros(blocks - len(self.hidden), self.hidden.shape[1])))]
-
-    def hold(self, memory: list[torch.Tensor]) -> None:
-        """As `PagedKV.hold`."""
-        (self.hidden,) = memory
-
-    @property
-    def by_block(self) -> list[torch.Tensor]:
-        """A view [1, blocks, H]."""
-        return [self.hidden.unsqueeze(0)]
-
-    def write(self, prefix: Prefix, hidden: torch.Tensor) -> None:
-        """Store, of the hidden states [A, T, H] of the T tokens after each row's prefix, those at block ends."""
-        slots = prefix.slots(prefix.positions(hidden.shape[1]))
-        self.hidden[torch.where(slots % BLOCK == BLOCK - 1, slots // BLOCK, SCRATCH)] = hidden
 
 
 def _joint(

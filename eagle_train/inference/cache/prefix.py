@@ -6,6 +6,8 @@ Shapes: A active rows, W blocks of a row, T tokens.
 """
 
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +19,14 @@ BLOCK = 16  # slots of a block
 ZEROS, SCRATCH = 0, 1
 
 
+class RowRange(NamedTuple):
+    """Rows of a batch whose slots are ranges: row `rows.start + i` begins at slot `first + i * spacing`."""
+
+    rows: slice
+    first: int
+    spacing: int
+
+
 class Prefix:
     """The number of committed slots of each active row, and its block table, blocks of the next round included.
 
@@ -24,6 +34,7 @@ class Prefix:
     """
 
     longest: int  # on the host: the greatest of the lengths, or an upper bound
+    shortest: int  # on the host: the least of the lengths, or a lower bound
     ragged: bool  # False: every length is `longest`
 
     @cached_property
@@ -46,20 +57,31 @@ class Prefix:
         width = max(map(len, blocks))
         table = to_device([row + [SCRATCH] * (width - len(row)) for row in blocks], device)
         tensor = to_device(lengths, device) if on_device is None else on_device
-        return PagedPrefix(tensor, table, max(lengths), len(set(lengths)) > 1)
+        return PagedPrefix(tensor, table, max(lengths), len(set(lengths)) > 1, min(lengths), blocks)
 
     def with_lengths(self, lengths: list[int]) -> "Prefix":
         """The same rows with other lengths."""
-        tensor = to_device(lengths, self.lengths.device)
-        return PagedPrefix(tensor, self.blocks, max(lengths), len(set(lengths)) > 1)
+        tensor, ragged = to_device(lengths, self.lengths.device), len(set(lengths)) > 1
+        return PagedPrefix(tensor, self.blocks, max(lengths), ragged, min(lengths), self.host_blocks)
 
-    def with_device_lengths(self, lengths: torch.Tensor, longest: int) -> "Prefix":
-        """The same rows with lengths int64 [A] that are on the device only; each is at most `longest`."""
-        return PagedPrefix(lengths, self.blocks, longest, ragged=True)
+    def with_device_lengths(self, lengths: torch.Tensor, longest: int, shortest: int = 0) -> "Prefix":
+        """The same rows with lengths int64 [A] that are on the device only, `shortest` to `longest` each."""
+        return PagedPrefix(lengths, self.blocks, longest, True, shortest, self.host_blocks)
 
     def advanced(self, tokens: int) -> "Prefix":
         """The same rows, each longer by `tokens`."""
-        return PagedPrefix(self.lengths + tokens, self.blocks, self.longest + tokens, self.ragged)
+        longest, shortest = self.longest + tokens, self.shortest + tokens
+        return PagedPrefix(self.lengths + tokens, self.blocks, longest, self.ragged, shortest, self.host_blocks)
+
+    @property
+    def host_blocks(self) -> list[list[int]] | None:
+        """Each row's blocks; None where only the device knows them."""
+        raise NotImplementedError
+
+    def ranges(self, slots: int) -> list[RowRange]:
+        """Where each row's first `slots` slots lie, in the order of the rows; empty if a row's are no range or only the
+        device knows."""
+        return []
 
     def positions(self, count: int) -> torch.Tensor:
         """The positions of each row's next `count` tokens, int64 [A, count]."""
@@ -81,8 +103,25 @@ class Prefix:
 class PagedPrefix(Prefix):
     """The general case: lengths and block table are tensors."""
 
-    def __init__(self, lengths: torch.Tensor, blocks: torch.Tensor, longest: int, ragged: bool):
+    host_blocks: list[list[int]] | None = None
+
+    def __init__(
+        self,
+        lengths: torch.Tensor,
+        blocks: torch.Tensor,
+        longest: int,
+        ragged: bool,
+        shortest: int = 0,
+        host_blocks: list[list[int]] | None = None,
+    ):
         self.lengths, self.blocks, self.longest, self.ragged = lengths, blocks, longest, ragged
+        self.shortest, self.host_blocks = shortest, host_blocks
+
+    def ranges(self, slots: int) -> list[RowRange]:
+        rows, count = self.host_blocks or [], -(-slots // BLOCK)
+        if any(row[:count] != list(range(row[0], row[0] + count)) for row in rows):
+            return []
+        return _equally_spaced([row[0] * BLOCK for row in rows])
 
 
 class ContiguousPrefix(Prefix):
@@ -95,7 +134,8 @@ class ContiguousPrefix(Prefix):
 
     def __init__(self, length: int, blocks: list[int], device: torch.device, on_device: torch.Tensor | None = None):
         """`blocks`: consecutive. `on_device`: the length int64 [1], if it is on the device already."""
-        self.longest, self.first_slot = length, blocks[0] * BLOCK
+        self.longest = self.shortest = length
+        self.first_slot = blocks[0] * BLOCK
         self._row, self._device, self._on_device = blocks, device, on_device
 
     @cached_property
@@ -105,6 +145,10 @@ class ContiguousPrefix(Prefix):
     @cached_property
     def blocks(self) -> torch.Tensor:
         return to_device([self._row], self._device)
+
+    @property
+    def host_blocks(self) -> list[list[int]]:
+        return [self._row]
 
     @property
     def capacity(self) -> int:
@@ -132,3 +176,16 @@ class ContiguousPrefix(Prefix):
 
     def _has_room(self, count: int) -> bool:
         return self.longest + count <= self.capacity
+
+
+def _equally_spaced(firsts: list[int]) -> list[RowRange]:
+    """Rows that begin at these slots, as few ranges with a positive spacing each."""
+    found: list[RowRange] = []
+    start = 0
+    while start < len(firsts):
+        steps = [b - a for a, b in pairwise(firsts[start:])]
+        spacing = steps[0] if steps and steps[0] > 0 else 0
+        more = next((i for i, step in enumerate(steps) if step != spacing), len(steps)) if spacing else 0
+        found.append(RowRange(slice(start, start + more + 1), firsts[start], spacing))
+        start += more + 1
+    return found

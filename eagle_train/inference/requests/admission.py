@@ -25,6 +25,7 @@ def enqueue(sequences: list[Sequence], scheduler: Scheduler, memory: BlockMemory
     blocks = (max(needs, default=0) + 1) * min(scheduler.rows, len(needs))
     if kv_tokens is None and blocks > total:
         memory.grow(blocks, least=max(needs))
+    memory.pool.region = max(needs, default=0)
     scheduler.waiting.extend(sequences)
 
 

@@ -54,7 +54,7 @@ class Scheduler:
         """Give a sequence blocks for so many slots; those that hold the beginning of its text are reused."""
         if self.prefixes is not None:
             self.prefixes.attach(sequence)
-        given = self.pool.extend(sequence.blocks, slots)
+        given = self.pool.extend(sequence.blocks, slots, begins=True)
         assert given
         if self.prefixes is not None:
             self.prefixes.load(sequence)

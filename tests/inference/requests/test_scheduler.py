@@ -118,13 +118,7 @@ def test_sampled_tokens_do_not_depend_on_the_store(preempted):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("tree", TREES)
 def test_blocks_anywhere(tree, rows, monkeypatch):
-    extend = BlockPool.extend
-
-    def scattered(self, *arguments):
-        random.Random(len(self.free)).shuffle(self.free)
-        return extend(self, *arguments)
-
-    monkeypatch.setattr(BlockPool, "extend", scattered)
+    monkeypatch.setattr(BlockPool, "_next", lambda self, *_: random.Random(len(self.free)).choice(self.free))
     target, rng = shared_target("gemma2"), random.Random(6)
     engine = Engine(target, tiny_draft(target), tree, max_batch_size=rows)
     guide(engine, answers("gemma2"), lambda _: rng.randint(0, 3))
@@ -143,7 +137,7 @@ def test_a_store_too_small_for_one(kv_tokens, message):
         Engine(shared_target("llama"), kv_tokens=kv_tokens).generate(PROMPTS[:2], GREEDY)
 
 
-def test_the_pool_hands_out_the_lowest_blocks():
+def test_the_pool_hands_out_the_block_that_follows_or_the_lowest():
     pool, first, second = BlockPool(5), [], []
     assert pool.extend(first, BLOCK + 1)
     assert pool.extend(second, BLOCK)
@@ -155,7 +149,9 @@ def test_the_pool_hands_out_the_lowest_blocks():
     pool.release(first)
     assert first == []
     assert pool.extend(second, 3 * BLOCK)
-    assert second == [4, 2, 3]
+    assert second == [4, 5, 6]
+    assert pool.extend(first, 2 * BLOCK)
+    assert first == [2, 3]
     assert [blocks_for(slots) for slots in (0, 1, BLOCK, BLOCK + 1)] == [0, 1, 1, 2]
 
 
