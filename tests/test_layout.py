@@ -21,6 +21,7 @@ TESTED_IN = {
     "corpus/template corpus/tokens corpus/turns",
     "distributed/test_ranks.py": "training/deepspeed",
     "inference/cache/test_paged_kv.py": "inference/cache/prefix",
+    "inference/parallel/test_vocabulary.py": "inference/parallel/cost inference/parallel/divided_draft",
     "inference/cache/test_prefix_cache.py": "inference/cache/block_ends",
     "inference/decode/test_graphs.py": "ops/graphs",
     "inference/decode/test_sampling.py": "inference/decode/validation inference/decode/verification ops/cumulative",

@@ -57,13 +57,18 @@ class EngineConfig:
     Speed; none of these changes an output, except for rounding
     - `compile`: torch.compile for the decoding forwards of target and drafter, and on a GPU for the verification of
       sampled rounds (paper section 3.2). Compiles in the constructor, for a batch of one and for larger ones. Prefill
-      and a target that is divided over ranks are not compiled.
+      is not compiled.
     - `compile_sampling`: torch.compile for the verification of sampled rounds only; None: with `compile`, on a GPU.
     - `graphs`: capture drafting and validation as CUDA graphs at their first use (paper section 3.4). Rounds with a
       grammar are not captured. Needs a GPU and a target that is whole on it. None: there, unless the target is
       quantised, the drafter is a user's, or either has experts.
     - `divide_sampling`: ranks of one tensor-parallel target sample a part of the batch each (paper section 3.2); false:
       each rank samples the whole batch.
+    - `divide_draft`: ranks of one tensor-parallel target hold and run a part each of an EAGLE draft and of the LM head
+      that it proposes with; false: each the whole. None: what is faster, by the speeds of memory and of the ranks' talk
+      that are measured at the start, for a draft without experts, not quantised, whose sizes divide.
+    - `divide_lm_head`: they multiply with a part of the LM head each, for all rows, and exchange logits; false: with
+      all of it, for their own rows. None: what is faster, as above.
     - `attention`: `plain` computes attention by matrix products and a softmax instead of the device's kernels.
     - `tree_attention`: `split` computes attention over prefix and tree apart and merges (paper section 3.1); `joint`
       over both at once, under one mask.
@@ -81,6 +86,8 @@ class EngineConfig:
     compile_sampling: bool | None = None  # torch.compile for verification; null: with compile, on a GPU
     graphs: bool | None = None  # drafting and validation as CUDA graphs; null: on a GPU, but for experts
     divide_sampling: bool = True  # tensor-parallel ranks sample a part of the batch each
+    divide_draft: bool | None = None  # tensor-parallel ranks run a part of the draft each; null: what is faster
+    divide_lm_head: bool | None = None  # they read a part of the LM head each; null: what is faster
     attention: str = "auto"  # auto | plain: matrix products and a softmax in place of the device's kernels
     tree_attention: str = "split"  # split | joint: prefix and tree apart, or at once under one mask
     linear: str = "auto"  # auto | plain: torch's products in place of those for few rows on a CPU
@@ -125,6 +132,8 @@ _SWITCHES = {  # whether None is a value
     "overlap": True,
     "graphs": True,
     "divide_sampling": False,
+    "divide_draft": True,
+    "divide_lm_head": True,
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "drafting": DRAFT_MODES,

@@ -21,6 +21,10 @@ from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.drafter import Drafter
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.options import EngineConfig
+from eagle_train.inference.parallel.cost import measured_speeds, pays
+from eagle_train.inference.parallel.divided_draft import check_divides, collectives, reason_against
+from eagle_train.inference.parallel.tensor_parallel import Ranks
+from eagle_train.inference.parallel.vocabulary import DividedHead
 from eagle_train.inference.requests.prefiller import LocalPrefiller
 from eagle_train.inference.requests.requests import Requests
 from eagle_train.inference.requests.scheduler import Scheduler
@@ -30,6 +34,7 @@ from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.patches import optimize_for_decoding
 from eagle_train.models.target import Target
+from eagle_train.ops.linear import keep_fp16_copy
 
 AnyTarget = str | Path | TargetConfig | Target
 AnyDraft = str | Path | Draft | Drafter | None
@@ -68,6 +73,7 @@ def build_parts(
     ahead = dispatcher.deepest + 1  # slots that a round may write after the committed ones
     launch = launcher(_uses_graphs(config.graphs, target, drafter), target.device, config.max_batch_size, ahead)
     runner = Runner(target, drafter, config, launch, acceptance)
+    divide(runner.ranks, target, drafter, config)
     _compile(runner, dispatcher, config)
     # The launcher is looked up at each call, because it may be replaced.
     memory = BlockMemory(
@@ -99,6 +105,31 @@ def _uses_graphs(graphs: bool | None, target: Target, drafter: Drafter | None) -
     has_experts = any(name.endswith("experts") for model in models for name, _ in model.named_modules())
     known = drafter is None or isinstance(drafter, Eagle)
     return target.device.type == "cuda" and is_whole and known and not has_experts
+
+
+def divide(ranks: Ranks, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
+    """Divide the LM head and an EAGLE draft over the ranks of a divided target, as the config says; None: where that is
+    faster by the speeds that the first rank measures. Raises OptionError for a draft that cannot be divided."""
+    if ranks.group is None:
+        return
+    draft = drafter.draft if isinstance(drafter, Eagle) else None
+    if draft is not None:
+        check_divides(config.divide_draft, draft, ranks.size)
+    weight, speeds = target.lm_head.weight, None
+    if None in (config.divide_draft, config.divide_lm_head):
+        speeds = measured_speeds(ranks, weight.shape[1], weight.dtype)
+
+    def is_divided(wanted: bool | None, num_bytes: int, waits: int) -> bool:
+        return pays(num_bytes, waits, ranks.size, speeds) if wanted is None and speeds is not None else bool(wanted)
+
+    of_head = weight.numel() * weight.itemsize
+    if is_divided(config.divide_lm_head, of_head, 1):
+        ranks.divided_head = DividedHead(target.lm_head, ranks)
+        keep_fp16_copy(ranks.divided_head.part.weight)
+    if isinstance(drafter, Eagle) and reason_against(drafter.draft, ranks.size) is None:
+        of_draft = sum(x.numel() * x.itemsize for x in drafter.draft.parameters())
+        if is_divided(config.divide_draft, of_head + of_draft, 1 + collectives(drafter.draft)):
+            drafter.divide(ranks)
 
 
 def _compile(runner: Runner, dispatcher: Dispatcher, config: EngineConfig) -> None:

@@ -160,7 +160,7 @@ class Runner:
         """
         with self.times.stage("prefill"):
             own, coins = self.ranks.own, uniform(seeds, lengths, 1).squeeze(1)
-            logits = self.target.lm_head(own(hidden)).unsqueeze(1)
+            logits = self.ranks.logits(self.target.lm_head, hidden).unsqueeze(1)
             if guidance is not None:
                 logits = restrict(logits, own(guidance.allowed([0])))
             tokens = sample(probabilities(logits, sampling.rows(own)).squeeze(1), own(coins))

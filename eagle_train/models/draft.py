@@ -6,6 +6,7 @@ embedding and no LM head: both are the target's.
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -110,7 +111,7 @@ class Head:
             size is None or draft.vocabulary is not None, f"draft.vocab_size={size}: give draft.vocabulary, the tokens"
         )
         self.vocabulary, self.size = draft.vocabulary, len(lm_head.weight)
-        self.lm_head = lm_head if self.vocabulary is None else lm_head.of(self.vocabulary)
+        self.lm_head: Any = lm_head if self.vocabulary is None else lm_head.of(self.vocabulary)
 
     def tokens(self, indices: torch.Tensor) -> torch.Tensor:
         """The target's ids of columns of `lm_head`."""

@@ -31,6 +31,13 @@ class LMHead:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
+    def most_likely(self, hidden: torch.Tensor, count: int) -> torch.Tensor:
+        """The `count` most likely tokens int64 [..., count] after hidden states [..., H]."""
+        logits = self(hidden)
+        if count == 1:  # argmax is faster than topk
+            return logits.argmax(-1, keepdim=True)
+        return logits.topk(count).indices
+
 
 def head_of(model: PreTrainedModel) -> torch.nn.Module | None:
     """The matrix that ends a model, or its language model; None where there is none."""

@@ -14,7 +14,7 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import LMHead, Target
-from tests.support.inside import inside, pool_of, runner_of
+from tests.support.inside import drafter_of, inside, pool_of, runner_of
 from tests.support.reference_answers import LENGTH, PROMPTS
 from tests.support.tiny import tiny_draft
 
@@ -77,6 +77,8 @@ def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
         "free": pool.available == pool.total,
         "blocks": pool.total,
         "heads": runner_of(engine).cache.layers[0][0].shape[1],
+        "draft_heads": drafter_of(engine).cache.layers[0][0].shape[1],
+        "draft_size": sum(weight.numel() for weight in drafter_of(engine).draft.parameters() if weight.ndim > 1),
     }
 
 

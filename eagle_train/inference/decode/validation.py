@@ -29,4 +29,4 @@ def validate(
         suffix, positions = Suffix(), prefix.lengths.unsqueeze(1) + tree.depth
         attend = cache.tree(prefix, suffix, positions, tree.ancestors)
     hidden = forward(tokens, positions, attend)  # [A, N, H]
-    return hidden, target.lm_head(ranks.own(hidden)), suffix
+    return hidden, ranks.logits(target.lm_head, hidden), suffix

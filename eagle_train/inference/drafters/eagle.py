@@ -15,6 +15,9 @@ from eagle_train.inference.cache.paged_kv import PagedKV, Suffix
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.decode.sampling import propose, restrict
 from eagle_train.inference.drafters.drafter import MAX_PENDING, Choice, Drafted, Level, Pending, TreePlan, pick
+from eagle_train.inference.parallel.divided_draft import divide_draft
+from eagle_train.inference.parallel.tensor_parallel import Ranks
+from eagle_train.inference.parallel.vocabulary import DividedHead
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.fused import fuse_products
 from eagle_train.models.patches import optimize_for_decoding
@@ -48,6 +51,19 @@ class Eagle:
         self.caches = [self.cache]
         self.run_forward: Forward = self.forward
         self.run_forward_at: Forward = self.forward_at
+
+    def divide(self, ranks: Ranks) -> None:
+        """Keep this rank's part of the draft, and multiply with its part of the LM head. All ranks call it, once,
+        before anything is drafted."""
+        config = self.draft.config
+        divide_draft(self.draft, ranks)
+        self.head.lm_head = DividedHead(self.head.lm_head, ranks)
+        weights = [self.head.lm_head.part.weight]
+        optimize_for_decoding(self.draft, self.target.dtype, weights, drop_hooks=True)
+        shape = KVShape(config.num_kv_heads // ranks.size, config.head_dim, config.head_dim)
+        shapes = dict.fromkeys(range(config.num_layers), shape)
+        self.cache = PagedKV(shapes, 0, self.target.dtype, self.target.device)
+        self.caches = [self.cache]
 
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -143,6 +159,8 @@ class Eagle:
     def children(self, hidden: torch.Tensor, level: Level, choice: Choice) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`level.most` proposed tokens for each parent of the level, [A, Q, most], and q [A, Q, V] or None."""
         noise = None if choice.noise is None else choice.noise[:, level.noise].unflatten(1, (-1, level.most))
+        if choice.mode == "greedy" and choice.guidance is None:
+            return self.head.tokens(self.head.lm_head.most_likely(hidden, level.most)), None
         logits = self.head.lm_head(hidden)
         if choice.guidance is not None:
             logits = restrict(logits, self.head.columns(choice.guidance.allowed(level.parents.tolist())))

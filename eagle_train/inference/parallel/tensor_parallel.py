@@ -7,6 +7,7 @@ depend on a row's seed and position alone, so that every rank would draw the sam
 Shapes: A active rows, R rows of a rank.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ class Ranks:
     def __init__(self, group: Any = None, device: torch.device | str = "cpu", divided: bool = True):
         """`divided`: each rank samples a part of the batch; False: each samples all rows."""
         self.group, self.device, self.divided = group, device, divided and group is not None
+        self.divided_head: Any = None  # a `DividedHead`, where the LM head is divided too
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     def rows_per_rank(self, rows: int) -> int:
@@ -33,6 +35,10 @@ class Ranks:
         rows = torch.arange(count * self.rank, count * (self.rank + 1), device=x.device)
         return x[rows.clamp(max=len(x) - 1)]
 
+    def logits(self, lm_head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [R, ..., V] of this rank's rows of hidden states [A, ..., H]."""
+        return lm_head(self.own(hidden)) if self.divided_head is None else self.divided_head.of_own_rows(hidden)
+
     def all(self, batch: int, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """All-gather results of the ranks' rows, int64 [R] or [R, W] each, as [A] or [A, W]; `batch` is A. One
         collective for all tensors."""
@@ -43,6 +49,28 @@ class Ranks:
         dist.all_gather_into_tensor(everyone, columns, group=self.group)
         parts = everyone[:batch].split([x[0].numel() for x in own], dim=1)
         return tuple(part.reshape(batch, *x.shape[1:]) for part, x in zip(parts, own, strict=True))
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """All-reduce (sum) of x, in place."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All-gather of a tensor [...] that has one shape on all ranks: [size, ...]."""
+        if self.group is None:
+            return x.unsqueeze(0)
+        everyone = x.new_empty(self.size * x.numel())
+        dist.all_gather_into_tensor(everyone, x.flatten(), group=self.group)
+        return everyone.view(self.size, *x.shape)
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """All-to-all of x [size, ...]: entry r goes to rank r, and entry r of the result is rank r's."""
+        if self.group is None:
+            return x
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=self.group)
+        return received
 
     def least(self, number: int) -> int:
         """All-reduce (min) of an integer; synchronises."""

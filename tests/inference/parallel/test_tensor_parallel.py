@@ -30,6 +30,7 @@ DRAFTS = {"qwen3": {"first_token": "skip"}}
 THREE = {"three": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}}
 
 
+DIVIDED = {"divide_draft": True, "divide_lm_head": True}
 EVERYTHING = {"overlap": True, "prefix_cache": True, "host_kv_tokens": 160, "kv_tokens": 80, "prefill_tokens": 5}
 
 
@@ -60,12 +61,18 @@ CASES = {
         *(case(family, 5, True, tree="n8", max_batch_size=3, **EVERYTHING) for family in FAMILIES | OTHERS),
         case("llama", 5, True, short=True, tree="n8", max_batch_size=3),
         case("llama", 3, True, tree="chain3", compile=True),
+        *(case(family, count, count > 1, tree="n8", **DIVIDED) for family in ("llama", "qwen3") for count in (1, 5)),
+        *(case("llama", 5, True, tree="chain3", drafting=mode, **DIVIDED) for mode in ("greedy", "multinomial")),
+        case("llama", 5, True, guided=True, tree="n8", max_batch_size=3, **EVERYTHING, **DIVIDED),
+        case("llama", 3, True, tree="chain3", compile=True, **DIVIDED),
+        case("llama", 5, True, tree="n8", divide_sampling=False, **DIVIDED),
         *(case("llama", 5, True, guided=True, tree="n8", max_batch_size=3, **options) for options in ({}, EVERYTHING)),
     ],
     3: [
         case("three", count, sampled, tree=tree)
         for count, sampled, tree in itertools.product((1, 4, 5), (False, True), ("chain3", "n8"))
-    ],
+    ]
+    + [case("three", count, True, tree="n8", divide_lm_head=True, divide_draft=count == 4) for count in (1, 4)],
 }
 
 
@@ -110,11 +117,16 @@ def test_they_answer_as_one_process_does(ranks, found, alone):
             assert of_rank[number]["rounds"] == expected["rounds"], case
             assert of_rank[number]["blocks"] == expected["blocks"], case
             assert of_rank[number]["heads"] * ranks == expected["heads"]
+            parts = ranks if case["engine"].get("divide_draft") else 1
+            for name in ("draft_heads", "draft_size"):
+                assert of_rank[number][name] * parts == expected[name], case
     assert {count for one in alone for rounds in one["rounds"] for count in rounds} >= {1, 2, 3}, "accepted and not"
 
 
 def test_each_rank_computes_the_logits_of_its_rows(ranks, found, alone):
-    for number, expected in enumerate(alone):
+    for number, (case, expected) in enumerate(zip(CASES[ranks], alone, strict=True)):
+        if case["engine"].get("divide_lm_head") or not case["engine"].get("divide_sampling", True):
+            continue
         counts = [-(-rows // ranks) for rows in expected["rows"]]
         assert all(of_rank[number]["rows"] == counts for of_rank in found)
 
