@@ -39,15 +39,26 @@ def computes_bf16(device: torch.device | str) -> bool:
     return device.type == "cpu" and _cpu_computes_bf16()
 
 
+def computes_fp8(device: torch.device | str) -> bool:
+    """Whether the device has FP8 (E4M3) products of its own: a GPU from Ada and Hopper on."""
+    return is_gpu(torch.device(device), FP8_GPU)
+
+
 def low_precision(device: torch.device | str) -> torch.dtype:
     """What to compute in where rounding to bf16 does no harm: bf16 where the device is made for it, else fp32."""
     return torch.bfloat16 if computes_bf16(device) else torch.float32
 
 
-def warn_of_emulation(field: str, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Say what a precision costs that the user named in `field` and the device does not have."""
+def warn_of_emulation(field: str, dtype: torch.dtype, device: torch.device | str, plain: str = "none") -> None:
+    """Say what a precision costs that the user named in `field` and the device does not have. `plain`: the value of
+    `field` that is faster than FP8."""
+    kind = torch.device(device).type
     if dtype == torch.bfloat16 and not computes_bf16(device):
-        warnings.warn(f"{field}=bfloat16: this {torch.device(device).type} {_COST}; auto is faster", stacklevel=2)
+        warnings.warn(f"{field}=bfloat16: this {kind} {_COST}; auto is faster", stacklevel=2)
+    if dtype == torch.float8_e4m3fn and not computes_fp8(device):
+        warnings.warn(
+            f"{field}=fp8: this {kind} has no FP8 products and widens each number; {plain} is faster", stacklevel=2
+        )
 
 
 def measured_speed(device: torch.device | str, dtype: torch.dtype, seconds: float = 0.5) -> float:

@@ -8,7 +8,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 OUT="${OUT:-outputs/gpu_day}" PYTHON="${PYTHON:-python3}" SHAPES="${SHAPES:-llama3_1_8b}"
-PARTS=(ceilings tests step eager plain drafts compiled batches quantised run)
+PARTS=(ceilings tests step fp8 eager plain drafts compiled batches quantised run)
 failed=()
 mkdir -p "$OUT"
 
@@ -36,15 +36,20 @@ latency() { # latency NAME SECONDS [OVERRIDE ...]: against plain decoding and tr
     "acceptance=[0.8,0.65,0.55,0.45,0.35]" max_tokens=96 repeats=3 "out=$OUT/$name" "$@"
 }
 
+step() { # step NAME SECONDS [OVERRIDE ...]: of training, the shapes of Llama 3.1 8B, micro-batches of 8,192 tokens
+  local name=$1 budget=$2
+  shift 2
+  part "$name" "$budget" "$PYTHON" -m evals.train_throughput device=cuda vocab=128256 hidden=4096 intermediate=14336 \
+    heads=32 kv_heads=8 layers=32 row_tokens=2048 micro_batch_rows=4 tokens_per_step=16384 rounds=2 steps=3 \
+    naive=false tflops=989 "out=$OUT/$name.json" "$@"
+}
+
 run_part() {
   case $1 in
     ceilings) part ceilings 90 "$PYTHON" -m evals.ceilings "shapes=$SHAPES" device=cuda "out=$OUT/ceilings.json" ;;
     tests) part tests 420 "$PYTHON" -m pytest -m gpu -q --numprocesses 6 --dist worksteal --tb=short tests ;;
-    step) # the shapes of Llama 3.1 8B, in micro-batches of 8,192 tokens
-      part step 200 "$PYTHON" -m evals.train_throughput device=cuda vocab=128256 hidden=4096 intermediate=14336 \
-        heads=32 kv_heads=8 layers=32 row_tokens=2048 micro_batch_rows=4 tokens_per_step=16384 rounds=2 steps=3 \
-        naive=false tflops=989 "out=$OUT/step.json"
-      ;;
+    step) step step 200 ;;
+    fp8) step fp8 240 target_quant=fp8 ;;
     eager) latency eager 150 context_lengths=[1024] engine.graphs=false ;;
     plain) latency plain 200 "context_lengths=[1024,4096]" ;;
     drafts) latency drafts 200 "trees=[chain3,d3_bf2,chain5]" context_lengths=[2048] ;;

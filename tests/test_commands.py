@@ -124,6 +124,25 @@ def test_a_process_alone_may_have_any_backend(made, tmp_path, parallel):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
+def test_a_run_against_a_target_in_fp8(made, tmp_path, capsys):
+    """Its losses are near those of the run without; it says what the target's states lose, and resumes as it is."""
+    given = train_arguments(made, f"out={tmp_path}/run", "train.target_quant=fp8")
+    with pytest.warns(UserWarning, match=r"^train\.target_quant=fp8: this cpu has no FP8 products") as told:
+        assert call(train.main, *given) == 0
+    assert len([warning for warning in told if "target_quant" in str(warning.message)]) == 1
+    said = capsys.readouterr().err
+    assert re.search(r"train\.target_quant=fp8: 21 modules of the target; hidden states differ by \d+\.\d %", said)
+    for low, whole in zip(metrics_without_times(tmp_path / "run"), metrics_without_times(made / "run"), strict=True):
+        assert low["loss"] == pytest.approx(whole["loss"], rel=0.1)
+        assert low["loss"] != whole["loss"]
+    with pytest.warns(UserWarning, match="target_quant"):
+        assert call(train.main, *given, "train.steps=3") == 0
+    capsys.readouterr()
+    assert call(train.main, *given, "train.steps=4", "train.target_quant=none") == 2
+    wrong = "train.target_quant=none: .*step-00000003 was trained with fp8; resume with the same"
+    assert re.search(wrong, capsys.readouterr().err)
+
+
 def trained_weights(made: Path) -> dict[str, torch.Tensor]:
     """What the run of two steps learned, the embedding scale folded."""
     found = open_checkpoint(made / "run" / "step-00000002")
@@ -457,6 +476,16 @@ def test_a_bad_row_costs_no_step(root, tmp_path, capsys):
         (["seed=abc"], "seed"),
         (["seed=123456789012345678901234"], "seed=123456789012345678901234: must be a whole number, 0 or more"),
         (["device=tpu"], "device=tpu: must be auto, cpu or cuda"),
+        (["train.target_quant=int4"], "train.target_quant=int4: must be none or fp8"),
+        (
+            ["train.target_quant=fp8", "target.offload=true"],
+            "train.target_quant=fp8: not with target.offload=true; use one of them",
+        ),
+        (
+            ["train.target_quant=fp8", "parallel=fsdp2", "parallel.target=fsdp2"],
+            "train.target_quant=fp8: not with parallel.target=fsdp2; use train.target_quant=none, or "
+            "parallel.target=replicated",
+        ),
     ],
 )
 def test_bad_settings_of_a_run(root, tmp_path, capsys, arguments, message):

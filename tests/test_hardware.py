@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eagle_train import hardware
-from eagle_train.hardware import computes_bf16, low_precision, warn_of_emulation
+from eagle_train.hardware import computes_bf16, computes_fp8, low_precision, warn_of_emulation
 from eagle_train.models.loading import TargetConfig, load_target, training_dtype
 from eagle_train.ops import attention
 from eagle_train.training import muon
@@ -75,6 +75,16 @@ def test_a_precision_that_was_named_and_is_emulated_is_warned_of(made_for, tmp_p
         warn_of_emulation("target.dtype", torch.bfloat16, "cpu")
     with pytest.warns(UserWarning, match=r"^target\.dtype=bfloat16: "):
         load_target(TargetConfig("data/tiny_target", dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])
+def test_fp8_that_was_named_and_is_emulated_is_warned_of(monkeypatch, recwarn, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    has = capability >= (8, 9)
+    warn_of_emulation("train.target_quant", torch.float8_e4m3fn, "cuda")
+    assert (len(recwarn), computes_fp8("cuda"), computes_fp8("cpu")) == (not has, has, False)
+    if not has:
+        assert str(recwarn[0].message).startswith("train.target_quant=fp8: this cuda has no FP8 products and widens")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
 from eagle_train.errors import check, foreign, shown
-from eagle_train.hardware import FP8_GPU, is_gpu
+from eagle_train.hardware import computes_fp8
 
 # What transformers reads a method's weights with: the modules, and the packages that have them.
 LIBRARIES: Mapping[str, Mapping[str, str]] = {
@@ -65,7 +65,7 @@ def check_quantization_config(config: Any, place: str, device: torch.device | No
     method = found.get("quant_method") or "bitsandbytes"
     check(is_known and method not in UNREAD, f"{place}: transformers cannot read quant_method={method}; {INSTEAD}")
     needed = dict(LIBRARIES.get(method, {}))
-    if method in FP8 and device is not None and is_gpu(device, FP8_GPU):
+    if method in FP8 and device is not None and computes_fp8(device):
         needed |= {"kernels": "kernels"}
     missing = [package for module, package in needed.items() if not is_installed(module)]
     check(

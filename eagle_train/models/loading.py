@@ -29,7 +29,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from eagle_train.distributed import ALONE, World
 from eagle_train.errors import UserError, check, foreign, one_line, shown
-from eagle_train.hardware import FP8_GPU, is_gpu, low_precision, warn_of_emulation
+from eagle_train.hardware import computes_fp8, low_precision, warn_of_emulation
 from eagle_train.models.checkpoint_quantisation import check_quantization_config, quantization_config_of
 from eagle_train.models.config_json import check_generation, check_values, misfit
 from eagle_train.models.directory import check_directory, folder_of, read_mapping, weight_files
@@ -207,7 +207,7 @@ def load_target(
     """
     hf_config = load_config(config)
     check_target(config, hf_config, torch.device(device))
-    check_placement(config, hf_config, placement, world.shard_size, is_gpu(torch.device(device), FP8_GPU))
+    check_placement(config, hf_config, placement, world.shard_size, computes_fp8(device))
     path, place = Path(config.path), f"target.path={config.path}"
     has_weights = not path.is_dir() or bool(weight_files(path, place))
     check(has_weights, f"{place}: no model.safetensors there, nor its index; enough for a plan, not for more")

@@ -2,14 +2,15 @@
 
 `use_fast_modules` is what every target has, in training and decoding alike; `Target` calls it, and compares the model's
 logits before and after (models/probe.py). `optimize_for_decoding` is what an engine adds, to its target and to its
-draft, which then stay as they are. Either returns an `Undo`. Knows nothing of engines, caches or training.
+draft, which then stay as they are. Either returns an `Undo`. `round_to_fp8` is for a target that is only trained
+against: it changes results a little, and is not undone. Knows nothing of engines, caches or training.
 
 Classes are changed where a module lies, because what is around a module of transformers (tied weights, hooks, names of
 checkpoints) would not survive another module in its place. Llama 4's experts have their class from the start, see
-`_register_experts`.
+`_register_experts`; what `round_to_fp8` rounds has no weight any more that others could share, and is replaced.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import signature
@@ -17,11 +18,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.llama4 import modeling_llama4
 
 from eagle_train.models.experts import RoutedExperts, RoutedMoe
+from eagle_train.models.forward import decoder_of
 from eagle_train.ops import grouped
-from eagle_train.ops.linear import Linear, QuantisedLinear, fp16_copy_of, keep_fp16_copy
+from eagle_train.ops.linear import FrozenFp8Linear, Linear, QuantisedLinear, fp16_copy_of, keep_fp16_copy
 from eagle_train.ops.norm import FastNorm, rms_norm
 
 
@@ -38,6 +41,11 @@ class Undo:
         """Change a module's class."""
         self.classes.append((module, type(module)))
         module.__class__ = new
+
+    def forget(self, modules: Collection[nn.Module]) -> None:
+        """Leave these as they are, and keep them alive no longer."""
+        gone = {id(module) for module in modules}
+        self.classes = [(module, own) for module, own in self.classes if id(module) not in gone]
 
     def __call__(self) -> None:
         for module, own in reversed(self.classes):
@@ -94,6 +102,44 @@ def optimize_for_decoding(
     for weight in weights:
         _copy_in_fp16(weight, undo)
     return undo
+
+
+ROUTERS = {"router", "gate", "gating", "shared_expert_gate"}  # small, and a rounding may choose another expert
+
+
+def rounded_to_fp8(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The modules that `round_to_fp8` replaces, by their names in the model's decoder: plain linear ones of its layers,
+    with multiples of 16 inputs and outputs, which FP8 products ask for. Also of a model without memory for its weights.
+
+    Left out are routers, experts that lie in one tensor, embeddings and the LM head.
+    """
+    found = {}
+    for name, module in decoder_of(model).named_modules():
+        parts = name.split(".")
+        if type(module) in (nn.Linear, Linear) and type(module.weight) is nn.Parameter and ROUTERS.isdisjoint(parts):
+            outputs, inputs = module.weight.shape
+            fits = outputs % FrozenFp8Linear.outputs == 0 and inputs % FrozenFp8Linear.inputs == 0
+            if fits and any(part.isdigit() for part in parts):
+                found[name] = module
+    return found
+
+
+@torch.no_grad()
+def round_to_fp8(model: PreTrainedModel, undo: Undo) -> int:
+    """Let a frozen model's layers multiply in FP8, weights and activations, for as long as it lives; returns how many
+    modules do. The weights that they had are freed, one module after the other.
+
+    `undo`: of what was done to the model before; it leaves these modules alone from then on.
+    """
+    decoder, found = decoder_of(model), rounded_to_fp8(model)
+    undo.forget(found.values())
+    count = len(found)
+    while found:
+        name, module = found.popitem()
+        made = FrozenFp8Linear.of(module.weight, module.bias).eval()
+        made.use_kernel(model.dtype)
+        decoder.set_submodule(name, made)
+    return count
 
 
 def _copy_in_fp16(weight: torch.Tensor, undo: Undo) -> None:

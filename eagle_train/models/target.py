@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from accelerate.utils import align_module_device
 from transformers import PreTrainedModel
 
-from eagle_train.errors import check
+from eagle_train.errors import check, foreign
 from eagle_train.models.family import check_family
 from eagle_train.models.forward import Reaches, hidden_states
 from eagle_train.models.head import LMHead, lm_head_of
-from eagle_train.models.patches import Undo
+from eagle_train.models.patches import Undo, round_to_fp8
 from eagle_train.models.probe import TOKENS, Layers, probe
 from eagle_train.models.shapes import context_of, rope_limit
 from eagle_train.models.weights import check_loaded, fingerprint, full_tensor
@@ -151,11 +151,28 @@ class Target:
 
     def embedding_scale(self) -> float:
         """The power of two that makes token embeddings about as large as hidden states (root mean squares)."""
-        tokens = torch.linspace(0, self.identity.vocab_size - 1, TOKENS, device=self.device).long()[None]
-        positions = torch.arange(TOKENS, device=self.device)[None]
-        hidden = self.hidden_states(tokens, positions, packed_attention([[TOKENS]]))
-        ratio = hidden.float().square().mean() / self.embed(tokens).float().square().mean()
+        tokens, hidden = self._states_of_few_tokens()
+        ratio = hidden.square().mean() / self.embed(tokens).float().square().mean()
         return 2.0 ** round(math.log2(ratio.item()) / 2)
+
+    def round_to_fp8(self) -> tuple[int, float]:
+        """Let the layers' linear modules multiply in FP8 from now on, for training (`patches.round_to_fp8`).
+
+        Returns how many do, and the relative error that hidden states then have, the median over a few tokens. Raises
+        UserError for a family whose modules are not only called. For a target that is whole on its device.
+        """
+        with foreign(f"target {self.name}: {self.model.config.model_type} cannot be rounded to FP8"):
+            _, before = self._states_of_few_tokens()
+            count = round_to_fp8(self.model, self.undo)
+            _, after = self._states_of_few_tokens()
+        return count, ((after - before).norm(dim=-1) / before.norm(dim=-1)).median().item()
+
+    def _states_of_few_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [1, T], taken evenly from the vocabulary, and their hidden states [1, T, H], fp32."""
+        length = min(TOKENS, self.max_positions)
+        tokens = torch.linspace(0, self.identity.vocab_size - 1, length, device=self.device).long()[None]
+        positions = torch.arange(length, device=self.device)[None]
+        return tokens, self.hidden_states(tokens, positions, packed_attention([[length]])).float()
 
     def check_states(self) -> None:
         """LMhead(h) must be the model's own logits, see `probe`; what it returns is kept. Raises UserError.

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eagle_train.hardware import FP8_GPU, INT4_GPU, is_gpu
+from eagle_train.hardware import INT4_GPU, computes_fp8, is_gpu
 from eagle_train.ops.kernels import is_plain
 from eagle_train.ops.torch_private import (
     fp8_product,
@@ -237,7 +237,7 @@ class Fp8Linear(QuantisedLinear):
         That is how torch's own FP8 product helps itself there, but in every call: 1.06 ms on a CPU, against 0.04 for
         the product alone. The values are the same, the memory is not.
         """
-        if not is_gpu(self.codes.device, FP8_GPU):
+        if not computes_fp8(self.codes.device):
             wide = dtype if dtype == torch.float32 else torch.bfloat16  # sums of codes would overflow fp16
             self.codes = self.codes.view(FP8).to(wide)
         self.has_kernel = True
@@ -247,6 +247,27 @@ class Fp8Linear(QuantisedLinear):
         if self.codes.dtype == torch.uint8:
             return fp8_product(codes, self.codes.view(FP8).t(), scales, own)
         return linear(codes.to(self.codes.dtype), self.codes).float() * scales * own
+
+
+class FrozenFp8Linear(Fp8Linear):
+    """`Fp8Linear` for the many rows of training's frozen target: the sums are fast ones, and memory stays halved also
+    where the device has no FP8 product, because codes are widened in each call. It stays where it is, in its dtypes,
+    once it has a kernel."""
+
+    def use_kernel(self, dtype: torch.dtype) -> None:
+        """A device that has no such product keeps the twin."""
+        if computes_fp8(self.codes.device):
+            self.codes, self.scales = self.codes.view(FP8), self.scales.view(torch.float32).t()
+            self.has_kernel = True
+
+    def twin(self, x: torch.Tensor) -> torch.Tensor:
+        (codes, scales), (weight, own) = quantise_rows_fp8(x), self.parts()
+        wide = x.dtype if x.dtype == torch.float32 else torch.bfloat16  # sums of codes would overflow fp16
+        return F.linear(codes.to(wide), weight.to(wide)).float() * own.t() * scales
+
+    def kernel(self, x: torch.Tensor) -> torch.Tensor:
+        codes, scales = quantise_rows_fp8(x)
+        return fp8_product(codes, self.codes.t(), scales, self.scales, fast_sums=True)
 
 
 def concat_outputs(*modules: Linear | QuantisedLinear) -> Linear | QuantisedLinear:

@@ -7,6 +7,7 @@ signals or how a run ends. DESIGN section 3.10.
 import dataclasses
 import datetime
 import json
+import logging
 import random
 import shlex
 import warnings
@@ -23,9 +24,11 @@ from eagle_train.corpus.source import DataConfig, absent, check_found
 from eagle_train.corpus.stream import Stream, heldout_batches
 from eagle_train.distributed import ALONE, World
 from eagle_train.errors import check, within
-from eagle_train.hardware import resolve_device
+from eagle_train.hardware import resolve_device, warn_of_emulation
+from eagle_train.models.checkpoint_quantisation import quantization_config_of
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.draft_quantisation import quant_of
+from eagle_train.models.family import skeleton
 from eagle_train.models.loading import (
     DTYPES,
     TargetConfig,
@@ -36,6 +39,7 @@ from eagle_train.models.loading import (
     load_tokenizer,
     training_dtype,
 )
+from eagle_train.models.patches import rounded_to_fp8
 from eagle_train.models.shapes import context_of
 from eagle_train.models.stops import load_stop_ids
 from eagle_train.models.target import Target
@@ -52,7 +56,8 @@ from eagle_train.training.target_pass import can_compile, hidden_states, to_devi
 from eagle_train.training.train_config import TrainConfig, accumulation
 from eagle_train.training.trainer import Trainer
 
-_INIT_FROM = "train.init_from"
+_LOG = logging.getLogger(__name__)
+_INIT_FROM, _TARGET_QUANT = "train.init_from", "train.target_quant"
 # Fields in which a given draft may differ: it can be rescaled, lose or gain the first token's slot, and it has its own
 # vocabulary.
 _MAY_DIFFER = ("embedding_scale", "first_token", "vocabulary")
@@ -98,6 +103,8 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     store.check_shared()
     target = load_target(training_dtype(target_config, device), device, parallel.target, world)
     shape = _draft_shape(config.draft, target)  # raises before any data are read
+    if train.target_quant == "fp8":
+        round_target(target, world)
     given = None if train.init_from is None else _given_draft(train.init_from, shape, target)
 
     stream = Stream(data, renderer, train.micro_batch_rows, world)
@@ -112,6 +119,19 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
         stream, target, micro_batches, world, compiled, first_slot=draft.config.first_slot, passes=train.unroll
     )
     return Trainer(train, optim, target, draft, backend, ahead, heldout, store)
+
+
+def round_target(target: Target, world: World = ALONE) -> None:
+    """Let the target's layers multiply in FP8 (`Target.round_to_fp8`), and log what that changes.
+
+    Warns where the device has no FP8 products. Raises UserError.
+    """
+    modules, error = target.round_to_fp8()
+    if world.is_main:
+        warn_of_emulation(_TARGET_QUANT, torch.float8_e4m3fn, target.device)
+        _LOG.info(
+            "%s=fp8: %d modules of the target; hidden states differ by %.1f %%", _TARGET_QUANT, modules, 100 * error
+        )
 
 
 def _divided(
@@ -243,8 +263,28 @@ def check_job(
         check_zero(parallel.zero, device)
     accumulation(optim, train, data.row_tokens, ranks)
     check_target(target, hf_config)
+    if train.target_quant != "none":
+        _check_target_quant(train, parallel, target, hf_config)
     longest, context = context_of(hf_config.get_text_config())
     check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {context}")
+
+
+def _check_target_quant(train: TrainConfig, parallel: ParallelConfig, target: TargetConfig, hf_config: Any) -> None:
+    """Raise UserError for a target whose layers cannot be rounded when it is loaded."""
+    said, place = f"{_TARGET_QUANT}={train.target_quant}", f"target.path={target.path}"
+    check(
+        parallel.target == "replicated",
+        f"{said}: not with parallel.target={parallel.target}; use train.target_quant=none, or "
+        "parallel.target=replicated",
+    )
+    check(not target.offload, f"{said}: not with target.offload=true; use one of them")
+    quantised = quantization_config_of(hf_config) is not None
+    check(not quantised, f"{said}: {place} is quantised already; use train.target_quant=none")
+    check(
+        bool(rounded_to_fp8(skeleton(hf_config, target.trust_remote_code, place))),
+        f"{said}: no layer of {place} has a linear module whose inputs and outputs are multiples of 16; use "
+        "train.target_quant=none",
+    )
 
 
 def _draft_shape(values: DictConfig, target: Target) -> DraftConfig:

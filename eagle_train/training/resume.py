@@ -28,9 +28,14 @@ def check_budget(train: TrainConfig, path: Path, state: TrainState) -> None:
 
 
 def check_same_run(
-    found: Checkpoint, draft: DraftConfig, target: Target, optim: OptimConfig, optimizer_names: Iterable[str]
+    found: Checkpoint,
+    draft: DraftConfig,
+    target: Target,
+    train: TrainConfig,
+    optim: OptimConfig,
+    optimizer_names: Iterable[str],
 ) -> None:
-    """Raise UserError where the checkpoint was made with another draft, target or optimiser.
+    """Raise UserError where the checkpoint was made with another draft, target, precision of it, or optimiser.
 
     `optimizer_names`: the names of the tensors in this run's optimiser.
     """
@@ -43,6 +48,11 @@ def check_same_run(
     made_for = found.state["target"]
     if made_for["fingerprint"] != target.identity.fingerprint:
         raise UserError(f"target.path={target.name}: {path} was trained for {made_for['name']}")
+    then = found.state["target_quant"]
+    check(
+        then == train.target_quant,
+        f"train.target_quant={train.target_quant}: {path} was trained with {then}; resume with the same",
+    )
     saved = found.names
     missing = next((name for name in optimizer_names if name not in saved), None)
     check(

@@ -24,8 +24,8 @@ class TrainState:
     seconds: float = 0.0
     finished: bool = False
 
-    def saved(self, target: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint keeps: this state, the random generators', and the identity of the target."""
+    def saved(self, target: dict[str, Any], target_quant: str) -> dict[str, Any]:
+        """What a checkpoint keeps: this state, the random generators', the target's identity, and how it computes."""
         return {
             "stream": self.stream,
             "random": random_state(),
@@ -35,6 +35,7 @@ class TrainState:
             "skipped": self.skipped,
             "norms": self.norms,
             "target": target,
+            "target_quant": target_quant,
         }
 
     @classmethod

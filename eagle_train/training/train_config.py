@@ -6,6 +6,8 @@ from eagle_train.errors import check
 from eagle_train.training.losses import LOGITS_LOSSES
 from eagle_train.training.optimizer import OptimConfig
 
+TARGET_QUANTS = ("none", "fp8")
+
 
 @dataclass
 class TrainConfig:
@@ -20,6 +22,10 @@ class TrainConfig:
     own features of the pass before (HASS, arXiv 2408.15766); the loss is their mean. `feature_noise`: uniform noise of
     at most this size, added to each number of the hidden states that the draft is fed (EAGLE, arXiv 2401.15077).
 
+    `target_quant`: fp8 lets the layers of the frozen target multiply in FP8, weights (a scale for each output) and
+    activations (one for each token); its hidden states then differ a little from those of the target that is served.
+    An option of training alone.
+
     `init_from`: the artifact of a draft for the same target, whose weights the first step starts from; None for fresh
     ones. A resumed run continues from its own checkpoint.
 
@@ -30,6 +36,7 @@ class TrainConfig:
     steps: int | None = None  # optimiser steps; null where minutes are given
     minutes: float | None = None  # of training: the schedule follows the share used, and a resumed run has what is left
     init_from: str | None = None  # a directory that eagle-export wrote: training starts from its weights; null: fresh
+    target_quant: str = "none"  # none | fp8: products of the frozen target's layers, for GPUs from Ada and Hopper on
     micro_batch_rows: int = 8  # packed rows that a process computes at once
     l1_weight: float = 1.0  # of the smooth-L1 on hidden states
     l1_weight_end: float | None = None  # l1_weight in the last step, reached linearly; null: the same
@@ -59,6 +66,8 @@ class TrainConfig:
         check(end is None or end >= 0, f"train.l1_weight_end={end}: must be null, 0 or more")
         kinds = " or ".join(LOGITS_LOSSES)
         check(self.logits_loss in LOGITS_LOSSES, f"train.logits_loss={self.logits_loss}: must be {kinds}")
+        quants = " or ".join(TARGET_QUANTS)
+        check(self.target_quant in TARGET_QUANTS, f"train.target_quant={self.target_quant}: must be {quants}")
         check(self.runaway > 1, f"train.runaway={self.runaway}: must be above 1")
 
     def l1_weight_at(self, progress: float) -> float:

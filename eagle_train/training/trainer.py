@@ -179,7 +179,7 @@ class Trainer:
     def save(self, score: float | None = None) -> None:
         """Write a checkpoint in the background: draft, optimiser, data position, random state. All ranks call it."""
         self.state.seconds, self.state.finished = self.budget.seconds, self.budget.is_last
-        saved = self.state.saved(dataclasses.asdict(self.target.identity))
+        saved = self.state.saved(dataclasses.asdict(self.target.identity), self.config.target_quant)
         tensors = RankTensors.copied(*self.backend.state(), self.world)
         config = dataclasses.asdict(self.draft.config)
         self.store.save_in_background(self.state.step, tensors, config, saved, keep=self.config.keep, score=score)
@@ -196,7 +196,7 @@ class Trainer:
         found = self.store.open(path)
         state = TrainState.restored(found.step, found.state)
         check_budget(self.config, path, state)
-        check_same_run(found, self.draft.config, self.target, self.optim, self.backend.state()[1])
+        check_same_run(found, self.draft.config, self.target, self.config, self.optim, self.backend.state()[1])
         self.backend.restore(found.read_into)
         self.lookahead.stream.load_state_dict(state.stream)
         set_random_state(found.state["random"])

@@ -29,8 +29,8 @@ from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.loading import DTYPES, TargetConfig, training_dtype
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
-from eagle_train.ops.torch_private import DispatchMode
-from eagle_train.training.assembly import look_ahead
+from eagle_train.ops.torch_private import DispatchMode, fp8_operator
+from eagle_train.training.assembly import look_ahead, round_target
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint.store import CheckpointStore
 from eagle_train.training.optimizer import OptimConfig, Optimizer
@@ -45,7 +45,7 @@ from evals.bench.stage_clock import timed
 
 DOCUMENTS = 2000
 SHORTEST, LONGEST = 24, 512  # tokens of a document; the logarithm of its length is uniform
-PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm, fp8_operator())
 
 
 @dataclass
@@ -70,11 +70,17 @@ class StepConfig:
     tflops: float | None
     compile: bool | None
     naive: bool
+    target_quant: str
 
     def __post_init__(self) -> None:
         check_least(self, 1, "vocab", "hidden", "layers", "draft_layers", "rounds", "steps")
         least = f"must be at least {LONGEST}, as long as the longest document"
+        self.train_config()  # raises for a target_quant that is none
         check(self.row_tokens >= LONGEST, f"row_tokens={self.row_tokens}: {least}")
+
+    def train_config(self) -> TrainConfig:
+        """The run that the steps are of. Raises UserError."""
+        return TrainConfig(steps=10**6, micro_batch_rows=self.micro_batch_rows, target_quant=self.target_quant)
 
 
 def write_documents(path: Path, config: StepConfig) -> None:
@@ -119,6 +125,8 @@ class Ours:
 
     def __init__(self, config: StepConfig, folder: str, device: str):
         self.target = llama_target(config, device)
+        if config.target_quant == "fp8":
+            round_target(self.target)
         data = DataConfig(f"{folder}/documents.jsonl", format="text", row_tokens=config.row_tokens, seed=config.seed)
         self.stream = Stream(
             data,
@@ -130,7 +138,7 @@ class Ours:
         optim = OptimConfig(tokens_per_step=config.tokens_per_step)
         compiled = can_compile(self.target, config.micro_batch_rows, config.row_tokens, config.compile)
         backend = prepare(self.draft, optim, ParallelConfig(compile=compiled), ALONE, self.target.dtype)
-        train = TrainConfig(steps=10**6, micro_batch_rows=config.micro_batch_rows)
+        train = config.train_config()
         steps = accumulation(optim, train, config.row_tokens)
         first = self.draft.config.first_slot
         ahead = look_ahead(self.stream, self.target, steps, compiled=compiled, first_slot=first, passes=train.unroll)
@@ -214,13 +222,14 @@ class Products(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Callable, list[Any]]] = []
+        self.calls: list[tuple[Callable, list[Any], dict[str, Any]]] = []
         self.known: dict[Any, torch.Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in PRODUCTS:
-            self.calls.append((func.overloadpacket, [self.like(x) for x in args]))
+            named = {name: self.like(x) for name, x in (kwargs or {}).items()}
+            self.calls.append((func.overloadpacket, [self.like(x) for x in args], named))
         return result
 
     def like(self, value: Any) -> Any:
@@ -237,8 +246,8 @@ class Products(DispatchMode):
     @torch.no_grad()
     def replay(self) -> None:
         """Compute all products again."""
-        for function, operands in self.calls:
-            function(*operands)
+        for function, operands, named in self.calls:
+            function(*operands, **named)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 

@@ -10,7 +10,7 @@ from tests.support.command_line import call
 
 SMALL = {"vocab": 64, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "layers": 2, "draft_layers": 1}
 SIZES = {**SMALL, "row_tokens": 512, "micro_batch_rows": 1, "tokens_per_step": 1024, "rounds": 2, "steps": 1}
-BOTH = {"compile": False, "naive": True}
+BOTH = {"compile": False, "naive": True, "target_quant": "none"}
 
 
 def test_figures_are_medians_of_the_rounds_and_memory_the_first_ones():

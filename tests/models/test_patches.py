@@ -1,17 +1,21 @@
 """Modules that take the place of a model's own: they compute the same, and go again when they are undone."""
 
 import copy
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from eagle_train.errors import UserError
+from eagle_train.models.family import skeleton
 from eagle_train.models.fused import fuse_products
-from eagle_train.models.patches import optimize_for_decoding, use_fast_modules
-from eagle_train.ops.linear import Fp8Linear, Int4Linear, Linear, fp16_copy_of
+from eagle_train.models.patches import optimize_for_decoding, round_to_fp8, rounded_to_fp8, use_fast_modules
+from eagle_train.ops.linear import Fp8Linear, FrozenFp8Linear, Int4Linear, Linear, fp16_copy_of
 from eagle_train.ops.norm import FastNorm
-from tests.support.tiny import shared_target, tiny_draft, tiny_model
+from tests.support.packed_rows import packed_and_alone
+from tests.support.tiny import FAMILIES, LAYERED, shared_target, tiny_draft, tiny_model, tiny_target
 
 EPS = 1e-2  # large enough to be seen
 
@@ -169,3 +173,94 @@ def test_a_norm_with_a_gate_stays_as_it_is(defaults: tuple | None) -> None:
 
 def test_a_target_has_them() -> None:
     assert any(isinstance(module, FastNorm) for module in shared_target().model.modules())
+
+
+IN_FP8 = [*FAMILIES, *LAYERED, "phi3"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", IN_FP8)
+def test_a_familys_layers_multiply_in_fp8_and_the_rest_stays(family: str, dtype: torch.dtype) -> None:
+    target = tiny_target(family, dtype=dtype)
+    linears, kept = rounded_to_fp8(target.model), dict(target.model.named_parameters())
+    assert all(min(module.weight.shape) >= 16 for module in linears.values())
+    numbers, rows = (sum(of(m.weight) for m in linears.values()) for of in (torch.numel, len))
+    gone = [weakref.ref(module.weight) for module in linears.values()]
+    here = {id(module.weight) for module in linears.values()}
+    kept = {name: weight for name, weight in kept.items() if id(weight) not in here}
+    size = sum(weight.nbytes for weight in target.model.parameters())
+    names, fingerprint = list(linears), target.identity.fingerprint
+    del linears
+    count, error = target.round_to_fp8()
+    assert count == len(names) >= 12
+    assert 0.01 < error < 0.3  # 3 to 6 layers of random weights
+    assert not any(weight() is not None for weight in gone), "the weights in more bits are freed"
+    made = [module for module in target.model.modules() if isinstance(module, FrozenFp8Linear)]
+    codes = sum(module.codes.nbytes + module.scales.nbytes for module in made)
+    assert codes == numbers + 4 * rows
+    own = sum(weight.nbytes for weight in target.model.parameters()) + codes
+    biases = sum(module.bias.nbytes for module in made if module.bias is not None)  # buffers from now on
+    assert own + biases == size - (dtype.itemsize - 1) * numbers + 4 * rows
+    stays = dict(target.model.named_parameters())
+    assert all(stays[name] is kept[name] for name in stays)
+    assert target.lm_head.weight.dtype == target.embedding.dtype == dtype
+    assert target.identity.fingerprint == fingerprint
+
+
+@pytest.mark.parametrize("family", IN_FP8)
+def test_documents_of_a_packed_row_do_not_see_each_other_in_fp8(family: str) -> None:
+    target = tiny_target(family)
+    target.round_to_fp8()
+    packed, alone = packed_and_alone(target)
+    torch.testing.assert_close(packed, alone, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", IN_FP8)
+def test_a_plan_knows_which_modules_are_rounded(family: str) -> None:
+    target = tiny_target(family)
+    planned = rounded_to_fp8(skeleton(target.model.config, False, "target"))
+    found = rounded_to_fp8(target.model)
+    shapes = [{name: tuple(module.weight.shape) for name, module in of.items()} for of in (planned, found)]
+    assert shapes[0] == shapes[1] != {}
+    assert not any("router" in name or "lm_head" in name or name.endswith(".gate") for name in found)
+
+
+def test_a_module_of_an_odd_size_stays_as_it_is() -> None:
+    target = tiny_target(intermediate_size=40)
+    odd = [module for name, module in target.model.named_modules() if ".mlp." in name and isinstance(module, Linear)]
+    count, error = target.round_to_fp8()
+    assert (count, len(odd)) == (4 * 3, 3 * 3)
+    assert all(type(module) is Linear and module.weight.dtype == torch.float32 for module in odd)
+    assert error < 0.3
+
+
+def test_routers_and_quantised_modules_are_not_rounded() -> None:
+    class Quantised(nn.Linear):
+        pass
+
+    model = tiny_model()
+    layer = model.model.layers[1]
+    layer.mlp.gate = nn.Linear(32, 16)
+    layer.self_attn.q_proj = Quantised(32, 32)
+    found = rounded_to_fp8(model)
+    assert "layers.1.self_attn.k_proj" in found
+    assert not {"layers.1.mlp.gate", "layers.1.self_attn.q_proj"} & set(found)
+
+
+@torch.no_grad()
+def test_what_is_rounded_is_not_undone_and_all_else_is() -> None:
+    model = tiny_model().requires_grad_(False)
+    undo = use_fast_modules(model)
+    count = round_to_fp8(model, undo)
+    undo()
+    assert [type(module) for module in model.modules()].count(FrozenFp8Linear) == count == 21
+    assert not any(isinstance(module, FastNorm) for module in model.modules())
+    assert logits_of(model).isfinite().all()
+
+
+def test_a_family_that_reads_its_weights_itself_is_refused_in_fp8(monkeypatch) -> None:
+    target = tiny_target()
+    for layer in target.model.model.layers:
+        monkeypatch.setattr(layer.mlp, "forward", lambda x, mlp=layer.mlp: F.linear(x, mlp.up_proj.weight)[..., :32])
+    with pytest.raises(UserError, match=r"^target tiny-llama: llama cannot be rounded to FP8: AttributeError: "):
+        target.round_to_fp8()

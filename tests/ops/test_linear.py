@@ -4,15 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_train.ops import linear as module
 from eagle_train.ops.linear import (
     Fp8Linear,
+    FrozenFp8Linear,
     Int4Linear,
     fp16_copy_of,
     keep_fp16_copy,
     linear,
 )
+from eagle_train.ops.torch_private import fp8_product
 from eagle_train.ops.weight_codes import dequantise, quantise_fp8, quantise_int4, quantise_rows_fp8
 
 needs_packing = pytest.mark.skipif(
@@ -219,8 +222,96 @@ def test_what_a_weight_takes_up() -> None:
     assert sum(buffer.nbytes for buffer in ready.buffers()) == 64 * 128 + 64 * 2 * 4  # a zero point beside each scale
 
 
+def frozen_with_kernel(weight: torch.Tensor, monkeypatch, bias: torch.Tensor | None = None) -> FrozenFp8Linear:
+    """As on a GPU with FP8 units: torch's product is one that a CPU has too, if slowly."""
+    made = FrozenFp8Linear.of(weight, bias)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "computes_fp8", lambda device: True)
+        made.use_kernel(torch.bfloat16)
+    assert made.has_kernel
+    return made
+
+
+LAST_BIT = 2**-4  # of E4M3: the most that rounding takes from a number, as a share of it
+LEAST = 2**-10  # and as a share of its scale, below the least number with all its bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_kernel", [False, True])
+@pytest.mark.parametrize("inputs", [16, 272, 1024])
+def test_a_frozen_product_errs_by_what_e4m3_rounds(monkeypatch, inputs: int, has_kernel: bool, dtype) -> None:
+    """Against the product of the given numbers in fp64: row by row, within the bound of each entry, and on average."""
+    weight, bias = random(48, inputs), random(48, seed=2).to(dtype)
+    size = torch.logspace(-6, 6, 40).unsqueeze(1)  # a scale for each row
+    x = (size * random(40, inputs, seed=1)).to(dtype)
+    made = frozen_with_kernel(weight, monkeypatch, bias) if has_kernel else FrozenFp8Linear.of(weight, bias)
+    found, wanted = made(x).double() - bias.double(), x.double() @ weight.double().t()
+    assert found.dtype == torch.float64
+    (_, scales), (_, own) = quantise_rows_fp8(x), quantise_fp8(weight)
+    sizes = x.double().abs() @ weight.double().abs().t()
+    below = scales * weight.abs().sum(1) + own.t() * x.float().abs().sum(1, keepdim=True)
+    bias_bits = 2**-8 * (wanted.abs() + bias.double().abs())
+    assert ((found - wanted).abs() <= ((1 + LAST_BIT) ** 2 - 1) * sizes + LEAST * 1.1 * below + 4 * bias_bits).all()
+    loud = (size > 1e-2).squeeze(1)  # the bias rounds off nothing of these
+    error = ((found - wanted).norm(dim=1) / wanted.norm(dim=1))[loud]
+    assert error.max() < 0.08
+    assert error.median() < 0.045  # each factor's is 0.026
+
+
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_a_frozen_product_of_nothing_and_of_the_largest_numbers_is_a_number(monkeypatch, has_kernel: bool) -> None:
+    weight = random(32, 64)
+    weight[3] = 0
+    made = frozen_with_kernel(weight, monkeypatch) if has_kernel else FrozenFp8Linear.of(weight)
+    x = torch.stack([torch.zeros(64), random(64, seed=1), 1e36 * random(64, seed=1), 1e-36 * random(64, seed=1)])
+    x = torch.cat([x, x[1:2]]).bfloat16()
+    x[4, 7] = 3e4  # beside it the others are small
+    found = made(x)
+    assert (found.dtype, found.shape) == (torch.bfloat16, (5, 32))
+    assert found.isfinite().all()
+    assert not found[0].any()
+    assert not found[:, 3].any()
+    check_close(found[2] / 2.0**119, found[1] * (1e36 / 2.0**119), 0.05)
+    check_close(found[4:], x[4:] @ weight.bfloat16().t(), 0.06)
+    assert made(x[:0]).shape == (0, 32)
+
+
+def test_a_frozen_products_kernel_is_its_twin_with_fast_sums(monkeypatch) -> None:
+    weight, x, asked = random(48, 256), random(2, 5, 256, seed=1).bfloat16(), []
+
+    def noting(*given, fast_sums: bool = False) -> torch.Tensor:
+        asked.append(fast_sums)
+        return fp8_product(*given)
+
+    monkeypatch.setattr(module, "fp8_product", noting)
+    check_close(frozen_with_kernel(weight, monkeypatch)(x), FrozenFp8Linear.of(weight)(x), 2**-7)
+    assert asked == [True]
+
+
+def test_a_gpus_product_takes_a_frozen_modules_layouts(monkeypatch) -> None:
+    """torch checks dtypes, strides and sizes as a GPU does, without one."""
+    made = frozen_with_kernel(random(48, 256), monkeypatch, random(48).bfloat16())
+    with FakeTensorMode():
+        for name, buffer in list(made.named_buffers()):
+            strided = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cuda")
+            setattr(made, name, strided)
+        for shape in ((1, 256), (2, 7, 256)):
+            out = made(torch.empty(shape, dtype=torch.bfloat16, device="cuda"))
+            assert (out.shape, out.dtype, out.device.type) == ((*shape[:-1], 48), torch.bfloat16, "cuda")
+        made.codes = torch.empty(256, 48, dtype=made.codes.dtype, device="cuda").t()
+        with pytest.raises(RuntimeError, match="col"):
+            made(torch.empty(1, 256, dtype=torch.bfloat16, device="cuda"))
+
+
+def test_a_frozen_weight_stays_small_where_a_device_has_no_fp8() -> None:
+    made = FrozenFp8Linear.of(random(64, 256))
+    made.use_kernel(torch.bfloat16)
+    made(random(3, 256))
+    assert sum(buffer.nbytes for buffer in made.buffers()) == 64 * 256 + 64 * 4
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("made", [Int4Linear, Fp8Linear])
+@pytest.mark.parametrize("made", [Int4Linear, Fp8Linear, FrozenFp8Linear])
 @pytest.mark.parametrize("shape", ROWS)
 def test_a_gpus_kernel_equals_the_twin(made, shape: tuple[int, ...]) -> None:
     """The twin runs there too: a GPU divides by FP8's largest with another rounding than a CPU, and codes differ."""

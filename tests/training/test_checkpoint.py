@@ -269,8 +269,8 @@ def test_nothing_is_started_anew_where_no_checkpoint_is_whole(tmp_path):
 def test_another_format_is_not_read(tmp_path):
     path = some_save(tmp_path, 1)
     manifest = path / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 3'))
-    with pytest.raises(UserError, match="format 3"):
+    manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 4'))
+    with pytest.raises(UserError, match="format 4"):
         open_checkpoint(path)
 
 

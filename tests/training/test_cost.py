@@ -236,10 +236,18 @@ ROWS = {"row_tokens": 512, "micro_batch_rows": 2, "tokens_per_step": 2048, "roun
 
 
 @pytest.mark.parametrize(
-    ("low", "recomputed", "unroll"),
-    [(False, False, 1), (True, False, 1), (True, True, 1), (False, False, 2), (True, True, 2)],
+    ("low", "recomputed", "unroll", "quant"),
+    [
+        (False, False, 1, "none"),
+        (True, False, 1, "none"),
+        (True, True, 1, "none"),
+        (False, False, 2, "none"),
+        (True, True, 2, "none"),
+        (True, False, 1, "fp8"),
+    ],
 )
-def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed, unroll):
+@pytest.mark.filterwarnings("ignore:train.target_quant=fp8")
+def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed, unroll, quant):
     """Within 5 %, by part: the weights, what remains after a step, and the peak. Where a CPU has its own code path
     (two threads, small blocks, attention in products) the GPU's is used."""
     monkeypatch.setattr(hardware, "_cpu_computes_bf16", lambda: low)
@@ -249,7 +257,8 @@ def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     # Chunks of logits are a CPU's, without the fused kernel.
     monkeypatch.setattr(estimate, "loss_memory", partial(memory.loss_memory, device="cpu"))
-    config = bench.StepConfig(out="", device="cpu", seed=0, tflops=None, compile=False, naive=False, **STEP, **ROWS)
+    others = {"tflops": None, "compile": False, "naive": False, "target_quant": quant}
+    config = bench.StepConfig(out="", device="cpu", seed=0, **others, **STEP, **ROWS)
     words = " ".join(f"w{i}" for i in range(config.row_tokens))  # a document fills a row
     write_jsonl(tmp_path / "documents.jsonl", [{"text": words}] * 50)
     monkeypatch.setattr(bench, "TrainConfig", partial(TrainConfig, unroll=unroll))
@@ -267,7 +276,7 @@ def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed
     shape = TargetShape.of(ours.target.config)
     given = (ours.draft.config, train_config, optim, parallel, ClusterConfig(), config.row_tokens, 1, dtype)
     said = estimate_cost(shape, *given).memory
-    weights = sum(parameter.nbytes for parameter in ours.target.model.parameters())
+    weights = sum(tensor.nbytes for tensor in (*ours.target.model.parameters(), *ours.target.model.buffers()))
     assert said["target's weights"] == pytest.approx(weights, rel=1e-3)
     size = ours.draft.num_parameters
     transient = 4 * size + (2 * size if low else 0)  # gradients, and the weights in the step's dtype
@@ -501,6 +510,85 @@ def test_a_quantised_targets_layers_take_less(quantisation, bits):
     assert planned_memory(dataclasses.replace(LLAMA_8B, bits=bits))[0] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2"])
+def test_a_target_in_fp8_takes_the_memory_that_is_planned(family):
+    target = tiny_target(family, dtype=torch.bfloat16)
+    shape = TargetShape.of(target.model.config)
+    for in_fp8 in (False, True):
+        if in_fp8:
+            target.round_to_fp8()
+        held = [*target.model.parameters(), *target.model.buffers()]
+        own = sum(tensor.nbytes for tensor in held if tensor.ndim >= 2)
+        vectors = sum(weight.numel() for weight in target.model.parameters() if weight.ndim < 2)
+        planned = memory.target_weights(shape, ParallelConfig(), 1, torch.bfloat16, in_fp8)
+        assert own + 2 * vectors == planned
+
+
+def planned_in_fp8(capsys, target: Path, *overrides: str) -> tuple[str, float, float]:
+    """A plan's text, the target's weights in GiB, and tokens a second."""
+    given = ("plan=true", f"target={target}", "data=messages", "data.path=none.jsonl", "cluster.gpus=1", *overrides)
+    assert call(train.main, *given) == 0
+    said = capsys.readouterr().out
+    weights, speed = (re.search(pattern, said)[1] for pattern in (r"target's weights +([\d.]+)", r"([\d,]+) tokens/s"))
+    return said, float(weights), float(speed.replace(",", ""))
+
+
+def test_a_plan_counts_fp8s_memory_and_speed(tmp_path, capsys):
+    """An 8B target's layers have 6.98 B weights in linear modules, and half of their FLOPs take no time."""
+    shapes_of("llama3_1_8b").target.save_pretrained(tmp_path)
+    given = ("data.row_tokens=2048", "train.micro_batch_rows=1", "optim.tokens_per_step=131072")
+    _, whole, slow = planned_in_fp8(capsys, tmp_path, *given)
+    said, rounded, fast = planned_in_fp8(capsys, tmp_path, *given, "train.target_quant=fp8")
+    numbers = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
+    rows = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
+    assert whole - rounded == pytest.approx((numbers - 4 * rows) / GIB, abs=0.011)
+    per_token = float(re.search(r"  all +([\d.]+)\n\nGiB", said)[1]) * 1e9
+    assert slow / fast == pytest.approx((per_token - numbers) / per_token, rel=1e-3)
+    assert 1.2 < fast / slow < 2
+    loading = float(re.search(r"loading the target, beyond these +([\d.]+)", said)[1])
+    assert loading == 0  # the draft's optimiser is larger than what the target loses
+
+
+def test_a_plan_knows_that_a_target_is_loaded_before_it_is_rounded():
+    shape = dataclasses.replace(LLAMA_8B, rounded=7 * 10**9, rounded_rows=10**6)
+    draft = dataclasses.replace(shapes_of("llama3_1_8b").draft, num_layers=1, intermediate_size=64)
+    train_config = TrainConfig(steps=1, micro_batch_rows=1, target_quant="fp8")
+    given = OptimConfig(), ParallelConfig(), ClusterConfig(), 64, 1
+    cost = estimate_cost(shape, draft, train_config, *given)
+    assert cost.memory["target's weights"] == 9e9 + 4e6
+    assert sum(cost.memory.values()) == max(16e9 + estimate._CUDA_GIB * GIB, sum(cost.memory.values()))
+    assert cost.memory["loading the target, beyond these"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised already; use train.target_quant=none"),
+        (
+            {"hidden_size": 40, "intermediate_size": 24},
+            "has a linear module whose inputs and outputs are multiples of 16; use train.target_quant=none",
+        ),
+    ],
+)
+def test_a_target_that_cannot_be_rounded_is_refused_by_its_config(tmp_path, capsys, changes, message):
+    config = tmp_path / "config.json"
+    tiny_model().config.save_pretrained(tmp_path)
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    given = ("plan=true", f"target={tmp_path}", "data=messages", "data.path=none.jsonl", "data.row_tokens=64")
+    assert call(train.main, *given, "train.target_quant=fp8") == 2
+    assert capsys.readouterr().err.strip().endswith(message)
+
+
+def test_a_target_that_is_too_large_in_fp8_too_is_divided_without():
+    shape = dataclasses.replace(LLAMA_8B, parameters=100 * 10**9, rounded=90 * 10**9, rounded_rows=10**7)
+    draft = shapes_of("llama3_1_8b").draft
+    train_config = TrainConfig(steps=1, micro_batch_rows=1, target_quant="fp8")
+    parallel, cluster = ParallelConfig(), ClusterConfig()
+    cost = estimate_cost(shape, draft, train_config, OptimConfig(), parallel, cluster, 64, 1)
+    changes = report.advice(cost, parallel, train_config, cluster)
+    assert "parallel.target=fsdp2, or tensor within a node with train.target_quant=none, on more GPUs" in changes
+
+
 needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed")
 
 
@@ -517,6 +605,10 @@ needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpe
         (["optim.tokens_per_step=1000"], "optim.tokens_per_step=1000"),
         (["target=nowhere/at/all"], "no such directory"),
         (["parallel=fsdp2", "parallel.target=fsdp2", "target.offload=true"], "target.offload=true: not with"),
+        (
+            ["train.target_quant=fp8", "parallel=fsdp2", "parallel.target=tensor"],
+            "train.target_quant=fp8: not with parallel.target=tensor",
+        ),
         (["data.row_tokens=256"], "data.row_tokens=256: must be at most the context, 128"),
         (["parallel.target=tensor", "cluster.gpus=4", "parallel=fsdp2"], "2 key/value heads cannot be divided"),
         (["parallel=deepspeed_zero2", "parallel.zero.stage=0"], "parallel.zero.stage=0: must be 1, 2 or 3"),

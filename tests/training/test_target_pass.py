@@ -34,6 +34,20 @@ def test_a_compiled_target_gives_the_same_states(family, graphs):
     assert len(graphs) == made > 0
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss", "llama4"])
+def test_a_target_in_fp8_is_compiled_and_gives_the_same_states(family, graphs):
+    """In fp32: in bf16 a last bit decides what a number is rounded to in FP8, and all that follows."""
+    target, batch = tiny_target(family), packed()
+    plain = hidden_states(target, batch)
+    target.round_to_fp8()
+    low = hidden_states(target, batch)
+    assert can_compile(target, 2, 24, wanted=True)
+    made = len(graphs)
+    torch.testing.assert_close(hidden_states(target, batch, compiled=True), low, rtol=1e-3, atol=1e-3)
+    assert len(graphs) == made > 0
+    assert (low - plain).norm() > 0.01 * plain.norm()
+
+
 @pytest.mark.parametrize("first_slot", [0, 1])
 def test_the_host_knows_which_slots_each_pass_learns_from(first_slot):
     batch = packed()

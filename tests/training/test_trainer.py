@@ -422,9 +422,13 @@ def test_a_finished_run_draws_nothing_and_is_not_made_shorter(tmp_path, data):
             {"optim": {"name": "muon"}},
             r"^optim\.name=muon: .*step-00000001 was trained with another, without .*; resume with the same$",
         ),
+        (
+            {"target_quant": "fp8"},
+            r"^train\.target_quant=fp8: .*step-00000001 was trained with none; resume with the same$",
+        ),
         ({"target": "other"}, r"^target\.path=other: .*step-00000001 was trained for tiny-llama$"),
     ],
-    ids=["draft", "data", "optimiser", "target"],
+    ids=["draft", "data", "optimiser", "precision", "target"],
 )
 def test_a_run_is_resumed_only_as_what_it_was(tmp_path, data, change, message):
     trainer = started(make_trainer(tmp_path, data))
@@ -510,6 +514,22 @@ def test_a_bf16_target_trains_an_fp32_draft(tmp_path, data):
     for name in ("loss", "grad_norm"):
         assert record["bf16"][name] == pytest.approx(record["fp32"][name], rel=0.05)
         assert record["bf16"][name] != record["fp32"][name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_target_in_fp8_teaches_nearly_the_same(tmp_path, data, dtype):
+    """From the same draft on: the losses of some steps, and of what is held out."""
+    found = {}
+    for quant in ("none", "fp8"):
+        target = Target(tiny_model(num_hidden_layers=2).to(dtype), tiny_tokenizer(), name="target")
+        if quant == "fp8":
+            target.round_to_fp8()
+        trainer = started(make_trainer(tmp_path / quant, data, target=target, steps=30, target_quant=quant))
+        losses = [trainer.train_step()["loss"] for _ in range(30)]
+        found[quant] = torch.tensor([*losses, trainer.evaluate()["l1"]])
+    assert found["fp8"][-2] < 0.9 * found["fp8"][0], "it learns"
+    assert not torch.equal(found["fp8"], found["none"])
+    torch.testing.assert_close(found["fp8"], found["none"], rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize("unroll", [1, 2])

@@ -33,7 +33,7 @@ from eagle_train.distributed import ALONE, World
 from eagle_train.ops.torch_private import dtensor_offset
 from eagle_train.results import json_text
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 _DRAFT, _CONFIG, _TRAINER = "draft.safetensors", "draft.json", "trainer.pt"
 _NAME = re.compile(r"step-(\d{8,})")

@@ -30,6 +30,7 @@ from eagle_train.training.train_config import TrainConfig
 
 GIB = 2**30
 USABLE = 0.92  # of a GPU's memory; the rest is lost between blocks
+_FP8_SPEED = 2.0  # times the FLOP/s of bf16 (NVIDIA's data sheets, Hopper); the same share of them is reached
 _CUDA_GIB = 1.0  # what CUDA and its libraries take before anything is computed
 
 
@@ -69,6 +70,7 @@ class CostEstimate:
     """The cost of a run on `gpus` GPUs.
 
     `flops`: of one token, by part. `memory`: bytes on one GPU, by part. `host`: bytes in the memory of its host.
+    `saved`: FLOPs of a token that FP8 takes no time for, where a GPU has it.
     `tokens_per_s`: of all GPUs. `seconds`: of the whole run. `layout`: what is divided over how many GPUs, in lines.
     """
 
@@ -78,6 +80,7 @@ class CostEstimate:
     memory: Mapping[str, float]
     host: float
     gpus: int
+    saved: float
     tokens_per_s: float
     seconds: float
     layout: tuple[str, ...] = ()
@@ -102,8 +105,9 @@ def estimate_cost(
     with torch.device("meta"):
         module = Draft(draft)
     recomputed = parallel.activation_checkpointing
-    flops = flops_of(target, draft, module, row_tokens, recomputed, train.unroll)
-    tokens_per_s = ranks * cluster.tflops * 1e12 * cluster.mfu / sum(flops.values())
+    flops, in_fp8 = flops_of(target, draft, module, row_tokens, recomputed, train.unroll), train.target_quant == "fp8"
+    saved = 2 * target.rounded * (1 - 1 / _FP8_SPEED) if in_fp8 else 0.0
+    tokens_per_s = ranks * cluster.tflops * 1e12 * cluster.mfu / (sum(flops.values()) - saved)
     tokens = train.micro_batch_rows * row_tokens
     accumulated = optim.tokens_per_step > tokens * ranks
     weights, host = draft_state(module, optim, parallel, ranks, dtype, accumulated)
@@ -112,13 +116,16 @@ def estimate_cost(
     states, chunk = loss_memory(target, draft, tokens, dtype, train.unroll)
     of_draft, of_loss = kept + max(0, again - chunk), states + chunk  # the loss is over when a layer runs again
     memory = {
-        "target's weights": target_weights(target, parallel, ranks, dtype),
+        "target's weights": target_weights(target, parallel, ranks, dtype, in_fp8),
         "draft's weights, gradients and optimiser": weights,
         "draft's activations": of_draft,
         "hidden states and the loss": of_loss,
         "target's activations beyond these": max(0, of_target - of_draft - of_loss),  # gone when these come
         "CUDA": _CUDA_GIB * GIB,
     }
+    if in_fp8:
+        before = target_weights(target, parallel, ranks, dtype) + _CUDA_GIB * GIB  # of what is not there yet, no draft
+        memory["loading the target, beyond these"] = max(0, before - sum(memory.values()))
     if loaded and loaded.offload:  # the rest waits in the host's memory
         left = cluster.room - sum(memory.values()) + memory["target's weights"]
         room = left if loaded.device_gib is None else loaded.device_gib * GIB
@@ -132,6 +139,7 @@ def estimate_cost(
         memory,
         host,
         ranks,
+        saved,
         tokens_per_s,
         _seconds(train, optim, tokens_per_s),
         tuple(_layout(parallel, ranks)),

@@ -17,15 +17,17 @@ from eagle_train.training.optimizer import OptimConfig
 _ZERO_BUCKET, _ZERO_LIVE = 5 * 10**8, 10**9
 
 
-def target_weights(target: TargetShape, parallel: ParallelConfig, ranks: int, dtype: torch.dtype) -> float:
+def target_weights(
+    target: TargetShape, parallel: ParallelConfig, ranks: int, dtype: torch.dtype, in_fp8: bool = False
+) -> float:
     """Bytes of a rank's part of the target. Embedding and LM head are whole on each rank, and FSDP2 gathers two layers
-    at once.
+    at once. `in_fp8`: it computes so, which a target that is divided does not; each output has a scale in fp32.
     """
     ends = dtype.itemsize * target.vocabulary * target.hidden * (1 if target.tied else 2)
     each = dtype.itemsize if target.bits is None else target.bits / 8
     whole = ends + each * (target.parameters - ends / dtype.itemsize)
     if parallel.target == "replicated":
-        return whole
+        return whole - ((dtype.itemsize - 1) * target.rounded - 4 * target.rounded_rows if in_fp8 else 0)
     gathered = 2 * each * target.largest_layer if parallel.target == "fsdp2" else 0
     return whole / parallel.target_shard_size_of(ranks) + ends + gathered
 

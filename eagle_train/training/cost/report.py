@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.corpus.source import DataConfig
-from eagle_train.hardware import resolve_device
+from eagle_train.hardware import computes_fp8, resolve_device
 from eagle_train.models.draft import DraftConfig
 from eagle_train.models.loading import DTYPES, TargetConfig, check_placement, load_config
 from eagle_train.settings import build
@@ -47,7 +47,9 @@ def cost_report(config: DictConfig, ranks: int) -> str:
     lines = text(cost, train, optim, cluster, advice(cost, parallel, train, cluster))
     if train.minutes is None and cluster.gpus is not None:  # a job for other machines
         return lines
-    here = steps_here(train, sum(cost.flops.values()), draft, optim, resolve_device(config.device))
+    device = resolve_device(config.device)
+    flops = sum(cost.flops.values()) - (cost.saved if computes_fp8(device) else 0)
+    here = steps_here(train, flops, draft, optim, device)
     return f"{lines}\n{here}"
 
 
@@ -63,8 +65,10 @@ def advice(cost: CostEstimate, parallel: ParallelConfig, train: TrainConfig, clu
         found.append(f"train.micro_batch_rows={max(1, train.micro_batch_rows // 2)} (accumulation makes up for it)")
     if not parallel.activation_checkpointing and cost.memory["draft's activations"] > over / 2:
         found.append("parallel.activation_checkpointing=true (the draft's layers cost a third more)")
+    in_fp8 = train.target_quant == "fp8"
     if parallel.target == "replicated" and weights > over / 2:
-        found.append("parallel.target=fsdp2, or tensor within a node" + ("" if cost.gpus > 1 else ", on more GPUs"))
+        more = (" with train.target_quant=none" if in_fp8 else "") + ("" if cost.gpus > 1 else ", on more GPUs")
+        found.append(f"parallel.target=fsdp2, or tensor within a node{more}")
     elif parallel.target != "replicated" and weights > over / 2:
         found.append("more GPUs, or a larger parallel.target_shard_size")
     if states > over / 2 and parallel.backend in ("single", "ddp"):

@@ -13,6 +13,7 @@ from eagle_train.models.draft_config import widest
 from eagle_train.models.family import skeleton
 from eagle_train.models.forward import decoder_of
 from eagle_train.models.head import head_of
+from eagle_train.models.patches import rounded_to_fp8
 from eagle_train.models.shapes import heads_of
 
 
@@ -29,6 +30,8 @@ class TargetShape:
     attention: int  # query heads * head_dim
     intermediate: int  # of the experts that a token goes through together
     tied: bool
+    rounded: int = 0  # weights that train.target_quant=fp8 rounds
+    rounded_rows: int = 0  # outputs of these, each of which has a scale
     bits: float | None = None  # of a layer's weight where the checkpoint is quantised, its scales included
 
     @classmethod
@@ -53,6 +56,7 @@ class TargetShape:
             if parameter.ndim >= 2:
                 active += parameter.numel() * (chosen / experts if ".experts." in name else 1)
         heads = [heads_of(text, layer) for layer in range(text.num_hidden_layers)]
+        rounded = [module.weight for module in rounded_to_fp8(model).values()]
         return cls(
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             active=round(active),
@@ -63,6 +67,8 @@ class TargetShape:
             attention=max(each.queries * each.width for each in heads),
             intermediate=(widest(getattr(text, "intermediate_size", None)) or 0) * chosen,
             tied=len(ends) == 1,
+            rounded=sum(weight.numel() for weight in rounded),
+            rounded_rows=sum(len(weight) for weight in rounded),
             bits=_bits_of(quantization_config_of(config)),
         )
 

@@ -1,10 +1,13 @@
 """The two training steps on a tiny shape: both train, and all products of a step are recorded."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
+from eagle_train.errors import UserError
+from eagle_train.ops import linear
 from evals.bench import training_steps
 from evals.bench.training_steps import Naive, Ours, Products, StepConfig
 from tests.support.command_line import read_jsonl
@@ -15,7 +18,9 @@ SIZES = {**SMALL, "row_tokens": 512, "micro_batch_rows": 1, "tokens_per_step": 1
 
 @pytest.fixture(scope="module")
 def config() -> StepConfig:
-    return StepConfig(out="", device="cpu", seed=0, tflops=None, compile=False, naive=True, **SIZES)
+    return StepConfig(
+        out="", device="cpu", seed=0, tflops=None, compile=False, naive=True, target_quant="none", **SIZES
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +61,25 @@ def test_the_floor_has_every_product_of_the_step(config, folder):
     x, weight = torch.randn(6, 4), torch.randn(5, 4, requires_grad=True)
     with Products() as products:
         torch.nn.functional.linear(x, weight).sum().backward()
-    assert [call.__name__ for call, _ in products.calls] == ["mm", "mm"]
-    shapes = [[tuple(operand.shape) for operand in operands] for _, operands in products.calls]
+    assert [call.__name__ for call, *_ in products.calls] == ["mm", "mm"]
+    shapes = [[tuple(operand.shape) for operand in operands] for _, operands, _ in products.calls]
     assert shapes[0] == [(6, 4), (4, 5)]
     assert {shape for operands in shapes[1:] for shape in operands} <= {(5, 6), (6, 4), (4, 6), (6, 5)}
     assert products.calls[0][1][1].stride() == weight.t().stride()
     products.replay()
+
+
+def test_the_floor_of_a_step_in_fp8_has_its_products(config, folder, monkeypatch):
+    """As on a GPU that has them; a CPU computes them too, if slowly."""
+    monkeypatch.setattr(linear, "computes_fp8", lambda device: True)
+    with pytest.warns(UserWarning, match="target_quant=fp8"):
+        ours = Ours(dataclasses.replace(config, target_quant="fp8"), folder, "cpu")
+    ours.run(1)
+    batch = ours.trainer.lookahead.to_device(next(ours.stream))
+    with Products() as products:
+        training_steps.hidden_states(ours.target, batch)
+    low = [call.__name__ for call, *_ in products.calls].count("_scaled_mm")
+    assert low == config.layers * 7
+    products.replay()
+    with pytest.raises(UserError, match=r"^train\.target_quant=fp4: must be none or fp8"):
+        dataclasses.replace(config, target_quant="fp4")
