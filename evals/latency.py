@@ -20,7 +20,8 @@ from eagle_train.settings import build
 from evals.bench.baselines import Transformers, stock_model
 from evals.bench.config import check_least
 from evals.bench.evaluation import evaluation
-from evals.bench.latency_report import markdown, summary
+from evals.bench.latency_report import markdown, profile_text, summary
+from evals.bench.profiled_rounds import profiles
 from evals.bench.random_models import ShapesConfig, check_random, described, random_models
 from evals.bench.requests import PromptSource
 from evals.bench.session import Session
@@ -37,6 +38,7 @@ class Config(SweepConfig):
     questions: str | None  # type: ignore[assignment]
     ignore_eos: bool
     prompt_lookup: int
+    profile: bool
     shapes: ShapesConfig | None = None
 
     def __post_init__(self) -> None:
@@ -70,10 +72,16 @@ def main(values: DictConfig) -> None:
     about: dict[str, Any] = {"tables": {path: tree_names(Dispatcher(path), max(config.batch_sizes)) for path in tables}}
     if config.shapes is not None:
         about["target"] = described(session.target)
-    for cells in sweep(config, prompts, variants(session)):  # each is written at once: a later one may fail
+    compared = variants(session)
+    for cells in sweep(config, prompts, compared):  # each is written at once: a later one may fail
         found = {**cells, **session.about(), **about}
         session.report(found, markdown(found))
-    session.say(summary(found), f"written to {session.out}: report.md, results.json")
+    session.say(summary(found))
+    if config.profile:
+        found["profiles"] = profiles(config, prompts, compared, session.out if session.world.is_main else None)
+        session.report(found, markdown(found))
+        session.say(profile_text(found))
+    session.say(f"written to {session.out}: report.md, results.json" + (", traces" if config.profile else ""))
 
 
 def open_session(config: Config) -> Session[Config]:

@@ -15,6 +15,8 @@ FLOORS = {
     "eagle_train.results": 1,
     "eagle_train.hardware": 1,
     "eagle_train.progress": 1,
+    "eagle_train.profiling": 1,
+    "eagle_train.trace": 1,
     "eagle_train.terminal": 1,
     "eagle_train.tree_names": 1,
     "eagle_train.transformers_private": 1,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DispatchMode",
+    "all_threads",
     "bf16_on_other_cpus",
     "compile_errors",
     "default_store",
@@ -331,6 +332,19 @@ def default_store() -> dist.Store:
     Missing: `init_process_group` makes it, and hands it to nobody.
     """
     return dist.distributed_c10d._get_default_store()
+
+
+# --- measurements
+
+
+def all_threads() -> Any:
+    """`experimental_config` of torch.profiler for all threads of the process, those too that began before it.
+
+    Missing: `torch.profiler.profile` records the thread that starts it, and has no other option for more.
+    """
+    from torch._C._profiler import _ExperimentalConfig
+
+    return _ExperimentalConfig(profile_all_threads=True)
 
 
 # --- what a CPU has

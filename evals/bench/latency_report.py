@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_train.artifacts.markdown import code, plain
+from eagle_train.profiling import text
 from evals.bench.growth import AXES
 from evals.bench.report import TERMS, document, made_on, ms, number, percent, sampling, several, table
 
@@ -15,6 +16,13 @@ COLUMNS = (
     "`threads` of a CPU: the engine chooses them for each product; `transformers` has those that it is fastest "
     "with. `times as fast`: plain decoding's mean TTIT divided by the row's, the median over the batches. "
     "Tokens/s count the prefill; `over plain` and `over transformers` are ratios of tokens/s, medians over the batches."
+)
+PROFILES = (
+    "Of a few rounds that were decoded when all else was measured; each has its trace beside this report, for "
+    "chrome://tracing or Perfetto. Times, counts and operators are of one round, gaps of all that were profiled. A "
+    "profiler makes the host slower, so a GPU waits longer; without it the kernels take as long, and the round is "
+    "timed without. A kernel belongs to the stage that launched it. Operations: operators that are called from Python, "
+    "views left out, and with them."
 )
 NAMES = {"batch_size": "batch", "context_length": "context"}
 SHARES = ("drafting", "validation", "sampling", "bookkeeping", "rest")  # of a round, in the order of figure 4b
@@ -65,6 +73,8 @@ def markdown(found: Found) -> str:
     if found["growth"]:
         sections["How TTIT grows"] = growing(found)
     sections["Where a round's time goes"] = stages(found)
+    if found.get("profiles"):
+        sections["Profiles"] = f"```\n{profile_text(found)}\n```\n\n{PROFILES}"
     sections["Made on"] = made_on(found)
     return document(sections)
 
@@ -120,6 +130,13 @@ def growing(found: Found) -> str:
     ]
     note = "Between the sizes above, TTIT grows as size^exponent; 1 is in proportion, 0 is not at all."
     return f"{table(['decoding', 'with', 'exponent'], rows)}\n\n{note}"
+
+
+def profile_text(found: Found) -> str:
+    """All profiles, as lines to read."""
+    where = "{decoding}, batch {batch_size}, context {shown} ({trace})"
+    titles = [where.format(**each, shown=context(each)) for each in found["profiles"]]
+    return "\n\n".join(text(each, title, "round") for each, title in zip(found["profiles"], titles, strict=True))
 
 
 def stages(found: Found) -> str:

@@ -80,8 +80,7 @@ def sweep(config: SweepConfig, prompts: PromptSource, variants: Variants) -> Ite
     """After each cell, what results.json says so far: a row for each cell and variant, how times grow, the breakdown of
     each engine's rounds, and the first tree's figures on top. Raises UserError, before the first cell, for
     prompts that do not fit."""
-    lengths: list[int | None] = [None] if config.context_lengths is None else [*config.context_lengths]
-    cells = [Cell(size, length) for size in config.batch_sizes for length in lengths]
+    cells = cells_of(config)
     fixed = [prompts.batches(config.repeats, cell.batch_size, cell.context_length) for cell in cells]
     arriving: list[list[Batch]] = [[] for _ in cells]
     if config.rate is not None:
@@ -109,6 +108,12 @@ def sweep(config: SweepConfig, prompts: PromptSource, variants: Variants) -> Ite
         measured = {"rows": rows, "growth": growth(together), "breakdown": breakdowns}
         yield {**top, **measured, "cells": {"measured": number, "of": len(cells)}}
     bar.close()
+
+
+def cells_of(config: SweepConfig) -> list[Cell]:
+    """All points, in the order in which they are measured."""
+    lengths: list[int | None] = [None] if config.context_lengths is None else [*config.context_lengths]
+    return [Cell(size, length) for size in config.batch_sizes for length in lengths]
 
 
 def _advance(bar: Progress, before: int, done: int) -> None:

@@ -41,9 +41,10 @@ def commands(home: Path, out: Path) -> list[tuple[str, list[str]]]:
     lengths = ["shared_tokens=40", "long_tokens=70", "chunk_tokens=16", "requests=3", "rate=40"]
     data = ["device=cpu", "data=messages", f"data.path={home}/chats.jsonl", "data.row_tokens=64"]
     calibrated = ["layout=vllm", "quant=int4", "quant.scope=all_linear", "rounding=gptq", "calibration_tokens=40"]
+    once = ["rate=60", "requests=3"]
     return [
         asked("mt_bench", "tree=d2_bf2", "batch_size=2"),
-        asked("latency", *few, "batch_sizes=[1,2]", "context_lengths=[20]", "trees=[chain2]", "rate=60", "requests=3"),
+        asked("latency", *few, *once, "batch_sizes=[1,2]", "context_lengths=[20]", "trees=[chain2]", "profile=true"),
         asked("tune_trees", "batch_sizes=[1,2]", "depth=2", "children=2", "nodes=[3]", "full=[]", "rounds=1"),
         asked("quantisation", "tree=chain2", "batch_size=2", "scope=all_linear", "limit=2"),
         asked("switches", *few, *lengths, f"switches=[{names}]", "batch_sizes=[2]"),
@@ -109,6 +110,9 @@ def test_latency(home):
             assert alone[key] == divided[key], (alone["decoding"], key)
         assert divided["differing_answers"] == 0
     assert {row["arrivals"] for row in two["rows"]} == {"together", "poisson"}
+    traces = [f"trace_{number}_{name}.json.gz" for number, name in enumerate(["plain", "chain2"] * 2, 1)]
+    assert sorted(path.name for path in (home / "two/latency").glob("trace*")) == traces
+    assert all(each["operations_per_round"] > 0 for each in two["profiles"])
 
 
 @pytest.mark.ranks

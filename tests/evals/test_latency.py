@@ -1,5 +1,6 @@
 """evals.latency: the whole command, with and without a checkpoint."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def test_the_whole_command_without_a_checkpoint(tmp_path, capsys):
         (TRANSFORMERS, False),
     }
     assert found["cells"] == {"measured": 4, "of": 4}
+    assert "profiles" not in found
     (printed, progress), report = capsys.readouterr(), (out / "report.md").read_text()
     assert f"written to {out}" in printed
     assert "\nbatch 8/8, " in progress  # two for each of the four
@@ -60,6 +62,34 @@ def test_the_whole_command_without_a_checkpoint(tmp_path, capsys):
     assert "so far" not in report
     rows = [line.split(" | ") for line in report.splitlines() if line.startswith("| transformers | ")]
     assert [row[2] for row in rows if len(row) > 3] == ["1", "1", "2", "2"]
+
+
+def test_a_profile_of_each_decoding(tmp_path, capsys):
+    """When all is measured: what is measured is as without it."""
+    given = ["shapes=tiny", "acceptance=[0.8,0.6,0.3]", "batch_sizes=[1,2]", "context_lengths=[12]", "max_tokens=6"]
+    out = tmp_path / "out"
+    assert call(latency.main, *given, "repeats=1", f"out={out}", "device=cpu", "profile=true") == 0
+    found, (printed, _), report = (
+        json.loads((out / "results.json").read_text()),
+        capsys.readouterr(),
+        (out / "report.md"),
+    )
+    profiles = {(each["decoding"], each["batch_size"]): each for each in found["profiles"]}
+    assert [*profiles] == [("plain", 1), ("chain3", 1), ("plain", 2), ("chain3", 2)]
+    names = [f"trace_{number}_{name}.json.gz" for number, (name, _) in enumerate(profiles, 1)]
+    assert [each["trace"] for each in found["profiles"]] == names
+    for name in names:
+        assert json.loads(gzip.decompress((out / name).read_bytes()))["traceEvents"]
+    for (name, _), each in profiles.items():
+        assert 0 < each["busy"] < 1
+        assert each["context_length"] == 12
+        assert each["operations_per_round"] == pytest.approx(sum(row["operations"] for row in each["stages"].values()))
+        assert (each["stages"]["drafting"]["operations"] > 0) == (name == "chain3")
+    assert profiles["chain3", 1]["operations_per_round"] > 2 * profiles["plain", 1]["operations_per_round"]
+    for text in (printed, report.read_text()):
+        assert "plain, batch 1, context 12 (trace_1_plain.json.gz): 4 rounds, each " in text
+        assert "chain3, batch 2, context 12 (trace_4_chain3.json.gz): 4 rounds, each " in text
+    assert f"written to {out}: report.md, results.json, traces" in printed
 
 
 def test_cells_that_were_measured_are_kept_where_a_later_one_fails(tmp_path, capsys, monkeypatch):
@@ -148,6 +178,7 @@ def test_the_whole_command_on_questions_and_arrivals(home, tmp_path, capsys):
         ([*SHAPES, "trees=[chain_9]"], "tree is 'chain_9'; known trees are"),
         ([*SHAPES, "engine.drafting=best"], "drafting='best': must be one of greedy, multinomial, "),
         ([*SHAPES, "trees=[nowhere.yaml]"], "tree.table=nowhere.yaml: no such file"),
+        ([*SHAPES, "profile=maybe"], "profile=maybe: must be true or false"),
         ([*SHAPES, "rate=0"], "rate=0.0: must be above 0, or null"),
         ([*SHAPES, "repeats=0"], "repeats=0: must be at least 1"),
         ([*SHAPES, "max_tokens=1"], "max_tokens=1: must be at least 2"),

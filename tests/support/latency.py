@@ -32,6 +32,7 @@ def latency_config(**changes) -> Config:
         **{
             "seed": 0,
             "prompt_lookup": 10,
+            "profile": False,
             "engine": {},
             "device": "cpu",
             "threads": None,
