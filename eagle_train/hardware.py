@@ -80,6 +80,12 @@ def measured_speed(device: torch.device | str, dtype: torch.dtype, seconds: floa
     return number * 2 * size**3 / products(number)
 
 
+def device_memory(device: torch.device | str) -> int | None:
+    """Bytes of a GPU's memory; None for a CPU."""
+    device = torch.device(device)
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
 def instructions() -> str:
     """The vector instructions that torch uses on this CPU, for reports: AVX2, AVX512, AVX512 BF16 AMX."""
     own = [torch.backends.cpu.get_cpu_capability()]

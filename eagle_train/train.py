@@ -21,8 +21,10 @@ from eagle_train.settings import build
 from eagle_train.terminal import COLORS, wants_color
 from eagle_train.training.assembly import assemble, renderer_of
 from eagle_train.training.backend import ParallelConfig
+from eagle_train.training.cost.measured import step_plan
 from eagle_train.training.cost.report import cost_report
 from eagle_train.training.metrics import MetricsLog, NoTracker, Record
+from eagle_train.training.step_profile import StepProfile, check_long_enough
 from eagle_train.training.trainer import Interrupted, Trainer
 
 _LOG = logging.getLogger("eagle_train.train")  # `__name__` is another one where the module is run
@@ -52,6 +54,8 @@ def main(config: DictConfig) -> None:
     shown = config.preview
     check(type(shown) is int and shown >= 0, f"preview={shown}: must be a number of rows, 0 for none")
     check(shown or config.preview_out is None, f"preview_out={config.preview_out}: give preview=ROWS with it")
+    check(isinstance(config.profile, bool), f"profile={config.profile}: must be true or false")
+    check_long_enough(config.profile, config.train.steps)
     check(config.color in COLORS, f"color={config.color}: must be one of {', '.join(COLORS)}")
     if not config.plan and not shown:
         return distributed.run(lambda: job(config))
@@ -100,13 +104,24 @@ def _run(config: DictConfig, trainer: Trainer, stop: _StopSignal) -> None:
         return
     print(trainer, flush=True)
     log = _open_log(config, trainer)
+    profile = _profiling(config, trainer) if config.profile else None
     try:
         heldout = trainer.train(log)
     except Interrupted:
         log.close()
         raise
     log.close()
+    if profile is not None:
+        profile.close()
     _summarise(trainer, heldout)
+
+
+def _profiling(config: DictConfig, trainer: Trainer) -> StepProfile:
+    """The profile of some of the run's first steps."""
+    target, parallel = build(TargetConfig, config.target, "target"), build(ParallelConfig, config.parallel, "parallel")
+    profile = StepProfile(trainer, step_plan(trainer, target, parallel))
+    trainer.around_step = profile
+    return profile
 
 
 def _open_log(config: DictConfig, trainer: Trainer) -> MetricsLog:

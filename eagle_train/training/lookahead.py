@@ -63,10 +63,15 @@ class Lookahead:
         self._helping = threading.Lock()
         self._failure: Exception | None = None
 
+    @property
+    def runs_beside(self) -> bool:
+        """Whether the target runs in a thread of its own, with half of the cores, once this is started."""
+        return self._pool is not None or (self._beside and self.device.type == "cpu" and torch.get_num_threads() > 1)
+
     def start(self, steps: int | None) -> "Lookahead":
         """Draw from where the stream stands now: `steps` steps, or as many as are taken if None."""
         self._threads = torch.get_num_threads()
-        if self._beside and self.device.type == "cpu" and self._threads > 1:
+        if self.runs_beside:
             half = self._threads // 2
             torch.set_num_threads(half)
             # The number of threads is each thread's own. It decides how a product is divided, and so how it is rounded.

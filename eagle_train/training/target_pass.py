@@ -15,6 +15,7 @@ from eagle_train.errors import OptionError
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.grouped import stacks_kept
+from eagle_train.profiling import stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +52,10 @@ def hidden_states(target: Target, batch: Batch, compiled: bool = False) -> torch
 
     `compiled`: by torch.compile, of a target that is whole on this rank.
     """
-    if compiled:
-        return target.compiled(batch.tokens, batch.positions, packed_attention(batch.lengths))
-    return target.own_hidden_states(batch.tokens, batch.positions, batch.lengths)
+    with stage("target"):
+        if compiled:
+            return target.compiled(batch.tokens, batch.positions, packed_attention(batch.lengths))
+        return target.own_hidden_states(batch.tokens, batch.positions, batch.lengths)
 
 
 def can_compile(target: Target, rows: int, tokens: int, wanted: bool | None) -> bool:

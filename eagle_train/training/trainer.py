@@ -9,6 +9,7 @@ Shapes: B rows, T tokens of a packed row, H hidden.
 import dataclasses
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +19,7 @@ from eagle_train.distributed import CommonError
 from eagle_train.errors import check
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.target import Target
+from eagle_train.profiling import stage
 from eagle_train.progress import Progress, progress
 from eagle_train.training.backend import Backend
 from eagle_train.training.budget import Budget
@@ -44,7 +46,8 @@ class Trainer:
     """One rank's part of a run: a draft, its frozen target, a stream of batches, and the checkpoints it writes.
 
     `state` is what the run has come to so far. `stop_asked`: polled after every micro-batch; if it is true on any rank,
-    all ranks leave the run. `micro_batch`: the current one of the current step, from 1.
+    all ranks leave the run. `around_step`: entered around each step of `train` (step_profile.py). `micro_batch`: the
+    current one of the current step, from 1.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Trainer:
         self.state = TrainState()
         self.micro_batch = 0
         self.stop_asked: Callable[[], bool] = lambda: False
+        self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self._vote: Callable[[], bool] = lambda: False  # the result of the ranks' last vote on it
         self._saved_step = 0  # the last one with a checkpoint
 
@@ -91,18 +95,19 @@ class Trainer:
             passes = unroll(self.backend.draft, embeddings, previous, positions, batch.lengths, config.unroll)
         sums = []
         for predicted, slots in zip(passes, batch.slots, strict=True):
-            sums.append(
-                distillation_loss(
-                    predicted.flatten(0, 1).index_select(0, slots),
-                    hidden_of.index_select(0, slots),
-                    self.head.lm_head,
-                    l1_weight=config.l1_weight_at(self.budget.progress_at(self.state.step + 1)),
-                    ce_weight=config.ce_weight,
-                    logits_loss=config.logits_loss,
-                    scale=scale / len(passes),
-                    run_parallel=self.lookahead.run_parallel,
+            with stage("loss"):
+                sums.append(
+                    distillation_loss(
+                        predicted.flatten(0, 1).index_select(0, slots),
+                        hidden_of.index_select(0, slots),
+                        self.head.lm_head,
+                        l1_weight=config.l1_weight_at(self.budget.progress_at(self.state.step + 1)),
+                        ce_weight=config.ce_weight,
+                        logits_loss=config.logits_loss,
+                        scale=scale / len(passes),
+                        run_parallel=self.lookahead.run_parallel,
+                    )
                 )
-            )
         loss = torch.stack([each.loss for each in sums]).sum()
         self.backend.backward(loss)
         return dataclasses.replace(sums[0], loss=loss.detach())
@@ -113,13 +118,15 @@ class Trainer:
         The look-ahead must be started. Returns the step's record, or None if the run was left in the middle of it: the
         weights and the state are then as before the step.
         """
-        micro_batches = self.lookahead.step()
+        with stage("data"):
+            micro_batches = self.lookahead.step()
         supervised = self._begin_step(sum(len(batch.slots[0]) for batch in micro_batches))
         with casts_kept(self.target.device):
             meter = self._accumulate(micro_batches, self.backend.divisor / max(supervised, 1))
         if meter is None:
             return None
-        norm, lr = self._update_weights()
+        with stage("optimiser"):
+            norm, lr = self._update_weights()
         self.state.tokens += sum(batch.tokens.numel() for batch in micro_batches) * self.world.size
         self.state.stream = self.lookahead.state
         return {
@@ -136,7 +143,8 @@ class Trainer:
         for number, (batch, hidden) in enumerate(self.lookahead.with_hidden_states(micro_batches), 1):
             self.micro_batch = number
             self.backend.begin(last=number == len(micro_batches))
-            sums = self.forward_backward_step(batch, hidden, scale)
+            with stage("draft"):
+                sums = self.forward_backward_step(batch, hidden, scale)
             meter.add(sums.rows, loss=sums.loss / scale, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
             if number < len(micro_batches) and self._is_stopped():
                 self._drop_step(batch, hidden)
@@ -155,7 +163,8 @@ class Trainer:
         bar, heldout = self._progress_bar(), Record()
         with self.lookahead.start(self._steps_left()):
             while not self.budget.is_last:
-                record = self._timed_step()
+                with self.around_step():
+                    record = self._timed_step()
                 measured = Record()
                 if self._is_due(self.config.eval_every) or self._is_due(self.config.save_every):
                     heldout = measured = self.evaluate()

@@ -1,5 +1,7 @@
 """How long a run takes on the machine at hand, from the measured speed of its matrix products. Runs no model."""
 
+from collections.abc import Mapping
+
 import torch
 
 from eagle_train.hardware import cpu_name, low_precision, measured_speed
@@ -14,14 +16,33 @@ from eagle_train.training.train_config import TrainConfig
 _REACH = 0.8
 
 
-def step_flops(flops: float, draft: DraftConfig, optim: OptimConfig, dtype: torch.dtype) -> float:
-    """FLOPs of an optimiser step: `flops` for each of its tokens, and Muon's own."""
-    whole = flops * optim.tokens_per_step
+def part_flops(
+    flops: Mapping[str, float], draft: DraftConfig, optim: OptimConfig, dtype: torch.dtype, ranks: int = 1
+) -> dict[str, float]:
+    """FLOPs of a rank's optimiser step by part: `flops` for each of its tokens, and the optimiser's, which are Muon's;
+    AdamW has no products."""
+    parts = {part: each * optim.tokens_per_step / ranks for part, each in flops.items()}
+    parts["optimiser"] = 0.0
     if optim.name == "muon":
         with torch.device("meta"):
             matrices = [parameter.shape for parameter in Draft(draft).parameters() if parameter.ndim == 2]
-        whole += sum(muon.flops(shape, wide=dtype == torch.float32) for shape in matrices)
-    return whole
+        parts["optimiser"] += sum(muon.flops(shape, wide=dtype == torch.float32) for shape in matrices)
+    return parts
+
+
+def step_flops(flops: float, draft: DraftConfig, optim: OptimConfig, dtype: torch.dtype) -> float:
+    """FLOPs of an optimiser step: `flops` for each of its tokens, and Muon's own."""
+    return sum(part_flops({"all": flops}, draft, optim, dtype).values())
+
+
+def part_seconds(
+    flops: Mapping[str, float], draft: DraftConfig, optim: OptimConfig, device: str, ranks: int = 1
+) -> dict[str, float]:
+    """Seconds of a rank's optimiser step on this machine by part, one after the other, as `part_flops` counts them; the
+    sum is the step of `steps_here`. Measures for half a second."""
+    dtype = low_precision(device)
+    reached = _REACH * measured_speed(device, dtype)
+    return {part: each / reached for part, each in part_flops(flops, draft, optim, dtype, ranks).items()}
 
 
 def steps_here(train: TrainConfig, flops: float, draft: DraftConfig, optim: OptimConfig, device: str) -> str:
