@@ -51,7 +51,7 @@ run_part() {
     step) step step 200 ;;
     fp8) step fp8 240 target_quant=fp8 ;;
     eager) latency eager 150 context_lengths=[1024] engine.graphs=false ;;
-    plain) latency plain 200 "context_lengths=[1024,4096]" ;;
+    plain) latency plain 260 "context_lengths=[1024,4096]" profile=true ;;
     drafts) latency drafts 200 "trees=[chain3,d3_bf2,chain5]" context_lengths=[2048] ;;
     compiled) latency compiled 300 context_lengths=[1024] engine.compile=true ;;
     batches) latency batches 300 "batch_sizes=[8,64]" context_lengths=[2048] ;;
@@ -59,7 +59,7 @@ run_part() {
     run) # the bundled target, trained for minutes
       part data 60 "$PYTHON" data/stdlib_chat.py outputs/stdlib_chat
       part run 240 "$PYTHON" -c 'from eagle_train.commands import train; train()' experiment=quickstart device=cuda \
-        train.minutes=2 "out=$OUT/run"
+        train.minutes=2 profile=true "out=$OUT/run"
       part export 60 "$PYTHON" -c 'from eagle_train.commands import export; export()' "checkpoint=$OUT/run" \
         layout=native "out=$OUT/draft"
       part answers 120 "$PYTHON" -m evals.mt_bench "draft=$OUT/draft" device=cuda limit=48 max_tokens=96 "out=$OUT/answers"
