@@ -31,7 +31,9 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def session(home) -> Session:
-    return Session(switches_config(home))
+    session = Session(switches_config(home))
+    assert session.target  # loaded here, as loading runs it too
+    return session
 
 
 def engines(session: Session, name: str, size: int = 2) -> list:
