@@ -61,14 +61,14 @@ def main(values: DictConfig) -> None:
     out = prepared(config.out)
     given = build(TargetConfig, composed[BASE].target, "target")
     target = load_target(given, resolve_device(config.device), reads=chats)
-    check_fit(Requests(target), questions, config.max_tokens)
+    longest = check_fit(Requests(target), questions, config.max_tokens)
     for seed in config.seeds:
         for name in chosen:
             print(f"{name}, seed {seed}", flush=True)
             once(out / f"step-{name}.json", timing_of(config, name), partial(cost, config, name))
             asked = run_of(config, name, seed)
             assert asked is not None  # the variant was timed
-            once(out / f"{name}-{seed}.json", asked, partial(run, asked, target, questions, config))
+            once(out / f"{name}-{seed}.json", asked, partial(run, asked, target, questions, config, longest))
     runs = {name: done for name in config.variants if (done := finished(config, name))}
     found = {
         "variants": {name: summed(config, name, runs) for name in runs},

@@ -72,7 +72,8 @@ def main(values: DictConfig) -> None:
     about: dict[str, Any] = {"tables": {path: tree_names(Dispatcher(path), max(config.batch_sizes)) for path in tables}}
     if config.shapes is not None:
         about["target"] = described(session.target)
-    compared = variants(session)
+    longest = prompts.longest(config.context_lengths)
+    compared = variants(session, longest)
     for cells in sweep(config, prompts, compared):  # each is written at once: a later one may fail
         found = {**cells, **session.about(), **about}
         session.report(found, markdown(found))
@@ -94,16 +95,18 @@ def open_session(config: Config) -> Session[Config]:
     return session
 
 
-def variants(session: Session[Config]) -> Variants:
-    """Plain decoding, each tree with each quantised draft, and transformers with and without prompt lookup."""
+def variants(session: Session[Config], longest: int) -> Variants:
+    """Plain decoding, each tree with each quantised draft, and transformers with and without prompt lookup.
+
+    `longest`: as for `Session.engine`."""
     config, model = session.config, stock_model(session.target)
     acceptance = None if config.acceptance is None else SimulatedAcceptance(config.acceptance)
 
     def engines(batch_size: int) -> dict[str, Engine]:
-        made = {PLAIN: session.engine(max_batch_size=batch_size)}
+        options: dict[str, Any] = {"max_batch_size": batch_size, "longest": longest}
+        made = {PLAIN: session.engine(**options)}
         for name, (tree, quant) in config.drafters.items():
-            options: dict[str, Any] = {"acceptance": acceptance, "max_batch_size": batch_size}
-            made[name] = session.engine(session.drafter(quant), tree, **options)
+            made[name] = session.engine(session.drafter(quant), tree, acceptance=acceptance, **options)
         return made
 
     def baselines(batch: Batch) -> dict[str, Transformers]:

@@ -48,8 +48,7 @@ class Config(SampledConfig):
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config = session.config
-    plain, speculative = variants(session)
-    check_fit(session.requests, session.questions, config.max_tokens)
+    plain, speculative = variants(session, check_fit(session.requests, session.questions, config.max_tokens))
     run_in_turn([plain, speculative], session.questions, config.params, config.batch_size)
     about = {"draft_training": session.artifact.training, **session.about()}
     found = {**measured(plain, speculative, config), **about}
@@ -62,11 +61,11 @@ def main(values: DictConfig) -> None:
     session.say(summary(found), f"written to {session.out}: report.md, results.json, acceptance.png, answers.jsonl")
 
 
-def variants(session: Session[Config]) -> tuple[Run, Run]:
-    """Plain decoding, and decoding with the draft."""
+def variants(session: Session[Config], longest: int) -> tuple[Run, Run]:
+    """Plain decoding, and decoding with the draft. `longest`: as for `Session.engine`."""
     config, drafter = session.config, session.drafter(session.config.quant)
-    plain = session.engine(max_batch_size=config.batch_size)
-    drafting = session.engine(drafter, config.tree, max_batch_size=config.batch_size)
+    plain = session.engine(max_batch_size=config.batch_size, longest=longest)
+    drafting = session.engine(drafter, config.tree, max_batch_size=config.batch_size, longest=longest)
     return Run(plain, session.requests), Run(drafting, session.requests, drafter)
 
 

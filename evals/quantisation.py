@@ -61,8 +61,7 @@ def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config, quant = session.config, session.artifact.quant
     check(quant.scheme == "none", f"draft={config.draft.path}: quantised already, {quant}; export it with quant=none")
-    runs = variants(session)
-    check_fit(session.requests, session.questions, config.max_tokens)
+    runs = variants(session, check_fit(session.requests, session.questions, config.max_tokens))
     run_in_turn(list(runs.values()), session.questions, config.params, config.batch_size)
     found = {
         "schemes": {scheme: measured(run, runs["none"]) for scheme, run in runs.items()},
@@ -77,14 +76,14 @@ def main(values: DictConfig) -> None:
     session.say(aligned(comparison(found["schemes"])), f"written to {session.out}: report.md, results.json")
 
 
-def variants(session: Session[Config]) -> dict[str, TimedRun]:
-    """The draft in each scheme, and the exports in `also`."""
+def variants(session: Session[Config], longest: int) -> dict[str, TimedRun]:
+    """The draft in each scheme, and the exports in `also`. `longest`: as for `Session.engine`."""
     config, target = session.config, session.target
     drafters = {scheme: session.drafter(Quant(scheme, config.scope)) for scheme in LABELS}
     for name, path in export_names(config.also, session.artifact.source, str(config.draft.path)).items():
         drafters[name] = session.drafter(draft=load_draft(path, target.identity))
-    make, options = session.engine, {"tree": config.tree, "max_batch_size": config.batch_size}
-    return {name: TimedRun(make(one, **options), session.requests, one) for name, one in drafters.items()}
+    options: dict[str, Any] = {"tree": config.tree, "max_batch_size": config.batch_size, "longest": longest}
+    return {name: TimedRun(session.engine(one, **options), session.requests, one) for name, one in drafters.items()}
 
 
 def measured(run: TimedRun, plain: TimedRun) -> dict[str, Any]:

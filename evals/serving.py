@@ -80,8 +80,8 @@ def main(values: DictConfig) -> None:
 def our_answers(session: Session[Config]) -> list[Answer]:
     """Our engine's answers."""
     config = session.config
-    engine = session.engine(session.drafter(), config.tree, max_batch_size=config.batch_size)
-    check_fit(session.requests, session.questions, config.max_tokens)
+    longest = check_fit(session.requests, session.questions, config.max_tokens)
+    engine = session.engine(session.drafter(), config.tree, max_batch_size=config.batch_size, longest=longest)
     batches = answer_questions(engine, session.requests, session.questions, config.params)
     return [answer for batch in batches for answer in batch]
 

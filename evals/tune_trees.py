@@ -72,14 +72,17 @@ def main(values: DictConfig) -> None:
         f"rounds={config.rounds}: with these trees they may take {config.tokens} tokens, and the context of "
         f"{target.name} holds {target.context}",
     )
-    options = {"max_batch_size": max(config.batch_sizes), **AT_ONCE}
+    longest = check_fit(session.requests, session.questions, config.max_tokens)
+    longest = min(longest + 2 * config.tokens, target.max_positions)  # texts are asked again, as far as they came
+    options = {"max_batch_size": max(config.batch_sizes), "longest": longest, **AT_ONCE}
     plain = session.engine(**options)
     answers = plain_answers(session, Run(plain, session.requests))
     drafter = session.drafter(config.quant)
     ranks = [ranks_of(target, drafter.draft, *answer, config.depth, config.children) for answer in answers]
     shares = acceptance(ranks, config.depth, config.children)
     tried = candidates(config.depth, config.full, config.nodes, shares, ranks)
-    trees, prompts = TreeInTurn(two_chains(config.depth), target.device), [prompt for prompt, _ in answers]
+    trees = TreeInTurn(two_chains(config.depth), target.device, tried)
+    prompts = [prompt for prompt, _ in answers]
     engines = (plain, session.engine(drafter, trees, **options))
     seconds = round_seconds(*engines, trees, tried, prompts, config.batch_sizes, config.rounds, config.tokens)
     found = {
@@ -101,7 +104,6 @@ def main(values: DictConfig) -> None:
 def plain_answers(session: Session[Config], run: Run) -> list[tuple[list[int], list[int]]]:
     """The prompts and answers of plain decoding. Raises UserError where no answer has a second token."""
     config, size = session.config, run.engine.config.max_batch_size
-    check_fit(session.requests, session.questions, config.max_tokens)
     bar = progress(-(-len(session.questions) // size), "batch")
     for number, batch in enumerate(batches_of(session.questions, size), 1):
         run.ask(batch, config.params)

@@ -23,7 +23,7 @@ TESTED_IN = {
     "inference/cache/test_paged_kv.py": "inference/cache/prefix",
     "inference/parallel/test_vocabulary.py": "inference/parallel/cost inference/parallel/divided_draft",
     "inference/cache/test_prefix_cache.py": "inference/cache/block_ends",
-    "inference/decode/test_graphs.py": "ops/graphs",
+    "inference/decode/test_graphs.py": "inference/decode/recording inference/decode/rounds ops/graphs",
     "inference/decode/test_sampling.py": "inference/decode/validation inference/decode/verification ops/cumulative",
     "inference/decode/test_tree.py": "tree_names",
     "inference/grammar/test_promises.py": "inference/grammar/expressions inference/grammar/formats "

@@ -6,12 +6,13 @@ Knows nothing of who is admitted or finished.
 import torch
 
 from eagle_train.inference.cache.prefix import Prefix
+from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.sampling import uniform
 from eagle_train.inference.drafters.drafter import Pending, TreePlan
 from eagle_train.inference.grammar.guided import Guidance
 from eagle_train.inference.requests.prefiller import sampling_of
 from eagle_train.inference.requests.sequence import Sequence
-from eagle_train.inference.runner import RoundInputs, Runner
+from eagle_train.inference.runner import Runner
 from eagle_train.ops.transfer import to_device
 
 

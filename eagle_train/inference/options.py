@@ -42,7 +42,8 @@ class EngineConfig:
     Memory
     - `kv_tokens`: size of the KV cache in tokens, drafted ones included. Requests wait for free blocks, or are
       preempted and recomputed. None: as many as `max_batch_size` of the requests may need; on a GPU as many of these as
-      fit in its free memory.
+      fit in its free memory. With `graphs` it is allocated in the constructor, and None means requests that fill the
+      target's context; give a number to leave memory to other programs or engines.
     - `prefix_cache`: prefill starts where a prompt differs from earlier sequences. Cached blocks are evicted
       least-recently-used.
     - `host_kv_tokens`: size of a second cache in host memory, for evicted blocks; needs `prefix_cache`.
@@ -59,9 +60,9 @@ class EngineConfig:
       sampled rounds (paper section 3.2). Compiles in the constructor, for a batch of one and for larger ones. Prefill
       is not compiled.
     - `compile_sampling`: torch.compile for the verification of sampled rounds only; None: with `compile`, on a GPU.
-    - `graphs`: capture drafting and validation as CUDA graphs at their first use (paper section 3.4). Rounds with a
-      grammar are not captured. Needs a GPU and a target that is whole on it. None: there, unless the target is
-      quantised, the drafter is a user's, or either has experts.
+    - `graphs`: record drafting and validation as CUDA graphs in the constructor (paper section 3.4), so that no request
+      waits for it. Rounds with a grammar run without. Needs a GPU and a target that is whole on it. None: there, unless
+      the target is quantised, the drafter is a user's, or either has experts.
     - `divide_sampling`: ranks of one tensor-parallel target sample a part of the batch each (paper section 3.2); false:
       each rank samples the whole batch.
     - `divide_draft`: ranks of one tensor-parallel target hold and run a part each of an EAGLE draft and of the LM head
@@ -78,7 +79,7 @@ class EngineConfig:
     max_batch_size: int = 16  # requests that decode together
     prefill_tokens: int | None = 8192  # prompt tokens prefilled between two rounds; null: whole prompts
     overlap: bool | None = None  # launch a round before the previous one's results are on the host; null: on a GPU
-    kv_tokens: int | None = None  # size of the KV cache in tokens; null: what the requests may need
+    kv_tokens: int | None = None  # size of the KV cache in tokens; null: what requests may need, or a GPU has
     prefix_cache: bool = False  # true: prefill a prompt from where it differs from earlier sequences
     host_kv_tokens: int = 0  # size of the cache in host memory for evicted blocks, in tokens; needs prefix_cache
     drafting: str = "greedy"  # above temperature 0: greedy | multinomial | multinomial_without_replacement

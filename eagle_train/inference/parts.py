@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from eagle_train.artifacts.format import load_draft
 from eagle_train.errors import check, shown
 from eagle_train.inference.cache.block_memory import BlockMemory
-from eagle_train.inference.cache.block_pool import BlockPool
+from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.cache.prefix_cache import PrefixCache
 from eagle_train.inference.decode.dispatcher import Dispatcher
-from eagle_train.inference.decode.graphs import check_graphs, launcher
+from eagle_train.inference.decode.graphs import check_graphs
+from eagle_train.inference.decode.recording import record_rounds
+from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.sampling import Verified
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.drafter import Drafter
@@ -28,12 +31,13 @@ from eagle_train.inference.parallel.vocabulary import DividedHead
 from eagle_train.inference.requests.prefiller import LocalPrefiller
 from eagle_train.inference.requests.requests import Requests
 from eagle_train.inference.requests.scheduler import Scheduler
-from eagle_train.inference.runner import RoundInputs, Runner
+from eagle_train.inference.runner import Runner
 from eagle_train.models.checkpoint_quantisation import quantization_config_of
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.patches import optimize_for_decoding
 from eagle_train.models.target import Target
+from eagle_train.ops.graphs import CudaGraphs, Record
 from eagle_train.ops.linear import keep_fp16_copy
 
 AnyTarget = str | Path | TargetConfig | Target
@@ -71,14 +75,12 @@ def build_parts(
     tree = chain(0) if drafter is None else tree
     dispatcher = tree if isinstance(tree, Dispatcher) else Dispatcher(tree, target.device)
     ahead = dispatcher.deepest + 1  # slots that a round may write after the committed ones
-    launch = launcher(_uses_graphs(config.graphs, target, drafter), target.device, config.max_batch_size, ahead)
-    runner = Runner(target, drafter, config, launch, acceptance)
+    runner = Runner(target, drafter, config, acceptance)
     divide(runner.ranks, target, drafter, config)
     _compile(runner, dispatcher, config)
-    # The launcher is looked up at each call, because it may be replaced.
-    memory = BlockMemory(
-        runner.stores, BlockPool(0), runner.ranks, config.kv_tokens, lambda slots: runner.launcher.forget(slots)
-    )
+    memory = BlockMemory(runner.stores, BlockPool(0), runner.ranks, config.kv_tokens)
+    if _uses_graphs(config.graphs, target, drafter):
+        record(runner, memory, dispatcher, partial(CudaGraphs, target.device))
     prefixes = PrefixCache(memory, config.host_kv_tokens // BLOCK) if config.prefix_cache else None
     scheduler = Scheduler(memory.pool, config.max_batch_size, ahead, prefixes)
     requests = Requests(target)
@@ -130,6 +132,17 @@ def divide(ranks: Ranks, target: Target, drafter: Drafter | None, config: Engine
         of_draft = sum(x.numel() * x.itemsize for x in drafter.draft.parameters())
         if is_divided(config.divide_draft, of_head + of_draft, 1 + collectives(drafter.draft)):
             drafter.divide(ranks)
+
+
+def record(runner: Runner, memory: BlockMemory, dispatcher: Dispatcher, recorder: Callable[[], Record]) -> None:
+    """Record all rounds. Before, the cache gets its memory for good: a full batch of whole contexts, or what there is.
+
+    `recorder`: as for `Graphs`. Raises UserError where memory runs out, or where a round has the host wait.
+    """
+    # As a sequence may have: its context, a round in flight and the next one, and the block that admission keeps free.
+    each = blocks_for(runner.target.max_positions + 2 * (dispatcher.deepest + 1)) + 1
+    memory.reserve(runner.config.max_batch_size * each)
+    record_rounds(runner, dispatcher, memory.pool.total, recorder)
 
 
 def _compile(runner: Runner, dispatcher: Dispatcher, config: EngineConfig) -> None:

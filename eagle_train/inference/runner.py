@@ -13,19 +13,18 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from eagle_train.errors import OptionError
 from eagle_train.inference.cache.block_ends import BlockEnds
-from eagle_train.inference.cache.paged_kv import PagedKV, Suffix
+from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
-from eagle_train.inference.decode.bookkeeping import RoundResult, commit
-from eagle_train.inference.decode.graphs import EAGER, Eager, Graphs
+from eagle_train.inference.decode.bookkeeping import RoundResult, commit, report_of
+from eagle_train.inference.decode.graphs import Graphs
 from eagle_train.inference.decode.prefill import prefill
+from eagle_train.inference.decode.rounds import RoundInputs, Validated
 from eagle_train.inference.decode.sampling import (
     SamplingTensors,
     Verified,
@@ -36,6 +35,8 @@ from eagle_train.inference.decode.sampling import (
     verify_chosen,
 )
 from eagle_train.inference.decode.stage_times import StageTimes
+from eagle_train.inference.decode.tree import Tree
+from eagle_train.inference.decode.validation import validate
 from eagle_train.inference.decode.verification import Verification
 from eagle_train.inference.drafters.checks import checked_drafts, checked_pending
 from eagle_train.inference.drafters.drafter import MAX_PENDING, Choice, Drafted, Drafter, Pending, TreePlan
@@ -50,45 +51,6 @@ from eagle_train.ops.transfer import to_device
 from eagle_train.progress import progress
 
 
-@dataclass(frozen=True)
-class RoundInputs:
-    """All inputs of a round besides models and caches.
-
-    `prefix`: length and block table of each row in the target's cache; `draft_prefix`: the same in the drafter's cache,
-    None if nothing is drafted in this round. `pending`: the tokens after `draft_prefix`. `sampling` and `seeds` int64
-    [A]: of the rows. `drafting`: how children are chosen (`EngineConfig`); `draws` float64 [A, draws]: its random
-    numbers, None for greedy drafts. `guidance`: the tokens that the rows' grammars allow, None without a grammar.
-    """
-
-    plan: TreePlan
-    prefix: Prefix
-    draft_prefix: Prefix | None
-    pending: Pending
-    sampling: SamplingTensors
-    seeds: torch.Tensor
-    drafting: str
-    draws: torch.Tensor | None
-    guidance: Guidance | None
-
-    @property
-    def choice(self) -> Choice:
-        """How children are chosen. At temperature 0 every mode proposes the most likely tokens."""
-        if self.draws is None:
-            return Choice(guidance=self.guidance)
-        # draws[row]: one for the last token, one per node for its acceptance, then the drafts' noise.
-        noise = self.draws[:, 1 + self.plan.tree.num_nodes :]
-        return Choice(self.drafting, self.sampling.temperature, noise, self.guidance)
-
-
-class Validated(NamedTuple):
-    """The target's hidden states [A, N, H] at the tree's nodes, its logits [R, N, V] for this rank's R rows, and the
-    nodes' keys and values if they are not in the cache yet."""
-
-    hidden: torch.Tensor
-    logits: torch.Tensor
-    suffix: Suffix | None
-
-
 class Runner:
     """A target, a drafter and their caches, and the stages that run them."""
 
@@ -97,13 +59,11 @@ class Runner:
         target: Target,
         drafter: Drafter | None,
         config: EngineConfig,
-        launcher: Eager | Graphs,
         acceptance: Callable[[RoundInputs, Verified], Verified] | None = None,
     ):
-        """`launcher`: runs drafting and validation eagerly or as CUDA graphs. `acceptance`: replaces the verification
-        result of each round."""
-        self.target, self.drafter, self.launcher, self.acceptance = target, drafter, launcher, acceptance
-        self.config = config
+        """`acceptance`: replaces the verification result of each round."""
+        self.target, self.drafter, self.acceptance, self.config = target, drafter, acceptance, config
+        self.graphs: Graphs | None = None  # what is recorded; rounds that fit none run kernel by kernel
         layers = target.kv_layers
         joint = config.tree_attention == "joint"
         self.cache = PagedKV(layers.kv_shapes, 0, target.dtype, target.device, layers.given, joint=joint)
@@ -127,7 +87,7 @@ class Runner:
     def run(self, inputs: RoundInputs) -> tuple[Pending, RoundResult]:
         """One round. Returns the next round's pending tokens, and the results, without synchronising."""
         rows = self._compiled_rows or len(inputs.pending.lengths) * inputs.plan.tree.num_nodes
-        with self._resources(rows):
+        with self.resources(rows):
             drafted = self.draft(inputs)
             validated = self.validate(inputs, drafted.tokens)
             verified = self.sample(inputs, drafted, validated.logits)
@@ -139,7 +99,7 @@ class Runner:
         `before` [A, H]: the target's hidden states at the prefixes' last tokens; None if every prefix is empty.
         Returns the hidden states at the texts' last tokens [A, H].
         """
-        with self.times.stage("prefill"), self._resources(len(texts) * max(map(len, texts))):
+        with self.times.stage("prefill"), self.resources(len(texts) * max(map(len, texts))):
             hidden = prefill(self.target, self.cache, self.drafter, prefix, texts, before)
             if self.ends is not None:
                 self.ends.write(prefix, hidden)
@@ -180,26 +140,45 @@ class Runner:
         if self.drafter is None or inputs.draft_prefix is None:
             return Drafted(inputs.pending.last, None, None)
         with self.times.stage("drafting"):
-            plan, prefix, pending = inputs.plan, inputs.prefix, inputs.pending
-            launcher = self._launcher(inputs)
-            drafted = launcher.propose(self.drafter, plan, prefix, inputs.draft_prefix, pending, inputs.choice)
+            plan, pending, guidance = inputs.plan, inputs.pending, inputs.guidance
+            # With a grammar the host computes masks in between.
+            key = None if self.graphs is None or guidance is not None else self.graphs.drafting_key(inputs)
+            if self.graphs is not None and key is not None:
+                drafted = self.graphs.propose(key, inputs)
+            else:
+                drafted = self.propose(plan, inputs.prefix, inputs.draft_prefix, pending, inputs.choice)
             if not isinstance(self.drafter, Eagle):  # ours needs no check, which would cost kernel launches
                 drafted = checked_drafts(self.drafter, drafted, plan, pending, self.target.identity.vocab_size)
             if self.ranks.size == 1:
                 return drafted
-            if inputs.guidance is not None:
-                inputs.guidance.reset()  # it has this rank's drafts, which may differ from rank 0's by rounding
+            if guidance is not None:
+                guidance.reset()  # it has this rank's drafts, which may differ from rank 0's by rounding
             tokens, q = self.ranks.agreed(drafted.tokens), drafted.q
             return Drafted(tokens, None if q is None else self.ranks.agreed(q), drafted.suffix)
+
+    def propose(
+        self, plan: TreePlan, prefix: Prefix, draft_prefix: Prefix, pending: Pending, choice: Choice
+    ) -> Drafted:
+        """The drafter's trees, without a wait for the device unless `choice` has a grammar."""
+        assert self.drafter is not None
+        return self.drafter.propose(plan, prefix, draft_prefix, pending, choice)
 
     def validate(self, inputs: RoundInputs, tokens: torch.Tensor) -> Validated:
         """The target's forward of the trees' tokens [A, N]."""
         with self.times.stage("validation"):
             if inputs.guidance is not None:
                 inputs.guidance.set_tokens(tokens)  # before the launch, because it synchronises with the device
-            forward = self.target.compiled if self._is_compiled else self.target.hidden_states
-            given = (self.target, forward, self.cache, inputs.prefix, inputs.plan.tree, tokens, self.ranks)
-            return Validated(*self._launcher(inputs).validate(*given))
+            key = None if self.graphs is None or inputs.guidance is not None else self.graphs.validation_key(inputs)
+            if self.graphs is None or key is None:
+                return self.forward(inputs.prefix, inputs.plan.tree, tokens)
+            validated = self.graphs.validate(key, inputs, tokens)
+            # The drafter may use the hidden states rounds later, when the graph has run again.
+            return validated._replace(hidden=validated.hidden.clone())
+
+    def forward(self, prefix: Prefix, tree: Tree, tokens: torch.Tensor) -> Validated:
+        """As `validate`, kernel by kernel and without a wait for the device."""
+        forward = self.target.compiled if self._is_compiled else self.target.hidden_states
+        return Validated(*validate(self.target, forward, self.cache, prefix, tree, tokens, self.ranks))
 
     def sample(self, inputs: RoundInputs, drafted: Drafted, logits: torch.Tensor) -> Verified:
         """Verify the drafts: the nodes that the target accepts, and the token after each row's last accepted node."""
@@ -235,7 +214,7 @@ class Runner:
                 pending = checked_pending(self.drafter, rewound)
             else:
                 pending = inputs.pending.append_token(committed)
-            return pending, RoundResult(plan.tree.max_depth, committed, pending.counts)
+            return pending, RoundResult(plan.tree.max_depth, report_of(committed), pending.counts)
 
     @torch.inference_mode()
     def compile(self, sizes: list[tuple[int, TreePlan]], most: int) -> None:
@@ -260,7 +239,7 @@ class Runner:
             return
         self._compiled_rows = most
         bar = progress(len(jobs), "compiled shape")
-        with self._resources(self._compiled_rows):
+        with self.resources(self._compiled_rows):
             for done, job in enumerate(jobs, 1):
                 job()
                 bar.update(done)
@@ -277,11 +256,8 @@ class Runner:
             warnings.warn(f"{error}; rounds above temperature 0 are verified without", stacklevel=2)
             self.verification = Verification(self.config.drafting)
 
-    def _launcher(self, inputs: RoundInputs) -> Eager | Graphs:
-        return self.launcher if inputs.guidance is None else EAGER  # with a grammar the host computes masks in between
-
     @contextmanager
-    def _resources(self, rows: int) -> Iterator[None]:
+    def resources(self, rows: int) -> Iterator[None]:
         """Number of threads and choice of kernels for forwards of `rows` tokens."""
         with kernels.plain(*self._plain), threads_for(rows, self._elements):
             yield

@@ -33,7 +33,7 @@ class CudaGraphs:
                     result = work()
             except RuntimeError as error:  # the end of a recording that failed fails too, and hides why
                 raise OptionError(
-                    f"graphs=True: CUDA cannot record the forwards: {one_line(error.__context__ or error)}"
+                    f"graphs: CUDA cannot record a round: {one_line(error.__context__ or error)}"
                 ) from error
         main.wait_stream(self.stream)
         return result, graph.replay
@@ -73,13 +73,16 @@ class Recording:
 
 
 class Recordings:
-    """Functions that are recorded when they are first called. They share memory."""
+    """Functions that are recorded under keys. They share memory."""
 
     def __init__(self, record: Record):
         self.record, self.made = record, dict[Hashable, Recording]()
 
-    def __call__(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[Padded]) -> Any:
-        """As `Recording`; of equal keys the first one's function is called, and the inputs' shapes must be the same."""
+    def add(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[Padded]) -> None:
+        """Record `function` of tensors of the inputs' padded shapes, once for each key."""
         if key not in self.made:
             self.made[key] = Recording(function, inputs, self.record)
+
+    def __call__(self, key: Hashable, inputs: Sequence[Padded]) -> Any:
+        """What the function of this key gives for these, as `Recording` does."""
         return self.made[key](inputs)

@@ -36,6 +36,7 @@ from evals.bench import statistics
 from evals.bench.answering import answer_questions, batches_of
 from evals.bench.config import check_decodes, check_least
 from evals.bench.questions import Question
+from evals.bench.requests import room_for
 from evals.bench.worker import ALLOCATOR, Worker
 
 BASE = "base"
@@ -158,9 +159,9 @@ def run_of(config: AblationConfig, name: str, seed: int) -> Found | None:
     return {"name": f"{name}-{seed}", "training": training, **questions}
 
 
-def run(asked: Found, target: Target, questions: list[Question], config: AblationConfig) -> Found:
+def run(asked: Found, target: Target, questions: list[Question], config: AblationConfig, longest: int) -> Found:
     """Train a draft and let it answer. Raises UserError where either fails; the training is kept until its draft has
-    answered, and is used for other questions too."""
+    answered, and is used for other questions too. `longest`: the most tokens of a prompt and its answer."""
     folder = Path(config.out) / "training" / asked["name"]
     if kept(folder / "asked.json", asked["training"]) is None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -179,7 +180,8 @@ def run(asked: Found, target: Target, questions: list[Question], config: Ablatio
     same = checkpoint.state["target"]["fingerprint"] == target.identity.fingerprint
     check(same, f"{asked['name']}: trained for another target than {BASE}; variants share one")
     found = {"tokens": checkpoint.state["tokens"], "parameters": draft.num_parameters}
-    engine = Engine(target, draft, chain(DEPTH), max_batch_size=config.batch_size)
+    tree, rows = chain(DEPTH), config.batch_size
+    engine = Engine(target, draft, tree, max_batch_size=rows, kv_tokens=room_for(rows, longest, tree))
     found |= answered(engine, questions, config)
     shutil.rmtree(folder)
     return found

@@ -5,11 +5,14 @@ Knows nothing of who answers.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from eagle_train.errors import check
-from eagle_train.inference import Requests, SamplingParams
+from eagle_train.inference import Dispatcher, Requests, SamplingParams
+from eagle_train.inference.cache.block_pool import blocks_for
+from eagle_train.inference.cache.prefix import BLOCK
 from evals.bench.questions import Question
 
 
@@ -30,14 +33,26 @@ def turn_tokens(requests: Requests, question: Question, turn: int, messages: lis
     return tokens
 
 
-def check_fit(requests: Requests, questions: Iterable[Question], max_tokens: int) -> None:
-    """Raise UserError for a question whose prompts might not fit the context, before any is answered."""
+def room_for(rows: int, longest: int, tree: Any) -> int:
+    """The `kv_tokens` with which an engine never keeps one of `rows` requests waiting, and leaves a GPU's other memory
+    to other engines. `longest`: the most tokens of a prompt and its answer; `tree`: as for `Engine`."""
+    ahead = (tree if isinstance(tree, Dispatcher) else Dispatcher(tree)).deepest + 1
+    return rows * (blocks_for(longest + ahead) + 1) * BLOCK
+
+
+def check_fit(requests: Requests, questions: Iterable[Question], max_tokens: int) -> int:
+    """Raise UserError for a question whose prompts might not fit the context, before any is answered. Returns the most
+    tokens of a prompt and its answer."""
+    longest, limit = 0, requests.target.max_positions
     for question in questions:
         messages = list(question.history)
         for turn, text in enumerate(question.turns, 1):
             messages.append({"role": "user", "content": text})
-            turn_tokens(requests, question, turn, messages, before=(turn - 1) * max_tokens)
+            before = (turn - 1) * max_tokens
+            tokens = turn_tokens(requests, question, turn, messages, before)
+            longest = max(longest, min(len(tokens) + before + max_tokens, limit))
             messages.append({"role": "assistant", "content": ""})
+    return longest
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,11 @@ class PromptSource:
         for question in questions:
             messages = [*question.history, {"role": "user", "content": question.turns[0]}]
             self.texts.append((question, turn_tokens(requests, question, 1, messages)))
+
+    def longest(self, lengths: Iterable[int] | None) -> int:
+        """The most tokens of a prompt and its answer. `lengths`: of the prompts; None: as they are."""
+        most = max((len(tokens) for _, tokens in self.texts), default=0) if lengths is None else max(lengths)
+        return most + self.params.max_tokens
 
     def batches(self, count: int, size: int, length: int | None) -> list[list[TimedRequest]]:
         """`count` batches of `size` prompts of exactly `length` tokens, taken evenly over the questions; None: each as

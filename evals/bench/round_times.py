@@ -8,6 +8,8 @@ from itertools import count
 from statistics import median
 from typing import Any
 
+import torch
+
 from eagle_train.inference import Dispatcher, Engine, SamplingParams, Tree, TreePlan
 from eagle_train.progress import progress
 from evals.bench.tree_search import Candidate
@@ -18,9 +20,17 @@ flight."""
 
 
 class TreeInTurn(Dispatcher):
-    """Gives every batch the plan that is set. An engine has room, and is compiled, for the tree that it is made of."""
+    """Gives every batch the plan that is set. An engine has room, and is compiled, for the tree that it is made of, and
+    records rounds of all that are tried."""
 
     plan: TreePlan | None = None
+
+    def __init__(self, tree: Tree, device: torch.device, tried: list[Candidate]):
+        super().__init__(tree, device)
+        self.tried = [Dispatcher(each.tree, device).dispatch(1) for each in tried]
+
+    def plans(self, sizes: list[int]) -> list[tuple[int, TreePlan]]:
+        return [(size, plan) for size in sizes for plan in self.tried]
 
     def dispatch(self, batch_size: int) -> TreePlan:
         return super().dispatch(batch_size) if self.plan is None else self.plan
@@ -53,7 +63,6 @@ def round_seconds(
     length.
     """
     seconds: dict[int, list[float]] = {}
-    plans = [Dispatcher(each.tree, plain.target.device).dispatch(1) for each in tried]
     bar, turns = progress(len(sizes) * (rounds + 1), "round of each tree"), count(1)
     for size in sorted(sizes):
         prompts = [asked[i % len(asked)][tokens - plain.target.max_positions :] for i in range(size)]
@@ -67,7 +76,7 @@ def round_seconds(
             texts = [each.prompt + each.generated for each in requests[plain]]
             requests[drafting] = [drafting.add(text, params) for text in texts]
             drafting.step()
-            for plan, taken in zip(plans, times, strict=True):
+            for plan, taken in zip(trees.tried, times, strict=True):
                 engine, trees.plan = drafting if plan.tree.max_depth else plain, plan
                 engine.step()
                 started = time.perf_counter()

@@ -26,6 +26,7 @@ from eagle_train.results import prepared, provenance, redact, write_text
 from evals.bench.config import BenchConfig
 from evals.bench.questions import Question, read_questions
 from evals.bench.report import Found, write_report
+from evals.bench.requests import room_for
 
 C = TypeVar("C", bound=BenchConfig)
 
@@ -85,12 +86,17 @@ class Session(Generic[C]):
         self,
         drafter: Eagle | None = None,
         tree: Any = "chain3",
+        *,
+        longest: int,
         prefill: RemotePrefill | None = None,
         acceptance: SimulatedAcceptance | None = None,
         **options: Any,
     ) -> Engine:
-        """As `Engine`, with the config's options, some of them replaced."""
+        """As `Engine`, with the config's options, some of them replaced. `longest`: the most tokens of a prompt and its
+        answer; without `kv_tokens` there is room for a full batch of these."""
         config = replace(self.config.options, **options)
+        if config.kv_tokens is None:
+            config = replace(config, kv_tokens=room_for(config.max_batch_size, longest, tree))
         return Engine(self.target, drafter, tree, config, prefill=prefill, acceptance=acceptance)
 
     def write(self, name: str, text: str) -> None:

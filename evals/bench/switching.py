@@ -47,13 +47,14 @@ def check_switch(config: SwitchesConfig, name: str) -> None:
 
 
 def engine_of(
-    session: Session, variant: Variant, switch: Switch, size: int, prefill: RemotePrefill | None = None
+    session: Session, variant: Variant, switch: Switch, size: int, longest: int, prefill: RemotePrefill | None = None
 ) -> Engine:
-    """A variant's engine. `prefill`: the prefill process, for a variant with disaggregated prefill."""
+    """A variant's engine. `longest`: as for `Session.engine`; `prefill`: the prefill process, for a variant with
+    disaggregated prefill."""
     config, drafter = session.config, None
     if variant.drafts:
         drafter = session.drafter(Quant(variant.quant), variant.alignment)
-    options = {"tree": config.tree, "max_batch_size": size + switch.workload.extra_rows}
+    options = {"tree": config.tree, "longest": longest, "max_batch_size": size + switch.workload.extra_rows}
     options |= variant.options(config, size)
     return session.engine(drafter, prefill=prefill if variant.remote_prefill else None, **options)
 
@@ -66,10 +67,11 @@ def answer_both(session: Session, name: str, size: int) -> dict[str, list[Answer
             return answer_both(Session(session.config, world), name, size)
     variants = {"off": switch.off, "on": switch.on}
     batches = switch.workload.batches(session, size)
+    longest = max(len(each.prompt) + each.params.max_tokens for batch in batches for each in batch)
     remote = any(variant.remote_prefill for variant in variants.values())
     config = session.config
     with prefill_process(config.target, config.draft.path) if remote else nullcontext() as prefill:
-        engines = {key: engine_of(session, variant, switch, size, prefill) for key, variant in variants.items()}
+        engines = {key: engine_of(session, side, switch, size, longest, prefill) for key, side in variants.items()}
         answering = {key: partial(answer, variant, switch, engines[key]) for key, variant in variants.items()}
         return take_turns(answering, batches, switch.workload.warm_up)
 

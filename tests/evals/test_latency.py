@@ -20,8 +20,10 @@ from tests.support.tiny import shared_target
 def test_engines_draft_as_configured():
     target = shared_target()
     config = latency_config(questions=None, context_lengths=[9], engine={"drafting": "multinomial"})
-    engines = latency.variants(session_of(target, config)).engines(1)
+    engines = latency.variants(session_of(target, config), longest=20).engines(1)
     assert [engine.config.drafting for engine in engines.values()] == ["multinomial"] * 2
+    # Blocks of 16: for 20 tokens and the 1 or 4 that a round may write besides, and one more that is kept free.
+    assert [engine.config.kv_tokens for engine in engines.values()] == [3 * 16] * 2
 
 
 SHAPES = ["shapes=tiny", "acceptance=[0.8,0.6,0.3]", "context_lengths=[12,20]", "max_tokens=8", "repeats=2"]

@@ -199,11 +199,13 @@ def test_timed_rounds_are_recorded_as_graphs(home, tmp_path, monkeypatch):
     assert call(tune_trees.main, *arguments(home, f"out={tmp_path}/out", *small)) == 0
     found = json.loads((tmp_path / "out" / "tune_trees.json").read_text())
     assert found["config"]["engine"]["graphs"] is True
-    plain, drafting = (runner_of(engine).launcher for engine in engines)
-    assert {plan.tree.parents for _, _, plan, _ in drafting.drafting.made} == {
-        tuple(tree["parents"]) for tree in found["trees"][1:]
-    }
-    assert plain.validation.made
+    plain, drafting = (runner_of(engine).graphs for engine in engines)
+    trees = {tuple(tree["parents"]) for tree in found["trees"][1:]}
+    assert {plan.tree.parents for _, plan, _ in drafting.drafting.made} == trees
+    assert {size[0] for size, tree in drafting.validation.made if tree.parents in trees} == {1, 2, 3}
+    rounds = drafting.validation.record.replays
+    assert rounds == drafting.drafting.record.replays == 2 * len(trees) * 2 * 3  # of each tree, size and turn
+    assert plain.validation.record.replays > 0
 
 
 def test_graphs_without_a_gpu_are_refused_before_a_target_is_loaded(home, tmp_path, capsys, monkeypatch):

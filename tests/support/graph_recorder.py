@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from eagle_train.inference import Engine
-from eagle_train.inference.cache.prefix import BLOCK
-from eagle_train.inference.decode.graphs import Graphs
-from tests.support.inside import pool_of, runner_of
+from eagle_train.inference.parts import record
+from tests.support.inside import inside, runner_of
 
 ASKING = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "bincount", "_unique2"}
 REFUSED = ASKING | {"lift_fresh"}  # which makes a tensor of numbers
@@ -115,7 +114,6 @@ class Recorder:
 
 
 def recorded(engine: Engine) -> Engine:
-    """The engine with drafting and validation recorded."""
-    runner_of(engine).launcher = Graphs(Recorder, engine.config.max_batch_size, engine.dispatcher.deepest + 1)
-    runner_of(engine).launcher.forget(pool_of(engine).total * BLOCK)
+    """The engine with its rounds recorded, as one on a GPU has them."""
+    record(runner_of(engine), inside(engine).memory, engine.dispatcher, Recorder)
     return engine

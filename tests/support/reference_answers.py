@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.drafters.drafter import Drafted
 from eagle_train.inference.requests.sequence import Output, Sequence
-from eagle_train.inference.runner import RoundInputs
 from tests.support.inside import active_in, drafter_of, inside, runner_of
 from tests.support.tiny import continued, random_tokens, shared_target
 

@@ -7,7 +7,7 @@ requests or models.
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -44,13 +44,11 @@ class BlockMemory:
         pool: BlockPool,
         ranks: Ranks,
         kv_tokens: int | None,
-        on_realloc: Callable[[int], None],
     ):
-        """`kv_tokens`: slots to allocate now, as in `EngineConfig`; None: `grow` allocates as requests arrive.
-        `on_realloc`: called with the number of slots after the tensors were replaced. Raises UserError if there is no
-        memory for `kv_tokens`."""
+        """`kv_tokens`: slots to allocate now, as in `EngineConfig`; None: `grow` allocates as requests arrive. Raises
+        UserError if there is no memory for `kv_tokens`."""
         self.stores, self.pool, self.ranks, self.kv_tokens = stores, pool, ranks, kv_tokens
-        self._on_realloc = on_realloc
+        self.is_fixed = kv_tokens is not None  # the tensors stay where they are
         if kv_tokens is not None:
             self._resize(kv_tokens // BLOCK)
 
@@ -58,6 +56,15 @@ class BlockMemory:
     def by_block(self) -> list[torch.Tensor]:
         """Views [n, blocks, ...] of all stores' tensors."""
         return [tensor for store in self.stores for tensor in store.by_block]
+
+    def reserve(self, blocks: int) -> None:
+        """Allocate now, and never again: `blocks` blocks, or as many as there is memory for; unless `kv_tokens` did.
+
+        Raises UserError if there is no memory for one block.
+        """
+        if not self.is_fixed:
+            self._resize(max(1, min(blocks, self.ranks.least(self.affordable()))))
+            self.is_fixed = True
 
     def grow(self, blocks: int, least: int) -> None:
         """Grow to `blocks` blocks in all if there is memory, else to fewer, but at least to `least`.
@@ -90,7 +97,6 @@ class BlockMemory:
         self.pool.grow(blocks)
         for store, memory in zip(self.stores, grown, strict=True):
             store.hold(memory)
-        self._on_realloc(self.pool.total * BLOCK)
 
     def _grown(self, blocks: int) -> list[list[torch.Tensor]]:
         """Every store's `grown`. Raises OptionError if memory runs out on this rank or another."""

@@ -59,6 +59,7 @@ class PagedKV:
         """
         self.given = given or {}
         self._is_joint = joint
+        self.gathers = 0  # how often attention read copies of slots, which take time and memory by the table's width
         self._workspaces: dict[tuple[int, int, int], torch.Tensor] = {}  # see `_workspace`
         self._parts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by (K, D): (layer, 0 for keys or 1 for values)
         for layer, (heads, *widths) in shapes.items():
@@ -272,6 +273,7 @@ class PagedKV:
         if isinstance(prefix, ContiguousPrefix):
             assert slots <= prefix.capacity, (slots, prefix)
             return self._views(prefix.first_slot, slots).__getitem__
+        self.gathers += 1
         held = prefix.lengths + more
         if held.device.type == "cpu":
             return self._gathered_blocks(prefix.blocks, held, slots)

@@ -45,6 +45,13 @@ def commit(
     return Pending(follow, hidden, counts, prefix.lengths + counts)
 
 
+def report_of(committed: Pending) -> torch.Tensor:
+    """What the host must know of `commit`'s result, int64 [A, 2 + P]: how many tokens each row committed, how many of
+    them precede the first one whose hidden state is NaN or infinite, and the tokens."""
+    finite = committed.hidden.isfinite().all(2).cumprod(1).sum(1)
+    return torch.column_stack((committed.counts, finite, committed.tokens))
+
+
 @dataclass(frozen=True)
 class Gain:
     """What a round brought a row.
@@ -61,14 +68,13 @@ class Gain:
 class RoundResult:
     """The results of a launched round, whose copy from the device to the host is under way."""
 
-    def __init__(self, max_depth: int, committed: Pending, draft_lag: torch.Tensor):
-        """`committed`: of `commit`; `draft_lag` int64 [A]: see `Gain`."""
+    def __init__(self, max_depth: int, report: torch.Tensor, draft_lag: torch.Tensor):
+        """`report`: of `report_of`; `draft_lag` int64 [A]: see `Gain`."""
         self.max_depth = max_depth
         self.max_tokens = max_depth + 1  # the most that the round commits of a row
-        finite = committed.hidden.isfinite().all(2).cumprod(1).sum(1)  # int64 [A]: tokens before the first overflow
-        self._arriving = HostCopy(torch.column_stack((committed.counts, draft_lag, finite, committed.tokens)))
+        self._arriving = HostCopy(torch.column_stack((draft_lag, report)))
 
     def gains(self) -> list[Gain]:
         """One per row. Waits for the copy."""
         rows = self._arriving.wait().tolist()
-        return [Gain(tokens[: min(count, finite)], lag, count <= finite) for count, lag, finite, *tokens in rows]
+        return [Gain(tokens[: min(count, finite)], lag, count <= finite) for lag, count, finite, *tokens in rows]

@@ -39,6 +39,10 @@ class Dispatcher:
         """The plan of the smallest listed size that is at least `batch_size`; above all of them, the last one."""
         return next((plan for size, plan in self.table if batch_size <= size), self.table[-1][1])
 
+    def plans(self, sizes: list[int]) -> list[tuple[int, TreePlan]]:
+        """These batch sizes, each with every plan that such a batch may get; for those who prepare for them all."""
+        return [(size, self.dispatch(size)) for size in sizes]
+
     @property
     def largest(self) -> Tree:
         """The tree with the most nodes."""

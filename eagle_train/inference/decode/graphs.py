@@ -1,46 +1,30 @@
-"""Launches drafting and validation, kernel by kernel or as CUDA graphs. Paper section 3.4.
+"""Drafting and validation as CUDA graphs, all of them recorded before the first request. Paper section 3.4.
 
-A graph is recorded for each tree, number of rows and number of slots; rows and slots are padded to powers of two, so
-that there are few graphs. What differs between rounds of equal sizes is in tensors, which are copied to the graph's
-inputs before it is replayed. Knows nothing of requests.
+A graph is recorded for each tree and number of rows, and for several numbers of slots only where attention copies them.
+What differs between rounds of equal sizes is in tensors, which are copied to the graph's inputs before it is replayed.
+recording.py says which sizes there are. Knows nothing of requests.
 
 Shapes: A active rows, N tree nodes, P pending tokens, W blocks of a row, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from eagle_train.errors import OptionError, check
-from eagle_train.inference.cache.paged_kv import PagedKV, Suffix
+from eagle_train.inference.cache.paged_kv import Suffix
 from eagle_train.inference.cache.prefix import BLOCK, SCRATCH, PagedPrefix, Prefix
+from eagle_train.inference.decode.rounds import RoundInputs, Validated
 from eagle_train.inference.decode.tree import Tree
-from eagle_train.inference.decode.validation import validate
-from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, Pending, TreePlan
-from eagle_train.inference.parallel.tensor_parallel import Ranks
-from eagle_train.models.target import Target
-from eagle_train.ops.compiled import Forward
-from eagle_train.ops.graphs import CudaGraphs, Padded, Record, Recordings
+from eagle_train.inference.drafters.drafter import Choice, Drafted, Pending, TreePlan
+from eagle_train.ops.graphs import Padded, Record, Recordings
 
-LEAST_SLOTS = 256  # of a row that a graph is recorded for
-
-
-class Eager:
-    """Launches kernel by kernel."""
-
-    validate = staticmethod(validate)
-
-    def propose(self, drafter: Drafter, *given: Any) -> Drafted:
-        """`drafter.propose(*given)`."""
-        return drafter.propose(*given)
-
-    def forget(self, slots: int) -> None:
-        """The cache's tensors were replaced; a row has at most `slots` slots now."""
-
-
-EAGER = Eager()
+Propose = Callable[[TreePlan, Prefix, Prefix, Pending, Choice], Drafted]
+Validate = Callable[[Prefix, Tree, torch.Tensor], Validated]
+Size = tuple[int, int]  # rows and slots of a row
+DraftingKey = tuple[Size, TreePlan, str]  # with the drafting mode
+ValidationKey = tuple[Size, Tree]
 
 
 def check_graphs(
@@ -61,45 +45,49 @@ def check_graphs(
     )
 
 
-def launcher(graphs: bool, device: torch.device, rows: int, pending: int) -> "Eager | Graphs":
-    """The engine's launcher. `rows` and `pending`: as for `Graphs`."""
-    return Graphs(partial(CudaGraphs, device), rows, pending) if graphs else EAGER
-
-
 class Graphs:
-    """Launches `Drafter.propose` and `validate` as CUDA graphs.
+    """Recorded `Drafter.propose` and `validate`.
 
-    The next call of the same method overwrites what one returned, except `validate`'s hidden states. Suffixes have the
-    padding rows too.
+    The next replay of the same method overwrites what one returned. Suffixes have the padding rows too.
     """
 
-    def __init__(self, recorder: Callable[[], Record], rows: int, pending: int):
-        """`recorder`: returns an object that records. `rows`: of the largest batch; `pending`: the most tokens that a
-        round leaves for the drafter to process in the next one."""
-        self._recorder, self._rows, self._pending = recorder, rows, pending
-        self.forget(slots=0)
-
-    def forget(self, slots: int) -> None:
-        """As `Eager.forget`."""
-        self._slots = slots
+    def __init__(self, recorder: Callable[[], Record], pending: int):
+        """`recorder`: returns an object that records. `pending`: the most tokens that a round leaves for the drafter to
+        process in the next one."""
+        self.pending = pending
         # Separate memory: validation must not overwrite what was drafted.
-        self.drafting, self.validation = Recordings(self._recorder()), Recordings(self._recorder())
+        self.drafting, self.validation = Recordings(recorder()), Recordings(recorder())
+        self._sizes: dict[Tree, list[Size]] = {}  # recorded ones, by validation
+        self._logits: dict[tuple[int, int], torch.Tensor] = {}  # by N and V: [rows, N, V], for all recordings
 
-    def sizes(self, prefix: Prefix) -> tuple[int, int]:
-        """The numbers of rows and slots that a batch is padded to."""
-        rows, slots = len(prefix.lengths), max(prefix.blocks.shape[1] * BLOCK, LEAST_SLOTS)
-        return min(_power_of_two(rows), self._rows), min(_power_of_two(slots), self._slots)
+    def drafting_key(self, inputs: RoundInputs) -> DraftingKey | None:
+        """The recording that a round's drafting fits; None where there is none.
 
-    def propose(
-        self, drafter: Drafter, plan: TreePlan, prefix: Prefix, draft_prefix: Prefix, pending: Pending, choice: Choice
-    ) -> Drafted:
-        """As `drafter.propose`, for rounds without a grammar.
-
-        A round in which the drafter catches up on more than `pending` tokens is not recorded: it is rare.
+        There is none for a round in which the drafter catches up on more than `pending` tokens: it is rare.
         """
-        if pending.tokens.shape[1] > self._pending:
-            return drafter.propose(plan, prefix, draft_prefix, pending, choice)
-        active, (rows, slots), mode = len(prefix.lengths), self.sizes(prefix), choice.mode
+        size = self._size(inputs)
+        if size is None or inputs.draft_prefix is None or inputs.pending.tokens.shape[1] > self.pending:
+            return None
+        key = size, inputs.plan, inputs.choice.mode
+        return key if key in self.drafting.made else None
+
+    def validation_key(self, inputs: RoundInputs) -> ValidationKey | None:
+        """The recording that a round's validation fits; None where there is none."""
+        size = self._size(inputs)
+        return None if size is None else (size, inputs.plan.tree)
+
+    def _size(self, inputs: RoundInputs) -> Size | None:
+        """The least recorded size that has room for a round's rows and block table."""
+        rows, slots = len(inputs.prefix.lengths), inputs.prefix.blocks.shape[1] * BLOCK
+        fits = [size for size in self._sizes.get(inputs.plan.tree, ()) if size[0] >= rows and size[1] >= slots]
+        return min(fits, default=None)
+
+    def record_drafting(self, size: Size, inputs: RoundInputs, propose: Propose) -> None:
+        """Record `propose` for rounds of this size and of the inputs' plan and drafting mode.
+
+        `inputs`: of any round; its tensors are used once.
+        """
+        plan, mode = inputs.plan, inputs.choice.mode
 
         def work(
             lengths: torch.Tensor,  # int64 [rows]
@@ -110,52 +98,70 @@ class Graphs:
             counts: torch.Tensor,  # int64 [rows]
             *drawn: torch.Tensor,  # temperature [rows] and noise [rows, draws], or none
         ) -> Drafted:
-            whole, last = PagedPrefix(lengths, blocks, slots, ragged=True), Pending(tokens, hidden, counts, lengths)
+            whole, last = _prefix(lengths, blocks), Pending(tokens, hidden, counts, lengths)
             temperature, noise = drawn or (None, None)
-            same = Choice(mode, temperature, noise)
-            return drafter.propose(plan, whole, whole.with_device_lengths(draft_lengths, slots), last, same)
+            before = whole.with_device_lengths(draft_lengths, whole.longest)
+            return propose(plan, whole, before, last, Choice(mode, temperature, noise))
 
-        inputs = [
-            *_padded_prefix(prefix, rows, slots),
+        self.drafting.add((size, plan, mode), work, self._drafting_inputs(size, inputs))
+
+    def propose(self, key: DraftingKey, inputs: RoundInputs) -> Drafted:
+        """What `propose` returns for a round that fits this recording."""
+        active = len(inputs.prefix.lengths)
+        tokens, q, suffix = self.drafting(key, self._drafting_inputs(key[0], inputs))
+        return Drafted(tokens[:active], None if q is None else q[:active], suffix)
+
+    def _drafting_inputs(self, size: Size, inputs: RoundInputs) -> list[Padded]:
+        (rows, _), pending, choice, draft_prefix = size, inputs.pending, inputs.choice, inputs.draft_prefix
+        assert draft_prefix is not None
+        return [
+            *_padded_prefix(inputs.prefix, size),
             Padded(draft_prefix.lengths, (rows,)),
-            Padded(pending.tokens, (rows, self._pending)),
-            Padded(pending.hidden, (rows, self._pending, pending.hidden.shape[2])),
+            Padded(pending.tokens, (rows, self.pending)),
+            Padded(pending.hidden, (rows, self.pending, pending.hidden.shape[2])),
             Padded(pending.counts, (rows,), fill=1),  # 0 would place the pending token at -1
             *(Padded(x, (rows, *x.shape[1:])) for x in (choice.temperature, choice.noise) if x is not None),
         ]
-        tokens, q, suffix = self.drafting((rows, slots, plan, mode), work, inputs)
-        return Drafted(tokens[:active], None if q is None else q[:active], suffix)
 
-    def validate(
-        self,
-        target: Target,
-        forward: Forward,
-        cache: PagedKV,
-        prefix: Prefix,
-        tree: Tree,
-        tokens: torch.Tensor,
-        ranks: Ranks,
-    ) -> tuple[torch.Tensor, torch.Tensor, Suffix | None]:
-        """As `validate`."""
-        active, (rows, slots) = len(prefix.lengths), self.sizes(prefix)
+    def record_validation(self, size: Size, inputs: RoundInputs, validate: Validate) -> None:
+        """Record `validate` for rounds of this size and of the inputs' tree. `inputs`: as for `record_drafting`."""
+        tree = inputs.plan.tree
 
         def work(
             lengths: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor, Suffix | None]:
-            return validate(
-                target, forward, cache, PagedPrefix(lengths, blocks, slots, ragged=True), tree, tokens, ranks
-            )
+            hidden, logits, suffix = validate(_prefix(lengths, blocks), tree, tokens)
+            return hidden, self._kept(logits), suffix
 
-        inputs = [*_padded_prefix(prefix, rows, slots), Padded(tokens, (rows, tree.num_nodes))]
-        hidden, logits, suffix = self.validation((rows, slots, tree), work, inputs)
-        return hidden[:active].clone(), logits[:active], suffix  # the drafter may use the hidden states rounds later
+        tokens = inputs.pending.tokens.new_zeros(1, tree.num_nodes)
+        self.validation.add((size, tree), work, _validation_inputs(size, inputs, tokens))
+        self._sizes.setdefault(tree, []).append(size)
+
+    def validate(self, key: ValidationKey, inputs: RoundInputs, tokens: torch.Tensor) -> Validated:
+        """What `validate` returns for a round that fits this recording."""
+        active = len(inputs.prefix.lengths)
+        hidden, logits, suffix = self.validation(key, _validation_inputs(key[0], inputs, tokens))
+        return Validated(hidden[:active], logits[:active], suffix)
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [R, N, V] in the memory of those of all sizes: they would be the largest part of every recording."""
+        rows, *shape = logits.shape
+        kept = self._logits.get((shape[0], shape[1]))
+        if kept is None or len(kept) < rows:  # before the recording: the first call of what is recorded comes here
+            kept = self._logits[shape[0], shape[1]] = torch.empty_like(logits)
+        return kept[:rows].copy_(logits)
 
 
-def _padded_prefix(prefix: Prefix, rows: int, slots: int) -> tuple[Padded, Padded]:
+def _prefix(lengths: torch.Tensor, blocks: torch.Tensor) -> PagedPrefix:
+    """Rows whose lengths the device alone knows."""
+    return PagedPrefix(lengths, blocks, blocks.shape[1] * BLOCK, ragged=True)
+
+
+def _padded_prefix(prefix: Prefix, size: Size) -> tuple[Padded, Padded]:
     """Lengths and block table. Padding rows have length 0, and write to the SCRATCH block."""
+    rows, slots = size
     return Padded(prefix.lengths, (rows,)), Padded(prefix.blocks, (rows, slots // BLOCK), fill=SCRATCH)
 
 
-def _power_of_two(number: int) -> int:
-    """The least power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()
+def _validation_inputs(size: Size, inputs: RoundInputs, tokens: torch.Tensor) -> list[Any]:
+    return [*_padded_prefix(inputs.prefix, size), Padded(tokens, (size[0], tokens.shape[1]))]

@@ -13,7 +13,7 @@ from eagle_train.errors import check
 from eagle_train.inference.decode.sampling import Verified, uniform
 
 if TYPE_CHECKING:
-    from eagle_train.inference.runner import RoundInputs
+    from eagle_train.inference.decode.rounds import RoundInputs
 
 
 class SimulatedAcceptance:

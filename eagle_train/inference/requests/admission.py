@@ -9,21 +9,22 @@ from eagle_train.inference.requests.sequence import Sequence
 
 
 def enqueue(sequences: list[Sequence], scheduler: Scheduler, memory: BlockMemory) -> None:
-    """Queue requests. Raises UserError, with nothing queued, where one of them would not fit into `kv_tokens` alone.
+    """Queue requests. Raises UserError, with nothing queued, where one of them alone would not fit into a fixed cache.
 
-    Without `kv_tokens` the cache grows until a full batch of the largest request fits, as far as there is memory.
+    Else the cache grows until a full batch of the largest request fits, as far as there is memory.
     """
     unfinished = [*scheduler.unfinished, *sequences]
     needs = [blocks_for(_most_slots(each, scheduler.ahead)) for each in unfinished]
     kv_tokens, total = memory.kv_tokens, memory.pool.total
+    room = "" if kv_tokens is not None else f", and the device had memory for {total * BLOCK}"
     for sequence, need in zip(unfinished, needs, strict=True):
         check(
-            kv_tokens is None or need <= total,
-            f"kv_tokens={kv_tokens}: prompt {sequence.index} and its answer need {need * BLOCK}",
+            not memory.is_fixed or need <= total,
+            f"kv_tokens={kv_tokens}: prompt {sequence.index} and its answer need {need * BLOCK}{room}",
             OptionError,
         )
     blocks = (max(needs, default=0) + 1) * min(scheduler.rows, len(needs))
-    if kv_tokens is None and blocks > total:
+    if not memory.is_fixed and blocks > total:
         memory.grow(blocks, least=max(needs))
     memory.pool.region = max(needs, default=0)
     scheduler.waiting.extend(sequences)

@@ -72,7 +72,8 @@ def test_a_prompt_beyond_the_context_names_its_question(home, target, tmp_path):
     first, second, with_tool = read_questions(str(write_rows(tmp_path / "q.jsonl", rows)))
     with pytest.raises(UserError, match=r"question first, turn 1: the prompt takes 262 tokens; .* holds 256"):
         check_fit(requests, [first], 8)
-    check_fit(requests, [second], CONTEXT - 15)
+    assert check_fit(requests, [second], CONTEXT - 15) == CONTEXT
+    assert check_fit(requests, [second], 8) == 14 + 2 * 8  # two answers, and the second turn
     with pytest.raises(UserError, match=r"question second, turn 2: .* 245 of them for earlier answers \(lower max_tok"):
         check_fit(requests, [second], CONTEXT - 11)
     with pytest.raises(UserError, match=r"question tool, turn 1: the chat template refuses .* no tools here"):

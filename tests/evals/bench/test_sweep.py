@@ -29,7 +29,7 @@ def test_a_breakdown_is_of_batches_with_rounds(monkeypatch):
     prompts = PromptSource(session.requests, [], session.config.params)
     monkeypatch.setattr(prompts, "batches", lambda *_: batches)
     monkeypatch.setattr(statistics, "check_timing", lambda found: None)
-    *_, found = sweep.sweep(session.config, prompts, latency.variants(session))
+    *_, found = sweep.sweep(session.config, prompts, latency.variants(session, longest=20))
     assert [each["decoding"] for each in found["breakdown"]] == ["plain", "chain3"]
     assert all(each["rounds"] > 0 for each in found["breakdown"])
 

@@ -29,6 +29,9 @@ def home(tmp_path_factory) -> Path:
     return make_switches_home(tmp_path_factory.mktemp("switches"))
 
 
+LONGEST = 400  # tokens of a prompt and its answer
+
+
 @pytest.fixture(scope="module")
 def session(home) -> Session:
     session = Session(switches_config(home))
@@ -39,7 +42,7 @@ def session(home) -> Session:
 def engines(session: Session, name: str, size: int = 2) -> list:
     """With the switch off, and on."""
     switch = SWITCHES[name]
-    return [engine_of(session, variant, switch, size) for variant in (switch.off, switch.on)]
+    return [engine_of(session, variant, switch, size, LONGEST) for variant in (switch.off, switch.on)]
 
 
 @pytest.mark.usefixtures("graphs")  # without the C++: what is compiled is not run here
@@ -80,7 +83,7 @@ def test_plain_kernels_run_in_one_variant_alone(session, monkeypatch, name, kern
     switch = SWITCHES[name]
     for side, is_plain in ((switch.off, True), (switch.on, False)):
         seen.clear()
-        engine = engine_of(session, side, switch, size)
+        engine = engine_of(session, side, switch, size, LONGEST)
         answer(side, switch, engine, switch.workload.batches(session, size)[0])
         assert set(seen) == {is_plain}
 

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
@@ -15,13 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, Output, SamplingParams, parts
 from eagle_train.inference.cache.prefix import BLOCK, ZEROS
-from eagle_train.inference.decode import graphs
+from eagle_train.inference.decode import recording
+from eagle_train.inference.decode.recording import block_steps, row_steps
 from eagle_train.inference.decode.sampling import DRAFT_MODES
 from eagle_train.inference.decode.tree import chain, full
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.requests.scheduler import Scheduler
+from eagle_train.inference.runner import Runner
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
+from eagle_train.ops import paged
 from eagle_train.ops.graphs import Padded, Recordings
 from tests.support.cache_checks import slots_of
 from tests.support.graph_recorder import Recorder, recorded
@@ -57,7 +61,7 @@ def a_draft() -> Draft:
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch):
     """The least number of slots is small, so that sequences outgrow their size."""
-    monkeypatch.setattr(graphs, "LEAST_SLOTS", BLOCK)
+    monkeypatch.setattr(recording, "_LEAST_SLOTS", 4 * BLOCK)
 
 
 def all_of(outputs: list[Output]) -> list[tuple]:
@@ -75,12 +79,14 @@ def test_what_is_recorded_is_replayed_on_what_is_given():
         return (x * 2)[rows].cumsum(0)
 
     run, rng = Recordings(Recorder()), torch.Generator().manual_seed(0)
+    for _ in range(2):  # once
+        run.add("one", function, [Padded(torch.zeros(1, 1), (4, 5)), Padded(torch.zeros(1, dtype=torch.long), (6,))])
     for size in (3, 1, 4, 2):
         x, rows = torch.randn(size, 5, generator=rng), torch.randint(size, (6,), generator=rng)
-        found = run("one", function, [Padded(x, (4, 5)), Padded(rows, (6,))])
+        found = run("one", [Padded(x, (4, 5)), Padded(rows, (6,))])
         assert torch.equal(found, (x * 2)[rows].cumsum(0))
     assert calls == [(4, 5)] * 2
-    run("another", function, [Padded(x, (2, 5)), Padded(rows, (6,))])
+    run.add("another", function, [Padded(x, (2, 5)), Padded(rows, (6,))])
     assert calls == [(4, 5)] * 2 + [(2, 5)] * 2
 
 
@@ -99,17 +105,18 @@ ASKED = {
 def test_what_asks_for_values_cannot_be_recorded(name):
     run = Recordings(Recorder())
     with torch.inference_mode(), pytest.raises(AssertionError):
-        run("", ASKED[name], [Padded(torch.arange(4), (4,))])
+        run.add("", ASKED[name], [Padded(torch.arange(4), (4,))])
 
 
 @pytest.mark.parametrize("fill", [0, 7])
 def test_beyond_what_is_given_all_is_as_told(fill):
     run = Recordings(Recorder())
+    run.add("", torch.clone, [Padded(torch.ones(1, 1, dtype=torch.long), (4, 4), fill)])
     for rows, columns in ((2, 3), (4, 1), (1, 4), (1, 1), (3, 4), (1, 1)):
         x = torch.full((rows, columns), 5)
         wanted = torch.full((4, 4), fill)
         wanted[:rows, :columns] = 5
-        assert torch.equal(run("", torch.clone, [Padded(x, (4, 4), fill)]), wanted)
+        assert torch.equal(run("", [Padded(x, (4, 4), fill)]), wanted)
 
 
 # --- the engine
@@ -134,7 +141,7 @@ def test_with_the_other_switches(family):
     at = draw_settings(rng)
     engine = recorded(engine_for(family, at, rng, guide_from_outside))
     check_tokens(engine, rng, at, *greedy(family))
-    assert runner_of(engine).launcher.validation.made
+    assert runner_of(engine).graphs.validation.made
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -146,7 +153,7 @@ def test_a_draft_that_catches_up(overlap):
     eager, replayed = (Engine(target, Eagle(a_draft(), target), **options) for _ in range(2))
     wanted = eager.generate(PROMPTS[:2], params)
     assert all_of(recorded(replayed).generate(PROMPTS[:2], params)) == all_of(wanted)
-    assert runner_of(replayed).launcher.drafting.made
+    assert runner_of(replayed).graphs.drafting.made
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -171,36 +178,73 @@ def test_every_family_can_be_recorded(family):
 def test_without_a_draft():
     engine = recorded(Engine(shared_target("llama"), max_batch_size=3, overlap=True))
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
-    assert not runner_of(engine).launcher.drafting.made
+    assert not runner_of(engine).graphs.drafting.made
 
 
 # --- how often
 
 
-def test_there_is_a_recording_for_each_size_and_tree():
-    """Rows are powers of two, up to the largest batch, and so are slots. Drafting has one for each drafting mode as
-    well."""
+def test_steps_of_rows():
+    assert row_steps(1, [1 << 62]) == [1]
+    assert row_steps(5, [1 << 62]) == [1, 2, 4, 5]
+    assert row_steps(8, [8]) == [1, 2, 4, 8]
+    assert row_steps(30, [3, 12, 64]) == [1, 2, 3, 4, 8, 12, 16, 24, 30]
+
+
+def test_steps_of_slots(monkeypatch):
+    """At most half of a table is padding, and a copy of the slots is at most twice what the cache has."""
+    monkeypatch.setattr(recording, "_LEAST_SLOTS", 64)
+    assert block_steps(35, 100, 1) == [35, 18, 9, 5, 3]
+    assert block_steps(35, 100, 8) == [18, 9, 5, 3]
+    assert block_steps(4, 4, 1) == [4]
+
+
+def test_all_is_recorded_at_the_start():
+    """For each number of rows the dispatcher's tree, and of each drafting mode. No round adds any; each is replayed."""
     target, sizes = shared_target("llama"), []
     table = {1: "n8", 3: "chain3", 5: full(1, 2)}
     engine = recorded(Engine(target, a_draft(), table, max_batch_size=5, drafting="multinomial", kv_tokens=30 * BLOCK))
-    draft = runner_of(engine).draft
+    drafting, validation = runner_of(engine).graphs.drafting, runner_of(engine).graphs.validation
+    wanted = {(rows, engine.dispatcher.dispatch(rows).tree) for rows in (1, 2, 3, 4, 5)}
+    assert {(rows, tree) for (rows, _), tree in validation.made} == wanted
+    assert {(rows, plan.tree) for (rows, _), plan, _ in drafting.made} == wanted
+    assert len(drafting.made) == 2 * len(validation.made)
+    assert len({slots for (_, slots), _ in validation.made}) > 1
+    made, draft = list(drafting.made), runner_of(engine).draft
 
     def noted(inputs):
-        rows = {1: 1, 2: 2, 3: 4, 4: 4, 5: 5}[len(active_in(engine))]
-        slots = {1: 16, 2: 32, 3: 64, 4: 64}[inputs.prefix.blocks.shape[1]]
-        sizes.append((rows, slots, inputs.plan.tree.parents, inputs.sampling.all_greedy))
+        sizes.append((len(active_in(engine)), inputs.sampling.all_greedy))
         return draft(inputs)
 
     runner_of(engine).draft = noted
-    prompts = random_tokens(40, 30, 17, 9, 1)
-    for _ in range(2):
-        engine.generate(prompts, LATE_GREEDY)
-        drafting, validation = runner_of(engine).launcher.drafting, runner_of(engine).launcher.validation
-        assert len(drafting.made) == len(set(sizes)) > 5
-        assert len(validation.made) == len({size[:3] for size in sizes}) > 5
-        assert drafting.record.replays == validation.record.replays == len(sizes)
-    for place, values in enumerate([{1, 2, 4, 5}, {32, 64}, set(), {False, True}]):
-        assert {size[place] for size in sizes} >= values
+    engine.generate(random_tokens(40, 30, 17, 9, 1), LATE_GREEDY)
+    assert list(drafting.made) == made
+    assert drafting.record.replays == validation.record.replays == len(sizes)
+    assert {size for size, _ in sizes} == {1, 2, 3, 4, 5}
+    assert {greedy for _, greedy in sizes} == {False, True}
+
+
+def test_a_block_table_that_is_read_where_it_lies_has_one_size(monkeypatch):
+    """Where attention copies no slots, their number makes no difference."""
+
+    def in_place(q, keys, values, table, block, first, ends, scale, softcap=None):
+        slots = (table[:, :, None] * block + torch.arange(block)).flatten(1)
+        k, v = (
+            store[slots].transpose(1, 2).repeat_interleave(q.shape[1] // store.shape[1], 1) for store in (keys, values)
+        )
+        place = torch.arange(slots.shape[1])
+        seen = (place >= first[..., None]) & (place < ends[..., None])
+        scores = (q @ k.mT * scale).masked_fill(~seen[:, None], -torch.inf)
+        lse = scores.logsumexp(-1)
+        return (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp() @ v.masked_fill(v.isnan(), 0), lse
+
+    monkeypatch.setattr(paged, "supports", lambda *_: True)
+    monkeypatch.setattr(paged, "paged_attention", in_place)
+    engine = recorded(Engine(shared_target("llama"), tiny_draft(shared_target("llama")), "n8", max_batch_size=3))
+    guide_from_outside(engine, answers("llama"), lambda _: 2)
+    sizes = {size for size, _ in runner_of(engine).graphs.validation.made}
+    assert sizes == {(rows, 144) for rows in (1, 2, 3)}  # the context, 128, and two rounds
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
 
 
 class Launches(TorchDispatchMode):
@@ -242,21 +286,34 @@ def test_a_round_that_was_recorded_is_copies_and_replays():
 
     wanted = engine.generate(PROMPTS, PARAMS)
     engine.stage_times.stage = watched
-    with patch.object(Eagle, "propose"), patch.object(graphs, "validate"):  # nobody calls them any more
+    with patch.object(Eagle, "propose"), patch.object(Runner, "forward"):  # nobody calls them any more
         assert all_of(engine.generate(PROMPTS, PARAMS)) == all_of(wanted)
     sent = {"lift_fresh", "detach_", "to"}  # where nothing is under way, the host tells how much the draft has read
     assert launches.names <= {"slice", "copy_", "clone", "fill_", "add", "sub"} | sent, launches.names
 
 
-def test_a_store_that_grew_is_recorded_anew():
-    target, wanted = shared_target("llama"), answers("llama")
-    engine = recorded(Engine(target, tiny_draft(target), max_batch_size=2))
-    guide_from_outside(engine, wanted, lambda _: 2)
-    for length in (4, 16, 4):
-        params = SamplingParams(max_tokens=length, ignore_eos=True)
-        before, slots = runner_of(engine).launcher.validation, runner_of(engine).cache.slots
-        assert token_ids(engine.generate(PROMPTS[:2], params)) == cut(wanted[:2], length)
-        assert (runner_of(engine).launcher.validation is not before) == (runner_of(engine).cache.slots > slots)
+def test_the_cache_stays_where_it_is():
+    """What a request alone has no room for is refused; others wait."""
+    engine = recorded(Engine(shared_target("llama"), max_batch_size=2))
+    memory = [x.data_ptr() for x in inside(engine).memory.by_block]
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+    assert [x.data_ptr() for x in inside(engine).memory.by_block] == memory
+    assert pool_of(engine).total == 2 * 10  # of a context of 128, two rounds of one token, and one that is kept free
+    small = Engine(shared_target("llama"), max_batch_size=2)
+    inside(small).memory.affordable = lambda: 3
+    recorded(small)
+    assert token_ids(small.generate(PROMPTS[:2], GREEDY)) == cut(answers("llama")[:2])
+    with pytest.raises(UserError, match=r"^kv_tokens=None: prompt 0 and its answer need 64, and the device had .* 48$"):
+        small.generate([[1] * 40], SamplingParams(max_tokens=20))
+
+
+def test_how_many_there_are_is_told(caplog):
+    with caplog.at_level("INFO"):
+        engine = recorded(Engine(shared_target("llama"), a_draft(), max_batch_size=2))
+    graphs = runner_of(engine).graphs
+    count = len(graphs.drafting.made) + len(graphs.validation.made)
+    assert re.search(rf"\b{count} CUDA graphs recorded in \d+\.\d s$", caplog.text, re.MULTILINE)
+    assert f"CUDA graph {count}/{count}" in caplog.text
 
 
 # --- where the host has a part in it
@@ -270,7 +327,7 @@ def test_rounds_with_a_grammar_are_not_recorded():
     wanted = eager.generate(PROMPTS[:2], params)
     assert all_of(recorded(replayed).generate(PROMPTS[:2], params)) == all_of(wanted)
     rounds = [output.stats.calls for output in wanted]
-    assert runner_of(replayed).launcher.validation.record.replays == rounds[0] - rounds[1] > 0
+    assert runner_of(replayed).graphs.validation.record.replays == rounds[0] - rounds[1] > 0
 
 
 def test_graphs_need_a_gpu():
@@ -390,8 +447,8 @@ def test_gpu_gives_the_same_tokens(family, tree):
     engine = Engine(on_gpu(family), tiny_draft(shared_target(family)), tree, max_batch_size=3, graphs=True)
     for _ in range(2):
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
-    assert runner_of(engine).launcher.drafting.made
-    assert runner_of(engine).launcher.validation.made
+    assert runner_of(engine).graphs.drafting.made
+    assert runner_of(engine).graphs.validation.made
 
 
 @pytest.mark.gpu

@@ -1,0 +1,119 @@
+"""Records all CUDA graphs that rounds may need, before the first request. Paper section 3.4, DESIGN section 3.9.
+
+Knows nothing of requests. graphs.py replays.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from eagle_train.inference.cache.block_pool import blocks_for
+from eagle_train.inference.cache.prefix import BLOCK, SCRATCH, PagedPrefix
+from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.graphs import Graphs, Size
+from eagle_train.inference.decode.rounds import RoundInputs
+from eagle_train.inference.decode.sampling import SamplingTensors
+from eagle_train.inference.drafters.drafter import Pending, TreePlan
+from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.runner import Runner
+from eagle_train.ops.graphs import Record
+from eagle_train.progress import progress
+
+_LEAST_SLOTS = 256  # of a row that graphs are recorded for, where they are recorded for several numbers
+_ROWS_STEP = 8  # between numbers of rows; below it they are powers of two
+_LOG = logging.getLogger(__name__)
+
+
+def record_rounds(runner: Runner, dispatcher: Dispatcher, blocks: int, recorder: Callable[[], Record]) -> None:
+    """Record drafting and validation for batches of every size, each with the trees that the dispatcher may give it.
+
+    `blocks`: in the cache, whose tensors must stay where they are; `recorder`: as for `Graphs`.
+    """
+    runner.graphs = Graphs(recorder, dispatcher.deepest + 1)
+    most = runner.config.max_batch_size
+    steps = row_steps(most, [size for size, _ in dispatcher.table])
+    _record(runner, dispatcher.plans(steps), blocks)
+
+
+@torch.inference_mode()
+def _record(runner: Runner, plans: list[tuple[int, TreePlan]], blocks: int) -> None:
+    """Record rounds of these numbers of rows and plans. `blocks`: in the cache."""
+    started, context = time.perf_counter(), runner.target.max_positions
+    assert runner.graphs is not None
+    # A row's block table holds its context, a round in flight and the next one.
+    width = min(blocks, blocks_for(context + 2 * runner.graphs.pending))
+    with runner.resources(max(rows * plan.tree.num_nodes for rows, plan in plans)):
+        gathers = {plan: _gathers(runner, plan) for plan in dict.fromkeys(plan for _, plan in plans)}
+        jobs = []
+        for rows, plan in sorted(plans, key=lambda pair: pair[0], reverse=True):  # later ones use the largest's memory
+            widths = block_steps(width, blocks, rows) if gathers[plan] else [width]
+            for each in widths:
+                jobs += _jobs(runner, (rows, each * BLOCK), plan)
+        bar = progress(len(jobs), "CUDA graph")
+        for done, job in enumerate(jobs, 1):
+            job()
+            bar.update(done)
+        bar.close()
+    _LOG.info("%d CUDA graphs recorded in %.1f s", len(jobs), time.perf_counter() - started)
+
+
+def row_steps(most: int, changes: list[int]) -> list[int]:
+    """The numbers of rows that rounds are recorded for: 1, 2, 4, 8, then every 8, and `most`. `changes`: the largest
+    batch sizes of the dispatcher's table, so that all batches of a step have one tree."""
+    powers = [1 << i for i in range((_ROWS_STEP - 1).bit_length())]
+    return sorted({rows for rows in (*powers, *range(_ROWS_STEP, most, _ROWS_STEP), *changes) if rows < most} | {most})
+
+
+def block_steps(width: int, total: int, rows: int) -> list[int]:
+    """The widths of the block table that rounds are recorded for where attention copies all slots of the table.
+
+    From `width` down, each half of the one before, so that at most half of a copy is padding. Widths with which `rows`
+    rows have more than twice the cache's `total` blocks are left out: there is no memory for such a copy.
+    """
+    steps = [width]
+    while steps[-1] > blocks_for(_LEAST_SLOTS):
+        steps.append(-(-steps[-1] // 2))
+    return [step for step in steps if rows * step <= 2 * total]
+
+
+def _jobs(runner: Runner, size: Size, plan: TreePlan) -> list[Callable[[], None]]:
+    """The recordings of one size and plan."""
+    graphs, inputs = runner.graphs, _inputs(runner, plan, False)
+    assert graphs is not None
+    jobs: list[Callable[[], None]] = []
+    if inputs.draft_prefix is not None:
+        for drawn in {False, runner.config.drafting != "greedy"}:
+            jobs.append(partial(graphs.record_drafting, size, _inputs(runner, plan, drawn), runner.propose))
+    return [*jobs, partial(graphs.record_validation, size, inputs, runner.forward)]
+
+
+def _gathers(runner: Runner, plan: TreePlan) -> bool:
+    """Whether attention copies slots in rounds of this plan, so that their number matters. Found out by a round.
+
+    Where it reads them through the block table, it costs as much as the rows are long, however wide the table. What a
+    user's drafter does is not known.
+    """
+    inputs, drafter = _inputs(runner, plan, False), runner.drafter
+    caches = [runner.cache, *([] if drafter is None else drafter.caches)]
+    before = sum(cache.gathers for cache in caches)
+    if inputs.draft_prefix is not None:
+        runner.propose(plan, inputs.prefix, inputs.draft_prefix, inputs.pending, inputs.choice)
+    runner.forward(inputs.prefix, plan.tree, inputs.pending.tokens.new_zeros(1, plan.tree.num_nodes))
+    known = drafter is None or isinstance(drafter, Eagle)
+    return not known or sum(cache.gathers for cache in caches) > before
+
+
+def _inputs(runner: Runner, plan: TreePlan, drawn: bool) -> RoundInputs:
+    """A round of one row without tokens, which writes to the SCRATCH block. `drawn`: with drafts that are drawn."""
+    device = runner.target.device
+    zeros = torch.zeros(1, 1, dtype=torch.long, device=device)
+    prefix = PagedPrefix(zeros[0], torch.full_like(zeros, SCRATCH), BLOCK, ragged=True)
+    hidden = torch.zeros(1, 1, runner.target.embedding.shape[1], dtype=runner.target.dtype, device=device)
+    pending = Pending(zeros, hidden, torch.ones_like(zeros[0]), zeros[0])
+    sampling = SamplingTensors.from_lists([float(drawn)], [0], [1.0], device)
+    draws = torch.zeros(1, plan.num_draws, dtype=torch.float64, device=device) if drawn else None
+    drafts = prefix if runner.drafts(plan, pending) else None
+    return RoundInputs(plan, prefix, drafts, pending, sampling, zeros[0], runner.config.drafting, draws, None)
