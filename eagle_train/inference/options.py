@@ -60,9 +60,9 @@ class EngineConfig:
       sampled rounds (paper section 3.2). Compiles in the constructor, for a batch of one and for larger ones. Prefill
       is not compiled.
     - `compile_sampling`: torch.compile for the verification of sampled rounds only; None: with `compile`, on a GPU.
-    - `graphs`: record drafting and validation as CUDA graphs in the constructor (paper section 3.4), so that no request
-      waits for it. Rounds with a grammar run without. Needs a GPU and a target that is whole on it. None: there, unless
-      the target is quantised, the drafter is a user's, or either has experts.
+    - `graphs`: record rounds as CUDA graphs in the constructor (paper section 3.4), so that no request waits for it.
+      Rounds with a grammar run without. Needs a GPU and a target that is whole on it. None: there, unless the target is
+      quantised, the drafter is a user's, or either has experts.
     - `divide_sampling`: ranks of one tensor-parallel target sample a part of the batch each (paper section 3.2); false:
       each rank samples the whole batch.
     - `divide_draft`: ranks of one tensor-parallel target hold and run a part each of an EAGLE draft and of the LM head
@@ -85,7 +85,7 @@ class EngineConfig:
     drafting: str = "greedy"  # above temperature 0: greedy | multinomial | multinomial_without_replacement
     compile: bool = False  # true: torch.compile for the decoding forwards, at the start
     compile_sampling: bool | None = None  # torch.compile for verification; null: with compile, on a GPU
-    graphs: bool | None = None  # drafting and validation as CUDA graphs; null: on a GPU, but for experts
+    graphs: bool | None = None  # rounds as CUDA graphs; null: on a GPU, but for experts
     divide_sampling: bool = True  # tensor-parallel ranks sample a part of the batch each
     divide_draft: bool | None = None  # tensor-parallel ranks run a part of the draft each; null: what is faster
     divide_lm_head: bool | None = None  # they read a part of the LM head each; null: what is faster

@@ -22,7 +22,7 @@ from eagle_train.inference.cache.block_ends import BlockEnds
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.decode.bookkeeping import RoundResult, commit, report_of
-from eagle_train.inference.decode.graphs import Graphs
+from eagle_train.inference.decode.graphs import EndKey, Graphs
 from eagle_train.inference.decode.prefill import prefill
 from eagle_train.inference.decode.rounds import RoundInputs, Validated
 from eagle_train.inference.decode.sampling import (
@@ -90,6 +90,8 @@ class Runner:
         with self.resources(rows):
             drafted = self.draft(inputs)
             validated = self.validate(inputs, drafted.tokens)
+            if (key := self._end_key(inputs)) is not None:
+                return self._replay_end(inputs, key)
             verified = self.sample(inputs, drafted, validated.logits)
             return self.commit(inputs, drafted, validated, verified)
 
@@ -172,6 +174,8 @@ class Runner:
             if self.graphs is None or key is None:
                 return self.forward(inputs.prefix, inputs.plan.tree, tokens)
             validated = self.graphs.validate(key, inputs, tokens)
+            if self._end_key(inputs) is not None:
+                return validated
             # The drafter may use the hidden states rounds later, when the graph has run again.
             return validated._replace(hidden=validated.hidden.clone())
 
@@ -183,38 +187,67 @@ class Runner:
     def sample(self, inputs: RoundInputs, drafted: Drafted, logits: torch.Tensor) -> Verified:
         """Verify the drafts: the nodes that the target accepts, and the token after each row's last accepted node."""
         with self.times.stage("sampling"):
-            tree, own = inputs.plan.tree, self.ranks.own
             if inputs.guidance is not None:
-                logits = restrict(logits, own(inputs.guidance.allowed(list(range(tree.num_nodes)))))
+                nodes = list(range(inputs.plan.tree.num_nodes))
+                logits = restrict(logits, self.ranks.own(inputs.guidance.allowed(nodes)))
                 inputs.guidance.rewind()
-            tokens = own(drafted.tokens)
-            if inputs.sampling.all_greedy:
-                verified = verify_chosen(tree, tokens, logits.argmax(-1))
-            else:
-                sampling, seeds, lengths = inputs.sampling.rows(own), own(inputs.seeds), own(inputs.prefix.lengths)
-                drawn = [None if x is None else own(x) for x in (inputs.draws, drafted.q)]
-                verified = self.verification(inputs.plan, tokens, logits, sampling, seeds, lengths, *drawn)
-            verified = Verified(*self.ranks.all(len(drafted.tokens), *verified))
+            verified = self.verify(inputs, drafted, logits)
             return verified if self.acceptance is None else self.acceptance(inputs, verified)
+
+    def verify(self, inputs: RoundInputs, drafted: Drafted, logits: torch.Tensor) -> Verified:
+        """As `sample`, by the logits of the tokens that are allowed, without a wait for the device."""
+        tree, own = inputs.plan.tree, self.ranks.own
+        tokens = own(drafted.tokens)
+        if inputs.sampling.all_greedy:
+            verified = verify_chosen(tree, tokens, logits.argmax(-1))
+        else:
+            sampling, seeds, lengths = inputs.sampling.rows(own), own(inputs.seeds), own(inputs.prefix.lengths)
+            drawn = [None if x is None else own(x) for x in (inputs.draws, drafted.q)]
+            verified = self.verification(inputs.plan, tokens, logits, sampling, seeds, lengths, *drawn)
+        return Verified(*self.ranks.all(len(drafted.tokens), *verified))
 
     def commit(
         self, inputs: RoundInputs, drafted: Drafted, validated: Validated, verified: Verified
     ) -> tuple[Pending, RoundResult]:
         """Commit the accepted paths to the caches. Returns the next round's pending tokens, and the round's results."""
         with self.times.stage("bookkeeping"):
-            plan, prefix = inputs.plan, inputs.prefix
-            hidden, suffix = validated.hidden, validated.suffix
-            committed = commit(self.cache, prefix, plan.tree, suffix, hidden, drafted.tokens, verified)
-            if self.ends is not None:
-                self.ends.write(prefix, committed.hidden)
-            if self.drafter is None:
-                pending = committed
-            elif inputs.draft_prefix is not None:
-                rewound = self.drafter.rewind(plan, prefix, drafted.suffix, verified.node, committed)
-                pending = checked_pending(self.drafter, rewound)
-            else:
-                pending = inputs.pending.append_token(committed)
-            return pending, RoundResult(plan.tree.max_depth, report_of(committed), pending.counts)
+            return self._results(inputs, *self._keep(inputs, drafted, validated, verified))
+
+    def finish(self, inputs: RoundInputs, drafted: Drafted, validated: Validated) -> tuple[Pending, torch.Tensor]:
+        """`sample` and `commit` up to where the host takes part: what the drafter may process next of the round's
+        tokens, and `report_of` them."""
+        return self._keep(inputs, drafted, validated, self.verify(inputs, drafted, validated.logits))
+
+    def _keep(
+        self, inputs: RoundInputs, drafted: Drafted, validated: Validated, verified: Verified
+    ) -> tuple[Pending, torch.Tensor]:
+        """As `finish`, of what was verified."""
+        plan, prefix, (hidden, _, suffix) = inputs.plan, inputs.prefix, validated
+        committed = commit(self.cache, prefix, plan.tree, suffix, hidden, drafted.tokens, verified)
+        if self.ends is not None:
+            self.ends.write(prefix, committed.hidden)
+        pending = committed
+        if self.drafter is not None and inputs.draft_prefix is not None:
+            rewound = self.drafter.rewind(plan, prefix, drafted.suffix, verified.node, committed)
+            pending = checked_pending(self.drafter, rewound)
+        return pending, report_of(committed)
+
+    def _results(self, inputs: RoundInputs, pending: Pending, report: torch.Tensor) -> tuple[Pending, RoundResult]:
+        """The next round's pending tokens, and the round's results, from what `finish` returns."""
+        if self.drafter is not None and inputs.draft_prefix is None:
+            pending = inputs.pending.append_token(pending)
+        return pending, RoundResult(inputs.plan.tree.max_depth, report, pending.counts)
+
+    def _end_key(self, inputs: RoundInputs) -> EndKey | None:
+        """The recording of a round's end; None where there is none. With a grammar the host computes masks before."""
+        return None if self.graphs is None or inputs.guidance is not None else self.graphs.end_key(inputs)
+
+    def _replay_end(self, inputs: RoundInputs, key: EndKey) -> tuple[Pending, RoundResult]:
+        assert self.graphs is not None
+        with self.times.stage("sampling"):
+            pending, report = self.graphs.finish(key, inputs)
+        with self.times.stage("bookkeeping"):
+            return self._results(inputs, pending, report)
 
     @torch.inference_mode()
     def compile(self, sizes: list[tuple[int, TreePlan]], most: int) -> None:

@@ -15,10 +15,10 @@ import torch
 
 from eagle_train.errors import check
 from eagle_train.inference import Engine
+from eagle_train.inference.decode.graphs import Graphs
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import LMHead, Target
 from eagle_train.ops.compiled import Compiled
-from eagle_train.ops.graphs import Recording
 from evals.bench.requests import TimedRequest
 
 FORWARDS = (
@@ -27,7 +27,8 @@ FORWARDS = (
     (Compiled, "__call__"),
     (Target, "embed"),  # the draft has no embedding of its own
     (LMHead, "__call__"),
-    (Recording, "__call__"),
+    (Graphs, "propose"),
+    (Graphs, "validate"),
 )
 
 

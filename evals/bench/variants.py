@@ -130,7 +130,7 @@ SWITCHES = {
         "forwards compiled", off=Variant(options=given(compile=False)), on=Variant(options=given(compile=True))
     ),
     "cuda_graphs": Switch(
-        "drafting and validation as CUDA graphs (3.4)",
+        "rounds as CUDA graphs (3.4)",
         off=Variant(options=given(graphs=False)),
         on=Variant(options=given(graphs=True)),
         device="cuda",

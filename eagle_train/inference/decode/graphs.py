@@ -1,4 +1,7 @@
-"""Drafting and validation as CUDA graphs, all of them recorded before the first request. Paper section 3.4.
+"""Rounds as CUDA graphs, all of them recorded before the first request. Paper section 3.4.
+
+A round is three graphs: drafting, validation, and its end, which samples and commits; three, because sampling has
+several variants, and the target's forward is then recorded once for them all. Each reads what the one before left.
 
 A graph is recorded for each tree and number of rows, and for several numbers of slots only where attention copies them.
 What differs between rounds of equal sizes is in tensors, which are copied to the graph's inputs before it is replayed.
@@ -8,7 +11,8 @@ Shapes: A active rows, N tree nodes, P pending tokens, W blocks of a row, H hidd
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +27,26 @@ from eagle_train.ops.graphs import Padded, Record, Recordings
 Propose = Callable[[TreePlan, Prefix, Prefix, Pending, Choice], Drafted]
 Validate = Callable[[Prefix, Tree, torch.Tensor], Validated]
 Size = tuple[int, int]  # rows and slots of a row
+Finish = Callable[[RoundInputs, Drafted, Validated], tuple[Pending, torch.Tensor]]
 DraftingKey = tuple[Size, TreePlan, str]  # with the drafting mode
 ValidationKey = tuple[Size, Tree]
+
+
+class Kind(NamedTuple):
+    """What the host knows of a round's sampling, by which work is left out."""
+
+    all_greedy: bool
+    any_top: bool
+    any_top_k: bool
+    is_drawn: bool  # drafts are drawn
+
+    @classmethod
+    def of(cls, inputs: RoundInputs) -> "Kind":
+        sampling = inputs.sampling
+        return cls(sampling.all_greedy, sampling.any_top, sampling.any_top_k, inputs.draws is not None)
+
+
+EndKey = tuple[Size, TreePlan, Kind]
 
 
 def check_graphs(
@@ -46,7 +68,7 @@ def check_graphs(
 
 
 class Graphs:
-    """Recorded `Drafter.propose` and `validate`.
+    """Recorded drafting, validation, and ends of rounds.
 
     The next replay of the same method overwrites what one returned. Suffixes have the padding rows too.
     """
@@ -55,8 +77,8 @@ class Graphs:
         """`recorder`: returns an object that records. `pending`: the most tokens that a round leaves for the drafter to
         process in the next one."""
         self.pending = pending
-        # Separate memory: validation must not overwrite what was drafted.
-        self.drafting, self.validation = Recordings(recorder()), Recordings(recorder())
+        # Separate memory: validation must not overwrite what was drafted, nor a round's end what it reads.
+        self.drafting, self.validation, self.ends = (Recordings(recorder()) for _ in range(3))
         self._sizes: dict[Tree, list[Size]] = {}  # recorded ones, by validation
         self._logits: dict[tuple[int, int], torch.Tensor] = {}  # by N and V: [rows, N, V], for all recordings
 
@@ -75,6 +97,17 @@ class Graphs:
         """The recording that a round's validation fits; None where there is none."""
         size = self._size(inputs)
         return None if size is None else (size, inputs.plan.tree)
+
+    def end_key(self, inputs: RoundInputs) -> EndKey | None:
+        """The recording that a round's end fits, if drafting, where there is any, and validation fit theirs; else None.
+
+        It reads what they leave, so that they must run before it.
+        """
+        size = self._size(inputs)
+        if size is None or (inputs.draft_prefix is not None and self.drafting_key(inputs) is None):
+            return None
+        key = size, inputs.plan, Kind.of(inputs)
+        return key if key in self.ends.made else None
 
     def _size(self, inputs: RoundInputs) -> Size | None:
         """The least recorded size that has room for a round's rows and block table."""
@@ -143,6 +176,44 @@ class Graphs:
         hidden, logits, suffix = self.validation(key, _validation_inputs(key[0], inputs, tokens))
         return Validated(hidden[:active], logits[:active], suffix)
 
+    def record_end(self, size: Size, inputs: RoundInputs, finish: Finish) -> None:
+        """Record `finish` for rounds of this size and of the inputs' plan and kind, whose drafting and validation are
+        recorded. `inputs`: as for `record_drafting`."""
+        plan, drafts = inputs.plan, inputs.draft_prefix is not None
+        validation = self.validation.made[size, plan.tree]
+        lengths, blocks, tokens = validation.inputs
+        drafted = Drafted(tokens, None, None)
+        if drafts:
+            drafted = self.drafting.made[size, plan, inputs.choice.mode].result._replace(tokens=tokens)
+
+        def work(
+            seeds: torch.Tensor,  # int64 [rows]
+            temperature: torch.Tensor,  # float32 [rows]
+            top_k: torch.Tensor,  # int64 [rows]
+            top_p: torch.Tensor,  # float32 [rows]
+            *draws: torch.Tensor,  # float64 [rows, draws], or none
+        ) -> tuple[Pending, torch.Tensor]:
+            prefix = _prefix(lengths, blocks)
+            own = replace(
+                inputs,
+                prefix=prefix,
+                draft_prefix=prefix if drafts else None,
+                sampling=replace(inputs.sampling, temperature=temperature, top_k=top_k, top_p=top_p),
+                seeds=seeds,
+                draws=draws[0] if draws else None,
+            )
+            return finish(own, drafted, Validated(*validation.result))
+
+        self.ends.add((size, plan, Kind.of(inputs)), work, _end_inputs(size, inputs))
+
+    def finish(self, key: EndKey, inputs: RoundInputs) -> tuple[Pending, torch.Tensor]:
+        """What `finish` returns for a round that fits this recording, after its drafting and validation."""
+        active = len(inputs.prefix.lengths)
+        pending, report = self.ends(key, _end_inputs(key[0], inputs))
+        tensors = (pending.tokens, pending.hidden, pending.counts, pending.lengths)
+        # Copied: the drafter may use them rounds later, when the graph has run again.
+        return Pending(*(x[:active].clone() for x in tensors)), report[:active]
+
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [R, N, V] in the memory of those of all sizes: they would be the largest part of every recording."""
         rows, *shape = logits.shape
@@ -165,3 +236,11 @@ def _padded_prefix(prefix: Prefix, size: Size) -> tuple[Padded, Padded]:
 
 def _validation_inputs(size: Size, inputs: RoundInputs, tokens: torch.Tensor) -> list[Any]:
     return [*_padded_prefix(inputs.prefix, size), Padded(tokens, (size[0], tokens.shape[1]))]
+
+
+def _end_inputs(size: Size, inputs: RoundInputs) -> list[Padded]:
+    (rows, _), sampling = size, inputs.sampling
+    ones = [Padded(sampling.top_p, (rows,), fill=1)]
+    given = [Padded(x, (rows,)) for x in (inputs.seeds, sampling.temperature, sampling.top_k)]
+    draws = [] if inputs.draws is None else [Padded(inputs.draws, (rows, inputs.draws.shape[1]))]
+    return [*given, *ones, *draws]

@@ -16,7 +16,7 @@ from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.graphs import Graphs, Size
 from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.sampling import SamplingTensors
-from eagle_train.inference.drafters.drafter import Pending, TreePlan
+from eagle_train.inference.drafters.drafter import Drafter, Pending, TreePlan
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.runner import Runner
 from eagle_train.ops.graphs import Record
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def record_rounds(runner: Runner, dispatcher: Dispatcher, blocks: int, recorder: Callable[[], Record]) -> None:
-    """Record drafting and validation for batches of every size, each with the trees that the dispatcher may give it.
+    """Record all parts of rounds for batches of every size, each with the trees that the dispatcher may give it.
 
     `blocks`: in the cache, whose tensors must stay where they are; `recorder`: as for `Graphs`.
     """
@@ -81,13 +81,17 @@ def block_steps(width: int, total: int, rows: int) -> list[int]:
 
 def _jobs(runner: Runner, size: Size, plan: TreePlan) -> list[Callable[[], None]]:
     """The recordings of one size and plan."""
-    graphs, inputs = runner.graphs, _inputs(runner, plan, False)
+    graphs, greedy = runner.graphs, _inputs(runner, plan)
     assert graphs is not None
+    sampled = [_inputs(runner, plan, *each) for each in ((1.0, 0, 1.0), (1.0, 0, 0.5), (1.0, 1, 0.5))]
     jobs: list[Callable[[], None]] = []
-    if inputs.draft_prefix is not None:
-        for drawn in {False, runner.config.drafting != "greedy"}:
-            jobs.append(partial(graphs.record_drafting, size, _inputs(runner, plan, drawn), runner.propose))
-    return [*jobs, partial(graphs.record_validation, size, inputs, runner.forward)]
+    if greedy.draft_prefix is not None:
+        modes = {inputs.choice.mode: inputs for inputs in (greedy, *sampled)}
+        jobs += [partial(graphs.record_drafting, size, inputs, runner.propose) for inputs in modes.values()]
+    jobs.append(partial(graphs.record_validation, size, greedy, runner.forward))
+    if _is_known(runner.drafter) and runner.acceptance is None:
+        jobs += [partial(graphs.record_end, size, inputs, runner.finish) for inputs in (greedy, *sampled)]
+    return jobs
 
 
 def _gathers(runner: Runner, plan: TreePlan) -> bool:
@@ -96,24 +100,31 @@ def _gathers(runner: Runner, plan: TreePlan) -> bool:
     Where it reads them through the block table, it costs as much as the rows are long, however wide the table. What a
     user's drafter does is not known.
     """
-    inputs, drafter = _inputs(runner, plan, False), runner.drafter
+    inputs, drafter = _inputs(runner, plan), runner.drafter
     caches = [runner.cache, *([] if drafter is None else drafter.caches)]
     before = sum(cache.gathers for cache in caches)
     if inputs.draft_prefix is not None:
         runner.propose(plan, inputs.prefix, inputs.draft_prefix, inputs.pending, inputs.choice)
     runner.forward(inputs.prefix, plan.tree, inputs.pending.tokens.new_zeros(1, plan.tree.num_nodes))
-    known = drafter is None or isinstance(drafter, Eagle)
-    return not known or sum(cache.gathers for cache in caches) > before
+    return not _is_known(drafter) or sum(cache.gathers for cache in caches) > before
 
 
-def _inputs(runner: Runner, plan: TreePlan, drawn: bool) -> RoundInputs:
-    """A round of one row without tokens, which writes to the SCRATCH block. `drawn`: with drafts that are drawn."""
+def _is_known(drafter: Drafter | None) -> bool:
+    """Whether it is ours, or none. A user's may have the host wait when it is told what was accepted."""
+    return drafter is None or isinstance(drafter, Eagle)
+
+
+def _inputs(
+    runner: Runner, plan: TreePlan, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0
+) -> RoundInputs:
+    """A round of one row without tokens, which writes to the SCRATCH block."""
     device = runner.target.device
     zeros = torch.zeros(1, 1, dtype=torch.long, device=device)
     prefix = PagedPrefix(zeros[0], torch.full_like(zeros, SCRATCH), BLOCK, ragged=True)
     hidden = torch.zeros(1, 1, runner.target.embedding.shape[1], dtype=runner.target.dtype, device=device)
     pending = Pending(zeros, hidden, torch.ones_like(zeros[0]), zeros[0])
-    sampling = SamplingTensors.from_lists([float(drawn)], [0], [1.0], device)
+    sampling = SamplingTensors.from_lists([temperature], [top_k], [top_p], device)
+    drawn = temperature > 0 and runner.config.drafting != "greedy" and plan.tree.num_nodes > 1
     draws = torch.zeros(1, plan.num_draws, dtype=torch.float64, device=device) if drawn else None
     drafts = prefix if runner.drafts(plan, pending) else None
     return RoundInputs(plan, prefix, drafts, pending, sampling, zeros[0], runner.config.drafting, draws, None)

@@ -1,9 +1,9 @@
-"""Drafting and validation as graphs: the same tokens and rounds as without, with one recording for each size."""
+"""Rounds as graphs: the same tokens and rounds as without, and all recordings before the first request."""
 
 import copy
 import random
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_train.errors import UserError
-from eagle_train.inference import Engine, Output, SamplingParams, parts
+from eagle_train.inference import Engine, Output, SamplingParams, SimulatedAcceptance, parts
 from eagle_train.inference.cache.prefix import BLOCK, ZEROS
 from eagle_train.inference.decode import recording
 from eagle_train.inference.decode.recording import block_steps, row_steps
@@ -247,6 +247,9 @@ def test_a_block_table_that_is_read_where_it_lies_has_one_size(monkeypatch):
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
 
 
+RECORDED = ("drafting", "validation", "sampling")  # stages
+
+
 class Launches(TorchDispatchMode):
     """The names of the operations that the host launches."""
 
@@ -259,20 +262,65 @@ class Launches(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-def test_hidden_states_outlive_the_next_replay():
-    """A drafter may use them rounds later, where nothing is drafted in between."""
-    engine, kept = recorded(Engine(shared_target("llama"), a_draft(), "chain3")), []
-    validate = runner_of(engine).validate
+@pytest.mark.parametrize("acceptance", [None, SimulatedAcceptance([0.7, 0.3])])
+def test_what_is_pending_outlives_the_next_replay(acceptance):
+    """A drafter may use it rounds later, where nothing is drafted in between."""
+    engine, kept = Engine(shared_target("llama"), a_draft(), "chain3", max_batch_size=3, acceptance=acceptance), []
+    run = runner_of(recorded(engine)).run
 
-    def keeping(inputs, tokens):
-        found = validate(inputs, tokens)
-        kept.append((found[0], found[0].clone()))
-        return found
+    def keeping(inputs):
+        pending, result = run(inputs)
+        tensors = (pending.tokens, pending.hidden, pending.counts, pending.lengths)
+        kept.extend((x, x.clone()) for x in tensors)
+        return pending, result
 
-    runner_of(engine).validate = keeping
+    runner_of(engine).run = keeping
     engine.generate(PROMPTS, PARAMS)
-    assert len(kept) > 2
+    assert len(kept) > 8
     assert all(torch.equal(now, then) for now, then in kept)
+
+
+@pytest.mark.parametrize("drafting", DRAFT_MODES)
+def test_each_kind_of_sampling_is_recorded(drafting):
+    """A round is three replays, whatever its rows ask for."""
+    options = {"drafting": drafting, "max_batch_size": 2}
+    eager, replayed = (Engine(shared_target("llama"), a_draft(), "n8", **options) for _ in range(2))
+    graphs = runner_of(recorded(replayed)).graphs
+    for temperature, top_k, top_p in ((0.0, 5, 0.5), (1.0, 0, 1.0), (1.0, 0, 0.8), (1.3, 5, 1.0), (0.8, 9, 0.9)):
+        params = SamplingParams(temperature, top_p, top_k, max_tokens=9, seed=3, ignore_eos=True)
+        wanted = eager.generate(PROMPTS[:2], params)
+        before = [each.record.replays for each in (graphs.drafting, graphs.validation, graphs.ends)]
+        assert all_of(replayed.generate(PROMPTS[:2], params)) == all_of(wanted)
+        after = [each.record.replays for each in (graphs.drafting, graphs.validation, graphs.ends)]
+        rounds = max(len(one.rounds) for one in wanted)
+        assert [now - then for now, then in zip(after, before, strict=True)] == [rounds] * 3
+    kinds = {kind for _, _, kind in graphs.ends.made}
+    assert len(kinds) == 4
+    assert {kind.is_drawn for kind in kinds if not kind.all_greedy} == {drafting != "greedy"}
+
+
+def test_what_others_decide_is_not_recorded():
+    """Neither a simulated acceptance, nor what a user's drafter makes of the accepted path."""
+    params, prompts = SamplingParams(max_tokens=8, ignore_eos=True), PROMPTS[:2]
+    for acceptance, own in ((SimulatedAcceptance([0.7, 0.3]), False), (None, True)):
+        eager, replayed = (
+            Engine(shared_target("llama"), Own(a_draft()) if own else a_draft(), "chain3", acceptance=acceptance)
+            for _ in range(2)
+        )
+        wanted, graphs = eager.generate(prompts, params), runner_of(recorded(replayed)).graphs
+        assert all_of(replayed.generate(prompts, params)) == all_of(wanted)
+        assert graphs.drafting.record.replays == graphs.validation.record.replays > 0
+        assert not graphs.ends.made
+
+
+class Own:
+    """A user's drafter, which has `Eagle` do its work."""
+
+    def __init__(self, draft: Draft):
+        self.eagle = Eagle(copy.deepcopy(draft), shared_target("llama"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.eagle, name)
 
 
 def test_a_round_that_was_recorded_is_copies_and_replays():
@@ -281,12 +329,16 @@ def test_a_round_that_was_recorded_is_copies_and_replays():
 
     @contextmanager
     def watched(name: str):
-        with stage(name), launches if name in ("drafting", "validation") else stage(name):
+        with stage(name), launches if name in RECORDED else nullcontext():
             yield
 
     wanted = engine.generate(PROMPTS, PARAMS)
     engine.stage_times.stage = watched
-    with patch.object(Eagle, "propose"), patch.object(Runner, "forward"):  # nobody calls them any more
+    with (
+        patch.object(Eagle, "propose"),
+        patch.object(Runner, "forward"),
+        patch.object(Runner, "verify"),
+    ):  # nobody calls them any more
         assert all_of(engine.generate(PROMPTS, PARAMS)) == all_of(wanted)
     sent = {"lift_fresh", "detach_", "to"}  # where nothing is under way, the host tells how much the draft has read
     assert launches.names <= {"slice", "copy_", "clone", "fill_", "add", "sub"} | sent, launches.names
@@ -311,7 +363,7 @@ def test_how_many_there_are_is_told(caplog):
     with caplog.at_level("INFO"):
         engine = recorded(Engine(shared_target("llama"), a_draft(), max_batch_size=2))
     graphs = runner_of(engine).graphs
-    count = len(graphs.drafting.made) + len(graphs.validation.made)
+    count = sum(len(each.made) for each in (graphs.drafting, graphs.validation, graphs.ends))
     assert re.search(rf"\b{count} CUDA graphs recorded in \d+\.\d s$", caplog.text, re.MULTILINE)
     assert f"CUDA graph {count}/{count}" in caplog.text
 
@@ -327,7 +379,8 @@ def test_rounds_with_a_grammar_are_not_recorded():
     wanted = eager.generate(PROMPTS[:2], params)
     assert all_of(recorded(replayed).generate(PROMPTS[:2], params)) == all_of(wanted)
     rounds = [output.stats.calls for output in wanted]
-    assert runner_of(replayed).graphs.validation.record.replays == rounds[0] - rounds[1] > 0
+    graphs = runner_of(replayed).graphs
+    assert graphs.validation.record.replays == graphs.ends.record.replays == rounds[0] - rounds[1] > 0
 
 
 def test_graphs_need_a_gpu():
