@@ -71,7 +71,6 @@ def job(config: DictConfig) -> int:
         path is not None or quant.scheme == "none", f"quant.scheme={quant.scheme}: no draft to quantise; give draft=DIR"
     )
     world = distributed.start(device, shard_size=None)
-    check_graphs(engine_config.graphs, device, is_divided=world.size > 1)
     placement = "tensor" if world.size > 1 else "replicated"
     target = load_target(given, device, placement, world, reads=chats if config.chat else texts)
     draft = None if path is None else quantise_draft(load_draft(path, target.identity), quant)

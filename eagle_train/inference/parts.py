@@ -68,7 +68,7 @@ def build_parts(
     check_graphs(config.graphs, target.device if isinstance(target, Target) else device)
     if not isinstance(target, Target):
         target = load_target(target if isinstance(target, TargetConfig) else TargetConfig(str(target)), device)
-    check_graphs(config.graphs, target.device, target.together is not None, target.is_offloaded)
+    check_graphs(config.graphs, target.device, target.together, target.is_offloaded)
     drafter = _drafter(target, draft)
     optimize_for_decoding(target.model, target.dtype, [target.lm_head.weight])
     DraftConfig.from_target(target.config)  # raises for a target without rotary positions
@@ -97,7 +97,8 @@ def _drafter(target: Target, draft: AnyDraft) -> Drafter | None:
 def _uses_graphs(graphs: bool | None, target: Target, drafter: Drafter | None) -> bool:
     """Whether CUDA graphs are recorded: as `graphs` says; None: where nothing is known to prevent it.
 
-    That is on a GPU, for a target that is whole on it and not quantised. Experts in target or draft prevent it, because
+    That is on a GPU, for a target that is whole on it and not quantised; of one that is divided no recording was tried
+    on several GPUs yet. Experts in target or draft prevent it, because
     some implementations synchronise to count the tokens of each expert. A user's drafter may synchronise as well.
     """
     if graphs is not None:

@@ -151,19 +151,24 @@ class Runner:
                 drafted = self.propose(plan, inputs.prefix, inputs.draft_prefix, pending, inputs.choice)
             if not isinstance(self.drafter, Eagle):  # ours needs no check, which would cost kernel launches
                 drafted = checked_drafts(self.drafter, drafted, plan, pending, self.target.identity.vocab_size)
-            if self.ranks.size == 1:
-                return drafted
-            if guidance is not None:
+                drafted = self._agreed(drafted)
+            if self.ranks.size > 1 and guidance is not None:
                 guidance.reset()  # it has this rank's drafts, which may differ from rank 0's by rounding
-            tokens, q = self.ranks.agreed(drafted.tokens), drafted.q
-            return Drafted(tokens, None if q is None else self.ranks.agreed(q), drafted.suffix)
+            return drafted
 
     def propose(
         self, plan: TreePlan, prefix: Prefix, draft_prefix: Prefix, pending: Pending, choice: Choice
     ) -> Drafted:
-        """The drafter's trees, without a wait for the device unless `choice` has a grammar."""
+        """The drafter's trees, without a wait for the device unless `choice` has a grammar. Ours are rank 0's already;
+        a user's are checked first."""
         assert self.drafter is not None
-        return self.drafter.propose(plan, prefix, draft_prefix, pending, choice)
+        drafted = self.drafter.propose(plan, prefix, draft_prefix, pending, choice)
+        return self._agreed(drafted) if isinstance(self.drafter, Eagle) else drafted
+
+    def _agreed(self, drafted: Drafted) -> Drafted:
+        """Rank 0's tokens and `q`, on every rank."""
+        tokens, q = self.ranks.agreed(drafted.tokens), drafted.q
+        return Drafted(tokens, None if q is None else self.ranks.agreed(q), drafted.suffix)
 
     def validate(self, inputs: RoundInputs, tokens: torch.Tensor) -> Validated:
         """The target's forward of the trees' tokens [A, N]."""
@@ -171,10 +176,12 @@ class Runner:
             if inputs.guidance is not None:
                 inputs.guidance.set_tokens(tokens)  # before the launch, because it synchronises with the device
             key = None if self.graphs is None or inputs.guidance is not None else self.graphs.validation_key(inputs)
-            if self.graphs is None or key is None:
+            ends_recorded = self._end_key(inputs) is not None
+            # A rank's share of the logits is one of the padded batch, which the host does not divide.
+            if self.graphs is None or key is None or (self.ranks.divided and not ends_recorded):
                 return self.forward(inputs.prefix, inputs.plan.tree, tokens)
             validated = self.graphs.validate(key, inputs, tokens)
-            if self._end_key(inputs) is not None:
+            if ends_recorded:
                 return validated
             # The drafter may use the hidden states rounds later, when the graph has run again.
             return validated._replace(hidden=validated.hidden.clone())

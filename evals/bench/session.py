@@ -43,7 +43,7 @@ class Session(Generic[C]):
         that hold the target together; None: those of the job that the environment names. Raises UserError."""
         self.config, self.device = config, resolve_device(config.device)
         self.world = distributed.start(self.device, shard_size=None) if world is None else world
-        check_graphs(config.options.graphs, self.device, is_divided=self.world.size > 1)
+        check_graphs(config.options.graphs, self.device)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         path = config.draft.path

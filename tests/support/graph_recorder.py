@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +23,7 @@ from tests.support.inside import inside, runner_of
 
 ASKING = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "bincount", "_unique2"}
 REFUSED = ASKING | {"lift_fresh"}  # which makes a tensor of numbers
+BY_RANKS = ("DTensor", "AsyncCollectiveTensor")
 BY_THE_HOST = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 
 
@@ -52,8 +54,22 @@ def no_values():
 
         return refuse
 
-    with patch.multiple(torch.Tensor, **{name: refusing(name) for name in BY_THE_HOST}), NoWaiting():
+    reads = {name: refusing(name) for name in BY_THE_HOST}
+    with patch.multiple(torch.Tensor, __setitem__=set_item, **reads), NoWaiting():
         yield
+
+
+SET_ITEM = torch.Tensor.__setitem__
+
+
+def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
+    """A number where a mask says so: of a GPU's tensor this is `masked_fill`, and no tensor is made of the number."""
+    mask, *rest = index if isinstance(index, tuple) else (index,)
+    is_mask = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and isinstance(value, int | float)
+    if is_mask and all(isinstance(each, slice) and each == slice(None) for each in rest):
+        tensor.masked_fill_(mask.view(*mask.shape, *[1] * (tensor.ndim - mask.ndim)), value)
+    else:
+        SET_ITEM(tensor, index, value)
 
 
 class Tape(NoWaiting):
@@ -64,7 +80,11 @@ class Tape(NoWaiting):
         self.operations: list[tuple[Callable[[], Any], list[torch.Tensor | None]]] = []
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if any(kind.__name__ in BY_RANKS for kind in types):
+            return NotImplemented  # they come back with the operations on this rank's part
         result = super().__torch_dispatch__(function, types, arguments, options)
+        if any(type(x).__name__ in BY_RANKS for x in leaves(result)):
+            return result  # a wrapper about what is under way
         given = {memory(x) for x in leaves((arguments, options))}
         made = [None if memory(x) in given else x for x in leaves(result)]  # or a view, or written in place
         self.operations.append((partial(function, *arguments, **(options or {})), made))
@@ -72,7 +92,9 @@ class Tape(NoWaiting):
 
     def replay(self) -> None:
         for operation, made in self.operations:
-            for old, new in zip(made, leaves(operation()), strict=True):
+            result = operation()
+            wait_for_ranks(operation.func, result)
+            for old, new in zip(made, leaves(result), strict=True):
                 if old is not None:
                     old.copy_(new)
 
@@ -80,6 +102,15 @@ class Tape(NoWaiting):
         """Nothing is left in the memory that it took."""
         for tensor in (x for _, made in self.operations for x in made if x is not None):
             tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
+
+
+def wait_for_ranks(function: Callable[..., Any], result: Any) -> None:
+    """Until what ranks sum, gather or send has come."""
+    for work in (x for x in tree_leaves(result) if isinstance(x, torch.ScriptObject)):
+        Work.unbox(work).wait()
+    if function.namespace == "_c10d_functional":
+        for tensor in leaves(result):
+            torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def memory(tensor: torch.Tensor) -> int:

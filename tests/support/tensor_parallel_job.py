@@ -14,6 +14,7 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import LMHead, Target
+from tests.support.graph_recorder import recorded
 from tests.support.inside import drafter_of, inside, pool_of, runner_of
 from tests.support.reference_answers import LENGTH, PROMPTS
 from tests.support.tiny import tiny_draft
@@ -51,6 +52,8 @@ def fall_short(engine: Engine, rank: int) -> None:
 def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
     """What an engine answers, in how many rounds, and of how many rows it computed the logits."""
     engine = Engine(target, draft_of(case, target, directory, rank), **case["engine"])
+    if case["recorded"]:
+        recorded(engine)
     if case["short"]:
         fall_short(engine, rank)
     own, seen = target.lm_head, []
@@ -68,8 +71,10 @@ def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
         params[::2] = [replace(each, grammar={"regex": "[a-f]{2,9}(xy|z)?"}) for each in params[::2]]
     outputs = engine.generate(PROMPTS[:count], params)
     target.lm_head = own
-    pool = pool_of(engine)
+    pool, graphs = pool_of(engine), runner_of(engine).graphs
+    parts = [] if graphs is None else [graphs.drafting, graphs.validation, graphs.ends]
     return {
+        "replays": [part.record.replays for part in parts],
         "tokens": [output.token_ids for output in outputs],
         "rounds": [output.rounds for output in outputs],
         "rows": seen,

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from eagle_train.errors import OptionError, check
 from eagle_train.inference.cache.paged_kv import Suffix
@@ -50,14 +51,15 @@ EndKey = tuple[Size, TreePlan, Kind]
 
 
 def check_graphs(
-    graphs: bool | None, device: torch.device | str, is_divided: bool = False, is_offloaded: bool = False
+    graphs: bool | None, device: torch.device | str, together: Any = None, is_offloaded: bool = False
 ) -> None:
-    """Raise OptionError where graphs are asked for without a GPU, or of a target that is divided or offloaded."""
+    """Raise OptionError where graphs are asked for without a GPU, or of a target that is offloaded, or that ranks hold
+    together and do not talk by NCCL. `together`: the process group of these ranks; None: the target is whole."""
     kind = torch.device(device).type
     check(not graphs or kind == "cuda", f"graphs=True: needs a GPU; the device is {kind}", OptionError)
     check(
-        not graphs or not is_divided,
-        "graphs=True: the target is divided over ranks, which talk to each other within a forward; must be False",
+        not graphs or together is None or "cuda:nccl" in str(dist.get_backend_config(together)),
+        "graphs=True: the target's ranks do not talk by NCCL, and the host waits within a forward; must be False",
         OptionError,
     )
     check(

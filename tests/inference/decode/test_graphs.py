@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, Output, SamplingParams, SimulatedAcceptance, parts
 from eagle_train.inference.cache.prefix import BLOCK, ZEROS
-from eagle_train.inference.decode import recording
+from eagle_train.inference.decode import graphs, recording
 from eagle_train.inference.decode.recording import block_steps, row_steps
 from eagle_train.inference.decode.sampling import DRAFT_MODES
 from eagle_train.inference.decode.tree import chain, full
@@ -388,17 +388,23 @@ def test_graphs_need_a_gpu():
         Engine(shared_target("llama"), graphs=True)
 
 
-def test_targets_that_are_divided_or_offloaded_are_refused():
+def test_targets_that_have_the_host_wait_are_refused():
     """Before anything is compiled."""
-    target, refused = tiny_target("llama"), r"^graphs=True: the target is {}, .*; must be False$"
+    target = tiny_target("llama")
     with patch.object(Target, "device", torch.device("cuda")):
         with (
             patch.object(target, "together", object()),
-            pytest.raises(UserError, match=refused.format("divided over ranks")),
+            patch.object(graphs.dist, "get_backend_config", lambda _: "cpu:gloo,cuda:gloo"),
+            pytest.raises(UserError, match=r"^graphs=True: the target's ranks do not talk by NCCL, .*; must be False$"),
         ):
             Engine(target, graphs=True, compile=True)
-        with patch.object(Target, "is_offloaded", True), pytest.raises(UserError, match=refused.format("offloaded")):
+        with (
+            patch.object(Target, "is_offloaded", True),
+            pytest.raises(UserError, match=r"^graphs=True: the target is offloaded, .*; must be False$"),
+        ):
             Engine(target, graphs=True, compile=True)
+    with patch.object(graphs.dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl"):
+        graphs.check_graphs(True, "cuda", object())
 
 
 class Uses(NamedTuple):

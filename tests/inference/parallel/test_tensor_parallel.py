@@ -41,9 +41,10 @@ def case(
     drafts_differ: bool = False,
     guided: bool = False,
     short: bool = False,
+    recorded: bool = False,
     **engine,
 ) -> dict:
-    told = {"drafts_differ": drafts_differ, "guided": guided, "short": short}
+    told = {"drafts_differ": drafts_differ, "guided": guided, "short": short, "recorded": recorded}
     return {"family": family, "count": count, "sampled": sampled, **told, "engine": engine}
 
 
@@ -66,6 +67,9 @@ CASES = {
         case("llama", 5, True, guided=True, tree="n8", max_batch_size=3, **EVERYTHING, **DIVIDED),
         case("llama", 3, True, tree="chain3", compile=True, **DIVIDED),
         case("llama", 5, True, tree="n8", divide_sampling=False, **DIVIDED),
+        *(case(family, 3, True, recorded=True, tree="n8", max_batch_size=3) for family in ("llama", "mixtral")),
+        case("llama", 5, True, drafts_differ=True, recorded=True, tree="chain3", max_batch_size=2),
+        case("llama", 3, True, recorded=True, tree="n8", max_batch_size=3, **DIVIDED),
         *(case("llama", 5, True, guided=True, tree="n8", max_batch_size=3, **options) for options in ({}, EVERYTHING)),
     ],
     3: [
@@ -116,6 +120,8 @@ def test_they_answer_as_one_process_does(ranks, found, alone):
             assert of_rank[number]["tokens"] == expected["tokens"], case
             assert of_rank[number]["rounds"] == expected["rounds"], case
             assert of_rank[number]["blocks"] == expected["blocks"], case
+            assert of_rank[number]["replays"] == expected["replays"], case
+            assert len(set(expected["replays"])) == int(case["recorded"]), case  # all of a round, or nothing
             assert of_rank[number]["heads"] * ranks == expected["heads"]
             parts = ranks if case["engine"].get("divide_draft") else 1
             for name in ("draft_heads", "draft_size"):
