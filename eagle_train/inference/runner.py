@@ -174,8 +174,8 @@ class Runner:
         """The target's forward of the trees' tokens [A, N]."""
         with self.times.stage("validation"):
             if inputs.guidance is not None:
-                inputs.guidance.set_tokens(tokens)  # before the launch, because it synchronises with the device
-            key = None if self.graphs is None or inputs.guidance is not None else self.graphs.validation_key(inputs)
+                inputs.guidance.set_tokens(tokens)  # before the launch: the host walks the trees while the target runs
+            key = None if self.graphs is None else self.graphs.validation_key(inputs)
             ends_recorded = self._end_key(inputs) is not None
             # A rank's share of the logits is one of the padded batch, which the host does not divide.
             if self.graphs is None or key is None or (self.ranks.divided and not ends_recorded):

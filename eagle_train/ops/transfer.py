@@ -13,7 +13,11 @@ PORTABLE = 1  # for all GPUs of the process
 
 def to_device(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`torch.tensor` of numbers the host has."""
-    tensor = torch.tensor(values, dtype=dtype)
+    return host_to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def host_to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor of the host's on the device; what is written to the host's later is not in it, but on a CPU."""
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

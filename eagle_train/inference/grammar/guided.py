@@ -21,6 +21,7 @@ from eagle_train.inference.grammar.ebnf import literal
 from eagle_train.inference.grammar.expressions import as_ebnf, check_length, kept_ebnf
 from eagle_train.inference.grammar.json_schema import check_schema, read_schema, schema_text
 from eagle_train.inference.grammar.json_text import WHITESPACE, write_schema
+from eagle_train.ops.transfer import HostCopy, host_to_device
 
 _KINDS = ("json_schema", "regex", "choice", "ebnf")
 _CACHE_BYTES = 512 << 20  # of compiled grammars, which xgrammar caches
@@ -234,7 +235,7 @@ class Guidance:
         guided = [(row, matcher) for row, matcher in enumerate(matchers) if matcher is not None]
         self.rows = [row for row, _ in guided]
         self.walks = [_Walk(matcher, tree.parents) for _, matcher in guided]
-        self.tokens = [[0] * tree.num_nodes for _ in guided]
+        self.tokens = HostCopy(torch.zeros(len(matchers), tree.num_nodes, dtype=torch.long))
         # int32 [A, N, W], on the CPU: the grammars' masks; all ones where a row has no grammar
         self.bits = torch.full((len(matchers), tree.num_nodes, len(guide.stop)), -1, dtype=torch.int32)
         longest = [matcher is not None and matcher.longest for matcher in matchers]
@@ -243,23 +244,30 @@ class Guidance:
         self.text = torch.where(ends, guide.others, guide.others | guide.stop)
 
     def set_tokens(self, tokens: torch.Tensor) -> None:
-        """Give the trees' tokens int64 [A, nodes drafted so far]. The host waits for them."""
-        self.tokens = tokens[self.rows].tolist()
+        """Give the trees' tokens int64 [A, nodes drafted so far]. Their copy to the host begins here, so that the
+        device can be given further work before `allowed` waits for it."""
+        self.tokens = HostCopy(tokens)
 
     def allowed(self, nodes: list[int]) -> torch.Tensor:
         """bool [A, len(nodes), V]: the tokens allowed after each node. After a node that is itself forbidden, all are.
 
-        Where the grammar allows nothing but the end, or nothing at all, the stop tokens are allowed.
+        Where the grammar allows nothing but the end, or nothing at all, the stop tokens are allowed. The host waits for
+        the tokens alone, not for what the device was told since.
         """
-        for node in nodes:
-            if node not in self.known:
-                for row, walk, tokens in zip(self.rows, self.walks, self.tokens, strict=True):
-                    if walk.go(node, tokens) and not walk.matcher.state.is_terminated():
-                        walk.matcher.state.fill_next_token_bitmask(self.bits[row], node)
-        self.known.update(nodes)
-        bits = self.bits[:, nodes].to(self.text.device)
+        if not self.known.issuperset(nodes):
+            self._walk([node for node in nodes if node not in self.known])
+        bits = host_to_device(self.bits[:, nodes], self.text.device)
         going_on = (bits & self.guide.others).any(-1, keepdim=True)
         return _as_flags(torch.where(going_on, bits & self.text, self.guide.stop), self.guide.vocab_size)
+
+    def _walk(self, nodes: list[int]) -> None:
+        """Ask the grammars for these nodes' masks."""
+        tokens = self.tokens.wait().tolist()
+        for node in nodes:
+            for row, walk in zip(self.rows, self.walks, strict=True):
+                if walk.go(node, tokens[row]) and not walk.matcher.state.is_terminated():
+                    walk.matcher.state.fill_next_token_bitmask(self.bits[row], node)
+        self.known.update(nodes)
 
     def rewind(self) -> None:
         """Move the matchers back to the roots, as they must be when the round ends."""

@@ -371,16 +371,18 @@ def test_how_many_there_are_is_told(caplog):
 # --- where the host has a part in it
 
 
-def test_rounds_with_a_grammar_are_not_recorded():
+@pytest.mark.parametrize("tree", TREES)
+def test_of_rounds_with_a_grammar_validation_is_recorded(tree):
+    """Before and after it the host computes masks; a row without a grammar goes on alone in recorded rounds."""
     target = tiny_target("llama", tiny_tokenizer())
     draft, params = tiny_draft(target), [SamplingParams(max_tokens=20, temperature=1.0), SamplingParams(max_tokens=9)]
     params[1] = SamplingParams(max_tokens=9, grammar={"regex": "[a-z]{3,9}"})
-    eager, replayed = (Engine(target, draft, "n8") for _ in range(2))
+    eager, replayed = (Engine(target, draft, tree, max_batch_size=2) for _ in range(2))
     wanted = eager.generate(PROMPTS[:2], params)
     assert all_of(recorded(replayed).generate(PROMPTS[:2], params)) == all_of(wanted)
-    rounds = [output.stats.calls for output in wanted]
-    graphs = runner_of(replayed).graphs
-    assert graphs.validation.record.replays == graphs.ends.record.replays == rounds[0] - rounds[1] > 0
+    calls, graphs = [output.stats.calls for output in wanted], runner_of(replayed).graphs
+    assert graphs.validation.record.replays == calls[0]
+    assert graphs.drafting.record.replays == graphs.ends.record.replays == calls[0] - calls[1] > 0
 
 
 def test_graphs_need_a_gpu():

@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import regex
@@ -29,6 +30,7 @@ from eagle_train.inference.requests.sequence import Output
 from eagle_train.inference.runner import Runner
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
+from tests.support.graph_recorder import no_values
 from tests.support.inside import active_in, inside, runner_of
 from tests.support.reference_answers import LENGTH, PROMPTS, TREES, answers, cut, fail_at, guide, token_ids
 from tests.support.tiny import CHARACTERS, tiny_model, tiny_target, tiny_tokenizer, trained_draft
@@ -214,6 +216,30 @@ def proposals(engine: Engine) -> list[tuple[str, list[str]]]:
     while engine.has_unfinished:
         engine.step()
     return found
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_the_grammar_is_walked_while_the_target_runs(tree, trained, monkeypatch):
+    """Validation is launched before the host knows what was drafted last, and the walk begins behind it."""
+    engine, events = Engine(target(), trained, tree), []
+    validate, walk = runner_of(engine).validate, Guidance._walk
+
+    def validating(*given):
+        with no_values():
+            found = validate(*given)
+        events.append("validated")
+        return found
+
+    def walking(guidance, nodes):
+        events.append(max(nodes))
+        walk(guidance, nodes)
+
+    monkeypatch.setattr(Guidance, "_walk", walking)
+    runner_of(engine).validate = validating
+    engine.generate(PROMPTS[:2], SamplingParams(max_tokens=8, grammar=grammar_of("regex")))
+    last = engine.dispatcher.largest.num_nodes - 1
+    after = [then for before, then in pairwise(events) if before == "validated"]
+    assert set(after) == {last}  # which no drafting has asked for
 
 
 @pytest.mark.parametrize("mode", MODES)
