@@ -41,8 +41,8 @@ def room_for(rows: int, longest: int, tree: Any) -> int:
 
 
 def check_fit(requests: Requests, questions: Iterable[Question], max_tokens: int) -> int:
-    """Raise UserError for a question whose prompts might not fit the context, before any is answered. Returns the most
-    tokens of a prompt and its answer."""
+    """Raise UserError for a question whose prompts might not fit the context, before any is answered. Returns a
+    bound of the tokens of a prompt and its answer."""
     longest, limit = 0, requests.target.max_positions
     for question in questions:
         messages = list(question.history)
@@ -50,7 +50,8 @@ def check_fit(requests: Requests, questions: Iterable[Question], max_tokens: int
             messages.append({"role": "user", "content": text})
             before = (turn - 1) * max_tokens
             tokens = turn_tokens(requests, question, turn, messages, before)
-            longest = max(longest, min(len(tokens) + before + max_tokens, limit))
+            # Earlier answers are read as texts, which may be more tokens than were generated.
+            longest = max(longest, min(len(tokens) + 2 * before + max_tokens, limit))
             messages.append({"role": "assistant", "content": ""})
     return longest
 

@@ -73,7 +73,7 @@ def test_a_prompt_beyond_the_context_names_its_question(home, target, tmp_path):
     with pytest.raises(UserError, match=r"question first, turn 1: the prompt takes 262 tokens; .* holds 256"):
         check_fit(requests, [first], 8)
     assert check_fit(requests, [second], CONTEXT - 15) == CONTEXT
-    assert check_fit(requests, [second], 8) == 14 + 2 * 8  # two answers, and the second turn
+    assert check_fit(requests, [second], 8) == 14 + 3 * 8  # the second turn, its answer, and room for the first
     with pytest.raises(UserError, match=r"question second, turn 2: .* 245 of them for earlier answers \(lower max_tok"):
         check_fit(requests, [second], CONTEXT - 11)
     with pytest.raises(UserError, match=r"question tool, turn 1: the chat template refuses .* no tools here"):

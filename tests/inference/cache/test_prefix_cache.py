@@ -242,7 +242,7 @@ def test_the_pool_empties_the_least_recently_used_end_of_a_text_first():
 
 
 def memory_of(store: PagedKV, pool: BlockPool) -> BlockMemory:
-    return BlockMemory([store], pool, Ranks(), None, on_realloc=lambda _: None)
+    return BlockMemory([store], pool, Ranks(), None)
 
 
 def test_host_memory_keeps_the_most_recently_used():
