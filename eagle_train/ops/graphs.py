@@ -32,9 +32,9 @@ class CudaGraphs:
                 with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
                     result = work()
             except RuntimeError as error:  # the end of a recording that failed fails too, and hides why
-                raise OptionError(
-                    f"graphs: CUDA cannot record a round: {one_line(error.__context__ or error)}"
-                ) from error
+                why = one_line(error.__context__ or error)
+                message = f"graphs: CUDA cannot record a round; give graphs=False, or a smaller kv_tokens: {why}"
+                raise OptionError(message, "graphs", "kv_tokens") from error
         main.wait_stream(self.stream)
         return result, graph.replay
 
