@@ -9,10 +9,12 @@ from torch._inductor import config as inductor
 
 from eagle_train.corpus.stream import Batch
 from eagle_train.errors import OptionError
+from eagle_train.models.target import Target
+from eagle_train.ops.linear import FrozenFp8Linear
 from eagle_train.training import assembly
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.target_pass import can_compile, hidden_states, to_device
-from tests.support.tiny import random_tokens, tiny_target
+from tests.support.tiny import random_tokens, tiny_model, tiny_target
 
 LENGTHS = [[9, 3, 12], [24]]
 
@@ -46,6 +48,25 @@ def test_a_target_in_fp8_is_compiled_and_gives_the_same_states(family, graphs):
     torch.testing.assert_close(hidden_states(target, batch, compiled=True), low, rtol=1e-3, atol=1e-3)
     assert len(graphs) == made > 0
     assert (low - plain).norm() > 0.01 * plain.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpu_multiplies_a_targets_layers_in_fp8(compiled):
+    """Its kernels against their twins, which err as much."""
+    plain, twin, low = (Target(tiny_model().bfloat16().cuda()) for _ in range(3))
+    for target in (twin, low):
+        target.round_to_fp8()
+    for module in twin.model.modules():
+        if isinstance(module, FrozenFp8Linear):
+            module.codes, module.scales = module.codes.view(torch.uint8), module.scales.t().view(torch.int32)
+            module.has_kernel = False
+    batch = to_device(packed(), torch.device("cuda"))
+    assert can_compile(low, 2, 24, wanted=compiled) == compiled
+    states = [hidden_states(target, batch).float() for target in (plain, twin)]
+    states.append(hidden_states(low, batch, compiled=compiled).float())
+    errors = [(each - states[0]).norm() / states[0].norm() for each in states[1:]]
+    assert 0.02 < errors[1] < 1.3 * errors[0]
 
 
 @pytest.mark.parametrize("first_slot", [0, 1])
