@@ -46,7 +46,7 @@ TESTED_IN = {
     "models/test_draft.py": "models/draft_config models/layers",
     "models/test_family.py": "models/probe models/twin",
     "models/test_stored.py": "models/checkpoint_quantisation",
-    "models/test_target.py": "models/experts models/forward models/head models/loading models/shapes models/weights",
+    "models/test_target.py": "models/experts models/forward models/loading models/shapes models/weights",
     "test_cli.py": "errors settings",
     "test_commands.py": "generate train",
     "test_export.py": "artifacts/card artifacts/convert artifacts/foreign artifacts/hub artifacts/layouts "

@@ -12,6 +12,7 @@ from eagle_train.inference.drafters.eagle import check_alignment
 from eagle_train.inference.requests.sequence import is_whole
 
 KERNELS = ("auto", "plain")
+DRAFT_LM_HEADS = ("target", "fp8", "int4")
 TREE_ATTENTIONS = ("split", "joint")
 
 
@@ -54,6 +55,9 @@ class EngineConfig:
       rounding. In the other modes the tokens of a seed depend on the tree, and so on the batch size if sizes have trees
       of their own; with `Eagle`'s alignment `last` also on whether a prompt was found in the cache or recomputed. Their
       distribution is the same.
+    - `draft_lm_head`: what an EAGLE draft's states are multiplied with: the LM head of the `target`, or a copy of it in
+      `fp8` or `int4` (groups of 128), beside it in memory. Drafts may differ, and how many are accepted; outputs do
+      not, nor does the distribution of drawn ones. Unused without a draft.
 
     Speed; none of these changes an output, except for rounding
     - `compile`: torch.compile for the decoding forwards of target and drafter, and on a GPU for the verification of
@@ -84,6 +88,7 @@ class EngineConfig:
     prefix_cache: bool = False  # true: prefill a prompt from where it differs from earlier sequences
     host_kv_tokens: int = 0  # size of the cache in host memory for evicted blocks, in tokens; needs prefix_cache
     drafting: str = "greedy"  # above temperature 0: greedy | multinomial | multinomial_without_replacement
+    draft_lm_head: str = "target"  # target | fp8 | int4: drafts are proposed with the LM head, or a copy in few bits
     compile: bool = False  # true: torch.compile for the decoding forwards, at the start
     compile_sampling: bool | None = None  # torch.compile for verification; null: with compile, on a GPU
     graphs: bool | None = None  # rounds as CUDA graphs; null: on a GPU, but for experts
@@ -139,6 +144,7 @@ _SWITCHES = {  # whether None is a value
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "drafting": DRAFT_MODES,
+    "draft_lm_head": DRAFT_LM_HEADS,
     "attention": KERNELS,
     "tree_attention": TREE_ATTENTIONS,
     "linear": KERNELS,

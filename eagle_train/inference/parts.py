@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from eagle_train.artifacts.format import load_draft
-from eagle_train.errors import check, shown
+from eagle_train.errors import OptionError, check, shown
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
 from eagle_train.inference.cache.prefix import BLOCK
@@ -69,7 +69,7 @@ def build_parts(
     if not isinstance(target, Target):
         target = load_target(target if isinstance(target, TargetConfig) else TargetConfig(str(target)), device)
     check_graphs(config.graphs, target.device, target.together, target.is_offloaded)
-    drafter = _drafter(target, draft)
+    drafter = _drafter(target, draft, config.draft_lm_head)
     optimize_for_decoding(target.model, target.dtype, [target.lm_head.weight])
     DraftConfig.from_target(target.config)  # raises for a target without rotary positions
     tree = chain(0) if drafter is None else tree
@@ -88,10 +88,16 @@ def build_parts(
     return Parts(config, target, dispatcher, requests, memory, scheduler, runner, prefiller)
 
 
-def _drafter(target: Target, draft: AnyDraft) -> Drafter | None:
+def _drafter(target: Target, draft: AnyDraft, lm_head: str) -> Drafter | None:
+    """What drafts, with an LM head as `EngineConfig.draft_lm_head` says. Raises UserError."""
     if isinstance(draft, str | Path):
-        return Eagle(load_draft(draft, target.identity), target)
-    return Eagle(copy.deepcopy(draft), target) if isinstance(draft, Draft) else draft
+        draft = load_draft(draft, target.identity)
+    drafter = Eagle(copy.deepcopy(draft), target) if isinstance(draft, Draft) else draft
+    if isinstance(drafter, Eagle):
+        drafter.use_lm_head(lm_head)
+    elif drafter is not None and lm_head != "target":
+        raise OptionError(f"draft_lm_head={lm_head}: {type(drafter).__name__} is no EAGLE drafter of ours; use target")
+    return drafter
 
 
 def _uses_graphs(graphs: bool | None, target: Target, drafter: Drafter | None) -> bool:

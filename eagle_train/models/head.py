@@ -1,14 +1,17 @@
-"""The frozen LM head of a target, with the scaling and soft-capping its family applies. Knows nothing of layers."""
+"""The frozen LM head of a target, with the scaling and soft-capping its family applies, and a copy of it in few bits,
+which drafts are proposed with. Knows nothing of layers.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate.utils import align_module_device
 from transformers import PreTrainedModel
 
 from eagle_train.models.weights import full_tensor
-from eagle_train.ops.linear import linear
+from eagle_train.ops.linear import QuantisedLinear, linear
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,10 @@ class LMHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., H]."""
-        logits = linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        return self.capped(linear(hidden.to(self.weight.dtype), self.weight, self.bias))
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the family makes of hidden @ weight.T + bias."""
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
@@ -37,6 +43,37 @@ class LMHead:
         if count == 1:  # argmax is faster than topk
             return logits.argmax(-1, keepdim=True)
         return logits.topk(count).indices
+
+
+@dataclass(frozen=True)
+class QuantisedLMHead(LMHead):
+    """An LM head whose weight is in few bits, as `product` has it; `weight` has its shape and dtype alone."""
+
+    product: QuantisedLinear | None = None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.product is not None, "made by `quantised`"
+        logits = self.product(hidden.to(self.weight.dtype))
+        return self.capped(logits[..., : len(self.weight)])
+
+
+_ROWS = 2**14  # of a weight that are rounded at a time: copies in fp32 are small
+
+
+@torch.no_grad()
+def quantised(head: LMHead, made: type[QuantisedLinear]) -> QuantisedLMHead:
+    """A copy of `head` with its weight in few bits, on its device, with that device's product.
+
+    Tokens are filled up to a multiple of what the product needs; inputs must be one (`made.inputs`).
+    """
+    tokens, inputs = head.weight.shape
+    assert inputs % made.inputs == 0, "whoever calls checks it"
+    more = -tokens % made.outputs
+    parts = [made.rounded(rows, None) for rows in F.pad(head.weight, (0, 0, 0, more)).split(_ROWS)]
+    codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    product = made(codes, scales, None if head.bias is None else F.pad(head.bias, (0, more))).eval()
+    product.use_kernel(head.weight.dtype)
+    return QuantisedLMHead(head.weight.to("meta"), None, head.scale, head.softcap, product)
 
 
 def head_of(model: PreTrainedModel) -> torch.nn.Module | None:

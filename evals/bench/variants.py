@@ -149,6 +149,8 @@ SWITCHES = {
     ),
     "int4_draft": Switch("the draft's feed-forward in INT4 (3.4)", on=Variant(quant="int4")),
     "fp8_draft": Switch("the draft's feed-forward in FP8 (3.4)", on=Variant(quant="fp8")),
+    "int4_lm_head": Switch("drafting with an LM head in INT4", on=Variant(options=given(draft_lm_head="int4"))),
+    "fp8_lm_head": Switch("drafting with an LM head in FP8", on=Variant(options=given(draft_lm_head="fp8"))),
     "split_attention": Switch(
         "prefix and tree attended apart, with tree n8 (3.1)",
         off=Variant(options=given(tree=BRANCHING, tree_attention="joint")),

@@ -57,7 +57,8 @@ def test_the_placebo_comes_with_any(home):
 
 def test_the_whole_command(home, tmp_path, capsys):
     out = tmp_path / "out"
-    names = ["speculation", "greedy_drafting", "attention_kernel", "chunked_prefill", "continuous_batching"]
+    names = ["speculation", "greedy_drafting", "int4_lm_head", "attention_kernel", "chunked_prefill"]
+    names += ["continuous_batching"]
     lengths = ["shared_tokens=40", "long_tokens=70", "chunk_tokens=16", "requests=3", "rate=100", "max_tokens=6"]
     overrides = [f"switches=[{','.join(names)}]", "batch_sizes=[1,2]", "repeats=1", f"table={home}/table.yaml"]
     assert call(switches.main, *arguments(home, f"out={out}", *overrides, *lengths)) == 0

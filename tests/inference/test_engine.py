@@ -421,6 +421,7 @@ def test_gpu_gives_the_same_tokens(family):
         ({"overlap": 1}, "overlap=1: must be True or False, or None"),
         ({"graphs": "yes"}, "graphs='yes': must be True or False, or None"),
         ({"drafting": "best"}, "drafting='best': must be one of greedy, multinomial, multinomial_without_replacement"),
+        ({"draft_lm_head": "int8"}, "draft_lm_head='int8': must be one of target, fp8, int4"),
         ({"draft": 42}, "draft=42: must be None, an artifact's directory, a Draft or a Drafter"),
         ({"target": 42}, "target=42: must be a directory, a hub id, a TargetConfig or a Target"),
         ({"target": "x", "device": "gpu"}, "device='gpu': must be cpu, cuda or cuda:N"),

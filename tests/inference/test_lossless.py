@@ -71,9 +71,9 @@ def toy() -> Toy:
     return Toy(target, trained_draft(target, steps=60))
 
 
-def sampled(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float, drafting: str) -> torch.Tensor:
+def sampled(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float, **options: str) -> torch.Tensor:
     """Counts [V, V, V] of the last three of `num_tokens` tokens, of `count` requests."""
-    engine = Engine(toy.target, toy.draft, tree, max_batch_size=ROWS, drafting=drafting)
+    engine = Engine(toy.target, toy.draft, tree, max_batch_size=ROWS, **options)
     counts = torch.zeros(VOCABULARY**3, dtype=torch.int64)
     accepted = drafted = 0
     for start in range(0, count, ROWS):
@@ -88,9 +88,9 @@ def sampled(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float, draf
     return counts.view([VOCABULARY] * 3)
 
 
-def p_value(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float = 1.0, drafting: str = "greedy") -> float:
-    """Of the chi-square test; cells with an expected count below 5 are merged."""
-    observed = sampled(toy, count, num_tokens, tree, top_p, drafting).double()
+def p_value(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float = 1.0, **options: str) -> float:
+    """Of the chi-square test; cells with an expected count below 5 are merged. `options`: the engine's."""
+    observed = sampled(toy, count, num_tokens, tree, top_p, **options).double()
     expected = toy.joint(num_tokens, top_p) * count
     assert not observed[expected == 0].any(), "a token was sampled that top-p excludes"
     often, rare = expected >= 5, (expected > 0) & (expected < 5)
@@ -122,6 +122,13 @@ def test_with_a_draft_of_few_tokens(toy, drafting):
     draft = Draft(replace(toy.draft.config, vocab_size=len(few), vocabulary=few))
     draft.load_state_dict(toy.draft.state_dict())
     assert p_value(replace(toy, draft=draft), 10_000, 4, "d3_bf2", drafting=drafting) > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:draft_lm_head=fp8")
+@pytest.mark.parametrize("drafting", ["greedy", "multinomial", "multinomial_without_replacement"])
+def test_with_drafts_of_an_lm_head_in_fp8(toy, drafting):
+    """The q of drawn drafts is that head's."""
+    assert p_value(toy, 10_000, 4, "d3_bf2", drafting=drafting, draft_lm_head="fp8") > 1e-3
 
 
 def one_number(tree, tokens, logits, settings, seeds, lengths):

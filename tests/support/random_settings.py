@@ -30,6 +30,7 @@ SETTINGS = {
     "prefill_tokens": [5, 16, None],
     "prefix_cache": [(False, 0), (True, 0), (True, 30 * BLOCK)],
     "overlap": [False, True],
+    "draft_lm_head": ["target", "fp8"],  # these targets are too narrow for INT4
 }
 
 
@@ -53,7 +54,7 @@ def engine_for(
     """Its draft is right for as many tokens as chance will have it."""
     target, (prefix_cache, host) = shared_target(family), at["prefix_cache"]
     draft = draft_of(target, norms=at["norms"], first_token=at["first_token"])
-    names = ("drafting", "max_batch_size", "kv_tokens", "prefill_tokens", "overlap")
+    names = ("drafting", "max_batch_size", "kv_tokens", "prefill_tokens", "overlap", "draft_lm_head")
     drafter, settings = Eagle(draft, target, at["alignment"]), {name: at[name] for name in names}
     engine = Engine(target, drafter, at["tree"], prefix_cache=prefix_cache, host_kv_tokens=host, **settings)
     if at["drafting"] == "greedy":

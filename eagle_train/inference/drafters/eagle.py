@@ -10,7 +10,8 @@ from functools import partial
 
 import torch
 
-from eagle_train.errors import check
+from eagle_train.errors import OptionError, check
+from eagle_train.hardware import warn_of_emulation
 from eagle_train.inference.cache.paged_kv import PagedKV, Suffix
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.decode.sampling import propose, restrict
@@ -19,12 +20,15 @@ from eagle_train.inference.parallel.divided_draft import divide_draft
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.parallel.vocabulary import DividedHead
 from eagle_train.models.draft import Draft, Head, shift_hidden
+from eagle_train.models.draft_quantisation import SCHEMES
 from eagle_train.models.fused import fuse_products
+from eagle_train.models.head import quantised
 from eagle_train.models.patches import optimize_for_decoding
 from eagle_train.models.shapes import KVShape
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import Attend
 from eagle_train.ops.compiled import Compiled, Forward
+from eagle_train.ops.weight_codes import FP8
 
 ALIGNMENTS = ("accepted", "last")
 
@@ -44,7 +48,7 @@ class Eagle:
         check(own == width, f"draft.hidden_size={own}: must be the target's, {width}")
         self.draft = fuse_products(draft.to(target.device, target.dtype).eval().requires_grad_(False))
         self.target, self.alignment = target, alignment
-        self.head = Head(self.draft, target.lm_head)
+        self.head, self.lm_head_kind = Head(self.draft, target.lm_head), "target"
         optimize_for_decoding(self.draft, target.dtype, [self.head.lm_head.weight], drop_hooks=True)
         shape = KVShape(draft.config.num_kv_heads, draft.config.head_dim, draft.config.head_dim)
         self.cache = PagedKV(dict.fromkeys(range(draft.config.num_layers), shape), 0, target.dtype, target.device)
@@ -76,6 +80,26 @@ class Eagle:
     ) -> torch.Tensor:
         """The hidden states of `forward` at the indices `wanted` int64 [A, N] alone, [A, N, H]."""
         return self.draft(self.target.embed(tokens), hidden, positions, attend, wanted)
+
+    def use_lm_head(self, kind: str) -> None:
+        """Propose with the LM head of the `target`, or with a copy of it in `fp8` or `int4`: see `EngineConfig`.
+
+        Warns where the device has no FP8 products. Raises OptionError where it has no product for so many inputs.
+        """
+        if kind == self.lm_head_kind:
+            return
+        head = Head(self.draft, self.target.lm_head)
+        if kind != "target":
+            inputs, made = head.lm_head.weight.shape[1], SCHEMES[kind]
+            check(
+                inputs % made.inputs == 0,
+                f"draft_lm_head={kind}: the LM head has {inputs} inputs, no multiple of {made.inputs}; use target",
+                OptionError,
+            )
+            if kind == "fp8":
+                warn_of_emulation("draft_lm_head", FP8, self.target.device, plain="target")
+            head.lm_head = quantised(head.lm_head, made)
+        self.head, self.lm_head_kind = head, kind
 
     def compile(self, sizes: Iterable[tuple[int, TreePlan]]) -> list[Callable[[], None]]:
         self.run_forward, self.run_forward_at = (
