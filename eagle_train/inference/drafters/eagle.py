@@ -61,9 +61,11 @@ class Eagle:
         before anything is drafted."""
         config = self.draft.config
         divide_draft(self.draft, ranks)
-        self.head.lm_head = DividedHead(self.head.lm_head, ranks)
-        weights = [self.head.lm_head.part.weight]
-        optimize_for_decoding(self.draft, self.target.dtype, weights, drop_hooks=True)
+        whole = Head(self.draft, self.target.lm_head).lm_head
+        self.head.lm_head = divided = DividedHead(whole, ranks)
+        if self.lm_head_kind != "target":
+            divided.part = quantised(divided.part, SCHEMES[self.lm_head_kind])
+        optimize_for_decoding(self.draft, self.target.dtype, [divided.part.weight], drop_hooks=True)
         shape = KVShape(config.num_kv_heads // ranks.size, config.head_dim, config.head_dim)
         shapes = dict.fromkeys(range(config.num_layers), shape)
         self.cache = PagedKV(shapes, 0, self.target.dtype, self.target.device)

@@ -15,7 +15,7 @@ from eagle_train.inference.parallel.divided_draft import collectives, reason_aga
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.parallel.vocabulary import DividedHead
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
-from eagle_train.models.head import LMHead
+from eagle_train.models.head import LMHead, QuantisedLMHead
 from eagle_train.ops.attention import packed_attention
 from tests.support.tiny import shared_target, tiny_draft
 
@@ -114,6 +114,25 @@ def test_parts_make_up_a_draft(biases):
     for found in on_ranks(2, work):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(forward(Eagle(draft, target)), wanted)  # the given draft was left alone
+
+
+def test_the_part_of_a_head_in_few_bits_is_in_few_bits():
+    target = shared_target("llama")
+    draft, hidden = tiny_draft(target), torch.randn(3, 1, target.embedding.shape[1])
+
+    def logits(ranks: Ranks | None) -> torch.Tensor:
+        eagle = Eagle(draft, target)
+        eagle.use_lm_head("fp8")
+        if ranks is not None:
+            eagle.divide(ranks)
+            assert isinstance(eagle.head.lm_head.part, QuantisedLMHead)
+        return eagle.head.lm_head(hidden)
+
+    with pytest.warns(UserWarning, match="no FP8 products"):
+        wanted, found = logits(None), on_ranks(2, logits)
+    assert not torch.allclose(wanted, target.lm_head(hidden), rtol=1e-3)
+    for each in found:
+        torch.testing.assert_close(each, wanted)
 
 
 def test_what_cannot_be_divided_is_refused():
