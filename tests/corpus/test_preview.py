@@ -79,8 +79,9 @@ def test_a_preview_goes_before_a_plan(home, capsys):
     assert told.index("1 rows shown") < told.index("GPU-hours")
 
 
-def test_a_plan_looks_at_what_is_here_and_names_what_is_not(home):
+def test_a_plan_looks_at_what_is_here_and_names_what_is_not(home, monkeypatch):
     """As the default group names held-out data that nobody has made yet."""
+    monkeypatch.chdir(home)  # the quickstart may have made it elsewhere
     missing = "data.heldout=outputs/stdlib_chat/heldout.jsonl"
     told = r"not looked at: data\.heldout is \S+/heldout\.jsonl; it is not here; .*; data\.heldout=null leaves it out$"
     with pytest.warns(UserWarning, match=told):
