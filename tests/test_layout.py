@@ -20,7 +20,7 @@ TESTED_IN = {
     "corpus/test_templates.py": "corpus/answer_starts corpus/content_checks corpus/reasoning corpus/render "
     "corpus/template corpus/tokens corpus/turns",
     "distributed/test_ranks.py": "training/deepspeed",
-    "inference/cache/test_paged_kv.py": "inference/cache/prefix",
+    "inference/cache/test_paged_kv.py": "inference/cache/prefix inference/cache/suffix",
     "inference/parallel/test_vocabulary.py": "inference/parallel/cost inference/parallel/divided_draft",
     "inference/cache/test_prefix_cache.py": "inference/cache/block_ends",
     "inference/decode/test_graphs.py": "inference/decode/recording inference/decode/rounds ops/graphs",
@@ -40,6 +40,7 @@ TESTED_IN = {
     "inference/test_overlap.py": "ops/transfer",
     "inference/test_simulated.py": "inference/decode/simulated",
     "ops/test_fused_loss.py": "ops/fused_loss_kernel",
+    "ops/test_attention.py": "ops/rule ops/visible_slots",
     "ops/test_linear.py": "ops/kernels",
     "ops/test_paged.py": "ops/paged_kernel",
     "models/test_directory.py": "models/config_json",

@@ -15,8 +15,8 @@ from eagle_train.errors import check
 from eagle_train.models.draft_config import DraftConfig
 from eagle_train.models.layers import Layer, RMSNorm, Rotary
 from eagle_train.models.target import LMHead
-from eagle_train.ops.attention import Attend
 from eagle_train.ops.linear import Linear
+from eagle_train.ops.rule import Attend
 
 __all__ = ["Draft", "DraftConfig", "Head", "shift_hidden"]
 

@@ -25,7 +25,8 @@ from eagle_train.models.head import head_of, lm_head_of
 from eagle_train.models.probe import TOKENS, UNREACHED, probe
 from eagle_train.models.shapes import check_shape, context_of, layer_config, rope_limit, rope_types
 from eagle_train.models.twin import longest_border, twin_of
-from eagle_train.ops.attention import Attend, Rule, packed_attention
+from eagle_train.ops.attention import packed_attention
+from eagle_train.ops.rule import Attend, Rule
 from eagle_train.transformers_private import is_stateful
 
 AUTO_CLASSES: dict[Any, Any] = {  # and the classes that each makes, by that of the config

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from eagle_train.ops.attention import Attend, Rule
+from eagle_train.ops.rule import Attend, Rule
 from eagle_train.ops.torch_private import without_torch_function
 
 OURS, PROBED = "eagle_train", "eagle_train_probe"  # attention implementations: the second has the family build masks

@@ -13,8 +13,8 @@ from torch import nn
 
 from eagle_train.models.draft import Draft
 from eagle_train.models.layers import Attention, DenseFFN, only, rotate
-from eagle_train.ops.attention import Attend
 from eagle_train.ops.linear import concat_outputs
+from eagle_train.ops.rule import Attend
 
 
 def fuse_products(draft: Draft) -> Draft:

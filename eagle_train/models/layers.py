@@ -13,10 +13,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from eagle_train.errors import check
 from eagle_train.models.draft_config import DraftConfig
 from eagle_train.ops import grouped
-from eagle_train.ops.attention import Attend, Rule
 from eagle_train.ops.kernels import is_plain
 from eagle_train.ops.linear import Linear
 from eagle_train.ops.norm import rms_norm
+from eagle_train.ops.rule import Attend, Rule
 
 
 class RMSNorm(nn.Module):

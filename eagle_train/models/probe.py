@@ -18,7 +18,8 @@ from eagle_train.models.forward import OURS
 from eagle_train.models.patches import Undo, use_fast_modules
 from eagle_train.models.shapes import KVShape
 from eagle_train.models.weights import full_tensor
-from eagle_train.ops.attention import Attend, Rule, packed_attention
+from eagle_train.ops.attention import packed_attention
+from eagle_train.ops.rule import Attend, Rule
 
 TOKENS = 24  # of a document that is read
 BOUNDS = {torch.float32: 1e-3}  # of relative errors

@@ -23,8 +23,9 @@ from eagle_train.models.patches import Undo, round_to_fp8
 from eagle_train.models.probe import TOKENS, Layers, probe
 from eagle_train.models.shapes import context_of, rope_limit
 from eagle_train.models.weights import check_loaded, fingerprint, full_tensor
-from eagle_train.ops.attention import Attend, packed_attention
+from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.compiled import Compiled
+from eagle_train.ops.rule import Attend
 
 
 @dataclass

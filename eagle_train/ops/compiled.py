@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from eagle_train.errors import OptionError, one_line
-from eagle_train.ops.attention import Attend, Rule
+from eagle_train.ops.rule import Attend, Rule
 from eagle_train.ops.torch_private import compile_errors, with_own_graphs, with_own_sizes, with_static_floats
 
 Forward = Callable[..., torch.Tensor]

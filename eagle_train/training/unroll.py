@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from eagle_train.ops.attention import Attend, Rule, chained_attention, documents_by_reach, packed_attention
+from eagle_train.ops.attention import chained_attention, documents_by_reach, packed_attention
 from eagle_train.ops.documents import Beside
+from eagle_train.ops.rule import Attend, Rule
 
 _Keys = tuple[torch.Tensor, torch.Tensor]
 

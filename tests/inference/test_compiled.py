@@ -10,8 +10,9 @@ from torch._inductor import config as inductor
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.target import Target
-from eagle_train.ops.attention import Attend, Rule, causal_attention
+from eagle_train.ops.attention import causal_attention
 from eagle_train.ops.compiled import Compiled
+from eagle_train.ops.rule import Attend, Rule
 from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, guide, token_ids
 from tests.support.tiny import FAMILIES, shared_target, tiny_draft, tiny_target, trained_draft
 

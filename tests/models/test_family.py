@@ -22,7 +22,8 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models import family, forward, twin
 from eagle_train.models.family import check_family, skeleton
 from eagle_train.models.target import Target
-from eagle_train.ops.attention import Rule, packed_attention
+from eagle_train.ops.attention import packed_attention
+from eagle_train.ops.rule import Rule
 from tests.support.command_line import call
 from tests.support.packed_rows import packed_and_alone
 from tests.support.presets import shapes_of

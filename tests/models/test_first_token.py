@@ -11,7 +11,8 @@ import torch
 from eagle_train.inference import Engine
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
-from eagle_train.ops.attention import Attend, Rule, packed_attention
+from eagle_train.ops.attention import packed_attention
+from eagle_train.ops.rule import Attend, Rule
 from tests.support.inside import active_in, drafter_of
 from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, answers, cut, token_ids
 from tests.support.reference_chains import LENGTHS, documents, draft_inputs, exact_draft

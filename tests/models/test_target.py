@@ -18,7 +18,8 @@ from eagle_train.models.loading import TargetConfig, check_placement, load_confi
 from eagle_train.models.shapes import rope_limit
 from eagle_train.models.target import Target
 from eagle_train.models.weights import check_loaded, fingerprint
-from eagle_train.ops.attention import Rule, packed_attention
+from eagle_train.ops.attention import packed_attention
+from eagle_train.ops.rule import Rule
 from eagle_train.training.cost.target_shape import TargetShape
 from tests.support.packed_rows import packed_and_alone
 from tests.support.tiny import FAMILIES, GROUPED_FLOPS, STATEFUL, random_tokens, shared_target, tiny_model, tiny_target

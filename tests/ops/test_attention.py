@@ -7,9 +7,6 @@ import pytest
 import torch
 
 from eagle_train.ops.attention import (
-    FEW_QUERIES,
-    VisibleSlots,
-    additive_mask,
     causal_attention,
     flash_partial,
     merge,
@@ -19,6 +16,8 @@ from eagle_train.ops.attention import (
     slot_attention,
     with_sinks,
 )
+from eagle_train.ops.rule import additive_mask
+from eagle_train.ops.visible_slots import FEW_QUERIES, VisibleSlots
 from tests.support.attention_cases import RULES, SINKS, WIDTH, random_qkv
 
 TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 3e-2}

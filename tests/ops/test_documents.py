@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from eagle_train.ops import documents, tiled
-from eagle_train.ops.attention import Rule, chained_attention, documents_by_reach
+from eagle_train.ops.attention import chained_attention, documents_by_reach
 from eagle_train.ops.documents import Beside
 from eagle_train.ops.kernels import plain
+from eagle_train.ops.rule import Rule
 from tests.support.attention_cases import HEADS, RULES, SINKS, WIDTH
 from tests.support.flash_on_cpu import flash_on_cpu
 from tests.support.memory_job import Held

@@ -15,15 +15,9 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache import paged_kv
 from eagle_train.models.target import Target
 from eagle_train.ops import attention, flash, paged
-from eagle_train.ops.attention import (
-    Rule,
-    VisibleSlots,
-    is_one_sequence,
-    packed_attention,
-    plain_partial,
-    slot_attention,
-    split_lengths,
-)
+from eagle_train.ops.attention import is_one_sequence, packed_attention, plain_partial, slot_attention, split_lengths
+from eagle_train.ops.rule import Rule
+from eagle_train.ops.visible_slots import VisibleSlots
 from tests.support.attention_cases import RULES, SINKS, random_qkv
 from tests.support.flash_on_cpu import flash_on_cpu
 from tests.support.reference_answers import PROMPTS, token_ids

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from eagle_train.ops import paged
-from eagle_train.ops.attention import Rule, VisibleSlots, plain_partial
+from eagle_train.ops.attention import plain_partial
+from eagle_train.ops.rule import Rule
+from eagle_train.ops.visible_slots import VisibleSlots
 
 pytest.importorskip("triton", reason="it comes with torch for CUDA, and with xgrammar")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from eagle_train.ops import tiled
-from eagle_train.ops.attention import Rule, additive_mask, plain_partial
+from eagle_train.ops.attention import plain_partial
+from eagle_train.ops.rule import Rule, additive_mask
 from eagle_train.ops.tiled import Scores, tiled_attention, tiled_gradients
 from tests.support.attention_cases import random_qkv
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from eagle_train.ops.attention import Rule
+from eagle_train.ops.rule import Rule
 
 HEADS, WIDTH = 4, 8
 SCALE = 0.4

@@ -3,7 +3,8 @@
 import torch
 
 from eagle_train.models.draft import Draft, shift_hidden
-from eagle_train.ops.attention import Attend, Rule, packed_attention
+from eagle_train.ops.attention import packed_attention
+from eagle_train.ops.rule import Attend, Rule
 from tests.support.tiny import shared_target, tiny_draft
 
 PASSES = 4  # a root, then a chain of depth 1, 2, 3

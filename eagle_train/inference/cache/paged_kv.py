@@ -15,25 +15,17 @@ import torch.nn.functional as F
 
 from eagle_train.inference.cache.block_pool import blocks_for
 from eagle_train.inference.cache.prefix import BLOCK, ZEROS, ContiguousPrefix, Prefix, RowRange
+from eagle_train.inference.cache.suffix import Masks, Pairs, Suffix, append, joint_attention
 from eagle_train.models.shapes import KVShape
 from eagle_train.ops import paged
-from eagle_train.ops.attention import (
-    Attend,
-    Rule,
-    VisibleSlots,
-    additive_mask,
-    merge,
-    packed_attention,
-    partial_attention,
-    slot_attention,
-    with_sinks,
-)
+from eagle_train.ops.attention import merge, packed_attention, partial_attention, slot_attention, with_sinks
+from eagle_train.ops.rule import Attend, Rule
+from eagle_train.ops.visible_slots import VisibleSlots
 
 # Keys or values of a layer that a call over ranges must read for the call to be worth its cost, on a CPU.
 _LEAST_IN_PLACE = 2**17
 
 _Write = Callable[[int, torch.Tensor, torch.Tensor], None]
-_Pairs = dict[int, tuple[torch.Tensor, torch.Tensor]]  # keys and values by layer
 _OverSlots = Callable[[int, torch.Tensor, Rule], tuple[torch.Tensor, torch.Tensor]]
 _OverPart = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
 
@@ -121,14 +113,14 @@ class PagedKV:
 
         return attend
 
-    def tree(self, prefix: Prefix, suffix: "Suffix", positions: torch.Tensor, ancestors: torch.Tensor) -> Attend:
+    def tree(self, prefix: Prefix, suffix: Suffix, positions: torch.Tensor, ancestors: torch.Tensor) -> Attend:
         """Attention of T further nodes of a tree over each row's prefix and their ancestors. Their keys and values are
         appended to `suffix`, not written to the cache.
 
         `positions` int64 [A, T]: the nodes'; `ancestors` bool [T, N]: the mask of the T nodes over all nodes of the
         suffix, themselves included.
         """
-        suffix.positions = _append(suffix.positions, positions, 1)
+        suffix.positions = append(suffix.positions, positions, 1)
         masks = Masks(prefix, positions, suffix.positions, ancestors)
         over_prefix = self._over_slots(prefix, masks.prefix, prefix.longest)
         committed = self._committed(prefix, prefix.longest) if self._is_joint else None
@@ -138,13 +130,13 @@ class PagedKV:
                 suffix.append(layer, k, v)
             k, v = suffix.layers[self.given.get(layer, layer)]
             if committed is not None:
-                return _joint(q, *committed(layer), k, v, rule, masks)
+                return joint_attention(q, *committed(layer), k, v, rule, masks)
             over_nodes = partial_attention(q, k, v, masks.suffix(rule), rule)
             return with_sinks(*merge(over_prefix(layer, q, rule), over_nodes), rule)
 
         return attend
 
-    def commit(self, suffix: "Suffix", prefix: Prefix, path: torch.Tensor) -> None:
+    def commit(self, suffix: Suffix, prefix: Prefix, path: torch.Tensor) -> None:
         """Write the suffix's nodes `path`, int64 [A, P], to the P slots that follow each row's prefix.
 
         `path` may be longer than the accepted path: the extra slots are after the new length and are overwritten in the
@@ -157,12 +149,12 @@ class PagedKV:
             kept = torch.stack([suffix.layers[layer][which] for layer, which in parts])  # [n, A or more, K, N, D]
             memory[:, slots] = kept[:, :active].take_along_dim(index, dim=3).transpose(2, 3)  # [n, A, P, K, D]
 
-    def _by_layer(self, tensors: list[torch.Tensor]) -> _Pairs:
+    def _by_layer(self, tensors: list[torch.Tensor]) -> Pairs:
         """Each layer's keys and values, as views of tensors whose first dimensions are those of `memory`."""
         rows = [tensor.unbind() for tensor in tensors]
         return {layer: (rows[i][j], rows[m][n]) for layer, (i, j, m, n) in self._where.items()}
 
-    def _views(self, first: int, count: int) -> _Pairs:
+    def _views(self, first: int, count: int) -> Pairs:
         """Each layer's keys and values in `count` slots from `first` on, as views [1, K, count, D]."""
         return self._by_layer([x.narrow(1, first, count).unsqueeze(1).transpose(2, 3) for x in self.memory])
 
@@ -253,7 +245,7 @@ class PagedKV:
 
         return over_both
 
-    def _range_views(self, rows: RowRange, count: int) -> _Pairs:
+    def _range_views(self, rows: RowRange, count: int) -> Pairs:
         """Each layer's keys and values in the rows' first `count` slots, as views [A, K, count, D]."""
         number, views = rows.rows.stop - rows.rows.start, []
         for x in self.memory:
@@ -325,77 +317,3 @@ class PagedKV:
             with torch.inference_mode(False):  # who decodes without it must be able to write
                 self._workspaces[key] = self.memory[0].new_empty(wanted + wanted // 4)  # contexts grow
         return self._workspaces[key][:wanted].view(slots, heads, width)
-
-
-def _joint(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rule: Rule,
-    masks: "Masks",
-) -> torch.Tensor:
-    """Attention of a tree's nodes q [A, Q, T, D] over the committed keys, values [A, K, S, D] and the nodes' k, v
-    [A, K, N, D] in one product; the mask [A, 1, T, S + N] is made once for all layers of the same reach."""
-    mask = masks.joint(rule, (len(q), 1, q.shape[2]), keys.shape[2], k.shape[2])
-    keys, values = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
-    return with_sinks(*partial_attention(q, keys, values, mask, rule), rule)
-
-
-def _append(tensor: torch.Tensor | None, more: torch.Tensor, dim: int) -> torch.Tensor:
-    return more.clone() if tensor is None else torch.cat((tensor, more), dim)
-
-
-class Suffix:
-    """Keys and values of a tree's nodes, which are written to the cache only after acceptance.
-
-    `layers`: [A, K, N, D] each, by layer.
-    """
-
-    def __init__(self) -> None:
-        self.layers: _Pairs = {}
-        self.positions: torch.Tensor | None = None  # int64 [A, N]; None before the first node
-
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Append a layer's k, v [A, K, T, D] of T further nodes."""
-        before = self.layers.get(layer, (None, None))
-        # Copied, because the memory of k and v may be reused after the call.
-        self.layers[layer] = _append(before[0], k, 2), _append(before[1], v, 2)
-
-
-class Masks:
-    """Masks of a tree's T nodes over the prefix and over the nodes; made once for all layers of the same reach."""
-
-    def __init__(self, prefix: Prefix, positions: torch.Tensor, suffix_positions: torch.Tensor, seen: torch.Tensor):
-        """`positions` int64 [A, T]: the querying nodes'; `suffix_positions` int64 [A, N]; `seen` bool [T, N]."""
-        self.prefix = VisibleSlots(positions, prefix.lengths.unsqueeze(1), prefix.longest, whole=not prefix.ragged)
-        self._positions, self._suffix_positions, self._seen = positions, suffix_positions, seen
-        self._suffix_masks: dict[tuple, torch.Tensor | None] = {}
-        self._joint_masks: dict[tuple, torch.Tensor] = {}
-
-    def suffix(self, rule: Rule) -> torch.Tensor | None:
-        """Additive mask [A or 1, 1, T, N] over the nodes; None for a single node, which attends to itself."""
-        if rule.reach not in self._suffix_masks:
-            self._suffix_masks[rule.reach] = self._suffix_mask(rule)
-        return self._suffix_masks[rule.reach]
-
-    def joint(self, rule: Rule, shape: tuple[int, int, int], slots: int, nodes: int) -> torch.Tensor:
-        """Additive mask [*shape, slots + nodes] over the prefix's slots, then the nodes. `shape`: (A, 1, T)."""
-        if rule.reach not in self._joint_masks:
-            parts = (self.prefix.mask(rule), slots), (self.suffix(rule), nodes)
-            device = self._positions.device
-            whole = [
-                torch.zeros(*shape, width, device=device) if part is None else part.expand(*shape, width)
-                for part, width in parts
-            ]
-            self._joint_masks[rule.reach] = torch.cat(whole, dim=3)
-        return self._joint_masks[rule.reach]
-
-    def _suffix_mask(self, rule: Rule) -> torch.Tensor | None:
-        if self._seen.numel() == 1:
-            return None
-        seen = self._seen.unsqueeze(0)  # [1, T, N]
-        if rule.is_local:
-            seen = seen & rule.sees(self._positions.unsqueeze(2), self._suffix_positions.unsqueeze(1))  # [A, T, N]
-        return additive_mask(seen.unsqueeze(1))

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from eagle_train.inference.cache.paged_kv import PagedKV, Suffix
+from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
+from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.sampling import Verified
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.drafters.drafter import Pending

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from eagle_train.errors import OptionError, check
-from eagle_train.inference.cache.paged_kv import Suffix
 from eagle_train.inference.cache.prefix import BLOCK, SCRATCH, PagedPrefix, Prefix
+from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.rounds import RoundInputs, Validated
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.drafters.drafter import Choice, Drafted, Pending, TreePlan

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_train.inference.cache.paged_kv import Suffix
 from eagle_train.inference.cache.prefix import Prefix
+from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.sampling import SamplingTensors
 from eagle_train.inference.drafters.drafter import Choice, Pending, TreePlan
 from eagle_train.inference.grammar.guided import Guidance

@@ -5,8 +5,9 @@ Knows nothing of drafters, sampling or requests. Shapes: A active rows, N tree n
 
 import torch
 
-from eagle_train.inference.cache.paged_kv import PagedKV, Suffix
+from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
+from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.models.target import Target

@@ -14,8 +14,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from eagle_train.inference.cache.paged_kv import PagedKV, Suffix
+from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
+from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.grammar.guided import Guidance
 

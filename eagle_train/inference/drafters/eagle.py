@@ -12,8 +12,9 @@ import torch
 
 from eagle_train.errors import OptionError, check
 from eagle_train.hardware import warn_of_emulation
-from eagle_train.inference.cache.paged_kv import PagedKV, Suffix
+from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
+from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.sampling import propose, restrict
 from eagle_train.inference.drafters.drafter import MAX_PENDING, Choice, Drafted, Level, Pending, TreePlan, pick
 from eagle_train.inference.parallel.divided_draft import divide_draft
@@ -26,8 +27,8 @@ from eagle_train.models.head import quantised
 from eagle_train.models.patches import optimize_for_decoding
 from eagle_train.models.shapes import KVShape
 from eagle_train.models.target import Target
-from eagle_train.ops.attention import Attend
 from eagle_train.ops.compiled import Compiled, Forward
+from eagle_train.ops.rule import Attend
 from eagle_train.ops.weight_codes import FP8
 
 ALIGNMENTS = ("accepted", "last")

@@ -11,15 +11,16 @@ import torch
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache import paged_kv
-from eagle_train.inference.cache.paged_kv import Masks
 from eagle_train.inference.cache.prefix import BLOCK, Prefix
+from eagle_train.inference.cache.suffix import Masks, joint_attention
 from eagle_train.inference.decode.tree import full
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.models.draft import shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops import paged
-from eagle_train.ops.attention import Rule, merge, partial_attention, slot_attention, with_sinks
+from eagle_train.ops.attention import merge, partial_attention, slot_attention, with_sinks
+from eagle_train.ops.rule import Rule
 from tests.support.cache_checks import Recorder, check_cache, fresh, spoil
 from tests.support.inside import active_in, drafter_of, inside, runner_of
 from tests.support.reference_answers import GREEDY, PROMPTS, TREES, answers, cut, guide, token_ids
@@ -213,7 +214,7 @@ def test_joint_attention_over_prefix_and_tree_is_the_split_one(lengths, limits):
     parts = slot_attention(q, keys, values, masks.prefix, rule), partial_attention(q, k, v, masks.suffix(rule), rule)
     wanted = with_sinks(*merge(*parts), rule)
     for _ in range(2):  # the mask is made once
-        torch.testing.assert_close(paged_kv._joint(q, keys, values, k, v, rule, masks), wanted)
+        torch.testing.assert_close(joint_attention(q, keys, values, k, v, rule, masks), wanted)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ def test_a_gpu_reads_slots_through_the_block_table(family, graphs, tree, monkeyp
 def test_an_engine_with_joint_attention_gives_the_same_tokens():
     target = shared_target("llama")
     split = Engine(target, tiny_draft(target), "n8")
-    with patch.object(paged_kv, "_joint", wraps=paged_kv._joint) as called:
+    with patch.object(paged_kv, "joint_attention", wraps=joint_attention) as called:
         joint = Engine(target, tiny_draft(target), "n8", tree_attention="joint")
         assert token_ids(joint.generate(PROMPTS, GREEDY)) == token_ids(split.generate(PROMPTS, GREEDY))
     assert called.called

@@ -9,12 +9,13 @@ import torch
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache import paged_kv
 from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
-from eagle_train.inference.cache.paged_kv import PagedKV, Suffix
+from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import BLOCK, SCRATCH, ZEROS, PagedPrefix, Prefix
+from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.tree import full
 from eagle_train.models.shapes import KVShape
 from eagle_train.ops import threads
-from eagle_train.ops.attention import Rule
+from eagle_train.ops.rule import Rule
 from tests.support.inside import active_in, pool_of
 from tests.support.reference_answers import token_ids
 from tests.support.tiny import shared_target, tiny_draft

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.cache.paged_kv import PagedKV, Suffix
+from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import BLOCK, Prefix
+from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, Pending, TreePlan
 from eagle_train.models.shapes import KVShape
 from eagle_train.models.target import Target
