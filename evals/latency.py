@@ -21,7 +21,7 @@ from evals.bench.baselines import Transformers, stock_model
 from evals.bench.config import check_least
 from evals.bench.evaluation import evaluation
 from evals.bench.latency_report import markdown, profile_text, summary
-from evals.bench.profiled_rounds import profiles
+from evals.bench.profiled_rounds import profiles, tokens_of
 from evals.bench.random_models import ShapesConfig, check_random, described, random_models
 from evals.bench.requests import PromptSource
 from evals.bench.session import Session
@@ -73,6 +73,10 @@ def main(values: DictConfig) -> None:
     if config.shapes is not None:
         about["target"] = described(session.target)
     longest = prompts.longest(config.context_lengths)
+    if config.profile:
+        deepest = max(Dispatcher(tree).deepest for tree in config.trees)
+        more = tokens_of([longest] * max(config.batch_sizes), config.options.prefill_tokens, deepest)
+        longest = min(longest + more, session.target.max_positions)
     compared = variants(session, longest)
     for cells in sweep(config, prompts, compared):  # each is written at once: a later one may fail
         found = {**cells, **session.about(), **about}

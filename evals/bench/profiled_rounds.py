@@ -70,6 +70,15 @@ def profiled_rounds(engine: Engine, batch: Sequence[TimedRequest], path: Path | 
     return {"trace": path.name, **profile.figures(STAGES, "round", ROUNDS, undisturbed)}
 
 
+def tokens_of(prompts: Sequence[int], chunk: int | None, deepest: int) -> int:
+    """How many tokens each of these prompts, of so many tokens, is asked for, so that none ends before the rounds do.
+
+    `chunk`: as `prefill_tokens`; `deepest`: of the trees.
+    """
+    meanwhile = 0 if chunk is None else len(prompts) + sum(prompts) // chunk  # prompts that are read already decode
+    return (_ALL + meanwhile) * (deepest + 1)
+
+
 def trace_name(number: int, decoding: str) -> str:
     """The file of a decoding's trace, of any name."""
     return f"trace_{number}_{re.sub('[^A-Za-z0-9]+', '_', decoding).strip('_')}.json.gz"
@@ -77,9 +86,8 @@ def trace_name(number: int, decoding: str) -> str:
 
 def _read(engine: Engine, batch: Sequence[TimedRequest]) -> list[Any]:
     """Requests with enough to generate for all rounds, whose prompts are read."""
-    chunk = engine.config.prefill_tokens  # meanwhile prompts that are read already are decoded
-    meanwhile = 0 if chunk is None else len(batch) + sum(len(each.prompt) for each in batch) // chunk
-    tokens = (_ALL + meanwhile) * (engine.dispatcher.deepest + 1)
+    lengths = [len(each.prompt) for each in batch]
+    tokens = tokens_of(lengths, engine.config.prefill_tokens, engine.dispatcher.deepest)
     room = max(1, engine.target.max_positions - tokens)
     requests = [
         engine.add(each.prompt[-room:], replace(each.params, max_tokens=tokens, ignore_eos=True)) for each in batch
