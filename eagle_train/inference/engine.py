@@ -5,7 +5,8 @@ independently: each accepts its own number of tokens per round and leaves the ba
 request takes its row. Knows nothing of drafting and verification.
 
 Ranks of one tensor-parallel target each run the whole engine and must be given the same requests in the same order.
-Scheduling depends on tokens only, and these are the same on every rank (parallel/tensor_parallel.py).
+Scheduling depends on tokens only, which are the same on every rank (parallel/tensor_parallel.py), and on the answers of
+prefill processes, on whose arrival the ranks agree (parallel/disaggregated.py).
 """
 
 import time

@@ -72,7 +72,8 @@ class EngineConfig:
       each rank samples the whole batch.
     - `divide_draft`: ranks of one tensor-parallel target hold and run a part each of an EAGLE draft and of the LM head
       that it proposes with; false: each the whole. None: what is faster, by the speeds of memory and of the ranks' talk
-      that are measured at the start, for a draft without experts, not quantised, whose sizes divide.
+      that are measured at the start, for a draft without experts, not quantised, whose sizes divide; with
+      disaggregated prefill it must be given.
     - `divide_lm_head`: they multiply with a part of the LM head each, for all rows, and exchange logits; false: with
       all of it, for their own rows. None: what is faster, as above.
     - `attention`: `plain` computes attention by matrix products and a softmax instead of the device's kernels.

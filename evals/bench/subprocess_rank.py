@@ -61,7 +61,7 @@ def _run_rank(work: Callable[..., None], job: dict[str, str], threads: int, *arg
 def prefill_process(target: TargetConfig, draft: str) -> Iterator[RemotePrefill]:
     """A process with the same target and draft that prefills for this one. Paper section 3.3."""
     with second_rank(_serve_prefill, target, draft) as world:
-        prefill = RemotePrefill(connect(world))
+        prefill = RemotePrefill(connect(world.divided(1)))  # each has the whole target
         yield prefill
         prefill.close()
 
@@ -69,4 +69,4 @@ def prefill_process(target: TargetConfig, draft: str) -> Iterator[RemotePrefill]
 def _serve_prefill(world: World, target: TargetConfig, draft: str) -> None:
     """What the prefill process runs."""
     whole = load_target(target, "cpu")
-    PrefillServer(whole, load_draft(draft, whole.identity)).serve(connect(world))
+    PrefillServer(whole, load_draft(draft, whole.identity)).serve(connect(world.divided(1)))

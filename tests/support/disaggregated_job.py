@@ -1,4 +1,4 @@
-"""What test_disaggregated.py starts: rank 0 decodes, the others prefill for it, some of them with faults."""
+"""What test_disaggregated.py starts: the first ranks decode, the others prefill for them, some with faults."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from eagle_train.artifacts.format import load_draft
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.parallel.disaggregated import Line, PrefillServer, RemotePrefill, connect
 from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.ops.torch_private import default_store
 from tests.support.inside import pool_of
 from tests.support.reference_answers import LENGTH, PROMPTS
 
@@ -39,7 +40,8 @@ def answers(engine: Engine, stage: dict) -> tuple[list[list[int]], list[list[int
 
 
 def break_down(server: PrefillServer, fault: str, rng: random.Random) -> None:
-    """Let a prefill process fail at random after its prefill; or be too late with its first answer, or die with it."""
+    """Let a prefill process fail at random after its prefill, or always before it; be too late with its first answer,
+    or die with it; or be a little late with every answer."""
     prefiller = server._parts.prefiller
     first_tokens, send, sent = prefiller.first_tokens, Line.send, []
 
@@ -49,8 +51,13 @@ def break_down(server: PrefillServer, fault: str, rng: random.Random) -> None:
             raise RuntimeError("out of memory")
         return tokens
 
+    def missing(*_):
+        raise RuntimeError("out of memory")
+
     def last(line, message):
         sent.append(message)
+        if fault == "is late":
+            time.sleep(0.02 * rng.random())
         if fault == "is slow" and len(sent) == 1:
             time.sleep(600)
         send(line, message)
@@ -59,6 +66,8 @@ def break_down(server: PrefillServer, fault: str, rng: random.Random) -> None:
 
     if fault == "raises":
         prefiller.first_tokens = raising
+    elif fault == "raises early":
+        prefiller.prefill = missing
     else:
         Line.send = last
 
@@ -84,7 +93,7 @@ def decode(target, draft, stage: dict, lines) -> dict:
         left = len(prefill._tasks)
         prefill.close()
     pool = pool_of(engine)
-    told = [str(warning.message) for warning in warned]
+    told = [str(warning.message) for warning in warned if warning.category is UserWarning]  # not torch's own
     return {
         "tokens": tokens,
         "rounds": rounds,
@@ -97,16 +106,19 @@ def decode(target, draft, stage: dict, lines) -> dict:
 
 
 def main(root: Path, job: dict) -> None:
-    """`job`: {"stages": [...], "faults": {"2": "raises"}}."""
-    world = distributed.start("cpu")
-    target = load_target(TargetConfig(str(root / "target")))
+    """`job`: {"stages": [...], "faults": {"2": "raises"}, "shard_size": 1, "server": {...}}."""
+    world = distributed.start("cpu", job["shard_size"])
+    placement = "tensor" if world.shard_size > 1 else "replicated"
+    target = load_target(TargetConfig(str(root / "target")), "cpu", placement, world)
     draft = load_draft(root / "draft", target.identity)
     lines = connect(world)
-    if world.is_main:
+    if world.rank < world.shard_size:
         found = [decode(target, draft, stage, lines) for stage in job["stages"]]
-        (root / "found.json").write_text(json.dumps(found))
+        (root / f"found-{world.rank}.json").write_text(json.dumps(found))
+        default_store().set(f"found/{world.rank}", "")  # one that ends may break what another still receives
+        default_store().wait([f"found/{rank}" for rank in range(world.shard_size)])
         os._exit(0)  # whatever became of the others
-    server = PrefillServer(target, draft, prefill_tokens=8)
+    server = PrefillServer(target, draft, prefill_tokens=8, **job["server"])
     if fault := job["faults"].get(str(world.rank)):
         break_down(server, fault, random.Random(world.rank))
     for _ in job["stages"]:

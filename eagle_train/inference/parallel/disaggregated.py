@@ -4,14 +4,22 @@ Rank 0 is the decode process and has the requests. It sends new prompts to the p
 other ranks. They return each prompt's first token, last hidden state, and keys and values of target and draft, which
 rank 0 writes into its own KV cache blocks. If a prefill process fails or times out, rank 0 prefills the prompts itself.
 
-    world = distributed.start(device)
+A target that is divided over S ranks (tensor parallel) has a decode group, ranks 0 to S - 1, and one or more prefill
+groups, each the next S ranks. Rank i of the decode group has a line to rank i of each prefill group, which has the same
+heads, and receives the blocks of these. All ranks of the decode group have the same requests, and agree in each step
+which answers have arrived. If one rank of a prefill group fails or times out, all drop the group.
+
+    world = distributed.start(device, shard_size=S)
+    target = load_target(config, device, "tensor" if S > 1 else "replicated", world)
     lines = connect(world)
-    if world.is_main:
+    if world.rank < S:
         prefill = RemotePrefill(lines)
         outputs = Engine(target, draft, prefill=prefill).generate(prompts)
         prefill.close()
     else:
         PrefillServer(target, draft).serve(lines)
+
+With S > 1 and a draft, the engine and the server are given one `divide_draft`, true or false.
 
 Messages are JSON, then one tensor, over Gloo and host memory on any device, because a timeout in NCCL ends the waiting
 process. torchrun ends all processes when one dies; processes that are started one by one, with RANK, WORLD_SIZE,
@@ -35,7 +43,7 @@ import torch
 import torch.distributed as dist
 
 from eagle_train.distributed import World
-from eagle_train.errors import check, one_line, shown
+from eagle_train.errors import OptionError, check, one_line, shown
 from eagle_train.inference.cache.block_pool import blocks_for
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.options import EngineConfig
@@ -45,11 +53,11 @@ from eagle_train.inference.requests.prefiller import Chunk
 from eagle_train.inference.requests.sequence import SamplingParams, Sequence, is_number
 from eagle_train.models.target import Target
 
-DECODER = 0  # the rank of the decode process
 FOREVER = timedelta(days=365)
 _LONGEST_S = 10**9  # the largest timeout
 _POLL_S = 0.01
 _NUMBERS = itertools.count()
+_FAILED, _AWAITED, _ARRIVED = range(3)  # answers; the least over the decode ranks is what all of them go by
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,13 +100,17 @@ def _as_json(message: Any) -> str:
 
 
 def connect(world: World) -> list[Line]:
-    """The decode process's lines to the prefill processes, or a prefill process's one line to it. Collective: all ranks
-    must call it, once. Raises UserError if there is only one process."""
-    check(world.size > 1, "1 process was started: start at least 2, one for decoding and one for prefill")
-    groups = {rank: dist.new_group([DECODER, rank], backend="gloo") for rank in range(world.size) if rank != DECODER}
-    if world.rank == DECODER:
-        return [Line(rank, group) for rank, group in groups.items()]
-    return [Line(DECODER, groups[world.rank])]
+    """A decode rank's lines, one to each prefill group, or a prefill rank's one line to its decode rank. The first
+    `world.shard_size` ranks decode. Collective: all ranks must call it, once. Raises UserError if none is left for
+    prefill."""
+    each = world.shard_size
+    started = "1 process was" if world.size == 1 else f"{world.size} processes were"
+    parts = "one for decoding and one for prefill" if each == 1 else f"{each} for decoding and {each} for prefill"
+    check(world.size > each, f"{started} started: start at least {2 * each}, {parts}")
+    groups = {rank: dist.new_group([rank % each, rank], backend="gloo") for rank in range(each, world.size)}
+    if world.rank < each:
+        return [Line(rank, group) for rank, group in groups.items() if rank % each == world.rank]
+    return [Line(world.rank % each, groups[world.rank])]
 
 
 @dataclass(eq=False)
@@ -110,13 +122,20 @@ class _Task:
     sizes: list[int]  # elements that `_serialize_kv` returns for each
     answer: Future
 
+    @property
+    def state(self) -> int:
+        """_FAILED, _AWAITED or _ARRIVED."""
+        if not self.answer.done():
+            return _AWAITED
+        return _ARRIVED if self.answer.exception() is None else _FAILED
+
 
 class RemotePrefill:
     """Prefills on the prefill processes, as long as there are any; an `Engine`'s `prefill`."""
 
     def __init__(self, lines: list[Line], timeout_s: float = 60.0):
-        """`lines`: from `connect`. `timeout_s`: a prefill process that takes longer for a task is dropped.
-        Raises UserError."""
+        """`lines`: from `connect`. `timeout_s`: a prefill process that takes longer for a task is dropped, and its
+        group with it. Raises UserError."""
         right = is_number(timeout_s, 0, _LONGEST_S) and timeout_s > 0
         check(right, f"timeout_s={shown(timeout_s)}: must be above 0, and at most {_LONGEST_S} seconds")
         check(len(lines) > 0, "lines=[]: must be the lines to the prefill processes that connect returns")
@@ -127,9 +146,9 @@ class RemotePrefill:
         self._first_tokens: dict[Sequence, int] = {}  # of sequences prefilled elsewhere, until they decode
 
     def attach(self, parts: Parts) -> "RemotePrefill":
-        """Prefill for the engine with these parts. Raises UserError if its target is divided over ranks."""
-        target = parts.target
-        check(target.together is None, f"target {target.name}: disaggregated prefill needs it whole on every rank")
+        """Prefill for the engine with these parts. Raises OptionError for a divided target with a draft
+        where `divide_draft` is None."""
+        _check_draft(parts)
         self._parts, self._local = parts, parts.prefiller
         return self
 
@@ -139,8 +158,7 @@ class RemotePrefill:
         if not is_decoding and not here and (not chunks or None not in self._tasks.values()):
             answers = [task.answer for task in self._tasks.values() if task is not None]
             wait(answers, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-        for line in list(self._tasks):
-            self._collect(line)
+        self._collect()
         self._hand_out([sequence for sequence, _ in chunks if sequence not in self._returned])
         own = [chunk for chunk in chunks if chunk[0] in self._returned or not self._tasks]
         self._local.prefill(own, is_decoding)
@@ -159,8 +177,12 @@ class RemotePrefill:
         self._threads.shutdown()
         for line, task in self._tasks.items():
             if task is None or task.answer.exception() is None:
-                with suppress(RuntimeError):  # it may have ended
-                    line.send(None, self._timeout)
+                self._end(line)
+
+    def _end(self, line: Line) -> None:
+        """End a prefill process."""
+        with suppress(RuntimeError):  # it may have ended
+            line.send(None, self._timeout)
 
     def _hand_out(self, sequences: list[Sequence]) -> None:
         """Divide sequences between the idle prefill processes, round-robin."""
@@ -187,28 +209,44 @@ class RemotePrefill:
 
     def _ask(self, line: Line, request: dict) -> tuple[list[int], torch.Tensor] | None:
         """A prefill process's answer: each prompt's first token, and the serialised rest (`_serialize_kv`); None where
-        its prefill failed. Runs in a thread, so that decoding goes on."""
+        its prefill failed and its target is whole. Runs in a thread, so that decoding goes on."""
         line.send(request, self._timeout)
         answer = line.recv(self._timeout)
         if answer["number"] != request["number"]:  # of a request that an earlier engine abandoned
             raise RuntimeError("its answer is to another request")
-        if "tokens" not in answer:
-            return None
         target = self._parts.target
+        if "tokens" not in answer:
+            if target.together is not None:  # it has ended, see `PrefillServer.serve`
+                raise RuntimeError("its prefill failed")
+            return None
         payload = torch.empty(request["size"], dtype=target.dtype, pin_memory=target.device.type == "cuda")
         return answer["tokens"], line.recv_tensor(payload, self._timeout)
 
-    def _collect(self, line: Line) -> None:
-        """Collect a prefill process's answer, if it is there: its sequences are prefilled, or will be here. Sequences
-        that were cancelled or preempted in the meantime are ignored."""
-        task = self._tasks[line]
-        if task is None or not task.answer.done():
+    def _collect(self) -> None:
+        """Collect the answers that are there on all decode ranks, and drop prefill processes that failed for one."""
+        tasks = {line: task for line, task in self._tasks.items() if task is not None}
+        if not tasks:
             return
-        self._tasks[line] = None
-        if error := task.answer.exception():
-            del self._tasks[line]
-            warnings.warn(f"prefill process {line.other} is dropped: {one_line(error)}", stacklevel=2)
-        answer = None if error else task.answer.result()
+        states = self._parts.runner.ranks.least_of_hosts([task.state for task in tasks.values()])
+        for (line, task), state in zip(tasks.items(), states, strict=True):
+            if state == _ARRIVED:
+                self._tasks[line] = None
+                self._take(task, task.answer.result())
+            elif state == _FAILED:
+                self._drop(line, task)
+                self._take(task, None)
+
+    def _drop(self, line: Line, task: _Task) -> None:
+        """Ask no more of a prefill process. If it is another of its group that failed, it ends after its answer."""
+        del self._tasks[line]
+        error = task.answer.exception() if task.answer.done() else None
+        reason = "another rank of its group failed" if error is None else one_line(error)
+        warnings.warn(f"prefill process {line.other} is dropped: {reason}", stacklevel=2)
+        task.answer.add_done_callback(lambda answer: None if answer.exception() else self._end(line))
+
+    def _take(self, task: _Task, answer: tuple[list[int], torch.Tensor] | None) -> None:
+        """A task's sequences are prefilled, or will be here if there is no answer. Sequences that were cancelled or
+        preempted in the meantime are ignored."""
         rows = [row for row, each in enumerate(task.sequences) if each.remote_task is task and not each.finish_reason]
         new = [task.sequences[row] for row in rows]
         for sequence in new:
@@ -224,7 +262,7 @@ class RemotePrefill:
 
 
 class PrefillServer:
-    """Prefills for the decode process."""
+    """Prefills for the decode process; each rank of a divided target for its own decode rank."""
 
     def __init__(
         self,
@@ -233,12 +271,18 @@ class PrefillServer:
         config: EngineConfig | None = None,
         **options: Any,
     ):
-        """Arguments as for `Engine`; target, draft and `prefix_cache` must be those of the decode process."""
+        """Arguments as for `Engine`; target, draft, `divide_draft` and `prefix_cache` must be those of the decode
+        process. Raises OptionError for a divided target with a draft where `divide_draft` is None."""
         config = replace(config or EngineConfig(), **options)
         self._parts = build_parts(target, draft, "chain3", "cpu", config, None)
+        _check_draft(self._parts)
 
     def serve(self, lines: list[Line]) -> None:
-        """Serve prefill requests until the decode process closes. `lines`: from `connect`."""
+        """Serve prefill requests until the decode process closes, or drops this one's group because another rank of it
+        failed. With a divided target also until a prefill fails here. `lines`: from `connect`.
+
+        Raises RuntimeError if the decode process has ended, or has given up waiting. Where another rank of the group
+        hangs, the forward waits for it until the group's collectives time out."""
         (line,) = lines
         while request := line.recv():
             try:
@@ -249,6 +293,8 @@ class PrefillServer:
                     sequence.finish_reason = "failed"
                 self._parts.scheduler.leave()
                 line.send({"number": request["number"]})
+                if self._parts.target.together is not None:
+                    return  # the others may wait for this rank in their forwards, so the group is dropped
             else:
                 line.send({"number": request["number"], "tokens": tokens})
                 line.send_tensor(payload.cpu())
@@ -280,8 +326,18 @@ class PrefillServer:
                 sequence.finish_reason = "prefilled"
             scheduler.leave()
         payload = torch.cat([states[sequence] for sequence in sequences])
-        check(len(payload) == request["size"], "draft or prefix_cache: the decode process has another")
+        check(len(payload) == request["size"], "draft, divide_draft or prefix_cache: the decode process has another")
         return [tokens[sequence] for sequence in sequences], payload
+
+
+def _check_draft(parts: Parts) -> None:
+    """Raise OptionError where decode and prefill ranks would each measure for themselves whether to divide a draft."""
+    is_told = parts.target.together is None or parts.runner.drafter is None or parts.config.divide_draft is not None
+    check(
+        is_told,
+        "divide_draft=None: must be true or false with disaggregated prefill, the same on all ranks",
+        OptionError,
+    )
 
 
 def _blocks_of(sequence: Sequence, start: int) -> list[int]:

@@ -80,6 +80,14 @@ class Ranks:
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
         return int(least)
 
+    def least_of_hosts(self, numbers: list[int]) -> list[int]:
+        """All-reduce (min) of each of some integers, between the hosts: the device is not waited for."""
+        if self.group is None:
+            return numbers
+        least = torch.tensor(numbers)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return least.tolist()
+
     def agreed(self, x: torch.Tensor) -> torch.Tensor:
         """Broadcast rank 0's x, in place: drafts may differ by rounding, and all ranks must verify the same tokens."""
         if self.group is not None:

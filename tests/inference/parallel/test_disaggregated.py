@@ -1,8 +1,12 @@
-"""Prefill and decoding in separate processes give the tokens of one engine, also when prefill processes fail."""
+"""Prefill and decoding in separate processes give the tokens of one engine, also when prefill processes fail.
+
+With a divided target, both are done by groups of ranks.
+"""
 
 import json
+import re
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +14,8 @@ from omegaconf import OmegaConf
 
 from eagle_train.artifacts.format import save_draft
 from eagle_train.distributed import World
-from eagle_train.errors import UserError
-from eagle_train.inference import Engine, SamplingParams
+from eagle_train.errors import OptionError, UserError
+from eagle_train.inference import Engine, EngineConfig, SamplingParams
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.parallel.disaggregated import RemotePrefill, _as_json, _size_of, connect
 from eagle_train.models.draft import Draft
@@ -141,7 +145,7 @@ def test_another_target_or_draft_prefills_nothing():
     with pytest.raises(UserError, match=wanted):
         server.prefill(own)
     own |= {"dtype": "torch.float32"}
-    with pytest.raises(UserError, match=r"^draft or prefix_cache: the decode process has another$"):
+    with pytest.raises(UserError, match=r"^draft, divide_draft or prefix_cache: the decode process has another$"):
         server.prefill(own)
 
 
@@ -167,11 +171,17 @@ def test_only_what_follows_a_prefix_is_sent():
     assert torch.equal(whole, rest)
 
 
-def check_found(root: Path, stages: list[dict]) -> list[dict]:
-    """Every stage's tokens are those of one engine, and all blocks are free again."""
-    found = json.loads((root / "found.json").read_text())
+def start_job(number: int, root: Path, stages: list[dict], faults: dict, shard_size: int = 1, **more) -> None:
+    server = {"divide_draft": stages[0]["engine"].get("divide_draft")}
+    job = {"stages": stages, "faults": faults, "shard_size": shard_size, "server": server}
+    start_ranks(number, "disaggregated_job", root, job, **more)
+
+
+def check_found(root: Path, stages: list[dict], rank: int = 0) -> list[dict]:
+    """Every stage's tokens are those of one engine, and all blocks are free again. `rank`: which decode rank's."""
+    found = json.loads((root / f"found-{rank}.json").read_text())
     for one, stage in zip(found, stages, strict=True):
-        options = {key: value for key, value in stage["engine"].items() if key != "timeout_s"}
+        options = {key: value for key, value in stage["engine"].items() if key not in ("timeout_s", "divide_draft")}
         engine = Engine(shared_target("gemma2"), a_draft(), **options)
         expected, rounds = answers(engine, {**stage, "cancelling": False})
         assert one["free"]
@@ -185,7 +195,7 @@ def check_found(root: Path, stages: list[dict]) -> list[dict]:
 @pytest.mark.ranks
 def test_prompts_are_prefilled_elsewhere(root):
     """By two prefill processes."""
-    start_ranks(3, "disaggregated_job", root, {"stages": STAGES, "faults": {}})
+    start_job(3, root, STAGES, {})
     for one in check_found(root, STAGES):
         assert (one["here"], one["left"], one["warned"]) == (0, 2, [])
 
@@ -195,7 +205,7 @@ def test_faults_of_prefill_processes(root):
     """One fails at random, one dies while it answers, and one exceeds the timeout."""
     stages = [stage | {"engine": stage["engine"] | {"timeout_s": 20.0}} for stage in STAGES[1:]]
     faults = {"1": "raises", "2": "dies", "3": "is slow"}
-    start_ranks(4, "disaggregated_job", root, {"stages": stages, "faults": faults}, awaited=2)
+    start_job(4, root, stages, faults, awaited=2)
     found = check_found(root, stages)
     assert found[0]["here"] > 0, "what was not read elsewhere is read here"
     assert found[0]["left"] == 1
@@ -203,6 +213,40 @@ def test_faults_of_prefill_processes(root):
         "prefill process 2 is dropped",
         "prefill process 3 is dropped",
     }
+
+
+@pytest.mark.ranks
+def test_ranks_of_a_divided_target_agree_on_what_has_arrived(root):
+    """Two decode and two prefill; one of these is always a little late."""
+    stages = [stage | {"engine": stage["engine"] | {"divide_draft": True}} for stage in STAGES[2:]]
+    start_job(4, root, stages, {"3": "is late"}, shard_size=2)
+    found, other = check_found(root, stages), check_found(root, stages, rank=1)
+    for one, same in zip(found, other, strict=True):
+        assert (one["tokens"], one["rounds"]) == (same["tokens"], same["rounds"])
+        for each in (one, same):
+            assert (each["here"], each["left"], each["warned"]) == (0, 1, [])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("dies", ".*Connection (closed|reset).*"),
+        ("raises", "its prefill failed"),
+        ("raises early", "its prefill failed"),  # while the other waits for it in the forward
+        ("is slow", ".*[Tt]imed out.*"),
+    ],
+)
+def test_a_fault_on_one_rank_drops_its_group(root, fault, reason):
+    """Decoding goes on without it. The group's other rank ends, and so does one whose prefill failed."""
+    stages = [stage(sampled=True, tree="chain3", max_batch_size=4, timeout_s=4.0, divide_draft=False)]
+    start_job(4, root, stages, {"3": fault}, shard_size=2, awaited=4 if "raises" in fault else 3)
+    for rank, told in enumerate(["(another rank of its group|its prefill) failed", reason]):
+        (found,) = check_found(root, stages, rank)
+        assert found["here"] > 0
+        assert found["left"] == 0
+        (warned,) = found["warned"]
+        assert re.fullmatch(f"prefill process {2 + rank} is dropped: {told}", warned), warned
 
 
 @pytest.mark.parametrize("grammar", [OmegaConf.create({"regex": "[a-c]{2}"}), MappingProxyType({"regex": "[a-c]{2}"})])
@@ -214,10 +258,19 @@ def test_a_grammar_in_a_mapping_of_any_kind(grammar):
 def test_what_cannot_be_disaggregated():
     with pytest.raises(UserError, match=r"^1 process was started: start at least 2, one for decoding and "):
         connect(World())
+    with pytest.raises(
+        UserError, match=r"^2 processes were started: start at least 4, 2 for decoding and 2 for prefill$"
+    ):
+        connect(World(size=2, shard_size=2))
     for timeout in (0, float("inf"), "1"):
         with pytest.raises(
             UserError, match=rf"^timeout_s={timeout!r}: must be above 0, and at most 1000000000 seconds$"
         ):
             RemotePrefill([LocalPrefill()], timeout_s=timeout)
+    unsure = SimpleNamespace(
+        target=SimpleNamespace(together="a group"), runner=SimpleNamespace(drafter="a draft"), config=EngineConfig()
+    )
+    with pytest.raises(OptionError, match=r"^divide_draft=None: must be true or false with disaggregated prefill, the"):
+        RemotePrefill([LocalPrefill()]).attach(unsure)
     with pytest.raises(UserError, match=r"^lines=\[\]: must be the lines to the prefill processes"):
         a_decoder()
