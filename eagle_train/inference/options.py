@@ -79,7 +79,8 @@ class EngineConfig:
     - `attention`: `plain` computes attention by matrix products and a softmax instead of the device's kernels.
     - `tree_attention`: `split` computes attention over prefix and tree apart and merges (paper section 3.1); `joint`
       over both at once, under one mask.
-    - `linear`: `plain` uses torch's own matrix products in place of the CPU kernels for few rows.
+    - `linear`: `plain` uses torch's own matrix products in place of the CPU kernels for few rows, and logits and
+      their maximum in place of a GPU's kernel for the most likely token of a draft.
     """
 
     max_batch_size: int = 16  # requests that decode together
@@ -98,7 +99,7 @@ class EngineConfig:
     divide_lm_head: bool | None = None  # they read a part of the LM head each; null: what is faster
     attention: str = "auto"  # auto | plain: matrix products and a softmax in place of the device's kernels
     tree_attention: str = "split"  # split | joint: prefix and tree apart, or at once under one mask
-    linear: str = "auto"  # auto | plain: torch's products in place of those for few rows on a CPU
+    linear: str = "auto"  # auto | plain: torch's products in place of the device's kernels for few rows
 
     def __post_init__(self) -> None:
         for name, (least, may_be_none) in _NUMBERS.items():

@@ -11,6 +11,7 @@ from accelerate.utils import align_module_device
 from transformers import PreTrainedModel
 
 from eagle_train.models.weights import full_tensor
+from eagle_train.ops import head_argmax
 from eagle_train.ops.linear import QuantisedLinear, linear
 
 
@@ -39,15 +40,23 @@ class LMHead:
 
     def most_likely(self, hidden: torch.Tensor, count: int) -> torch.Tensor:
         """The `count` most likely tokens int64 [..., count] after hidden states [..., H]."""
-        logits = self(hidden)
-        if count == 1:  # argmax is faster than topk
-            return logits.argmax(-1, keepdim=True)
-        return logits.topk(count).indices
+        return self.greatest(hidden)[1] if count == 1 else self(hidden).topk(count).indices
+
+    def greatest(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The greatest logit [..., 1] after hidden states [..., H], and the lowest token int64 [..., 1] that has it.
+
+        The logit is fp32 or of the weight's dtype. NaN counts as the greatest.
+        """
+        if head_argmax.supports(hidden, self.weight):
+            return head_argmax.head_argmax(hidden, self.weight, self.bias, self.scale, self.softcap)
+        value, token = self(hidden).max(-1, keepdim=True)  # on a CPU two to three times as fast as argmax
+        return value, token
 
 
 @dataclass(frozen=True)
 class QuantisedLMHead(LMHead):
-    """An LM head whose weight is in few bits, as `product` has it; `weight` has its shape and dtype alone."""
+    """An LM head whose weight is in few bits, as `product` has it; `weight` has its shape and dtype alone, on no
+    device, so that no kernel reads it."""
 
     product: QuantisedLinear | None = None
 

@@ -1,4 +1,7 @@
-"""`draft_lm_head`: drafts by an LM head in few bits. Answers stay the target's own, and nearly as much is accepted."""
+"""`draft_lm_head`: drafts by an LM head in few bits. Answers stay the target's own, and nearly as much is accepted.
+
+And drafts by the kernel that finds the most likely token without logits.
+"""
 
 import random
 from functools import cache
@@ -13,6 +16,7 @@ from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.head import QuantisedLMHead
 from eagle_train.models.target import Target
+from eagle_train.ops import head_argmax
 from tests.support.graph_recorder import recorded
 from tests.support.inside import drafter_of
 from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, cut, guide, token_ids
@@ -201,3 +205,22 @@ def test_a_gpu_drafts_with_it_in_graphs(kind):
     assert drafter_of(eager).head.lm_head.product.has_kernel
     wanted = token_ids(eager.generate(PROMPTS, GREEDY))
     assert token_ids(replayed.generate(PROMPTS, GREEDY)) == wanted
+
+
+@pytest.mark.parametrize("linear", ["auto", "plain"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_drafts_by_the_kernel_are_those_of_logits(monkeypatch, family, linear):
+    """On a GPU a head in fp32 has no such kernel, but Triton's interpreter takes it: all rounds are the same."""
+    pytest.importorskip("triton", reason="it comes with torch for CUDA, and with xgrammar")
+    target, params = tiny_target(family, hidden_size=128, std=0.1), SamplingParams(max_tokens=40, ignore_eos=True)
+    draft = trained_draft(target)
+    wanted = Engine(target, draft, "chain3").generate(PROMPTS, params)
+    calls, kernel = [], head_argmax.head_argmax
+    monkeypatch.setattr(head_argmax, "_runs_on", lambda device: True)
+    monkeypatch.setattr(head_argmax, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(head_argmax, "head_argmax", lambda *given: (calls.append(given), kernel(*given))[1])
+    found = Engine(target, draft, "chain3", linear=linear).generate(PROMPTS, params)
+    assert bool(calls) == (linear == "auto")
+    assert token_ids(found) == token_ids(wanted)
+    assert [output.rounds for output in found] == [output.rounds for output in wanted]
+    assert tpc(found) > 1.1

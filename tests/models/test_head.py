@@ -1,4 +1,5 @@
-"""The LM head in few bits: the logits of the weight that its codes stand for, whatever a family makes of them."""
+"""An LM head's most likely tokens; and in few bits, the logits of the weight that its codes stand for, whatever a
+family makes of them."""
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch.nn.functional as F
 
 from eagle_train.models.draft_quantisation import SCHEMES
 from eagle_train.models.head import LMHead, QuantisedLMHead, quantised
+from eagle_train.ops import head_argmax
 from eagle_train.ops.weight_codes import dequantise, quantise_rows_fp8
 
 INPUTS = 128
@@ -71,3 +73,46 @@ def test_the_head_of_some_tokens_may_be_in_few_bits():
     small = quantised(head.of(tokens), SCHEMES["int4"])
     assert isinstance(small, QuantisedLMHead)
     torch.testing.assert_close(small(x), quantised(head, SCHEMES["int4"])(x)[:, tokens])
+
+
+FAMILIES = [{}, {"scale": 0.25}, {"softcap": 30.0}, {"scale": -4.0, "softcap": 50.0}]  # caps that make nothing equal
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_the_kernel_finds_the_most_likely_token(monkeypatch, is_part, has_bias, family):
+    """With the head of some tokens too, in its own numbers; several tokens come from logits."""
+    pytest.importorskip("triton", reason="it comes with torch for CUDA, and with xgrammar")
+    calls, kernel = [], head_argmax.head_argmax
+    whole = head_of(96, has_bias, **family)
+    head = LMHead(whole.weight.half(), None if whole.bias is None else whole.bias.half(), whole.scale, whole.softcap)
+    head, x = head.of(torch.arange(90, 0, -3)) if is_part else head, states(2, 3)
+    logits = head(x)
+    wanted, several = head.greatest(x), head.most_likely(x, 3)
+    monkeypatch.setattr(head_argmax, "_runs_on", lambda device: True)
+    monkeypatch.setattr(head_argmax, "head_argmax", lambda *given: (calls.append(given), kernel(*given))[1])
+    found = head.greatest(x)
+    assert torch.equal(wanted[0], logits.amax(-1, keepdim=True))
+    torch.testing.assert_close(found[0], wanted[0].float(), rtol=2e-3, atol=0)
+    assert torch.equal(found[1], wanted[1])
+    assert torch.equal(head.most_likely(x, 1), logits.argmax(-1, keepdim=True))
+    assert len(calls) == 2
+    assert torch.equal(head.most_likely(x, 3), several)
+    assert len(calls) == 2
+
+
+def test_the_first_of_equal_logits_is_the_most_likely_and_what_is_no_number_is_before_all():
+    head = LMHead(torch.eye(3).repeat(2, 1))
+    value, token = head.greatest(torch.tensor([[0.0, 2.0, 1.0], [1.0, 1.0, 0.0], [0.0, torch.nan, 5.0]]))
+    assert token.flatten().tolist() == [1, 0, 0]
+    assert value.flatten()[:2].tolist() == [2.0, 1.0]
+    assert value[2].isnan().item()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_kernel_reads_the_weight_of_a_head_in_few_bits(monkeypatch, scheme):
+    """It has none; its most likely token is that of its codes."""
+    monkeypatch.setattr(head_argmax, "_runs_on", lambda device: True)
+    head, x = quantised(LMHead(head_of(96).weight.bfloat16()), SCHEMES[scheme]), states(4)
+    assert torch.equal(head.most_likely(x, 1), head(x).argmax(-1, keepdim=True))

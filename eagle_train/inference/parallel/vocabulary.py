@@ -45,11 +45,10 @@ class DividedHead:
 
         Of equal logits the lower id comes first, where `count` is 1. The ranks exchange `count` logits and ids each.
         """
-        own = self._own(hidden)
-        if count == 1:
-            value, index = own.max(-1, keepdim=True)
+        if count == 1 and len(self.part.weight) > 0:
+            value, index = self.part.greatest(hidden)
         else:
-            value, index = own.topk(min(count, self.width), dim=-1)
+            value, index = self._own(hidden).topk(min(count, self.width), dim=-1)
         found = torch.stack((value.double(), (index + self.first).double()), -1)  # ids are exact in float64
         values, tokens = self.ranks.gather(found).movedim(0, -3).flatten(-3, -2).unbind(-1)  # [..., size * count]
         best = values.argmax(-1, keepdim=True) if count == 1 else values.topk(count, dim=-1).indices

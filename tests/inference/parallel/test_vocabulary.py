@@ -16,6 +16,7 @@ from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.parallel.vocabulary import DividedHead
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.head import LMHead, QuantisedLMHead
+from eagle_train.ops import head_argmax
 from eagle_train.ops.attention import packed_attention
 from tests.support.tiny import shared_target, tiny_draft
 
@@ -88,6 +89,27 @@ def test_the_first_of_equal_logits_is_the_most_likely():
     head = LMHead(torch.ones(12, 8))
     found = on_ranks(3, lambda ranks: DividedHead(head, ranks).most_likely(torch.ones(2, 8), 1).tolist())
     assert found == [[[0], [0]]] * 3
+
+
+@pytest.mark.parametrize(("size", "vocab"), [(2, 20), (3, 20), (4, 13), (4, 5)])
+def test_the_most_likely_of_all_parts_is_found_by_the_kernels_of_each(monkeypatch, size, vocab):
+    """Also where a rank has no tokens and so no kernel. Triton's interpreter is no thread's alone: its twin runs."""
+    calls = []
+
+    def twin(hidden, weight, bias, scale, softcap):
+        calls.append(len(weight))
+        value, token = LMHead(weight, bias, scale, softcap)(hidden.to(weight.dtype)).max(-1, keepdim=True)
+        return value.float(), token
+
+    head, hidden = head_of(vocab), torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(1))
+    head = LMHead(head.weight.half(), None if head.bias is None else head.bias.half(), head.scale, head.softcap)
+    wanted = head.most_likely(hidden, 1)
+    monkeypatch.setattr(head_argmax, "_runs_on", lambda device: True)
+    monkeypatch.setattr(head_argmax, "head_argmax", twin)
+    found = on_ranks(size, lambda ranks: DividedHead(head, ranks).most_likely(hidden, 1))
+    assert sum(calls) == vocab
+    assert min(calls) > 0
+    assert all(torch.equal(each, wanted) for each in found)
 
 
 @pytest.mark.parametrize("biases", [False, True])
