@@ -1,4 +1,5 @@
-"""What a device can do at most: its speed of copies, of products of a target's shapes, and of starting operations.
+"""What a device can do at most: its speed of copies, of products of a target's shapes, and of starting operations; and
+a GPU's speed of finding a draft's most likely token.
 
 Whatever reads weights cannot be faster than a copy, whatever multiplies no faster than these products, and a forward
 of N operations takes at least N launches. Knows nothing of training or decoding. DESIGN section 3.8.
@@ -15,7 +16,10 @@ from omegaconf import DictConfig
 
 from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
+from eagle_train.models.head import LMHead
 from eagle_train.models.loading import DTYPES, default_dtype
+from eagle_train.ops import head_argmax
+from eagle_train.ops.kernels import plain
 from eagle_train.results import prepared_file, provenance, write_json
 from eagle_train.settings import build
 from evals.bench.config import check_least, check_sizes
@@ -58,6 +62,7 @@ def main(values: DictConfig) -> None:
         "copy_gb_per_s": copy_rate(device, config.copied_mb * 2**20, config.repeats),
         "launch_us": launch_seconds(device, config.repeats) * 1e6,
         "products": products(config, dtype, device),
+        "most_likely": most_likely(config, dtype, device),
         "dtype": str(dtype).removeprefix("torch."),
         "config": asdict(config),
         "provenance": provenance(),
@@ -98,6 +103,23 @@ def products(config: Config, dtype: torch.dtype, device: str) -> list[dict[str, 
     return found
 
 
+def most_likely(config: Config, dtype: torch.dtype, device: str) -> list[dict[str, Any]]:
+    """The LM head's most likely token of few rows by the kernel (ops/head_argmax.py), where the device has one: ms, by
+    logits too, and 10^9 bytes of weight a second."""
+    vocabulary, inputs = matrices(config.shapes.target)["LM head"]
+    head, found = LMHead(torch.randn(vocabulary, inputs, device=device).to(dtype)), []
+    for rows in config.rows:
+        x = torch.randn(rows, inputs, device=device).to(dtype)
+        if not head_argmax.supports(x, head.weight):
+            continue
+        seconds = seconds_of(partial(head.most_likely, x, 1), device, config.repeats)
+        with plain("linear"):
+            by_logits = seconds_of(partial(head.most_likely, x, 1), device, config.repeats)
+        rate = head.weight.nbytes / seconds / 1e9
+        found.append({"rows": rows, "ms": 1e3 * seconds, "by_logits_ms": 1e3 * by_logits, "gb_per_s": rate})
+    return found
+
+
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x @ weight.t()
 
@@ -122,6 +144,9 @@ def text(found: dict[str, Any]) -> str:
     for one in found["products"]:
         rates = f"{one['ms']:9.3f} ms {one['tflops']:7.1f} TFLOP/s {one['gb_per_s']:7,.0f} GB/s of weight"
         lines.append(f"{one['matrix']:<12}{one['rows']:>6} rows {rates}")
+    for one in found["most_likely"]:
+        rates = f"{one['ms']:9.3f} ms, by logits {one['by_logits_ms']:.3f} ms {one['gb_per_s']:7,.0f} GB/s of weight"
+        lines.append(f"{'likeliest':<12}{one['rows']:>6} rows {rates}")
     return "\n".join(lines)
 
 

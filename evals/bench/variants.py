@@ -168,6 +168,12 @@ SWITCHES = {
         on=Variant(options=given(linear="auto")),
         device="cpu",
     ),
+    "argmax_kernel": Switch(
+        "a GPU's kernel for the most likely token of greedy drafts",
+        off=Variant(options=given(linear="plain")),
+        on=Variant(options=given(linear="auto")),
+        device="cuda",
+    ),
     "guided_speculation": Switch("drafts under a grammar (3.4)", off=Variant(drafts=False), workload=workloads.GUIDED),
     "first_token": Switch(
         "first tokens reported before their first round (3.3)", off=Variant(serve=serve_reporting_late), figure="ttft"

@@ -71,7 +71,9 @@ def test_the_table_takes_the_trees_place(session):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("name", "kernel"), [("attention_kernel", "attention"), ("fast_linear", "linear")])
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("attention_kernel", "attention"), ("fast_linear", "linear"), ("argmax_kernel", "linear")]
+)
 def test_plain_kernels_run_in_one_variant_alone(session, monkeypatch, name, kernel, size):
     seen, forward = [], Target.hidden_states
 
