@@ -7,6 +7,7 @@ without it (models/head.py): the product, and torch's max. Both may be recorded 
 neither, because drafts are proposed between compiled forwards. Knows nothing of drafts, models or ranks.
 """
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from eagle_train.hardware import is_gpu
 from eagle_train.ops.kernels import is_plain
 
-__all__ = ["MOST_ROWS", "head_argmax", "supports"]
+__all__ = ["MOST_ROWS", "head_argmax", "pays", "supports"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_ROWS = 64  # a program has all of them at once
@@ -24,6 +25,9 @@ _LEAST_ROWS = 16  # the matrix unit's
 _READ = 8192  # elements of the weight that a program reads at a time
 _LANES = 1024  # tiles, of which the best is found at a time
 _ALIGNED = 16  # bytes of a load
+_CALLS = 20  # of each way, to find the faster one
+
+_found: dict[tuple, bool] = {}  # whether the kernels are the faster way, by what decides it
 
 
 def supports(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -32,6 +36,35 @@ def supports(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
     fits = tokens > 0 and 0 < rows <= MOST_ROWS and inputs * weight.itemsize % _ALIGNED == 0
     one_device = hidden.device == weight.device and _runs_on(weight.device)
     return fits and one_device and weight.dtype in DTYPES and weight.is_contiguous() and not is_plain("linear")
+
+
+def pays(hidden: torch.Tensor, weight: torch.Tensor, by_logits: Callable[[], object]) -> bool:
+    """Whether `head_argmax` is supported, and faster on this GPU than `by_logits`, which finds the same by logits.
+
+    Both are timed at the first call with so many rows, to the next power of two, and a weight of this shape; within a
+    recording of a CUDA graph nothing is timed, and what was not before counts as slower.
+    """
+    if not supports(hidden, weight):
+        return False
+    key = (weight.device, weight.shape, weight.dtype, _layout(hidden.numel() // hidden.shape[-1])["ROWS"])
+    if key not in _found:
+        if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        _found[key] = _seconds(lambda: head_argmax(hidden, weight), weight) < _seconds(by_logits, weight)
+    return _found[key]
+
+
+def _seconds(work: Callable[[], object], weight: torch.Tensor) -> float:
+    """A GPU's seconds for a call."""
+    work()  # compiles
+    with torch.cuda.device(weight.device):
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started.record()
+        for _ in range(_CALLS):
+            work()
+        ended.record()
+        ended.synchronize()
+    return started.elapsed_time(ended) / 1e3 / _CALLS
 
 
 @cache

@@ -33,7 +33,7 @@ def test_the_most_likely_token_is_timed_where_the_device_has_a_kernel(tmp_path, 
     """With it, and without; of more rows than it takes nothing is."""
     calls, out = [], tmp_path / "found.json"
 
-    def kernel(hidden, weight, bias, scale, softcap):
+    def kernel(hidden, weight):
         calls.append(tuple(hidden.shape))
         return (hidden @ weight.T).max(-1, keepdim=True)
 

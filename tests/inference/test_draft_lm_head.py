@@ -217,6 +217,7 @@ def test_drafts_by_the_kernel_are_those_of_logits(monkeypatch, family, linear):
     wanted = Engine(target, draft, "chain3").generate(PROMPTS, params)
     calls, kernel = [], head_argmax.head_argmax
     monkeypatch.setattr(head_argmax, "_runs_on", lambda device: True)
+    monkeypatch.setattr(head_argmax, "pays", lambda hidden, weight, _: head_argmax.supports(hidden, weight))
     monkeypatch.setattr(head_argmax, "DTYPES", (torch.float32,))
     monkeypatch.setattr(head_argmax, "head_argmax", lambda *given: (calls.append(given), kernel(*given))[1])
     found = Engine(target, draft, "chain3", linear=linear).generate(PROMPTS, params)

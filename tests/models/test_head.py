@@ -91,6 +91,7 @@ def test_the_kernel_finds_the_most_likely_token(monkeypatch, is_part, has_bias, 
     logits = head(x)
     wanted, several = head.greatest(x), head.most_likely(x, 3)
     monkeypatch.setattr(head_argmax, "_runs_on", lambda device: True)
+    monkeypatch.setattr(head_argmax, "pays", lambda hidden, weight, _: head_argmax.supports(hidden, weight))
     monkeypatch.setattr(head_argmax, "head_argmax", lambda *given: (calls.append(given), kernel(*given))[1])
     found = head.greatest(x)
     assert torch.equal(wanted[0], logits.amax(-1, keepdim=True))
@@ -114,5 +115,6 @@ def test_the_first_of_equal_logits_is_the_most_likely_and_what_is_no_number_is_b
 def test_no_kernel_reads_the_weight_of_a_head_in_few_bits(monkeypatch, scheme):
     """It has none; its most likely token is that of its codes."""
     monkeypatch.setattr(head_argmax, "_runs_on", lambda device: True)
+    monkeypatch.setattr(head_argmax, "pays", lambda hidden, weight, _: head_argmax.supports(hidden, weight))
     head, x = quantised(LMHead(head_of(96).weight.bfloat16()), SCHEMES[scheme]), states(4)
     assert torch.equal(head.most_likely(x, 1), head(x).argmax(-1, keepdim=True))

@@ -9,7 +9,7 @@ import torch
 
 from eagle_train.models.head import LMHead
 from eagle_train.ops import head_argmax as module
-from eagle_train.ops.head_argmax import head_argmax, supports
+from eagle_train.ops.head_argmax import head_argmax, pays, supports
 from eagle_train.ops.kernels import plain
 from tests.support.assembly import compiled_kernel
 
@@ -226,6 +226,33 @@ def test_what_it_is_for(monkeypatch):
     assert not supports(hidden[..., :8], weight[:, :8])
     with plain("linear"):
         assert not supports(hidden, weight)
+
+
+def test_the_faster_way_is_found_once_for_each_size(monkeypatch):
+    seconds = {"kernel": 1.0, "logits": 2.0}
+    timed: list[str] = []
+
+    def noted(work, weight):
+        timed.append("logits" if work is by_logits else "kernel")
+        return seconds[timed[-1]]
+
+    def by_logits() -> None:
+        raise AssertionError("it is timed alone")
+
+    monkeypatch.setattr(module, "_runs_on", lambda device: True)
+    monkeypatch.setattr(module, "_found", {})
+    monkeypatch.setattr(module, "_seconds", noted)
+    weight = torch.zeros(8, 16).half()
+    for rows in (1, 2, 16):
+        assert pays(torch.zeros(rows, 16).half(), weight, by_logits)
+    assert timed == ["kernel", "logits"]
+    seconds["logits"] = 0.5
+    assert not pays(torch.zeros(17, 16).half(), weight, by_logits)
+    assert not pays(torch.zeros(1, 16).half(), torch.zeros(9, 16).half(), by_logits)
+    assert pays(torch.zeros(1, 16).half(), weight, by_logits)
+    assert timed == ["kernel", "logits"] * 3
+    assert not pays(torch.zeros(1, 16), weight.float(), by_logits)
+    assert len(timed) == 6
 
 
 @pytest.mark.gpu

@@ -105,6 +105,7 @@ def test_the_most_likely_of_all_parts_is_found_by_the_kernels_of_each(monkeypatc
     head = LMHead(head.weight.half(), None if head.bias is None else head.bias.half(), head.scale, head.softcap)
     wanted = head.most_likely(hidden, 1)
     monkeypatch.setattr(head_argmax, "_runs_on", lambda device: True)
+    monkeypatch.setattr(head_argmax, "pays", lambda hidden, weight, _: head_argmax.supports(hidden, weight))
     monkeypatch.setattr(head_argmax, "head_argmax", twin)
     found = on_ranks(size, lambda ranks: DividedHead(head, ranks).most_likely(hidden, 1))
     assert sum(calls) == vocab
