@@ -137,6 +137,24 @@ def test_generate_refuses_while_requests_are_unfinished():
     assert len(scheduler_of(engine).unfinished) == 1
 
 
+def test_what_begins_a_text_is_prefilled_apart_from_what_goes_on(monkeypatch):
+    """Of prompts of 12 tokens, 28 at a time: the third one's rest is no batch with the one that begins then."""
+    target, batches = shared_target("llama"), []
+    engine = Engine(target, max_batch_size=4, prefill_tokens=28)
+    prefill = runner_of(engine).prefill
+
+    def noted(prefix, texts, before):
+        batches.append((prefix.lengths.tolist(), [len(text) for text in texts]))
+        return prefill(prefix, texts, before)
+
+    monkeypatch.setattr(runner_of(engine), "prefill", noted)
+    prompts = random_tokens(12, 12, 12, 12)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    found = token_ids(engine.generate(prompts, params))
+    assert batches == [([0], [4]), ([0, 0], [12, 12]), ([0], [12]), ([4], [8])]
+    assert found == [token_ids(Engine(target).generate([prompt], params))[0] for prompt in prompts]
+
+
 def test_prompts_of_similar_length_are_prefilled_together(monkeypatch):
     """All in one step, with less padding than tokens."""
     target, shapes = shared_target("llama"), []

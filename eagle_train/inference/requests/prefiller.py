@@ -42,8 +42,8 @@ class LocalPrefiller:
 
     def prefill(self, chunks: list[Chunk], is_decoding: bool) -> None:
         """Prefill all chunks. Chunks with lengths between the same powers of two are one batch, so that less than half
-        of it is padding."""
-        for _, alike in groupby(sorted(chunks, key=_octave), _octave):
+        of it is padding, and those that begin a text are apart: their attention is causal and needs no mask."""
+        for _, alike in groupby(sorted(chunks, key=_kind), _kind):
             self._prefill_batch(list(alike))
 
     def first_tokens(self, sequences: list[Sequence]) -> list[int]:
@@ -88,6 +88,7 @@ def sampling_of(sequences: list[Sequence], device: torch.device) -> tuple[Sampli
     return sampling, to_device([p.seed for p in params], device, torch.int64)
 
 
-def _octave(chunk: Chunk) -> int:
-    """The exponent of the least power of two above the chunk's length."""
-    return chunk[1].bit_length()
+def _kind(chunk: Chunk) -> tuple[bool, int]:
+    """Whether tokens before the chunk are computed, and the exponent of the least power of two above its length."""
+    sequence, length = chunk
+    return sequence.num_computed > 0, length.bit_length()
