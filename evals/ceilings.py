@@ -16,15 +16,13 @@ from omegaconf import DictConfig
 
 from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
-from eagle_train.models.head import LMHead
 from eagle_train.models.loading import DTYPES, default_dtype
-from eagle_train.ops import head_argmax
-from eagle_train.ops.kernels import plain
 from eagle_train.results import prepared_file, provenance, write_json
 from eagle_train.settings import build
 from evals.bench.config import check_least, check_sizes
 from evals.bench.device_times import seconds_of
 from evals.bench.evaluation import evaluation_alone
+from evals.bench.head_times import most_likely
 from evals.bench.random_models import ShapesConfig
 
 SMALL = 64  # numbers of an operation that is all launch
@@ -58,11 +56,12 @@ def main(values: DictConfig) -> None:
     config = build(Config, values, "")
     device, out = resolve_device(config.device), prepared_file(config.out)
     dtype = DTYPES[config.shapes.dtype] or default_dtype(device)
+    head = torch.randn(matrices(config.shapes.target)["LM head"], device=device).to(dtype)
     found: dict[str, Any] = {
         "copy_gb_per_s": copy_rate(device, config.copied_mb * 2**20, config.repeats),
         "launch_us": launch_seconds(device, config.repeats) * 1e6,
         "products": products(config, dtype, device),
-        "most_likely": most_likely(config, dtype, device),
+        "most_likely": most_likely(head, config.rows, config.repeats),
         "dtype": str(dtype).removeprefix("torch."),
         "config": asdict(config),
         "provenance": provenance(),
@@ -100,23 +99,6 @@ def products(config: Config, dtype: torch.dtype, device: str) -> list[dict[str, 
             seconds = seconds_of(partial(_product, x, weight), device, config.repeats)
             rates = {"tflops": 2 * rows * outputs * inputs / seconds / 1e12, "gb_per_s": weight.nbytes / seconds / 1e9}
             found.append({"matrix": name, "rows": rows, "shape": [outputs, inputs], "ms": 1e3 * seconds, **rates})
-    return found
-
-
-def most_likely(config: Config, dtype: torch.dtype, device: str) -> list[dict[str, Any]]:
-    """The LM head's most likely token of few rows by the kernel (ops/head_argmax.py), where the device has one: ms, by
-    logits too, and 10^9 bytes of weight a second."""
-    vocabulary, inputs = matrices(config.shapes.target)["LM head"]
-    head, found = LMHead(torch.randn(vocabulary, inputs, device=device).to(dtype)), []
-    for rows in config.rows:
-        x = torch.randn(rows, inputs, device=device).to(dtype)
-        if not head_argmax.supports(x, head.weight):
-            continue
-        seconds = seconds_of(partial(head_argmax.head_argmax, x, head.weight), device, config.repeats)
-        with plain("linear"):
-            by_logits = seconds_of(partial(head.most_likely, x, 1), device, config.repeats)
-        rate = head.weight.nbytes / seconds / 1e9
-        found.append({"rows": rows, "ms": 1e3 * seconds, "by_logits_ms": 1e3 * by_logits, "gb_per_s": rate})
     return found
 
 
