@@ -34,7 +34,7 @@ class BlockPool:
         self.total, self.on_evict = blocks, on_evict
         self.free = list(range(SCRATCH + blocks, SCRATCH, -1))  # descending
         self.region = 0  # blocks that a new sequence may come to need
-        self._regions: dict[int, int] = {}  # from the first block to the one behind the last, ascending
+        self._regions: dict[int, range] = {}  # by the identity of a sequence's list: its first blocks may be others'
         self.users = [0] * self.store_size  # reference counts, by block
         self.block_of: dict[bytes, int] = {}  # registered blocks by hash
         self.hash_of: dict[int, bytes] = {}
@@ -69,7 +69,9 @@ class BlockPool:
             return False
         if len(self.free) < missing:
             self._evict(list(islice(self.idle, missing - len(self.free))))
-        own = self._new_region() if begins and missing > 0 else self._region_with(blocks)
+        if begins and missing > 0 and (region := self._free_region()):
+            self._regions[id(blocks)] = region
+        own = self._regions.get(id(blocks), range(0))
         for _ in range(missing):
             block = self._next(blocks, own)
             del self.free[self._place(block)]
@@ -95,7 +97,7 @@ class BlockPool:
         """Decrement the reference counts of a sequence's blocks, and empty the list. The last block is reused first."""
         for block in blocks:
             self.users[block] -= 1
-            self._regions.pop(block, None)
+        self._regions.pop(id(blocks), None)
         unused = [block for block in reversed(blocks) if self.users[block] == 0]
         self.idle |= dict.fromkeys(block for block in unused if block in self.hash_of)
         self._add_free(block for block in unused if block not in self.hash_of)
@@ -107,41 +109,35 @@ class BlockPool:
         if follows in own and self._is_free(follows):
             return follows
         follows = blocks[-1] + 1 if blocks else 0
-        if self._is_free(follows) and not any(first <= follows < end for first, end in self._regions.items()):
+        if self._is_free(follows) and not any(follows in region for region in self._regions.values()):
             return follows
         at = SCRATCH + 1
-        for first, end in [*self._regions.items(), (self.store_size, self.store_size)]:
+        for region in self._in_order():
             lowest = self._lowest_free(at)
-            if lowest is not None and lowest < first:
+            if lowest is not None and lowest < region.start:
                 return lowest
-            at = max(at, end)
+            at = region.stop
         return self.free[-1]
 
-    def _new_region(self) -> range:
-        """A region for a sequence that has none; empty if there is none."""
-        first = self._free_region()
-        if first is None:
-            return range(0)
-        self._regions = dict(sorted([*self._regions.items(), (first, first + self.region)]))
-        return range(first, first + self.region)
-
-    def _region_with(self, blocks: list[int]) -> range:
-        """The region of the sequence that has these blocks; empty if it has none."""
-        first = next((block for block in blocks if block in self._regions), 0)
-        return range(first, self._regions.get(first, first))
-
-    def _free_region(self) -> int | None:
-        """The first of the lowest `region` blocks that are free, follow one another and are in no region."""
+    def _free_region(self) -> range:
+        """The lowest `region` blocks that are free, consecutive and in no region; empty if there are none."""
         at = SCRATCH + 1
-        for first, end in [*self._regions.items(), (self.store_size, self.store_size)]:
-            while self.region > 0 and at + self.region <= first:
+        for region in self._in_order():
+            while self.region > 0 and at + self.region <= region.start:
                 used = next((block for block in range(at, at + self.region) if not self._is_free(block)), None)
                 if used is None:
-                    return at
+                    return range(at, at + self.region)
                 lowest = self._lowest_free(used)
-                at = first if lowest is None else lowest
-            at = max(at, end)
-        return None
+                at = region.start if lowest is None else lowest
+            at = region.stop
+        return range(0)
+
+    def _in_order(self) -> list[range]:
+        """The regions by their blocks, and an empty one at the end of the store."""
+        return [
+            *sorted(self._regions.values(), key=lambda region: region.start),
+            range(self.store_size, self.store_size),
+        ]
 
     def _is_free(self, block: int) -> bool:
         return SCRATCH < block < self.store_size and self.users[block] == 0 and block not in self.hash_of

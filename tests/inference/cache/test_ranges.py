@@ -146,6 +146,26 @@ def test_regions_of_others_are_used_when_nothing_else_is_free():
     assert first == [2, 3, 4, 5, 6]
 
 
+def test_a_sequence_that_shares_anothers_first_blocks_has_its_own_region():
+    pool, first, second, third = BlockPool(12), [], [2], [2]
+    pool.region = 4
+    assert pool.extend(first, BLOCK, begins=True)
+    pool.register(2, b"2")
+    for blocks in (second, third):
+        pool.retain(2)
+        assert pool.extend(blocks, 2 * BLOCK, begins=True)
+    assert (first, second, third) == ([2], [2, 6], [2, 10])
+    for blocks in (third, second, first):
+        assert pool.extend(blocks, 3 * BLOCK)
+    assert (first, second, third) == ([2, 3, 4], [2, 6, 7], [2, 10, 11])
+    pool.release(second)
+    fourth: list[int] = []
+    assert pool.extend(fourth, BLOCK, begins=True)
+    assert fourth == [6]
+    assert pool.extend(first, 4 * BLOCK)
+    assert first == [2, 3, 4, 5]
+
+
 def test_random_requests_leave_the_pool_whole():
     rng, pool = random.Random(4), BlockPool(60)
     rows: list[list[int]] = []
