@@ -23,6 +23,8 @@ TESTED_IN = {
     "inference/cache/test_paged_kv.py": "inference/cache/prefix inference/cache/suffix",
     "inference/parallel/test_vocabulary.py": "inference/parallel/cost inference/parallel/divided_draft",
     "inference/cache/test_prefix_cache.py": "inference/cache/block_ends",
+    "inference/drafters/test_checks.py": "inference/drafters/text_drafter",
+    "inference/drafters/test_drafters.py": "inference/decode/row_trees",
     "inference/decode/test_graphs.py": "inference/decode/recording inference/decode/rounds ops/graphs",
     "inference/decode/test_sampling.py": "inference/decode/validation inference/decode/verification ops/cumulative",
     "inference/decode/test_tree.py": "tree_names",

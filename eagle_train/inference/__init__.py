@@ -4,10 +4,22 @@ The names below are what users may call. Everything else in these folders is int
 """
 
 from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.row_trees import OpenTree, PlanTree, RowTrees
 from eagle_train.inference.decode.simulated import SimulatedAcceptance
 from eagle_train.inference.decode.tree import Tree, chain, full, pruned
-from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, Pending, TreePlan
+from eagle_train.inference.drafters.drafter import (
+    Choice,
+    Drafted,
+    Drafter,
+    DraftRound,
+    Needs,
+    Outcome,
+    Pending,
+    RowText,
+    TreePlan,
+)
 from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.drafters.text_drafter import TextDrafter, TextTree
 from eagle_train.inference.engine import Engine
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parallel.disaggregated import PrefillServer, RemotePrefill, connect
@@ -17,20 +29,29 @@ from eagle_train.inference.requests.sequence import Output, SamplingParams, Sequ
 __all__ = [
     "Choice",
     "Dispatcher",
+    "DraftRound",
     "Drafted",
     "Drafter",
     "Eagle",
     "Engine",
     "EngineConfig",
+    "Needs",
+    "OpenTree",
+    "Outcome",
     "Output",
     "Pending",
+    "PlanTree",
     "PrefillServer",
     "RemotePrefill",
     "Requests",
+    "RowText",
+    "RowTrees",
     "SamplingParams",
     "Sequence",
     "SimulatedAcceptance",
     "Stats",
+    "TextDrafter",
+    "TextTree",
     "Tree",
     "TreePlan",
     "Update",

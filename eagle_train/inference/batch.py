@@ -8,7 +8,7 @@ import torch
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.sampling import uniform
-from eagle_train.inference.drafters.drafter import Pending, TreePlan
+from eagle_train.inference.drafters.drafter import Pending, RowText, TreePlan
 from eagle_train.inference.grammar.guided import Guidance
 from eagle_train.inference.requests.prefiller import sampling_of
 from eagle_train.inference.requests.sequence import Sequence
@@ -23,6 +23,7 @@ class Batch:
         self._runner, self._device = runner, runner.target.device
         self._seated: list[Sequence] = []
         self._sampling, self._seeds = sampling_of([], self._device)
+        self._seats: list[str | None] = []
         self.pending = self._no_rows()
 
     def add(self, pending: Pending) -> None:
@@ -40,6 +41,7 @@ class Batch:
 
     def seat(self, sequences: list[Sequence]) -> None:
         """These are the rows from now on."""
+        self._seats = [sequence.drafter for sequence in sequences]
         if self._seated != sequences:
             self._seated = list(sequences)
             self._sampling, self._seeds = sampling_of(sequences, self._device)
@@ -64,10 +66,24 @@ class Batch:
         drafting, draws = self._runner.config.drafting, None
         if drafting != "greedy" and plan.tree.num_nodes > 1 and not self._sampling.all_greedy:
             draws = uniform(self._seeds, prefix.lengths, plan.num_draws)
-        return RoundInputs(plan, prefix, draft_prefix, pending, self._sampling, self._seeds, drafting, draws, guidance)
+        texts = None
+        if draft_prefix is not None and any(map(self._runner.drafters.reads_texts, self._seats)):
+            texts = [RowText(each.key, each.prompt, each.generated) for each in active]
+        return RoundInputs(
+            plan,
+            prefix,
+            draft_prefix,
+            pending,
+            self._sampling,
+            self._seeds,
+            drafting,
+            draws,
+            guidance,
+            self._seats,
+            texts,
+        )
 
     def _no_rows(self) -> Pending:
-        embedding = self._runner.target.embedding
-        hidden = torch.empty(0, 1, embedding.shape[1], dtype=self._runner.target.dtype, device=self._device)
+        hidden = torch.empty(0, 1, self._runner.width, dtype=self._runner.target.dtype, device=self._device)
         tokens = torch.empty(0, 1, dtype=torch.long, device=self._device)
         return Pending(tokens, hidden, tokens[:, 0], tokens[:, 0])

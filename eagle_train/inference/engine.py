@@ -10,6 +10,7 @@ prefill processes, on whose arrival the ranks agree (parallel/disaggregated.py).
 """
 
 import time
+import warnings
 from collections.abc import Sequence as Listing
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,7 +21,9 @@ from eagle_train.errors import check, shown
 from eagle_train.inference.batch import Batch
 from eagle_train.inference.decode.bookkeeping import RoundResult
 from eagle_train.inference.decode.stage_times import StageTimes
-from eagle_train.inference.drafters.drafter import Pending
+from eagle_train.inference.decode.tree import chain
+from eagle_train.inference.drafters.checks import WRONG_VALUES
+from eagle_train.inference.drafters.drafter import Pending, TreePlan
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parallel.disaggregated import RemotePrefill
 from eagle_train.inference.parts import Acceptance, AnyDraft, AnyTarget, build_parts
@@ -37,9 +40,7 @@ class _Flight(NamedTuple):
     sequences: list[Sequence]
     result: RoundResult
 
-    @property
-    def is_guided(self) -> bool:
-        return any(sequence.matcher is not None for sequence in self.sequences)
+    is_awaited: bool  # the next round needs its results: a grammar or a drafter reads its tokens on the host
 
 
 class Engine:
@@ -63,7 +64,8 @@ class Engine:
     ):
         """`target`: a directory, a hub id, a TargetConfig or a loaded Target; `device`: where the others are loaded.
 
-        `draft`: a directory that eagle-export wrote, a Draft, a Drafter, or None for plain decoding.
+        `draft`: a directory that eagle-export wrote, a Draft, a Drafter, or None for plain decoding. Also a mapping of
+        these by name: requests choose one (`SamplingParams.drafter`), the first is the default.
         `tree`: a name (`chainN`, `dM_bfN`, a YAML in conf/tree), a Tree, a mapping {largest batch size: tree} or a
         Dispatcher. Unused without a draft.
         `config`, and `options` that replace its fields by name: see `EngineConfig`.
@@ -77,6 +79,7 @@ class Engine:
         self._runner, self._batch = parts.runner, Batch(parts.runner)
         self._prefiller: Prefiller = parts.prefiller if prefill is None else prefill.attach(parts)
         self._overlap = self.target.device.type == "cuda" if config.overlap is None else config.overlap
+        self._plain = TreePlan(chain(0).to(self.target.device))
         self._in_flight: _Flight | None = None
         self._advanced: dict[Sequence, None] = {}  # sequences to report in this step, in order
         self._first_token_reported = False  # in the previous step; this step then decodes without prefill
@@ -102,8 +105,7 @@ class Engine:
         """
         check(isinstance(prompts, list | tuple), "prompts: must be a list of prompts")
         check(not self.has_unfinished, "prompts: other requests are unfinished; call step until they are done")
-        new = self._requests.sequence
-        sequences = [new(i, prompt, params_of(params, i, len(prompts))) for i, prompt in enumerate(prompts)]
+        sequences = [self._new(i, prompt, params_of(params, i, len(prompts))) for i, prompt in enumerate(prompts)]
         enqueue(sequences, self._scheduler, self._memory)
         try:
             while self.has_unfinished:
@@ -116,7 +118,7 @@ class Engine:
         """Queue a request, which `step` then advances. Raises UserError as `generate` does."""
         params = SamplingParams() if params is None else params
         check(isinstance(params, SamplingParams), f"params={shown(params)}: must be SamplingParams")
-        sequence = self._requests.sequence(self._num_added, prompt, params)
+        sequence = self._new(self._num_added, prompt, params)
         enqueue([sequence], self._scheduler, self._memory)
         self._num_added += 1
         return sequence
@@ -126,7 +128,7 @@ class Engine:
         if request in self._scheduler.unfinished:
             request.finish_reason = "cancelled"
             self._remove_finished()
-            self._scheduler.leave()  # it may be waiting or in prefill
+            self._leave()  # it may be waiting or in prefill
 
     def output(self, request: Sequence) -> Output:
         """The tokens and text of a request that `step` has reported so far."""
@@ -145,6 +147,12 @@ class Engine:
             self._decode()
         advanced, self._advanced = self._advanced, {}
         return [self._requests.update(sequence) for sequence in advanced]
+
+    def _new(self, index: int, prompt: Prompt, params: SamplingParams) -> Sequence:
+        sequence = self._requests.sequence(index, prompt, params)
+        sequence.drafter = self._runner.drafters.seat(params.drafter)
+        sequence.cached_by = self._runner.drafters.caching(sequence.drafter)
+        return sequence
 
     def _prefill(self) -> bool:
         """Admit requests and prefill a chunk of their prompts; returns whether any prefill ended."""
@@ -193,11 +201,15 @@ class Engine:
         if not any(map(self._may_go_on, self._active)):
             return None
         plan = self.dispatcher.dispatch(len(self._active))
+        if all(sequence.drafter is None for sequence in self._active):
+            plan = self._plain
         guidance = self._requests.guidance(self._active, plan.tree)
         in_flight = None if self._in_flight is None else self._in_flight.result.max_tokens
         inputs = self._batch.inputs(plan, in_flight, guidance)
         self._batch.pending, result = self._runner.run(inputs)
-        return _Flight(list(self._active), result)
+        reads_texts = self._runner.drafters.reads_texts
+        awaited = any(each.matcher is not None or reads_texts(each.drafter) for each in self._active)
+        return _Flight(list(self._active), result, awaited)
 
     def _finish(self, flight: _Flight | None) -> None:
         """Append a round's tokens to its sequences and remove those that finish. Synchronises with the device."""
@@ -205,11 +217,13 @@ class Engine:
             return
         with self.stage_times.stage("bookkeeping"):
             gains, now = flight.result.gains(), time.perf_counter()
-            for sequence, gain in zip(flight.sequences, gains, strict=True):
+            for row, (sequence, gain) in enumerate(zip(flight.sequences, gains, strict=True)):
                 if sequence.finish_reason:  # it finished after the launch
                     continue
+                if gain.at_fault:
+                    self._stop_drafting(sequence, flight.result.reasons.get(row, WRONG_VALUES))
                 if gain.tokens:
-                    sequence.advance(gain.tokens, len(gain.tokens) - 1, flight.result.max_depth, now)
+                    sequence.advance(gain.tokens, len(gain.tokens) - 1, gain.depth, now)
                     self._requests.cut_at_stop_strings(sequence)
                     # If it finished early, `draft_lag` also counts tokens that were cut off.
                     sequence.num_computed = max(sequence.num_computed, sequence.num_known - gain.draft_lag)
@@ -217,6 +231,14 @@ class Engine:
                     sequence.fail()
                 self._advanced[sequence] = None
             self._remove_finished()
+
+    def _stop_drafting(self, sequence: Sequence, reason: str) -> None:
+        """A request's drafter was wrong: it goes on without drafts, once it is told."""
+        if sequence.drafter is not None:
+            told = f"drafter {sequence.drafter}: {reason}; request {sequence.index} goes on without drafts"
+            warnings.warn(told, stacklevel=2)
+            self._runner.drafters.leave(sequence.drafter, sequence.key)
+            sequence.drafter, sequence.cached_by = None, ""  # the blocks to come lack its keys and values
 
     def _wait_in_flight(self) -> None:
         flight, self._in_flight = self._in_flight, None
@@ -227,7 +249,7 @@ class Engine:
         flight only if the allocation depends on its results."""
         if self._in_flight is not None:
             flight = self._in_flight
-            if not flight.is_guided and self._scheduler.make_room(flight.result.max_tokens):
+            if not flight.is_awaited and self._scheduler.make_room(flight.result.max_tokens):
                 return
             self._wait_in_flight()
         before = list(self._active)
@@ -246,14 +268,19 @@ class Engine:
         stay = [row for row, sequence in enumerate(self._active) if not sequence.finish_reason]
         if len(stay) < len(self._active):
             self._batch.keep(stay)
-            self._scheduler.leave()
+            self._leave()
         self._batch.seat(self._active)
+
+    def _leave(self) -> None:
+        """Release what finished sequences have."""
+        for sequence in self._scheduler.leave():
+            self._runner.drafters.leave(sequence.drafter, sequence.key)
 
     def _cancel_all(self) -> None:
         """Cancel what an interrupted `generate` has left; otherwise it would stay unfinished."""
         for sequence in self._scheduler.unfinished:
             sequence.finish_reason = "cancelled"
-        self._scheduler.leave()
+        self._leave()
         self._batch.clear()
         self._in_flight, self._first_token_reported = None, False
         self._advanced.clear()

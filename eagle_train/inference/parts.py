@@ -1,7 +1,7 @@
 """Builds the parts of an engine from a target, a draft and options. Internal: users build an `Engine`."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,14 @@ from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.cache.prefix_cache import PrefixCache
-from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.dispatcher import Dispatcher, ReplacedPlans
 from eagle_train.inference.decode.graphs import check_graphs
 from eagle_train.inference.decode.recording import record_rounds
 from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.sampling import Verified
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.drafter import Drafter
+from eagle_train.inference.drafters.drafters import Drafters
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parallel.cost import measured_speeds, pays
@@ -41,7 +42,7 @@ from eagle_train.ops.graphs import CudaGraphs, Record
 from eagle_train.ops.linear import keep_fp16_copy
 
 AnyTarget = str | Path | TargetConfig | Target
-AnyDraft = str | Path | Draft | Drafter | None
+AnyDraft = str | Path | Draft | Drafter | Mapping[str, str | Path | Draft | Drafter] | None
 Acceptance = Callable[[RoundInputs, Verified], Verified]
 
 
@@ -69,17 +70,19 @@ def build_parts(
     if not isinstance(target, Target):
         target = load_target(target if isinstance(target, TargetConfig) else TargetConfig(str(target)), device)
     check_graphs(config.graphs, target.device, target.together, target.is_offloaded)
-    drafter = _drafter(target, draft, config.draft_lm_head)
+    drafters = _drafters(target, draft, config.draft_lm_head)
     optimize_for_decoding(target.model, target.dtype, [target.lm_head.weight])
     DraftConfig.from_target(target.config)  # raises for a target without rotary positions
-    tree = chain(0) if drafter is None else tree
+    tree = tree if drafters else chain(0)
     dispatcher = tree if isinstance(tree, Dispatcher) else Dispatcher(tree, target.device)
+    runner = Runner(target, drafters, config, acceptance)
+    if runner.drafters.have_plans:
+        dispatcher = ReplacedPlans(dispatcher, runner.drafters.plan)
     ahead = dispatcher.deepest + 1  # slots that a round may write after the committed ones
-    runner = Runner(target, drafter, config, acceptance)
-    divide(runner.ranks, target, drafter, config)
+    divide(runner.ranks, target, runner.drafters.only, config)
     _compile(runner, dispatcher, config)
     memory = BlockMemory(runner.stores, BlockPool(0), runner.ranks, config.kv_tokens)
-    if _uses_graphs(config.graphs, target, drafter):
+    if _uses_graphs(config.graphs, target, runner.drafters):
         record(runner, memory, dispatcher, partial(CudaGraphs, target.device))
     prefixes = PrefixCache(memory, config.host_kv_tokens // BLOCK) if config.prefix_cache else None
     scheduler = Scheduler(memory.pool, config.max_batch_size, ahead, prefixes)
@@ -88,32 +91,42 @@ def build_parts(
     return Parts(config, target, dispatcher, requests, memory, scheduler, runner, prefiller)
 
 
-def _drafter(target: Target, draft: AnyDraft, lm_head: str) -> Drafter | None:
-    """What drafts, with an LM head as `EngineConfig.draft_lm_head` says. Raises UserError."""
+def _drafters(target: Target, draft: AnyDraft, lm_head: str) -> dict[str, Drafter]:
+    """What drafts, by name, with an LM head as `EngineConfig.draft_lm_head` says. Raises UserError."""
+    given = draft if isinstance(draft, Mapping) else {"" if draft is None else _name_of(draft): draft}
+    return {name: _drafter(target, each, lm_head) for name, each in given.items() if each is not None}
+
+
+def _name_of(draft: Any) -> str:
+    """By what an engine's only drafter is called: the name of its class in small letters."""
+    return type(draft).__name__.lower() if isinstance(draft, Drafter) else "eagle"
+
+
+def _drafter(target: Target, draft: Any, lm_head: str) -> Drafter:
+    """As `_drafters`, of one."""
     if isinstance(draft, str | Path):
         draft = load_draft(draft, target.identity)
-    drafter = Eagle(copy.deepcopy(draft), target) if isinstance(draft, Draft) else draft
+    drafter: Drafter = Eagle(copy.deepcopy(draft), target) if isinstance(draft, Draft) else draft
     if isinstance(drafter, Eagle):
         drafter.use_lm_head(lm_head)
-    elif drafter is not None and lm_head != "target":
+    elif lm_head != "target":
         raise OptionError(f"draft_lm_head={lm_head}: {type(drafter).__name__} is no EAGLE drafter of ours; use target")
     return drafter
 
 
-def _uses_graphs(graphs: bool | None, target: Target, drafter: Drafter | None) -> bool:
+def _uses_graphs(graphs: bool | None, target: Target, drafters: Drafters) -> bool:
     """Whether CUDA graphs are recorded: as `graphs` says; None: where nothing is known to prevent it.
 
     That is on a GPU, for a target that is whole on it and not quantised; of one that is divided no recording was tried
     on several GPUs yet. Experts in target or draft prevent it, because
-    some implementations synchronise to count the tokens of each expert. A user's drafter may synchronise as well.
+    some implementations synchronise to count the tokens of each expert. A drafter may wait as well.
     """
     if graphs is not None:
         return graphs
     is_whole = target.together is None and not target.is_offloaded and quantization_config_of(target.config) is None
-    models = [target.model, *([drafter.draft] if isinstance(drafter, Eagle) else [])]
+    models = [target.model, *(each.draft for each in drafters.by_name.values() if isinstance(each, Eagle))]
     has_experts = any(name.endswith("experts") for model in models for name, _ in model.named_modules())
-    known = drafter is None or isinstance(drafter, Eagle)
-    return target.device.type == "cuda" and is_whole and known and not has_experts
+    return target.device.type == "cuda" and is_whole and drafters.recordable and not has_experts
 
 
 def divide(ranks: Ranks, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
@@ -170,5 +183,9 @@ def _check(target: Any, draft: Any, device: Any) -> None:
     check(right, f"device={shown(device)}: must be cpu, cuda or cuda:N")
     there = kind == "cpu" or isinstance(target, Target) or int(number or 0) < torch.cuda.device_count()
     check(there, f"device={device}: no such GPU is visible; use device=cpu")
-    drafts = draft is None or isinstance(draft, str | Path | Draft) or hasattr(draft, "propose")
-    check(drafts, f"draft={shown(draft)}: must be None, an artifact's directory, a Draft or a Drafter")
+    wanted = "must be None, an artifact's directory, a Draft or a Drafter"
+    if isinstance(draft, Mapping):
+        named = bool(draft) and all(isinstance(name, str) and name not in ("", "none") for name in draft)
+        check(named, f"draft={shown(list(draft))}: must be drafters by name; none is no name for one")
+    for each in draft.values() if isinstance(draft, Mapping) else [draft]:
+        check(each is None or isinstance(each, str | Path | Draft | Drafter), f"draft={shown(each)}: {wanted}")

@@ -11,7 +11,7 @@ Shapes: A active rows, N tree nodes, T tokens of a prompt, H hidden, V vocabular
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -25,6 +25,7 @@ from eagle_train.inference.decode.bookkeeping import RoundResult, commit, report
 from eagle_train.inference.decode.graphs import EndKey, Graphs
 from eagle_train.inference.decode.prefill import prefill
 from eagle_train.inference.decode.rounds import RoundInputs, Validated
+from eagle_train.inference.decode.row_trees import AnyTree, RowTrees
 from eagle_train.inference.decode.sampling import (
     SamplingTensors,
     Verified,
@@ -38,14 +39,23 @@ from eagle_train.inference.decode.stage_times import StageTimes
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.decode.validation import validate
 from eagle_train.inference.decode.verification import Verification
-from eagle_train.inference.drafters.checks import checked_drafts, checked_pending
-from eagle_train.inference.drafters.drafter import MAX_PENDING, Choice, Drafted, Drafter, Pending, TreePlan
-from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.drafters.checks import checked_drafts
+from eagle_train.inference.drafters.drafter import (
+    MAX_PENDING,
+    Drafted,
+    Drafter,
+    DraftRound,
+    Outcome,
+    Pending,
+    TreePlan,
+)
+from eagle_train.inference.drafters.drafters import Drafters, Part, Proposed, Seats
 from eagle_train.inference.grammar.guided import Guidance
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.models.target import Target
 from eagle_train.ops import kernels
+from eagle_train.ops.compiled import Forward
 from eagle_train.ops.threads import threads_for
 from eagle_train.ops.transfer import to_device
 from eagle_train.progress import progress
@@ -57,52 +67,64 @@ class Runner:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter | None,
+        drafters: Mapping[str, Drafter],
         config: EngineConfig,
         acceptance: Callable[[RoundInputs, Verified], Verified] | None = None,
     ):
-        """`acceptance`: replaces the verification result of each round."""
-        self.target, self.drafter, self.acceptance, self.config = target, drafter, acceptance, config
+        """`drafters`: by name. `acceptance`: replaces the verification result of each round. Raises UserError."""
+        self.target, self.acceptance, self.config = target, acceptance, config
+        self._hidden = target.embedding.shape[1]
+        needs = [drafter.needs for drafter in drafters.values()]
+        divided = config.divide_sampling and not any(each.logits for each in needs)
+        self.ranks = Ranks(target.together, target.device, divided=divided)
+        self.drafters = Drafters(drafters, self.ranks, self._hidden)
+        self.drafters.check_drafting(config.drafting)
+        self.width = self._hidden * (1 + len(self.drafters.layers))  # S
         self.graphs: Graphs | None = None  # what is recorded; rounds that fit none run kernel by kernel
         layers = target.kv_layers
         joint = config.tree_attention == "joint"
         self.cache = PagedKV(layers.kv_shapes, 0, target.dtype, target.device, layers.given, joint=joint)
         self.ends: BlockEnds | None = None
         if config.prefix_cache:
-            self.ends = BlockEnds(target.embedding.shape[1], target.dtype, target.device)
-        self.ranks = Ranks(target.together, target.device, divided=config.divide_sampling)
+            self.ends = BlockEnds(self.width, target.dtype, target.device)
         self.verification = Verification(config.drafting)
         self.times = StageTimes()
-        self._is_compiled = False  # the target's forward
+        self._compiled: Forward | None = None  # the target's forward in rounds
         self._elements = _mean_elements(target)
         self._compiled_rows = 0  # tokens of the largest round: all compiled forwards use its number of threads
         self._plain = [name for name in ("attention", "linear") if getattr(config, name) == "plain"]
 
     @property
+    def states(self) -> Forward:
+        """The target's forward: tokens and positions int64 [A, T], attend -> [A, T, S]."""
+        return self.target.states(self.drafters.layers)
+
+    @property
     def stores(self) -> list[PagedKV | BlockEnds]:
         """The caches of target and drafter, and the hidden states at block ends: one entry per block each."""
-        drafter = [] if self.drafter is None else self.drafter.caches
-        return [self.cache, *drafter, *([] if self.ends is None else [self.ends])]
+        return [self.cache, *self.drafters.caches, *([] if self.ends is None else [self.ends])]
 
     def run(self, inputs: RoundInputs) -> tuple[Pending, RoundResult]:
         """One round. Returns the next round's pending tokens, and the results, without synchronising."""
         rows = self._compiled_rows or len(inputs.pending.lengths) * inputs.plan.tree.num_nodes
         with self.resources(rows):
             drafted = self.draft(inputs)
-            validated = self.validate(inputs, drafted.tokens)
+            validated = self.validate(inputs, drafted)
             if (key := self._end_key(inputs)) is not None:
-                return self._replay_end(inputs, key)
+                return self._replay_end(inputs, drafted, key)
             verified = self.sample(inputs, drafted, validated.logits)
             return self.commit(inputs, drafted, validated, verified)
 
-    def prefill(self, prefix: Prefix, texts: list[list[int]], before: torch.Tensor | None) -> torch.Tensor:
-        """Prefill texts, each after its prefix, into the caches of target and drafter.
+    def prefill(
+        self, prefix: Prefix, texts: list[list[int]], before: torch.Tensor | None, seats: Seats
+    ) -> torch.Tensor:
+        """Prefill texts, each after its prefix, into the caches of target and drafters.
 
-        `before` [A, H]: the target's hidden states at the prefixes' last tokens; None if every prefix is empty.
-        Returns the hidden states at the texts' last tokens [A, H].
+        `before` [A, S]: the target's states at the prefixes' last tokens; None if every prefix is empty. `seats`: the
+        rows' drafters. Returns the states at the texts' last tokens [A, S].
         """
         with self.times.stage("prefill"), self.resources(len(texts) * max(map(len, texts))):
-            hidden = prefill(self.target, self.cache, self.drafter, prefix, texts, before)
+            hidden = prefill(self.states, self.cache, self.drafters, prefix, texts, before, seats)
             if self.ends is not None:
                 self.ends.write(prefix, hidden)
             last = to_device([len(text) - 1 for text in texts], hidden.device)
@@ -116,13 +138,13 @@ class Runner:
         seeds: torch.Tensor,
         guidance: Guidance | None,
     ) -> list[int]:
-        """Sample the first tokens from the target's hidden states at the prompts' last tokens [A, H].
+        """Sample the first tokens from the target's states at the prompts' last tokens [A, S].
 
         `lengths` int64 [A]: the positions of these last tokens. Synchronises with the device.
         """
         with self.times.stage("prefill"):
             own, coins = self.ranks.own, uniform(seeds, lengths, 1).squeeze(1)
-            logits = self.ranks.logits(self.target.lm_head, hidden).unsqueeze(1)
+            logits = self.ranks.logits(self.target.lm_head, hidden[:, : self._hidden]).unsqueeze(1)
             if guidance is not None:
                 logits = restrict(logits, own(guidance.allowed([0])))
             tokens = sample(probabilities(logits, sampling.rows(own)).squeeze(1), own(coins))
@@ -130,131 +152,175 @@ class Runner:
             return tokens.tolist()
 
     def drafts(self, plan: TreePlan, pending: Pending) -> bool:
-        """Whether the drafter runs in a round.
+        """Whether drafters run in a round.
 
-        A plain round does not need it. Its cache is brought up to date before the next tree, or when MAX_PENDING tokens
-        are pending, so that one forward processes them at about the cost per token of a prefill.
+        A plain round does not need them. Their caches are brought up to date before the next tree, or when MAX_PENDING
+        tokens are pending, so that one forward processes them at about the cost per token of a prefill.
         """
-        return self.drafter is not None and (plan.tree.num_nodes > 1 or pending.tokens.shape[1] >= MAX_PENDING)
+        catches_up = bool(self.drafters.caches) and pending.tokens.shape[1] >= MAX_PENDING
+        return bool(self.drafters.by_name) and (plan.tree.num_nodes > 1 or catches_up)
 
-    def draft(self, inputs: RoundInputs) -> Drafted:
-        """A tree of tokens for each row; the pending token alone if the drafter does not run."""
-        if self.drafter is None or inputs.draft_prefix is None:
-            return Drafted(inputs.pending.last, None, None)
+    def draft(self, inputs: RoundInputs) -> Proposed:
+        """A tree of tokens for each row; the pending token alone if no drafter runs."""
+        if inputs.draft_prefix is None:
+            assert isinstance(inputs.plan.tree, Tree)
+            return Proposed(inputs.pending.last, None, inputs.plan.tree, [], None, {})
         with self.times.stage("drafting"):
-            plan, pending, guidance = inputs.plan, inputs.pending, inputs.guidance
+            guidance, round = inputs.guidance, self.draft_round(inputs)
             # With a grammar the host computes masks in between.
             key = None if self.graphs is None or guidance is not None else self.graphs.drafting_key(inputs)
             if self.graphs is not None and key is not None:
-                drafted = self.graphs.propose(key, inputs)
+                drafted = self._proposed(inputs, self.graphs.propose(key, inputs), checks=True)
             else:
-                drafted = self.propose(plan, inputs.prefix, inputs.draft_prefix, pending, inputs.choice)
-            if not isinstance(self.drafter, Eagle):  # ours needs no check, which would cost kernel launches
-                drafted = checked_drafts(self.drafter, drafted, plan, pending, self.target.identity.vocab_size)
-                drafted = self._agreed(drafted)
+                drafted = self.drafters.propose(round, inputs.seats)
             if self.ranks.size > 1 and guidance is not None:
                 guidance.reset()  # it has this rank's drafts, which may differ from rank 0's by rounding
             return drafted
 
-    def propose(
-        self, plan: TreePlan, prefix: Prefix, draft_prefix: Prefix, pending: Pending, choice: Choice
-    ) -> Drafted:
-        """The drafter's trees, without a wait for the device unless `choice` has a grammar. Ours are rank 0's already;
-        a user's are checked first."""
-        assert self.drafter is not None
-        drafted = self.drafter.propose(plan, prefix, draft_prefix, pending, choice)
-        return self._agreed(drafted) if isinstance(self.drafter, Eagle) else drafted
+    def draft_round(self, inputs: RoundInputs) -> DraftRound:
+        """What drafters are given in a round in which they run."""
+        assert inputs.draft_prefix is not None
+        choice, vocabulary = inputs.choice, self.target.identity.vocab_size
+        return DraftRound(
+            inputs.plan, inputs.prefix, inputs.draft_prefix, inputs.pending, choice, vocabulary, inputs.texts
+        )
 
-    def _agreed(self, drafted: Drafted) -> Drafted:
-        """Rank 0's tokens and `q`, on every rank."""
-        tokens, q = self.ranks.agreed(drafted.tokens), drafted.q
-        return Drafted(tokens, None if q is None else self.ranks.agreed(q), drafted.suffix)
+    def _proposed(self, inputs: RoundInputs, drafted: Drafted, checks: bool) -> Proposed:
+        """The drafts of the only drafter, or of none. `checks`: they are checked, where that drafter is to be."""
+        drafter, wrong, parts = self.drafters.only, None, list[Part]()
+        assert isinstance(inputs.plan.tree, Tree)
+        if drafter is not None and inputs.draft_prefix is not None:
+            round = self.draft_round(inputs)
+            if checks and drafter.needs.checks:
+                drafted, wrong = checked_drafts(drafter, drafted, round)
+            parts = [Part(drafter, None, round, drafted)]
+        return Proposed(drafted.tokens, drafted.q, inputs.plan.tree, parts, wrong, {})
 
-    def validate(self, inputs: RoundInputs, tokens: torch.Tensor) -> Validated:
-        """The target's forward of the trees' tokens [A, N]."""
+    def propose(self, round: DraftRound) -> Drafted:
+        """The only drafter's trees, rank 0's on all ranks, without a wait for the device. To be recorded."""
+        assert self.drafters.only is not None
+        drafted = self.drafters.only.propose(round)
+        q = None if drafted.q is None else self.ranks.agreed(drafted.q)
+        return drafted._replace(tokens=self.ranks.agreed(drafted.tokens), q=q)
+
+    def validate(self, inputs: RoundInputs, drafted: Proposed) -> Validated:
+        """The target's forward of the drafted trees."""
         with self.times.stage("validation"):
-            if inputs.guidance is not None:
-                inputs.guidance.set_tokens(tokens)  # before the launch: the host walks the trees while the target runs
+            if inputs.guidance is not None:  # before the launch: the host walks the trees while the target runs
+                inputs.guidance.set_trees(drafted.tokens, drafted.tree)
             key = None if self.graphs is None else self.graphs.validation_key(inputs)
             ends_recorded = self._end_key(inputs) is not None
             # A rank's share of the logits is one of the padded batch, which the host does not divide.
             if self.graphs is None or key is None or (self.ranks.divided and not ends_recorded):
-                return self.forward(inputs.prefix, inputs.plan.tree, tokens)
-            validated = self.graphs.validate(key, inputs, tokens)
+                return self.forward(inputs.prefix, drafted.tree, drafted.tokens)
+            validated = self.graphs.validate(key, inputs, drafted.tokens)
             if ends_recorded:
                 return validated
             # The drafter may use the hidden states rounds later, when the graph has run again.
             return validated._replace(hidden=validated.hidden.clone())
 
-    def forward(self, prefix: Prefix, tree: Tree, tokens: torch.Tensor) -> Validated:
+    def forward(self, prefix: Prefix, tree: AnyTree, tokens: torch.Tensor) -> Validated:
         """As `validate`, kernel by kernel and without a wait for the device."""
-        forward = self.target.compiled if self._is_compiled else self.target.hidden_states
+        forward = self._compiled or self.states
         return Validated(*validate(self.target, forward, self.cache, prefix, tree, tokens, self.ranks))
 
-    def sample(self, inputs: RoundInputs, drafted: Drafted, logits: torch.Tensor) -> Verified:
+    def sample(self, inputs: RoundInputs, drafted: Proposed, logits: torch.Tensor) -> Verified:
         """Verify the drafts: the nodes that the target accepts, and the token after each row's last accepted node."""
         with self.times.stage("sampling"):
             if inputs.guidance is not None:
-                nodes = list(range(inputs.plan.tree.num_nodes))
+                nodes = list(range(drafted.tree.num_nodes))
                 logits = restrict(logits, self.ranks.own(inputs.guidance.allowed(nodes)))
                 inputs.guidance.rewind()
             verified = self.verify(inputs, drafted, logits)
             return verified if self.acceptance is None else self.acceptance(inputs, verified)
 
-    def verify(self, inputs: RoundInputs, drafted: Drafted, logits: torch.Tensor) -> Verified:
+    def verify(self, inputs: RoundInputs, drafted: Proposed, logits: torch.Tensor) -> Verified:
         """As `sample`, by the logits of the tokens that are allowed, without a wait for the device."""
-        tree, own = inputs.plan.tree, self.ranks.own
-        tokens = own(drafted.tokens)
+        own = self.ranks.own
+        tree, tokens = drafted.tree.rows(own), own(drafted.tokens)
         if inputs.sampling.all_greedy:
             verified = verify_chosen(tree, tokens, logits.argmax(-1))
         else:
             sampling, seeds, lengths = inputs.sampling.rows(own), own(inputs.seeds), own(inputs.prefix.lengths)
             drawn = [None if x is None else own(x) for x in (inputs.draws, drafted.q)]
-            verified = self.verification(inputs.plan, tokens, logits, sampling, seeds, lengths, *drawn)
+            verified = self.verification(tree, tokens, logits, sampling, seeds, lengths, *drawn)
         return Verified(*self.ranks.all(len(drafted.tokens), *verified))
 
     def commit(
-        self, inputs: RoundInputs, drafted: Drafted, validated: Validated, verified: Verified
+        self, inputs: RoundInputs, drafted: Proposed, validated: Validated, verified: Verified
     ) -> tuple[Pending, RoundResult]:
         """Commit the accepted paths to the caches. Returns the next round's pending tokens, and the round's results."""
         with self.times.stage("bookkeeping"):
-            return self._results(inputs, *self._keep(inputs, drafted, validated, verified))
+            committed = self._kept(inputs, drafted, validated, verified)
+            pending, at_fault, reasons = committed, drafted.wrong, drafted.reasons
+            if inputs.draft_prefix is not None:
+                outcome = self._outcome(drafted, validated, verified, committed)
+                pending, rows, more = self.drafters.rewind(drafted.parts, outcome)
+                at_fault, reasons = self._at_fault(at_fault, rows, len(inputs.seats)), reasons | more
+            return self._results(inputs, drafted.tree, pending, report_of(committed), at_fault, reasons)
 
     def finish(self, inputs: RoundInputs, drafted: Drafted, validated: Validated) -> tuple[Pending, torch.Tensor]:
         """`sample` and `commit` up to where the host takes part: what the drafter may process next of the round's
-        tokens, and `report_of` them."""
-        return self._keep(inputs, drafted, validated, self.verify(inputs, drafted, validated.logits))
-
-    def _keep(
-        self, inputs: RoundInputs, drafted: Drafted, validated: Validated, verified: Verified
-    ) -> tuple[Pending, torch.Tensor]:
-        """As `finish`, of what was verified."""
-        plan, prefix, (hidden, _, suffix) = inputs.plan, inputs.prefix, validated
-        committed = commit(self.cache, prefix, plan.tree, suffix, hidden, drafted.tokens, verified)
-        if self.ends is not None:
-            self.ends.write(prefix, committed.hidden)
-        pending = committed
-        if self.drafter is not None and inputs.draft_prefix is not None:
-            rewound = self.drafter.rewind(plan, prefix, drafted.suffix, verified.node, committed)
-            pending = checked_pending(self.drafter, rewound)
+        tokens, and `report_of` them. To be recorded, with the only drafter or none."""
+        proposed = self._proposed(inputs, drafted, checks=False)
+        verified = self.verify(inputs, proposed, validated.logits)
+        committed = pending = self._kept(inputs, proposed, validated, verified)
+        for part in proposed.parts:
+            outcome = self._outcome(proposed, validated, verified, committed)
+            pending = part.drafter.rewind(part.round, part.drafted, outcome)
         return pending, report_of(committed)
 
-    def _results(self, inputs: RoundInputs, pending: Pending, report: torch.Tensor) -> tuple[Pending, RoundResult]:
-        """The next round's pending tokens, and the round's results, from what `finish` returns."""
-        if self.drafter is not None and inputs.draft_prefix is None:
+    def _kept(self, inputs: RoundInputs, drafted: Proposed, validated: Validated, verified: Verified) -> Pending:
+        """The round's tokens, which are in the target's cache now but for the last one."""
+        prefix, (hidden, _, suffix) = inputs.prefix, validated
+        committed = commit(self.cache, prefix, drafted.tree, suffix, hidden, drafted.tokens, verified)
+        if self.ends is not None:
+            self.ends.write(prefix, committed.hidden)
+        return committed
+
+    def _outcome(self, drafted: Proposed, validated: Validated, verified: Verified, committed: Pending) -> Outcome:
+        logits = validated.logits if self.drafters.need_logits else None
+        return Outcome(drafted.tree, verified.node, committed, validated.hidden, logits)
+
+    def _at_fault(self, known: torch.Tensor | None, rows: list[int], count: int) -> torch.Tensor | None:
+        """bool [A]: rows whose drafter is at fault, by rank 0; None where no drafter is checked."""
+        if not self.drafters.are_checked or (known is None and not rows and self.ranks.group is None):
+            return known
+        device = self.target.device
+        known = torch.zeros(count, dtype=torch.bool, device=device) if known is None else known
+        if rows:
+            known[rows] = True
+        return self.ranks.agreed(known.long()).bool()
+
+    def _results(
+        self,
+        inputs: RoundInputs,
+        tree: AnyTree,
+        pending: Pending,
+        report: torch.Tensor,
+        at_fault: torch.Tensor | None = None,
+        reasons: dict[int, str] | None = None,
+    ) -> tuple[Pending, RoundResult]:
+        """The next round's pending tokens, and the round's results."""
+        if self.drafters.caches and inputs.draft_prefix is None:
             pending = inputs.pending.append_token(pending)
-        return pending, RoundResult(inputs.plan.tree.max_depth, report, pending.counts)
+        row_depth = tree.row_depth if isinstance(tree, RowTrees) else None
+        reasons = reasons or {}
+        undrafted = [row for row, name in enumerate(inputs.seats) if name is None or row in reasons]
+        depth = inputs.plan.tree.max_depth
+        return pending, RoundResult(depth, report, pending.counts, row_depth, at_fault, reasons, undrafted)
 
     def _end_key(self, inputs: RoundInputs) -> EndKey | None:
         """The recording of a round's end; None where there is none. With a grammar the host computes masks before."""
         return None if self.graphs is None or inputs.guidance is not None else self.graphs.end_key(inputs)
 
-    def _replay_end(self, inputs: RoundInputs, key: EndKey) -> tuple[Pending, RoundResult]:
+    def _replay_end(self, inputs: RoundInputs, drafted: Proposed, key: EndKey) -> tuple[Pending, RoundResult]:
         assert self.graphs is not None
         with self.times.stage("sampling"):
             pending, report = self.graphs.finish(key, inputs)
         with self.times.stage("bookkeeping"):
-            return self._results(inputs, pending, report)
+            assert isinstance(inputs.plan.tree, Tree)
+            return self._results(inputs, inputs.plan.tree, pending, report, drafted.wrong)
 
     @torch.inference_mode()
     def compile(self, sizes: list[tuple[int, TreePlan]], most: int) -> None:
@@ -264,13 +330,13 @@ class Runner:
         """
         config, is_gpu = self.config, self.target.device.type == "cuda"
         jobs: list[Callable[[], None]] = []
-        if config.compile and self.drafter is not None:
-            jobs += self.drafter.compile(sizes)
         if config.compile:
-            self._is_compiled = True
+            jobs += self.drafters.compile(sizes)
+            compiled = self.target.compiled(self.drafters.layers)
+            self._compiled = compiled
             for rows, plan in sizes:
                 tokens = torch.zeros(rows, plan.tree.num_nodes, dtype=torch.long, device=self.target.device)
-                jobs.append(partial(self.target.compiled.prepare, tokens, tokens))
+                jobs.append(partial(compiled.prepare, tokens, tokens))
         # On a CPU compiling the few operations of verification gains nothing.
         if config.compile and is_gpu if config.compile_sampling is None else config.compile_sampling:
             own = [(self.ranks.rows_per_rank(rows), plan) for rows, plan in sizes]

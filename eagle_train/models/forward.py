@@ -4,7 +4,8 @@ Whoever calls passes `attend`, which transformers carries as a keyword to the at
 layer's mask would hide (a window, a chunk) is known from the masks that the family itself builds, see `Reach`.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +128,33 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     if not isinstance(decoder, PreTrainedModel) or decoder is model:  # Llama 4's text model names none
         return model.model if model.base_model is model else model.base_model
     return decoder if decoder.get_output_embeddings() is None else decoder_of(decoder)
+
+
+def layers_of(model: PreTrainedModel, count: int) -> torch.nn.ModuleList | None:
+    """The decoder's `count` layers in their order; None where they are not one list of it."""
+    lists = [each for each in decoder_of(model).children() if isinstance(each, torch.nn.ModuleList)]
+    return next((each for each in lists if len(each) == count), None)
+
+
+class LayerOutputs:
+    """Keeps modules' outputs while it is asked to. Its hooks stay: torch.compile traces none that come and go."""
+
+    def __init__(self, modules: list[torch.nn.Module]):
+        self._keeps, self._found = False, [torch.empty(0)] * len(modules)
+        for place, module in enumerate(modules):
+            module.register_forward_hook(partial(self._note, place))
+
+    def _note(self, place: int, _: Any, __: Any, output: Any) -> None:
+        if self._keeps:
+            self._found[place] = output[0] if isinstance(output, tuple) else output
+
+    def beside(self, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `forward` returns [B, T, H] and behind it the outputs of the modules that it called, [B, T, S]."""
+        self._keeps = True
+        hidden = forward()
+        self._keeps, found = False, torch.cat([hidden, *self._found], dim=-1)
+        self._found = [found[:0]] * len(self._found)
+        return found
 
 
 def hidden_states(

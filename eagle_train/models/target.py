@@ -6,7 +6,6 @@ losses or caches. Attention comes from outside, see models/forward.py.
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,16 +14,16 @@ import torch.nn.functional as F
 from accelerate.utils import align_module_device
 from transformers import PreTrainedModel
 
-from eagle_train.errors import check, foreign
+from eagle_train.errors import UserError, check, foreign, shown
 from eagle_train.models.family import check_family
-from eagle_train.models.forward import Reaches, hidden_states
+from eagle_train.models.forward import LayerOutputs, Reaches, hidden_states, layers_of
 from eagle_train.models.head import LMHead, lm_head_of
 from eagle_train.models.patches import Undo, round_to_fp8
 from eagle_train.models.probe import TOKENS, Layers, probe
 from eagle_train.models.shapes import context_of, rope_limit
 from eagle_train.models.weights import check_loaded, fingerprint, full_tensor
 from eagle_train.ops.attention import packed_attention
-from eagle_train.ops.compiled import Compiled
+from eagle_train.ops.compiled import Compiled, Forward
 from eagle_train.ops.rule import Attend
 
 
@@ -60,6 +59,8 @@ class Target:
     identity: Identity = field(init=False)
     lm_head: LMHead = field(init=False)
     embedding: torch.Tensor = field(init=False)
+    _outputs: dict[tuple[int, ...], LayerOutputs] = field(init=False, repr=False, default_factory=dict)
+    _compiled: dict[tuple[int, ...], Compiled] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.reaches = check_family(type(self.model), self.model.config, f"target {self.name}")
@@ -132,10 +133,36 @@ class Target:
         """
         return hidden_states(self.model, tokens, positions, attend, self.reaches, self.rope_limit)
 
-    @cached_property
-    def compiled(self) -> Compiled:
-        """`hidden_states` by torch.compile, for whoever asks. Once it is compiled, the model must stay as it is."""
-        return Compiled(self.hidden_states, self.device)
+    def states(self, layers: tuple[int, ...] = ()) -> Forward:
+        """As `hidden_states`, with the outputs of these layers, 0 the first, behind what the LM head reads: [B, T, S]
+        with S = H * (1 + layers). Raises UserError for a layer that is none."""
+        if not layers:
+            return self.hidden_states
+        if layers not in self._outputs:
+            self._outputs[layers] = LayerOutputs(self._layers(layers))
+        outputs = self._outputs[layers]
+
+        @torch.no_grad()
+        def states(tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+            return outputs.beside(lambda: self.hidden_states(tokens, positions, attend))
+
+        return states
+
+    def _layers(self, layers: tuple[int, ...]) -> list[torch.nn.Module]:
+        """The modules of these layers. Raises UserError for one that is none."""
+        count, family = self.config.num_hidden_layers, self.model.config.model_type
+        wrong = [layer for layer in layers if not 0 <= layer < count]
+        check(not wrong, f"layers={shown(wrong)}: target {self.name} has the layers 0 to {count - 1}")
+        modules = layers_of(self.model, count)
+        if modules is None:
+            raise UserError(f"target {self.name}: the layers of this family ({family}) cannot be told apart")
+        return [modules[layer] for layer in layers]
+
+    def compiled(self, layers: tuple[int, ...] = ()) -> Compiled:
+        """`states` by torch.compile, one for all who ask. Once it is compiled, the model must stay as it is."""
+        if layers not in self._compiled:
+            self._compiled[layers] = Compiled(self.states(layers), self.device)
+        return self._compiled[layers]
 
     def own_hidden_states(
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: list[list[int]]

@@ -54,7 +54,7 @@ def hidden_states(target: Target, batch: Batch, compiled: bool = False) -> torch
     """
     with stage("target"):
         if compiled:
-            return target.compiled(batch.tokens, batch.positions, packed_attention(batch.lengths))
+            return target.compiled()(batch.tokens, batch.positions, packed_attention(batch.lengths))
         return target.own_hidden_states(batch.tokens, batch.positions, batch.lengths)
 
 
@@ -67,7 +67,7 @@ def can_compile(target: Target, rows: int, tokens: int, wanted: bool | None) -> 
         return False
     zeros = torch.zeros(rows, tokens, dtype=torch.long, device=target.device)
     try:
-        target.compiled.prepare(zeros, zeros)
+        target.compiled().prepare(zeros, zeros)
     except OptionError as error:
         if wanted:
             raise

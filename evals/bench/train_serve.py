@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from eagle_train.inference import Output
+from eagle_train.inference import Output, Tree
 from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
@@ -80,7 +80,8 @@ def train_serve_check(run: Run, batch_size: int) -> dict[str, float | None]:
     """
     engine = run.engine
     target, draft = engine.target, run.draft
-    children = {tree.fanout[0] for tree, _ in dispatched(engine.dispatcher, batch_size)}
+    trees = [tree for tree, _ in dispatched(engine.dispatcher, batch_size)]
+    children = {tree.fanout[0] for tree in trees if isinstance(tree, Tree)}
     served = [(answer.prompt, answer.output) for answer in run.answers]
     depth_1, own = served_as_trained(target, draft, served, max(children))
     references = []

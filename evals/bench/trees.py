@@ -4,7 +4,7 @@ from itertools import groupby
 from typing import Any
 
 from eagle_train.errors import check
-from eagle_train.inference import Dispatcher, Tree
+from eagle_train.inference import Dispatcher, OpenTree, PlanTree
 
 
 def check_tree(tree: Any, batch_size: int) -> None:
@@ -17,7 +17,7 @@ def check_tree(tree: Any, batch_size: int) -> None:
     )
 
 
-def dispatched(dispatcher: Dispatcher, batch_size: int) -> list[tuple[Tree, list[int]]]:
+def dispatched(dispatcher: Dispatcher, batch_size: int) -> list[tuple[PlanTree, list[int]]]:
     """The trees of batches of 1 to `batch_size` rows, and the sizes of each: a batch shrinks as requests finish."""
     by_tree = groupby(range(1, batch_size + 1), lambda size: dispatcher.dispatch(size).tree)
     return [(tree, list(sizes)) for tree, sizes in by_tree]
@@ -31,10 +31,12 @@ def tree_names(dispatcher: Dispatcher, batch_size: int) -> str:
     return ", ".join(f"{tree_name(tree)} (batch size {' to '.join(map(str, _ends(sizes)))})" for tree, sizes in trees)
 
 
-def tree_name(tree: Tree) -> str:
+def tree_name(tree: PlanTree) -> str:
     """A tree, for a report."""
     if tree.max_depth == 0:
         return "no draft"
+    if isinstance(tree, OpenTree):
+        return f"trees by row of {tree.num_nodes - 1} nodes at most"
     if tree.is_chain:
         return f"chain{tree.max_depth}"
     return f"tree of {tree.num_nodes - 1} nodes, depth {tree.max_depth}"

@@ -143,9 +143,9 @@ def test_what_begins_a_text_is_prefilled_apart_from_what_goes_on(monkeypatch):
     engine = Engine(target, max_batch_size=4, prefill_tokens=28)
     prefill = runner_of(engine).prefill
 
-    def noted(prefix, texts, before):
+    def noted(prefix, texts, *others):
         batches.append((prefix.lengths.tolist(), [len(text) for text in texts]))
-        return prefill(prefix, texts, before)
+        return prefill(prefix, texts, *others)
 
     monkeypatch.setattr(runner_of(engine), "prefill", noted)
     prompts = random_tokens(12, 12, 12, 12)

@@ -12,6 +12,7 @@ import torch
 from eagle_train.errors import OptionError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.decode.sampling import DRAFT_MODES
+from eagle_train.inference.drafters.drafter import Drafter
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.head import QuantisedLMHead
@@ -156,13 +157,8 @@ def test_a_cpu_has_no_fp8_products_and_says_so(recwarn):
     assert len([warning for warning in recwarn if "draft_lm_head" in str(warning.message)]) == 1
 
 
-class Own:
+class Own(Drafter):
     """A drafter that has no LM head."""
-
-    def __init__(self) -> None:
-        self.caches = []
-
-    def propose(self) -> None: ...
 
 
 @pytest.mark.parametrize(

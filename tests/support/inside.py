@@ -21,7 +21,9 @@ def runner_of(engine: Engine) -> Runner:
 
 
 def drafter_of(engine: Engine) -> Drafter:
-    return engine._runner.drafter
+    drafter = engine._runner.drafters.only
+    assert drafter is not None
+    return drafter
 
 
 def pool_of(engine: Engine) -> BlockPool:
@@ -60,6 +62,6 @@ def results_withheld(engine: Engine) -> Iterator[list]:
 
 def add_as(engine: Engine, index: int, prompt: list[int], params: object) -> Sequence:
     """Queue a request with an index of the test's choice."""
-    request = engine._requests.sequence(index, prompt, params)
+    request = engine._new(index, prompt, params)
     enqueue([request], engine._scheduler, engine._memory)
     return request

@@ -15,7 +15,7 @@ import torch
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.tree import Tree
-from eagle_train.inference.drafters.drafter import Drafted
+from eagle_train.inference.drafters.drafters import Proposed
 from eagle_train.inference.requests.sequence import Output, Sequence
 from tests.support.inside import active_in, drafter_of, inside, runner_of
 from tests.support.tiny import continued, random_tokens, shared_target
@@ -84,7 +84,7 @@ def guide_from_outside(engine: Engine, truth: list[list[int]], depth_of: DepthOf
     """As `guide`, for drafting that may be recorded: its tokens are replaced when it is done."""
     tokens_for, draft = right_as_told(engine, truth, depth_of), runner_of(engine).draft
 
-    def replaced(inputs: RoundInputs) -> Drafted:
+    def replaced(inputs: RoundInputs) -> Proposed:
         wanted, drafted = tokens_for(inputs.plan.tree), draft(inputs)
         return drafted._replace(tokens=torch.where(inputs.plan.tree.depth > 0, wanted, drafted.tokens))
 

@@ -89,7 +89,7 @@ def test_the_host_knows_which_slots_each_pass_learns_from(first_slot):
 def test_it_is_compiled_on_a_gpu_unless_told(monkeypatch):
     prepared: list[tuple[int, ...]] = []
     compiled = SimpleNamespace(prepare=lambda tokens, positions: prepared.append(tuple(tokens.shape)))
-    target = SimpleNamespace(device=torch.device("cpu"), compiled=compiled)
+    target = SimpleNamespace(device=torch.device("cpu"), compiled=lambda: compiled)
     assert not can_compile(target, 2, 24, wanted=None)
     assert not can_compile(target, 2, 24, wanted=False)
     assert not prepared
@@ -109,7 +109,7 @@ def test_nobody_who_asked_for_nothing_is_stopped_by_it(monkeypatch):
         raise OptionError("compile=True: torch.compile fails: no compiler")
 
     gpu, zeros = SimpleNamespace(type="cuda"), torch.zeros
-    target = SimpleNamespace(device=gpu, compiled=SimpleNamespace(prepare=fails))
+    target = SimpleNamespace(device=gpu, compiled=lambda: SimpleNamespace(prepare=fails))
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     with pytest.warns(UserWarning, match=r"no compiler; the run goes on without"):
         assert can_compile(target, 2, 24, wanted=None) is False

@@ -117,8 +117,8 @@ class PagedKV:
         """Attention of T further nodes of a tree over each row's prefix and their ancestors. Their keys and values are
         appended to `suffix`, not written to the cache.
 
-        `positions` int64 [A, T]: the nodes'; `ancestors` bool [T, N]: the mask of the T nodes over all nodes of the
-        suffix, themselves included.
+        `positions` int64 [A, T]: the nodes'; `ancestors` bool [T, N], or [A, T, N] where the rows' trees differ: the
+        mask of the T nodes over all nodes of the suffix, themselves included.
         """
         suffix.positions = append(suffix.positions, positions, 1)
         masks = Masks(prefix, positions, suffix.positions, ancestors)

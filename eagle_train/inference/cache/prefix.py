@@ -68,6 +68,12 @@ class Prefix:
         """The same rows with lengths int64 [A] that are on the device only, `shortest` to `longest` each."""
         return PagedPrefix(lengths, self.blocks, longest, True, shortest, self.host_blocks)
 
+    def rows(self, order: list[int]) -> "Prefix":
+        """The rows `order`, in this order. `longest` and `shortest` stay bounds of all rows."""
+        index = to_device(order, self.lengths.device, torch.long)
+        host = None if self.host_blocks is None else [self.host_blocks[row] for row in order]
+        return PagedPrefix(self.lengths[index], self.blocks[index], self.longest, True, self.shortest, host)
+
     def advanced(self, tokens: int) -> "Prefix":
         """The same rows, each longer by `tokens`."""
         longest, shortest = self.longest + tokens, self.shortest + tokens

@@ -17,11 +17,13 @@ from eagle_train.inference.requests.sequence import Sequence
 from eagle_train.ops.transfer import empty_pinned, to_device
 
 
-def block_hashes(tokens: list[int], hashes: list[bytes]) -> list[bytes]:
-    """The hashes of the full blocks of `tokens`. `hashes`: those that are known, from the first; extended in place."""
+def block_hashes(tokens: list[int], hashes: list[bytes], kind: str = "") -> list[bytes]:
+    """The hashes of the full blocks of `tokens`. `hashes`: those that are known, from the first; extended in place.
+    `kind`: blocks of different kinds hold different things of the same tokens."""
     for end in range((len(hashes) + 1) * BLOCK, len(tokens) + 1, BLOCK):
         before = hashes[-1] if hashes else b""
-        hashes.append(blake2b(before + array("q", tokens[end - BLOCK : end]).tobytes(), digest_size=16).digest())
+        own = array("q", tokens[end - BLOCK : end]).tobytes()
+        hashes.append(blake2b(kind.encode() + before + own, digest_size=16).digest())
     return hashes
 
 
@@ -81,7 +83,7 @@ class PrefixCache:
         """The store's blocks that hold a prefix of the sequence. At least one token is left to prefill, because
         decoding starts from its hidden state."""
         tokens, found = sequence.to_prefill, []
-        for key in block_hashes(tokens, sequence.block_hashes)[: (len(tokens) - 1) // BLOCK]:
+        for key in block_hashes(tokens, sequence.block_hashes, sequence.cached_by)[: (len(tokens) - 1) // BLOCK]:
             if key not in self._pool.block_of:
                 break
             found.append(self._pool.block_of[key])
@@ -115,6 +117,7 @@ class PrefixCache:
     def register(self, sequence: Sequence) -> None:
         """Register the full blocks of the sequence, so that other sequences can reuse them."""
         full = sequence.num_computed // BLOCK
-        hashes = block_hashes((sequence.prompt + sequence.generated)[: full * BLOCK], sequence.block_hashes)
+        tokens = (sequence.prompt + sequence.generated)[: full * BLOCK]
+        hashes = block_hashes(tokens, sequence.block_hashes, sequence.cached_by)
         for block, key in zip(sequence.blocks[:full], hashes[:full], strict=True):
             self._pool.register(block, key)

@@ -56,7 +56,8 @@ class Masks:
     """Masks of a tree's T nodes over the prefix and over the nodes; made once for all layers of the same reach."""
 
     def __init__(self, prefix: Prefix, positions: torch.Tensor, suffix_positions: torch.Tensor, seen: torch.Tensor):
-        """`positions` int64 [A, T]: the querying nodes'; `suffix_positions` int64 [A, N]; `seen` bool [T, N]."""
+        """`positions` int64 [A, T]: the querying nodes'; `suffix_positions` int64 [A, N]; `seen` bool [T, N], or
+        [A, T, N] where the rows' trees differ."""
         self.prefix = VisibleSlots(positions, prefix.lengths.unsqueeze(1), prefix.longest, whole=not prefix.ragged)
         self._positions, self._suffix_positions, self._seen = positions, suffix_positions, seen
         self._suffix_masks: dict[tuple, torch.Tensor | None] = {}
@@ -81,9 +82,9 @@ class Masks:
         return self._joint_masks[rule.reach]
 
     def _suffix_mask(self, rule: Rule) -> torch.Tensor | None:
-        if self._seen.numel() == 1:
+        if self._seen.shape[-2:].numel() == 1:
             return None
-        seen = self._seen.unsqueeze(0)  # [1, T, N]
+        seen = self._seen if self._seen.ndim == 3 else self._seen.unsqueeze(0)  # [A or 1, T, N]
         if rule.is_local:
             seen = seen & rule.sees(self._positions.unsqueeze(2), self._suffix_positions.unsqueeze(1))  # [A, T, N]
         return additive_mask(seen.unsqueeze(1))

@@ -6,6 +6,7 @@
 Shapes: A active rows, N tree nodes, P nodes of a path (the tree's depth + 1; N for a chain), H hidden.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,8 @@ import torch
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.cache.suffix import Suffix
+from eagle_train.inference.decode.row_trees import AnyTree
 from eagle_train.inference.decode.sampling import Verified
-from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.drafters.drafter import Pending
 from eagle_train.ops.transfer import HostCopy
 
@@ -22,7 +23,7 @@ from eagle_train.ops.transfer import HostCopy
 def commit(
     cache: PagedKV,
     prefix: Prefix,
-    tree: Tree,
+    tree: AnyTree,
     suffix: Suffix | None,
     hidden: torch.Tensor,
     tokens: torch.Tensor,
@@ -36,10 +37,10 @@ def commit(
     """
     accepted = verified.node  # int64 [A]: the number of accepted nodes; for a chain it is the node's number
     if suffix is not None:
-        path = tree.path_to[accepted]  # [A, P]; repeats the last accepted node; the next round overwrites those slots
+        path = tree.paths_to(accepted)  # [A, P]; repeats the last accepted node; the next round overwrites those slots
         cache.commit(suffix, prefix, path)
         tokens, hidden = tokens.gather(1, path), hidden.take_along_dim(path.unsqueeze(2), dim=1)
-        accepted = tree.depth[accepted]
+        accepted = tree.depths_of(accepted)
     # tokens [A, P]: the root is committed already, so the path is shifted by one, and the target's token put behind it
     follow = tokens.roll(-1, 1).scatter_(1, accepted.unsqueeze(1), verified.next_token.unsqueeze(1))
     counts = accepted + 1
@@ -59,23 +60,44 @@ class Gain:
 
     `tokens`: those it committed. `draft_lag`: how many of the row's newest tokens are not in the drafter's cache.
     `finite`: no hidden state of the target was NaN or infinite; otherwise `tokens` ends before the first that was.
+    `depth`: of its tree. `at_fault`: its drafter was wrong.
     """
 
     tokens: list[int]
     draft_lag: int
     finite: bool
+    depth: int
+    at_fault: bool
 
 
 class RoundResult:
     """The results of a launched round, whose copy from the device to the host is under way."""
 
-    def __init__(self, max_depth: int, report: torch.Tensor, draft_lag: torch.Tensor):
-        """`report`: of `report_of`; `draft_lag` int64 [A]: see `Gain`."""
-        self.max_depth = max_depth
+    def __init__(
+        self,
+        max_depth: int,
+        report: torch.Tensor,
+        draft_lag: torch.Tensor,
+        row_depth: torch.Tensor | None = None,
+        at_fault: torch.Tensor | None = None,
+        reasons: dict[int, str] | None = None,
+        undrafted: Collection[int] = (),
+    ):
+        """`report`: of `report_of`; `draft_lag` int64 [A]: see `Gain`. `row_depth` int64 [A]: None: all rows' trees are
+        as deep as `max_depth`. `at_fault` bool [A]: None: no row's drafter is. `reasons`: those that the host knows.
+        `undrafted`: rows without drafts."""
+        self.max_depth, self.reasons, self._undrafted = max_depth, reasons or {}, set(undrafted)
         self.max_tokens = max_depth + 1  # the most that the round commits of a row
-        self._arriving = HostCopy(torch.column_stack((draft_lag, report)))
+        self._has_depth, self._has_faults = row_depth is not None, at_fault is not None
+        more = [x for x in (row_depth, at_fault) if x is not None]
+        self._arriving = HostCopy(torch.column_stack((*more, draft_lag, report)))
 
     def gains(self) -> list[Gain]:
         """One per row. Waits for the copy."""
-        rows = self._arriving.wait().tolist()
-        return [Gain(tokens[: min(count, finite)], lag, count <= finite) for lag, count, finite, *tokens in rows]
+        gains = []
+        for row, numbers in enumerate(self._arriving.wait().tolist()):
+            depth = numbers.pop(0) if self._has_depth else 0 if row in self._undrafted else self.max_depth
+            at_fault = bool(numbers.pop(0)) if self._has_faults else False
+            lag, count, finite, *tokens = numbers
+            gains.append(Gain(tokens[: min(count, finite)], lag, count <= finite, depth, at_fault))
+        return gains

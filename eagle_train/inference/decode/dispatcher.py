@@ -3,7 +3,8 @@
 Knows nothing of requests or of how trees are drafted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from eagle_train.errors import UserError, check, one_line
-from eagle_train.inference.decode.tree import Tree, load_tree
+from eagle_train.inference.decode.row_trees import PlanTree
+from eagle_train.inference.decode.tree import load_tree
 from eagle_train.inference.drafters.drafter import TreePlan
 
 
@@ -44,7 +46,7 @@ class Dispatcher:
         return [(size, self.dispatch(size)) for size in sizes]
 
     @property
-    def largest(self) -> Tree:
+    def largest(self) -> PlanTree:
         """The tree with the most nodes."""
         return max((plan.tree for _, plan in self.table), key=lambda tree: tree.num_nodes)
 
@@ -52,6 +54,20 @@ class Dispatcher:
     def deepest(self) -> int:
         """The greatest depth of a tree."""
         return max(plan.tree.max_depth for _, plan in self.table)
+
+
+class ReplacedPlans(Dispatcher):
+    """Another dispatcher's choice, with other plans in place of its own."""
+
+    def __init__(self, other: Dispatcher, plan_of: Callable[[TreePlan], TreePlan]):
+        self._other, self._plan_of = other, cache(plan_of)
+        self.table = [(size, self._plan_of(plan)) for size, plan in other.table]
+
+    def dispatch(self, batch_size: int) -> TreePlan:
+        return self._plan_of(self._other.dispatch(batch_size))
+
+    def plans(self, sizes: list[int]) -> list[tuple[int, TreePlan]]:
+        return [(size, self._plan_of(plan)) for size, plan in self._other.plans(sizes)]
 
 
 def _read_table(path: str) -> Any:

@@ -21,12 +21,13 @@ from eagle_train.errors import OptionError, check
 from eagle_train.inference.cache.prefix import BLOCK, SCRATCH, PagedPrefix, Prefix
 from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.rounds import RoundInputs, Validated
+from eagle_train.inference.decode.row_trees import AnyTree
 from eagle_train.inference.decode.tree import Tree
-from eagle_train.inference.drafters.drafter import Choice, Drafted, Pending, TreePlan
+from eagle_train.inference.drafters.drafter import Choice, Drafted, DraftRound, Pending, TreePlan
 from eagle_train.ops.graphs import Padded, Record, Recordings
 
-Propose = Callable[[TreePlan, Prefix, Prefix, Pending, Choice], Drafted]
-Validate = Callable[[Prefix, Tree, torch.Tensor], Validated]
+Propose = Callable[[DraftRound], Drafted]
+Validate = Callable[[Prefix, AnyTree, torch.Tensor], Validated]
 Size = tuple[int, int]  # rows and slots of a row
 Finish = Callable[[RoundInputs, Drafted, Validated], tuple[Pending, torch.Tensor]]
 DraftingKey = tuple[Size, TreePlan, str]  # with the drafting mode
@@ -87,10 +88,13 @@ class Graphs:
     def drafting_key(self, inputs: RoundInputs) -> DraftingKey | None:
         """The recording that a round's drafting fits; None where there is none.
 
-        There is none for a round in which the drafter catches up on more than `pending` tokens: it is rare.
+        There is none for a round in which the drafter catches up on more than `pending` tokens, or a row has no
+        drafter: it is rare.
         """
         size = self._size(inputs)
         if size is None or inputs.draft_prefix is None or inputs.pending.tokens.shape[1] > self.pending:
+            return None
+        if None in inputs.seats:
             return None
         key = size, inputs.plan, inputs.choice.mode
         return key if key in self.drafting.made else None
@@ -98,7 +102,7 @@ class Graphs:
     def validation_key(self, inputs: RoundInputs) -> ValidationKey | None:
         """The recording that a round's validation fits; None where there is none."""
         size = self._size(inputs)
-        return None if size is None else (size, inputs.plan.tree)
+        return (size, inputs.plan.tree) if size is not None and isinstance(inputs.plan.tree, Tree) else None
 
     def end_key(self, inputs: RoundInputs) -> EndKey | None:
         """The recording that a round's end fits, if drafting, where there is any, and validation fit theirs; else None.
@@ -114,10 +118,12 @@ class Graphs:
     def _size(self, inputs: RoundInputs) -> Size | None:
         """The least recorded size that has room for a round's rows and block table."""
         rows, slots = len(inputs.prefix.lengths), inputs.prefix.blocks.shape[1] * BLOCK
-        fits = [size for size in self._sizes.get(inputs.plan.tree, ()) if size[0] >= rows and size[1] >= slots]
+        tree = inputs.plan.tree
+        recorded = self._sizes.get(tree, []) if isinstance(tree, Tree) else []
+        fits = [size for size in recorded if size[0] >= rows and size[1] >= slots]
         return min(fits, default=None)
 
-    def record_drafting(self, size: Size, inputs: RoundInputs, propose: Propose) -> None:
+    def record_drafting(self, size: Size, inputs: RoundInputs, propose: Propose, vocab_size: int) -> None:
         """Record `propose` for rounds of this size and of the inputs' plan and drafting mode.
 
         `inputs`: of any round; its tensors are used once.
@@ -136,14 +142,14 @@ class Graphs:
             whole, last = _prefix(lengths, blocks), Pending(tokens, hidden, counts, lengths)
             temperature, noise = drawn or (None, None)
             before = whole.with_device_lengths(draft_lengths, whole.longest)
-            return propose(plan, whole, before, last, Choice(mode, temperature, noise))
+            return propose(DraftRound(plan, whole, before, last, Choice(mode, temperature, noise), vocab_size))
 
         self.drafting.add((size, plan, mode), work, self._drafting_inputs(size, inputs))
 
     def propose(self, key: DraftingKey, inputs: RoundInputs) -> Drafted:
         """What `propose` returns for a round that fits this recording."""
         active = len(inputs.prefix.lengths)
-        tokens, q, suffix = self.drafting(key, self._drafting_inputs(key[0], inputs))
+        tokens, q, suffix, *_ = self.drafting(key, self._drafting_inputs(key[0], inputs))
         return Drafted(tokens[:active], None if q is None else q[:active], suffix)
 
     def _drafting_inputs(self, size: Size, inputs: RoundInputs) -> list[Padded]:
@@ -161,6 +167,7 @@ class Graphs:
     def record_validation(self, size: Size, inputs: RoundInputs, validate: Validate) -> None:
         """Record `validate` for rounds of this size and of the inputs' tree. `inputs`: as for `record_drafting`."""
         tree = inputs.plan.tree
+        assert isinstance(tree, Tree)
 
         def work(
             lengths: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor
@@ -182,9 +189,10 @@ class Graphs:
         """Record `finish` for rounds of this size and of the inputs' plan and kind, whose drafting and validation are
         recorded. `inputs`: as for `record_drafting`."""
         plan, drafts = inputs.plan, inputs.draft_prefix is not None
+        assert isinstance(plan.tree, Tree)
         validation = self.validation.made[size, plan.tree]
         lengths, blocks, tokens = validation.inputs
-        drafted = Drafted(tokens, None, None)
+        drafted = Drafted(tokens)
         if drafts:
             drafted = self.drafting.made[size, plan, inputs.choice.mode].result._replace(tokens=tokens)
 

@@ -16,8 +16,8 @@ from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.graphs import Graphs, Size
 from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.sampling import SamplingTensors
-from eagle_train.inference.drafters.drafter import Drafter, Pending, TreePlan
-from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.decode.tree import Tree
+from eagle_train.inference.drafters.drafter import Pending, TreePlan
 from eagle_train.inference.runner import Runner
 from eagle_train.ops.graphs import Record
 from eagle_train.progress import progress
@@ -35,7 +35,9 @@ def record_rounds(runner: Runner, dispatcher: Dispatcher, blocks: int, recorder:
     runner.graphs = Graphs(recorder, dispatcher.deepest + 1)
     most = runner.config.max_batch_size
     steps = row_steps(most, [size for size, _ in dispatcher.table])
-    _record(runner, dispatcher.plans(steps), blocks)
+    plans = [(rows, plan) for rows, plan in dispatcher.plans(steps) if isinstance(plan.tree, Tree)]
+    if plans:  # trees that differ by row are not recorded
+        _record(runner, plans, blocks)
 
 
 @torch.inference_mode()
@@ -85,12 +87,15 @@ def _jobs(runner: Runner, size: Size, plan: TreePlan) -> list[Callable[[], None]
     assert graphs is not None
     sampled = [_inputs(runner, plan, *each) for each in ((1.0, 0, 1.0), (1.0, 0, 0.5), (1.0, 1, 0.5))]
     jobs: list[Callable[[], None]] = []
-    if greedy.draft_prefix is not None:
+    if greedy.draft_prefix is not None and runner.drafters.recordable:
         modes = {inputs.choice.mode: inputs for inputs in (greedy, *sampled)}
-        jobs += [partial(graphs.record_drafting, size, inputs, runner.propose) for inputs in modes.values()]
+        vocabulary = runner.target.identity.vocab_size
+        jobs += [partial(graphs.record_drafting, size, each, runner.propose, vocabulary) for each in modes.values()]
     jobs.append(partial(graphs.record_validation, size, greedy, runner.forward))
-    if _is_known(runner.drafter) and runner.acceptance is None:
-        jobs += [partial(graphs.record_end, size, inputs, runner.finish) for inputs in (greedy, *sampled)]
+    if runner.drafters.recordable and runner.acceptance is None:
+        checked = any(each.needs.checks for each in runner.drafters.by_name.values())
+        kinds = [each for each in (greedy, *sampled) if each.draws is None or not checked]  # q is to be checked before
+        jobs += [partial(graphs.record_end, size, each, runner.finish) for each in kinds]
     return jobs
 
 
@@ -98,20 +103,17 @@ def _gathers(runner: Runner, plan: TreePlan) -> bool:
     """Whether attention copies slots in rounds of this plan, so that their number matters. Found out by a round.
 
     Where it reads them through the block table, it costs as much as the rows are long, however wide the table. What a
-    user's drafter does is not known.
+    drafter that may wait does is not known.
     """
-    inputs, drafter = _inputs(runner, plan), runner.drafter
-    caches = [runner.cache, *([] if drafter is None else drafter.caches)]
+    assert isinstance(plan.tree, Tree)
+    inputs, caches = _inputs(runner, plan), [runner.cache, *runner.drafters.caches]
     before = sum(cache.gathers for cache in caches)
+    if not runner.drafters.recordable:
+        return True
     if inputs.draft_prefix is not None:
-        runner.propose(plan, inputs.prefix, inputs.draft_prefix, inputs.pending, inputs.choice)
+        runner.propose(runner.draft_round(inputs))
     runner.forward(inputs.prefix, plan.tree, inputs.pending.tokens.new_zeros(1, plan.tree.num_nodes))
-    return not _is_known(drafter) or sum(cache.gathers for cache in caches) > before
-
-
-def _is_known(drafter: Drafter | None) -> bool:
-    """Whether it is ours, or none. A user's may have the host wait when it is told what was accepted."""
-    return drafter is None or isinstance(drafter, Eagle)
+    return sum(cache.gathers for cache in caches) > before
 
 
 def _inputs(
@@ -121,7 +123,7 @@ def _inputs(
     device = runner.target.device
     zeros = torch.zeros(1, 1, dtype=torch.long, device=device)
     prefix = PagedPrefix(zeros[0], torch.full_like(zeros, SCRATCH), BLOCK, ragged=True)
-    hidden = torch.zeros(1, 1, runner.target.embedding.shape[1], dtype=runner.target.dtype, device=device)
+    hidden = torch.zeros(1, 1, runner.width, dtype=runner.target.dtype, device=device)
     pending = Pending(zeros, hidden, torch.ones_like(zeros[0]), zeros[0])
     sampling = SamplingTensors.from_lists([temperature], [top_k], [top_p], device)
     drawn = temperature > 0 and runner.config.drafting != "greedy" and plan.tree.num_nodes > 1

@@ -1,8 +1,9 @@
 """What a round of decoding is given, and what its validation returns. DESIGN section 3.9.
 
-Shapes: A active rows, N tree nodes, R rows that this rank samples, H hidden, V vocabulary.
+Shapes: A active rows, N tree nodes, R rows that this rank samples, S the width of the states, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.sampling import SamplingTensors
-from eagle_train.inference.drafters.drafter import Choice, Pending, TreePlan
+from eagle_train.inference.drafters.drafter import Choice, Pending, RowText, TreePlan
 from eagle_train.inference.grammar.guided import Guidance
 
 
@@ -23,6 +24,7 @@ class RoundInputs:
     None if nothing is drafted in this round. `pending`: the tokens after `draft_prefix`. `sampling` and `seeds` int64
     [A]: of the rows. `drafting`: how children are chosen (`EngineConfig`); `draws` float64 [A, draws]: its random
     numbers, None for greedy drafts. `guidance`: the tokens that the rows' grammars allow, None without a grammar.
+    `seats`: the name of each row's drafter, None for rows without. `texts`: the rows', where a drafter reads them.
     """
 
     plan: TreePlan
@@ -34,6 +36,8 @@ class RoundInputs:
     drafting: str
     draws: torch.Tensor | None
     guidance: Guidance | None
+    seats: Sequence[str | None] = ()
+    texts: list[RowText] | None = None
 
     @property
     def choice(self) -> Choice:
@@ -46,8 +50,8 @@ class RoundInputs:
 
 
 class Validated(NamedTuple):
-    """The target's hidden states [A, N, H] at the tree's nodes, its logits [R, N, V] for this rank's R rows, and the
-    nodes' keys and values if they are not in the cache yet."""
+    """The target's states [A, N, S] at the tree's nodes (`Needs.layers`), its logits [R, N, V] for this rank's R rows,
+    and the nodes' keys and values if they are not in the cache yet."""
 
     hidden: torch.Tensor
     logits: torch.Tensor

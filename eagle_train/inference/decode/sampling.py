@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_train.inference.decode.row_trees import AnyTree
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.ops.cumulative import cumulative_sum
 from eagle_train.ops.transfer import to_device
@@ -196,7 +197,7 @@ class Verified(NamedTuple):
 
 
 def verify_sampled(
-    tree: Tree,
+    tree: AnyTree,
     tokens: torch.Tensor,
     logits: torch.Tensor,
     sampling: SamplingTensors,
@@ -212,19 +213,16 @@ def verify_sampled(
     return verify_chosen(tree, tokens, sample(probabilities(logits, sampling), draws))
 
 
-def verify_chosen(tree: Tree, tokens: torch.Tensor, chosen: torch.Tensor) -> Verified:
+def verify_chosen(tree: AnyTree, tokens: torch.Tensor, chosen: torch.Tensor) -> Verified:
     """A node is accepted if its token, and that of each ancestor, is the one that the target chose after its parent.
 
     tokens int64 [B, N]; chosen int64 [B, N]: the target's token after each node, its most likely one or one drawn from
     p. For greedy drafts this is multi-round speculative sampling: q is a point mass, so the first child is accepted
     with probability p(x), the next with its share of the remaining mass, and otherwise the token comes from the
     residual; a single draw from p does all three. A draw depends on seed and position alone (`uniform`), so the tokens
-    are those of decoding without drafts, whatever the tree. Among siblings with the same token the first counts.
+    are those of decoding without drafts, whatever the tree. Of siblings with the same token one counts.
     """
-    match = tokens == chosen.index_select(1, tree.parent)  # [B, N]
-    # [B, N, N]: node i's priority, or -1 where node j is rejected and on i's path. The minimum over j is -1 unless i is
-    # accepted, and argmax takes the accepted node of highest priority.
-    node = torch.where(match[:, None], tree.priority[:, None], tree.if_rejected).amin(-1).argmax(-1)
+    node = tree.accepted(tokens == tree.at_parents(chosen))
     return Verified(node, chosen.gather(1, node[:, None])[:, 0])
 
 

@@ -11,6 +11,7 @@ import torch
 
 from eagle_train.errors import check
 from eagle_train.inference.decode.sampling import Verified, uniform
+from eagle_train.inference.decode.tree import Tree
 
 if TYPE_CHECKING:
     from eagle_train.inference.decode.rounds import RoundInputs
@@ -29,6 +30,7 @@ class SimulatedAcceptance:
 
     def __call__(self, inputs: "RoundInputs", verified: Verified) -> Verified:
         """`verified` with the accepted node replaced."""
+        assert isinstance(inputs.plan.tree, Tree)
         tree, self.rates = inputs.plan.tree, self.rates.to(inputs.seeds.device)
         drawn = uniform(inputs.seeds, inputs.prefix.lengths, 1)
         accepted = (drawn < self.rates[: tree.max_depth]).sum(1)

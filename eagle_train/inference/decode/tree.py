@@ -95,6 +95,30 @@ class Tree(_TreeTables):
         """The same tree with its tables on `device`."""
         return Tree(self.parents, device)
 
+    # The same of all rows; `RowTrees` has these methods for trees that differ by row. B rows.
+
+    def rows(self, pick: Any) -> "Tree":
+        """Itself: `pick` selects rows."""
+        return self
+
+    def at_parents(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, N] at each node's parent."""
+        return x.index_select(1, self.parent)
+
+    def accepted(self, match: torch.Tensor) -> torch.Tensor:
+        """int64 [B]: the node of highest priority of which it and all its ancestors but the root match, bool [B, N]."""
+        # [B, N, N]: node i's priority, or -1 where node j is rejected and on i's path. The minimum over j is -1 unless
+        # i is accepted, and argmax takes the accepted node of highest priority.
+        return torch.where(match[:, None], self.priority[:, None], self.if_rejected).amin(-1).argmax(-1)
+
+    def paths_to(self, node: torch.Tensor) -> torch.Tensor:
+        """int64 [B, D + 1]: the nodes from the root to `node` int64 [B], padded with it."""
+        return self.path_to[node]
+
+    def depths_of(self, node: torch.Tensor) -> torch.Tensor:
+        """int64 [B]: the depth of `node` int64 [B]."""
+        return self.depth[node]
+
 
 def _check_parents(parents: Sequence[int]) -> None:
     """Raise UserError, naming the first wrong node, unless `parents` lists a tree level by level."""

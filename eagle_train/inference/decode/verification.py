@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from eagle_train.inference.decode.row_trees import AnyTree
 from eagle_train.inference.decode.sampling import (
     SamplingTensors,
     Verified,
@@ -18,6 +19,7 @@ from eagle_train.inference.decode.sampling import (
     verify_drawn,
     verify_sampled,
 )
+from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.drafters.drafter import TreePlan
 from eagle_train.ops.compiled import compiling
 from eagle_train.ops.torch_private import with_own_sizes
@@ -32,7 +34,7 @@ class Verification:
 
     def __call__(
         self,
-        plan: TreePlan,
+        tree: AnyTree,
         tokens: torch.Tensor,
         logits: torch.Tensor,
         sampling: SamplingTensors,
@@ -41,15 +43,18 @@ class Verification:
         draws: torch.Tensor | None,
         q: torch.Tensor | None,
     ) -> Verified:
-        """Which nodes of the tokens int64 [R, N] the target accepts by its logits [R, N, V], and the next token.
+        """Which nodes of the tree with the tokens int64 [R, N] the target accepts by its logits [R, N, V], and the next
+        token.
 
         seeds int64 [R]; lengths int64 [R]: committed tokens; draws float64 [R, plan.num_draws]: the round's random
         numbers, None for greedy drafts; q [R, N, V]: the distribution that each node's children were drawn from, None
         where they were not drawn.
         """
         if q is None or draws is None:  # without both: accept what the target draws itself, correct for any drafts
-            return self._sampled(plan.tree, tokens, logits, sampling, seeds, lengths)
-        return self._drawn(plan.tree, tokens, logits, sampling, draws, q, self.drafting == "multinomial")
+            sampled = self._sampled if isinstance(tree, Tree) else verify_sampled  # trees by row are not compiled
+            return sampled(tree, tokens, logits, sampling, seeds, lengths)
+        assert isinstance(tree, Tree)
+        return self._drawn(tree, tokens, logits, sampling, draws, q, self.drafting == "multinomial")
 
     def compile(self, sizes: list[tuple[int, TreePlan]], lm_head: torch.Tensor) -> list[Callable[[], None]]:
         """Use torch.compile from now on. Returns calls that compile for these pairs of rows and plan.
@@ -61,7 +66,7 @@ class Verification:
         options: Any = {"split_reductions": False} if lm_head.device.type == "cuda" else None
         self._sampled = with_own_sizes(torch.compile(verify_sampled, dynamic=True, options=options))
         self._drawn = with_own_sizes(torch.compile(verify_drawn, dynamic=True, options=options))
-        shapes = {(min(rows, 2), plan): None for rows, plan in sizes}
+        shapes = {(min(rows, 2), plan): None for rows, plan in sizes if isinstance(plan.tree, Tree)}
         jobs: list[Callable[[], None]] = [
             partial(self._prepare, rows, plan, top_k, top_p, lm_head)
             for rows, plan in shapes
@@ -73,6 +78,7 @@ class Verification:
     def _prepare(self, rows: int, plan: TreePlan, top_k: int, top_p: float, lm_head: torch.Tensor) -> None:
         """Compile by a call on dummy tensors. `top_k` 0: the graph without top-k; `top_p` 1 besides: without both."""
         device, tree = lm_head.device, plan.tree
+        assert isinstance(tree, Tree)
         sampling = SamplingTensors.from_lists([1.0] * rows, [top_k] * rows, [top_p] * rows, device)
         tokens = torch.zeros(rows, tree.num_nodes, dtype=torch.long, device=device)
         logits = lm_head.new_zeros(*tokens.shape, len(lm_head))
@@ -81,4 +87,4 @@ class Verification:
         if self.drafting != "greedy" and tree.num_nodes > 1:
             draws, q = uniform(seeds, lengths, plan.num_draws), torch.zeros_like(logits, dtype=torch.float32)
         with compiling():
-            self(plan, tokens, logits, sampling, seeds, lengths, draws, q)
+            self(tree, tokens, logits, sampling, seeds, lengths, draws, q)

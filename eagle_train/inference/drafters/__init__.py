@@ -22,7 +22,7 @@ def make_drafter(spec: Mapping[str, Any], target: Target, draft: Draft | None) -
     """
     spec = drafter_spec(spec)
     drafter = instantiate(spec, "drafter", target=target, draft=draft)
-    check(drafter is None or hasattr(drafter, "propose"), f"drafter {spec['_target_']}: makes no Drafter")
+    check(drafter is None or isinstance(drafter, Drafter), f"drafter {spec['_target_']}: makes no Drafter")
     return drafter
 
 

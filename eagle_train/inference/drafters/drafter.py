@@ -3,13 +3,15 @@
 A drafter is one file in drafters/. Knows nothing of validation or requests. Paper section 3 (stage 3), DESIGN section
 3.5.
 
-Shapes: A active rows, N tree nodes, P pending tokens of a row at most, T tokens of a prompt, H hidden, V vocabulary.
+Shapes: A active rows, N tree nodes, P pending tokens of a row at most, T tokens of a prompt, H the target's width, S
+the width of its states that the drafter gets, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +19,10 @@ import torch.nn.functional as F
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.cache.suffix import Suffix
+from eagle_train.inference.decode.row_trees import AnyTree, PlanTree, RowTrees
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.grammar.guided import Guidance
+from eagle_train.ops.transfer import to_device
 
 # The most pending tokens of a row while nothing is drafted, each with a hidden state. The drafter then processes them
 # in one forward, at nearly the cost per token of a prefill.
@@ -29,7 +33,7 @@ MAX_PENDING = 32
 class Pending:
     """Committed tokens that the drafter has not processed, each with the target's hidden state at the token before.
 
-    tokens int64 [A, P]; hidden [A, P, H]; counts int64 [A]: how many of a row's P are real, at least one; the rest is
+    tokens int64 [A, P]; hidden [A, P, S]; counts int64 [A]: how many of a row's P are real, at least one; the rest is
     padding. A row's last real token is the pending token, which is in neither model's cache; lengths int64 [A]: the
     number of tokens before it.
     """
@@ -80,6 +84,14 @@ class Pending:
         tokens, hidden = (x.narrow_copy(1, 0, width) for x in (self.tokens, self.hidden))
         return replace(self, tokens=tokens, hidden=hidden)
 
+    def with_rows(self, rows: list[int], other: "Pending") -> "Pending":
+        """These, with the other's as the rows `rows`."""
+        both = self.concat_rows(other)
+        order = list(range(len(self.counts)))
+        for place, row in enumerate(rows):
+            order[row] = len(order) + place
+        return both.rows(to_device(order, self.tokens.device, torch.long))
+
     def concat_rows(self, other: "Pending") -> "Pending":
         """These rows, then the other's."""
         width = max(self.tokens.shape[1], other.tokens.shape[1])
@@ -104,30 +116,112 @@ class Choice:
     guidance: Guidance | None = None
 
 
-class Drafted(NamedTuple):
-    """A tree for each row. Siblings may be the same token; then only the first can be accepted.
+@dataclass(frozen=True)
+class Needs:
+    """What a drafter declares, once.
 
-    Without `q` a node is accepted if it equals the target's own draw, which is exact for any way of drafting. So `q` is
-    needed only if children were drawn from a distribution as `Choice.mode` says, and may always be None.
+    - `layers`: layers of the target, 0 the first, whose outputs it wants. `Pending.hidden` then has S = H * (1 +
+      layers) columns: what the LM head reads, and behind it the outputs of these layers in this order.
+    - `texts`: the host's copy of each row's committed tokens. A round then waits for the results of the one before, and
+      its drafting is not recorded.
+    - `logits`: the target's logits at every node, afterwards. Ranks of a divided target then sample all rows each.
+    - `tree`: the tree that it always proposes, in place of the engine's.
+    - `by_row`: its trees differ by row: it is given an `OpenTree` with as many nodes as the engine's tree.
+    - `waits`: it may have the host wait for the device. If it does not, its part of rounds is recorded as CUDA graphs.
+    - `checks`: what it returns is checked in every round.
+    """
+
+    layers: tuple[int, ...] = ()
+    texts: bool = False
+    logits: bool = False
+    tree: PlanTree | None = None
+    by_row: bool = False
+    waits: bool = True
+    checks: bool = True
+
+
+class RowText(NamedTuple):
+    """A row's committed tokens, on the host. The lists are the engine's: read them only."""
+
+    key: int  # of the request, as long as it is in the engine
+    prompt: list[int]
+    answer: list[int]  # the last token is the pending one
+
+
+@dataclass(frozen=True)
+class DraftRound:
+    """What a drafter is given for a round.
+
+    `plan`: the tree to propose. `prefix`: the tokens before the pending one; `draft_prefix`: those before
+    `pending.tokens`, which are in the drafter's cache. `vocab_size`: V. `texts`: one for each row where `Needs.texts`
+    is set.
+    """
+
+    plan: "TreePlan"
+    prefix: Prefix
+    draft_prefix: Prefix
+    pending: Pending
+    choice: Choice
+    vocab_size: int
+    texts: list[RowText] | None = None
+
+    def rows(self, order: list[int]) -> "DraftRound":
+        """The same of some rows. Drafts are then greedy."""
+        index = to_device(order, self.pending.tokens.device, torch.long)
+        texts = None if self.texts is None else [self.texts[row] for row in order]
+        prefixes = (self.prefix.rows(order), self.draft_prefix.rows(order))
+        return DraftRound(self.plan, *prefixes, self.pending.rows(index), Choice(), self.vocab_size, texts)
+
+
+class Drafted(NamedTuple):
+    """A tree for each row. Siblings may be the same token; then only one can be accepted.
+
+    Without `q` a node is accepted if it equals the target's own draw, which is exact for any way of drafting that does
+    not know this draw. So `q` is needed only if children were drawn from a distribution as `Choice.mode` says, and may
+    always be None; it must be with `trees`.
     """
 
     tokens: torch.Tensor  # int64 [A, N], the pending token at the root
-    q: torch.Tensor | None  # [A, N, V]: the distribution each node's children were drawn from, or None
-    suffix: Suffix | None  # the nodes' keys and values that are not in the drafter's cache; it may have padding rows
+    q: torch.Tensor | None = None  # [A, N, V]: the distribution each node's children were drawn from, or None
+    suffix: Suffix | None = None  # nodes' keys and values that are not in the drafter's cache; padding rows may follow
+    trees: RowTrees | None = None  # each row's own tree of N nodes, fewer than the plan's maybe; None: the plan's
+    faults: Mapping[int, str] = MappingProxyType({})  # rows that it could not draft for, with the reason
 
 
-class Drafter(Protocol):
-    """Proposes tokens. Whatever it proposes, the outputs have the target's distribution.
+@dataclass(frozen=True)
+class Outcome:
+    """What a drafter is told after verification, of the tree that it proposed.
 
-    Its state of a sequence is in the sequence's blocks, so that eviction, prefix reuse and offload cover it.
+    `pending`: the round's committed tokens, with the target's states.
     """
 
-    caches: list[PagedKV]
+    tree: AnyTree
+    node: torch.Tensor  # int64 [A]: the deepest accepted node
+    pending: Pending
+    hidden: torch.Tensor  # [A, N, S]: the target's states at every node, see `Needs.layers`
+    logits: torch.Tensor | None  # [A, N, V]: its logits at every node, where `Needs.logits` is set
+
+    @cached_property
+    def path(self) -> torch.Tensor:
+        """int64 [A, P]: the nodes from the root to `node`, padded with it."""
+        return self.tree.paths_to(self.node)
+
+
+class Drafter:
+    """Proposes tokens. Whatever it proposes, the outputs have the target's distribution. A subclass defines `propose`.
+
+    State of a sequence that is in `caches` is in the sequence's blocks, so that eviction, prefix reuse and offload
+    cover it. Other state is on the host, by `RowText.key`, until `leave`.
+    """
+
+    needs = Needs()
+    caches: Sequence[PagedKV] = ()
     """Its caches; the engine resizes them together with the target's."""
 
-    def compile(self, sizes: "Iterable[tuple[int, TreePlan]]") -> list[Callable[[], None]]:
+    def compile(self, sizes: Iterable[tuple[int, "TreePlan"]]) -> list[Callable[[], None]]:
         """Use torch.compile from now on. Returns functions that compile for these pairs of batch size and plan; they
         raise UserError if torch.compile fails."""
+        return []
 
     def prefill(
         self,
@@ -138,28 +232,28 @@ class Drafter(Protocol):
         before: torch.Tensor | None,
     ) -> None:
         """Prefill prompts, or chunks of them, after their prefixes: tokens int64 [A, T], padded on the right; positions
-        int64 [A, T]; hidden [A, T, H]: the target's hidden states at the tokens; before [A, H]: those at the prefixes'
-        last tokens, None if all prefixes are empty."""
+        int64 [A, T]; hidden [A, T, S]: the target's states at the tokens; before [A, S]: those at the prefixes' last
+        tokens, None if all prefixes are empty."""
 
-    def propose(
-        self, plan: "TreePlan", prefix: Prefix, draft_prefix: Prefix, pending: Pending, choice: Choice
-    ) -> Drafted:
-        """A tree for each row. `prefix`: the tokens before the pending one; `draft_prefix`: those before
-        `pending.tokens`, which are in the drafter's cache. The drafter writes its keys and values of `pending.tokens`
-        to the slots after `draft_prefix`.
+    def propose(self, round: DraftRound) -> Drafted:
+        """A tree for each row. The drafter writes its keys and values of `pending.tokens` to the slots after
+        `draft_prefix`.
 
-        Without a grammar it may be captured as a CUDA graph (ops/graphs.py): it must not synchronise with the device,
-        nor keep state of a round outside the caches.
+        Without a grammar it may be captured as a CUDA graph if `Needs.waits` is False (ops/graphs.py): it must not
+        synchronise with the device, nor keep state of a round outside the caches.
         """
+        raise NotImplementedError
 
-    def rewind(
-        self, plan: "TreePlan", prefix: Prefix, suffix: Suffix | None, node: torch.Tensor, pending: Pending
-    ) -> Pending:
-        """Called after verification. `node` int64 [A]: the deepest accepted node of the proposed tree; `pending`: the
-        round's committed tokens; `prefix`: as for `propose`; `suffix`: that of its result.
+    def rewind(self, round: DraftRound, drafted: Drafted, outcome: Outcome) -> Pending:
+        """Called after verification, with what `propose` was given and returned.
 
-        Returns the part of `pending` that the next `propose` gets: the newest tokens, at least the pending one.
+        Returns the part of `outcome.pending` that the next `propose` gets: the newest tokens, at least the pending one,
+        which is what a drafter without caches is given.
         """
+        return outcome.pending.newest(torch.ones_like(outcome.pending.counts), 1)
+
+    def leave(self, key: int) -> None:
+        """The request of this `RowText.key` has ended: keep nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -180,24 +274,38 @@ class Level:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """A tree with its tables for drafting. Those for verification are in `Tree`."""
+    """A tree with its tables for drafting. Those for verification are in `Tree`. An `OpenTree` has no tables.
 
-    tree: Tree
+    `parts`: of an engine with several drafters, the plan of each by name; `tree` has room for all of them.
+    """
+
+    tree: PlanTree
+    parts: "tuple[tuple[str, TreePlan], ...]" = ()
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tables."""
+        return self.tree.depth.device if isinstance(self.tree, Tree) else torch.device("cpu")
+
+    def of(self, name: str) -> "TreePlan":
+        """The plan of the drafter `name`."""
+        return dict(self.parts)[name] if self.parts else self
 
     @cached_property
     def levels(self) -> list[Level]:
-        """The levels that have children, the root's first."""
-        return _levels_of(self.tree)
+        """The levels that have children, the root's first; none of an `OpenTree`, whose drafts are not drawn."""
+        return _levels_of(self.tree) if isinstance(self.tree, Tree) else []
 
     @cached_property
     def is_chain(self) -> bool:
         """Whether no two nodes with children are at the same depth."""
-        return all(len(level.parents) == 1 for level in self.levels)
+        return isinstance(self.tree, Tree) and all(len(level.parents) == 1 for level in self.levels)
 
     @cached_property
     def place(self) -> torch.Tensor:
         """int64 [N]: a node's index among those with children, the root excluded, which is its place in the drafter's
         suffix; 0 for the root and for leaves."""
+        assert isinstance(self.tree, Tree)
         inner = [node for level in self.levels[1:] for node in level.parents.tolist()]
         place = torch.zeros_like(self.tree.depth)
         place[inner] = torch.arange(len(inner), device=place.device)

@@ -16,7 +16,20 @@ from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.sampling import propose, restrict
-from eagle_train.inference.drafters.drafter import MAX_PENDING, Choice, Drafted, Level, Pending, TreePlan, pick
+from eagle_train.inference.decode.tree import Tree
+from eagle_train.inference.drafters.drafter import (
+    MAX_PENDING,
+    Choice,
+    Drafted,
+    Drafter,
+    DraftRound,
+    Level,
+    Needs,
+    Outcome,
+    Pending,
+    TreePlan,
+    pick,
+)
 from eagle_train.inference.parallel.divided_draft import divide_draft
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.parallel.vocabulary import DividedHead
@@ -34,7 +47,7 @@ from eagle_train.ops.weight_codes import FP8
 ALIGNMENTS = ("accepted", "last")
 
 
-class Eagle:
+class Eagle(Drafter):
     """Proposes with an EAGLE draft.
 
     `alignment`: which tokens of a round the draft processes again, with the target's hidden states instead of its own
@@ -42,6 +55,8 @@ class Eagle:
     it if that was a leaf, which the draft has not processed. With `last`, drafts depend on a sequence's history: tokens
     that are prefilled again, after a preemption or in another request, get the target's hidden states.
     """
+
+    needs = Needs(waits=False, checks=False)
 
     def __init__(self, draft: Draft, target: Target, alignment: str = "accepted"):
         check(alignment in ALIGNMENTS, f"alignment={alignment}: must be {' or '.join(ALIGNMENTS)}")
@@ -142,11 +157,9 @@ class Eagle:
         # No hidden state is needed: prefill only fills the cache.
         self.forward_at(tokens, previous, positions, positions[:, :0], self.cache.extend(prefix, positions))
 
-    def propose(
-        self, plan: TreePlan, prefix: Prefix, draft_prefix: Prefix, pending: Pending, choice: Choice
-    ) -> Drafted:
-        hidden = self.align(draft_prefix, pending)
-        return self.grow(plan, hidden, pending.last, prefix, choice)
+    def propose(self, round: DraftRound) -> Drafted:
+        hidden = self.align(round.draft_prefix, round.pending)
+        return self.grow(round.plan, hidden, round.pending.last, round.prefix, round.choice)
 
     def align(self, prefix: Prefix, pending: Pending) -> torch.Tensor:
         """Process the pending tokens with the target's hidden states. Returns the draft's at the last one [A, 1, H]."""
@@ -194,13 +207,13 @@ class Eagle:
         proposed, q = propose(logits, level.most, choice.mode, choice.temperature, noise)
         return self.head.tokens(proposed), None if q is None else self.head.spread(q)
 
-    def rewind(
-        self, plan: TreePlan, prefix: Prefix, suffix: Suffix | None, node: torch.Tensor, pending: Pending
-    ) -> Pending:
+    def rewind(self, round: DraftRound, drafted: Drafted, outcome: Outcome) -> Pending:
+        plan, node, pending = round.plan, outcome.node, outcome.pending
         if self.alignment == "accepted":
             return pending
-        if suffix is not None:  # a leaf has no keys and values; its slot is written by the next `align`
-            self.cache.commit(suffix, prefix.advanced(1), plan.place[plan.tree.path_to[node][:, 1:]])
+        if drafted.suffix is not None:  # a leaf has no keys and values; its slot is written by the next `align`
+            self.cache.commit(drafted.suffix, round.prefix.advanced(1), plan.place[outcome.path[:, 1:]])
+        assert isinstance(plan.tree, Tree)
         is_leaf = plan.tree.children[node, 0] < 0
         return pending.newest(1 + (is_leaf & (node > 0)).long(), min(2, pending.tokens.shape[1]))
 

@@ -8,15 +8,16 @@ Shapes: A active rows, N tree nodes, V vocabulary, W 32-bit words of a bitmask o
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from eagle_train.errors import SURROGATE, UserError, check, one_line, shown
-from eagle_train.inference.decode.tree import Tree
+from eagle_train.inference.decode.row_trees import AnyTree, OpenTree, RowTrees
+from eagle_train.inference.decode.tree import Tree, chain
 from eagle_train.inference.grammar.ebnf import literal
 from eagle_train.inference.grammar.expressions import as_ebnf, check_length, kept_ebnf
 from eagle_train.inference.grammar.json_schema import check_schema, read_schema, schema_text
@@ -200,7 +201,7 @@ class Matcher:
 class _Walk:
     """Moves a matcher between the nodes of a tree."""
 
-    def __init__(self, matcher: Matcher, parents: tuple[int, ...]):
+    def __init__(self, matcher: Matcher, parents: Sequence[int]):
         self.matcher, self.parents, self.path = matcher, parents, [0]
         self._roll_back(matcher.ahead)  # a round that raised may have left it below the root
 
@@ -229,9 +230,12 @@ class _Walk:
 class Guidance:
     """Which tokens the rows' grammars allow after the nodes of a round's trees. Can be asked while the trees grow."""
 
-    def __init__(self, guide: Guide, tree: Tree, matchers: list[Matcher | None]):
-        """`matchers`: of the A rows; None for a row without a grammar, where everything is allowed."""
-        self.guide, self.known = guide, set[int]()
+    def __init__(self, guide: Guide, tree: Tree | OpenTree, matchers: list[Matcher | None]):
+        """`matchers`: of the A rows; None for a row without a grammar, where everything is allowed. Of an `OpenTree`
+        the root alone is known until `set_trees`."""
+        tree = tree if isinstance(tree, Tree) else chain(0)
+        self.guide, self.known, self.tree = guide, set[int](), cast(AnyTree, tree)
+        self.parents: HostCopy | None = None  # int64 [A, N], of trees that differ by row, until the host has them
         guided = [(row, matcher) for row, matcher in enumerate(matchers) if matcher is not None]
         self.rows = [row for row, _ in guided]
         self.walks = [_Walk(matcher, tree.parents) for _, matcher in guided]
@@ -248,6 +252,23 @@ class Guidance:
         device can be given further work before `allowed` waits for it."""
         self.tokens = HostCopy(tokens)
 
+    def set_trees(self, tokens: torch.Tensor, tree: AnyTree) -> None:
+        """As `set_tokens`, of trees that may be others than the plan's."""
+        self.set_tokens(tokens)
+        if tree is self.tree:
+            return
+        self.reset()
+        self.tree, self.bits = tree, self.bits[:, :1].repeat(1, tree.num_nodes, 1)
+        if isinstance(tree, RowTrees):
+            self.parents = HostCopy(tree.parents)
+        else:
+            self._use([tree.parents] * len(self.bits))
+
+    def _use(self, parents: Sequence[Sequence[int]]) -> None:
+        """Walk trees with these parents, by row."""
+        for row, walk in zip(self.rows, self.walks, strict=True):
+            walk.parents = parents[row]
+
     def allowed(self, nodes: list[int]) -> torch.Tensor:
         """bool [A, len(nodes), V]: the tokens allowed after each node. After a node that is itself forbidden, all are.
 
@@ -262,6 +283,9 @@ class Guidance:
 
     def _walk(self, nodes: list[int]) -> None:
         """Ask the grammars for these nodes' masks."""
+        if self.parents is not None:
+            self._use(self.parents.wait().tolist())
+            self.parents = None
         tokens = self.tokens.wait().tolist()
         for node in nodes:
             for row, walk in zip(self.rows, self.walks, strict=True):

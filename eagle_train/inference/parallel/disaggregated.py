@@ -332,7 +332,8 @@ class PrefillServer:
 
 def _check_draft(parts: Parts) -> None:
     """Raise OptionError where decode and prefill ranks would each measure for themselves whether to divide a draft."""
-    is_told = parts.target.together is None or parts.runner.drafter is None or parts.config.divide_draft is not None
+    is_whole, drafts = parts.target.together is None, bool(parts.runner.drafters.by_name)
+    is_told = is_whole or not drafts or parts.config.divide_draft is not None
     check(
         is_told,
         "divide_draft=None: must be true or false with disaggregated prefill, the same on all ranks",
@@ -348,7 +349,7 @@ def _blocks_of(sequence: Sequence, start: int) -> list[int]:
 def _size_of(parts: Parts, start: int, end: int) -> int:
     """Elements that `_serialize_kv` returns for a text of `end` tokens."""
     blocks = blocks_for(end) - start // BLOCK
-    return blocks * sum(map(_block_size, parts.memory.by_block)) + parts.target.embedding.shape[1]
+    return blocks * sum(map(_block_size, parts.memory.by_block)) + parts.runner.width
 
 
 def _block_size(x: torch.Tensor) -> int:

@@ -63,20 +63,20 @@ class LocalPrefiller:
         starts, blocks = [sequence.num_computed for sequence in new], [sequence.blocks for sequence in new]
         prefix = Prefix.of(starts, blocks, self._runner.target.device)
         before = torch.stack([self._hidden_before(each) for each in new]) if prefix.longest > 0 else None
-        hidden = self._runner.prefill(prefix, texts, before)
+        hidden = self._runner.prefill(prefix, texts, before, [each.drafter for each in new])
         for sequence, text, state in zip(new, texts, hidden, strict=True):
             sequence.num_computed, sequence.last_hidden = sequence.num_computed + len(text), state
             self._on_prefill(sequence)
 
     def _hidden_before(self, sequence: Sequence) -> torch.Tensor:
-        """[H]: the target's hidden state at the last computed token; zeros where none was."""
+        """[S]: the target's states at the last computed token; zeros where none was."""
         if sequence.last_hidden is not None:
             return sequence.last_hidden
         if sequence.num_computed > 0:  # a prefix was found in the cache
             assert self._runner.ends is not None
             return self._runner.ends.hidden[sequence.blocks[sequence.num_computed // BLOCK - 1]]
         target = self._runner.target
-        return torch.zeros_like(target.lm_head.weight[0], dtype=target.dtype)
+        return torch.zeros(self._runner.width, dtype=target.dtype, device=target.device)
 
 
 def sampling_of(sequences: list[Sequence], device: torch.device) -> tuple[SamplingTensors, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import TypeGuard
 
 from eagle_train.corpus.template import ChatTemplate
 from eagle_train.errors import HALF, SURROGATE, UserError, check, shown
+from eagle_train.inference.decode.row_trees import OpenTree
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.grammar.guided import Guidance, Guide, Matcher
 from eagle_train.inference.requests.detokenizer import Detokenizer, Texts
@@ -58,7 +59,7 @@ class Requests:
         """The initial state of a request's grammar; None without one. Raises UserError for an invalid grammar."""
         return None if params.grammar is None else self.guide.matcher(params.grammar, longest=params.ignore_eos)
 
-    def guidance(self, sequences: list[Sequence], tree: Tree) -> Guidance | None:
+    def guidance(self, sequences: list[Sequence], tree: Tree | OpenTree) -> Guidance | None:
         """Which tokens the sequences' grammars allow at the nodes of a tree; None where no sequence has a grammar."""
         matchers = [sequence.matcher for sequence in sequences]
         return Guidance(self.guide, tree, matchers) if any(matchers) else None

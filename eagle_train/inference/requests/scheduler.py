@@ -106,14 +106,15 @@ class Scheduler:
         self.prefilling = [each for each in self.prefilling if each is not sequence]
         self.waiting.insert(bisect(self.waiting, _arrival_order(sequence), key=_arrival_order), sequence)
 
-    def leave(self) -> None:
-        """Remove finished sequences, and release their blocks."""
-        for sequence in self.unfinished:
-            if sequence.finish_reason:
-                self.release(sequence)
+    def leave(self) -> list[Sequence]:
+        """Remove finished sequences, and release their blocks. Returns them."""
+        finished = [sequence for sequence in self.unfinished if sequence.finish_reason]
+        for sequence in finished:
+            self.release(sequence)
         self.waiting = deque(each for each in self.waiting if not each.finish_reason)
         self.prefilling = [each for each in self.prefilling if not each.finish_reason]
         self.active = [each for each in self.active if not each.finish_reason]
+        return finished
 
     def release(self, sequence: Sequence) -> None:
         """Release a sequence's blocks. With prefix caching their content can be found until they are evicted."""

@@ -3,6 +3,7 @@
 DESIGN sections 3.8, 3.9.
 """
 
+import itertools
 import sys
 import time
 from collections.abc import Mapping
@@ -67,6 +68,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | None = None  # None: the target's own
     ignore_eos: bool = False  # the target's own stop tokens end nothing; those given do
     grammar: Mapping[str, Any] | None = None
+    drafter: str | None = None  # its name in the engine; None: the engine's first; none: no drafts
 
     def __post_init__(self) -> None:
         texts = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -79,6 +81,7 @@ class SamplingParams:
             "stop": (_is_listing(texts, str), "must be None, a text, or a list of texts"),
             "stop_token_ids": (_is_listing(self.stop_token_ids, int), "must be None or a list of token ids"),
             "ignore_eos": (isinstance(self.ignore_eos, bool), "must be true or false"),
+            "drafter": (self.drafter is None or isinstance(self.drafter, str), "must be None, or a drafter's name"),
         }
         for name, (right, wanted) in rules.items():
             if not right:  # formatting every value would take longer than checking it, and servers make many of these
@@ -180,8 +183,11 @@ class Sequence:
     num_computed: int = 0  # tokens that are in the caches of both models
     remote_task: Any = None  # of the process that prefills it; None: this one does
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks (cache/prefix_cache.py)
-    last_hidden: Any = None  # [H]: the target's hidden state at the last computed token, until it decodes
+    last_hidden: Any = None  # [S]: the target's states at the last computed token, until it decodes
     num_reported: int = 0  # generated tokens that updates had
+    key: int = field(default_factory=itertools.count().__next__)  # by which drafters know it
+    drafter: str | None = None  # the name of its drafter; None: its tokens are the target's alone
+    cached_by: str = ""  # the drafter whose keys and values lie in its blocks beside the target's
 
     @property
     def committed(self) -> int:

@@ -263,7 +263,7 @@ def test_what_is_prepared_is_all_that_is_compiled(truncated, monkeypatch):
         tokens, logits, seeds = torch.randint(50, (rows, 7)), torch.randn(rows, 7, 50), torch.arange(rows)
         for top_k, top_p in ((0, 1.0), (0, 0.9), (5, 1.0), (5, 0.9)):
             settings = SamplingTensors.from_lists([0.8] * rows, [top_k] * rows, [top_p] * rows, "cpu")
-            verification(plan, tokens, logits, settings, seeds, seeds + 3, None, None)
+            verification(plan.tree, tokens, logits, settings, seeds, seeds + 3, None, None)
     assert counter.frame_count == prepared
 
 
@@ -281,7 +281,7 @@ def test_a_gpus_compiler_takes_a_vocabulary_of_today(tree, rows, top_p):
     compiled, plain = Verification("greedy"), Verification("greedy")
     for job in compiled.compile([(rows, plan)], logits[0]):
         job()
-    given = plan, tokens, logits, settings, seeds, seeds + 3, None, None
+    given = plan.tree, tokens, logits, settings, seeds, seeds + 3, None, None
     for ours, theirs in zip(compiled(*given), plain(*given), strict=True):
         assert torch.equal(ours, theirs)
 

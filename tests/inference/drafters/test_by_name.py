@@ -15,6 +15,7 @@ from eagle_train.settings import CONF_DIR
 from tests.support.command_line import call, save_target
 
 PAGE = Path(__file__).parents[3] / "CONTRIBUTING.md"
+EXAMPLES = PAGE.parent / "examples"
 BROKEN = """
 def misspelt(target, draft):
     return target.tokeniser
@@ -25,10 +26,10 @@ def refusing(target, draft):
 TYPED = """
 from bigram_drafter import Bigram
 from eagle_train.inference.drafters.drafter import Drafter
-from lookup_drafter import Lookup
+from own_drafter import LastPlace
 
-def both(bigram: Bigram, lookup: Lookup) -> list[Drafter]:
-    return [bigram, lookup]
+def both(bigram: Bigram, own: LastPlace) -> list[Drafter]:
+    return [bigram, own]
 """
 
 
@@ -42,12 +43,14 @@ def recipe(tmp_path_factory) -> Path:
     """The drafter's module and YAML, as CONTRIBUTING.md has them, in a directory of their own."""
     folder = tmp_path_factory.mktemp("drafter")
     section = PAGE.read_text("utf-8").partition("## Add a drafter")[2].partition("\n## ")[0]
-    code, yaml, lookup = re.findall(r"```(?:python|yaml)\n(.*?)```", section, re.DOTALL)
+    own, own_yaml, code, yaml = re.findall(r"```(?:python|yaml)\n(.*?)```", section, re.DOTALL)
+    assert (EXAMPLES / "own_drafter.py").read_text("utf-8") == own
+    assert (EXAMPLES / "own_drafter.yaml").read_text("utf-8") == own_yaml
     code, yaml = (re.sub("^    ", "", block, flags=re.MULTILINE) for block in (code, yaml))
     (folder / "text.txt").write_text("abcdefghijklmnopqrstuvwxyz" * 3)
     (folder / "bigram_drafter.py").write_text(code + "\nBLOCK = 16\n")
-    (folder / "lookup_drafter.py").write_text(lookup)
-    (folder / "lookup.yaml").write_text("_target_: lookup_drafter.make_lookup\n")
+    (folder / "own_drafter.py").write_text(own)
+    (folder / "own_drafter.yaml").write_text(own_yaml)
     (folder / "broken_drafter.py").write_text(BROKEN)
     (folder / "broken_module.py").write_text("make = nothing\n")
     moved = yaml.replace("eagle_train.inference.drafters.bigram.", "bigram_drafter.")
@@ -55,7 +58,7 @@ def recipe(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("drafter", ["bigram", "lookup"])
+@pytest.mark.parametrize("drafter", ["bigram", "own_drafter"])
 def test_the_recipes_drafters_answer_as_plain_decoding_does(target, recipe, capsys, drafter):
     given = [f"target={target}", "prompt=abc", "max_tokens=12", "device=cpu", "color=never"]
     assert call(generate.main, *given) == 0
@@ -70,7 +73,7 @@ def test_the_recipes_drafters_answer_as_plain_decoding_does(target, recipe, caps
 def test_the_recipes_pass_the_type_checks(recipe):
     """With the project's settings; their classes are Drafters."""
     (recipe / "typed.py").write_text(TYPED)
-    files = [recipe / f"{name}.py" for name in ("bigram_drafter", "lookup_drafter", "typed")]
+    files = [recipe / f"{name}.py" for name in ("bigram_drafter", "own_drafter", "typed")]
     done = subprocess.run([sys.executable, "-m", "mypy", *files], cwd=PAGE.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -92,7 +95,7 @@ def test_what_each_drafters_yaml_names_can_be_called(name):
 )
 def test_a_tree_that_is_not_used_is_told(target, recipe, capsys, given, told):
     (recipe / "tree.yaml").write_text("parents: [-1, 0]")
-    places = {"FILE": recipe / "tree", "RECIPE": recipe / "lookup.yaml"}
+    places = {"FILE": recipe / "tree", "RECIPE": recipe / "own_drafter.yaml"}
     given = [re.sub("FILE|RECIPE", lambda found: str(places[found[0]]), each) for each in given]
     assert call(generate.main, f"target={target}", "prompt=abc", "max_tokens=2", "device=cpu", *given) == 0
     lines = capsys.readouterr().err.splitlines()

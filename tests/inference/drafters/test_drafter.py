@@ -4,7 +4,6 @@ The one here is a prompt lookup, which has no model: it proposes what followed t
 tokens.
 """
 
-from collections.abc import Callable, Iterable
 from functools import cache
 
 import pytest
@@ -13,8 +12,7 @@ import torch
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import BLOCK, Prefix
-from eagle_train.inference.cache.suffix import Suffix
-from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, Pending, TreePlan
+from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, Outcome, Pending
 from eagle_train.models.shapes import KVShape
 from eagle_train.models.target import Target
 from tests.support.graph_recorder import recorded
@@ -29,15 +27,14 @@ TREES = ["chain3", "n8"]
 PROMPTS = [stem + tail for stem in STEMS for tail in random_tokens(2, 5, seed=4)]
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Keeps a sequence's tokens in its cache, and finds the last place where the last two tokens stood before."""
+
+    needs = Needs(waits=False)
 
     def __init__(self) -> None:
         self.cache = PagedKV({0: KVShape(1, 1, 1)}, blocks=0, dtype=torch.int64, device="cpu")
         self.caches = [self.cache]
-
-    def compile(self, sizes: Iterable[tuple[int, TreePlan]]) -> list[Callable[[], None]]:
-        return []
 
     def prefill(
         self,
@@ -49,24 +46,22 @@ class PromptLookup:
     ) -> None:
         self.cache.memory[0][0, prefix.slots(positions)] = tokens[:, :, None, None]
 
-    def propose(
-        self, plan: TreePlan, prefix: Prefix, draft_prefix: Prefix, pending: Pending, choice: Choice
-    ) -> Drafted:
-        positions = draft_prefix.positions(pending.tokens.shape[1])
-        self.cache.memory[0][0, draft_prefix.slots(positions)] = pending.tokens[:, :, None, None]
+    def propose(self, round: DraftRound) -> Drafted:
+        pending, prefix = round.pending, round.prefix
+        positions = round.draft_prefix.positions(pending.tokens.shape[1])
+        self.cache.memory[0][0, round.draft_prefix.slots(positions)] = pending.tokens[:, :, None, None]
         places = torch.arange(prefix.longest + 1)[None]
         last = prefix.lengths[:, None].clamp(min=1)  # where the pending token is; rows that are not there have none
         text = self.cache.memory[0][0, prefix.slots(places.expand(len(last), -1)), 0, 0]
         alike = (text == pending.last) & (text.roll(1, 1) == text.gather(1, last - 1)) & (places > 0) & (places < last)
         found = (alike * places).amax(1, keepdim=True)
-        there = found + 1 + torch.arange(plan.tree.max_depth) % (last - found)  # over and over where the text ends
+        tree = round.plan.tree
+        there = found + 1 + torch.arange(tree.max_depth) % (last - found)  # over and over where the text ends
         # Siblings are the same token: nothing says that they must differ.
-        return Drafted(torch.cat((pending.last, text.gather(1, there)), 1)[:, plan.tree.depth], None, None)
+        return Drafted(torch.cat((pending.last, text.gather(1, there)), 1)[:, tree.depth])
 
-    def rewind(
-        self, plan: TreePlan, prefix: Prefix, suffix: Suffix | None, node: torch.Tensor, pending: Pending
-    ) -> Pending:
-        return pending
+    def rewind(self, round: DraftRound, drafted: Drafted, outcome: Outcome) -> Pending:
+        return outcome.pending
 
 
 @cache

@@ -267,9 +267,8 @@ def test_what_cannot_be_disaggregated():
             UserError, match=rf"^timeout_s={timeout!r}: must be above 0, and at most 1000000000 seconds$"
         ):
             RemotePrefill([LocalPrefill()], timeout_s=timeout)
-    unsure = SimpleNamespace(
-        target=SimpleNamespace(together="a group"), runner=SimpleNamespace(drafter="a draft"), config=EngineConfig()
-    )
+    runner = SimpleNamespace(drafters=SimpleNamespace(by_name={"eagle": "a draft"}))
+    unsure = SimpleNamespace(target=SimpleNamespace(together="a group"), runner=runner, config=EngineConfig())
     with pytest.raises(OptionError, match=r"^divide_draft=None: must be true or false with disaggregated prefill, the"):
         RemotePrefill([LocalPrefill()]).attach(unsure)
     with pytest.raises(UserError, match=r"^lines=\[\]: must be the lines to the prefill processes"):

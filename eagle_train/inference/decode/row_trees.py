@@ -1,0 +1,141 @@
+"""Trees that differ by row: each row's own parents, a fixed number of nodes. DESIGN section 3.5.
+
+They are tensors on the device, and so are all tables that follow from them; nothing waits for the host. tree.py has
+trees that are the same for all rows. Knows nothing of models, tokens, probabilities or requests.
+
+Shapes: A rows, N nodes of a row, real or padding, P nodes of a path (the greatest depth + 1).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from eagle_train.errors import check
+from eagle_train.inference.decode.tree import MAX_NODES, Tree, check_count
+from eagle_train.ops.transfer import to_device
+
+
+@dataclass(frozen=True)
+class OpenTree:
+    """A plan for trees that rows choose for themselves in each round: of `num_nodes` nodes at most, the root included,
+    and `max_depth` levels below it. Raises UserError."""
+
+    num_nodes: int
+    max_depth: int
+
+    is_chain = False
+
+    def __post_init__(self) -> None:
+        check_count("num_nodes", self.num_nodes, 2)
+        check_count("max_depth", self.max_depth, 1)
+        check(self.num_nodes <= MAX_NODES, f"tree: {self.num_nodes} nodes; at most {MAX_NODES} are possible")
+        fits = self.max_depth < self.num_nodes
+        check(fits, f"tree.max_depth is {self.max_depth}; it must be below the number of nodes, {self.num_nodes}")
+
+    def to(self, device: torch.device | str) -> "OpenTree":
+        """Itself: it has no tables."""
+        return self
+
+
+class RowTrees:
+    """The trees of a round's rows. Node 0 is the root; a node's parent has a smaller number.
+
+    `parents`: int64 [A, N], the root's is 0. `real`: bool [A, N]; other nodes are padding, which is never accepted; the
+    root is real. `max_depth`: no node is deeper. What breaks these rules is to be mended first, see `mended`.
+    """
+
+    is_chain = False
+
+    def __init__(self, parents: torch.Tensor, real: torch.Tensor, max_depth: int):
+        self.parents, self.real, self.max_depth = parents, real, max_depth
+
+    @classmethod
+    def of(cls, parents: list[list[int]], max_depth: int, device: torch.device | str, width: int = 0) -> "RowTrees":
+        """From each row's parents, the root's (any number) first. Padded to the longest row, or `width`."""
+        width = max(width, *map(len, parents))
+        table = [[0, *row[1:], *[0] * (width - len(row))] for row in parents]
+        counts = to_device([[len(row)] for row in parents], device)
+        real = torch.arange(width, device=device) < counts
+        return cls(to_device(table, device), real, max_depth)
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return self.parents.shape[1]
+
+    @cached_property
+    def ancestors(self) -> torch.Tensor:
+        """bool [A, N, N]: whether j is i or an ancestor of i."""
+        nodes = torch.arange(self.num_nodes, device=self.parents.device)
+        reach = (self.parents.unsqueeze(2) == nodes) | (nodes.unsqueeze(1) == nodes)  # one step up, or none
+        steps = 1
+        while steps < self.max_depth:  # each product doubles the steps
+            wide = reach.float()
+            reach, steps = (wide @ wide) > 0, 2 * steps
+        return reach
+
+    @cached_property
+    def depth(self) -> torch.Tensor:
+        """int64 [A, N]; 1 for padding, as its parent is the root."""
+        return self.ancestors.sum(2) - 1
+
+    @cached_property
+    def row_depth(self) -> torch.Tensor:
+        """int64 [A]: the depth of each row's deepest real node."""
+        return (self.depth * self.real).amax(1)
+
+    def rows(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> "RowTrees":
+        """The trees of the rows that `pick` selects from a tensor [A, ...]."""
+        return RowTrees(pick(self.parents), pick(self.real), self.max_depth)
+
+    def at_parents(self, x: torch.Tensor) -> torch.Tensor:
+        """x [A, N] at each node's parent."""
+        return x.gather(1, self.parents)
+
+    def accepted(self, match: torch.Tensor) -> torch.Tensor:
+        """int64 [A]: the deepest node of which it and all its ancestors but the root match, bool [A, N]; the first
+        among equals. Padding never matches."""
+        missed = ~(match & self.real)
+        missed[:, 0] = False
+        whole = ~(self.ancestors & missed.unsqueeze(1)).any(2)  # [A, N]
+        return (self.depth + 1).masked_fill(~whole, 0).argmax(1)
+
+    def paths_to(self, node: torch.Tensor) -> torch.Tensor:
+        """int64 [A, P]: the nodes from the root to `node` int64 [A], padded with it."""
+        above = self.ancestors[torch.arange(len(node), device=node.device), node]  # [A, N]
+        # Ancestors have smaller numbers, so their order is that of the path. What is no ancestor goes behind its end.
+        place = (above.cumsum(1) - 1).masked_fill(~above, self.max_depth + 1)
+        paths = node.unsqueeze(1).repeat(1, self.max_depth + 2)
+        numbers = torch.arange(self.num_nodes, device=node.device).expand_as(place)
+        return paths.scatter(1, place, numbers)[:, :-1]
+
+    def depths_of(self, node: torch.Tensor) -> torch.Tensor:
+        """int64 [A]: the depth of `node` int64 [A]."""
+        return self.depth.gather(1, node.unsqueeze(1))[:, 0]
+
+
+def mended(parents: torch.Tensor, real: torch.Tensor, max_depth: int) -> tuple[RowTrees, torch.Tensor]:
+    """Trees from any int64 parents [A, N] and bool `real` [A, N], and which rows were none, bool [A]: those have the
+    root alone. On the device, without a wait."""
+    width = parents.shape[1]
+    nodes = torch.arange(width, device=parents.device)
+    is_node = nodes > 0
+    wrong = is_node & real & ((parents < 0) | (parents >= nodes))
+    behind_padding = real[:, 1:] & ~real[:, :-1]
+    bad = wrong.any(1) | behind_padding.any(1)
+
+    def without_bad() -> tuple[torch.Tensor, torch.Tensor]:
+        kept = real & is_node & ~bad.unsqueeze(1)
+        return parents.masked_fill(~kept, 0), kept | ~is_node
+
+    bad = bad | (RowTrees(*without_bad(), width).depth > max_depth).any(1)
+    return RowTrees(*without_bad(), max_depth), bad
+
+
+AnyTree = Tree | RowTrees
+"""The trees of a round: one for all rows, or each row's own."""
+
+PlanTree = Tree | OpenTree
+"""What a round's trees are planned to be."""

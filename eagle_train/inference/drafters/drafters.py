@@ -1,0 +1,325 @@
+"""The drafters of an engine: each row has one, or none. Who is at fault gets no more drafts, and nobody else notices.
+
+Gives each drafter its rows of a round, and makes one batch of what they propose. Knows nothing of validation, or of
+which request a row is. DESIGN section 3.5.
+
+Shapes: A active rows, N nodes of the largest tree, T tokens, S width of the states, H the target's width.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from eagle_train.errors import OptionError, check, one_line
+from eagle_train.inference.cache.paged_kv import PagedKV
+from eagle_train.inference.cache.prefix import Prefix
+from eagle_train.inference.decode.row_trees import AnyTree, OpenTree, RowTrees
+from eagle_train.inference.decode.tree import Tree
+from eagle_train.inference.drafters.checks import checked_drafts, checked_pending
+from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, DraftRound, Outcome, Pending, TreePlan
+from eagle_train.inference.parallel.tensor_parallel import Ranks
+from eagle_train.ops.transfer import to_device
+
+Seats = Sequence[str | None]
+"""The name of each row's drafter; None: it has none."""
+
+
+class Part(NamedTuple):
+    """What one drafter was given, and what it proposed. `rows`: None for all of them."""
+
+    drafter: Drafter
+    rows: list[int] | None
+    round: DraftRound
+    drafted: Drafted
+
+
+class Proposed(NamedTuple):
+    """A round's drafts: tokens int64 [A, N], q [A, N, V] or None, and the tree that they fill.
+
+    `parts`: of the drafters. `wrong`: bool [A], the rows that get no more drafts; None where nobody is checked.
+    `reasons`: why, as far as the host knows.
+    """
+
+    tokens: torch.Tensor
+    q: torch.Tensor | None
+    tree: AnyTree
+    parts: list[Part]
+    wrong: torch.Tensor | None
+    reasons: dict[int, str]
+
+
+class _Asked:
+    """What was found out while drafters were asked."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.wrong: list[tuple[list[int] | None, torch.Tensor]] = []  # by part
+        self.reasons: dict[int, str] = {}
+
+
+class Drafters:
+    """Drafters by name, the first of which is the default; or none at all, for plain decoding."""
+
+    def __init__(self, drafters: Mapping[str, Drafter], ranks: Ranks, width: int):
+        """`width`: H."""
+        self.by_name, self._ranks, self._width = dict(drafters), ranks, width
+        needs = [each.needs for each in self.by_name.values()]
+        self.layers = tuple(sorted({layer for each in needs for layer in each.layers}))
+        self.caches: list[PagedKV] = [cache for each in self.by_name.values() for cache in each.caches]
+        self.need_logits = any(each.logits for each in needs)
+        self.are_checked = len(needs) > 1 or any(each.checks or each.texts for each in needs)
+        self.varies = len(needs) > 1 or any(each.by_row for each in needs)  # trees differ by row
+
+    @property
+    def have_plans(self) -> bool:
+        """Whether they propose other trees than the engine's, as `plan` says."""
+        return self.varies or any(each.needs.tree is not None for each in self.by_name.values())
+
+    @property
+    def only(self) -> Drafter | None:
+        """The drafter, where there is one alone."""
+        return next(iter(self.by_name.values())) if len(self.by_name) == 1 else None
+
+    @property
+    def recordable(self) -> bool:
+        """Whether drafting, and what drafters are told, may be recorded."""
+        only = self.only
+        return not self.by_name or (only is not None and not self.varies and not only.needs.waits)
+
+    def seat(self, wanted: str | None) -> str | None:
+        """The name of a request's drafter: the wanted one, or the default for None; None for "none", and without any.
+
+        Raises UserError for a name that is none."""
+        names = list(self.by_name)
+        check(wanted in (None, "none", *names), f"drafter={wanted}: this engine has {', '.join([*names, 'none'])}")
+        if wanted is None:
+            return next(iter(names), None)
+        return None if wanted == "none" else wanted
+
+    def caching(self, name: str | None) -> str:
+        """The name of a request's drafter if it has caches, else the empty text."""
+        return name if name is not None and self.by_name[name].caches else ""
+
+    def reads_texts(self, name: str | None) -> bool:
+        """Whether this drafter reads texts."""
+        return name is not None and self.by_name[name].needs.texts
+
+    def plan(self, plan: TreePlan) -> TreePlan:
+        """A plan with room for what these drafters propose in its place. Raises UserError."""
+        if plan.tree.num_nodes == 1 or not self.by_name:
+            return plan
+        own = {name: _plan_of(drafter, plan) for name, drafter in self.by_name.items()}
+        if len(own) == 1:
+            return own[next(iter(own))]
+        trees = [each.tree for each in own.values()]
+        tree = OpenTree(max(x.num_nodes for x in trees), max(x.max_depth for x in trees))
+        return TreePlan(tree, tuple(own.items()))
+
+    def check_drafting(self, mode: str) -> None:
+        """Raise OptionError where drafts cannot be drawn as `mode` says."""
+        told = "several drafters draw nothing" if len(self.by_name) > 1 else "trees that differ by row are not drawn"
+        check(mode == "greedy" or not self.varies, f"drafting={mode}: {told}; use greedy", OptionError)
+
+    def compile(self, sizes: Iterable[tuple[int, TreePlan]]) -> list[Callable[[], None]]:
+        """As of `Drafter`."""
+        sizes, jobs = list(sizes), list[Callable[[], None]]()
+        for name, drafter in self.by_name.items():
+            jobs += drafter.compile([(rows, plan.of(name)) for rows, plan in sizes])
+        return jobs
+
+    def prefill(
+        self,
+        prefix: Prefix,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        before: torch.Tensor | None,
+        seats: Seats,
+    ) -> None:
+        """As of `Drafter`; each is given its rows."""
+        for name, rows in _grouped(seats).items():
+            own, old = (prefix, tokens, positions), before
+            states = hidden
+            if len(rows) < len(seats):
+                index = to_device(rows, tokens.device, torch.long)
+                own, states = (prefix.rows(rows), tokens[index], positions[index]), hidden[index]
+                old = None if before is None else before[index]
+            old = None if old is None else self._states(name, old)
+            self.by_name[name].prefill(*own, self._states(name, states), old)
+
+    def propose(self, round: DraftRound, seats: Seats) -> Proposed:
+        """The drafts of all rows. `round.choice` is for a batch of one drafter; parts of one are drafted greedily."""
+        asked = _Asked()
+        for name, rows in _grouped(seats).items():
+            self._ask(name, round, rows, len(seats), asked)
+        tokens, q, tree = self._merged(round, asked.parts)
+        return Proposed(*self._agreed(tokens, q, tree), asked.parts, self._wrong(round, asked), asked.reasons)
+
+    def rewind(self, parts: list[Part], outcome: Outcome) -> tuple[Pending, list[int], dict[int, str]]:
+        """What each row's drafter reads next: the newest of `outcome.pending`; the pending token of rows without one.
+
+        Also the rows whose drafter is at fault, and why.
+        """
+        if len(parts) == 1 and parts[0].rows is None and not parts[0].drafter.needs.checks:
+            return self._rewound(parts[0], outcome), [], {}
+        pending = outcome.pending.newest(torch.ones_like(outcome.pending.counts), 1)
+        reasons: dict[int, str] = {}
+        for part in parts:
+            try:
+                left = checked_pending(part.drafter, self._rewound(part, outcome))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a user's code raises
+                rows = range(len(outcome.node)) if part.rows is None else part.rows
+                reasons |= dict.fromkeys(rows, one_line(error))
+            else:
+                pending = left if part.rows is None else pending.with_rows(part.rows, left)
+        return pending, sorted(reasons), reasons
+
+    def leave(self, name: str | None, key: int) -> None:
+        """As of `Drafter`. What a user's raises is a warning."""
+        if name is None:
+            return
+        try:
+            self.by_name[name].leave(key)
+        except Exception as error:  # whatever a user's code raises
+            warnings.warn(f"drafter {name}: leave: {one_line(error)}", stacklevel=2)
+
+    def _ask(self, name: str, round: DraftRound, rows: list[int], count: int, asked: _Asked) -> None:
+        """Have a drafter propose for these rows of `count`. Where it raises, again for each half, until the rows at
+        fault are alone."""
+        drafter, some = self.by_name[name], None if len(rows) == count else rows
+        own = self._round_of(name, round, some)
+        if not drafter.needs.checks:
+            drafted, wrong = drafter.propose(own), None
+        else:
+            try:
+                drafted, wrong = checked_drafts(drafter, drafter.propose(own), own)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a user's code raises
+                if len(rows) == 1:
+                    asked.reasons[rows[0]] = one_line(error)
+                    return
+                for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+                    self._ask(name, round, half, count, asked)
+                return
+        asked.parts.append(Part(drafter, some, own, drafted))
+        asked.reasons |= {rows[row]: reason for row, reason in drafted.faults.items()}
+        if wrong is not None:
+            asked.wrong.append((some, wrong))
+
+    def _round_of(self, name: str, round: DraftRound, rows: list[int] | None) -> DraftRound:
+        """A drafter's part of a round."""
+        own = round if rows is None else round.rows(rows)
+        if len(self.by_name) == 1:
+            return own
+        pending = replace(own.pending, hidden=self._states(name, own.pending.hidden))
+        return replace(own, plan=round.plan.of(name), pending=pending, choice=Choice())
+
+    def _merged(self, round: DraftRound, parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor | None, AnyTree]:
+        """Tokens, q and tree of all rows. Rows without a part repeat the pending token, in a tree of the root alone
+        where trees differ by row."""
+        last, trees = round.pending.last, [_tree_of(part) for part in parts]
+        if len(parts) == 1 and parts[0].rows is None and (self._ranks.group is None or not self.varies):
+            return parts[0].drafted.tokens, parts[0].drafted.q, trees[0]
+        if not self.varies:
+            tree = trees[0] if trees else round.plan.tree
+            assert isinstance(tree, Tree)
+            tokens = last.repeat(1, tree.num_nodes)
+            for part in parts:
+                tokens[_index(part.rows)] = part.drafted.tokens
+            return tokens, None, tree
+        most = round.plan.tree
+        width = most.num_nodes if self._ranks.group is not None else max([1, *(tree.num_nodes for tree in trees)])
+        tokens, parents = last.repeat(1, width), last.new_zeros(len(last), width)
+        real = torch.zeros_like(parents, dtype=torch.bool)
+        real[:, 0] = True
+        for part, tree in zip(parts, trees, strict=True):
+            place = (_index(part.rows), slice(tree.num_nodes))
+            tokens[place] = part.drafted.tokens
+            parents[place] = tree.parents if isinstance(tree, RowTrees) else tree.parent
+            real[place] = tree.real if isinstance(tree, RowTrees) else True
+        return tokens, None, RowTrees(parents, real, most.max_depth)
+
+    def _wrong(self, round: DraftRound, asked: _Asked) -> torch.Tensor | None:
+        """bool [A], see `Proposed`."""
+        if not asked.wrong and not asked.reasons:
+            return None
+        wrong = torch.zeros_like(round.pending.counts, dtype=torch.bool)
+        for rows, each in asked.wrong:
+            wrong[_index(rows)] = each
+        if asked.reasons:
+            wrong[list(asked.reasons)] = True
+        return wrong
+
+    def _rewound(self, part: Part, outcome: Outcome) -> Pending:
+        """What a part's drafter returns of its rows."""
+        tree, own = _tree_of(part), outcome
+        if part.rows is not None:
+            index = to_device(part.rows, outcome.node.device, torch.long)
+            logits = None if outcome.logits is None else outcome.logits[index]
+            own = Outcome(tree, outcome.node[index], outcome.pending.rows(index), outcome.hidden[index], logits)
+        pending = own.pending
+        if len(self.by_name) > 1:
+            name = next(name for name, drafter in self.by_name.items() if drafter is part.drafter)
+            mine = pending
+            if part.drafter.needs.layers != self.layers:
+                mine = replace(pending, hidden=self._states(name, pending.hidden))
+            own = replace(own, tree=tree, pending=mine, hidden=self._states(name, own.hidden))
+        left = part.drafter.rewind(part.round, part.drafted, own)
+        if own.pending is pending or not isinstance(left, Pending):
+            return left
+        return pending.newest(left.counts, left.tokens.shape[1])  # with the states of all
+
+    def _states(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the states [..., S] those that a drafter asked for, in its order."""
+        wanted = self.by_name[name].needs.layers
+        if wanted == self.layers:
+            return hidden
+        parts = hidden.split(self._width, dim=-1)
+        return torch.cat([parts[0], *(parts[1 + self.layers.index(layer)] for layer in wanted)], dim=-1)
+
+    def _agreed(
+        self, tokens: torch.Tensor, q: torch.Tensor | None, tree: AnyTree
+    ) -> tuple[torch.Tensor, torch.Tensor | None, AnyTree]:
+        """Rank 0's drafts, on every rank: they may differ by rounding, and all must verify the same."""
+        agreed = self._ranks.agreed
+        if self._ranks.group is not None and isinstance(tree, RowTrees):
+            tree = RowTrees(agreed(tree.parents), agreed(tree.real.long()).bool(), tree.max_depth)
+        return agreed(tokens), None if q is None else agreed(q), tree
+
+
+def _plan_of(drafter: Drafter, plan: TreePlan) -> TreePlan:
+    """A drafter's own plan in place of the engine's."""
+    needs, tree = drafter.needs, plan.tree
+    if needs.tree is not None:
+        return TreePlan(needs.tree.to(plan.device))
+    if needs.by_row and isinstance(tree, Tree):
+        return TreePlan(OpenTree(tree.num_nodes, tree.num_nodes - 1))
+    name = type(drafter).__name__
+    check(needs.by_row or isinstance(tree, Tree), f"tree: {name} proposes trees that are the same for all rows only")
+    return plan
+
+
+def _grouped(seats: Seats) -> dict[str, list[int]]:
+    """The rows of each drafter."""
+    groups: dict[str, list[int]] = {}
+    for row, name in enumerate(seats):
+        if name is not None:
+            groups.setdefault(name, []).append(row)
+    return groups
+
+
+def _tree_of(part: Part) -> AnyTree:
+    if part.drafted.trees is not None:
+        return part.drafted.trees
+    assert isinstance(part.round.plan.tree, Tree)
+    return part.round.plan.tree
+
+
+def _index(rows: list[int] | None) -> list[int] | slice:
+    return slice(None) if rows is None else rows

@@ -1,0 +1,235 @@
+"""Several drafters in one engine, trees that differ by row, and states of the target's layers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eagle_train.errors import OptionError, UserError
+from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.cache.prefix import BLOCK
+from eagle_train.inference.decode.row_trees import OpenTree, RowTrees, mended
+from eagle_train.inference.decode.tree import Tree, full
+from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, Outcome, Pending, RowText
+from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.drafters.text_drafter import TextDrafter, TextTree
+from eagle_train.models.target import Target
+from eagle_train.ops.attention import packed_attention
+from tests.support.inside import inside, scheduler_of
+from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, answers, cut, token_ids
+from tests.support.tiny import random_tokens, shared_target, tiny_draft
+
+FAMILIES = ["llama", "gemma2", "qwen3_moe"]
+
+
+class Oracle(TextDrafter):
+    """Drafts the tokens of the answer, from some tokens on a wrong branch first, so that trees differ by row."""
+
+    timeout_s = None
+
+    def __init__(self, family: str, wrong: int = 3):
+        self.family, self.wrong, self.seen = family, wrong, []
+
+    def draft(self, text: RowText, most: int) -> TextTree:
+        self.seen.append((text.key, len(text.answer)))
+        answer = answers(self.family)[PROMPTS.index(text.prompt)][len(text.answer) :]
+        if len(text.answer) % 5 == 4:
+            return TextTree([], [])
+        right = answer[: most - 1 - len(text.answer) % 2]
+        return TextTree([self.wrong, *right], [0, 0, *range(2, len(right) + 1)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": True}, {"kv_tokens": 6 * BLOCK, "prefill_tokens": 7}, {"prefix_cache": True}]
+)
+def test_trees_that_differ_by_row(family, options):
+    drafter = Oracle(family)
+    engine = Engine(shared_target(family), drafter, "d2_bf2", **{"max_batch_size": 3} | options)
+    for _ in range(2):
+        outputs = engine.generate(PROMPTS, GREEDY)
+        assert token_ids(outputs) == cut(answers(family))
+        assert max(max(output.rounds) for output in outputs) >= 4
+        for output in outputs:
+            stats = output.stats
+            pairs = zip(stats.accepted_per_depth, stats.drafted_per_depth, strict=True)
+            assert all(accepted <= drafted for accepted, drafted in pairs)
+    assert len(set(drafter.seen)) == len(drafter.seen) or options.get("overlap")  # asked once for each text
+
+
+def brute_force(parents: list[int], real: list[bool], match: list[bool]) -> tuple[int, list[int]]:
+    """The deepest node that matches with all its ancestors, and the path to it."""
+
+    def path(node: int) -> list[int]:
+        return [0] if node == 0 else [*path(parents[node]), node]
+
+    good = [n for n in range(len(parents)) if all(match[x] and real[x] for x in path(n)[1:])]
+    best = max(good, key=lambda node: (len(path(node)), -node))
+    return best, path(best)
+
+
+def test_row_trees_are_the_trees_of_plain_lists():
+    torch.manual_seed(0)
+    for _ in range(200):
+        nodes, rows = int(torch.randint(1, 12, ())), 3
+        lists = [[0, *(int(torch.randint(0, n, ())) for n in range(1, nodes))] for _ in range(rows)]
+        real = torch.arange(nodes) < torch.randint(1, nodes + 1, (rows, 1))
+        trees, match = RowTrees(torch.tensor(lists), real, nodes), torch.rand(rows, nodes) < 0.6
+        node, paths = trees.accepted(match), trees.paths_to(trees.accepted(match))
+        for row in range(rows):
+            best, path = brute_force(lists[row], real[row].tolist(), match[row].tolist())
+            assert int(node[row]) == best
+            assert paths[row].tolist() == path + [best] * (nodes + 1 - len(path))
+            assert int(trees.depths_of(node)[row]) == len(path) - 1
+        again, bad = mended(trees.parents, trees.real, nodes)
+        assert not bad.any()
+        assert again.parents.tolist() == trees.parents.masked_fill(~real, 0).tolist()
+
+
+def test_a_static_tree_by_row_accepts_what_it_accepts_for_all():
+    torch.manual_seed(1)
+    tree = full(2, 3)
+    trees = RowTrees(tree.parent.repeat(50, 1), torch.ones(50, tree.num_nodes, dtype=torch.bool), 2)
+    match = torch.rand(50, tree.num_nodes) < 0.3
+    match &= tree.child_rank == 0  # of siblings one alone
+    assert trees.accepted(match).tolist() == tree.accepted(match).tolist()
+    assert torch.equal(trees.ancestors[0], tree.ancestors)
+
+
+def mixed(family: str) -> dict[str, Drafter]:
+    target = shared_target(family)
+    eagle, last = (Eagle(tiny_draft(target), target, alignment) for alignment in ("accepted", "last"))
+    return {"eagle": eagle, "oracle": Oracle(family), "last": last}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap": True},
+        {"kv_tokens": 6 * BLOCK, "prefill_tokens": 7},
+        {"prefix_cache": True},
+        {"prefix_cache": True, "host_kv_tokens": 30 * BLOCK, "kv_tokens": 9 * BLOCK},
+        {"compile": True},
+    ],
+)
+def test_requests_of_one_batch_with_drafters_of_their_own(family, options):
+    """Each has the rounds that it has alone with its drafter."""
+    if options.get("compile") and family != "llama":
+        pytest.skip("one family is enough to compile")
+    names = ["eagle", "oracle", None, "last", "none"]
+    params = [SamplingParams(max_tokens=LENGTH, ignore_eos=True, drafter=name) for name in names]
+    engine = Engine(shared_target(family), mixed(family), "d2_bf2", **{"max_batch_size": 4} | options)
+    outputs = engine.generate(PROMPTS, params)
+    assert token_ids(outputs) == cut(answers(family))
+    for prompt, name, output in zip(PROMPTS, names, outputs, strict=True):
+        drafter = None if name == "none" else mixed(family)[name or "eagle"]
+        alone = Engine(shared_target(family), drafter, "d2_bf2").generate([prompt], GREEDY)[0]
+        assert output.rounds == alone.rounds
+
+
+def test_several_drafters_are_lossless_at_any_temperature():
+    one = SamplingParams(temperature=1.0, seed=7, max_tokens=12)
+    params = [replace(one, drafter=name) for name in ("eagle", "oracle", "none", "last", None)]
+    engine = Engine(shared_target("llama"), mixed("llama"), "d2_bf2")
+    plain = Engine(shared_target("llama")).generate(PROMPTS, [one] * 5)
+    assert token_ids(engine.generate(PROMPTS, params)) == token_ids(plain)
+
+
+def test_blocks_are_found_by_requests_with_the_same_drafter_alone():
+    """The others' keys and values of a draft would not lie in them."""
+    (prompt,) = random_tokens(3 * BLOCK + 2)
+    drafters = {"eagle": mixed("llama")["eagle"], "oracle": Oracle("llama")}
+    engine = Engine(shared_target("llama"), drafters, "chain2", prefix_cache=True, kv_tokens=40 * BLOCK)
+    found = []
+    for name in ("eagle", "none", "eagle", "none"):
+        (output,) = engine.generate([prompt], SamplingParams(max_tokens=3, ignore_eos=True, drafter=name))
+        found.append(output.stats.cached_tokens)
+    assert found == [0, 0, 3 * BLOCK, 3 * BLOCK]
+
+
+def test_who_cannot_be_a_drafter_is_told():
+    target, eagle = shared_target("llama"), mixed("llama")["eagle"]
+    with pytest.raises(UserError, match=r"^drafter=medusa: this engine has eagle, none$"):
+        Engine(target, eagle).generate([[1]], SamplingParams(drafter="medusa"))
+    with pytest.raises(UserError, match=r"^drafter=3: must be None, or a drafter's name$"):
+        SamplingParams(drafter=3)
+    for wrong in ({}, {"none": eagle}, {"": eagle}, {3: eagle}):
+        with pytest.raises(UserError, match=r"must be drafters by name"):
+            Engine(target, wrong)
+    with pytest.raises(OptionError, match=r"^drafting=multinomial: several drafters draw nothing; use greedy$"):
+        Engine(target, {"a": eagle, "b": Oracle("llama")}, drafting="multinomial")
+    with pytest.raises(OptionError, match=r"^drafting=multinomial: trees that differ by row are not drawn; use "):
+        Engine(target, Oracle("llama"), drafting="multinomial")
+
+
+# --- states of layers
+
+
+class Watching(Drafter):
+    """Notes the states that it is given, and drafts the pending token."""
+
+    def __init__(self, layers: tuple[int, ...]):
+        self.needs, self.caches = Needs(layers=layers, logits=True), ()
+        self.prompts: list[torch.Tensor] = []
+        self.told: list[Outcome] = []
+
+    def prefill(self, prefix, tokens, positions, hidden, before):
+        self.prompts.append(hidden)
+
+    def propose(self, round: DraftRound) -> Drafted:
+        return Drafted(round.pending.last.repeat(1, round.plan.tree.num_nodes))
+
+    def rewind(self, round: DraftRound, drafted: Drafted, outcome: Outcome) -> Pending:
+        self.told.append(outcome)
+        return super().rewind(round, drafted, outcome)
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"prefix_cache": True}])
+def test_a_drafter_is_given_the_states_of_the_layers_that_it_names(options):
+    """As transformers has them, in its order, and beside the last ones; in a batch with another that names others."""
+    target: Target = shared_target("llama")
+    first, other = Watching((1, 0)), Watching((1,))
+    engine = Engine(target, {"first": first, "other": other}, "chain2", **options)
+    params = [SamplingParams(max_tokens=4, ignore_eos=True, drafter=name) for name in ("first", "other")]
+    outputs = engine.generate(PROMPTS[:2], params)
+    assert token_ids(outputs) == [answer[:4] for answer in answers("llama")[:2]]
+    for row, (drafter, layers) in enumerate(((first, (1, 0)), (other, (1,)))):
+        text = PROMPTS[row] + outputs[row].token_ids
+        places, attend = torch.arange(len(text))[None], packed_attention([[len(text)]])
+        states = target.states(layers)(torch.tensor([text]), places, attend)
+        assert drafter.prompts[0].shape[-1] == 32 * (1 + len(layers))
+        torch.testing.assert_close(drafter.prompts[0][0, : len(PROMPTS[row])], states[0, : len(PROMPTS[row])])
+        first_round = drafter.told[0]
+        torch.testing.assert_close(first_round.hidden[0, 0], states[0, len(PROMPTS[row])], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            first_round.logits[0, 0], target.lm_head(states[0, len(PROMPTS[row]), :32]), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_states_are_what_the_layers_put_out():
+    target = shared_target("llama")
+    tokens = torch.tensor(PROMPTS[:1])
+    places = torch.arange(tokens.shape[1])[None]
+    seen = []
+    layers = target.model.model.layers
+    hooks = [layer.register_forward_hook(lambda _, __, out: seen.append(out)) for layer in layers]
+    states = target.states((0, 1))(tokens, places, packed_attention([[tokens.shape[1]]]))
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(states[..., 32:], torch.cat(seen[:2], -1))
+    assert torch.equal(states[..., :32], target.hidden_states(tokens, places, packed_attention([[tokens.shape[1]]])))
+    with pytest.raises(UserError, match=r"^layers=\[9\]: target tiny-llama has the layers 0 to \d$"):
+        target.states((9,))
+
+
+def test_a_tree_that_cannot_be_is_one_line():
+    for wrong, said in (((1, 1), "num_nodes is 1"), ((4, 0), "max_depth is 0"), ((4, 4), "max_depth is 4")):
+        with pytest.raises(UserError, match=said):
+            OpenTree(*wrong)
+    assert isinstance(OpenTree(4, 3).to("cpu"), OpenTree)
+    assert not isinstance(OpenTree(4, 3), Tree)
+    engine = Engine(shared_target("llama"), Oracle("llama"), "chain3")
+    assert scheduler_of(engine).ahead == 4
+    assert inside(engine).in_flight is None
