@@ -66,8 +66,8 @@ class EngineConfig:
     - `compile_sampling`: torch.compile for the verification of sampled rounds only; None: with `compile`, on a GPU.
     - `graphs`: record rounds as CUDA graphs in the constructor (paper section 3.4), so that no request waits for it; of
       rounds with a grammar, validation alone. Needs a GPU and a target that is not offloaded; ranks that hold one
-      together must talk by NCCL. None: on a GPU, unless the target is divided, offloaded or quantised, the drafter is a
-      user's, or either has experts.
+      together must talk by NCCL. None: on a GPU, unless the target is divided, offloaded or quantised, a drafter may
+      have the host wait, or either has experts.
     - `divide_sampling`: ranks of one tensor-parallel target sample a part of the batch each (paper section 3.2); false:
       each rank samples the whole batch.
     - `divide_draft`: ranks of one tensor-parallel target hold and run a part each of an EAGLE draft and of the LM head
