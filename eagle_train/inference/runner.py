@@ -37,7 +37,7 @@ from eagle_train.inference.decode.sampling import (
 )
 from eagle_train.inference.decode.stage_times import StageTimes
 from eagle_train.inference.decode.tree import Tree
-from eagle_train.inference.decode.validation import validate
+from eagle_train.inference.decode.validation import last_states, validate
 from eagle_train.inference.decode.verification import Verification
 from eagle_train.inference.drafters.checks import checked_drafts
 from eagle_train.inference.drafters.drafter import (
@@ -73,13 +73,13 @@ class Runner:
     ):
         """`drafters`: by name. `acceptance`: replaces the verification result of each round. Raises UserError."""
         self.target, self.acceptance, self.config = target, acceptance, config
-        self._hidden = target.embedding.shape[1]
+        width = target.embedding.shape[1]
         needs = [drafter.needs for drafter in drafters.values()]
         divided = config.divide_sampling and not any(each.logits for each in needs)
         self.ranks = Ranks(target.together, target.device, divided=divided)
-        self.drafters = Drafters(drafters, self.ranks, self._hidden)
+        self.drafters = Drafters(drafters, self.ranks, width)
         self.drafters.check_drafting(config.drafting)
-        self.width = self._hidden * (1 + len(self.drafters.layers))  # S
+        self.width = width * (1 + len(self.drafters.layers))  # S
         self.graphs: Graphs | None = None  # what is recorded; rounds that fit none run kernel by kernel
         layers = target.kv_layers
         joint = config.tree_attention == "joint"
@@ -144,7 +144,7 @@ class Runner:
         """
         with self.times.stage("prefill"):
             own, coins = self.ranks.own, uniform(seeds, lengths, 1).squeeze(1)
-            logits = self.ranks.logits(self.target.lm_head, hidden[:, : self._hidden]).unsqueeze(1)
+            logits = self.ranks.logits(self.target.lm_head, last_states(hidden, self.target)).unsqueeze(1)
             if guidance is not None:
                 logits = restrict(logits, own(guidance.allowed([0])))
             tokens = sample(probabilities(logits, sampling.rows(own)).squeeze(1), own(coins))

@@ -32,4 +32,10 @@ def validate(
         suffix, positions = Suffix(), prefix.lengths.unsqueeze(1) + tree.depth
         attend = cache.tree(prefix, suffix, positions, tree.ancestors)
     hidden = forward(tokens, positions, attend)  # [A, N, S]
-    return hidden, ranks.logits(target.lm_head, hidden[..., : target.embedding.shape[1]]), suffix
+    return hidden, ranks.logits(target.lm_head, last_states(hidden, target)), suffix
+
+
+def last_states(states: torch.Tensor, target: Target) -> torch.Tensor:
+    """Of the target's states [..., S] what its LM head reads, [..., H]."""
+    width = target.embedding.shape[1]
+    return states if states.shape[-1] == width else states[..., :width]

@@ -223,9 +223,10 @@ class Drafters:
     def _merged(self, round: DraftRound, parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor | None, AnyTree]:
         """Tokens, q and tree of all rows. Rows without a part repeat the pending token, in a tree of the root alone
         where trees differ by row."""
-        last, trees = round.pending.last, [_tree_of(part) for part in parts]
+        trees = [_tree_of(part) for part in parts]
         if len(parts) == 1 and parts[0].rows is None and (self._ranks.group is None or not self.varies):
             return parts[0].drafted.tokens, parts[0].drafted.q, trees[0]
+        last = round.pending.last
         if not self.varies:
             tree = trees[0] if trees else round.plan.tree
             assert isinstance(tree, Tree)
