@@ -1,6 +1,7 @@
 """Text to packed rows of tokens. Modules in the order in which data flow:
 
-- `source`: the config of the data, and opening it; `file_formats`, `json_files`, `arrow_files`: reading rows of files
+- `source`: the config of the data, and opening it; `file_formats`, `json_files`, `arrow_files`,
+  `plain_files`: reading rows of files
 - `rows`: a row as it was read, with its place; `columns`: which columns each format reads
 - `conversations`: a row of any format as messages in OpenAI's form
 - `template`: the target's chat template; `turns`: the prompt and the model's text of each of the assistant's turns,

@@ -17,6 +17,8 @@ KINDS = {
     "Arrow": (".arrow",),
 }
 FILE_SUFFIXES = tuple(suffix for suffixes in KINDS.values() for suffix in suffixes)
+PLAIN = "plain text"  # the kind of a file that is one text, whatever its name; data.format=text alone reads it
+_PLAIN_SUFFIXES = (".txt", ".md")
 HEAD = 1 << 16  # bytes that are inspected
 
 _UNPACK = "unpack it, and give what is in it"
@@ -39,10 +41,11 @@ _SIGNATURES = {
     b"<": "HTML or XML, perhaps a web page instead of a download",
 }
 _OWN = {"Parquet": b"PAR1", "Arrow": b"ARROW1", "gzip": b"\x1f\x8b", "Zstandard": b"\x28\xb5\x2f\xfd"}
+_OWN[PLAIN] = b"<"  # a text may be HTML
 _NAMES = {
     (".csv",): _CSV,
     (".tsv",): _CSV,
-    (".txt", ".md"): "plain text: convert it to JSONL, {'text': ...} a line, for data=text",
+    _PLAIN_SUFFIXES: "plain text: data=text reads it, a file as one text",
     (".zip", ".tar", ".tar.gz", ".tgz", ".7z", ".bz2", ".xz", ".rar"): f"of an unsupported compression: {_UNPACK}",
     (
         ".xls",
@@ -59,9 +62,14 @@ _NAMES = {
 }
 
 
-def kind_of(file: str) -> str | None:
-    """JSON, Parquet or Arrow, by the file's name; None for others."""
-    return next((kind for kind, suffixes in KINDS.items() if file.lower().endswith(suffixes)), None)
+def kind_of(file: str, takes_plain: bool = False) -> str | None:
+    """JSON, Parquet or Arrow, by the file's name; None for others.
+
+    `takes_plain`: PLAIN for those others that are not known to be something else.
+    """
+    known = next((kind for kind, suffixes in KINDS.items() if file.lower().endswith(suffixes)), None)
+    is_plain = file.lower().endswith(_PLAIN_SUFFIXES) or advice(file) is None
+    return PLAIN if known is None and takes_plain and is_plain else known
 
 
 def advice(file: str) -> str | None:
@@ -73,12 +81,13 @@ def _compression_of(file: str) -> str | None:
     return next((name for suffix, name in _COMPRESSIONS.items() if file.lower().endswith(suffix)), None)
 
 
-def check_contents(file: str) -> None:
-    """Raise UserError for a file that cannot be read, or whose first bytes are of another format than its name."""
-    kind = _compression_of(file) or kind_of(file)
+def check_contents(file: str, takes_plain: bool = False) -> None:
+    """Raise UserError for a file that cannot be read, or whose first bytes are of another format than its name.
+    `takes_plain`: see `kind_of`."""
+    kind = _compression_of(file) or kind_of(file, takes_plain)
     _check_head(file, read_head(file, compressed=True), kind)
     if _compression_of(file):
-        _check_head(file, read_head(file), kind_of(file))
+        _check_head(file, read_head(file), kind_of(file, takes_plain))
 
 
 def _check_head(file: str, head: bytes, kind: str | None) -> None:

@@ -15,8 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 from eagle_train.corpus.arrow_files import Arrow, Hub, Parquet, check_directory, is_saved, saved_files
 from eagle_train.corpus.columns import BESIDE, FORMATS
 from eagle_train.corpus.conversations import ROLES, SUPERVISE
-from eagle_train.corpus.file_formats import FILE_SUFFIXES, KINDS, advice, check_contents, kind_of
+from eagle_train.corpus.file_formats import FILE_SUFFIXES, KINDS, PLAIN, advice, check_contents, kind_of
 from eagle_train.corpus.json_files import JsonFiles
+from eagle_train.corpus.plain_files import PlainFiles
 from eagle_train.corpus.rows import PlacedRow
 from eagle_train.corpus.template import as_date, check_template_kwargs
 from eagle_train.errors import UserError, check, one_line
@@ -30,15 +31,16 @@ MIN_TOKENS = 3  # a shorter document has no supervised slot (DESIGN section 3.1)
 class SourceConfig:
     """One data set: an entry of `data.mix`, or `data` itself without a mix.
 
-    `path`: a JSON file (an object a line, or an array), a Parquet or an Arrow file, a glob of files of one format, a
-    directory that `datasets` saved to disk, or a hub data set (or its local directory). Relative paths are relative to
+    `path`: a JSON file (an object a line, or an array), a Parquet or an Arrow file, for `format: text` a file of plain
+    text, a glob of files of one kind, a directory that `datasets` saved to disk, or a hub data set (or its local
+    directory). Relative paths are relative to
     the working directory. `name`: a hub data set's config; `split`: its split, or that of a directory. `columns`: the
     format's keys (`columns.FORMATS`, `columns.BESIDE`) to the row's columns, None to ignore one. `roles`: roles of
     speakers that `conversations.ROLES` lacks, in any case. `assistant_pattern`: a regular expression for the parts of a
     text that the assistant wrote, its first group if it has one. `weight`: the relative frequency of its rows.
     """
 
-    path: str | None = None  # JSON, Parquet or Arrow: a file, glob or directory; or a hub data set
+    path: str | None = None  # JSON, Parquet, Arrow, plain (data=text): a file, glob or directory; or a hub data set
     format: str = "messages"  # messages | sharegpt | prompt_response | text
     columns: dict[str, str | None] = field(default_factory=dict)  # the format's keys: the data's names of them
     roles: dict[str, str] | None = None  # who else speaks, and as what: {narrator: user}, say
@@ -71,6 +73,11 @@ class SourceConfig:
             re.compile(self.assistant_pattern)
         except re.error as error:
             raise UserError(f"{field}; it is no regular expression: {one_line(error)}") from error
+
+    @property
+    def takes_plain(self) -> bool:
+        """Whether a file of no other kind is read as one text."""
+        return self.format == "text"
 
     @property
     def speakers(self) -> dict[str, str]:
@@ -163,6 +170,7 @@ _READERS: dict[str, Callable[[list[str]], Source]] = {
     "JSON": JsonFiles,
     "Parquet": Parquet,
     "Arrow": Arrow,
+    PLAIN: PlainFiles,
 }
 
 
@@ -198,13 +206,13 @@ def open_source(config: SourceConfig, key: str = "path", name: str = "") -> Sour
     """
     path, field = getattr(config, key), field_of(name, key)
     files = _files_of(config, key, field)
-    source = _reader_of(files) if files else Hub(path, config.name, config.split, field)
+    source = _reader_of(files, config) if files else Hub(path, config.name, config.split, field)
     check(next(source.rows(), None) is not None, f"{field} is {path}; it has no rows")
     return source
 
 
-def _reader_of(files: list[str]) -> Source:
-    kind = kind_of(files[0])
+def _reader_of(files: list[str], config: SourceConfig) -> Source:
+    kind = kind_of(files[0], config.takes_plain)
     assert kind is not None, files[0]  # `_files_of` refuses other formats
     return _READERS[kind](files)
 
@@ -225,14 +233,14 @@ def _files_of(config: SourceConfig, key: str, field: str) -> list[str]:
     files = [file for file in found if os.path.isfile(file)]
     if "**" in path:  # it may find a file several times through links
         files = list({os.path.realpath(file): file for file in reversed(files)}.values())[::-1]
-    _check_kinds(files, f"{field} is {path}")
+    _check_kinds(files, f"{field} is {path}", config.takes_plain)
     is_directory = os.path.isdir(path)
     missing = f"{field} is {path}; there is no such file{_remedy(path, key)}"
     check(bool(files) or is_directory or _is_hub_name(path), missing)
     if is_directory and not files:
         check_directory(Path(path), field)
     for file in files:
-        check_contents(file)
+        check_contents(file, config.takes_plain)
     return files
 
 
@@ -244,14 +252,14 @@ def _check_place(file: str, where: str) -> None:
     check(not is_once, f"{where}; {file} is a pipe or a device, and data are read more than once: save them to a file")
 
 
-def _check_kinds(files: list[str], where: str) -> None:
-    """Raise UserError unless all files have one supported format."""
-    known = [f"{kind} ({', '.join(suffixes)})" for kind, suffixes in KINDS.items()]
+def _check_kinds(files: list[str], where: str, takes_plain: bool) -> None:
+    """Raise UserError unless all files have one supported format. `takes_plain`: see `kind_of`."""
+    known = [f"{kind} ({', '.join(suffixes)})" for kind, suffixes in KINDS.items()] + [PLAIN] * takes_plain
     wanted = f"files must be all {', or all '.join(known)}"
     for file in files:
-        what = advice(file)
-        check(kind_of(file) is not None, f"{where}; {file} is {what}" if what else f"{where}; {wanted}, not {file}")
-    kinds = Counter(map(kind_of, files))
+        what, kind = advice(file), kind_of(file, takes_plain)
+        check(kind is not None, f"{where}; {file} is {what}" if what else f"{where}; {wanted}, not {file}")
+    kinds = Counter(kind_of(file, takes_plain) for file in files)
     found = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     check(len(kinds) < 2, f"{where}; there are {found}: {wanted}")
 

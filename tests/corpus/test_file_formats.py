@@ -71,7 +71,7 @@ def test_what_a_file_is_in_truth(tmp_path, name, content, told):
     [
         ("a.csv", "a.csv is CSV: give the directory that it is in, or convert it to JSONL"),
         ("a.TSV", "is CSV: "),
-        ("a.txt", "is plain text: convert it to JSONL, {'text': ...} a line, for data=text"),
+        ("a.txt", "is plain text: data=text reads it, a file as one text"),
         ("a.jsonl.xz", "of an unsupported compression: unpack it"),
         ("a.zip", "of an unsupported compression: unpack it"),
         ("a.tar.gz", "of an unsupported compression: unpack it"),
