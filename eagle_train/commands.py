@@ -25,6 +25,10 @@ def regenerate() -> None:
     _run("regenerate")
 
 
+def datastore() -> None:
+    _run("datastore")
+
+
 def _run(name: str) -> None:
     parse_arguments(name)
     handler = signal.getsignal(signal.SIGINT)

@@ -28,6 +28,7 @@ FLOORS = {
     "eagle_train.inference": 4,
     "eagle_train.fields": 5,
     "eagle_train.regeneration": 5,
+    "eagle_train.retrieval": 5,
     "eagle_train.usage": 5,
     "eagle_train.cli": 5,
     "eagle_train.hydra_private": 5,
@@ -36,6 +37,7 @@ FLOORS = {
     "eagle_train.export": 6,
     "eagle_train.generate": 6,
     "eagle_train.regenerate": 6,
+    "eagle_train.datastore": 6,
     "evals": 7,
     "data": 7,
 }

@@ -54,6 +54,7 @@ TESTED_IN = {
     "models/test_target.py": "models/experts models/forward models/loading models/shapes models/weights",
     "test_cli.py": "errors settings",
     "test_commands.py": "generate train",
+    "test_datastore.py": "retrieval/build retrieval/documents retrieval/options retrieval/size",
     "test_export.py": "artifacts/card artifacts/convert artifacts/foreign artifacts/hub artifacts/layouts "
     "artifacts/tensors artifacts/verify training/trained_draft",
     "test_private_api.py": "hydra_private ops/torch_private transformers_private",

@@ -26,6 +26,9 @@ PUBLIC = {
     "regeneration": """
         RegenerateConfig ServerConfig regenerate
     """,
+    "retrieval": """
+        DatastoreConfig build_datastore
+    """,
     "training": """
         Backend Checkpoint CheckpointStore ClusterConfig CostEstimate Interrupted LossSums MetricsLog
         NoTracker OptimConfig ParallelConfig Tracker TrainConfig TrainState Trainer WandbTracker assemble

@@ -30,6 +30,7 @@ COMMANDS = {f"python -m evals.{name}": name for name in CONFIGS if (ROOT / "eval
     "eagle-export": "export",
     "eagle-generate": "generate",
     "eagle-regenerate": "regenerate",
+    "eagle-datastore": "datastore",
     "bash launch/quickstart.sh": "train",
     "bash launch/torchrun.sh": "train",
     "launch/slurm/train.sbatch": "train",

@@ -235,7 +235,7 @@ def renderer_of(target: TargetConfig, data: DataConfig, hf_config: Any) -> ChatR
         f"target.template_kwargs={given}: is for commands that read no data; give data.template_kwargs",
     )
     tokenizer = load_tokenizer(target)
-    check(tokenizer is not None, f"target.path={target.path}: no tokenizer there, and training reads text")
+    check(tokenizer is not None, f"target.path={target.path}: no tokenizer there, and the data are text")
     stops = load_stop_ids(target, hf_config, tokenizer)
     known = hf_config.get_text_config().vocab_size
     return ChatRenderer(tokenizer, data.supervise, stops, data.template_kwargs, data.date, known)

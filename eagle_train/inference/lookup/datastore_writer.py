@@ -1,7 +1,8 @@
 """A datastore that is built shard by shard, appears whole, and is resumed after a kill.
 
-Shards are written into OUT.partial, which becomes OUT at the end. `progress.json` there has what the index is made of,
-the finished shards, and where the texts of the next one begin. Memory holds one shard. Knows nothing of texts.
+Shards are written into OUT.partial, which is made with the first one and becomes OUT at the end. `progress.json` there
+has what the index is made of, the finished shards, and where the texts of the next one begin. Memory holds one shard.
+Knows nothing of texts.
 """
 
 import hashlib
@@ -33,7 +34,6 @@ from eagle_train.inference.lookup.suffix_array import (
     MOST_TOKENS,
     ORDER,
     SEPARATOR,
-    SORT_BYTES,
     TOKEN_LIMIT,
     sorted_suffixes,
 )
@@ -73,12 +73,12 @@ class DatastoreWriter:
         self._places: list[Any] = []  # behind each shard
         self._pending: list[np.ndarray] = []
         self._pending_tokens = 0  # separators included
-        self.is_resumed = (self.partial / _PROGRESS).is_file()
         check(not out.exists(), f"out={out}: exists; give another directory, or remove it")
-        if self.is_resumed:
+        if (self.partial / _PROGRESS).is_file():
             self._resume()
         else:
-            self._begin()
+            there = self.partial.exists() and any(self.partial.iterdir())
+            check(not there, f"out={out}: {self.partial} is there, and no build began it; remove it")
 
     @property
     def tokens(self) -> int:
@@ -92,11 +92,6 @@ class DatastoreWriter:
     def disk_bytes(self) -> int:
         """What the finished shards take."""
         return sum(shard.tokens + shard.suffixes for shard in self.shards) * (TOKEN_BYTES // 2)
-
-    @property
-    def memory_bytes(self) -> int:
-        """What a full shard takes while it is sorted."""
-        return self.shard_tokens * SORT_BYTES
 
     def add(self, tokens: np.ndarray) -> None:
         """Add a document, integers [n] below TOKEN_LIMIT; an empty one is left out."""
@@ -125,13 +120,6 @@ class DatastoreWriter:
             (self.out / _PROGRESS).unlink()
         return header
 
-    def _begin(self) -> None:
-        there = self.partial.exists() and any(self.partial.iterdir())
-        check(not there, f"out={self.out}: {self.partial} is there, and no build began it; remove it")
-        with _writing(self.out):
-            self.partial.mkdir(parents=True, exist_ok=True)
-        self._note_progress()
-
     def _resume(self) -> None:
         earlier = json.loads((self.partial / _PROGRESS).read_text("utf-8"))
         for key, value in json.loads(json.dumps(self.made_of)).items():
@@ -159,6 +147,9 @@ class DatastoreWriter:
         self._pending, self._pending_tokens = [], 0
         arrays = (tokens.astype(TOKENS), sorted_suffixes(tokens).astype(SUFFIXES))
         with _writing(self.out):
+            self.partial.mkdir(parents=True, exist_ok=True)
+            if not self.shards:
+                self._note_progress()  # so that what a kill leaves is known for a build's
             for file, array in zip(array_files(self.partial, len(self.shards)), arrays, strict=True):
                 _save(file, array)
         self.shards.append(Shard(tokens.size, arrays[1].size, documents, *map(_digest, arrays)))
