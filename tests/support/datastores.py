@@ -23,8 +23,9 @@ def fill(writer: DatastoreWriter, documents: Documents) -> None:
         writer.reached(number + 1)
 
 
-def write_datastore(out: Path, documents: Documents, shard_tokens: int = 1 << 20, vocabulary: int = 64) -> Path:
-    writer = DatastoreWriter(out, {}, vocabulary_of(vocabulary), shard_tokens, 0)
+def write_datastore(out: Path, documents: Documents, shard_tokens: int = 1 << 20, vocabulary: int | dict = 64) -> Path:
+    known = vocabulary_of(vocabulary) if isinstance(vocabulary, int) else vocabulary
+    writer = DatastoreWriter(out, {}, known, shard_tokens, 0)
     fill(writer, documents)
     writer.close()
     return out

@@ -1,0 +1,61 @@
+"""Drafts out of an index of texts that `eagle-datastore` made, without a model (REST; He et al., 2023)."""
+
+from eagle_train.errors import check
+from eagle_train.inference.drafters.drafter import RowText
+from eagle_train.inference.drafters.text_drafter import TextDrafter, TextTree
+from eagle_train.inference.lookup.datastore import Datastore
+from eagle_train.models.draft import Draft
+from eagle_train.models.target import Target
+
+
+class Retrieval(TextDrafter):
+    """Drafts what most often follows where the index holds the longest end of a text.
+
+    `max_match`, `least_match`: tokens of that end, at most and at least; shorter ones draft nothing. `max_hits`: places
+    that are read. `depth`: the most drafted tokens one after the other. It keeps nothing of a request.
+    """
+
+    timeout_s = None  # a lookup takes well below a millisecond
+
+    def __init__(
+        self, store: Datastore, max_match: int = 16, least_match: int = 2, max_hits: int = 64, depth: int = 10
+    ):
+        self.store, self.max_match, self.least_match = store, max_match, least_match
+        self.max_hits, self.depth = max_hits, depth
+
+    def draft(self, text: RowText, most: int) -> TextTree:
+        answer = text.answer[-self.max_match :]
+        before = len(text.prompt) - (self.max_match - len(answer))
+        end = text.prompt[max(0, before) :] + answer
+        found = self.store.continuations(end, self.max_match, self.least_match, self.max_hits, self.depth, most)
+        return TextTree(found.tokens, found.parents)
+
+
+def make_retrieval(
+    target: Target,
+    draft: Draft | None,
+    datastore: str,
+    max_match: int = 16,
+    least_match: int = 2,
+    max_hits: int = 64,
+    depth: int = 10,
+) -> Retrieval:
+    """The drafter of conf/drafter/retrieval.yaml. `datastore`: the index's directory.
+
+    Raises UserError for values that cannot be, for what is no index, for one of another tokenizer, and for a draft,
+    which would not be read.
+    """
+    check(draft is None, "drafter=retrieval: reads no draft; leave draft= out")
+    vocabulary = None if target.tokenizer is None else target.tokenizer.get_vocab()  # without one, ids are trusted
+    store = Datastore.open(datastore, vocabulary, "drafter.datastore")
+    for name, value, most in (
+        ("max_match", max_match, store.header.order),
+        ("least_match", least_match, max_match),
+        ("max_hits", max_hits, None),
+        ("depth", depth, None),
+    ):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        sound = whole and value >= 1 and (most is None or value <= most)
+        right = "at least 1" if most is None else f"from 1 to {most}"
+        check(sound, f"drafter.{name}={value}: must be a whole number, {right}")
+    return Retrieval(store, max_match, least_match, max_hits, depth)
