@@ -116,11 +116,12 @@ class _Pool:
 
     def follow(self, key: Hashable, prompt: Sequence[int], answer: Sequence[int]) -> None:
         text = self._texts.get(key)
-        if text is None:
-            text = self._texts[key] = self._by_number[self._numbers] = _Text(self._numbers)
-            self._numbers += 1
-        known = len(text.tokens) - len(prompt)
-        self._append(text, answer[known:] if known >= 0 else [*prompt[known:], *answer])
+        if text is not None:
+            self._append(text, answer[len(text.tokens) - len(prompt) :])
+            return
+        text = self._texts[key] = self._by_number[self._numbers] = _Text(self._numbers)
+        self._numbers += 1
+        self._append(text, [*prompt, *answer])
 
     def _append(self, text: _Text, tokens: Sequence[int]) -> None:
         sizes, length, places = self._options.max_matching_ngram_size, self._options.max_draft_len, self._places

@@ -66,8 +66,7 @@ class SuffixOptions:
 @dataclass
 class _Request:
     tree: SuffixTree
-    prompt_length: int
-    length: int = 0  # tokens that were read
+    answered: int = 0  # tokens of the answer that were read
 
 
 class SuffixLookup:
@@ -87,10 +86,10 @@ class SuffixLookup:
         """Read what is new in the text of the request `key`, which begins with the first call and only grows."""
         request = self._requests.get(key)
         if request is None:
-            request = self._requests[key] = _Request(SuffixTree(self._depth), len(prompt))
-        known = request.length - len(prompt)
-        request.tree.append(answer[known:] if known >= 0 else [*prompt[known:], *answer])
-        request.length = len(prompt) + len(answer)
+            request = self._requests[key] = _Request(SuffixTree(self._depth))
+            request.tree.append(prompt)
+        request.tree.append(answer[request.answered :])
+        request.answered = len(answer)
 
     def draft(self, key: Hashable, most: int) -> LookupTree:
         """What may follow the text of the request `key`: up to `max_nodes` tokens, and up to `most`; none where nothing
@@ -113,7 +112,7 @@ class SuffixLookup:
         """The request `key` has ended, if it is here. Its answer becomes an earlier one."""
         request = self._requests.pop(key, None)
         if request is not None:
-            self._pool.add(request.tree.tail(request.length - request.prompt_length))
+            self._pool.add(request.tree.tail(request.answered))
 
 
 class AnswerPool:
