@@ -25,6 +25,7 @@ TESTED_IN = {
     "inference/parallel/test_vocabulary.py": "inference/parallel/cost inference/parallel/divided_draft",
     "inference/cache/test_prefix_cache.py": "inference/cache/block_ends",
     "inference/drafters/test_checks.py": "inference/drafters/text_drafter",
+    "inference/drafters/test_lookup.py": "inference/drafters/ngram inference/drafters/suffix",
     "inference/drafters/test_drafters.py": "inference/decode/row_trees",
     "inference/decode/test_graphs.py": "inference/decode/recording inference/decode/rounds ops/graphs",
     "inference/decode/test_sampling.py": "inference/decode/validation inference/decode/verification ops/cumulative",
