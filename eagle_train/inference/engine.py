@@ -19,7 +19,8 @@ import torch
 
 from eagle_train.errors import check, shown
 from eagle_train.inference.batch import Batch
-from eagle_train.inference.decode.bookkeeping import RoundResult
+from eagle_train.inference.decode.adaptive import Told
+from eagle_train.inference.decode.bookkeeping import Gain, RoundResult
 from eagle_train.inference.decode.stage_times import StageTimes
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.checks import WRONG_VALUES
@@ -40,6 +41,7 @@ class _Flight(NamedTuple):
     sequences: list[Sequence]
     result: RoundResult
 
+    plan: TreePlan
     is_awaited: bool  # the next round needs its results: a grammar or a drafter reads its tokens on the host
 
 
@@ -79,6 +81,8 @@ class Engine:
         self._runner, self._batch = parts.runner, Batch(parts.runner)
         self._prefiller: Prefiller = parts.prefiller if prefill is None else prefill.attach(parts)
         self._overlap = self.target.device.type == "cuda" if config.overlap is None else config.overlap
+        self._adaptive = parts.adaptive
+        self._round_began: float | None = None  # since when the host does nothing but the round whose results come next
         self._plain = TreePlan(chain(0).to(self.target.device))
         self._in_flight: _Flight | None = None
         self._advanced: dict[Sequence, None] = {}  # sequences to report in this step, in order
@@ -143,6 +147,8 @@ class Engine:
         """
         began = not self._first_token_reported and self._prefill()
         self._first_token_reported = began and bool(self._advanced)
+        if began:
+            self._round_began = None
         if not self._first_token_reported:
             self._decode()
         advanced, self._advanced = self._advanced, {}
@@ -151,6 +157,9 @@ class Engine:
     def _new(self, index: int, prompt: Prompt, params: SamplingParams) -> Sequence:
         sequence = self._requests.sequence(index, prompt, params)
         sequence.drafter = self._runner.drafters.seat(params.drafter)
+        if self._adaptive is not None and sequence.drafter is not None:
+            sequence.acceptance = self._adaptive.new()
+            sequence.drafter = sequence.drafter if self._adaptive.opens() else None
         sequence.cached_by = self._runner.drafters.caching(sequence.drafter)
         return sequence
 
@@ -191,6 +200,8 @@ class Engine:
     def _decode(self) -> None:
         """Launch a round, then process the results of the previous one; without overlap also its own."""
         self._make_room()
+        if self._in_flight is None:
+            self._round_began = time.perf_counter()
         previous, self._in_flight = self._in_flight, self._launch()
         self._finish(previous)
         if not self._overlap:
@@ -200,7 +211,10 @@ class Engine:
         """Launch a round of the active rows; None if no row has a token left to generate."""
         if not any(map(self._may_go_on, self._active)):
             return None
-        plan = self.dispatcher.dispatch(len(self._active))
+        if self._adaptive is None:
+            plan = self.dispatcher.dispatch(len(self._active))
+        else:
+            plan = self._adaptive.choose(self._active)
         if all(sequence.drafter is None for sequence in self._active):
             plan = self._plain
         guidance = self._requests.guidance(self._active, plan.tree)
@@ -209,7 +223,7 @@ class Engine:
         self._batch.pending, result = self._runner.run(inputs)
         reads_texts = self._runner.drafters.reads_texts
         awaited = any(each.matcher is not None or reads_texts(each.drafter) for each in self._active)
-        return _Flight(list(self._active), result, awaited)
+        return _Flight(list(self._active), result, plan, awaited)
 
     def _finish(self, flight: _Flight | None) -> None:
         """Append a round's tokens to its sequences and remove those that finish. Synchronises with the device."""
@@ -217,6 +231,7 @@ class Engine:
             return
         with self.stage_times.stage("bookkeeping"):
             gains, now = flight.result.gains(), time.perf_counter()
+            self._learn(flight, gains, now)
             for row, (sequence, gain) in enumerate(zip(flight.sequences, gains, strict=True)):
                 if sequence.finish_reason:  # it finished after the launch
                     continue
@@ -232,13 +247,31 @@ class Engine:
                 self._advanced[sequence] = None
             self._remove_finished()
 
+    def _learn(self, flight: _Flight, gains: list[Gain], now: float) -> None:
+        """Tell who chooses trees what a round brought and took."""
+        seconds, self._round_began = None if self._round_began is None else now - self._round_began, now
+        if self._adaptive is None:
+            return
+        told = [
+            Told(sequence, gain.depth if sequence.drafter is not None else 0, len(gain.tokens) - 1)
+            for sequence, gain in zip(flight.sequences, gains, strict=True)
+            if gain.tokens
+        ]
+        if self._adaptive.observe(flight.plan, told, len(flight.sequences), seconds):
+            for sequence in flight.sequences:
+                self._drop_drafter(sequence)
+
     def _stop_drafting(self, sequence: Sequence, reason: str) -> None:
         """A request's drafter was wrong: it goes on without drafts, once it is told."""
         if sequence.drafter is not None:
             told = f"drafter {sequence.drafter}: {reason}; request {sequence.index} goes on without drafts"
             warnings.warn(told, stacklevel=2)
-            self._runner.drafters.leave(sequence.drafter, sequence.key)
-            sequence.drafter, sequence.cached_by = None, ""  # the blocks to come lack its keys and values
+            self._drop_drafter(sequence)
+
+    def _drop_drafter(self, sequence: Sequence) -> None:
+        """A request goes on without drafts. Its blocks to come lack its drafter's keys and values."""
+        self._runner.drafters.leave(sequence.drafter, sequence.key)
+        sequence.drafter, sequence.cached_by = None, ""
 
     def _wait_in_flight(self) -> None:
         flight, self._in_flight = self._in_flight, None

@@ -55,6 +55,9 @@ class EngineConfig:
       rounding. In the other modes the tokens of a seed depend on the tree, and so on the batch size if sizes have trees
       of their own; with `Eagle`'s alignment `last` also on whether a prompt was found in the cache or recomputed. Their
       distribution is the same.
+    - `gate`: decode plainly in rounds in which the tree's drafts are not expected to pay, by the acceptance so far and
+      by what rounds take; they are tried again later. `tree=auto` always does so. Rounds are timed in the constructor.
+      The tokens of a seed then depend on time where drafts are drawn.
     - `draft_lm_head`: what an EAGLE draft's states are multiplied with: the LM head of the `target`, or a copy of it in
       `fp8` or `int4` (groups of 128), beside it in memory. Drafts may differ, and how many are accepted; outputs do
       not, nor does the distribution of drawn ones. Unused without a draft.
@@ -90,6 +93,7 @@ class EngineConfig:
     prefix_cache: bool = False  # true: prefill a prompt from where it differs from earlier sequences
     host_kv_tokens: int = 0  # size of the cache in host memory for evicted blocks, in tokens; needs prefix_cache
     drafting: str = "greedy"  # above temperature 0: greedy | multinomial | multinomial_without_replacement
+    gate: bool = False  # true: no drafts in rounds in which they are not expected to pay
     draft_lm_head: str = "target"  # target | fp8 | int4: drafts are proposed with the LM head, or a copy in few bits
     compile: bool = False  # true: torch.compile for the decoding forwards, at the start
     compile_sampling: bool | None = None  # torch.compile for verification; null: with compile, on a GPU
@@ -136,6 +140,7 @@ _NUMBERS = {  # the least, and whether None is a value
 }
 _SWITCHES = {  # whether None is a value
     "prefix_cache": False,
+    "gate": False,
     "compile": False,
     "compile_sampling": True,
     "overlap": True,

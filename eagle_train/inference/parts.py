@@ -15,6 +15,8 @@ from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.cache.prefix_cache import PrefixCache
+from eagle_train.inference.decode.adaptive import Adaptive
+from eagle_train.inference.decode.calibration import calibrated
 from eagle_train.inference.decode.dispatcher import Dispatcher, ReplacedPlans
 from eagle_train.inference.decode.graphs import check_graphs
 from eagle_train.inference.decode.recording import record_rounds
@@ -49,7 +51,7 @@ Acceptance = Callable[[RoundInputs, Verified], Verified]
 @dataclass
 class Parts:
     """`requests` tokenises and detokenises, `scheduler` picks the requests of a round, `runner` computes it,
-    `prefiller` prefills prompts, `memory` holds the caches."""
+    `prefiller` prefills prompts, `memory` holds the caches, `adaptive` chooses trees; None: by batch size alone."""
 
     config: EngineConfig
     target: Target
@@ -59,6 +61,7 @@ class Parts:
     scheduler: Scheduler
     runner: Runner
     prefiller: LocalPrefiller
+    adaptive: Adaptive | None
 
 
 def build_parts(
@@ -84,11 +87,16 @@ def build_parts(
     memory = BlockMemory(runner.stores, BlockPool(0), runner.ranks, config.kv_tokens)
     if _uses_graphs(config.graphs, target, runner.drafters):
         record(runner, memory, dispatcher, partial(CudaGraphs, target.device))
+    adaptive = None
+    if runner.drafters.by_name and (dispatcher.auto or config.gate):
+        check(acceptance is None, "tree=auto and gate=True go by acceptance; it is simulated here", OptionError)
+        memory.reserve_least()
+        adaptive = calibrated(runner, dispatcher)
     prefixes = PrefixCache(memory, config.host_kv_tokens // BLOCK) if config.prefix_cache else None
     scheduler = Scheduler(memory.pool, config.max_batch_size, ahead, prefixes)
     requests = Requests(target)
     prefiller = LocalPrefiller(runner, requests, scheduler.register)
-    return Parts(config, target, dispatcher, requests, memory, scheduler, runner, prefiller)
+    return Parts(config, target, dispatcher, requests, memory, scheduler, runner, prefiller, adaptive)
 
 
 def _drafters(target: Target, draft: AnyDraft, lm_head: str) -> dict[str, Drafter]:

@@ -106,9 +106,12 @@ class Runner:
 
     def run(self, inputs: RoundInputs) -> tuple[Pending, RoundResult]:
         """One round. Returns the next round's pending tokens, and the results, without synchronising."""
-        rows = self._compiled_rows or len(inputs.pending.lengths) * inputs.plan.tree.num_nodes
-        with self.resources(rows):
-            drafted = self.draft(inputs)
+        with self.resources(self._compiled_rows or len(inputs.pending.lengths) * inputs.plan.tree.num_nodes):
+            return self.complete(inputs, self.draft(inputs))
+
+    def complete(self, inputs: RoundInputs, drafted: Proposed) -> tuple[Pending, RoundResult]:
+        """As `run`, of a round that is drafted."""
+        with self.resources(self._compiled_rows or drafted.tokens.numel()):
             validated = self.validate(inputs, drafted)
             if (key := self._end_key(inputs)) is not None:
                 return self._replay_end(inputs, drafted, key)

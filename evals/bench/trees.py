@@ -26,6 +26,9 @@ def dispatched(dispatcher: Dispatcher, batch_size: int) -> list[tuple[PlanTree, 
 def tree_names(dispatcher: Dispatcher, batch_size: int) -> str:
     """The trees of batches of up to this size, for a report."""
     trees = dispatched(dispatcher, batch_size)
+    if dispatcher.auto:
+        lengths = sorted({plan.tree.max_depth for plans in dispatcher.auto.values() for plan in plans})
+        return f"auto: none, or of depth {', '.join(map(str, lengths))}"
     if len(trees) == 1:
         return tree_name(trees[0][0])
     return ", ".join(f"{tree_name(tree)} (batch size {' to '.join(map(str, _ends(sizes)))})" for tree, sizes in trees)

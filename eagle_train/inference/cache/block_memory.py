@@ -57,6 +57,11 @@ class BlockMemory:
         """Views [n, blocks, ...] of all stores' tensors."""
         return [tensor for store in self.stores for tensor in store.by_block]
 
+    def reserve_least(self) -> None:
+        """See to it that the reserved blocks are there."""
+        if self.pool.total == 0 and not self.is_fixed:
+            self._resize(1)
+
     def reserve(self, blocks: int) -> None:
         """Allocate now, and never again: `blocks` blocks, or as many as there is memory for; unless `kv_tokens` did.
 

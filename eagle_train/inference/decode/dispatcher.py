@@ -14,14 +14,15 @@ from yaml import YAMLError
 
 from eagle_train.errors import UserError, check, one_line
 from eagle_train.inference.decode.row_trees import PlanTree
-from eagle_train.inference.decode.tree import load_tree
+from eagle_train.inference.decode.tree import AutoTree, load_tree
 from eagle_train.inference.drafters.drafter import TreePlan
 
 
 class Dispatcher:
     """A table from batch size to tree. A tree of the root alone is decoding without speculation.
 
-    `table`: (largest batch size, plan) pairs, ascending.
+    `table`: (largest batch size, plan) pairs, ascending. `auto`: by largest batch size, the plans of an `AutoTree`,
+    whose last one is in the table.
     """
 
     def __init__(self, spec: Any, device: torch.device | str = "cpu"):
@@ -35,15 +36,30 @@ class Dispatcher:
         is_table = isinstance(spec, Mapping) and bool(spec) and all(str(size).isdigit() for size in spec)
         table = {int(size): tree for size, tree in spec.items()} if is_table else {1 << 62: spec}
         check(all(size > 0 for size in table), f"dispatch: batch sizes {sorted(table)} must be above 0")
-        self.table = sorted((size, TreePlan(load_tree(tree).to(device))) for size, tree in table.items())
+        trees = {size: load_tree(tree) for size, tree in sorted(table.items())}
+        self.auto = {
+            size: [TreePlan(each.to(device)) for each in tree.trees()]
+            for size, tree in trees.items()
+            if isinstance(tree, AutoTree)
+        }
+        self.table = [
+            (size, self.auto[size][-1] if isinstance(tree, AutoTree) else TreePlan(tree.to(device)))
+            for size, tree in trees.items()
+        ]
 
     def dispatch(self, batch_size: int) -> TreePlan:
         """The plan of the smallest listed size that is at least `batch_size`; above all of them, the last one."""
         return next((plan for size, plan in self.table if batch_size <= size), self.table[-1][1])
 
+    def choices(self, batch_size: int) -> list[TreePlan]:
+        """The plans with drafts for such a batch, the least first: several of an `AutoTree`, else one or none."""
+        size = next((size for size, _ in self.table if batch_size <= size), self.table[-1][0])
+        plans = self.auto.get(size) or [self.dispatch(batch_size)]
+        return [plan for plan in plans if plan.tree.num_nodes > 1]
+
     def plans(self, sizes: list[int]) -> list[tuple[int, TreePlan]]:
         """These batch sizes, each with every plan that such a batch may get; for those who prepare for them all."""
-        return [(size, self.dispatch(size)) for size in sizes]
+        return [(size, plan) for size in sizes for plan in (self.choices(size) or [self.dispatch(size)])]
 
     @property
     def largest(self) -> PlanTree:
@@ -62,9 +78,16 @@ class ReplacedPlans(Dispatcher):
     def __init__(self, other: Dispatcher, plan_of: Callable[[TreePlan], TreePlan]):
         self._other, self._plan_of = other, cache(plan_of)
         self.table = [(size, self._plan_of(plan)) for size, plan in other.table]
+        self.auto = {size: [self._plan_of(plan) for plan in plans] for size, plans in other.auto.items()}
 
     def dispatch(self, batch_size: int) -> TreePlan:
         return self._plan_of(self._other.dispatch(batch_size))
+
+    def choices(self, batch_size: int) -> list[TreePlan]:
+        """The plans with drafts for such a batch, the least first: several of an `AutoTree`, else one or none."""
+        size = next((size for size, _ in self.table if batch_size <= size), self.table[-1][0])
+        plans = self.auto.get(size) or [self.dispatch(batch_size)]
+        return [plan for plan in plans if plan.tree.num_nodes > 1]
 
     def plans(self, sizes: list[int]) -> list[tuple[int, TreePlan]]:
         return [(size, self._plan_of(plan)) for size, plan in self._other.plans(sizes)]

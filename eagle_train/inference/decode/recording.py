@@ -83,9 +83,9 @@ def block_steps(width: int, total: int, rows: int) -> list[int]:
 
 def _jobs(runner: Runner, size: Size, plan: TreePlan) -> list[Callable[[], None]]:
     """The recordings of one size and plan."""
-    graphs, greedy = runner.graphs, _inputs(runner, plan)
+    graphs, greedy = runner.graphs, empty_round(runner, plan)
     assert graphs is not None
-    sampled = [_inputs(runner, plan, *each) for each in ((1.0, 0, 1.0), (1.0, 0, 0.5), (1.0, 1, 0.5))]
+    sampled = [empty_round(runner, plan, *each) for each in ((1.0, 0, 1.0), (1.0, 0, 0.5), (1.0, 1, 0.5))]
     jobs: list[Callable[[], None]] = []
     if greedy.draft_prefix is not None and runner.drafters.recordable:
         modes = {inputs.choice.mode: inputs for inputs in (greedy, *sampled)}
@@ -106,7 +106,7 @@ def _gathers(runner: Runner, plan: TreePlan) -> bool:
     drafter that may wait does is not known.
     """
     assert isinstance(plan.tree, Tree)
-    inputs, caches = _inputs(runner, plan), [runner.cache, *runner.drafters.caches]
+    inputs, caches = empty_round(runner, plan), [runner.cache, *runner.drafters.caches]
     before = sum(cache.gathers for cache in caches)
     if not runner.drafters.recordable:
         return True
@@ -116,17 +116,17 @@ def _gathers(runner: Runner, plan: TreePlan) -> bool:
     return sum(cache.gathers for cache in caches) > before
 
 
-def _inputs(
-    runner: Runner, plan: TreePlan, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0
+def empty_round(
+    runner: Runner, plan: TreePlan, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, rows: int = 1
 ) -> RoundInputs:
-    """A round of one row without tokens, which writes to the SCRATCH block."""
+    """A round of rows without tokens, which write to the SCRATCH block."""
     device = runner.target.device
-    zeros = torch.zeros(1, 1, dtype=torch.long, device=device)
-    prefix = PagedPrefix(zeros[0], torch.full_like(zeros, SCRATCH), BLOCK, ragged=True)
-    hidden = torch.zeros(1, 1, runner.width, dtype=runner.target.dtype, device=device)
-    pending = Pending(zeros, hidden, torch.ones_like(zeros[0]), zeros[0])
-    sampling = SamplingTensors.from_lists([temperature], [top_k], [top_p], device)
+    zeros = torch.zeros(rows, 1, dtype=torch.long, device=device)
+    prefix = PagedPrefix(zeros[:, 0], torch.full_like(zeros, SCRATCH), BLOCK, ragged=True)
+    hidden = torch.zeros(rows, 1, runner.width, dtype=runner.target.dtype, device=device)
+    pending = Pending(zeros, hidden, torch.ones_like(zeros[:, 0]), zeros[:, 0])
+    sampling = SamplingTensors.from_lists([temperature] * rows, [top_k] * rows, [top_p] * rows, device)
     drawn = temperature > 0 and runner.config.drafting != "greedy" and plan.tree.num_nodes > 1
-    draws = torch.zeros(1, plan.num_draws, dtype=torch.float64, device=device) if drawn else None
+    draws = torch.zeros(rows, plan.num_draws, dtype=torch.float64, device=device) if drawn else None
     drafts = prefix if runner.drafts(plan, pending) else None
-    return RoundInputs(plan, prefix, drafts, pending, sampling, zeros[0], runner.config.drafting, draws, None)
+    return RoundInputs(plan, prefix, drafts, pending, sampling, zeros[:, 0], runner.config.drafting, draws, None)

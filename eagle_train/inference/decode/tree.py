@@ -213,13 +213,32 @@ def pruned(num_nodes: int, acceptance: Sequence[Sequence[float]]) -> Tree:
     return Tree((-1, *(index[path[:-1]] for path in nodes[1:])))
 
 
-def load_tree(spec: "Tree | str | Mapping[str, Any]") -> Tree:
-    """A tree from a Tree, a name (`chainN`, `dM_bfN` or a YAML in conf/tree), or a mapping that has `_target_` or
-    `parents`.
+@dataclass(frozen=True)
+class AutoTree:
+    """tree=auto: a chain of one of these lengths, or no draft, by what is expected to pay in a round. Raises
+    UserError."""
+
+    lengths: tuple[int, ...] = (1, 2, 3, 5, 7)
+
+    def __post_init__(self) -> None:
+        lengths = tuple(self.lengths)
+        object.__setattr__(self, "lengths", lengths)  # YAML gives a list
+        for length in lengths:
+            check_count("lengths", length, 1)
+        check(bool(lengths) and sorted(set(lengths)) == list(lengths), f"tree.lengths is {lengths}; they must increase")
+
+    def trees(self) -> list[Tree]:
+        """The chains, the shortest first."""
+        return [chain(length) for length in self.lengths]
+
+
+def load_tree(spec: "Tree | AutoTree | str | Mapping[str, Any]") -> Tree | AutoTree:
+    """A tree, or an AutoTree, from itself, a name (`chainN`, `dM_bfN` or a YAML in conf/tree), or a mapping that has
+    `_target_` or `parents`.
 
     Raises UserError for an unknown name, and for a mapping that describes no tree.
     """
-    if isinstance(spec, Tree):
+    if isinstance(spec, Tree | AutoTree):
         return spec
     if isinstance(spec, str):
         if (described := tree_of(spec)) is not None:
@@ -240,8 +259,8 @@ def load_tree(spec: "Tree | str | Mapping[str, Any]") -> Tree:
     return Tree(tuple(parents))
 
 
-def _instantiated(spec: Mapping[str, Any]) -> Tree:
+def _instantiated(spec: Mapping[str, Any]) -> Tree | AutoTree:
     """The tree that calling `_target_` gives. Raises UserError where it gives none."""
     tree = instantiate(spec, "tree")
-    check(isinstance(tree, Tree), f"tree._target_ is {spec['_target_']!r}; it must make a Tree")
+    check(isinstance(tree, Tree | AutoTree), f"tree._target_ is {spec['_target_']!r}; it must make a Tree")
     return tree

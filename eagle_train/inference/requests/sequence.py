@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_train.errors import SURROGATE, UserError, check, shown
+from eagle_train.inference.decode.acceptance import Acceptance
 from eagle_train.inference.grammar.guided import Matcher, check_grammar
 from eagle_train.inference.requests.detokenizer import Detokenizer
 
@@ -187,6 +188,7 @@ class Sequence:
     num_reported: int = 0  # generated tokens that updates had
     key: int = field(default_factory=itertools.count().__next__)  # by which drafters know it
     drafter: str | None = None  # the name of its drafter; None: its tokens are the target's alone
+    acceptance: Acceptance | None = None  # of its drafts so far, where trees are chosen by it
     cached_by: str = ""  # the drafter whose keys and values lie in its blocks beside the target's
 
     @property

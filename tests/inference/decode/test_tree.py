@@ -118,8 +118,9 @@ def test_every_bundled_tree_loads():
     """Trees that a name describes have no YAML."""
     names = {path.stem for path in (CONF_DIR / "tree").glob("*.yaml")} - {"table"}
     assert not any(map(tree_of, names))
-    parents = {name: load_tree(name).parents for name in names}
-    assert len(parents["n8"]) == 9
+    trees = {name: load_tree(name) for name in names}
+    assert len(trees["n8"].parents) == 9
+    assert trees["auto"].trees() == [chain(length) for length in (1, 2, 3, 5, 7)]
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 7, 12, MAX_NODES - 1])

@@ -1,0 +1,65 @@
+"""How far drafts are accepted: counts that forget, of a request and of all, and what they promise. DESIGN section 3.5.
+
+Knows nothing of tensors, trees or time.
+"""
+
+from itertools import accumulate
+from operator import mul
+
+_PRIOR = 0.7  # a draft is accepted so often where the one above it is, as long as nothing is known
+_TRUST = 12.0  # drafts that count as much as what is believed before
+
+
+class Acceptance:
+    """How often a draft at depth 1, 2, ... was accepted where the one above it was, in the last rounds.
+
+    `memory`: about so many rounds count. `before`: what is believed as long as little was seen: that of all requests.
+    Without it a depth is believed to be as the one above it.
+    """
+
+    def __init__(self, memory: float, before: "Acceptance | None" = None):
+        self._keep, self._before = 1 - 1 / memory, before
+        self._accepted: list[float] = []
+        self._tried: list[float] = []  # rounds that drafted so deep, and accepted what is above
+
+    @property
+    def rounds(self) -> float:
+        """The number of rounds with drafts that count."""
+        return self._tried[0] if self._tried else 0.0
+
+    @property
+    def novelty(self) -> float:
+        """From 1, where nothing was seen, to 0: the weight of what is believed."""
+        return _TRUST / (self.rounds + _TRUST)
+
+    def add(self, depth: int, accepted: int) -> None:
+        """A round whose drafts were `depth` deep, and accepted down to `accepted`."""
+        missing = [0.0] * (depth - len(self._tried))
+        self._tried += missing
+        self._accepted += missing
+        for place in range(min(depth, accepted + 1)):
+            self._tried[place] = self._tried[place] * self._keep + 1
+            self._accepted[place] = self._accepted[place] * self._keep + (place < accepted)
+
+    def doubt(self) -> None:
+        """Let what is seen next count for more."""
+        self._tried, self._accepted = ([x / 4 for x in counts] for counts in (self._tried, self._accepted))
+
+    def rates(self, depth: int) -> list[float]:
+        """The share of drafts at depth 1 to `depth` that will be accepted where the one above is."""
+        believed = None if self._before is None else self._before.rates(depth)
+        rates: list[float] = []
+        for place in range(depth):
+            before = believed[place] if believed else rates[-1] if rates else _PRIOR
+            seen = place < len(self._tried)
+            hits, tried = (self._accepted[place], self._tried[place]) if seen else (0.0, 0.0)
+            rates.append((hits + _TRUST * before) / (tried + _TRUST))
+        return rates
+
+    def shares(self, depth: int) -> list[float]:
+        """The share of rounds in which a draft at depth 1 to `depth` will be accepted."""
+        return list(accumulate(self.rates(depth), mul))
+
+    def tokens(self, depth: int) -> float:
+        """Tokens that a round with drafts of this depth will commit: the accepted ones and the target's own."""
+        return 1 + sum(self.shares(depth))

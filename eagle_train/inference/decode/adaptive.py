@@ -1,0 +1,151 @@
+"""Chooses each round's tree by what it is expected to bring: tokens over time, no speculation among the choices.
+
+Tokens by the acceptance of each request and of all (acceptance.py), time by a cost model (round_costs.py). A choice
+stands unless another is clearly better. Where drafts do not pay, they are tried again, ever less often. DESIGN 3.5.
+
+Knows nothing of tensors or of how trees are drafted.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from eagle_train.inference.decode.acceptance import Acceptance
+from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.round_costs import RoundCosts
+from eagle_train.inference.drafters.drafter import TreePlan
+from eagle_train.inference.parallel.tensor_parallel import Ranks
+
+_CLEARLY_WORSE = 0.97  # of plain decoding's tokens a second: drafts are on their way out
+_BETTER = 1.02  # times as many tokens a second, for another plan to be taken
+_FIRST_RETRY, _LAST_RETRY = 128, 2048  # plain rounds before drafts are tried again
+_TRY = 3  # rounds of a trial
+_PLAIN_FIRST, _PLAIN_EVERY = 24, 512  # rounds after which one is plain, so that its time is known, and is known again
+_CLOSES = 48  # plain rounds in a row, after which requests lose their drafters
+_OPEN_ONE_IN = 8  # while closed, so many new requests have no drafter for each that has one
+_OF_REQUEST, _OF_ALL = 96, 600  # rounds that acceptance remembers
+_KNOWN = 8  # rounds after which a request's acceptance is known well enough to be compared
+
+
+class Row(Protocol):
+    """A request that decodes."""
+
+    drafter: str | None
+    acceptance: Acceptance | None
+
+
+class Told(NamedTuple):
+    """What a round brought a row: how deep its drafts were, and how many of them were accepted."""
+
+    row: Row
+    depth: int
+    accepted: int
+
+
+class Adaptive:
+    """The choice for an engine, with what it learns."""
+
+    def __init__(self, dispatcher: Dispatcher, plain: TreePlan, costs: RoundCosts, ranks: Ranks, rows: int):
+        """`plain`: the plan without drafts. `rows`: of a full batch."""
+        self._dispatcher, self._plain, self._costs, self._ranks = dispatcher, plain, costs, ranks
+        self._rows, self._all = rows, Acceptance(_OF_ALL)
+        self._variance = 0.0  # of acceptance at depth 1, over requests
+        self._current, self._trial, self._retry_after = plain, 0, _FIRST_RETRY  # _trial: rounds of it that are left
+        self._idle = _FIRST_RETRY  # rounds since the last one with drafts: the first are a trial
+        self._unpaid = 0  # rounds since drafts were last expected to pay
+        self._pays = True  # or nearly
+        self._admitted = self._chosen = 0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether drafts have not paid for long."""
+        return self._unpaid >= _CLOSES
+
+    def opens(self) -> bool:
+        """Whether a new request is to have its drafter: a drafter that does not pay costs its part of the prefill."""
+        self._admitted += 1
+        if not self.is_closed:
+            return True
+        # As many together as a batch has rows: one that drafts alone would not pay.
+        return self._would_pay() or self._admitted // self._rows % (1 + _OPEN_ONE_IN) == 0
+
+    def _would_pay(self) -> bool:
+        """Whether drafts would pay if all rows of a full batch had them, by what all requests accepted."""
+        plain = self._rows / self._costs.seconds(self._plain, self._rows)
+        return any(
+            self._expected(plan, [self._all] * self._rows, self._rows) > plain for plan in self._plans(self._rows)
+        )
+
+    def new(self) -> Acceptance:
+        """What a new request is believed to accept."""
+        return Acceptance(_OF_REQUEST, self._all)
+
+    def choose(self, rows: Sequence[Row]) -> TreePlan:
+        """The plan of the next round. Ranks of one target choose the same."""
+        plans = [self._plain, *self._plans(len(rows))]
+        drafting = [row.acceptance for row in rows if row.drafter is not None and row.acceptance is not None]
+        best = self._best(plans, drafting, len(rows)) if drafting else 0
+        self._chosen += 1
+        if self._chosen % _PLAIN_EVERY in (_PLAIN_FIRST, _PLAIN_FIRST + 1):
+            return self._plain
+        return self._taken(plans[self._ranks.least_of_hosts([best])[0]])
+
+    def _note_spread(self, acceptance: Acceptance) -> None:
+        """Follow how much requests differ from each other."""
+        if acceptance.rounds >= _KNOWN:
+            off = acceptance.shares(1)[0] - self._all.shares(1)[0]
+            self._variance += (off * off - self._variance) / _OF_ALL
+
+    def _plans(self, rows: int) -> list[TreePlan]:
+        """The plans with drafts that such a batch may have."""
+        return self._dispatcher.choices(rows)
+
+    def _expected(self, plan: TreePlan, drafting: Sequence[Acceptance], rows: int) -> float:
+        """Tokens a second of a batch, some of whose rows draft."""
+        depth = plan.tree.max_depth
+        tokens = sum(each.tokens(depth) for each in drafting) + rows - len(drafting)
+        if depth > 0 and self._variance > 0:
+            # Where requests differ, a new one may be a good one: else the end of a good one could end all drafting.
+            first, *others = self._all.shares(depth)
+            relative = 1 + sum(others) / max(first, 1e-3)
+            tokens += math.sqrt(self._variance) * relative * sum(each.novelty for each in drafting)
+        return tokens / self._costs.seconds(plan, rows)
+
+    def observe(self, plan: TreePlan, told: list[Told], rows: int, seconds: float | None) -> bool:
+        """A round has ended; `seconds`: None where it is not known how long it took. Returns whether its rows lose
+        their drafters, as they do not pay."""
+        if seconds is not None:
+            self._costs.observe(plan, rows, seconds)
+        for row, depth, accepted in told:
+            if depth > 0 and row.acceptance is not None:
+                row.acceptance.add(depth, accepted)
+                self._all.add(depth, accepted)
+                self._note_spread(row.acceptance)
+        return self.is_closed and self._unpaid % _CLOSES == 0
+
+    def _best(self, plans: list[TreePlan], drafting: Sequence[Acceptance], rows: int) -> int:
+        """The place of the plan with the most tokens a second; the current one's where none is clearly better."""
+        rates = [self._expected(plan, drafting, rows) for plan in plans]
+        best = max(range(len(plans)), key=rates.__getitem__)
+        self._pays = max(rates[1:], default=0.0) > _CLEARLY_WORSE * rates[0]
+        if self._tries() and len(plans) > 1:
+            return best or max(range(1, len(plans)), key=rates.__getitem__)
+        stays = plans.index(self._current) if self._current in plans else best
+        return best if rates[best] > _BETTER * rates[stays] else stays
+
+    def _tries(self) -> bool:
+        """Whether drafts are tried though they did not seem to pay."""
+        if self._trial == 0 and self._idle >= self._retry_after:
+            self._trial, self._retry_after = _TRY, min(2 * self._retry_after, _LAST_RETRY)
+            self._all.doubt()
+        return self._trial > 0
+
+    def _taken(self, plan: TreePlan) -> TreePlan:
+        """Notes the choice."""
+        self._idle = 0 if plan is not self._plain else self._idle + 1
+        self._unpaid = 0 if self._pays else self._unpaid + 1
+        self._trial = max(0, self._trial - 1)
+        if self._unpaid == 0:
+            self._retry_after = _FIRST_RETRY
+        self._current = plan
+        return plan

@@ -1,0 +1,59 @@
+"""Times rounds of an engine without requests, for the cost model. Knows nothing of requests or acceptance.
+
+Shapes: A rows, N tree nodes.
+"""
+
+import time
+from dataclasses import replace
+
+import torch
+
+from eagle_train.inference.decode.adaptive import Adaptive
+from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.recording import empty_round
+from eagle_train.inference.decode.round_costs import RoundCosts
+from eagle_train.inference.decode.row_trees import RowTrees
+from eagle_train.inference.decode.tree import Tree, chain
+from eagle_train.inference.drafters.drafter import TreePlan
+from eagle_train.inference.drafters.drafters import Proposed
+from eagle_train.inference.runner import Runner
+
+
+@torch.inference_mode()
+def calibrated(runner: Runner, dispatcher: Dispatcher) -> Adaptive:
+    """The choice of plans for an engine, by rounds of each plan that are timed now, at batch sizes by powers of two.
+
+    The caches must have their reserved blocks."""
+    most, plain = runner.config.max_batch_size, TreePlan(chain(0).to(runner.target.device))
+    sizes = sorted({1 << i for i in range(most.bit_length()) if 1 << i <= most} | {most})
+    plans = dict.fromkeys(plan for _, plan in dispatcher.plans(sizes))
+    plans.pop(plain, None)
+
+    def seconds(plan: TreePlan, rows: int) -> float:
+        started = time.perf_counter()
+        _round(runner, plan, rows)
+        return time.perf_counter() - started
+
+    costs = RoundCosts([plain, *plans], sizes, seconds)
+    return Adaptive(dispatcher, plain, costs, runner.ranks, most)
+
+
+def _round(runner: Runner, plan: TreePlan, rows: int) -> None:
+    """A round of rows without tokens, to its end on the host. Drafters that read texts are left out: they have none."""
+    inputs = empty_round(runner, plan, rows=rows)
+    if plan.tree.num_nodes == 1 or runner.drafters.recordable:
+        _, result = runner.run(inputs)
+    else:
+        _, result = runner.complete(replace(inputs, draft_prefix=None), _undrafted(plan, inputs.pending.last))
+    result.gains()
+
+
+def _undrafted(plan: TreePlan, last: torch.Tensor) -> Proposed:
+    """The pending tokens `last` int64 [A, 1] in place of drafts."""
+    tree = plan.tree
+    tokens = last.repeat(1, tree.num_nodes)
+    if isinstance(tree, Tree):
+        return Proposed(tokens, None, tree, [], None, {})
+    parents = (torch.arange(tree.num_nodes, device=last.device) - 1).clamp(0, tree.max_depth - 1).expand_as(tokens)
+    trees = RowTrees(parents, torch.ones_like(tokens, dtype=torch.bool), tree.max_depth)
+    return Proposed(tokens, None, trees, [], None, {})

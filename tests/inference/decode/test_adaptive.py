@@ -1,0 +1,203 @@
+"""Which tree a round gets where it goes by acceptance and cost: a simulated engine, against the best fixed choice."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from eagle_train.errors import OptionError, UserError
+from eagle_train.inference import Eagle, Engine, SamplingParams, SimulatedAcceptance
+from eagle_train.inference.decode.acceptance import Acceptance
+from eagle_train.inference.decode.adaptive import Adaptive, Told
+from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.round_costs import RoundCosts
+from eagle_train.inference.decode.tree import AutoTree, chain, load_tree
+from eagle_train.inference.drafters.drafter import TreePlan
+from eagle_train.inference.parallel.tensor_parallel import Ranks
+from tests.support.inside import inside
+from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, token_ids
+from tests.support.tiny import shared_target, tiny_draft
+
+PLAIN = TreePlan(chain(0))
+LENGTHS = (1, 2, 3, 5, 7)
+ROUNDS = 8_000
+
+
+@dataclass
+class Machine:
+    """A round of B rows in trees of N nodes and depth D takes 10 + node * B * N + draft * D (ms), give or take."""
+
+    node: float
+    draft: float
+    growth: float = 0.0  # of the time, over the run: contexts grow
+    jitter: float = 0.1
+    random: Random = field(default_factory=lambda: Random(0))
+
+    def mean(self, plan: TreePlan, rows: int) -> float:
+        tree = plan.tree
+        return 10 + self.node * rows * tree.num_nodes + self.draft * tree.max_depth
+
+    def once(self, plan: TreePlan, rows: int, done: float = 0.0) -> float:
+        slow = 3.0 if self.random.random() < 0.01 else 1.0  # something else ran
+        return self.mean(plan, rows) * (1 + self.growth * done) * slow * (1 + self.jitter * self.random.random())
+
+
+@dataclass(eq=False)
+class Request:
+    alpha: float
+    drafter: str | None = "one"
+    acceptance: Acceptance | None = None
+    left: int = 200
+
+
+def accepted(alpha: float, depth: int, random: Random) -> int:
+    count = 0
+    while count < depth and random.random() < alpha:
+        count += 1
+    return count
+
+
+def rate(machine: Machine, alphas: list[float], depth: int) -> float:
+    """Tokens a ms of a batch of such rows with chains of this length."""
+    tokens = sum(sum(alpha**d for d in range(depth + 1)) for alpha in alphas)
+    return tokens / machine.mean(TreePlan(chain(depth)), len(alphas))
+
+
+def run(machine: Machine, alphas: list[float], lengths: tuple[int, ...] = LENGTHS, rounds: int = ROUNDS) -> float:
+    """Tokens a ms (of mean times) that the choice brings, over the best fixed one's. Requests end after 200 tokens, and
+    others like them follow."""
+    dispatcher = Dispatcher(AutoTree(lengths))
+    costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1, 2, 4, 8, 16], machine.once)
+    adaptive = Adaptive(dispatcher, PLAIN, costs, Ranks(), len(alphas))
+
+    def arrives(alpha: float) -> Request:
+        return Request(alpha, "one" if adaptive.opens() else None, adaptive.new())
+
+    rows, tokens, took = [arrives(alpha) for alpha in alphas], 0, 0.0
+    for place in range(rounds):
+        plan = adaptive.choose(rows)
+        depth = plan.tree.max_depth
+        told = []
+        for row in rows:
+            drafts = depth if row.drafter else 0
+            told.append(Told(row, drafts, accepted(row.alpha, drafts, machine.random)))
+            row.left -= 1 + told[-1].accepted
+            tokens += 1 + told[-1].accepted
+        took += machine.mean(plan, len(rows))
+        if adaptive.observe(plan, told, len(rows), machine.once(plan, len(rows), place / rounds)):
+            for row in rows:
+                row.drafter = None
+        rows = [row if row.left > 0 else arrives(row.alpha) for row in rows]
+    return tokens / took / max(rate(machine, alphas, depth) for depth in (0, *lengths))
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("machine", [(0.02, 0.3), (0.5, 0.3), (0.02, 3.0), (2.0, 0.1)], ids=str)
+def test_it_is_as_good_as_the_best_length(rows, alpha, machine):
+    """Within 3 %, while contexts grow, and whatever the machine."""
+    assert run(Machine(*machine, growth=0.5), [alpha] * rows) > 0.97
+
+
+@pytest.mark.parametrize("machine", [(0.02, 0.3), (0.5, 1.0), (2.0, 0.1)], ids=str)
+@pytest.mark.parametrize("alphas", [[0.0] * 8, [0.9, 0.0] * 4], ids=["noise", "half"])
+def test_a_gate_costs_at_most_2_percent(alphas, machine):
+    """Against the better of a chain of three and no drafts, for noise, and for drafts that are right for half."""
+    assert run(Machine(*machine), alphas, lengths=(3,), rounds=12_000) > 0.98
+
+
+def test_what_becomes_better_is_found_and_what_becomes_worse_is_left():
+    machine = Machine(0.5, 1.0)
+    dispatcher = Dispatcher("chain3")
+    costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1], machine.once)
+    adaptive, row, drafted = Adaptive(dispatcher, PLAIN, costs, Ranks(), 1), Request(0.0), []
+    row.acceptance = adaptive.new()
+    for alpha, rounds in ((0.0, 3000), (0.95, 6000), (0.0, 3000)):
+        for _ in range(rounds):
+            plan = adaptive.choose([row])
+            depth = plan.tree.max_depth
+            adaptive.observe(plan, [Told(row, depth, accepted(alpha, depth, machine.random))], 1, machine.once(plan, 1))
+            drafted.append(depth > 0)
+    share = [sum(drafted[start:end]) / (end - start) for start, end in ((0, 3000), (6000, 9000), (9500, 12000))]
+    assert share[0] < 0.02
+    assert share[1] > 0.98
+    assert share[2] < 0.02
+
+
+def test_acceptance_is_what_was_seen():
+    seen = Acceptance(100)
+    assert seen.shares(2) == pytest.approx([0.7, 0.49])
+    for _ in range(200):
+        seen.add(3, 1)
+    first, second, third = seen.shares(3)
+    assert first > 0.95
+    assert second < 0.15
+    assert third < 0.2 * second
+    assert seen.tokens(1) == pytest.approx(1 + first)
+    other = Acceptance(50, seen)
+    assert other.shares(2) == pytest.approx([first, second], abs=0.01)
+    for _ in range(100):
+        other.add(2, 0)
+    assert other.shares(1)[0] < 0.25
+    assert other.shares(5) == sorted(other.shares(5), reverse=True)
+
+
+def test_costs_are_interpolated_and_corrected():
+    machine = Machine(1.0, 0.0, jitter=0.0)
+    plans = [PLAIN, TreePlan(chain(3))]
+    costs = RoundCosts(plans, [1, 4, 8], machine.mean)
+    assert costs.seconds(plans[1], 6) == pytest.approx(machine.mean(plans[1], 6))
+    for _ in range(100):
+        for plan, times in zip(plans, (2.0, 3.0), strict=True):
+            costs.observe(plan, 4, times * machine.mean(plan, 4))
+    for plan, times in zip(plans, (2.0, 3.0), strict=True):
+        assert costs.seconds(plan, 4) == pytest.approx(times * machine.mean(plan, 4), rel=0.05)
+    assert costs.seconds(plans[0], 8) > 1.5 * machine.mean(plans[0], 8)  # other sizes grow alike
+
+
+# --- in an engine
+
+
+@pytest.mark.parametrize(
+    "options", [{"tree": "auto"}, {"tree": "d2_bf2", "gate": True}, {"tree": "auto", "overlap": True}]
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_are_those_of_plain_decoding(options, temperature):
+    target = shared_target("llama")
+    params = SamplingParams(temperature, max_tokens=16, ignore_eos=True, seed=5)
+    plain = token_ids(Engine(target).generate(PROMPTS, params))
+    engine = Engine(target, Eagle(tiny_draft(target), target), **options, max_batch_size=3)
+    for _ in range(3):
+        assert token_ids(engine.generate(PROMPTS, params)) == plain
+    assert inside(engine).in_flight is None
+
+
+def test_requests_without_drafter_and_several_drafters():
+    target = shared_target("llama")
+    drafters = {name: Eagle(tiny_draft(target), target) for name in ("a", "b")}
+    engine = Engine(target, drafters, "auto")
+    params = [SamplingParams(max_tokens=16, ignore_eos=True, drafter=name) for name in ("a", "b", "none", None, "a")]
+    assert token_ids(engine.generate(PROMPTS, params)) == cut(answers("llama"))
+
+
+def test_auto_of_drafters_whose_trees_differ_by_row():
+    from eagle_train.inference import TextDrafter
+
+    class Last(TextDrafter):
+        def draft(self, text, most):
+            return [text.answer[-1]] * most
+
+    engine = Engine(shared_target("llama"), Last(), "auto")
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+
+
+def test_what_cannot_be_auto_is_one_line():
+    target = shared_target("llama")
+    for lengths in ((), (3, 1), (1, 1)):
+        with pytest.raises(UserError, match=r"^tree.lengths is .*; they must increase$"):
+            AutoTree(lengths)
+    with pytest.raises(UserError, match=r"^tree.lengths is 0; it must be a whole number, at least 1$"):
+        AutoTree((0, 1))
+    assert load_tree("auto") == AutoTree()
+    with pytest.raises(OptionError, match=r"^tree=auto and gate=True go by acceptance; it is simulated here$"):
+        Engine(target, tiny_draft(target), "auto", acceptance=SimulatedAcceptance([0.5]))
