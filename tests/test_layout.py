@@ -27,11 +27,11 @@ TESTED_IN = {
     "inference/drafters/test_checks.py": "inference/drafters/text_drafter",
     "inference/drafters/test_lookup.py": "inference/drafters/ngram inference/drafters/suffix",
     "inference/drafters/test_drafters.py": "inference/decode/row_trees",
+    "inference/decode/test_tree.py": "inference/decode/named_trees tree_names",
     "inference/decode/test_adaptive.py": "inference/decode/acceptance inference/decode/calibration "
     "inference/decode/round_costs",
     "inference/decode/test_graphs.py": "inference/decode/recording inference/decode/rounds ops/graphs",
     "inference/decode/test_sampling.py": "inference/decode/validation inference/decode/verification ops/cumulative",
-    "inference/decode/test_tree.py": "tree_names",
     "inference/grammar/test_promises.py": "inference/grammar/expressions inference/grammar/formats "
     "inference/grammar/json_schema inference/grammar/json_text inference/grammar/numbers inference/grammar/patterns "
     "inference/grammar/rules",

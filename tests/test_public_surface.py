@@ -15,9 +15,9 @@ PUBLIC = {
         Batch ChatRenderer ChatTemplate Conversation DataConfig Document SourceConfig Stream open_source
     """,
     "inference": """
-        Choice Dispatcher DraftRound Drafted Drafter Eagle Engine EngineConfig Needs OpenTree Outcome Output Pending
-        PlanTree PrefillServer RemotePrefill Requests RowText RowTrees SamplingParams Sequence SimulatedAcceptance Stats
-        TextDrafter TextTree Tree TreePlan Update chain connect full pruned
+        Choice Dispatcher DraftRound Drafted Drafter DynamicTree Eagle Engine EngineConfig Needs OpenTree Outcome Output
+        Pending PlanTree PrefillServer RemotePrefill Requests RowText RowTrees SamplingParams Sequence SimulatedAcceptance
+        Stats TextDrafter TextTree Tree TreePlan Update chain connect dynamic full pruned
     """,
     "models": """
         Draft DraftConfig Head Identity Quant Target TargetConfig load_target quant_of quantise_draft

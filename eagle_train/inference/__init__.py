@@ -4,7 +4,7 @@ The names below are what users may call. Everything else in these folders is int
 """
 
 from eagle_train.inference.decode.dispatcher import Dispatcher
-from eagle_train.inference.decode.row_trees import OpenTree, PlanTree, RowTrees
+from eagle_train.inference.decode.row_trees import DynamicTree, OpenTree, PlanTree, RowTrees, dynamic
 from eagle_train.inference.decode.simulated import SimulatedAcceptance
 from eagle_train.inference.decode.tree import Tree, chain, full, pruned
 from eagle_train.inference.drafters.drafter import (
@@ -32,6 +32,7 @@ __all__ = [
     "DraftRound",
     "Drafted",
     "Drafter",
+    "DynamicTree",
     "Eagle",
     "Engine",
     "EngineConfig",
@@ -57,6 +58,7 @@ __all__ = [
     "Update",
     "chain",
     "connect",
+    "dynamic",
     "full",
     "pruned",
 ]

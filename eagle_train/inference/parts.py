@@ -79,6 +79,8 @@ def build_parts(
     tree = tree if drafters else chain(0)
     dispatcher = tree if isinstance(tree, Dispatcher) else Dispatcher(tree, target.device)
     runner = Runner(target, drafters, config, acceptance)
+    plans = [plan for _, plan in dispatcher.plans([size for size, _ in dispatcher.table])]
+    runner.drafters.expect(plans, config.drafting)
     if runner.drafters.have_plans:
         dispatcher = ReplacedPlans(dispatcher, runner.drafters.plan)
     ahead = dispatcher.deepest + 1  # slots that a round may write after the committed ones

@@ -78,7 +78,6 @@ class Runner:
         divided = config.divide_sampling and not any(each.logits for each in needs)
         self.ranks = Ranks(target.together, target.device, divided=divided)
         self.drafters = Drafters(drafters, self.ranks, width)
-        self.drafters.check_drafting(config.drafting)
         self.width = width * (1 + len(self.drafters.layers))  # S
         self.graphs: Graphs | None = None  # what is recorded; rounds that fit none run kernel by kernel
         layers = target.kv_layers

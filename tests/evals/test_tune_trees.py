@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from eagle_train.errors import UserError
 from eagle_train.inference import Dispatcher, Engine, EngineConfig, Sequence, Tree, chain, full
-from eagle_train.inference.decode.tree import load_tree
+from eagle_train.inference.decode.named_trees import load_tree
 from eagle_train.settings import CONF_DIR
 from evals import mt_bench, tune_trees
 from evals.bench import session

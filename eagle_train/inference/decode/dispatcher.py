@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from eagle_train.errors import UserError, check, one_line
+from eagle_train.inference.decode.named_trees import AutoTree, load_tree
 from eagle_train.inference.decode.row_trees import PlanTree
-from eagle_train.inference.decode.tree import AutoTree, load_tree
 from eagle_train.inference.drafters.drafter import TreePlan
 
 

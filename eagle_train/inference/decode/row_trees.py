@@ -39,6 +39,30 @@ class OpenTree:
         return self
 
 
+@dataclass(frozen=True)
+class DynamicTree(OpenTree):
+    """tree=dynamic: `nodes` drafted nodes in each row, where the draft is most confident (EAGLE-2). In each of
+    `max_depth` levels the `top_k` most probable nodes are expanded, by as many tokens. Raises UserError."""
+
+    top_k: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("top_k", self.top_k, 1)
+        super().__post_init__()
+        most = self.top_k + (self.max_depth - 1) * self.top_k**2
+        drafted = self.num_nodes - 1
+        told = f"tree.nodes is {drafted}; depth={self.max_depth} and top_k={self.top_k} see {most} nodes at most"
+        check(drafted <= most, told)
+
+
+def dynamic(nodes: int, depth: int, top_k: int) -> DynamicTree:
+    """A `DynamicTree` as conf/tree/dynamic.yaml has it: `nodes` drafted ones, in `depth` levels. Raises UserError."""
+    for name, value in (("nodes", nodes), ("depth", depth), ("top_k", top_k)):
+        check_count(name, value, 1)
+    check(depth <= nodes, f"tree.depth is {depth}; it must be at most tree.nodes, {nodes}")
+    return DynamicTree(nodes + 1, depth, top_k)
+
+
 class RowTrees:
     """The trees of a round's rows. Node 0 is the root; a node's parent has a smaller number.
 

@@ -127,6 +127,7 @@ class Needs:
     - `logits`: the target's logits at every node, afterwards. Ranks of a divided target then sample all rows each.
     - `tree`: the tree that it always proposes, in place of the engine's.
     - `by_row`: its trees differ by row: it is given an `OpenTree` with as many nodes as the engine's tree.
+    - `grows`: it grows an engine's `DynamicTree`, by probabilities of its own.
     - `waits`: it may have the host wait for the device. If it does not, its part of rounds is recorded as CUDA graphs.
     - `checks`: what it returns is checked in every round.
     """
@@ -136,6 +137,7 @@ class Needs:
     logits: bool = False
     tree: PlanTree | None = None
     by_row: bool = False
+    grows: bool = False
     waits: bool = True
     checks: bool = True
 
@@ -185,6 +187,7 @@ class Drafted(NamedTuple):
     q: torch.Tensor | None = None  # [A, N, V]: the distribution each node's children were drawn from, or None
     suffix: Suffix | None = None  # nodes' keys and values that are not in the drafter's cache; padding rows may follow
     trees: RowTrees | None = None  # each row's own tree of N nodes, fewer than the plan's maybe; None: the plan's
+    places: torch.Tensor | None = None  # of a dynamic tree, int64 [A, N]: the nodes' places in `suffix`; -1: none
     faults: Mapping[int, str] = MappingProxyType({})  # rows that it could not draft for, with the reason
 
 

@@ -16,7 +16,7 @@ import torch
 from eagle_train.errors import OptionError, check, one_line
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
-from eagle_train.inference.decode.row_trees import AnyTree, OpenTree, RowTrees
+from eagle_train.inference.decode.row_trees import AnyTree, DynamicTree, OpenTree, RowTrees
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.drafters.checks import checked_drafts, checked_pending
 from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, DraftRound, Outcome, Pending, TreePlan
@@ -71,7 +71,7 @@ class Drafters:
         self.caches: list[PagedKV] = [cache for each in self.by_name.values() for cache in each.caches]
         self.need_logits = any(each.logits for each in needs)
         self.are_checked = len(needs) > 1 or any(each.checks or each.texts for each in needs)
-        self.varies = len(needs) > 1 or any(each.by_row for each in needs)  # trees differ by row
+        self.varies = len(needs) > 1 or any(each.by_row for each in needs)  # trees may differ by row
 
     @property
     def have_plans(self) -> bool:
@@ -118,8 +118,9 @@ class Drafters:
         tree = OpenTree(max(x.num_nodes for x in trees), max(x.max_depth for x in trees))
         return TreePlan(tree, tuple(own.items()))
 
-    def check_drafting(self, mode: str) -> None:
-        """Raise OptionError where drafts cannot be drawn as `mode` says."""
+    def expect(self, plans: Iterable[TreePlan], mode: str) -> None:
+        """These are the engine's plans. Raises OptionError where drafts cannot be drawn as `mode` says."""
+        self.varies |= bool(self.by_name) and any(isinstance(plan.tree, OpenTree) for plan in plans)
         told = "several drafters draw nothing" if len(self.by_name) > 1 else "trees that differ by row are not drawn"
         check(mode == "greedy" or not self.varies, f"drafting={mode}: {told}; use greedy", OptionError)
 
@@ -302,6 +303,9 @@ def _plan_of(drafter: Drafter, plan: TreePlan) -> TreePlan:
     if needs.by_row and isinstance(tree, Tree):
         return TreePlan(OpenTree(tree.num_nodes, tree.num_nodes - 1))
     name = type(drafter).__name__
+    if isinstance(tree, DynamicTree):
+        check(needs.grows, f"tree=dynamic: {name} has no probabilities by which a tree could grow; use chain3, say")
+        return plan
     check(needs.by_row or isinstance(tree, Tree), f"tree: {name} proposes trees that are the same for all rows only")
     return plan
 

@@ -15,6 +15,7 @@ from eagle_train.hardware import warn_of_emulation
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.cache.suffix import Suffix
+from eagle_train.inference.decode.row_trees import DynamicTree
 from eagle_train.inference.decode.sampling import propose, restrict
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.drafters.drafter import (
@@ -30,6 +31,7 @@ from eagle_train.inference.drafters.drafter import (
     TreePlan,
     pick,
 )
+from eagle_train.inference.drafters.dynamic import grow_dynamic
 from eagle_train.inference.parallel.divided_draft import divide_draft
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.parallel.vocabulary import DividedHead
@@ -56,7 +58,7 @@ class Eagle(Drafter):
     that are prefilled again, after a preemption or in another request, get the target's hidden states.
     """
 
-    needs = Needs(waits=False, checks=False)
+    needs = Needs(grows=True, waits=False, checks=False)
 
     def __init__(self, draft: Draft, target: Target, alignment: str = "accepted"):
         check(alignment in ALIGNMENTS, f"alignment={alignment}: must be {' or '.join(ALIGNMENTS)}")
@@ -126,6 +128,8 @@ class Eagle(Drafter):
         aligned, grown, sizes = set(), set(), list(sizes)
         catches_up = any(plan.tree.num_nodes == 1 for _, plan in sizes)
         for rows, plan in sizes:
+            if isinstance(plan.tree, DynamicTree):
+                grown |= {(rows, 1), (rows, plan.tree.top_k)}
             aligned |= {(rows, count + 1) for count in range(1, plan.tree.max_depth + 1)}  # accepted, and one
             aligned |= {(rows, count) for count in (2, MAX_PENDING) if catches_up}
             grown |= {(rows, 1), *((rows, len(level.parents)) for level in plan.levels[1:])}  # none accepted; nodes
@@ -159,6 +163,9 @@ class Eagle(Drafter):
 
     def propose(self, round: DraftRound) -> Drafted:
         hidden = self.align(round.draft_prefix, round.pending)
+        if isinstance(round.plan.tree, DynamicTree):
+            root = round.pending.last, hidden
+            return grow_dynamic(round.plan.tree, root, round.prefix, self.cache, self.run_forward, self.most_likely)
         return self.grow(round.plan, hidden, round.pending.last, round.prefix, round.choice)
 
     def align(self, prefix: Prefix, pending: Pending) -> torch.Tensor:
@@ -196,6 +203,11 @@ class Eagle(Drafter):
                 q[:, level.parents] = distribution
         return Drafted(torch.cat(tokens, 1), q, suffix)
 
+    def most_likely(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `count` most likely tokens after states [A, T, H], int64 [A, T, count], and their log-probabilities."""
+        best = self.head.lm_head(hidden).float().log_softmax(-1).topk(count)
+        return self.head.tokens(best.indices), best.values
+
     def children(self, hidden: torch.Tensor, level: Level, choice: Choice) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`level.most` proposed tokens for each parent of the level, [A, Q, most], and q [A, Q, V] or None."""
         noise = None if choice.noise is None else choice.noise[:, level.noise].unflatten(1, (-1, level.most))
@@ -212,9 +224,14 @@ class Eagle(Drafter):
         if self.alignment == "accepted":
             return pending
         if drafted.suffix is not None:  # a leaf has no keys and values; its slot is written by the next `align`
-            self.cache.commit(drafted.suffix, round.prefix.advanced(1), plan.place[outcome.path[:, 1:]])
-        assert isinstance(plan.tree, Tree)
-        is_leaf = plan.tree.children[node, 0] < 0
+            path = outcome.path[:, 1:]
+            places = plan.place[path] if drafted.places is None else drafted.places.gather(1, path).clamp(min=0)
+            self.cache.commit(drafted.suffix, round.prefix.advanced(1), places)
+        if drafted.places is not None:
+            is_leaf = drafted.places.gather(1, node.unsqueeze(1))[:, 0] < 0
+        else:
+            assert isinstance(plan.tree, Tree)
+            is_leaf = plan.tree.children[node, 0] < 0
         return pending.newest(1 + (is_leaf & (node > 0)).long(), min(2, pending.tokens.shape[1]))
 
 

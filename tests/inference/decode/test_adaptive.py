@@ -10,8 +10,9 @@ from eagle_train.inference import Eagle, Engine, SamplingParams, SimulatedAccept
 from eagle_train.inference.decode.acceptance import Acceptance
 from eagle_train.inference.decode.adaptive import Adaptive, Told
 from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.named_trees import AutoTree, load_tree
 from eagle_train.inference.decode.round_costs import RoundCosts
-from eagle_train.inference.decode.tree import AutoTree, chain, load_tree
+from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.drafter import TreePlan
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from tests.support.inside import inside

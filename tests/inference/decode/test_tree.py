@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 
 from eagle_train.errors import UserError
 from eagle_train.inference.decode import tree as tree_module
-from eagle_train.inference.decode.tree import MAX_NODES, Tree, chain, full, load_tree, pruned
+from eagle_train.inference.decode.named_trees import load_tree
+from eagle_train.inference.decode.tree import MAX_NODES, Tree, chain, full, pruned
 from eagle_train.settings import CONF_DIR
 from eagle_train.tree_names import ANY_TREE, tree_of
 from tests.support.pages import text_of
