@@ -139,7 +139,10 @@ def test_what_hydra_understands_is_left_to_it(override):
         (["prompt="], "prompt is empty: give prompt=TEXT"),
         (["prompt=x", "nosuch=1"], "Could not override 'nosuch'"),
         (["prompt=x", "target.nosuch=1"], "Could not override 'target.nosuch'"),
-        (["prompt=x", "tree=nosuch"], "Could not find 'tree/nosuch' (there are auto, chain1, chain2, chain3, chain5, d3_bf2"),
+        (
+            ["prompt=x", "tree=nosuch"],
+            "Could not find 'tree/nosuch' (there are auto, chain1, chain2, chain3, chain5, d3_bf2",
+        ),
         (["prompt=x", "tree=chainN"], f"n8, table, and {ANY_TREE})"),
         (["prompt=x", "nosuch"], "nosuch: must be KEY=VALUE (--help tells the keys)"),
         (
