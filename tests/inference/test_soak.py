@@ -9,6 +9,7 @@ Every request must get the tokens of plain decoding, sampled ones too.
 import copy
 import os
 import random
+import time
 import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -23,7 +24,9 @@ from eagle_train.inference import Engine, Output, SamplingParams
 from eagle_train.inference.cache.block_pool import BlockPool
 from eagle_train.inference.cache.prefix import BLOCK, SCRATCH
 from eagle_train.inference.decode.tree import chain
+from eagle_train.inference.drafters.drafter import Drafted, DraftRound, Needs, Outcome, Pending, RowText
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
+from eagle_train.inference.drafters.text_drafter import TextDrafter, TextTree
 from eagle_train.inference.parallel.disaggregated import PrefillServer, RemotePrefill
 from eagle_train.inference.requests.sequence import Sequence
 from tests.support.inside import pool_of
@@ -185,6 +188,108 @@ def served(
     assert len(asked) == COUNT
     assert not engine.has_unfinished, "it hangs"
     return asked, outputs
+
+
+class Unsteady(Eagle):
+    """A draft of its own kind of trouble, now and then; checked as a user's drafter is."""
+
+    needs = Needs()
+
+    def __init__(self, rng: random.Random, often: float):
+        super().__init__(copy.deepcopy(models()[1]), models()[0])
+        self.rng, self.often, self.met = rng, often, Counter()
+
+    def propose(self, round: DraftRound) -> Drafted:
+        drafted = super().propose(round)
+        if self.rng.random() > self.often:
+            return drafted
+        row, tokens = self.rng.randrange(len(drafted.tokens)), drafted.tokens.clone()
+        fault = self.rng.choice(["raises", "shape", "outside", "negative", "nan"])
+        self.met[fault] += 1
+        if fault == "raises":
+            raise RuntimeError("out of order")
+        if fault == "shape":
+            return Drafted(tokens[:, 1:])
+        if fault in ("outside", "negative"):
+            tokens[row, -1] = -1 if fault == "negative" else 10**6
+            return drafted._replace(tokens=tokens)
+        q = torch.full((*tokens.shape, len(models()[0].lm_head.weight)), 1 / 96, dtype=torch.float64)
+        q[row, 0, 3] = torch.nan
+        return drafted._replace(q=q)
+
+    def rewind(self, round: DraftRound, drafted: Drafted, outcome: Outcome) -> Pending:
+        left = super().rewind(round, drafted, outcome)
+        if self.rng.random() < self.often / 4:
+            self.met["rewind"] += 1
+            return None
+        return left
+
+
+class UnsteadyTexts(TextDrafter):
+    """The same on the host, with some late drafts; keeps the keys of requests that are there."""
+
+    timeout_s = 0.2
+
+    def __init__(self, rng: random.Random, often: float):
+        self.rng, self.often, self.met, self.there, self.late = rng, often, Counter(), set(), 2
+
+    def draft(self, text: RowText, most: int) -> list[int] | TextTree:
+        self.there.add(text.key)
+        if self.rng.random() > self.often:
+            return TextTree([text.answer[-1], text.prompt[0], text.prompt[-1]], [0, 0, 1])
+        fault = self.rng.choice(["raises", "kind", "outside", "cycle", "lengths", "late"])
+        fault = fault if fault != "late" or self.late else "raises"
+        self.met[fault] += 1
+        self.late -= fault == "late"
+        if fault in ("raises", "late"):
+            time.sleep(0.5 if fault == "late" else 0)
+            raise RuntimeError("out of order")
+        return {
+            "kind": "tokens",
+            "outside": [96],
+            "cycle": TextTree([1, 2], [0, 2]),
+            "lengths": TextTree([1], [0, 0]),
+        }[fault]
+
+    def leave(self, key: int) -> None:
+        self.there.discard(key)
+        if self.rng.random() < self.often:
+            self.met["leave"] += 1
+            raise RuntimeError("cannot forget")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_requests_with_drafters_that_fault_at_random(seed):
+    rng = random.Random(f"{os.environ.get('SEED', '0')} {seed} faults")
+    target, often = models()[0], 0.1
+    kinds = [
+        Request(kind.prompt, replace(kind.params, drafter=rng.choice(["eagle", "tensors", "texts", "none"])))
+        for kind in requests(rng)
+    ]
+    unsteady = Unsteady(random.Random(rng.random()), often), UnsteadyTexts(random.Random(rng.random()), often)
+    drafters = {"eagle": drafter(), "tensors": unsteady[0], "texts": unsteady[1]}
+    settings = {"max_batch_size": ROWS, "kv_tokens": 16 * BLOCK, "prefix_cache": True, "overlap": rng.random() < 0.5}
+    engine = Engine(target, drafters, rng.choice(["chain3", "d2_bf2"]), prefill_tokens=16, **settings)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        asked, outputs = served(engine, kinds, rng, [])
+    params = [replace(kind.params, drafter=None) for kind in kinds]
+    plain = Engine(target).generate([kind.prompt for kind in kinds], params)
+    truth = dict(zip(kinds, plain, strict=True))
+    for request, kind in asked:
+        whole = truth[kind]
+        if request.finish_reason == "cancelled":
+            assert request.generated == whole.token_ids[: len(request.generated)]
+        else:
+            assert (outputs[request].token_ids, outputs[request].text) == (whole.token_ids, whole.text), kind
+    check_free(pool_of(engine))
+    told = [str(each.message) for each in said if "goes on without drafts" in str(each.message)]
+    assert told
+    assert len(told) <= len(asked)
+    assert sum(unsteady[0].met.values()) > 0
+    assert sum(unsteady[1].met.values()) > 0
+    assert len(unsteady[1].there) <= unsteady[1].met["leave"]
+    assert any(max(request.rounds, default=0) > 1 for request, kind in asked if kind.params.drafter == "eagle")
 
 
 def check_lines(prefill: RemotePrefill, lines: list[Faulty]) -> None:
