@@ -6,7 +6,7 @@ Started by torchrun on several processes, these hold the target together (tensor
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -22,9 +22,10 @@ from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.graphs import check_graphs
 from eagle_train.inference.drafters import drafter_spec, make_drafter
 from eagle_train.inference.options import DraftOptions
-from eagle_train.inference.requests.detokenizer import Detokenizer, Texts
+from eagle_train.inference.requests.detokenizer import Texts
 from eagle_train.inference.requests.marked_text import MarkedText
 from eagle_train.inference.requests.readable import chats, texts
+from eagle_train.inference.requests.requests import detokenizer_of
 from eagle_train.inference.requests.sequence import OVERFLOW
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
@@ -36,11 +37,19 @@ _LOG = logging.getLogger("eagle_train.generate")  # `__name__` is another one wh
 
 @dataclass
 class Numbers:
+    """Keys of which each is one number or switch."""
+
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
     max_tokens: int
-    seed: int
+    min_tokens: int
+    seed: int | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    include_stop: bool
 
 
 @command("generate")
@@ -53,12 +62,12 @@ def job(config: DictConfig) -> int:
     """One rank's part; returns its exit status."""
     check(config.color in COLORS, f"color={config.color}: must be one of {', '.join(COLORS)}")
     check(bool(config.prompt), "prompt is empty: give prompt=TEXT")
-    stop: Any = OmegaConf.to_container(config.stop) if OmegaConf.is_config(config.stop) else config.stop
-    numbers = build(Numbers, {k: config[k] for k in ("temperature", "top_p", "top_k", "max_tokens", "seed")}, "")
+    stop, bias = (_plain(config[name]) for name in ("stop", "logit_bias"))
+    numbers = build(Numbers, {each.name: config[each.name] for each in fields(Numbers)}, "")
     grammars: Any = OmegaConf.to_container(config.grammar)
     grammar = {kind: value for kind, value in grammars.items() if value is not None}
     stop = tuple(stop) if isinstance(stop, list) else stop
-    params = SamplingParams(**vars(numbers), stop=stop, grammar=grammar or None)
+    params = SamplingParams(**vars(numbers), stop=stop, logit_bias=bias, grammar=grammar or None)
     given, quant = build(TargetConfig, config.target, "target"), build(Quant, config.quant, "quant")
     options, device = build(DraftOptions, config.draft, "draft"), resolve_device(config.device)
     engine_config, spec = build(EngineConfig, config.engine, "engine"), drafter_spec(config.drafter)
@@ -80,7 +89,7 @@ def job(config: DictConfig) -> int:
     engine = Engine(target, drafter, tree, engine_config)
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
     request = engine.add(prompt, params)
-    text = Detokenizer(Texts(target.tokenizer), params.stop_strings)
+    text = detokenizer_of(Texts(target.tokenizer), params)
     marked = MarkedText(text, wants_color(config.color, sys.stdout), on_terminal=sys.stdout.isatty())
     while not request.finish_reason:
         if engine.step() and world.is_main:
@@ -90,6 +99,11 @@ def job(config: DictConfig) -> int:
         _LOG.info("%s", summary(engine.output(request)))
     check(request.finish_reason != "overflow", f"target {target.name}: {OVERFLOW}")
     return 0
+
+
+def _plain(value: Any) -> Any:
+    """A key's value with Python's own lists and mappings."""
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def _check_is_read(options: DraftOptions, drafter: Mapping[str, Any]) -> None:

@@ -254,6 +254,27 @@ def test_generate_with_a_grammar(made, capsys, grammar, answer):
     assert re.fullmatch(f"({answer})\n", told)
 
 
+@pytest.mark.parametrize(
+    ("keys", "answer"),
+    [
+        (["logit_bias={%d: 100}"], "x{9}"),
+        (["logit_bias={%d: 100}", "stop=xx"], ""),
+        (["logit_bias={%d: 100}", "stop=xx", "include_stop=true"], "xx"),
+        (["logit_bias={%d: 100}", "stop=xx", "include_stop=true", "min_tokens=5"], "x{6}"),
+        (["logit_bias={%d: 100}", "repetition_penalty=100"], "(?!xx).*x.*"),
+        (["logit_bias={%d: 12}", "presence_penalty=2", "frequency_penalty=2"], "x*[^x].*"),
+        (["temperature=2", "min_p=1", "seed=null", "logit_bias={%d: 100}"], "x{9}"),
+    ],
+)
+def test_generate_with_more_parameters(made, capsys, keys, answer):
+    capsys.readouterr()
+    token = 3 + CHARACTERS.index("x")
+    request = [f"target={made}/target", f"draft={made}/draft", "prompt=abc", "max_tokens=9", "color=always"]
+    assert call(generate.main, *request, *(key % token if "%d" in key else key for key in keys)) == 0
+    told = capsys.readouterr().out.replace(GREEN, "").replace(RESET, "")
+    assert re.fullmatch(f"({answer})\n", told), told
+
+
 def test_generate_where_the_target_computes_nan(made, capsys, monkeypatch):
     def broken(*arguments, **options):
         target = loading.load_target(*arguments, **options)
@@ -575,6 +596,13 @@ def test_bad_exports(made, tmp_path, capsys, arguments, message):
         (["tree.length=-1"], "tree.length is -1"),
         (["tree={{parents:[-1,3]}}"], "tree"),
         (["temperature=-1"], "temperature=-1.0: must be 0 or more"),
+        (["min_p=2"], "min_p=2.0: must be from 0 (off) to 1"),
+        (["min_tokens=200"], "min_tokens=200: must be at most max_tokens, which is 128"),
+        (["logit_bias={{5: 101}}"], "logit_bias={5: 101}: must be None, or a mapping of token ids to numbers"),
+        (["logit_bias=5"], "logit_bias=5: must be None, or a mapping of token ids to numbers"),
+        (["frequency_penalty=x"], "frequency_penalty=x: must be a number"),
+        (["include_stop=maybe"], "include_stop=maybe: must be true or false"),
+        (["min_tokns=3"], "min_tokns"),
         (["engine.compile=maybe"], "engine.compile=maybe: must be true or false"),
         (["engine.drafting=best"], "engine.drafting='best': must be one of greedy, multinomial, "),
         (["engine.graphs=maybe"], "engine.graphs=maybe: must be true or false"),

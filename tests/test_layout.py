@@ -35,7 +35,7 @@ TESTED_IN = {
     "inference/grammar/test_promises.py": "inference/grammar/expressions inference/grammar/formats "
     "inference/grammar/json_schema inference/grammar/json_text inference/grammar/numbers inference/grammar/patterns "
     "inference/grammar/rules",
-    "inference/requests/test_bad_requests.py": "inference/requests/requests",
+    "inference/requests/test_bad_requests.py": "inference/requests/requests inference/requests/sampling_params",
     "inference/requests/test_detokenizer.py": "inference/requests/marked_text",
     "inference/requests/test_scheduler.py": "inference/cache/block_memory inference/cache/block_pool "
     "inference/requests/admission",

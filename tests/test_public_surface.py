@@ -17,7 +17,8 @@ PUBLIC = {
     "inference": """
         Choice Dispatcher DraftRound Drafted Drafter DynamicTree Eagle Engine EngineConfig Needs OpenTree Outcome Output
         Pending PlanTree PrefillServer RemotePrefill Requests RowText RowTrees SamplingParams Sequence
-        SimulatedAcceptance Stats TextDrafter TextTree Tree TreePlan Update chain connect dynamic full pruned
+        SimulatedAcceptance Stats TextDrafter TextTree TokenLogprobs Tree TreePlan Update chain connect dynamic full
+        pruned
     """,
     "models": """
         Draft DraftConfig Head Identity Quant Target TargetConfig load_target quant_of quantise_draft

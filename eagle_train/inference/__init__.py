@@ -4,6 +4,7 @@ The names below are what users may call. Everything else in these folders is int
 """
 
 from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.logprobs import TokenLogprobs
 from eagle_train.inference.decode.row_trees import DynamicTree, OpenTree, PlanTree, RowTrees, dynamic
 from eagle_train.inference.decode.simulated import SimulatedAcceptance
 from eagle_train.inference.decode.tree import Tree, chain, full, pruned
@@ -24,7 +25,8 @@ from eagle_train.inference.engine import Engine
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parallel.disaggregated import PrefillServer, RemotePrefill, connect
 from eagle_train.inference.requests.requests import Requests
-from eagle_train.inference.requests.sequence import Output, SamplingParams, Sequence, Stats, Update
+from eagle_train.inference.requests.sampling_params import SamplingParams
+from eagle_train.inference.requests.sequence import Output, Sequence, Stats, Update
 
 __all__ = [
     "Choice",
@@ -53,6 +55,7 @@ __all__ = [
     "Stats",
     "TextDrafter",
     "TextTree",
+    "TokenLogprobs",
     "Tree",
     "TreePlan",
     "Update",

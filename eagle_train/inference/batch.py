@@ -6,11 +6,13 @@ Knows nothing of who is admitted or finished.
 import torch
 
 from eagle_train.inference.cache.prefix import Prefix
+from eagle_train.inference.decode.adjustments import Adjustments
+from eagle_train.inference.decode.logprobs import LogprobRows
 from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.sampling import uniform
 from eagle_train.inference.drafters.drafter import Pending, RowText, TreePlan
 from eagle_train.inference.grammar.guided import Guidance
-from eagle_train.inference.requests.prefiller import sampling_of
+from eagle_train.inference.requests.prefiller import adjustments_of, logprobs_of, sampling_of
 from eagle_train.inference.requests.sequence import Sequence
 from eagle_train.inference.runner import Runner
 from eagle_train.ops.transfer import to_device
@@ -24,6 +26,8 @@ class Batch:
         self._seated: list[Sequence] = []
         self._sampling, self._seeds = sampling_of([], self._device)
         self._seats: list[str | None] = []
+        self._adjustments: Adjustments | None = None
+        self._logprobs: LogprobRows | None = None
         self.pending = self._no_rows()
 
     def add(self, pending: Pending) -> None:
@@ -45,6 +49,9 @@ class Batch:
         if self._seated != sequences:
             self._seated = list(sequences)
             self._sampling, self._seeds = sampling_of(sequences, self._device)
+            vocab_size = self._runner.target.identity.vocab_size
+            self._adjustments = adjustments_of(sequences, vocab_size, self._device)
+            self._logprobs = logprobs_of(sequences)
 
     def inputs(self, plan: TreePlan, in_flight: int | None, guidance: Guidance | None) -> RoundInputs:
         """The next round's inputs. `in_flight`: most tokens of a row that a round with unknown results commits; None:
@@ -81,6 +88,8 @@ class Batch:
             guidance,
             self._seats,
             texts,
+            None if self._adjustments is None else self._adjustments.now(),
+            self._logprobs,
         )
 
     def _no_rows(self) -> Pending:

@@ -20,7 +20,7 @@ import torch
 from eagle_train.errors import check, shown
 from eagle_train.inference.batch import Batch
 from eagle_train.inference.decode.adaptive import Told
-from eagle_train.inference.decode.bookkeeping import Gain, RoundResult
+from eagle_train.inference.decode.bookkeeping import FirstToken, Gain, RoundResult
 from eagle_train.inference.decode.stage_times import StageTimes
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.checks import WRONG_VALUES
@@ -28,10 +28,11 @@ from eagle_train.inference.drafters.drafter import Pending, TreePlan
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parallel.disaggregated import RemotePrefill
 from eagle_train.inference.parts import Acceptance, AnyDraft, AnyTarget, build_parts
-from eagle_train.inference.requests.admission import enqueue
+from eagle_train.inference.requests.admission import enqueue, seat
 from eagle_train.inference.requests.prefiller import Prefiller
 from eagle_train.inference.requests.requests import Prompt, params_of
-from eagle_train.inference.requests.sequence import Output, SamplingParams, Sequence, Update
+from eagle_train.inference.requests.sampling_params import SamplingParams
+from eagle_train.inference.requests.sequence import Output, Sequence, Update
 from eagle_train.ops.transfer import to_device
 
 
@@ -40,9 +41,12 @@ class _Flight(NamedTuple):
 
     sequences: list[Sequence]
     result: RoundResult
-
     plan: TreePlan
-    is_awaited: bool  # the next round needs its results: a grammar or a drafter reads its tokens on the host
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the next round cannot be launched before these results are on the host."""
+        return any(sequence.is_awaited for sequence in self.sequences)
 
 
 class Engine:
@@ -102,15 +106,17 @@ class Engine:
     def generate(
         self, prompts: Listing[Prompt], params: SamplingParams | Listing[SamplingParams] | None = None
     ) -> list[Output]:
-        """One output per prompt: text, token ids or chat messages each.
+        """One output per prompt: text, token ids or chat messages each. With `n` in its parameters a prompt has n, one
+        after the other in the flat list.
 
-        `params`: one for all (request i then uses seed + i) or a list. Raises UserError, before anything runs, for a
-        prompt that is empty or does not fit the target's context, and while other requests are unfinished.
+        `params`: one for all (the outputs then use seed, seed + 1, ...) or a list (a prompt's outputs do). Raises
+        UserError, before anything runs, for a prompt that is empty or does not fit the target's context, and while
+        other requests are unfinished.
         """
         check(isinstance(prompts, list | tuple), "prompts: must be a list of prompts")
         check(not self.has_unfinished, "prompts: other requests are unfinished; call step until they are done")
-        sequences = [self._new(i, prompt, params_of(params, i, len(prompts))) for i, prompt in enumerate(prompts)]
-        enqueue(sequences, self._scheduler, self._memory)
+        sequences = self._requests.sequences(prompts, params_of(params, len(prompts)))
+        self._queue(sequences)
         try:
             while self.has_unfinished:
                 self.step()
@@ -119,11 +125,12 @@ class Engine:
         return [self.output(sequence) for sequence in sequences]
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> Sequence:
-        """Queue a request, which `step` then advances. Raises UserError as `generate` does."""
+        """Queue a request, which `step` then advances. Raises UserError as `generate` does, and for `n` above 1."""
         params = SamplingParams() if params is None else params
         check(isinstance(params, SamplingParams), f"params={shown(params)}: must be SamplingParams")
-        sequence = self._new(self._num_added, prompt, params)
-        enqueue([sequence], self._scheduler, self._memory)
+        check(params.n == 1, f"n={params.n}: must be 1 here, one request has one answer; use generate")
+        sequence = self._requests.sequence(self._num_added, prompt, params)
+        self._queue([sequence])
         self._num_added += 1
         return sequence
 
@@ -154,14 +161,15 @@ class Engine:
         advanced, self._advanced = self._advanced, {}
         return [self._requests.update(sequence) for sequence in advanced]
 
-    def _new(self, index: int, prompt: Prompt, params: SamplingParams) -> Sequence:
-        sequence = self._requests.sequence(index, prompt, params)
-        sequence.drafter = self._runner.drafters.seat(params.drafter)
-        if self._adaptive is not None and sequence.drafter is not None:
-            sequence.acceptance = self._adaptive.new()
-            sequence.drafter = sequence.drafter if self._adaptive.opens() else None
-        sequence.cached_by = self._runner.drafters.caching(sequence.drafter)
-        return sequence
+    def _queue(self, sequences: list[Sequence]) -> None:
+        """New requests wait, each with the drafter that it names, unless drafts do not pay. Raises UserError."""
+        for sequence in sequences:
+            drafter = self._runner.drafters.seat(sequence.params.drafter)
+            if self._adaptive is not None and drafter is not None:
+                sequence.acceptance = self._adaptive.new()
+                drafter = drafter if self._adaptive.opens() else None
+            seat(sequence, drafter, self._runner.drafters)
+        enqueue(sequences, self._scheduler, self._memory)
 
     def _prefill(self) -> bool:
         """Admit requests and prefill a chunk of their prompts; returns whether any prefill ended."""
@@ -173,26 +181,26 @@ class Engine:
             self._activate(ready, self._prefiller.first_tokens(ready))
         return bool(ready)
 
-    def _activate(self, sequences: list[Sequence], tokens: list[int]) -> None:
+    def _activate(self, sequences: list[Sequence], tokens: list[FirstToken]) -> None:
         """Move prefilled sequences to the batch, each with its first token, or, if it was preempted, with the pending
         token that it had."""
         now, hidden = time.perf_counter(), torch.stack([each.last_hidden for each in sequences])
         finite = hidden.isfinite().all(1).tolist()
         pairs = list(zip(sequences, tokens, strict=True))
-        pending = [[sequence.generated[-1] if sequence.generated else token] for sequence, token in pairs]
+        pending = [[sequence.generated[-1] if sequence.generated else first.token] for sequence, first in pairs]
         lengths = to_device([sequence.num_computed for sequence in sequences], hidden.device)
         # What may run out of memory comes before any change of state, so that the next step can retry.
         self._batch.add(
             Pending(to_device(pending, hidden.device), hidden.unsqueeze(1), torch.ones_like(lengths), lengths)
         )
         self._scheduler.activate(sequences)
-        for (sequence, token), is_finite in zip(pairs, finite, strict=True):
+        for (sequence, first), is_finite in zip(pairs, finite, strict=True):
             sequence.last_hidden = None
             if not is_finite:
                 sequence.fail()
                 self._advanced[sequence] = None
             elif not sequence.generated:
-                sequence.start(token, now)
+                sequence.start(*first, now=now)
                 self._requests.cut_at_stop_strings(sequence)
                 self._advanced[sequence] = None
         self._remove_finished()
@@ -221,9 +229,7 @@ class Engine:
         in_flight = None if self._in_flight is None else self._in_flight.result.max_tokens
         inputs = self._batch.inputs(plan, in_flight, guidance)
         self._batch.pending, result = self._runner.run(inputs)
-        reads_texts = self._runner.drafters.reads_texts
-        awaited = any(each.matcher is not None or reads_texts(each.drafter) for each in self._active)
-        return _Flight(list(self._active), result, plan, awaited)
+        return _Flight(list(self._active), result, plan)
 
     def _finish(self, flight: _Flight | None) -> None:
         """Append a round's tokens to its sequences and remove those that finish. Synchronises with the device."""
@@ -238,7 +244,7 @@ class Engine:
                 if gain.at_fault:
                     self._stop_drafting(sequence, flight.result.reasons.get(row, WRONG_VALUES))
                 if gain.tokens:
-                    sequence.advance(gain.tokens, len(gain.tokens) - 1, gain.depth, now)
+                    sequence.advance(gain.tokens, len(gain.tokens) - 1, gain.depth, now, gain.logprobs)
                     self._requests.cut_at_stop_strings(sequence)
                     # If it finished early, `draft_lag` also counts tokens that were cut off.
                     sequence.num_computed = max(sequence.num_computed, sequence.num_known - gain.draft_lag)
@@ -271,7 +277,7 @@ class Engine:
     def _drop_drafter(self, sequence: Sequence) -> None:
         """A request goes on without drafts. Its blocks to come lack its drafter's keys and values."""
         self._runner.drafters.leave(sequence.drafter, sequence.key)
-        sequence.drafter, sequence.cached_by = None, ""
+        seat(sequence, None, self._runner.drafters)
 
     def _wait_in_flight(self) -> None:
         flight, self._in_flight = self._in_flight, None

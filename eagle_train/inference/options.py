@@ -9,7 +9,7 @@ from eagle_train.errors import OptionError, check, shown
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.decode.sampling import DRAFT_MODES
 from eagle_train.inference.drafters.eagle import check_alignment
-from eagle_train.inference.requests.sequence import is_whole
+from eagle_train.inference.requests.sampling_params import is_whole
 
 KERNELS = ("auto", "plain")
 DRAFT_LM_HEADS = ("target", "fp8", "int4")
@@ -37,8 +37,9 @@ class EngineConfig:
     - `prefill_tokens`: prompt tokens prefilled between two rounds. Bounds how long a prefill may stall decoding. None:
       whole prompts.
     - `overlap`: launch a round before the results of the previous one are on the host (paper section 3.3). `step` then
-      reports each round one call later, and a finished request may take part in one more round. Rounds with a grammar
-      wait for their results. None: on a GPU.
+      reports each round one call later, and a finished request may take part in one more round. A round with a request
+      that has a grammar, penalties, a `min_tokens` that is not reached, or a drafter that reads texts is waited for.
+      None: on a GPU.
 
     Memory
     - `kv_tokens`: size of the KV cache in tokens, drafted ones included. Requests wait for free blocks, or are
@@ -68,9 +69,9 @@ class EngineConfig:
       is not compiled.
     - `compile_sampling`: torch.compile for the verification of sampled rounds only; None: with `compile`, on a GPU.
     - `graphs`: record rounds as CUDA graphs in the constructor (paper section 3.4), so that no request waits for it; of
-      rounds with a grammar, validation alone. Needs a GPU and a target that is not offloaded; ranks that hold one
-      together must talk by NCCL. None: on a GPU, unless the target is divided, offloaded or quantised, a drafter may
-      have the host wait, or either has experts.
+      rounds with a grammar, validation alone; with min-p, penalties, biases or log-probabilities, all but the end.
+      Needs a GPU and a target that is not offloaded; ranks that hold one together must talk by NCCL. None: on a GPU,
+      unless the target is divided, offloaded or quantised, a drafter may have the host wait, or either has experts.
     - `divide_sampling`: ranks of one tensor-parallel target sample a part of the batch each (paper section 3.2); false:
       each rank samples the whole batch.
     - `divide_draft`: ranks of one tensor-parallel target hold and run a part each of an EAGLE draft and of the LM head

@@ -21,8 +21,10 @@ from eagle_train.errors import OptionError
 from eagle_train.inference.cache.block_ends import BlockEnds
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
-from eagle_train.inference.decode.bookkeeping import RoundResult, commit, report_of
+from eagle_train.inference.decode.adjustments import Adjustments
+from eagle_train.inference.decode.bookkeeping import FirstToken, RoundResult, commit, first_tokens, report_of
 from eagle_train.inference.decode.graphs import EndKey, Graphs
+from eagle_train.inference.decode.logprobs import LogprobCopy, LogprobRows
 from eagle_train.inference.decode.prefill import prefill
 from eagle_train.inference.decode.rounds import RoundInputs, Validated
 from eagle_train.inference.decode.row_trees import AnyTree, RowTrees
@@ -36,7 +38,7 @@ from eagle_train.inference.decode.sampling import (
     verify_chosen,
 )
 from eagle_train.inference.decode.stage_times import StageTimes
-from eagle_train.inference.decode.tree import Tree
+from eagle_train.inference.decode.tree import Tree, chain
 from eagle_train.inference.decode.validation import last_states, validate
 from eagle_train.inference.decode.verification import Verification
 from eagle_train.inference.drafters.checks import checked_drafts
@@ -88,6 +90,7 @@ class Runner:
             self.ends = BlockEnds(self.width, target.dtype, target.device)
         self.verification = Verification(config.drafting)
         self.times = StageTimes()
+        self._root = chain(0).to(target.device)
         self._compiled: Forward | None = None  # the target's forward in rounds
         self._elements = _mean_elements(target)
         self._compiled_rows = 0  # tokens of the largest round: all compiled forwards use its number of threads
@@ -139,19 +142,41 @@ class Runner:
         sampling: SamplingTensors,
         seeds: torch.Tensor,
         guidance: Guidance | None,
-    ) -> list[int]:
+        adjustments: Adjustments | None,
+        logprobs: LogprobRows | None,
+    ) -> list[FirstToken]:
         """Sample the first tokens from the target's states at the prompts' last tokens [A, S].
 
-        `lengths` int64 [A]: the positions of these last tokens. Synchronises with the device.
+        `lengths` int64 [A]: the positions of these last tokens; the rest as in `RoundInputs`. Synchronises with the
+        device.
         """
         with self.times.stage("prefill"):
             own, coins = self.ranks.own, uniform(seeds, lengths, 1).squeeze(1)
-            logits = self.ranks.logits(self.target.lm_head, last_states(hidden, self.target)).unsqueeze(1)
-            if guidance is not None:
-                logits = restrict(logits, own(guidance.allowed([0])))
+            raw = self.ranks.logits(self.target.lm_head, last_states(hidden, self.target)).unsqueeze(1)
+            root = torch.zeros_like(lengths).unsqueeze(1)  # [A, 1]: the one node of a tree without drafts
+            logits = self._changed(raw, root, self._root, adjustments, guidance)
             tokens = sample(probabilities(logits, sampling.rows(own)).squeeze(1), own(coins))
             (tokens,) = self.ranks.all(len(hidden), tokens)
-            return tokens.tolist()
+            copy = None if logprobs is None else logprobs.compute(raw, root, tokens.unsqueeze(1), self.ranks)
+            return first_tokens(tokens.tolist(), copy)
+
+    def _changed(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        tree: AnyTree,
+        adjustments: Adjustments | None,
+        guidance: Guidance | None,
+    ) -> torch.Tensor:
+        """The target's logits [R, N, V] as requests have them changed: adjusted, then restricted by grammars.
+
+        tokens int64 [A, N]: the trees'.
+        """
+        if adjustments is not None:
+            logits = adjustments.apply(logits, tokens, tree, self.ranks)
+        if guidance is not None:
+            logits = restrict(logits, self.ranks.own(guidance.allowed(list(range(tree.num_nodes)))))
+        return logits
 
     def drafts(self, plan: TreePlan, pending: Pending) -> bool:
         """Whether drafters run in a round.
@@ -229,9 +254,8 @@ class Runner:
     def sample(self, inputs: RoundInputs, drafted: Proposed, logits: torch.Tensor) -> Verified:
         """Verify the drafts: the nodes that the target accepts, and the token after each row's last accepted node."""
         with self.times.stage("sampling"):
+            logits = self._changed(logits, drafted.tokens, drafted.tree, inputs.adjustments, inputs.guidance)
             if inputs.guidance is not None:
-                nodes = list(range(drafted.tree.num_nodes))
-                logits = restrict(logits, self.ranks.own(inputs.guidance.allowed(nodes)))
                 inputs.guidance.rewind()
             verified = self.verify(inputs, drafted, logits)
             return verified if self.acceptance is None else self.acceptance(inputs, verified)
@@ -254,12 +278,15 @@ class Runner:
         """Commit the accepted paths to the caches. Returns the next round's pending tokens, and the round's results."""
         with self.times.stage("bookkeeping"):
             committed = self._kept(inputs, drafted, validated, verified)
-            pending, at_fault, reasons = committed, drafted.wrong, drafted.reasons
+            pending, at_fault, reasons, logprobs = committed, drafted.wrong, drafted.reasons, None
             if inputs.draft_prefix is not None:
                 outcome = self._outcome(drafted, validated, verified, committed)
                 pending, rows, more = self.drafters.rewind(drafted.parts, outcome)
                 at_fault, reasons = self._at_fault(at_fault, rows, len(inputs.seats)), reasons | more
-            return self._results(inputs, drafted.tree, pending, report_of(committed), at_fault, reasons)
+            if inputs.logprobs is not None:
+                path = drafted.tree.paths_to(verified.node)
+                logprobs = inputs.logprobs.compute(validated.logits, path, committed.tokens, self.ranks)
+            return self._results(inputs, drafted.tree, pending, report_of(committed), at_fault, reasons, logprobs)
 
     def finish(self, inputs: RoundInputs, drafted: Drafted, validated: Validated) -> tuple[Pending, torch.Tensor]:
         """`sample` and `commit` up to where the host takes part: what the drafter may process next of the round's
@@ -302,6 +329,7 @@ class Runner:
         report: torch.Tensor,
         at_fault: torch.Tensor | None = None,
         reasons: dict[int, str] | None = None,
+        logprobs: LogprobCopy | None = None,
     ) -> tuple[Pending, RoundResult]:
         """The next round's pending tokens, and the round's results."""
         if self.drafters.caches and inputs.draft_prefix is None:
@@ -310,11 +338,12 @@ class Runner:
         reasons = reasons or {}
         undrafted = [row for row, name in enumerate(inputs.seats) if name is None or row in reasons]
         depth = inputs.plan.tree.max_depth
-        return pending, RoundResult(depth, report, pending.counts, row_depth, at_fault, reasons, undrafted)
+        result = RoundResult(depth, report, pending.counts, row_depth, at_fault, reasons, undrafted, logprobs)
+        return pending, result
 
     def _end_key(self, inputs: RoundInputs) -> EndKey | None:
         """The recording of a round's end; None where there is none. With a grammar the host computes masks before."""
-        return None if self.graphs is None or inputs.guidance is not None else self.graphs.end_key(inputs)
+        return None if self.graphs is None or not inputs.has_plain_end else self.graphs.end_key(inputs)
 
     def _replay_end(self, inputs: RoundInputs, drafted: Proposed, key: EndKey) -> tuple[Pending, RoundResult]:
         assert self.graphs is not None

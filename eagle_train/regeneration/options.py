@@ -1,6 +1,6 @@
 """The settings of `eagle-regenerate`; conf/commands/regenerate.yaml says what each one means."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from eagle_train.corpus.source import DataConfig
 from eagle_train.errors import check
@@ -60,7 +60,7 @@ class RegenerateConfig:
 
     def params_for(self, seed: int) -> SamplingParams:
         """Sampling parameters of a turn whose own seed is `seed`, the same after a resume."""
-        return replace(self.params, seed=self.params.seed + seed)
+        return self.params.with_seed_after(seed)
 
     @property
     def model(self) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from eagle_train.errors import check
 from eagle_train.inference import EngineConfig, SamplingParams
 from eagle_train.inference.options import DraftOptions
-from eagle_train.inference.requests.sequence import is_whole
+from eagle_train.inference.requests.sampling_params import is_whole
 from eagle_train.models.loading import TargetConfig
 from eagle_train.settings import build
 

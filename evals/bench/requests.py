@@ -95,7 +95,7 @@ class PromptSource:
                 f"max_tokens={room}: a prompt has {len(prompt)} tokens, and the context of {self.target.name} "
                 f"{self.target.context}",
             )
-            made.append(TimedRequest(question, prompt, replace(self.params, seed=self.params.seed + number)))
+            made.append(TimedRequest(question, prompt, self.params.with_seed_after(number)))
         return [made[start : start + size] for start in range(0, len(made), size)]
 
     def prompt(self, number: int, count: int, length: int | None) -> tuple[Question, list[int]]:
@@ -103,6 +103,7 @@ class PromptSource:
         beginning is cut off."""
         if not self.texts:
             assert length is not None
+            assert self.params.seed is not None  # a command's is a number
             generator = torch.Generator().manual_seed(self.params.seed + number)
             tokens = torch.randint(self.target.identity.vocab_size, (length,), generator=generator).tolist()
             return Question(number, number, None, [], []), tokens

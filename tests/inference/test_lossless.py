@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.decode import sampling, verification
+from eagle_train.inference.decode import adjustments, sampling, verification
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from tests.support.tiny import tiny_model, trained_draft
@@ -40,6 +40,11 @@ class Toy:
     @cached_property
     def conditionals(self) -> list[torch.Tensor]:
         """For n = 0..3 float64 [V, ..., V] (n + 1 axes): p(token n | tokens before), by transformers in float64."""
+        return [table.softmax(-1) for table in self.logits]
+
+    @cached_property
+    def logits(self) -> list[torch.Tensor]:
+        """As `conditionals`, before the softmax."""
         model = tiny_model(std=0.4, **SIZES).double()
         axes = torch.meshgrid(*[torch.arange(VOCABULARY)] * 3, indexing="ij")
         histories = torch.stack(axes, -1).flatten(0, 2)
@@ -48,14 +53,41 @@ class Toy:
             logits = model(tokens).logits.view(VOCABULARY, VOCABULARY, VOCABULARY, -1, VOCABULARY)
         first = len(PROMPT) - 1
         by_length = [logits[0, 0, 0], logits[:, 0, 0], logits[:, :, 0], logits]
-        return [table[..., first + n, :].softmax(-1) for n, table in enumerate(by_length)]
+        return [table[..., first + n, :] for n, table in enumerate(by_length)]
 
-    def joint(self, num_tokens: int, top_p: float) -> torch.Tensor:
-        """float64 [V, V, V]: the probability of the last three of `num_tokens` tokens, 3 or 4."""
+    def joint(self, num_tokens: int, top_p: float, is_changed: bool = False) -> torch.Tensor:
+        """float64 [V, V, V]: the probability of the last three of `num_tokens` tokens, 3 or 4. `is_changed`: with
+        CHANGES."""
         mass = torch.ones((), dtype=torch.float64)
-        for table in self.conditionals[:num_tokens]:
+        for place in range(num_tokens):
+            table = changed(self.logits[place]) if is_changed else self.conditionals[place]
             mass = mass.unsqueeze(-1) * nucleus(table, top_p)
         return mass.view(-1, *[VOCABULARY] * 3).sum(0)
+
+
+CHANGES = {
+    "logit_bias": {3: 0.8, 9: -1.5},
+    "repetition_penalty": 1.5,
+    "presence_penalty": 1.2,
+    "frequency_penalty": -0.7,
+    "min_p": 0.02,
+}
+
+
+def changed(logits: torch.Tensor) -> torch.Tensor:
+    """p(token n | tokens before) with CHANGES, for logits [V, ..., V] (n + 1 axes), from their definitions."""
+    flat = logits.reshape(-1, VOCABULARY).clone()
+    for number, row in enumerate(flat):
+        answer = [number // VOCABULARY**place % VOCABULARY for place in range(logits.ndim - 1)]
+        for token, bias in CHANGES["logit_bias"].items():
+            row[token] += bias
+        for token in {*PROMPT, *answer}:
+            row[token] = row[token] * 1.5 if row[token] < 0 else row[token] / 1.5
+        for token in set(answer):
+            row[token] -= 1.2 - 0.7 * answer.count(token)
+    p = flat.softmax(-1)
+    p *= p >= CHANGES["min_p"] * p.amax(-1, keepdim=True)
+    return (p / p.sum(-1, keepdim=True)).view_as(logits)
 
 
 def nucleus(p: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -71,13 +103,17 @@ def toy() -> Toy:
     return Toy(target, trained_draft(target, steps=60))
 
 
-def sampled(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float, **options: str) -> torch.Tensor:
+def sampled(
+    toy: Toy, count: int, num_tokens: int, tree: str, top_p: float, is_changed: bool, **options: str
+) -> torch.Tensor:
     """Counts [V, V, V] of the last three of `num_tokens` tokens, of `count` requests."""
+    changes = CHANGES if is_changed else {}
     engine = Engine(toy.target, toy.draft, tree, max_batch_size=ROWS, **options)
     counts = torch.zeros(VOCABULARY**3, dtype=torch.int64)
     accepted = drafted = 0
     for start in range(0, count, ROWS):
-        params = SamplingParams(temperature=1.0, top_p=top_p, max_tokens=num_tokens, seed=start, ignore_eos=True)
+        given = {"temperature": 1.0, "top_p": top_p, "max_tokens": num_tokens, "ignore_eos": True} | changes
+        params = SamplingParams(seed=start, **given)
         outputs = engine.generate([PROMPT] * min(ROWS, count - start), params)
         tokens = torch.tensor([output.token_ids[-3:] for output in outputs])
         counts += (tokens * torch.tensor([VOCABULARY**2, VOCABULARY, 1])).sum(-1).bincount(minlength=len(counts))
@@ -88,11 +124,13 @@ def sampled(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float, **op
     return counts.view([VOCABULARY] * 3)
 
 
-def p_value(toy: Toy, count: int, num_tokens: int, tree: str, top_p: float = 1.0, **options: str) -> float:
+def p_value(
+    toy: Toy, count: int, num_tokens: int, tree: str, top_p: float = 1.0, is_changed: bool = False, **options: str
+) -> float:
     """Of the chi-square test; cells with an expected count below 5 are merged. `options`: the engine's."""
-    observed = sampled(toy, count, num_tokens, tree, top_p, **options).double()
-    expected = toy.joint(num_tokens, top_p) * count
-    assert not observed[expected == 0].any(), "a token was sampled that top-p excludes"
+    observed = sampled(toy, count, num_tokens, tree, top_p, is_changed, **options).double()
+    expected = toy.joint(num_tokens, top_p, is_changed) * count
+    assert not observed[expected == 0].any(), "a token was sampled that top-p or min-p excludes"
     often, rare = expected >= 5, (expected > 0) & (expected < 5)
     assert often.sum() > 50, "too few cells to tell anything"
     cells = [torch.cat((x[often], x[rare].sum(0, keepdim=True)[: rare.sum()])) for x in (observed, expected)]
@@ -129,6 +167,18 @@ def test_with_a_draft_of_few_tokens(toy, drafting):
 def test_with_drafts_of_an_lm_head_in_fp8(toy, drafting):
     """The q of drawn drafts is that head's."""
     assert p_value(toy, 10_000, 4, "d3_bf2", drafting=drafting, draft_lm_head="fp8") > 1e-3
+
+
+@pytest.mark.parametrize("tree", ["chain3", "d3_bf2"])
+@pytest.mark.parametrize("drafting", ["greedy", "multinomial", "multinomial_without_replacement"])
+def test_with_penalties_biases_and_min_p(toy, tree, drafting):
+    assert p_value(toy, 10_000, 4, tree, is_changed=True, drafting=drafting) > 1e-3
+
+
+def test_the_test_can_tell_what_is_counted(toy, monkeypatch):
+    """Broken: drafted tokens are not part of the answer."""
+    monkeypatch.setattr(adjustments, "_on_paths", lambda tokens, *_: torch.zeros(*tokens.shape, VOCABULARY))
+    assert p_value(toy, 10_000, 4, "chain3", is_changed=True) < 1e-9
 
 
 def one_number(tree, tokens, logits, settings, seeds, lengths):

@@ -160,6 +160,8 @@ def nobody_waits():
         "runner",
         "requests.prefiller",
         "cache.prefix",
+        "decode.adjustments",
+        "decode.logprobs",
         "decode.sampling",
         "decode.prefill",
         "cache.prefix_cache",
@@ -187,6 +189,21 @@ def test_nothing_in_a_round_waits_for_the_device(family, tree, drafting):
             engine.step()
         (done,) = finished
         assert [gain.tokens for gain in done.result.gains()]
+
+
+@pytest.mark.parametrize("drafting", DRAFT_MODES)
+def test_nor_does_a_bias_min_p_or_a_log_probability(drafting):
+    """Nor penalties, beyond the results of the round before."""
+    given = {"max_tokens": 30, "ignore_eos": True, "temperature": 1.0, "min_p": 0.1, "logprobs": 2}
+    for changes in ({}, {"repetition_penalty": 1.2, "frequency_penalty": 0.5}):
+        engine = engine_for("llama", "n8", drafting=drafting, overlap=not changes)
+        for prompt in PROMPTS:
+            engine.add(prompt, SamplingParams(logit_bias={5: 1}, **given, **changes))
+        for _ in range(2):
+            engine.step()
+        with results_withheld(engine) as finished, nobody_waits():
+            engine.step()
+        assert all(gain.logprobs for gain in finished[-1].result.gains())
 
 
 @pytest.mark.parametrize("family", ["llama", *FAMILIES])

@@ -64,6 +64,10 @@ class Toy:
         mass[0] = 1.0
         return self.continued(mass)
 
+    def distributions(self, tree: Tree, tokens: torch.Tensor) -> torch.Tensor:
+        """float64 [B, N, V]: `p` at each node."""
+        return self.p[self.histories(tree, tokens)]
+
     def histories(self, tree: Tree, tokens: torch.Tensor) -> torch.Tensor:
         """[B, N]: the history at each node."""
         histories = torch.zeros_like(tokens)
@@ -152,8 +156,7 @@ class Prover:
 
     def run(self, courses: list[Course], coins: torch.Tensor, final: torch.Tensor) -> Verified:
         tokens = torch.tensor([course.tokens for course in courses])
-        histories = self.toy.histories(self.tree, tokens)
-        p, q = self.toy.p[histories], self.toy.draft[histories]
+        p, q = self.toy.distributions(self.tree, tokens), self.toy.draft[self.toy.histories(self.tree, tokens)]
         return self.verifier(self.tree, tokens, p, coins, final, q, self.mode == WITH)
 
     def acceptance(self, courses: list[Course], kids: list[int]) -> list[float]:
@@ -254,7 +257,7 @@ class GreedyProver:
         tokens = torch.tensor([course.tokens for course in courses])
         all_numbers = torch.tensor([course.numbers for course in courses], dtype=torch.float64)
         all_numbers[:, depth] = numbers
-        p = self.toy.p[self.toy.histories(self.tree, tokens)]
+        p = self.toy.distributions(self.tree, tokens)
         found = self.verifier(self.tree, tokens, p, all_numbers)
         rows, below = torch.arange(len(courses)), min(depth + 1, self.tree.max_depth)
         accepted = tokens[rows, self.tree.path_to[found.node, below]]

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from eagle_train.inference import Engine, Sequence
 from eagle_train.inference.cache.block_pool import BlockPool
 from eagle_train.inference.drafters.drafter import Drafter
-from eagle_train.inference.requests.admission import enqueue
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.runner import Runner
 
@@ -62,6 +61,6 @@ def results_withheld(engine: Engine) -> Iterator[list]:
 
 def add_as(engine: Engine, index: int, prompt: list[int], params: object) -> Sequence:
     """Queue a request with an index of the test's choice."""
-    request = engine._new(index, prompt, params)
-    enqueue([request], engine._scheduler, engine._memory)
+    request = engine._requests.sequence(index, prompt, params)
+    engine._queue([request])
     return request

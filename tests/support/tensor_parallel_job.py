@@ -49,6 +49,17 @@ def fall_short(engine: Engine, rank: int) -> None:
     vars(runner_of(engine).cache).pop("grown", None)
 
 
+def random_answers(engine: Engine) -> list[list[int]]:
+    """Of requests without a seed."""
+    params = SamplingParams(temperature=1.0, max_tokens=LENGTH, ignore_eos=True, seed=None, n=2)
+    outputs = engine.generate(PROMPTS[:1], params)
+    engine.add(PROMPTS[0], replace(params, n=1))
+    updates = [engine.step()]
+    while engine.has_unfinished:
+        updates.append(engine.step())
+    return [*(output.token_ids for output in outputs), updates[-1][0].output.token_ids]
+
+
 def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
     """What an engine answers, in how many rounds, and of how many rows it computed the logits."""
     engine = Engine(target, draft_of(case, target, directory, rank), **case["engine"])
@@ -67,6 +78,10 @@ def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
     count = case["count"]
     greedy = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
     params = params_of(count) if case["sampled"] else [greedy] * count
+    if case["changed"]:
+        changes = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {5: 1.5}, "min_p": 0.02}
+        params[1:] = [replace(each, logprobs=row, **changes) for row, each in enumerate(params[1:])]
+        params[-1] = replace(params[-1], min_tokens=4, stop_token_ids=tuple(range(20)))
     if case["guided"]:
         params[::2] = [replace(each, grammar={"regex": "[a-f]{2,9}(xy|z)?"}) for each in params[::2]]
     outputs = engine.generate(PROMPTS[:count], params)
@@ -77,6 +92,8 @@ def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
         "replays": [part.record.replays for part in parts],
         "tokens": [output.token_ids for output in outputs],
         "rounds": [output.rounds for output in outputs],
+        "logprobs": [output.logprobs for output in outputs],
+        "random": random_answers(engine) if case["changed"] else [],
         "rows": seen,
         "compiled": "compiled" in vars(target),  # the forward was made
         "free": pool.available == pool.total,

@@ -204,12 +204,12 @@ def random_tokens(*lengths: int, vocabulary: int = SIZES["vocab_size"], seed: in
     return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
-def continued(target: Target, prompt: list[int], length: int) -> list[int]:
-    """What `transformers.generate` goes on with at temperature 0, with its own attention and cache."""
+def continued(target: Target, prompt: list[int], length: int, **how) -> list[int]:
+    """What `transformers.generate` goes on with at temperature 0, with its own attention and cache. `how`: more of its
+    arguments."""
     target.model.set_attn_implementation("eager")
     tokens = torch.tensor([prompt])
-    out = target.model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=length, do_sample=False, eos_token_id=None
-    )
+    given = {"max_new_tokens": length, "do_sample": False, "eos_token_id": None} | how
+    out = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), **given)
     target.model.set_attn_implementation("eagle_train")
     return out[0, len(prompt) :].tolist()

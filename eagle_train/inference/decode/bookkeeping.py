@@ -7,13 +7,15 @@ Shapes: A active rows, N tree nodes, P nodes of a path (the tree's depth + 1; N 
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.cache.suffix import Suffix
+from eagle_train.inference.decode.logprobs import LogprobCopy, TokenLogprobs
 from eagle_train.inference.decode.row_trees import AnyTree
 from eagle_train.inference.decode.sampling import Verified
 from eagle_train.inference.drafters.drafter import Pending
@@ -54,13 +56,26 @@ def report_of(committed: Pending) -> torch.Tensor:
     return torch.column_stack((committed.counts, finite, committed.tokens))
 
 
+class FirstToken(NamedTuple):
+    """What a prefill ends with. `logprobs`: None where the request did not ask."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+def first_tokens(tokens: list[int], logprobs: LogprobCopy | None) -> list[FirstToken]:
+    """One per row. `logprobs`: None where no row asks. Waits for the copy."""
+    found = [None] * len(tokens) if logprobs is None else logprobs.of([[token] for token in tokens])
+    return [FirstToken(token, own[0] if own else None) for token, own in zip(tokens, found, strict=True)]
+
+
 @dataclass(frozen=True)
 class Gain:
     """What a round brought a row.
 
     `tokens`: those it committed. `draft_lag`: how many of the row's newest tokens are not in the drafter's cache.
     `finite`: no hidden state of the target was NaN or infinite; otherwise `tokens` ends before the first that was.
-    `depth`: of its tree. `at_fault`: its drafter was wrong.
+    `depth`: of its tree. `at_fault`: its drafter was wrong. `logprobs`: of each token; None for a row that did not ask.
     """
 
     tokens: list[int]
@@ -68,6 +83,7 @@ class Gain:
     finite: bool
     depth: int
     at_fault: bool
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class RoundResult:
@@ -82,15 +98,16 @@ class RoundResult:
         at_fault: torch.Tensor | None = None,
         reasons: dict[int, str] | None = None,
         undrafted: Collection[int] = (),
+        logprobs: LogprobCopy | None = None,
     ):
         """`report`: of `report_of`; `draft_lag` int64 [A]: see `Gain`. `row_depth` int64 [A]: None: all rows' trees are
         as deep as `max_depth`. `at_fault` bool [A]: None: no row's drafter is. `reasons`: those that the host knows.
-        `undrafted`: rows without drafts."""
+        `undrafted`: rows without drafts. `logprobs`: None where no row asks."""
         self.max_depth, self.reasons, self._undrafted = max_depth, reasons or {}, set(undrafted)
         self.max_tokens = max_depth + 1  # the most that the round commits of a row
         self._has_depth, self._has_faults = row_depth is not None, at_fault is not None
         more = [x for x in (row_depth, at_fault) if x is not None]
-        self._arriving = HostCopy(torch.column_stack((*more, draft_lag, report)))
+        self._arriving, self._logprobs = HostCopy(torch.column_stack((*more, draft_lag, report))), logprobs
 
     def gains(self) -> list[Gain]:
         """One per row. Waits for the copy."""
@@ -100,4 +117,7 @@ class RoundResult:
             at_fault = bool(numbers.pop(0)) if self._has_faults else False
             lag, count, finite, *tokens = numbers
             gains.append(Gain(tokens[: min(count, finite)], lag, count <= finite, depth, at_fault))
-        return gains
+        if self._logprobs is None:
+            return gains
+        found = self._logprobs.of([gain.tokens for gain in gains])
+        return [replace(gain, logprobs=own) for gain, own in zip(gains, found, strict=True)]

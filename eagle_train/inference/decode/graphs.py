@@ -40,12 +40,14 @@ class Kind(NamedTuple):
     all_greedy: bool
     any_top: bool
     any_top_k: bool
+    any_min_p: bool  # rounds with it are not recorded
     is_drawn: bool  # drafts are drawn
 
     @classmethod
     def of(cls, inputs: RoundInputs) -> "Kind":
         sampling = inputs.sampling
-        return cls(sampling.all_greedy, sampling.any_top, sampling.any_top_k, inputs.draws is not None)
+        flags = (sampling.all_greedy, sampling.any_top, sampling.any_top_k, sampling.any_min_p)
+        return cls(*flags, inputs.draws is not None)
 
 
 EndKey = tuple[Size, TreePlan, Kind]

@@ -11,6 +11,8 @@ import torch
 
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.cache.suffix import Suffix
+from eagle_train.inference.decode.adjustments import Adjustments
+from eagle_train.inference.decode.logprobs import LogprobRows
 from eagle_train.inference.decode.sampling import SamplingTensors
 from eagle_train.inference.drafters.drafter import Choice, Pending, RowText, TreePlan
 from eagle_train.inference.grammar.guided import Guidance
@@ -25,6 +27,8 @@ class RoundInputs:
     [A]: of the rows. `drafting`: how children are chosen (`EngineConfig`); `draws` float64 [A, draws]: its random
     numbers, None for greedy drafts. `guidance`: the tokens that the rows' grammars allow, None without a grammar.
     `seats`: the name of each row's drafter, None for rows without. `texts`: the rows', where a drafter reads them.
+    `adjustments`: what requests change of the target's logits; `logprobs`: the rows that ask for log-probabilities;
+    None where no row has any.
     """
 
     plan: TreePlan
@@ -38,6 +42,13 @@ class RoundInputs:
     guidance: Guidance | None
     seats: Sequence[str | None] = ()
     texts: list[RowText] | None = None
+    adjustments: Adjustments | None = None
+    logprobs: LogprobRows | None = None
+
+    @property
+    def has_plain_end(self) -> bool:
+        """Whether the target's logits are sampled as they are, and nothing else is read from them."""
+        return self.guidance is None and self.adjustments is None and self.logprobs is None
 
     @property
     def choice(self) -> Choice:

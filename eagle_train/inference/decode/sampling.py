@@ -66,39 +66,51 @@ class SamplingTensors:
     temperature: torch.Tensor  # float32 [B]; 0 is greedy
     top_k: torch.Tensor  # int64 [B]; 0 is off
     top_p: torch.Tensor  # float32 [B]; 1 is off
+    min_p: torch.Tensor  # float32 [B]; 0 is off
     any_top: bool  # some row with a temperature above 0 uses top-k or top-p
     any_top_k: bool  # some row with a temperature above 0 uses top-k
+    any_min_p: bool  # some row with a temperature above 0 uses min-p
     all_greedy: bool  # every temperature is 0
 
     @classmethod
     def from_lists(
-        cls, temperature: Sequence[float], top_k: Sequence[int], top_p: Sequence[float], device: torch.device | str
+        cls,
+        temperature: Sequence[float],
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        device: torch.device | str,
+        min_p: Sequence[float] | None = None,
     ) -> "SamplingTensors":
-        """From one entry per row."""
-        rows = list(zip(temperature, top_k, top_p, strict=True))
+        """From one entry per row. `min_p`: None: off in all rows."""
+        min_p = [0.0] * len(temperature) if min_p is None else min_p
+        rows = list(zip(temperature, top_k, top_p, min_p, strict=True))
         return cls(
             to_device([min(t, _HOTTEST) for t in temperature], device, torch.float32),
             to_device(top_k, device, torch.int64),
             to_device(top_p, device, torch.float32),
-            any_top=any(t > 0 and (k > 0 or p < 1) for t, k, p in rows),
-            any_top_k=any(t > 0 and k > 0 for t, k, _ in rows),
+            to_device(min_p, device, torch.float32),
+            any_top=any(t > 0 and (k > 0 or p < 1) for t, k, p, _ in rows),
+            any_top_k=any(t > 0 and k > 0 for t, k, _, _ in rows),
+            any_min_p=any(t > 0 and m > 0 for t, _, _, m in rows),
             all_greedy=not any(t > 0 for t in temperature),
         )
 
     def rows(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> "SamplingTensors":
         """The settings of the rows that `pick` selects from a tensor [B]."""
-        return replace(self, temperature=pick(self.temperature), top_k=pick(self.top_k), top_p=pick(self.top_p))
+        temperature, top_k, top_p, min_p = map(pick, (self.temperature, self.top_k, self.top_p, self.min_p))
+        return replace(self, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def probabilities(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
-    """The distributions p that are sampled: temperature, then top-k, then top-p, then renormalisation.
+    """The distributions p that are sampled: temperature, then top-k, top-p and min-p, then renormalisation.
 
     logits [B, N, V] of any floating dtype, -inf where a grammar forbids a token. Returns float32 [B, N, V] (float64 for
     float64). Temperature 0 puts all mass on the most likely token, the one of lowest id among equals. Top-k keeps all
     tokens that are as likely as the k-th. Top-p keeps the smallest set of most likely tokens whose mass reaches it,
-    lower ids first among equals, and at least one token. The same as transformers' warpers.
+    lower ids first among equals, and at least one token. Min-p keeps the tokens that are at least min-p times as likely
+    as the most likely one. The same as transformers' warpers.
     """
-    logits = _at_least_float32(logits)
+    logits = at_least_float32(logits)
     if sampling.all_greedy:
         return _one_hot(logits)
     scaled = _over_temperature(logits, sampling.temperature)
@@ -106,7 +118,16 @@ def probabilities(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tens
         probs = truncated_softmax(scaled, sampling.top_k, sampling.top_p, sampling.any_top_k)
     else:
         probs = scaled.softmax(-1)
+    if sampling.any_min_p:
+        probs = _without_unlikely(probs, sampling.min_p)
     return torch.where((sampling.temperature == 0)[:, None, None], _one_hot(logits), probs)
+
+
+def _without_unlikely(probs: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """probs [B, N, V] without what is less likely than min_p [B] times the most likely token, normalised."""
+    min_p = min_p[:, None, None].to(probs.dtype)
+    kept = probs * (probs >= min_p * probs.amax(-1, keepdim=True))
+    return torch.where(min_p > 0, normalised(kept), probs)  # other rows have the same bits in any batch
 
 
 def restrict(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
@@ -119,7 +140,7 @@ def restrict(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(~allowed & allowed.any(-1, keepdim=True), -torch.inf)
 
 
-def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
     """As float32; float64 stays, for exact tests."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -179,7 +200,7 @@ def propose(
         return logits.topk(num_children).indices, None
     assert temperature is not None, mode
     assert noise is not None, mode
-    q = _over_temperature(_at_least_float32(logits), temperature).softmax(-1)
+    q = _over_temperature(at_least_float32(logits), temperature).softmax(-1)
     if mode == "multinomial":
         return sample(q[:, :, None], noise), q  # [B, P, 1, V] with [B, P, C]
     tokens, q_r = [], q  # q_r [B, P, V]: q without the tokens drawn so far

@@ -31,6 +31,7 @@ class Verification:
     def __init__(self, drafting: str):
         self.drafting = drafting
         self._sampled, self._drawn = verify_sampled, verify_drawn
+        self._dtype: torch.dtype | None = None  # of the logits that graphs are compiled for
 
     def __call__(
         self,
@@ -50,11 +51,13 @@ class Verification:
         numbers, None for greedy drafts; q [R, N, V]: the distribution that each node's children were drawn from, None
         where they were not drawn.
         """
+        # Trees by row, min-p and logits that were adjusted are not compiled for: no request may wait for the compiler.
+        eager = not isinstance(tree, Tree) or sampling.any_min_p or logits.dtype != self._dtype
+        sampled, drawn = (verify_sampled, verify_drawn) if eager else (self._sampled, self._drawn)
         if q is None or draws is None:  # without both: accept what the target draws itself, correct for any drafts
-            sampled = self._sampled if isinstance(tree, Tree) else verify_sampled  # trees by row are not compiled
             return sampled(tree, tokens, logits, sampling, seeds, lengths)
         assert isinstance(tree, Tree)
-        return self._drawn(tree, tokens, logits, sampling, draws, q, self.drafting == "multinomial")
+        return drawn(tree, tokens, logits, sampling, draws, q, self.drafting == "multinomial")
 
     def compile(self, sizes: list[tuple[int, TreePlan]], lm_head: torch.Tensor) -> list[Callable[[], None]]:
         """Use torch.compile from now on. Returns calls that compile for these pairs of rows and plan.
@@ -63,6 +66,7 @@ class Verification:
         several (paper section 3.2), each without top-k and top-p, with top-p, and with top-k.
         """
         # In two steps a GPU's reductions over a row are faster alone, but torch 2.11 fails at fusing them.
+        self._dtype = lm_head.dtype
         options: Any = {"split_reductions": False} if lm_head.device.type == "cuda" else None
         self._sampled = with_own_sizes(torch.compile(verify_sampled, dynamic=True, options=options))
         self._drawn = with_own_sizes(torch.compile(verify_drawn, dynamic=True, options=options))

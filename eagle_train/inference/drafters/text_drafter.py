@@ -16,7 +16,7 @@ import torch
 from eagle_train.errors import UserError, check, one_line, shown
 from eagle_train.inference.decode.row_trees import RowTrees
 from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, RowText
-from eagle_train.inference.requests.sequence import is_whole
+from eagle_train.inference.requests.sampling_params import is_whole
 from eagle_train.ops.transfer import to_device
 
 _MOST_LATE = 3  # threads that may be stuck in a drafter; then it is asked no more

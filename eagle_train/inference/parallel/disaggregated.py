@@ -46,11 +46,14 @@ from eagle_train.distributed import World
 from eagle_train.errors import OptionError, check, one_line, shown
 from eagle_train.inference.cache.block_pool import blocks_for
 from eagle_train.inference.cache.prefix import BLOCK
+from eagle_train.inference.decode.bookkeeping import FirstToken
+from eagle_train.inference.decode.logprobs import TokenLogprobs
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parts import AnyDraft, Parts, build_parts
 from eagle_train.inference.requests.admission import enqueue
 from eagle_train.inference.requests.prefiller import Chunk
-from eagle_train.inference.requests.sequence import SamplingParams, Sequence, is_number
+from eagle_train.inference.requests.sampling_params import SamplingParams, is_number
+from eagle_train.inference.requests.sequence import Sequence
 from eagle_train.models.target import Target
 
 FOREVER = timedelta(days=365)
@@ -143,7 +146,7 @@ class RemotePrefill:
         self._tasks: dict[Line, _Task | None] = dict.fromkeys(lines)  # in round-robin order, the next line first
         self._threads = ThreadPoolExecutor(len(lines))
         self._returned: set[Sequence] = set()  # whose prefill failed elsewhere, to be prefilled here
-        self._first_tokens: dict[Sequence, int] = {}  # of sequences prefilled elsewhere, until they decode
+        self._first_tokens: dict[Sequence, FirstToken] = {}  # of sequences prefilled elsewhere, until they decode
 
     def attach(self, parts: Parts) -> "RemotePrefill":
         """Prefill for the engine with these parts. Raises OptionError for a divided target with a draft
@@ -164,7 +167,7 @@ class RemotePrefill:
         self._local.prefill(own, is_decoding)
         self._returned.intersection_update(self._parts.scheduler.unfinished)
 
-    def first_tokens(self, sequences: list[Sequence]) -> list[int]:
+    def first_tokens(self, sequences: list[Sequence]) -> list[FirstToken]:
         """First tokens, received with the answers or sampled here."""
         own = [sequence for sequence in sequences if sequence not in self._first_tokens]
         drawn = dict(zip(own, self._local.first_tokens(own), strict=True)) if own else {}
@@ -198,7 +201,8 @@ class RemotePrefill:
                 "dtype": str(target.dtype),
                 "texts": [sequence.to_prefill for sequence in some],
                 "starts": starts,
-                "params": [vars(sequence.params) for sequence in some],
+                # The texts are rendered already, and the values of a template's variables may be no JSON.
+                "params": [vars(sequence.params) | {"chat_template_kwargs": None} for sequence in some],
                 "size": sum(sizes),
             }
             task = _Task(some, starts, sizes, self._threads.submit(self._ask, line, request))
@@ -207,7 +211,7 @@ class RemotePrefill:
             for sequence in some:
                 sequence.remote_task = task
 
-    def _ask(self, line: Line, request: dict) -> tuple[list[int], torch.Tensor] | None:
+    def _ask(self, line: Line, request: dict) -> tuple[list[FirstToken], torch.Tensor] | None:
         """A prefill process's answer: each prompt's first token, and the serialised rest (`_serialize_kv`); None where
         its prefill failed and its target is whole. Runs in a thread, so that decoding goes on."""
         line.send(request, self._timeout)
@@ -220,7 +224,7 @@ class RemotePrefill:
                 raise RuntimeError("its prefill failed")
             return None
         payload = torch.empty(request["size"], dtype=target.dtype, pin_memory=target.device.type == "cuda")
-        return answer["tokens"], line.recv_tensor(payload, self._timeout)
+        return list(map(_as_first_token, answer["tokens"])), line.recv_tensor(payload, self._timeout)
 
     def _collect(self) -> None:
         """Collect the answers that are there on all decode ranks, and drop prefill processes that failed for one."""
@@ -244,7 +248,7 @@ class RemotePrefill:
         warnings.warn(f"prefill process {line.other} is dropped: {reason}", stacklevel=2)
         task.answer.add_done_callback(lambda answer: None if answer.exception() else self._end(line))
 
-    def _take(self, task: _Task, answer: tuple[list[int], torch.Tensor] | None) -> None:
+    def _take(self, task: _Task, answer: tuple[list[FirstToken], torch.Tensor] | None) -> None:
         """A task's sequences are prefilled, or will be here if there is no answer. Sequences that were cancelled or
         preempted in the meantime are ignored."""
         rows = [row for row, each in enumerate(task.sequences) if each.remote_task is task and not each.finish_reason]
@@ -300,20 +304,22 @@ class PrefillServer:
                 line.send_tensor(payload.cpu())
 
     @torch.inference_mode()
-    def prefill(self, request: dict) -> tuple[list[int], torch.Tensor]:
+    def prefill(self, request: dict) -> tuple[list[FirstToken], torch.Tensor]:
         """The first token of each text, and the serialised rest (`_serialize_kv`) of all, a 1-D tensor. Raises
         UserError if the decode process has another target or draft."""
         parts, scheduler, target = self._parts, self._parts.scheduler, self._parts.target
         sequences = []
         for place, (text, params) in enumerate(zip(request["texts"], request["params"], strict=True)):
-            params = replace(SamplingParams(**params), max_tokens=2, stop=None)  # no request ends with its first token
-            sequences.append(Sequence(place, text, params, frozenset(), parts.requests.matcher_of(params)))
+            given = SamplingParams(**params)
+            short = replace(given, max_tokens=2, min_tokens=0, stop=None)  # no request ends with its first token
+            matcher, adjustment = parts.requests.matcher_of(short), parts.requests.adjustment_of(given)
+            sequences.append(Sequence(place, text, short, frozenset(), matcher, adjustment=adjustment))
         same = target.identity.fingerprint == request["target"]
         check(same, f"target {target.name}: the decode process has another")
         own, other = str(target.dtype), request["dtype"]
         check(own == other, f"target {target.name}: it is in {own} here, and the decode process has it in {other}")
         enqueue(sequences, scheduler, parts.memory)
-        tokens: dict[Sequence, int] = {}
+        tokens: dict[Sequence, FirstToken] = {}
         states: dict[Sequence, torch.Tensor] = {}
         while scheduler.has_unfinished:
             scheduler.admit()
@@ -328,6 +334,15 @@ class PrefillServer:
         payload = torch.cat([states[sequence] for sequence in sequences])
         check(len(payload) == request["size"], "draft, divide_draft or prefix_cache: the decode process has another")
         return [tokens[sequence] for sequence in sequences], payload
+
+
+def _as_first_token(given: Any) -> FirstToken:
+    """From what JSON has made of it."""
+    token, logprobs = given
+    if logprobs is not None:
+        token_id, logprob, top = logprobs
+        logprobs = TokenLogprobs(token_id, logprob, [(other, number) for other, number in top])
+    return FirstToken(token, logprobs)
 
 
 def _check_draft(parts: Parts) -> None:

@@ -35,6 +35,13 @@ class Ranks:
         rows = torch.arange(count * self.rank, count * (self.rank + 1), device=x.device)
         return x[rows.clamp(max=len(x) - 1)]
 
+    def own_rows(self, rows: int) -> list[int]:
+        """The numbers of the R rows that `own` picks of a batch of `rows`."""
+        if not self.divided:
+            return list(range(rows))
+        count = self.rows_per_rank(rows)
+        return [min(row, rows - 1) for row in range(count * self.rank, count * (self.rank + 1))]
+
     def logits(self, lm_head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, ..., V] of this rank's rows of hidden states [A, ..., H]."""
         return lm_head(self.own(hidden)) if self.divided_head is None else self.divided_head.of_own_rows(hidden)

@@ -1,11 +1,18 @@
-"""Queues requests, and sizes the cache for them. Knows nothing of rounds or models."""
+"""Queues requests, seats their drafters, and sizes the cache for them. Knows nothing of rounds or models."""
 
 from eagle_train.errors import OptionError, check
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import blocks_for
 from eagle_train.inference.cache.prefix import BLOCK
+from eagle_train.inference.drafters.drafters import Drafters
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.requests.sequence import Sequence
+
+
+def seat(sequence: Sequence, drafter: str | None, drafters: Drafters) -> None:
+    """This one of the drafters drafts for a request from now on; None: none does."""
+    sequence.drafter, sequence.cached_by = drafter, drafters.caching(drafter)
+    sequence.is_read = drafters.reads_texts(drafter)
 
 
 def enqueue(sequences: list[Sequence], scheduler: Scheduler, memory: BlockMemory) -> None:
@@ -20,7 +27,7 @@ def enqueue(sequences: list[Sequence], scheduler: Scheduler, memory: BlockMemory
     for sequence, need in zip(unfinished, needs, strict=True):
         check(
             not memory.is_fixed or need <= total,
-            f"kv_tokens={kv_tokens}: prompt {sequence.index} and its answer need {need * BLOCK}{room}",
+            f"kv_tokens={kv_tokens}: {sequence.name} and its answer need {need * BLOCK}{room}",
             OptionError,
         )
     blocks = (max(needs, default=0) + 1) * min(scheduler.rows, len(needs))

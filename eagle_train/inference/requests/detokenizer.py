@@ -47,16 +47,29 @@ class Detokenizer:
     before it are settled.
     """
 
-    def __init__(self, texts: Texts, stop_strings: tuple[str, ...] = ()):
+    def __init__(
+        self, texts: Texts, stop_strings: tuple[str, ...] = (), include_stop: bool = False, min_tokens: int = 0
+    ):
+        """`include_stop`: the text ends with its first stop string, not before it. `min_tokens`: a stop string that is
+        complete with the first so many tokens is text like any other."""
         self.texts, self.stop_strings = texts, stop_strings
+        self.include_stop, self.min_tokens = include_stop, min_tokens
         self.text: list[str] = []
         self.num_tokens = 0
         self._window: list[int] = []  # the last tokens that have text
         self._settled = 0  # how many of these are settled
         self._told = 0  # how many characters of their text `new_text` has returned
+        self._free = 0  # characters behind these before whose end no stop string counts
 
     def add(self, tokens: list[int]) -> None:
         """Append the answer's next tokens."""
+        early = max(0, self.min_tokens - self.num_tokens) if self.stop_strings else 0
+        if early and tokens:
+            self._append(tokens[:early])
+            self._free = len(self._untold())
+        self._append(tokens[early:])
+
+    def _append(self, tokens: list[int]) -> None:
         self.num_tokens += len(tokens)
         for token in filter(self.texts.shows, tokens):
             self._window.append(token)
@@ -66,23 +79,34 @@ class Detokenizer:
     def has_stop_string(self) -> bool:
         """Whether the text holds a stop string; to be called after each token. Bytes that are no character yet do not
         count."""
+        return bool(self._stops_in(self._untold()))
+
+    def _untold(self) -> str:
+        """The text that `new_text` has not returned, without bytes that are no character yet."""
         text = self.texts.decode(self._window)[self._told :]
         if text.endswith(_REPLACEMENT):
             text = text[:-1] if self._settled == len(self._window) else ""
-        return any(string in text for string in self.stop_strings)
+        return text
+
+    def _stops_in(self, text: str) -> list[tuple[int, int]]:
+        """Where each stop string that counts begins and ends for the first time in the text that is not told yet."""
+        found = [(text.find(each, max(0, self._free - len(each) + 1)), len(each)) for each in self.stop_strings]
+        return [(start, start + length) for start, length in found if start >= 0]
 
     def new_text(self, final: bool) -> str:
         """The text since the last call. An incomplete character, and what may be the beginning of a stop string, are
-        held back. `final`: no token will follow; nothing is held back, and the text ends before its first stop string.
+        held back. `final`: no token will follow; nothing is held back, and the text ends at its first stop string.
         """
         whole = self.texts.decode(self._window if final else self._window[: self._settled])
         new = whole[self._told :]
         if final:
-            new = new[: min((new.index(string) for string in self.stop_strings if string in new), default=None)]
+            stops = self._stops_in(new)
+            new = new[: min((end if self.include_stop else start for start, end in stops), default=None)]
         else:
             new = new.removesuffix(_REPLACEMENT)  # the bytes of an incomplete character decode to one
             new = new[: self._stop_prefix(new)]
             self._drop_context(whole, self._told + len(new))
+            self._free = max(0, self._free - len(new))
         self.text.append(new)
         return new
 

@@ -11,6 +11,9 @@ from typing import Protocol
 import torch
 
 from eagle_train.inference.cache.prefix import BLOCK, Prefix
+from eagle_train.inference.decode.adjustments import AdjustedText, Adjustments
+from eagle_train.inference.decode.bookkeeping import FirstToken
+from eagle_train.inference.decode.logprobs import LogprobRows
 from eagle_train.inference.decode.sampling import SamplingTensors
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.requests.requests import Requests
@@ -29,7 +32,7 @@ class Prefiller(Protocol):
         """Prefill these chunks, or send them to other processes without waiting. `is_decoding`: the batch has rows to
         decode."""
 
-    def first_tokens(self, sequences: list[Sequence]) -> list[int]:
+    def first_tokens(self, sequences: list[Sequence]) -> list[FirstToken]:
         """The first tokens of prefilled sequences."""
 
 
@@ -46,14 +49,17 @@ class LocalPrefiller:
         for _, alike in groupby(sorted(chunks, key=_kind), _kind):
             self._prefill_batch(list(alike))
 
-    def first_tokens(self, sequences: list[Sequence]) -> list[int]:
+    def first_tokens(self, sequences: list[Sequence]) -> list[FirstToken]:
         """Samples from the target's hidden states at the prompts' last tokens."""
         device = self._runner.target.device
         sampling, seeds = sampling_of(sequences, device)
         lengths = to_device([sequence.num_computed - 1 for sequence in sequences], device)
         hidden = torch.stack([each.last_hidden for each in sequences])
         guidance = self._requests.guidance(sequences, chain(0))
-        return self._runner.first_tokens(hidden, lengths, sampling, seeds, guidance)
+        adjustments = adjustments_of(sequences, self._runner.target.identity.vocab_size, device)
+        changes = None if adjustments is None else adjustments.now()
+        logprobs = logprobs_of(sequences)
+        return self._runner.first_tokens(hidden, lengths, sampling, seeds, guidance, changes, logprobs)
 
     def _prefill_batch(self, chunks: list[Chunk]) -> None:
         new = [sequence for sequence, _ in chunks]
@@ -82,10 +88,23 @@ class LocalPrefiller:
 def sampling_of(sequences: list[Sequence], device: torch.device) -> tuple[SamplingTensors, torch.Tensor]:
     """The sequences' sampling settings, and their seeds int64 [A]."""
     params = [sequence.params for sequence in sequences]
-    sampling = SamplingTensors.from_lists(
-        [p.temperature for p in params], [p.top_k for p in params], [p.top_p for p in params], device
-    )
+    temperature, top_k, top_p = ([getattr(p, name) for p in params] for name in ("temperature", "top_k", "top_p"))
+    sampling = SamplingTensors.from_lists(temperature, top_k, top_p, device, [p.min_p for p in params])
     return sampling, to_device([p.seed for p in params], device, torch.int64)
+
+
+def adjustments_of(sequences: list[Sequence], vocab_size: int, device: torch.device) -> Adjustments | None:
+    """What the sequences change of the target's logits; None where none changes anything."""
+    rows = [
+        AdjustedText(each.adjustment, each.prompt, each.generated) if each.adjustment is not None else None
+        for each in sequences
+    ]
+    return Adjustments(rows, vocab_size, device) if any(rows) else None
+
+
+def logprobs_of(sequences: list[Sequence]) -> LogprobRows | None:
+    """Which sequences ask for log-probabilities; None where none does."""
+    return LogprobRows.of([each.params.logprobs for each in sequences])
 
 
 def _kind(chunk: Chunk) -> tuple[bool, int]:

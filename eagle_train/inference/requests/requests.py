@@ -3,18 +3,25 @@
 Knows texts, chat templates, stop tokens, stop strings and grammars; nothing of batches, caches or drafts.
 """
 
+import secrets
+from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import replace
 from functools import cached_property
-from typing import TypeGuard
+from typing import Any, TypeGuard
+
+import torch
 
 from eagle_train.corpus.template import ChatTemplate
 from eagle_train.errors import HALF, SURROGATE, UserError, check, shown
+from eagle_train.inference.decode.adjustments import Adjustment
 from eagle_train.inference.decode.row_trees import OpenTree
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.grammar.guided import Guidance, Guide, Matcher
+from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.requests.detokenizer import Detokenizer, Texts
-from eagle_train.inference.requests.sequence import Output, SamplingParams, Sequence, Update, check_prompt
+from eagle_train.inference.requests.sampling_params import SamplingParams
+from eagle_train.inference.requests.sequence import Output, Sequence, Update, check_prompt
 from eagle_train.models.stops import stop_ids_of
 from eagle_train.models.target import Target
 
@@ -28,32 +35,84 @@ class Requests:
         self.target = target
 
     def sequence(self, index: int, prompt: Prompt, params: SamplingParams) -> Sequence:
-        """A request from a prompt. Raises UserError for what the target cannot answer, such as a prompt that is empty
-        or does not fit its context."""
-        tokens = self.tokens_of(prompt, f"prompt {index}")
-        limit, vocabulary = self.target.max_positions, self.target.identity.vocab_size
-        check(len(tokens) > 0, f"prompt {index} is empty: give at least one token")
+        """A request from a prompt, of one answer. Raises UserError for what the target cannot answer, such as a prompt
+        that is empty or does not fit its context."""
+        name = f"prompt {index}"
+        return self._sequence(index, self.tokens_of(prompt, name, params.chat_template_kwargs), params, name)
+
+    def sequences(self, prompts: Listing[Prompt], params: list[list[SamplingParams]]) -> list[Sequence]:
+        """The requests of several prompts, as `sequence`. `params`: of each prompt's answers."""
+        made: list[Sequence] = []
+        for place, (prompt, answers) in enumerate(zip(prompts, params, strict=True)):
+            name = f"prompt {place}"
+            tokens = self.tokens_of(prompt, name, answers[0].chat_template_kwargs)
+            for each in answers:
+                made.append(self._sequence(len(made), tokens, each, name))
+        return made
+
+    def _sequence(self, index: int, tokens: list[int], params: SamplingParams, name: str) -> Sequence:
+        """As `sequence`, of a prompt's token ids. `name`: the prompt's, for errors."""
+        limit = self.target.max_positions
+        self._check_prompt(tokens, name)
+        self._check_params(params)
+        if (most := limit - len(tokens)) < params.max_tokens:
+            params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+        if params.seed is None:
+            params = replace(params, seed=self._random_seed())
+        stop_ids, matcher = self.stops_of(params), self.matcher_of(params)
+        text = None if self.texts is None else detokenizer_of(self.texts, params)
+        return Sequence(index, tokens, params, stop_ids, matcher, text, self.adjustment_of(params), name)
+
+    def _check_prompt(self, tokens: list[int], name: str) -> None:
+        """Raise UserError for token ids that the target cannot continue."""
+        target, vocabulary = self.target, self.target.identity.vocab_size
+        check(len(tokens) > 0, f"{name} is empty: give at least one token")
         check(
-            len(tokens) < limit,
-            f"prompt {index} has {len(tokens)} tokens: the context of {self.target.name} holds {self.target.context}, "
+            len(tokens) < target.max_positions,
+            f"{name} has {len(tokens)} tokens: the context of {target.name} holds {target.context}, "
             "one of them for the answer",
         )
         wrong = [token for token in tokens if not 0 <= token < vocabulary]
-        check(not wrong, f"prompt {index} holds token {wrong[:1]}: the vocabulary has {vocabulary}")
+        check(not wrong, f"{name} holds token {wrong[:1]}: the vocabulary has {vocabulary}")
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Raise UserError for parameters that do not fit the target."""
+        vocabulary = self.target.identity.vocab_size
         check(
             self.target.tokenizer is not None or not params.stop_strings,
             f"stop={params.stop}: stop strings need a tokenizer, and {self.target.name} has none",
         )
-        foreign = [token for token in params.stop_token_ids or () if not 0 <= token < vocabulary]
-        check(not foreign, f"stop_token_ids={shown(foreign[:1])}: the vocabulary has {vocabulary}")
-        if params.max_tokens > limit - len(tokens):
-            params = replace(params, max_tokens=limit - len(tokens))
+        for name in ("stop_token_ids", "logit_bias"):
+            foreign = [token for token in getattr(params, name) or () if not 0 <= token < vocabulary]
+            check(not foreign, f"{name}={shown(foreign[:1])}: the vocabulary has {vocabulary}")
+        check((params.logprobs or 0) <= vocabulary, f"logprobs={params.logprobs}: the vocabulary has {vocabulary}")
+        possible = params.min_tokens == 0 or len(self.stops_of(params)) < vocabulary
+        check(possible, f"min_tokens={params.min_tokens}: must be 0 where every token is a stop token")
+
+    def stops_of(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end an answer with these parameters."""
         own = frozenset() if params.ignore_eos else self.stop_ids
         stop_ids = own if params.stop_token_ids is None else frozenset(params.stop_token_ids)
-        if params.grammar is not None:
-            stop_ids |= self.stop_ids
-        text = None if self.texts is None else Detokenizer(self.texts, params.stop_strings)
-        return Sequence(index, tokens, params, stop_ids, self.matcher_of(params), text)
+        return stop_ids if params.grammar is None else stop_ids | self.stop_ids
+
+    def adjustment_of(self, params: SamplingParams) -> Adjustment | None:
+        """What a request changes of the target's logits; None where it changes nothing."""
+        stop_ids, vocabulary = self.stops_of(params), self.target.identity.vocab_size
+        forbidden = frozenset(token for token in stop_ids if 0 <= token < vocabulary)
+        adjustment = Adjustment(
+            params.logit_bias or {},
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.min_tokens if forbidden else 0,
+            forbidden,
+        )
+        return adjustment if adjustment.is_on(0) else None
+
+    def _random_seed(self) -> int:
+        """A seed that nobody can foresee, one for all ranks that hold the target together."""
+        seed = torch.tensor(int.from_bytes(secrets.token_bytes(8), "little", signed=True))
+        return int(Ranks(self.target.together).agreed(seed))
 
     def matcher_of(self, params: SamplingParams) -> Matcher | None:
         """The initial state of a request's grammar; None without one. Raises UserError for an invalid grammar."""
@@ -64,12 +123,18 @@ class Requests:
         matchers = [sequence.matcher for sequence in sequences]
         return Guidance(self.guide, tree, matchers) if any(matchers) else None
 
-    def tokens_of(self, prompt: Prompt, name: str) -> list[int]:
+    def tokens_of(self, prompt: Prompt, name: str, variables: Mapping[str, Any] | None = None) -> list[int]:
         """The token ids of a prompt: a text, a list of ids, or a list of chat messages for the chat template.
 
-        `name`: the prompt's, for errors. Raises UserError for what is no prompt.
+        `name`: the prompt's, for errors. `variables`: of the chat template, over the target's own. Raises UserError for
+        what is no prompt, and for variables that no template reads.
         """
         check_prompt(prompt, name)
+        is_chat = not isinstance(prompt, str) and not _are_token_ids(prompt)
+        check(
+            is_chat or not variables,
+            f"chat_template_kwargs={shown(variables)}: {name} is no list of chat messages, and no template renders it",
+        )
         if _are_token_ids(prompt):
             return list(prompt)
         tokenizer = self.target.tokenizer
@@ -80,7 +145,7 @@ class Requests:
         check(tokenizer.chat_template is not None, f"{self.target.name} has no chat template: give prompts as texts")
         messages = [message for message in prompt if isinstance(message, dict)]
         try:
-            return self.template.prompt_tokens(messages)
+            return self._template_with(variables).prompt_tokens(messages)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
 
@@ -88,6 +153,12 @@ class Requests:
     def template(self) -> ChatTemplate:
         """The target's chat template. Raises UserError for invalid `template_kwargs`."""
         return ChatTemplate(self.target.tokenizer, self.target.template_kwargs)
+
+    def _template_with(self, variables: Mapping[str, Any] | None) -> ChatTemplate:
+        """The target's chat template, with these variables over its own."""
+        if not variables:
+            return self.template
+        return ChatTemplate(self.target.tokenizer, self.template.kwargs | dict(variables))
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -117,16 +188,18 @@ class Requests:
 
     def update(self, sequence: Sequence) -> Update:
         """What is new of a sequence since the last call."""
+        logprobs = sequence.logprobs_from(sequence.num_reported)
         tokens, text = sequence.new_tokens(), None
         if sequence.text is not None:
             sequence.text.add(sequence.generated[sequence.text.num_tokens :])
             text = sequence.text.new_text(final=sequence.finish_reason is not None)
-        return Update(sequence, tokens, text, self.output(sequence) if sequence.finish_reason else None)
+        return Update(sequence, tokens, text, self.output(sequence) if sequence.finish_reason else None, logprobs)
 
     def output(self, sequence: Sequence) -> Output:
         """A sequence's output so far. The text is what `update` has returned of it."""
         text = None if sequence.text is None else "".join(sequence.text.text)
-        return Output(sequence.generated, text, sequence.finish_reason, sequence.stats, sequence.rounds)
+        logprobs = sequence.logprobs_from(0)
+        return Output(sequence.generated, text, sequence.finish_reason, sequence.stats, sequence.rounds, logprobs)
 
 
 def _are_token_ids(prompt: Prompt) -> TypeGuard[Listing[int]]:
@@ -134,12 +207,18 @@ def _are_token_ids(prompt: Prompt) -> TypeGuard[Listing[int]]:
     return not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], dict))
 
 
-def params_of(params: SamplingParams | Listing[SamplingParams] | None, index: int, count: int) -> SamplingParams:
-    """Request `index`'s parameters, of `count`. One set for all gives each request another seed. Raises UserError."""
+def params_of(params: SamplingParams | Listing[SamplingParams] | None, count: int) -> list[list[SamplingParams]]:
+    """The parameters of each answer of `count` prompts. One set for all gives each answer of all prompts another seed,
+    a list each answer of a prompt. Raises UserError."""
     if params is None or isinstance(params, SamplingParams):
-        params = params or SamplingParams()
-        return params.with_seed_after(index)
+        given = params or SamplingParams()
+        return [[given.with_seed_after(i * given.n + j) for j in range(given.n)] for i in range(count)]
     known = isinstance(params, list | tuple) and all(isinstance(each, SamplingParams) for each in params)
     check(known, "params: must be SamplingParams, or a list of them")
     check(len(params) == count, f"params: {len(params)} given for {count} prompts")
-    return params[index]
+    return [[each.with_seed_after(j) for j in range(each.n)] for each in params]
+
+
+def detokenizer_of(texts: Texts, params: SamplingParams) -> Detokenizer:
+    """Of an answer with these parameters."""
+    return Detokenizer(texts, params.stop_strings, params.include_stop, params.min_tokens)

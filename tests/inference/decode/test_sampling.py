@@ -7,10 +7,11 @@ from functools import partial
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eagle_train.inference.decode import sampling
 from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.row_trees import RowTrees
 from eagle_train.inference.decode.sampling import (
     SamplingTensors,
     child_round,
@@ -264,6 +265,12 @@ def test_what_is_prepared_is_all_that_is_compiled(truncated, monkeypatch):
         for top_k, top_p in ((0, 1.0), (0, 0.9), (5, 1.0), (5, 0.9)):
             settings = SamplingTensors.from_lists([0.8] * rows, [top_k] * rows, [top_p] * rows, "cpu")
             verification(plan.tree, tokens, logits, settings, seeds, seeds + 3, None, None)
+        with_min_p = SamplingTensors.from_lists([0.8] * rows, [0] * rows, [1.0] * rows, "cpu", [0.1] * rows)
+        verification(plan.tree, tokens, logits, with_min_p, seeds, seeds + 3, None, None)
+        adjusted = logits.double()  # logits that requests change may have another dtype
+        verification(plan.tree, tokens, adjusted, settings, seeds, seeds + 3, None, None)
+        by_row = RowTrees(plan.tree.parent.repeat(rows, 1), torch.ones(rows, 7, dtype=torch.bool), 2)
+        verification(by_row, tokens, logits, settings, seeds, seeds + 3, None, None)
     assert counter.frame_count == prepared
 
 
@@ -289,11 +296,12 @@ def test_a_gpus_compiler_takes_a_vocabulary_of_today(tree, rows, top_p):
 # --- probabilities and draws
 
 
-def warped(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+def warped(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> torch.Tensor:
     """transformers' own warpers, for rows [N, V]."""
     logits = TemperatureLogitsWarper(temperature)(None, logits)
     logits = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
-    return (TopPLogitsWarper(top_p)(None, logits) if top_p < 1 else logits).softmax(-1)
+    logits = TopPLogitsWarper(top_p)(None, logits) if top_p < 1 else logits
+    return (MinPLogitsWarper(min_p)(None, logits) if min_p else logits).softmax(-1)
 
 
 def test_probabilities_are_those_of_transformers_row_by_row(truncated):
@@ -304,6 +312,35 @@ def test_probabilities_are_those_of_transformers_row_by_row(truncated):
     for row, setting in zip(range(6), zip(temperature, top_k, top_p, strict=True), strict=True):
         assert torch.equal(ours[row] > 0, warped(logits[row], *setting) > 0)
         torch.testing.assert_close(ours[row], warped(logits[row], *setting))
+
+
+def test_min_p_is_that_of_transformers_row_by_row(truncated):
+    """Alone and behind the others; rows without it have the same bits as in a batch without it."""
+    temperature, top_k, top_p = [1.0, 0.7, 1.3, 0.5, 2.0, 1.0], [0, 5, 0, 7, 0, 0], [1.0, 1.0, 0.6, 0.9, 1.0, 1.0]
+    min_p = [0.02, 0.1, 0.3, 0.0, 1.0, 0.0]
+    torch.manual_seed(0)
+    logits = torch.randn(6, 20, 1000) * 3
+    given = temperature, top_k, top_p, "cpu"
+    ours, without = (probabilities(logits, SamplingTensors.from_lists(*given, each)) for each in (min_p, None))
+    for row, setting in enumerate(zip(temperature, top_k, top_p, min_p, strict=True)):
+        expected = warped(logits[row], *setting)
+        assert torch.equal(ours[row] > 0, expected > 0)
+        torch.testing.assert_close(ours[row], expected)
+        assert torch.equal(ours[row], without[row]) == (setting[-1] == 0)
+
+
+def test_min_p_alone_sorts_nothing(monkeypatch):
+    monkeypatch.setattr(sampling, "truncated_softmax", None)
+    settings = SamplingTensors.from_lists([1.0, 1.0, 0.0], [0, 0, 0], [1.0, 1.0, 1.0], "cpu", [0.2, 0.0, 0.9])
+    assert settings.any_min_p
+    logits = torch.tensor([[[0.0, -1.0, -2.0]]] * 3)
+    assert (probabilities(logits, settings)[:, 0] > 0).tolist() == [
+        [True, True, False],
+        [True] * 3,
+        [True, False, False],
+    ]
+    cold = SamplingTensors.from_lists([0.0], [0], [1.0], "cpu", [0.9])
+    assert not cold.any_min_p
 
 
 def test_settings_nobody_uses_change_nothing(truncated):

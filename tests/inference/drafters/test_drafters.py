@@ -10,33 +10,16 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.decode.row_trees import OpenTree, RowTrees, mended
 from eagle_train.inference.decode.tree import Tree, full
-from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, Outcome, Pending, RowText
+from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, Outcome, Pending
 from eagle_train.inference.drafters.eagle import Eagle
-from eagle_train.inference.drafters.text_drafter import TextDrafter, TextTree
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from tests.support.inside import inside, scheduler_of
+from tests.support.oracle import Oracle
 from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, answers, cut, token_ids
 from tests.support.tiny import random_tokens, shared_target, tiny_draft
 
 FAMILIES = ["llama", "gemma2", "qwen3_moe"]
-
-
-class Oracle(TextDrafter):
-    """Drafts the tokens of the answer, from some tokens on a wrong branch first, so that trees differ by row."""
-
-    timeout_s = None
-
-    def __init__(self, family: str, wrong: int = 3):
-        self.family, self.wrong, self.seen = family, wrong, []
-
-    def draft(self, text: RowText, most: int) -> TextTree:
-        self.seen.append((text.key, len(text.answer)))
-        answer = answers(self.family)[PROMPTS.index(text.prompt)][len(text.answer) :]
-        if len(text.answer) % 5 == 4:
-            return TextTree([], [])
-        right = answer[: most - 1 - len(text.answer) % 2]
-        return TextTree([self.wrong, *right], [0, 0, *range(2, len(right) + 1)])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,7 +27,7 @@ class Oracle(TextDrafter):
     "options", [{}, {"overlap": True}, {"kv_tokens": 6 * BLOCK, "prefill_tokens": 7}, {"prefix_cache": True}]
 )
 def test_trees_that_differ_by_row(family, options):
-    drafter = Oracle(family)
+    drafter = Oracle(answers(family))
     engine = Engine(shared_target(family), drafter, "d2_bf2", **{"max_batch_size": 3} | options)
     for _ in range(2):
         outputs = engine.generate(PROMPTS, GREEDY)
@@ -99,7 +82,7 @@ def test_a_static_tree_by_row_accepts_what_it_accepts_for_all():
 def mixed(family: str) -> dict[str, Drafter]:
     target = shared_target(family)
     eagle, last = (Eagle(tiny_draft(target), target, alignment) for alignment in ("accepted", "last"))
-    return {"eagle": eagle, "oracle": Oracle(family), "last": last}
+    return {"eagle": eagle, "oracle": Oracle(answers(family)), "last": last}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -140,7 +123,7 @@ def test_several_drafters_are_lossless_at_any_temperature():
 def test_blocks_are_found_by_requests_with_the_same_drafter_alone():
     """The others' keys and values of a draft would not lie in them."""
     (prompt,) = random_tokens(3 * BLOCK + 2)
-    drafters = {"eagle": mixed("llama")["eagle"], "oracle": Oracle("llama")}
+    drafters = {"eagle": mixed("llama")["eagle"], "oracle": Oracle(answers("llama"))}
     engine = Engine(shared_target("llama"), drafters, "chain2", prefix_cache=True, kv_tokens=40 * BLOCK)
     found = []
     for name in ("eagle", "none", "eagle", "none"):
@@ -159,9 +142,9 @@ def test_who_cannot_be_a_drafter_is_told():
         with pytest.raises(UserError, match=r"must be drafters by name"):
             Engine(target, wrong)
     with pytest.raises(OptionError, match=r"^drafting=multinomial: several drafters draw nothing; use greedy$"):
-        Engine(target, {"a": eagle, "b": Oracle("llama")}, drafting="multinomial")
+        Engine(target, {"a": eagle, "b": Oracle(answers("llama"))}, drafting="multinomial")
     with pytest.raises(OptionError, match=r"^drafting=multinomial: trees that differ by row are not drawn; use "):
-        Engine(target, Oracle("llama"), drafting="multinomial")
+        Engine(target, Oracle(answers("llama")), drafting="multinomial")
 
 
 # --- states of layers
@@ -230,6 +213,6 @@ def test_a_tree_that_cannot_be_is_one_line():
             OpenTree(*wrong)
     assert isinstance(OpenTree(4, 3).to("cpu"), OpenTree)
     assert not isinstance(OpenTree(4, 3), Tree)
-    engine = Engine(shared_target("llama"), Oracle("llama"), "chain3")
+    engine = Engine(shared_target("llama"), Oracle(answers("llama")), "chain3")
     assert scheduler_of(engine).ahead == 4
     assert inside(engine).in_flight is None

@@ -42,9 +42,11 @@ def case(
     guided: bool = False,
     short: bool = False,
     recorded: bool = False,
+    changed: bool = False,
     **engine,
 ) -> dict:
     told = {"drafts_differ": drafts_differ, "guided": guided, "short": short, "recorded": recorded}
+    told["changed"] = changed
     return {"family": family, "count": count, "sampled": sampled, **told, "engine": engine}
 
 
@@ -71,6 +73,11 @@ CASES = {
         case("llama", 5, True, drafts_differ=True, recorded=True, tree="chain3", max_batch_size=2),
         case("llama", 3, True, recorded=True, tree="n8", max_batch_size=3, **DIVIDED),
         *(case("llama", 5, True, guided=True, tree="n8", max_batch_size=3, **options) for options in ({}, EVERYTHING)),
+        *(
+            case("llama", count, True, changed=True, guided=count == 3, tree="n8", max_batch_size=3, **options)
+            for count, options in ((5, {}), (5, EVERYTHING), (3, DIVIDED), (5, {"divide_sampling": False}))
+        ),
+        case("llama", 5, True, changed=True, drafts_differ=True, tree="chain3", drafting="multinomial"),
     ],
     3: [
         case("three", count, sampled, tree=tree)
@@ -112,6 +119,16 @@ def alone(root, ranks) -> list[dict]:
     return [outcome(case, targets[case["family"]], root / f"{case['family']}-draft") for case in CASES[ranks]]
 
 
+def assert_alike(ours: list | None, theirs: list | None) -> None:
+    """Log-probabilities, which ranks compute in another order of sums; ours come from JSON."""
+    assert (ours is None) == (theirs is None)
+    for (token, number, top), (other, expected, best) in zip(ours or [], theirs or [], strict=True):
+        assert token == other
+        assert [each for each, _ in top] == [each for each, _ in best]
+        numbers = [number, *(each for _, each in top)]
+        assert numbers == pytest.approx([expected, *(each for _, each in best)], abs=1e-4)
+
+
 def test_they_answer_as_one_process_does(ranks, found, alone):
     for number, (case, expected) in enumerate(zip(CASES[ranks], alone, strict=True)):
         for of_rank in found:
@@ -121,6 +138,10 @@ def test_they_answer_as_one_process_does(ranks, found, alone):
             assert of_rank[number]["rounds"] == expected["rounds"], case
             assert of_rank[number]["blocks"] == expected["blocks"], case
             assert of_rank[number]["replays"] == expected["replays"], case
+            for ours, theirs in zip(of_rank[number]["logprobs"], expected["logprobs"], strict=True):
+                assert_alike(ours, theirs)
+            assert of_rank[number]["random"] == found[0][number]["random"], case
+            assert len({*map(tuple, found[0][number]["random"])}) == (3 if case["changed"] else 0), case
             assert len(set(expected["replays"])) == int(case["recorded"]), case  # all of a round, or nothing
             assert of_rank[number]["heads"] * ranks == expected["heads"]
             parts = ranks if case["engine"].get("divide_draft") else 1

@@ -38,9 +38,17 @@ message = st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "ali
 good = {
     "temperature": st.sampled_from([0.0, 1e-45, 0.5, 1.0, 300.0]),
     "top_p": st.sampled_from([1e-300, 1e-9, 0.5, 1.0]),
-    "top_k": st.sampled_from([0, 1, 3, 10**9]),
+    "top_k": st.sampled_from([-1, 0, 1, 3, 10**9]),
+    "min_p": st.sampled_from([0.0, 1e-300, 0.1, 1.0]),
     "max_tokens": st.integers(1, 5),
-    "seed": st.integers(-5, 2**63 - 1),
+    "min_tokens": st.integers(0, 3),
+    "seed": st.none() | st.integers(-5, 2**63 - 1),
+    "logit_bias": st.none() | st.dictionaries(st.integers(0, 97), st.floats(-100, 100), max_size=3),
+    "repetition_penalty": st.sampled_from([0.01, 1, 1.3, 100]),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "logprobs": st.none() | st.integers(0, 97),
+    "include_stop": st.booleans(),
     "stop": st.none() | words | st.lists(words, max_size=2),
     "stop_token_ids": st.none() | st.lists(st.integers(-2, 120), max_size=3),
     "ignore_eos": st.booleans(),
@@ -153,20 +161,47 @@ def test_a_request_is_answered_or_refused(engine):
         ({"temperature": 10**5000}, "temperature=a whole number of 16610 bits: must be 0 or more, and finite"),
         ({"temperature": 10**400}, "temperature=1.*: must be 0 or more, and finite"),
         ({"top_p": float("nan")}, "top_p=nan: must be above 0 and at most 1"),
-        ({"top_k": -1}, r"top_k=-1: must be 0 \(off\) or more, a whole number"),
+        ({"top_k": -2}, r"top_k=-2: must be 0 or -1 \(off\), or more, a whole number"),
         ({"max_tokens": 0}, "max_tokens=0: must be at least 1, a whole number"),
-        ({"seed": -(2**63) - 1}, "seed=-9223372036854775809: must be a whole number of 64 bits, at most 922.*"),
+        ({"seed": -(2**63) - 1}, r"seed=-9223372036854775809: must be None \(a random one\) or a whole number of .*"),
         ({"stop": ""}, "stop='': an empty text would end every answer; leave it out"),
         ({"stop": ["a", ""]}, r"stop=\['a', ''\]: an empty text would end every answer; leave it out"),
         ({"stop": "\ud800"}, r"stop='\\ud800': half of a surrogate pair is in no text"),
         ({"top_p": 0}, "top_p=0: must be above 0 and at most 1"),
-        ({"top_k": 1.5}, r"top_k=1.5: must be 0 \(off\) or more, a whole number"),
-        ({"top_k": 2**64}, r"top_k=18446744073709551616: must be 0 \(off\) or more, a whole number"),
+        ({"top_k": 1.5}, r"top_k=1.5: must be 0 or -1 \(off\), or more, a whole number"),
+        ({"top_k": 2**64}, r"top_k=18446744073709551616: must be 0 or -1 \(off\), or more, a whole number"),
         ({"max_tokens": True}, "max_tokens=True: must be at least 1, a whole number"),
-        ({"seed": 2**63}, "seed=9223372036854775808: must be a whole number of 64 bits, at most 9223372036854775807"),
+        ({"seed": 2**63}, "seed=9223372036854775808: must be .* whole number of 64 bits, at most 9223372036854775807"),
         ({"stop": [1]}, r"stop=\[1\]: must be None, a text, or a list of texts"),
         ({"stop_token_ids": 3}, "stop_token_ids=3: must be None or a list of token ids"),
         ({"ignore_eos": 1}, "ignore_eos=1: must be true or false"),
+        ({"include_stop": "yes"}, "include_stop='yes': must be true or false"),
+        ({"min_p": 1.01}, r"min_p=1.01: must be from 0 \(off\) to 1"),
+        ({"min_p": float("nan")}, r"min_p=nan: must be from 0 \(off\) to 1"),
+        ({"min_tokens": -1}, "min_tokens=-1: must be at least 0, a whole number"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9: must be at most max_tokens, which is 8"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: must be from 0.01 to 100; 1 is off"),
+        ({"repetition_penalty": True}, "repetition_penalty=True: must be from 0.01 to 100; 1 is off"),
+        ({"presence_penalty": 2.1}, "presence_penalty=2.1: must be from -2 to 2"),
+        ({"frequency_penalty": "x"}, "frequency_penalty='x': must be from -2 to 2"),
+        ({"n": 0}, "n=0: must be a whole number from 1 to 65536"),
+        ({"n": 65537}, "n=65537: must be a whole number from 1 to 65536"),
+        ({"logprobs": -1}, "logprobs=-1: must be None, or 0 or more, a whole number"),
+        ({"logprobs": True}, "logprobs=True: must be None, or 0 or more, a whole number"),
+        ({"logit_bias": [5]}, r"logit_bias=\[5\]: must be None, or a mapping of token ids to numbers from -100 to 100"),
+        ({"logit_bias": {5: 100.5}}, r"logit_bias=\{5: 100.5\}: must be .* from -100 to 100"),
+        ({"logit_bias": {"a": 1}}, r"logit_bias=\{'a': 1\}: must be .* token ids .*"),
+        ({"logit_bias": {-1: 1}}, r"logit_bias=\{-1: 1\}: must be .* token ids .*"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs='x': must be None, or a mapping of the chat .*"),
+        (
+            {"chat_template_kwargs": {"messages": 1}},
+            "chat_template_kwargs.messages: is set for each rendering; leave .*",
+        ),
+        ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs: 'a b' must be a variable's name"),
+        ({"foo": 1}, "foo: SamplingParams has no such parameter; there are temperature, top_p, .*chat_template_kwargs"),
+        ({"topk": 1}, "topk: SamplingParams has no such parameter; the nearest are top_k, .*"),
+        ({"max_new_tokens": 1}, "max_new_tokens: SamplingParams .*; the nearest are max_tokens, min_tokens.*"),
+        ({"grammars": 1}, "grammars: SamplingParams has no such parameter; the nearest is grammar"),
     ],
 )
 def test_parameters(params, message):
@@ -191,6 +226,35 @@ def test_seeds_go_round():
     assert [largest.with_seed_after(i).seed for i in range(3)] == [2**63 - 1, -(2**63), -(2**63) + 1]
     engine = Engine(tiny_target(tokenizer=tiny_tokenizer()))
     assert len(engine.generate(PROMPTS, largest)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"logit_bias": {5: 1, 96: 1}}, r"logit_bias=\[96\]: the vocabulary has 96"),
+        ({"logprobs": 97}, "logprobs=97: the vocabulary has 96"),
+        ({"n": 2}, "n=2: must be 1 here, one request has one answer; use generate"),
+        (
+            {"min_tokens": 1, "stop_token_ids": range(96)},
+            "min_tokens=1: must be 0 where every token is a stop token",
+        ),
+        (
+            {"chat_template_kwargs": {"thinking": True}},
+            r"chat_template_kwargs=\{'thinking': True\}: prompt \d+ is no list of chat messages, and no template .*",
+        ),
+    ],
+)
+def test_parameters_that_do_not_fit_the_request(engine, params, message):
+    given = {name: list(value) if isinstance(value, range) else value for name, value in params.items()}
+    with pytest.raises(UserError, match=f"^{message}$"):
+        engine.add(PROMPTS[0], SamplingParams(**given))
+    assert not engine.has_unfinished
+
+
+def test_what_may_be_said_in_two_ways():
+    """Off is off, and JSON has texts for keys."""
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    assert SamplingParams(logit_bias={"5": 1}) == SamplingParams(logit_bias={5: 1.0})
 
 
 @pytest.mark.parametrize("token", [96, -1, 2**40])

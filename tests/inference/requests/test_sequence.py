@@ -111,7 +111,7 @@ def test_arguments_that_are_refused():
         Engine(target).generate(PROMPTS[:3], [GREEDY] * 2)
     with pytest.raises(UserError, match="stop strings need a tokenizer"):
         Engine(target).generate(PROMPTS[:1], SamplingParams(stop="x"))
-    for values in ({"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_k": -1}, {"max_tokens": 0}):
+    for values in ({"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_k": -2}, {"max_tokens": 0}):
         with pytest.raises(UserError, match=next(iter(values))):
             SamplingParams(**values)
 
