@@ -68,10 +68,14 @@ class Drafters:
         self.by_name, self._ranks, self._width = dict(drafters), ranks, width
         needs = [each.needs for each in self.by_name.values()]
         self.layers = tuple(sorted({layer for each in needs for layer in each.layers}))
-        self.caches: list[PagedKV] = [cache for each in self.by_name.values() for cache in each.caches]
         self.need_logits = any(each.logits for each in needs)
         self.are_checked = len(needs) > 1 or any(each.checks or each.texts for each in needs)
         self.varies = len(needs) > 1 or any(each.by_row for each in needs)  # trees may differ by row
+
+    @property
+    def caches(self) -> list[PagedKV]:
+        """Of all drafters. A draft has another one once it is divided."""
+        return [cache for each in self.by_name.values() for cache in each.caches]
 
     @property
     def have_plans(self) -> bool:

@@ -50,7 +50,7 @@ from eagle_train.inference.decode.bookkeeping import FirstToken
 from eagle_train.inference.decode.logprobs import TokenLogprobs
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parts import AnyDraft, Parts, build_parts
-from eagle_train.inference.requests.admission import enqueue
+from eagle_train.inference.requests.admission import enqueue, seat
 from eagle_train.inference.requests.prefiller import Chunk
 from eagle_train.inference.requests.sampling_params import SamplingParams, is_number
 from eagle_train.inference.requests.sequence import Sequence
@@ -308,12 +308,14 @@ class PrefillServer:
         """The first token of each text, and the serialised rest (`_serialize_kv`) of all, a 1-D tensor. Raises
         UserError if the decode process has another target or draft."""
         parts, scheduler, target = self._parts, self._parts.scheduler, self._parts.target
-        sequences = []
+        drafters, sequences = parts.runner.drafters, []
         for place, (text, params) in enumerate(zip(request["texts"], request["params"], strict=True)):
             given = SamplingParams(**params)
             short = replace(given, max_tokens=2, min_tokens=0, stop=None)  # no request ends with its first token
             matcher, adjustment = parts.requests.matcher_of(short), parts.requests.adjustment_of(given)
-            sequences.append(Sequence(place, text, short, frozenset(), matcher, adjustment=adjustment))
+            sequence = Sequence(place, text, short, frozenset(), matcher, adjustment=adjustment)
+            seat(sequence, drafters.seat(short.drafter), drafters)
+            sequences.append(sequence)
         same = target.identity.fingerprint == request["target"]
         check(same, f"target {target.name}: the decode process has another")
         own, other = str(target.dtype), request["dtype"]
