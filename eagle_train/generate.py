@@ -50,6 +50,9 @@ class Numbers:
     presence_penalty: float
     frequency_penalty: float
     include_stop: bool
+    relaxed_topk: int
+    relaxed_delta: float
+    relaxed_thinking: bool
 
 
 @command("generate")
@@ -125,7 +128,7 @@ def summary(output: Output) -> str:
     parts = [f"{len(output.token_ids)} tokens ({output.finish_reason})", f"TTFT {stats.ttft_s * 1e3:.1f} ms"]
     if tpc is not None and ttit is not None:
         parts += [f"TPC {tpc:.2f}", f"TTIT {ttit * 1e3:.2f} ms"]
-    return ", ".join(parts)
+    return ", ".join([*parts, *(["LOSSY: relaxed acceptance"] if output.is_lossy else [])])
 
 
 if __name__ == "__main__":

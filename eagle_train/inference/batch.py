@@ -8,6 +8,7 @@ import torch
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.decode.adjustments import Adjustments
 from eagle_train.inference.decode.logprobs import LogprobRows
+from eagle_train.inference.decode.relaxed import Relaxed
 from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.sampling import uniform
 from eagle_train.inference.drafters.drafter import Pending, RowText, TreePlan
@@ -90,6 +91,7 @@ class Batch:
             texts,
             None if self._adjustments is None else self._adjustments.now(),
             self._logprobs,
+            Relaxed.of([each.relaxation for each in active], self._device),
         )
 
     def _no_rows(self) -> Pending:

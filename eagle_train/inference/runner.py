@@ -270,6 +270,8 @@ class Runner:
             sampling, seeds, lengths = inputs.sampling.rows(own), own(inputs.seeds), own(inputs.prefix.lengths)
             drawn = [None if x is None else own(x) for x in (inputs.draws, drafted.q)]
             verified = self.verification(tree, tokens, logits, sampling, seeds, lengths, *drawn)
+        if inputs.relaxed is not None:
+            verified = inputs.relaxed.rows(own).verify(verified, tree, tokens, logits)
         return Verified(*self.ranks.all(len(drafted.tokens), *verified))
 
     def commit(

@@ -13,6 +13,7 @@ from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.adjustments import Adjustments
 from eagle_train.inference.decode.logprobs import LogprobRows
+from eagle_train.inference.decode.relaxed import Relaxed
 from eagle_train.inference.decode.sampling import SamplingTensors
 from eagle_train.inference.drafters.drafter import Choice, Pending, RowText, TreePlan
 from eagle_train.inference.grammar.guided import Guidance
@@ -28,7 +29,7 @@ class RoundInputs:
     numbers, None for greedy drafts. `guidance`: the tokens that the rows' grammars allow, None without a grammar.
     `seats`: the name of each row's drafter, None for rows without. `texts`: the rows', where a drafter reads them.
     `adjustments`: what requests change of the target's logits; `logprobs`: the rows that ask for log-probabilities;
-    None where no row has any.
+    None where no row has any. `relaxed`: rows that are verified with loss, because they ask for it.
     """
 
     plan: TreePlan
@@ -44,11 +45,12 @@ class RoundInputs:
     texts: list[RowText] | None = None
     adjustments: Adjustments | None = None
     logprobs: LogprobRows | None = None
+    relaxed: Relaxed | None = None
 
     @property
     def has_plain_end(self) -> bool:
         """Whether the target's logits are sampled as they are, and nothing else is read from them."""
-        return self.guidance is None and self.adjustments is None and self.logprobs is None
+        return not any((self.guidance, self.adjustments, self.logprobs, self.relaxed))
 
     @property
     def choice(self) -> Choice:

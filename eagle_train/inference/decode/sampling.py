@@ -234,7 +234,9 @@ def verify_sampled(
     return verify_chosen(tree, tokens, sample(probabilities(logits, sampling), draws))
 
 
-def verify_chosen(tree: AnyTree, tokens: torch.Tensor, chosen: torch.Tensor) -> Verified:
+def verify_chosen(
+    tree: AnyTree, tokens: torch.Tensor, chosen: torch.Tensor, also: torch.Tensor | None = None
+) -> Verified:
     """A node is accepted if its token, and that of each ancestor, is the one that the target chose after its parent.
 
     tokens int64 [B, N]; chosen int64 [B, N]: the target's token after each node, its most likely one or one drawn from
@@ -242,8 +244,10 @@ def verify_chosen(tree: AnyTree, tokens: torch.Tensor, chosen: torch.Tensor) -> 
     with probability p(x), the next with its share of the remaining mass, and otherwise the token comes from the
     residual; a single draw from p does all three. A draw depends on seed and position alone (`uniform`), so the tokens
     are those of decoding without drafts, whatever the tree. Of siblings with the same token one counts.
+    `also`: bool [B, N], further nodes that are accepted after their parents; the result is then another (relaxed.py).
     """
-    node = tree.accepted(tokens == tree.at_parents(chosen))
+    match = tokens == tree.at_parents(chosen)
+    node = tree.accepted(match if also is None else match | also)
     return Verified(node, chosen.gather(1, node[:, None])[:, 0])
 
 

@@ -21,11 +21,14 @@ from eagle_train.inference.grammar.guided import Guidance, Guide, Matcher
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.requests.detokenizer import Detokenizer, Texts
 from eagle_train.inference.requests.sampling_params import SamplingParams
-from eagle_train.inference.requests.sequence import Output, Sequence, Update, check_prompt
+from eagle_train.inference.requests.sequence import Output, Sequence, Thinking, Update, check_prompt
 from eagle_train.models.stops import stop_ids_of
 from eagle_train.models.target import Target
 
 Prompt = str | Listing[int] | Listing[dict]
+
+
+_THINKING = ("<think>", "</think>")
 
 
 class Requests:
@@ -61,7 +64,21 @@ class Requests:
             params = replace(params, seed=self._random_seed())
         stop_ids, matcher = self.stops_of(params), self.matcher_of(params)
         text = None if self.texts is None else detokenizer_of(self.texts, params)
-        return Sequence(index, tokens, params, stop_ids, matcher, text, self.adjustment_of(params), name)
+        sequence = Sequence(index, tokens, params, stop_ids, matcher, text, self.adjustment_of(params), name)
+        if params.relaxed_thinking:
+            sequence.thinking = Thinking(*self.thinking_ids)
+            sequence.thinking.read(*tokens)
+        return sequence
+
+    @cached_property
+    def thinking_ids(self) -> tuple[int, int]:
+        """The tokens that begin and end the target's thinking. Raises UserError where it has none."""
+        tokenizer = self.target.tokenizer
+        known = {} if tokenizer is None else tokenizer.get_vocab()
+        there = all(text in known for text in _THINKING)
+        check(there, f"relaxed_thinking=True: {self.target.name} has no tokens {' and '.join(_THINKING)}")
+        begin, end = (known[text] for text in _THINKING)
+        return begin, end
 
     def _check_prompt(self, tokens: list[int], name: str) -> None:
         """Raise UserError for token ids that the target cannot continue."""
@@ -199,7 +216,15 @@ class Requests:
         """A sequence's output so far. The text is what `update` has returned of it."""
         text = None if sequence.text is None else "".join(sequence.text.text)
         logprobs = sequence.logprobs_from(0)
-        return Output(sequence.generated, text, sequence.finish_reason, sequence.stats, sequence.rounds, logprobs)
+        return Output(
+            sequence.generated,
+            text,
+            sequence.finish_reason,
+            sequence.stats,
+            sequence.rounds,
+            logprobs,
+            sequence.params.is_lossy,
+        )
 
 
 def _are_token_ids(prompt: Prompt) -> TypeGuard[Listing[int]]:

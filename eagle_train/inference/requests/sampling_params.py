@@ -60,6 +60,10 @@ class SamplingParams:
     token and of so many of the most likely ones (`TokenLogprobs`); None: none. `chat_template_kwargs`: the chat
     template's own variables for this request, over those of the target.
 
+    `relaxed_topk` and `relaxed_delta` are LOSSY: at temperature 0 a drafted token is accepted too if it is one of the
+    target's so many most likely ones, and its probability at most so much below the most likely one's. The answer is
+    then not the target's own. `relaxed_thinking`: only between the target's tokens <think> and </think>.
+
     `grammar`: what the answer must match, one of {"json_schema": a schema}, {"regex": a text}, {"choice": texts} and
     {"ebnf": a text with a rule `root`}. The target's own stop tokens then end the answer, only where the grammar may
     end; with `ignore_eos` only where the grammar allows nothing else. An object has the properties that its schema
@@ -87,6 +91,9 @@ class SamplingParams:
     logprobs: int | None = None
     include_stop: bool = False
     chat_template_kwargs: Mapping[str, Any] | None = None
+    relaxed_topk: int = 0  # 0: off; above it answers are no longer the target's own
+    relaxed_delta: float = 0.0
+    relaxed_thinking: bool = False
 
     def __new__(cls, *_: Any, **given: Any) -> "SamplingParams":
         """Tell of a name that is no parameter, and of its neighbours."""
@@ -106,6 +113,7 @@ class SamplingParams:
         least, most = self.min_tokens, self.max_tokens
         check(least <= most, f"min_tokens={least}: must be at most max_tokens, which is {most}")
         self._normalise()
+        self._check_relaxed()
         if self.chat_template_kwargs is not None:
             check_template_kwargs(self.chat_template_kwargs, "chat_template_kwargs")
         if texts:
@@ -133,6 +141,8 @@ class SamplingParams:
             "presence_penalty": (is_number(self.presence_penalty, -2, 2), "must be from -2 to 2"),
             "frequency_penalty": (is_number(self.frequency_penalty, -2, 2), "must be from -2 to 2"),
             "n": (is_whole(self.n, 1) and self.n <= _MOST_ANSWERS, f"must be a whole number from 1 to {_MOST_ANSWERS}"),
+            "relaxed_topk": (is_whole(self.relaxed_topk, 0), "must be 0 (off) or more, a whole number"),
+            "relaxed_delta": (is_number(self.relaxed_delta, 0, 1), "must be from 0 to 1"),
             "logprobs": (
                 self.logprobs is None or is_whole(self.logprobs, 0),
                 "must be None, or 0 or more, a whole number",
@@ -146,6 +156,7 @@ class SamplingParams:
             "stop": (_is_listing(texts, str), "must be None, a text, or a list of texts"),
             "stop_token_ids": (_is_listing(self.stop_token_ids, int), "must be None or a list of token ids"),
             "ignore_eos": (isinstance(self.ignore_eos, bool), "must be true or false"),
+            "relaxed_thinking": (isinstance(self.relaxed_thinking, bool), "must be true or false"),
             "include_stop": (isinstance(self.include_stop, bool), "must be true or false"),
             "drafter": (self.drafter is None or isinstance(self.drafter, str), "must be None, or a drafter's name"),
             "logit_bias": (
@@ -157,6 +168,19 @@ class SamplingParams:
                 "must be None, or a mapping of the chat template's variables to their values",
             ),
         }
+
+    def _check_relaxed(self) -> None:
+        """Raise UserError for relaxed acceptance where it does nothing."""
+        topk, delta, thinking = self.relaxed_topk, self.relaxed_delta, self.relaxed_thinking
+        needs = "needs relaxed_topk above 0"
+        check(topk > 0 or not delta, f"relaxed_delta={delta}: {needs}")
+        check(topk > 0 or not thinking, f"relaxed_thinking=True: {needs}")
+        check(topk == 0 or self.temperature == 0, f"relaxed_topk={topk}: is for temperature 0, not {self.temperature}")
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the answer may be another than the target's own."""
+        return self.relaxed_topk > 0
 
     def _normalise(self) -> None:
         """Write in one way what may be said in two."""

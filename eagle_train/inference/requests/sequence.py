@@ -67,6 +67,7 @@ class Output:
 
     `text` is that of the tokens, without special ones and up to the first stop string, or with it where `include_stop`
     says so; the tokens go on to its end. `logprobs`: one for each token; None where the request did not ask.
+    `is_lossy`: its acceptance was relaxed, so that it may be another than the target's own.
     """
 
     token_ids: list[int]
@@ -75,6 +76,7 @@ class Output:
     stats: Stats
     rounds: list[int]  # tokens that each target call of the decoding committed
     logprobs: list[TokenLogprobs] | None = None
+    is_lossy: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,21 @@ class Update:
     text: str | None
     output: Output | None
     logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass
+class Thinking:
+    """Whether a text is between the tokens that begin and end the target's thinking."""
+
+    begin: int
+    end: int
+    is_open: bool = False
+
+    def read(self, *tokens: int) -> None:
+        """The text goes on."""
+        for token in tokens:
+            if token in (self.begin, self.end):
+                self.is_open = token == self.begin
 
 
 @dataclass(eq=False)
@@ -120,6 +137,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks (cache/prefix_cache.py)
     last_hidden: Any = None  # [S]: the target's states at the last computed token, until it decodes
     num_reported: int = 0  # generated tokens that updates had
+    thinking: Thinking | None = None  # of a request whose acceptance is relaxed while it thinks alone
     key: int = field(default_factory=itertools.count().__next__)  # by which drafters know it
     drafter: str | None = None  # the name of its drafter; None: its tokens are the target's alone
     acceptance: Acceptance | None = None  # of its drafts so far, where trees are chosen by it
@@ -143,11 +161,19 @@ class Sequence:
         return self.prompt + self.generated[:-1]
 
     @property
+    def relaxation(self) -> tuple[int, float, int] | None:
+        """Top-k, delta and ending token of relaxed acceptance in the next round; None: it is verified exactly."""
+        params = self.params
+        if params.relaxed_topk == 0 or not (self.thinking is None or self.thinking.is_open):
+            return None
+        return params.relaxed_topk, params.relaxed_delta, -1 if self.thinking is None else self.thinking.end
+
+    @property
     def is_awaited(self) -> bool:
         """Whether the host must have its tokens so far before its next round: it works out from them what may come
         next, or how likely it is, or its drafter reads them."""
         counts = self.adjustment is not None and self.adjustment.counts_tokens(len(self.generated))
-        return counts or self.matcher is not None or self.is_read
+        return counts or self.matcher is not None or self.is_read or self.thinking is not None
 
     def logprobs_from(self, first: int) -> list[TokenLogprobs] | None:
         """Of the generated tokens from number `first` on; None where it does not ask."""
@@ -194,6 +220,8 @@ class Sequence:
         """Append tokens up to the first that ends the request. Returns how many were appended, at least one."""
         for kept, token in enumerate(tokens, start=1):
             self.generated.append(token)
+            if self.thinking is not None:
+                self.thinking.read(token)
             if logprobs is not None:
                 self.logprobs.append(logprobs[kept - 1])
             if self.matcher is not None and not self.matcher.accept(token):

@@ -198,7 +198,7 @@ def test_a_request_is_answered_or_refused(engine):
             "chat_template_kwargs.messages: is set for each rendering; leave .*",
         ),
         ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs: 'a b' must be a variable's name"),
-        ({"foo": 1}, "foo: SamplingParams has no such parameter; there are temperature, top_p, .*chat_template_kwargs"),
+        ({"foo": 1}, "foo: SamplingParams has no such parameter; there are temperature, top_p, .*relaxed_thinking"),
         ({"topk": 1}, "topk: SamplingParams has no such parameter; the nearest are top_k, .*"),
         ({"max_new_tokens": 1}, "max_new_tokens: SamplingParams .*; the nearest are max_tokens, min_tokens.*"),
         ({"grammars": 1}, "grammars: SamplingParams has no such parameter; the nearest is grammar"),
