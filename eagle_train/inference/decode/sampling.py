@@ -243,8 +243,9 @@ def verify_chosen(
     p. For greedy drafts this is multi-round speculative sampling: q is a point mass, so the first child is accepted
     with probability p(x), the next with its share of the remaining mass, and otherwise the token comes from the
     residual; a single draw from p does all three. A draw depends on seed and position alone (`uniform`), so the tokens
-    are those of decoding without drafts, whatever the tree. Of siblings with the same token one counts.
-    `also`: bool [B, N], further nodes that are accepted after their parents; the result is then another (relaxed.py).
+    are those of decoding without drafts, whatever the tree. Of siblings with the same token one counts: see
+    `Tree.siblings_repeat`. `also`: bool [B, N], further nodes that are accepted after their parents; the result is then
+    another (relaxed.py).
     """
     match = tokens == tree.at_parents(chosen)
     node = tree.accepted(match if also is None else match | also)

@@ -33,7 +33,8 @@ class _TreeTables:
     paths: torch.Tensor  # int64 [leaves, D + 1]: from the root to each leaf, padded with -1
     path_to: torch.Tensor  # int64 [N, D + 1]: from the root to each node, padded with the node
     # Verification takes the accepted node of highest priority. int64 [N]: a node's is above that of its ancestors, of
-    # its later siblings and of their descendants.
+    # its later siblings and of their descendants; with `siblings_repeat` above that of all nodes behind it in its level
+    # and of all higher levels.
     priority: torch.Tensor
     if_rejected: torch.Tensor  # int64 [N, N]: i's priority once node j is rejected: -1 if j is i or an ancestor of i
 
@@ -42,11 +43,16 @@ class _TreeTables:
 class Tree(_TreeTables):
     """A tree by the parent of each node. Nodes are listed level by level, siblings together, the likeliest first.
 
-    Raises UserError, naming the node, if `parents` is no such list. Two trees with the same parents are equal.
+    `siblings_repeat`: siblings may be the same token and match together; of all their paths the longest is then
+    accepted, and not that of the first sibling.
+
+    Raises UserError, naming the node, if `parents` is no such list. Two trees with the same parents are equal, if
+    `siblings_repeat` is.
     """
 
     parents: tuple[int, ...]  # -1 for the root; the others' are below their own index, and never decrease
     device: torch.device | str = field(default="cpu", compare=False)
+    siblings_repeat: bool = False
 
     def __post_init__(self) -> None:
         _check_parents(self.parents)
@@ -58,7 +64,7 @@ class Tree(_TreeTables):
         depth = [len(path) - 1 for path in paths]
         width, levels = depth[-1] + 1, _level_ranges(depth)
         ancestors = [[node in path for node in range(len(depth))] for path in map(set, paths)]
-        priority = _priorities(kids)
+        priority = _deepest_first(depth) if self.siblings_repeat else _priorities(kids)
         values: dict[str, Any] = {
             "num_nodes": len(depth),
             "max_depth": depth[-1],
@@ -90,7 +96,7 @@ class Tree(_TreeTables):
 
     def to(self, device: torch.device | str) -> "Tree":
         """The same tree with its tables on `device`."""
-        return Tree(self.parents, device)
+        return Tree(self.parents, device, self.siblings_repeat)
 
     # The same of all rows; `RowTrees` has these methods for trees that differ by row. B rows.
 
@@ -149,6 +155,12 @@ def _priorities(kids: list[list[int]]) -> list[int]:
         node = stack.pop()
         order.append(node)
         stack.extend(kids[node])
+    return [place for _, place in sorted(zip(order, range(len(order)), strict=True))]
+
+
+def _deepest_first(depth: list[int]) -> list[int]:
+    """`priority` where siblings repeat: the deepest nodes last, and of one level the first."""
+    order = sorted(range(len(depth)), key=lambda node: (depth[node], -node))
     return [place for _, place in sorted(zip(order, range(len(order)), strict=True))]
 
 

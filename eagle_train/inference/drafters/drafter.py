@@ -176,7 +176,8 @@ class DraftRound:
 
 
 class Drafted(NamedTuple):
-    """A tree for each row. Siblings may be the same token; then only one can be accepted.
+    """A tree for each row. Siblings may be the same token; then only one can be accepted, in a static tree the first
+    unless it says `siblings_repeat`.
 
     Without `q` a node is accepted if it equals the target's own draw, which is exact for any way of drafting that does
     not know this draw. So `q` is needed only if children were drawn from a distribution as `Choice.mode` says, and may

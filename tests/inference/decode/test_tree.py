@@ -38,7 +38,9 @@ def test_tables_of_a_ragged_tree():
     assert RAGGED.priority.argsort().tolist() == [0, 3, 2, 6, 1, 5, 7, 4]
 
 
-@pytest.mark.parametrize("tree", [chain(0), chain(4), full(3, 2), RAGGED, pruned(5, ACCEPTANCE)])
+@pytest.mark.parametrize(
+    "tree", [chain(0), chain(4), full(3, 2), RAGGED, pruned(5, ACCEPTANCE), Tree(RAGGED.parents, siblings_repeat=True)]
+)
 def test_tables_agree(tree):
     """Each table follows from the paths from the root, which are computed here from `parents`."""
     assert [node for level in tree.levels for node in range(*level)] == list(range(tree.num_nodes))
@@ -65,6 +67,16 @@ def test_tables_agree(tree):
 
 def of_leaves(tree: Tree, leaves: list[int]) -> list[tuple[list[int], int]]:
     return [(tree.path_to[leaf].tolist(), int(tree.depth[leaf])) for leaf in leaves]
+
+
+def test_where_siblings_repeat_the_longest_path_is_accepted():
+    """Of one level the first; without it, that of the first sibling."""
+    accepted = {(1, 2, 6): (1, 6), (1, 2, 3): (1, 1), (2, 3): (2, 2), (2, 4, 7): (2, 2), (1, 2, 4, 5, 6, 7): (4, 7)}
+    match = torch.tensor([[node in nodes for node in range(RAGGED.num_nodes)] for nodes in accepted])
+    repeating = Tree(RAGGED.parents, siblings_repeat=True)
+    pairs = zip(RAGGED.accepted(match).tolist(), repeating.to("cpu").accepted(match).tolist(), strict=True)
+    assert list(pairs) == list(accepted.values())
+    assert repeating == repeating.to("cpu") != RAGGED
 
 
 def test_chain_and_full():

@@ -77,6 +77,9 @@ def test_a_static_tree_by_row_accepts_what_it_accepts_for_all():
     match &= tree.child_rank == 0  # of siblings one alone
     assert trees.accepted(match).tolist() == tree.accepted(match).tolist()
     assert torch.equal(trees.ancestors[0], tree.ancestors)
+    match = torch.rand(50, tree.num_nodes) < 0.4
+    repeating = Tree(tree.parents, siblings_repeat=True).to("cpu")
+    assert trees.accepted(match).tolist() == repeating.accepted(match).tolist()
 
 
 def mixed(family: str) -> dict[str, Drafter]:
