@@ -198,6 +198,17 @@ def shared_target(family: str = "llama") -> Target:
     return tiny_target(family)
 
 
+@cache
+def repeating_target() -> Target:
+    """One whose next token depends mostly on the last, so that its answers repeat themselves; nobody may change it."""
+    model = tiny_model()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.1)
+            layer.mlp.down_proj.weight.mul_(0.1)
+    return Target(model, name="tiny-llama")
+
+
 def random_tokens(*lengths: int, vocabulary: int = SIZES["vocab_size"], seed: int = 0) -> list[list[int]]:
     """Prompts of these lengths, without special tokens."""
     generator = torch.Generator().manual_seed(seed)

@@ -14,11 +14,10 @@ from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import BLOCK, Prefix
 from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, Outcome, Pending
 from eagle_train.models.shapes import KVShape
-from eagle_train.models.target import Target
 from tests.support.graph_recorder import recorded
 from tests.support.inside import scheduler_of
 from tests.support.reference_answers import token_ids
-from tests.support.tiny import continued, random_tokens, tiny_model
+from tests.support.tiny import continued, random_tokens, repeating_target
 
 LENGTH = 60
 GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
@@ -65,25 +64,14 @@ class PromptLookup(Drafter):
 
 
 @cache
-def target() -> Target:
-    """A target whose next token depends mostly on the last one, so that its answers repeat themselves."""
-    model = tiny_model()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.1)
-            layer.mlp.down_proj.weight.mul_(0.1)
-    return Target(model, name="tiny-llama")
-
-
-@cache
 def answers() -> list[list[int]]:
-    return [continued(target(), prompt, LENGTH) for prompt in PROMPTS]
+    return [continued(repeating_target(), prompt, LENGTH) for prompt in PROMPTS]
 
 
 @cache
 def rounds(tree: str) -> list[list[int]]:
     """The numbers of tokens in the rounds of each prompt, decoded alone."""
-    engine = Engine(target(), PromptLookup(), tree, max_batch_size=1)
+    engine = Engine(repeating_target(), PromptLookup(), tree, max_batch_size=1)
     return [engine.generate([prompt], GREEDY)[0].rounds for prompt in PROMPTS]
 
 
@@ -101,7 +89,7 @@ def rounds(tree: str) -> list[list[int]]:
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_drafter_of_anyones_own(tree, options, graphs):
     drafter: Drafter = PromptLookup()
-    engine = Engine(target(), drafter, tree, **{"max_batch_size": 4} | options)
+    engine = Engine(repeating_target(), drafter, tree, **{"max_batch_size": 4} | options)
     if graphs:
         recorded(engine)
     preempted, preempt = [], scheduler_of(engine).preempt

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 from eagle_train import generate
@@ -19,7 +18,6 @@ from eagle_train.inference.drafters.ngram import Ngram, make_ngram
 from eagle_train.inference.drafters.suffix import Suffix, make_suffix
 from eagle_train.inference.lookup.ngrams import NgramOptions
 from eagle_train.inference.lookup.suffixes import SuffixOptions
-from eagle_train.models.target import Target
 from eagle_train.settings import CONF_DIR
 from tests.support.command_line import call, save_target
 from tests.support.inside import scheduler_of
@@ -28,9 +26,9 @@ from tests.support.reference_answers import LENGTH, PROMPTS, answers, cut, token
 from tests.support.tiny import (
     continued,
     random_tokens,
+    repeating_target,
     shared_target,
     tiny_draft,
-    tiny_model,
     tiny_target,
     tiny_tokenizer,
 )
@@ -59,19 +57,8 @@ def requests_in(drafter: Ngram | Suffix) -> int:
 
 
 @cache
-def target() -> Target:
-    """A target whose next token depends mostly on the last one, so that its answers repeat themselves."""
-    model = tiny_model()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.1)
-            layer.mlp.down_proj.weight.mul_(0.1)
-    return Target(model, name="tiny-llama")
-
-
-@cache
 def truth() -> list[list[int]]:
-    return [continued(target(), prompt, LONG) for prompt in TEXTS]
+    return [continued(repeating_target(), prompt, LONG) for prompt in TEXTS]
 
 
 def rounds_by_hand(kind: str, prompt: list[int], answer: list[int]) -> list[int]:
@@ -112,7 +99,7 @@ def test_answers_are_the_targets_own(family, kind):
 def test_drafts_are_those_of_the_text_alone(kind, options):
     """Round by round, whoever is in the batch, also after a preemption; and nothing is left of requests."""
     drafts = drafter(kind)
-    engine = Engine(target(), drafts, "chain3", **{"max_batch_size": 4} | options)
+    engine = Engine(repeating_target(), drafts, "chain3", **{"max_batch_size": 4} | options)
     preempted, preempt = [], scheduler_of(engine).preempt
     scheduler_of(engine).preempt = lambda sequence: preempted.append(sequence) or preempt(sequence)
     by_hand = [rounds_by_hand(kind, prompt, answer) for prompt, answer in zip(TEXTS, truth(), strict=True)]
@@ -127,7 +114,7 @@ def test_drafts_are_those_of_the_text_alone(kind, options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_drafted_is_accepted(kind):
-    outputs = Engine(target(), drafter(kind), "chain3", max_batch_size=4).generate(TEXTS, GREEDY)
+    outputs = Engine(repeating_target(), drafter(kind), "chain3", max_batch_size=4).generate(TEXTS, GREEDY)
     counts = [count for output in outputs for count in output.rounds]
     assert sum(counts) / len(counts) > 1.4
     assert max(counts) > 2
@@ -137,7 +124,7 @@ def test_what_is_drafted_is_accepted(kind):
 def test_what_others_were_told_is_accepted(kind):
     """An answer that another request had is drafted from its first tokens on."""
     drafts = drafter(kind)
-    engine = Engine(target(), drafts, "chain3", max_batch_size=1)
+    engine = Engine(repeating_target(), drafts, "chain3", max_batch_size=1)
     first, second = (engine.generate(TEXTS[:1], GREEDY)[0] for _ in range(2))
     assert first.token_ids == second.token_ids == truth()[0]
     assert len(second.rounds) < len(first.rounds)
@@ -146,7 +133,7 @@ def test_what_others_were_told_is_accepted(kind):
 
 def test_a_private_pool_leaves_with_its_request():
     drafts = drafter("ngram")
-    engine = Engine(target(), drafts, "chain3", max_batch_size=2)
+    engine = Engine(repeating_target(), drafts, "chain3", max_batch_size=2)
     requests = [engine.add(prompt, GREEDY) for prompt in TEXTS[:3]]
     while not all(len(request.generated) > 4 for request in requests[:2]):
         engine.step()
@@ -162,8 +149,10 @@ def test_a_private_pool_leaves_with_its_request():
 def test_drawn_tokens_are_those_of_plain_decoding(kind, overlap):
     """One for one at temperature 1, so their distribution is the target's; and drafts are accepted."""
     params = [SamplingParams(1.0, top_k=3, max_tokens=LONG, seed=seed, ignore_eos=True) for seed in range(len(TEXTS))]
-    plain = Engine(target(), None, max_batch_size=3).generate(TEXTS, params)
-    outputs = Engine(target(), drafter(kind), "chain3", max_batch_size=3, overlap=overlap).generate(TEXTS, params)
+    plain = Engine(repeating_target(), None, max_batch_size=3).generate(TEXTS, params)
+    outputs = Engine(repeating_target(), drafter(kind), "chain3", max_batch_size=3, overlap=overlap).generate(
+        TEXTS, params
+    )
     assert token_ids(outputs) == token_ids(plain)
     assert max(count for output in outputs for count in output.rounds) > 1
 
@@ -187,7 +176,7 @@ def test_with_a_grammar(kind, temperature):
 def test_a_draft_has_as_many_tokens_as_the_option_says(kind):
     """And not as many as the engine's tree has."""
     drafts = Ngram(NgramOptions(6)) if kind == "ngram" else Suffix(SuffixOptions(max_nodes=6, max_spec_offset=6))
-    engine = Engine(target(), drafts, "chain1", max_batch_size=4)
+    engine = Engine(repeating_target(), drafts, "chain1", max_batch_size=4)
     assert max(count for output in engine.generate(TEXTS, GREEDY) for count in output.rounds) == 7
 
 
@@ -232,6 +221,6 @@ def test_a_mistake_is_one_line(saved, capsys, given, said):
 
 @pytest.mark.parametrize("make", [make_ngram, make_suffix])
 def test_a_draft_beside_it_is_refused(make):
-    loaded = target()
+    loaded = repeating_target()
     with pytest.raises(UserError, match=re.escape("has no model; leave draft= out")):
         make(loaded, tiny_draft(loaded))
