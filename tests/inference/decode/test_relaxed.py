@@ -54,7 +54,7 @@ def test_what_is_accepted(topk, delta, by_row):
     tokens[:, 2], tokens[:, 4], tokens[:, 6] = (
         (x + 1) % vocabulary for x in (tokens[:, 1], tokens[:, 3], tokens[:, 5])
     )
-    asked = [(topk, delta, END) if row % 3 else None for row in range(rows)]
+    asked = [None if row % 3 == 0 else (max(1, topk // (row % 3)), delta, END) for row in range(rows)]
     relaxed, exact = Relaxed.of(asked, torch.device("cpu")), verify_chosen(tree, tokens, logits.argmax(-1))
     found = relaxed.verify(exact, given, tokens, logits)
     for row in range(rows):
@@ -62,7 +62,7 @@ def test_what_is_accepted(topk, delta, by_row):
         if asked[row] is None:
             assert (node, int(found.next_token[row])) == (int(exact.node[row]), int(exact.next_token[row]))
             continue
-        wanted = deepest(tree.parent.tolist(), tokens[row].tolist(), logits[row], topk, delta)
+        wanted = deepest(tree.parent.tolist(), tokens[row].tolist(), logits[row], asked[row][0], delta)
         depth = int(given.depths_of(found.node)[row]) if by_row else int(tree.depth[node])
         # Of two accepted siblings a static tree goes on with the first, whose children may all be rejected.
         assert depth == wanted if by_row else depth <= wanted
