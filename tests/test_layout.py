@@ -39,7 +39,7 @@ TESTED_IN = {
     "inference/requests/test_detokenizer.py": "inference/requests/marked_text",
     "inference/requests/test_scheduler.py": "inference/cache/block_memory inference/cache/block_pool "
     "inference/requests/admission",
-    "inference/test_compiled.py": "ops/compiled",
+    "inference/test_compiled.py": "inference/compiling ops/compiled",
     "inference/test_continuous.py": "inference/decode/prefill inference/requests/prefiller",
     "inference/test_engine.py": "inference/batch inference/decode/bookkeeping inference/decode/dispatcher "
     "inference/decode/stage_times inference/drafters/eagle inference/options inference/parts inference/runner",

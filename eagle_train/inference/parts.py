@@ -15,6 +15,7 @@ from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.cache.prefix_cache import PrefixCache
+from eagle_train.inference.compiling import compile_rounds
 from eagle_train.inference.decode.adaptive import Adaptive
 from eagle_train.inference.decode.calibration import calibrated
 from eagle_train.inference.decode.dispatcher import Dispatcher, ReplacedPlans
@@ -180,7 +181,7 @@ def _compile(runner: Runner, dispatcher: Dispatcher, config: EngineConfig) -> No
     most = config.max_batch_size
     ends = {1, 2, most, *(size + n for size, _ in dispatcher.table for n in (0, 1))}
     sizes = [(rows, dispatcher.dispatch(rows)) for rows in sorted(ends) if rows <= most]
-    runner.compile(sizes, most * dispatcher.largest.num_nodes)
+    compile_rounds(runner, sizes, most * dispatcher.largest.num_nodes)
 
 
 def _check(target: Any, draft: Any, device: Any) -> None:

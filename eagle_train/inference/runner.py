@@ -10,14 +10,11 @@ Shapes: A active rows, N tree nodes, T tokens of a prompt, H hidden, V vocabular
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
-from eagle_train.errors import OptionError
 from eagle_train.inference.cache.block_ends import BlockEnds
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
@@ -60,7 +57,6 @@ from eagle_train.ops import kernels
 from eagle_train.ops.compiled import Forward
 from eagle_train.ops.threads import threads_for
 from eagle_train.ops.transfer import to_device
-from eagle_train.progress import progress
 
 
 class Runner:
@@ -91,9 +87,9 @@ class Runner:
         self.verification = Verification(config.drafting)
         self.times = StageTimes()
         self._root = chain(0).to(target.device)
-        self._compiled: Forward | None = None  # the target's forward in rounds
+        self.compiled: Forward | None = None  # the target's forward in rounds
         self._elements = _mean_elements(target)
-        self._compiled_rows = 0  # tokens of the largest round: all compiled forwards use its number of threads
+        self.compiled_rows = 0  # tokens of the largest round: all compiled forwards use its number of threads
         self._plain = [name for name in ("attention", "linear") if getattr(config, name) == "plain"]
 
     @property
@@ -108,12 +104,12 @@ class Runner:
 
     def run(self, inputs: RoundInputs) -> tuple[Pending, RoundResult]:
         """One round. Returns the next round's pending tokens, and the results, without synchronising."""
-        with self.resources(self._compiled_rows or len(inputs.pending.lengths) * inputs.plan.tree.num_nodes):
+        with self.resources(self.compiled_rows or len(inputs.pending.lengths) * inputs.plan.tree.num_nodes):
             return self.complete(inputs, self.draft(inputs))
 
     def complete(self, inputs: RoundInputs, drafted: Proposed) -> tuple[Pending, RoundResult]:
         """As `run`, of a round that is drafted."""
-        with self.resources(self._compiled_rows or drafted.tokens.numel()):
+        with self.resources(self.compiled_rows or drafted.tokens.numel()):
             validated = self.validate(inputs, drafted)
             if (key := self._end_key(inputs)) is not None:
                 return self._replay_end(inputs, drafted, key)
@@ -248,7 +244,7 @@ class Runner:
 
     def forward(self, prefix: Prefix, tree: AnyTree, tokens: torch.Tensor) -> Validated:
         """As `validate`, kernel by kernel and without a wait for the device."""
-        forward = self._compiled or self.states
+        forward = self.compiled or self.states
         return Validated(*validate(self.target, forward, self.cache, prefix, tree, tokens, self.ranks))
 
     def sample(self, inputs: RoundInputs, drafted: Proposed, logits: torch.Tensor) -> Verified:
@@ -354,46 +350,6 @@ class Runner:
         with self.times.stage("bookkeeping"):
             assert isinstance(inputs.plan.tree, Tree)
             return self._results(inputs, inputs.plan.tree, pending, report, drafted.wrong)
-
-    @torch.inference_mode()
-    def compile(self, sizes: list[tuple[int, TreePlan]], most: int) -> None:
-        """Compile as the config says for pairs of batch size and plan; a round has at most `most` tokens.
-
-        Raises UserError if torch.compile fails.
-        """
-        config, is_gpu = self.config, self.target.device.type == "cuda"
-        jobs: list[Callable[[], None]] = []
-        if config.compile:
-            jobs += self.drafters.compile(sizes)
-            compiled = self.target.compiled(self.drafters.layers)
-            self._compiled = compiled
-            for rows, plan in sizes:
-                tokens = torch.zeros(rows, plan.tree.num_nodes, dtype=torch.long, device=self.target.device)
-                jobs.append(partial(compiled.prepare, tokens, tokens))
-        # On a CPU compiling the few operations of verification gains nothing.
-        if config.compile and is_gpu if config.compile_sampling is None else config.compile_sampling:
-            own = [(self.ranks.rows_per_rank(rows), plan) for rows, plan in sizes]
-            jobs.append(partial(self._compile_verification, own))
-        if not jobs:
-            return
-        self._compiled_rows = most
-        bar = progress(len(jobs), "compiled shape")
-        with self.resources(self._compiled_rows):
-            for done, job in enumerate(jobs, 1):
-                job()
-                bar.update(done)
-        bar.close()
-
-    def _compile_verification(self, sizes: list[tuple[int, TreePlan]]) -> None:
-        """Compile verification. If that fails, raise if `compile_sampling` is set, else warn and run it eagerly."""
-        try:
-            for job in self.verification.compile(sizes, self.target.lm_head.weight):
-                job()
-        except OptionError as error:
-            if self.config.compile_sampling:
-                raise
-            warnings.warn(f"{error}; rounds above temperature 0 are verified without", stacklevel=2)
-            self.verification = Verification(self.config.drafting)
 
     @contextmanager
     def resources(self, rows: int) -> Iterator[None]:
