@@ -34,7 +34,7 @@ def compile_rounds(runner: Runner, sizes: list[tuple[int, TreePlan]], most: int)
     is_gpu = target.device.type == "cuda"
     if config.compile and is_gpu if config.compile_sampling is None else config.compile_sampling:
         own = [(runner.ranks.rows_per_rank(rows), plan) for rows, plan in sizes]
-        jobs.append(partial(_compile_verification, runner, own))
+        jobs.append(partial(compile_verification, runner, own))
     if not jobs:
         return
     runner.compiled_rows = most
@@ -46,7 +46,7 @@ def compile_rounds(runner: Runner, sizes: list[tuple[int, TreePlan]], most: int)
     bar.close()
 
 
-def _compile_verification(runner: Runner, sizes: list[tuple[int, TreePlan]]) -> None:
+def compile_verification(runner: Runner, sizes: list[tuple[int, TreePlan]]) -> None:
     """Compile verification. If that fails, raise if `compile_sampling` is set, else warn and run it eagerly."""
     try:
         for job in runner.verification.compile(sizes, runner.target.lm_head.weight):

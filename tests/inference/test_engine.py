@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 from eagle_train.artifacts.format import save_draft
 from eagle_train.errors import OptionError, UserError
 from eagle_train.inference import Engine, Requests, SamplingParams
-from eagle_train.inference.compiling import _compile_verification
+from eagle_train.inference.compiling import compile_verification
 from eagle_train.inference.decode.tree import chain, full
 from eagle_train.inference.decode.verification import Verification
 from eagle_train.inference.drafters.drafter import MAX_PENDING
@@ -322,10 +322,10 @@ def test_verification_that_cannot_be_compiled_stops_only_who_asked_for_it(asked,
     runner.config = replace(engine.config, compile_sampling=asked)
     if asked:
         with pytest.raises(OptionError, match="no compiler"):
-            _compile_verification(runner, [])
+            compile_verification(runner, [])
         return
     with pytest.warns(UserWarning, match="no compiler; rounds above temperature 0 are verified without"):
-        _compile_verification(runner, [])
+        compile_verification(runner, [])
     assert runner.verification is not before
 
 
