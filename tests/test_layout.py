@@ -42,7 +42,8 @@ TESTED_IN = {
     "inference/test_compiled.py": "inference/compiling ops/compiled",
     "inference/test_continuous.py": "inference/decode/prefill inference/requests/prefiller",
     "inference/test_engine.py": "inference/batch inference/decode/bookkeeping inference/decode/dispatcher "
-    "inference/decode/stage_times inference/drafters/eagle inference/options inference/parts inference/runner",
+    "inference/decode/stage_times inference/drafters/eagle inference/drafters/growing inference/options inference/parts "
+    "inference/runner",
     "inference/test_overlap.py": "ops/transfer",
     "inference/test_simulated.py": "inference/decode/simulated",
     "ops/test_fused_loss.py": "ops/fused_loss_kernel",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from eagle_train.artifacts.format import load_draft
 from eagle_train.errors import OptionError, check, shown
@@ -128,16 +129,21 @@ def _drafter(target: Target, draft: Any, lm_head: str) -> Drafter:
 def _uses_graphs(graphs: bool | None, target: Target, drafters: Drafters) -> bool:
     """Whether CUDA graphs are recorded: as `graphs` says; None: where nothing is known to prevent it.
 
-    That is on a GPU, for a target that is whole on it and not quantised; of one that is divided no recording was tried
-    on several GPUs yet. Experts in target or draft prevent it, because
-    some implementations synchronise to count the tokens of each expert. A drafter may wait as well.
+    That is on a GPU, for a target that is whole on it; of one that is divided no recording was tried on several GPUs
+    yet. Weights that a library quantised and experts prevent it, in the target and in what drafts: some implementations
+    synchronise, to count the tokens of each expert, say. A drafter may wait as well.
     """
     if graphs is not None:
         return graphs
-    is_whole = target.together is None and not target.is_offloaded and quantization_config_of(target.config) is None
-    models = [target.model, *(each.draft for each in drafters.by_name.values() if isinstance(each, Eagle))]
-    has_experts = any(name.endswith("experts") for model in models for name, _ in model.named_modules())
-    return target.device.type == "cuda" and is_whole and drafters.recordable and not has_experts
+    models = [target.model, *(model for each in drafters.by_name.values() for model in each.models)]
+    is_whole = target.together is None and not target.is_offloaded
+    return target.device.type == "cuda" and is_whole and drafters.recordable and not any(map(_may_wait, models))
+
+
+def _may_wait(model: torch.nn.Module) -> bool:
+    """Whether a model may have the host wait for its device: it is quantised, or has experts."""
+    is_quantised = isinstance(model, PreTrainedModel) and quantization_config_of(model.config) is not None
+    return is_quantised or any(name.endswith("experts") for name, _ in model.named_modules())
 
 
 def divide(ranks: Ranks, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:

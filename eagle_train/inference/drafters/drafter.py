@@ -221,6 +221,8 @@ class Drafter:
     needs = Needs()
     caches: Sequence[PagedKV] = ()
     """Its caches; the engine resizes them together with the target's."""
+    models: Sequence[torch.nn.Module] = ()
+    """The models that it runs; the engine looks whether they have parts for which the host may wait."""
 
     def compile(self, sizes: Iterable[tuple[int, "TreePlan"]]) -> list[Callable[[], None]]:
         """Use torch.compile from now on. Returns functions that compile for these pairs of batch size and plan; they

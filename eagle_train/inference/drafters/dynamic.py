@@ -16,8 +16,9 @@ from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.row_trees import DynamicTree, RowTrees
 from eagle_train.inference.drafters.drafter import Drafted
-from eagle_train.ops.compiled import Forward
+from eagle_train.ops.rule import Attend
 
+_States = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, Attend], torch.Tensor]
 _Best = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -26,12 +27,12 @@ def grow_dynamic(
     root: tuple[torch.Tensor, torch.Tensor],
     prefix: Prefix,
     cache: PagedKV,
-    forward: Forward,
+    states_at: _States,
     best: _Best,
 ) -> Drafted:
     """Draft below the root after `prefix`. `root`: its token int64 [A, 1] and the draft's states there [A, 1, H].
 
-    `forward`: the draft's states [A, K, H] of tokens [A, K], the states above each, positions and attend. `best`: of
+    `states_at`: the draft's states [A, K, H] at tokens [A, K], see `Growing.level_states`. `best`: of
     states [A, T, H] the most likely tokens int64 [A, T, K] and their log-probabilities, float32.
     """
     root_token, hidden = root
@@ -52,7 +53,7 @@ def grow_dynamic(
         positions = before.positions(1).expand(rows, most)
         attend = cache.tree(behind_root, suffix, positions, ancestors)
         inner = seen_tokens[-1].gather(1, chosen)
-        hidden = forward(inner, hidden.take_along_dim(above.unsqueeze(2), 1), positions, attend)
+        hidden = states_at(inner, hidden.take_along_dim(above.unsqueeze(2), 1), None, positions, attend)
         tokens, logs = best(hidden, most)  # [A, K, K]
         first = sum(x.shape[1] for x in seen_tokens[:-1])  # of the last level among the seen nodes
         seen_parents.append((first + chosen).repeat_interleave(most, 1))

@@ -1,8 +1,8 @@
-"""The EAGLE drafter: processes the pending tokens with the target's hidden states, then drafts a tree level by level.
+"""The EAGLE drafter: processes the pending tokens with the target's hidden states, then drafts a tree (growing.py).
 
-Paper sections 2, 3.2 and 3.4; DESIGN sections 3.1, 3.5. Knows nothing of validation or requests.
+Paper sections 2 and 3.4; DESIGN sections 3.1, 3.5. Knows nothing of validation or requests.
 
-Shapes: A active rows, N tree nodes, H hidden, V vocabulary.
+Shapes: A active rows, N wanted tokens, H hidden.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,24 +14,18 @@ from eagle_train.errors import OptionError, check
 from eagle_train.hardware import warn_of_emulation
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
-from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.row_trees import DynamicTree
-from eagle_train.inference.decode.sampling import propose, restrict
-from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.drafters.drafter import (
     MAX_PENDING,
-    Choice,
     Drafted,
-    Drafter,
     DraftRound,
-    Level,
     Needs,
     Outcome,
     Pending,
     TreePlan,
     pick,
 )
-from eagle_train.inference.drafters.dynamic import grow_dynamic
+from eagle_train.inference.drafters.growing import Growing, Places
 from eagle_train.inference.parallel.divided_draft import divide_draft
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.parallel.vocabulary import DividedHead
@@ -49,7 +43,7 @@ from eagle_train.ops.weight_codes import FP8
 ALIGNMENTS = ("accepted", "last")
 
 
-class Eagle(Drafter):
+class Eagle(Growing):
     """Proposes with an EAGLE draft.
 
     `alignment`: which tokens of a round the draft processes again, with the target's hidden states instead of its own
@@ -65,6 +59,7 @@ class Eagle(Drafter):
         width, own = target.embedding.shape[1], draft.config.hidden_size
         check(own == width, f"draft.hidden_size={own}: must be the target's, {width}")
         self.draft = fuse_products(draft.to(target.device, target.dtype).eval().requires_grad_(False))
+        self.models = [self.draft]
         self.target, self.alignment = target, alignment
         self.head, self.lm_head_kind = Head(self.draft, target.lm_head), "target"
         optimize_for_decoding(self.draft, target.dtype, [self.head.lm_head.weight], drop_hooks=True)
@@ -163,9 +158,6 @@ class Eagle(Drafter):
 
     def propose(self, round: DraftRound) -> Drafted:
         hidden = self.align(round.draft_prefix, round.pending)
-        if isinstance(round.plan.tree, DynamicTree):
-            root = round.pending.last, hidden
-            return grow_dynamic(round.plan.tree, root, round.prefix, self.cache, self.run_forward, self.most_likely)
         return self.grow(round.plan, hidden, round.pending.last, round.prefix, round.choice)
 
     def align(self, prefix: Prefix, pending: Pending) -> torch.Tensor:
@@ -177,62 +169,13 @@ class Eagle(Drafter):
             return self.run_forward(pending.tokens, pending.hidden, positions, attend)
         return self.run_forward_at(pending.tokens, pending.hidden, positions, pending.end, attend)
 
-    def grow(
-        self, plan: TreePlan, root_hidden: torch.Tensor, root_token: torch.Tensor, prefix: Prefix, choice: Choice
-    ) -> Drafted:
-        """Draft the tree below the root token [A, 1] after `prefix`; `root_hidden` [A, 1, H]: the draft's hidden states
-        there. Returns what `propose` does."""
-        active, suffix = len(root_token), None if plan.is_chain else Suffix()
-        tokens, hidden, q = [root_token], root_hidden, None  # tokens [A, nodes] of each level
-        behind_root = prefix.advanced(1)
-        for depth, level in enumerate(plan.levels):
-            if depth > 0:
-                if choice.guidance is not None:
-                    choice.guidance.set_tokens(torch.cat(tokens, 1))
-                inner, before = pick(tokens[-1], level.inner), behind_root.advanced(depth - 1)
-                positions = before.positions(1).expand(active, inner.shape[1])
-                if suffix is None:  # a chain has no siblings, so its nodes may be written to the cache at once
-                    attend = self.cache.extend(before, positions)
-                else:
-                    attend = self.cache.tree(behind_root, suffix, positions, level.ancestors)
-                hidden = self.run_forward(inner, pick(hidden, level.above), positions, attend)
-            proposed, distribution = self.children(hidden, level, choice)
-            tokens.append(pick(proposed.flatten(1), level.proposal))
-            if distribution is not None:
-                q = q if q is not None else distribution.new_zeros(active, plan.tree.num_nodes, distribution.shape[-1])
-                q[:, level.parents] = distribution
-        return Drafted(torch.cat(tokens, 1), q, suffix)
-
-    def most_likely(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `count` most likely tokens after states [A, T, H], int64 [A, T, count], and their log-probabilities."""
-        best = self.head.lm_head(hidden).float().log_softmax(-1).topk(count)
-        return self.head.tokens(best.indices), best.values
-
-    def children(self, hidden: torch.Tensor, level: Level, choice: Choice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`level.most` proposed tokens for each parent of the level, [A, Q, most], and q [A, Q, V] or None."""
-        noise = None if choice.noise is None else choice.noise[:, level.noise].unflatten(1, (-1, level.most))
-        if choice.mode == "greedy" and choice.guidance is None:
-            return self.head.tokens(self.head.lm_head.most_likely(hidden, level.most)), None
-        logits = self.head.lm_head(hidden)
-        if choice.guidance is not None:
-            logits = restrict(logits, self.head.columns(choice.guidance.allowed(level.parents.tolist())))
-        proposed, q = propose(logits, level.most, choice.mode, choice.temperature, noise)
-        return self.head.tokens(proposed), None if q is None else self.head.spread(q)
+    def level_states(
+        self, tokens: torch.Tensor, above: torch.Tensor, places: Places, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        return self.run_forward(tokens, pick(above, places), positions, attend)
 
     def rewind(self, round: DraftRound, drafted: Drafted, outcome: Outcome) -> Pending:
-        plan, node, pending = round.plan, outcome.node, outcome.pending
-        if self.alignment == "accepted":
-            return pending
-        if drafted.suffix is not None:  # a leaf has no keys and values; its slot is written by the next `align`
-            path = outcome.path[:, 1:]
-            places = plan.place[path] if drafted.places is None else drafted.places.gather(1, path).clamp(min=0)
-            self.cache.commit(drafted.suffix, round.prefix.advanced(1), places)
-        if drafted.places is not None:
-            is_leaf = drafted.places.gather(1, node.unsqueeze(1))[:, 0] < 0
-        else:
-            assert isinstance(plan.tree, Tree)
-            is_leaf = plan.tree.children[node, 0] < 0
-        return pending.newest(1 + (is_leaf & (node > 0)).long(), min(2, pending.tokens.shape[1]))
+        return outcome.pending if self.alignment == "accepted" else self.keep_drafted(round, drafted, outcome)
 
 
 def make_eagle(target: Target, draft: Draft | None, alignment: str = "accepted") -> Eagle | None:

@@ -117,7 +117,7 @@ def test_a_draft_that_is_right_is_accepted_to_the_end(alignment, monkeypatch):
         place["base"], place["at"] = int(round.prefix.longest) - len(PROMPTS[0]), 0
         return propose(round)
 
-    monkeypatch.setattr(drafter, "most_likely", best)
+    monkeypatch.setattr(drafter, "best", best)
     monkeypatch.setattr(drafter, "propose", at)
     (output,) = engine.generate(PROMPTS[:1], GREEDY)
     assert output.token_ids == cut(answers("llama"))[0]
