@@ -26,6 +26,7 @@ TESTED_IN = {
     "inference/cache/test_prefix_cache.py": "inference/cache/block_ends",
     "inference/drafters/test_checks.py": "inference/drafters/text_drafter",
     "inference/drafters/test_lookup.py": "inference/drafters/ngram inference/drafters/suffix",
+    "inference/drafters/test_draft_model.py": "inference/drafters/same_tokenizer",
     "inference/drafters/test_drafters.py": "inference/decode/row_trees",
     "inference/decode/test_tree.py": "inference/decode/named_trees tree_names",
     "inference/decode/test_adaptive.py": "inference/decode/acceptance inference/decode/calibration "
@@ -42,8 +43,8 @@ TESTED_IN = {
     "inference/test_compiled.py": "inference/compiling ops/compiled",
     "inference/test_continuous.py": "inference/decode/prefill inference/requests/prefiller",
     "inference/test_engine.py": "inference/batch inference/decode/bookkeeping inference/decode/dispatcher "
-    "inference/decode/stage_times inference/drafters/eagle inference/drafters/growing inference/options inference/parts "
-    "inference/runner",
+    "inference/decode/stage_times inference/drafters/eagle inference/drafters/growing inference/options "
+    "inference/parts inference/runner",
     "inference/test_overlap.py": "ops/transfer",
     "inference/test_simulated.py": "inference/decode/simulated",
     "ops/test_fused_loss.py": "ops/fused_loss_kernel",

@@ -15,8 +15,8 @@ PUBLIC = {
         Batch ChatRenderer ChatTemplate Conversation DataConfig Document SourceConfig Stream open_source
     """,
     "inference": """
-        Choice Dispatcher DraftRound Drafted Drafter DynamicTree Eagle Engine EngineConfig Needs OpenTree Outcome Output
-        Pending PlanTree PrefillServer RemotePrefill Requests RowText RowTrees SamplingParams Sequence
+        Choice Dispatcher DraftModel DraftRound Drafted Drafter DynamicTree Eagle Engine EngineConfig Needs OpenTree
+        Outcome Output Pending PlanTree PrefillServer RemotePrefill Requests RowText RowTrees SamplingParams Sequence
         SimulatedAcceptance Stats TextDrafter TextTree TokenLogprobs Tree TreePlan Update chain connect dynamic full
         pruned
     """,

@@ -8,6 +8,7 @@ from eagle_train.inference.decode.logprobs import TokenLogprobs
 from eagle_train.inference.decode.row_trees import DynamicTree, OpenTree, PlanTree, RowTrees, dynamic
 from eagle_train.inference.decode.simulated import SimulatedAcceptance
 from eagle_train.inference.decode.tree import Tree, chain, full, pruned
+from eagle_train.inference.drafters.draft_model import DraftModel
 from eagle_train.inference.drafters.drafter import (
     Choice,
     Drafted,
@@ -31,6 +32,7 @@ from eagle_train.inference.requests.sequence import Output, Sequence, Stats, Upd
 __all__ = [
     "Choice",
     "Dispatcher",
+    "DraftModel",
     "DraftRound",
     "Drafted",
     "Drafter",

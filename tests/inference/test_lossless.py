@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference import Drafter, DraftModel, Engine, SamplingParams
 from eagle_train.inference.decode import adjustments, sampling, verification
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
@@ -35,7 +35,7 @@ class Toy:
     """A target, and a draft that agrees with it at times."""
 
     target: Target
-    draft: Draft
+    draft: Draft | Drafter
 
     @cached_property
     def conditionals(self) -> list[torch.Tensor]:
@@ -159,6 +159,17 @@ def test_with_a_draft_of_few_tokens(toy, drafting):
     few = sorted(toy.conditionals[0].topk(9).indices.tolist())
     draft = Draft(replace(toy.draft.config, vocab_size=len(few), vocabulary=few))
     draft.load_state_dict(toy.draft.state_dict())
+    assert p_value(replace(toy, draft=draft), 10_000, 4, "d3_bf2", drafting=drafting) > 1e-3
+
+
+@pytest.mark.parametrize("drafting", ["greedy", "multinomial", "multinomial_without_replacement"])
+def test_with_another_model_that_drafts(toy, drafting):
+    """Which is much like the target."""
+    model, generator = tiny_model(std=0.4, **SIZES), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.2 * torch.randn(weight.shape, generator=generator))
+    draft = DraftModel(Target(model), toy.target)
     assert p_value(replace(toy, draft=draft), 10_000, 4, "d3_bf2", drafting=drafting) > 1e-3
 
 

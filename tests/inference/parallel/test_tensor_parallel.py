@@ -175,8 +175,11 @@ def test_shares_are_of_one_size_and_make_up_the_batch(batch, size):
 
 
 @pytest.mark.ranks
-def test_the_command_divides_the_target_over_its_processes(root, capsys):
-    arguments = [f"target={root}/llama", f"draft={root}/llama-draft", "prompt=abc", "max_tokens=12", "device=cpu"]
+@pytest.mark.parametrize("draft", [["draft=ROOT/llama-draft"], ["drafter=draft_model", "drafter.path=ROOT/llama"]])
+def test_the_command_divides_the_target_over_its_processes(root, capsys, draft):
+    """A draft model is whole on each of them."""
+    draft = [each.replace("ROOT", str(root)) for each in draft]
+    arguments = [f"target={root}/llama", *draft, "prompt=abc", "max_tokens=12", "device=cpu"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = run([*launcher, "-m", "eagle_train.generate", *arguments], env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
