@@ -11,7 +11,7 @@ from tokenizers import AddedToken, normalizers
 
 from eagle_train import generate
 from eagle_train.errors import UserError
-from eagle_train.inference import DraftModel, Engine, SamplingParams, parts
+from eagle_train.inference import DraftModel, Engine, SamplingParams, dynamic, parts
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.drafters.draft_model import make_draft_model
 from eagle_train.inference.drafters.drafters import Drafters
@@ -49,6 +49,18 @@ def rounds(family: str, tree: str) -> list[list[int]]:
     """The numbers of tokens in the rounds of each prompt, decoded alone."""
     engine = engine_of(family, tree, max_batch_size=1)
     return [engine.generate([prompt], GREEDY)[0].rounds for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_dynamic_trees_grow_by_its_probabilities(family):
+    """A batch has the rounds of each request alone, and the target as its own draft is right to the end."""
+    tree = dynamic(6, 3, 2)
+    outputs = engine_of(family, tree, max_batch_size=3).generate(PROMPTS, GREEDY)
+    assert token_ids(outputs) == cut(answers(family))
+    alone = engine_of(family, tree, max_batch_size=1)
+    assert [alone.generate([prompt], GREEDY)[0].rounds for prompt in PROMPTS] == [output.rounds for output in outputs]
+    same = engine_of(family, tree, shared_target(family)).generate(PROMPTS, GREEDY)
+    assert all(set(output.rounds[:-1]) == {4} for output in same)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *LAYERED])
