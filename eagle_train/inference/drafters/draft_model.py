@@ -80,9 +80,8 @@ class DraftModel(Growing):
         count = min(model.identity.vocab_size, target.identity.vocab_size, _known(model, target, place))
         self.model = model
         self.models = [model.model]
-        self.needs = Needs(
-            grows=True, waits=model.is_offloaded, checks=False
-        )  # Accelerate fetches weights within a forward
+        # Of an offloaded model Accelerate fetches weights within a forward.
+        self.needs = Needs(grows=True, waits=model.is_offloaded, checks=False)
         self.head = _FirstTokens(model.lm_head, count, target.identity.vocab_size)
         self._embeds_less = len(model.embedding) < target.identity.vocab_size
         optimize_for_decoding(model.model, model.dtype, [self.head.lm_head.weight])
