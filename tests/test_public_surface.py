@@ -15,10 +15,10 @@ PUBLIC = {
         Batch ChatRenderer ChatTemplate Conversation DataConfig Document SourceConfig Stream open_source
     """,
     "inference": """
-        Choice Dispatcher DraftModel DraftRound Drafted Drafter DynamicTree Eagle Engine EngineConfig Needs OpenTree
-        Outcome Output Pending PlanTree PrefillServer RemotePrefill Requests RowText RowTrees SamplingParams Sequence
-        SimulatedAcceptance Stats TextDrafter TextTree TokenLogprobs Tree TreePlan Update chain connect dynamic full
-        pruned
+        Choice Dispatcher DraftModel DraftRound Drafted Drafter DynamicTree Eagle Engine EngineConfig LayerSkip Needs
+        OpenTree Outcome Output Pending PlanTree PrefillServer RemotePrefill Requests RowText RowTrees SamplingParams
+        Sequence SimulatedAcceptance Stats TextDrafter TextTree TokenLogprobs Tree TreePlan Update chain connect dynamic
+        full pruned
     """,
     "models": """
         Draft DraftConfig Head Identity Quant Target TargetConfig load_target quant_of quantise_draft

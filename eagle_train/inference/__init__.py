@@ -21,6 +21,7 @@ from eagle_train.inference.drafters.drafter import (
     TreePlan,
 )
 from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.drafters.layer_skip import LayerSkip
 from eagle_train.inference.drafters.text_drafter import TextDrafter, TextTree
 from eagle_train.inference.engine import Engine
 from eagle_train.inference.options import EngineConfig
@@ -40,6 +41,7 @@ __all__ = [
     "Eagle",
     "Engine",
     "EngineConfig",
+    "LayerSkip",
     "Needs",
     "OpenTree",
     "Outcome",

@@ -36,11 +36,12 @@ from eagle_train.inference.decode.sampling import (
 )
 from eagle_train.inference.decode.stage_times import StageTimes
 from eagle_train.inference.decode.tree import Tree, chain
-from eagle_train.inference.decode.validation import last_states, validate
+from eagle_train.inference.decode.validation import last_states, validate, validate_rest
 from eagle_train.inference.decode.verification import Verification
 from eagle_train.inference.drafters.checks import checked_drafts
 from eagle_train.inference.drafters.drafter import (
     MAX_PENDING,
+    Computed,
     Drafted,
     Drafter,
     DraftRound,
@@ -203,9 +204,15 @@ class Runner:
     def draft_round(self, inputs: RoundInputs) -> DraftRound:
         """What drafters are given in a round in which they run."""
         assert inputs.draft_prefix is not None
-        choice, vocabulary = inputs.choice, self.target.identity.vocab_size
         return DraftRound(
-            inputs.plan, inputs.prefix, inputs.draft_prefix, inputs.pending, choice, vocabulary, inputs.texts
+            inputs.plan,
+            inputs.prefix,
+            inputs.draft_prefix,
+            inputs.pending,
+            inputs.choice,
+            self.target.identity.vocab_size,
+            inputs.texts,
+            self.cache,
         )
 
     def _proposed(self, inputs: RoundInputs, drafted: Drafted, checks: bool) -> Proposed:
@@ -235,12 +242,24 @@ class Runner:
             ends_recorded = self._end_key(inputs) is not None
             # A rank's share of the logits is one of the padded batch, which the host does not divide.
             if self.graphs is None or key is None or (self.ranks.divided and not ends_recorded):
+                if (computed := self._computed(drafted)) is not None:
+                    given = (self.cache, inputs.prefix, inputs.plan, drafted.tokens, self.ranks)
+                    return Validated(*validate_rest(self.target, computed, *given))
                 return self.forward(inputs.prefix, drafted.tree, drafted.tokens)
             validated = self.graphs.validate(key, inputs, drafted.tokens)
             if ends_recorded:
                 return validated
             # The drafter may use the hidden states rounds later, when the graph has run again.
             return validated._replace(hidden=validated.hidden.clone())
+
+    def _computed(self, drafted: Proposed) -> Computed | None:
+        """What drafting has computed of the target's forward, where that can be gone on from: not in a compiled
+        forward, which is whole; nor by ranks, whose own drafts may be others than rank 0's; nor with states of layers,
+        which would be those of nodes in part."""
+        if self.compiled is not None or self.ranks.group is not None or self.drafters.layers:
+            return None
+        only = drafted.parts[0] if len(drafted.parts) == 1 and drafted.parts[0].rows is None else None
+        return None if only is None else only.drafted.computed
 
     def forward(self, prefix: Prefix, tree: AnyTree, tokens: torch.Tensor) -> Validated:
         """As `validate`, kernel by kernel and without a wait for the device."""

@@ -3,14 +3,15 @@
 `use_fast_modules` is what every target has, in training and decoding alike; `Target` calls it, and compares the model's
 logits before and after (models/probe.py). `optimize_for_decoding` is what an engine adds, to its target and to its
 draft, which then stay as they are. Either returns an `Undo`. `round_to_fp8` is for a target that is only trained
-against: it changes results a little, and is not undone. Knows nothing of engines, caches or training.
+against: it changes results a little, and is not undone. `use_stages` is for a drafter that runs some of the target's
+layers. Knows nothing of engines, caches or training.
 
 Classes are changed where a module lies, because what is around a module of transformers (tied weights, hooks, names of
 checkpoints) would not survive another module in its place. Llama 4's experts have their class from the start, see
 `_register_experts`; what `round_to_fp8` rounds has no weight any more that others could share, and is replaced.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import signature
@@ -23,6 +24,7 @@ from transformers.models.llama4 import modeling_llama4
 
 from eagle_train.models.experts import RoutedExperts, RoutedMoe
 from eagle_train.models.forward import decoder_of
+from eagle_train.models.stages import StagedLayer, Stages
 from eagle_train.ops import grouped
 from eagle_train.ops.linear import FrozenFp8Linear, Linear, QuantisedLinear, fp16_copy_of, keep_fp16_copy
 from eagle_train.ops.norm import FastNorm, rms_norm
@@ -104,6 +106,21 @@ def optimize_for_decoding(
     return undo
 
 
+def use_stages(layers: Sequence[nn.Module]) -> Stages:
+    """Let a model's layers, in their order, be run in parts. Forwards of all layers stay what they are, and so do the
+    layers: it is not undone, and a second call returns what the first one did."""
+    first = layers[0]
+    if isinstance(first, StagedLayer):
+        return first.stages
+    stages = Stages()
+    for number, module in enumerate(layers):
+        own: Any = type(module)
+        module.__class__ = _in_stages(own)
+        assert isinstance(module, StagedLayer)
+        module.stages, module.number = stages, number
+    return stages
+
+
 ROUTERS = {"router", "gate", "gating", "shared_expert_gate"}  # small, and a rounding may choose another expert
 
 
@@ -167,6 +184,12 @@ def _is_plain_norm(module: Any) -> bool:
 def _with_fast_norm(own: Any) -> type[nn.Module]:
     """A norm's class with our forward, and all else that it has."""
     return type(own.__name__, (FastNorm, own), {})
+
+
+@lru_cache
+def _in_stages(own: Any) -> type[nn.Module]:
+    """A layer's class that does as its stages say."""
+    return type(own.__name__, (StagedLayer, own), {})
 
 
 @lru_cache

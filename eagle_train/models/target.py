@@ -18,9 +18,10 @@ from eagle_train.errors import UserError, check, foreign, shown
 from eagle_train.models.family import check_family
 from eagle_train.models.forward import LayerOutputs, Reaches, hidden_states, layers_of
 from eagle_train.models.head import LMHead, lm_head_of
-from eagle_train.models.patches import Undo, round_to_fp8
+from eagle_train.models.patches import Undo, round_to_fp8, use_stages
 from eagle_train.models.probe import TOKENS, Layers, probe
 from eagle_train.models.shapes import context_of, rope_limit
+from eagle_train.models.stages import Stages
 from eagle_train.models.weights import check_loaded, fingerprint, full_tensor
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.compiled import Compiled, Forward
@@ -147,6 +148,29 @@ class Target:
             return outputs.beside(lambda: self.hidden_states(tokens, positions, attend))
 
         return states
+
+    def stages(self) -> Stages:
+        """What runs `hidden_states` with some of the layers, or in two parts. The layers' classes are changed, once.
+
+        Raises UserError for a family whose forward in parts, on a few tokens, is not the whole one."""
+        family = self.model.config.model_type
+        place = f"target {self.name}: layers of this family ({family}) cannot be run in parts"
+        check(not self.kv_layers.given, f"{place}: some use the keys and values of others")
+        count = self.config.num_hidden_layers
+        tokens, whole = self._states_of_few_tokens()
+        stages = use_stages(self._layers(tuple(range(count))))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+
+        def forward() -> torch.Tensor:
+            return self.hidden_states(tokens, positions, packed_attention([[tokens.shape[1]]]))
+
+        with foreign(place):
+            for cut in {1, count // 2, count - 1} - {0}:
+                _, middle = stages.part(forward, range(cut), keep=cut - 1)
+                found = None if middle is None else stages.part(forward, range(cut, count), entry=middle)[0]
+                same = found is not None and torch.allclose(found.float(), whole, rtol=1e-3, atol=1e-3)
+                check(same, f"{place}: the states are others than those of the whole forward")
+        return stages
 
     def _layers(self, layers: tuple[int, ...]) -> list[torch.nn.Module]:
         """The modules of these layers. Raises UserError for one that is none."""

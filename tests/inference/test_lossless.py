@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from eagle_train.inference import Drafter, DraftModel, Engine, SamplingParams
+from eagle_train.inference import Drafter, DraftModel, Engine, LayerSkip, SamplingParams
 from eagle_train.inference.decode import adjustments, sampling, verification
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
@@ -171,6 +171,12 @@ def test_with_another_model_that_drafts(toy, drafting):
             weight.add_(0.2 * torch.randn(weight.shape, generator=generator))
     draft = DraftModel(Target(model), toy.target)
     assert p_value(replace(toy, draft=draft), 10_000, 4, "d3_bf2", drafting=drafting) > 1e-3
+
+
+@pytest.mark.parametrize("drafting", ["greedy", "multinomial", "multinomial_without_replacement"])
+def test_with_drafts_of_some_of_its_own_layers(toy, drafting):
+    skip = replace(toy, draft=LayerSkip(toy.target, [1]))
+    assert p_value(skip, 10_000, 4, "d3_bf2", drafting=drafting) > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:draft_lm_head=fp8")

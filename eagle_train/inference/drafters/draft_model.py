@@ -8,12 +8,9 @@ vocabulary, V' the tokens that both models know.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from eagle_train.errors import UserError, check
 from eagle_train.inference.cache.paged_kv import PagedKV
@@ -23,15 +20,15 @@ from eagle_train.inference.drafters.drafter import (
     MAX_PENDING,
     Drafted,
     DraftRound,
+    Level,
     Needs,
     Outcome,
     Pending,
     TreePlan,
 )
-from eagle_train.inference.drafters.growing import Growing, Places
+from eagle_train.inference.drafters.growing import FirstTokens, Growing, Nodes, keep_drafted
 from eagle_train.inference.drafters.same_tokenizer import check_same_tokenizer, known_tokens
 from eagle_train.models.draft import Draft
-from eagle_train.models.head import LMHead
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.patches import optimize_for_decoding
 from eagle_train.models.target import Target
@@ -39,28 +36,7 @@ from eagle_train.ops.compiled import Compiled, Forward
 from eagle_train.ops.rule import Attend
 
 
-class _FirstTokens:
-    """An LM head's columns for the first V' tokens, which have the target's ids. See `growing.ProposingHead`."""
-
-    def __init__(self, lm_head: LMHead, count: int, size: int):
-        """`count`: V'; `size`: V."""
-        self.count, self.size = count, size
-        bias = None if lm_head.bias is None else lm_head.bias[:count]
-        self.lm_head: Any = lm_head
-        if count < len(lm_head.weight):
-            self.lm_head = replace(lm_head, weight=lm_head.weight[:count], bias=bias)
-
-    def tokens(self, indices: torch.Tensor) -> torch.Tensor:
-        return indices
-
-    def columns(self, values: torch.Tensor) -> torch.Tensor:
-        return values[..., : self.count]
-
-    def spread(self, distribution: torch.Tensor) -> torch.Tensor:
-        return F.pad(distribution, (0, self.size - self.count))
-
-
-class DraftModel(Growing):
+class DraftModel(Growing[Nodes]):
     """Proposes with a smaller causal LM, `model`, that has the target's tokenizer.
 
     Its vocabulary may be padded to another size than the target's: padded ids are never proposed, and ids that it has
@@ -82,7 +58,7 @@ class DraftModel(Growing):
         self.models = [model.model]
         # Of an offloaded model Accelerate fetches weights within a forward.
         self.needs = Needs(grows=True, waits=model.is_offloaded, checks=False)
-        self.head = _FirstTokens(model.lm_head, count, target.identity.vocab_size)
+        self.head = FirstTokens(model.lm_head, count, target.identity.vocab_size)
         self._embeds_less = len(model.embedding) < target.identity.vocab_size
         optimize_for_decoding(model.model, model.dtype, [self.head.lm_head.weight])
         layers = model.kv_layers
@@ -126,7 +102,8 @@ class DraftModel(Growing):
 
     def propose(self, round: DraftRound) -> Drafted:
         states = self.read(round.draft_prefix, round.pending)
-        return self.grow(round.plan, states, round.pending.last, round.prefix, round.choice)
+        nodes = Nodes(self.cache, round.plan, round.prefix)
+        return self.grow(round.plan, states, round.pending.last, nodes, round.choice)
 
     def read(self, prefix: Prefix, pending: Pending) -> torch.Tensor:
         """Read the pending tokens. Returns the states at the last one [A, 1, H]."""
@@ -135,13 +112,11 @@ class DraftModel(Growing):
         states = self.run_forward(pending.tokens, positions, self.cache.extend(prefix, positions))
         return states if count == 1 else states.take_along_dim(pending.end.unsqueeze(2), dim=1)
 
-    def level_states(
-        self, tokens: torch.Tensor, above: torch.Tensor, places: Places, positions: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        return self.run_forward(tokens, positions, attend)
+    def level_states(self, tokens: torch.Tensor, above: torch.Tensor, level: Level, nodes: Nodes) -> torch.Tensor:
+        return self.run_forward(tokens, *nodes.next_level(len(tokens), level))
 
     def rewind(self, round: DraftRound, drafted: Drafted, outcome: Outcome) -> Pending:
-        return self.keep_drafted(round, drafted, outcome)
+        return keep_drafted(self.cache, round, drafted, outcome)
 
 
 def _known(model: Target, target: Target, place: str) -> int:

@@ -22,6 +22,7 @@ from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.row_trees import AnyTree, PlanTree, RowTrees
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.grammar.guided import Guidance
+from eagle_train.models.stages import Stages
 from eagle_train.ops.transfer import to_device
 
 # The most pending tokens of a row while nothing is drafted, each with a hidden state. The drafter then processes them
@@ -156,7 +157,8 @@ class DraftRound:
 
     `plan`: the tree to propose. `prefix`: the tokens before the pending one; `draft_prefix`: those before
     `pending.tokens`, which are in the drafter's cache. `vocab_size`: V. `texts`: one for each row where `Needs.texts`
-    is set.
+    is set. `target_cache`: the target's keys and values, which hold the tokens of `prefix`; None for a drafter that is
+    recorded.
     """
 
     plan: "TreePlan"
@@ -166,13 +168,28 @@ class DraftRound:
     choice: Choice
     vocab_size: int
     texts: list[RowText] | None = None
+    target_cache: PagedKV | None = None
 
     def rows(self, order: list[int]) -> "DraftRound":
         """The same of some rows. Drafts are then greedy."""
         index = to_device(order, self.pending.tokens.device, torch.long)
         texts = None if self.texts is None else [self.texts[row] for row in order]
         prefixes = (self.prefix.rows(order), self.draft_prefix.rows(order))
-        return DraftRound(self.plan, *prefixes, self.pending.rows(index), Choice(), self.vocab_size, texts)
+        pending, choice = self.pending.rows(index), Choice()
+        return DraftRound(self.plan, *prefixes, pending, choice, self.vocab_size, texts, self.target_cache)
+
+
+class Computed(NamedTuple):
+    """What drafting has computed of the target's forward: its first `layers` layers, at the n nodes of the plan's tree
+    that have children (`TreePlan.inner`).
+
+    A chain's keys and values of these layers are in the target's cache, where a chain's validation writes them.
+    """
+
+    stages: Stages  # runs the other layers
+    layers: int
+    states: torch.Tensor  # [A, n, H]: after these layers
+    suffix: Suffix | None  # these nodes' keys and values in these layers, and in others maybe; None for a chain
 
 
 class Drafted(NamedTuple):
@@ -190,6 +207,7 @@ class Drafted(NamedTuple):
     trees: RowTrees | None = None  # each row's own tree of N nodes, fewer than the plan's maybe; None: the plan's
     places: torch.Tensor | None = None  # of a dynamic tree, int64 [A, N]: the nodes' places in `suffix`; -1: none
     faults: Mapping[int, str] = MappingProxyType({})  # rows that it could not draft for, with the reason
+    computed: Computed | None = None  # what validation may go on from, with the plan's tree
 
 
 @dataclass(frozen=True)
@@ -316,6 +334,24 @@ class TreePlan:
         place = torch.zeros_like(self.tree.depth)
         place[inner] = torch.arange(len(inner), device=place.device)
         return place
+
+    @cached_property
+    def inner(self) -> torch.Tensor:
+        """int64 [n]: the nodes that have children, the root first; none for a root alone."""
+        nodes = [node for level in self.levels for node in level.parents.tolist()]
+        return torch.tensor(nodes, dtype=torch.long, device=self.device)
+
+    @cached_property
+    def leaves(self) -> torch.Tensor:
+        """int64 [N - n]: the nodes that have none."""
+        inner = set(self.inner.tolist())
+        nodes = [node for node in range(self.tree.num_nodes) if node not in inner]
+        return torch.tensor(nodes, dtype=torch.long, device=self.device)
+
+    @cached_property
+    def by_node(self) -> torch.Tensor:
+        """int64 [N]: each node's place among `inner` and then `leaves`."""
+        return torch.cat((self.inner, self.leaves)).argsort()
 
     @property
     def num_draws(self) -> int:

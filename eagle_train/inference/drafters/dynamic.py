@@ -11,32 +11,24 @@ from collections.abc import Callable
 
 import torch
 
-from eagle_train.inference.cache.paged_kv import PagedKV
-from eagle_train.inference.cache.prefix import Prefix
-from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.row_trees import DynamicTree, RowTrees
 from eagle_train.inference.drafters.drafter import Drafted
-from eagle_train.ops.rule import Attend
 
-_States = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, Attend], torch.Tensor]
+_States = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _Best = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
 def grow_dynamic(
-    tree: DynamicTree,
-    root: tuple[torch.Tensor, torch.Tensor],
-    prefix: Prefix,
-    cache: PagedKV,
-    states_at: _States,
-    best: _Best,
+    tree: DynamicTree, root: tuple[torch.Tensor, torch.Tensor], states_at: _States, best: _Best
 ) -> Drafted:
-    """Draft below the root after `prefix`. `root`: its token int64 [A, 1] and the draft's states there [A, 1, H].
+    """Draft below the root: its token int64 [A, 1], and the draft's states there [A, 1, H].
 
-    `states_at`: the draft's states [A, K, H] at tokens [A, K], see `Growing.level_states`. `best`: of
-    states [A, T, H] the most likely tokens int64 [A, T, K] and their log-probabilities, float32.
+    `states_at`: the draft's states [A, K, H] at tokens [A, K], from the states above each [A, K, H], with the mask of
+    these K expanded nodes over all E, bool [A, K, E]. `best`: of states [A, T, H] the most likely tokens int64
+    [A, T, K] and their log-probabilities, float32.
     """
     root_token, hidden = root
-    rows, most, behind_root, suffix = len(root_token), tree.top_k, prefix.advanced(1), Suffix()
+    rows, most = len(root_token), tree.top_k
     tokens, logs = best(hidden, most)  # [A, 1, K]
     seen_tokens, seen_logs = [tokens.flatten(1)], [logs.flatten(1)]
     seen_parents = [torch.full_like(seen_tokens[0], -1)]  # of each seen node, as a seen node; -1: the root
@@ -46,28 +38,22 @@ def grow_dynamic(
         chosen = seen_logs[-1].topk(most, dim=1).indices  # [A, K] of the last level
         expanded = torch.arange((depth - 1) * most, depth * most, device=chosen.device).expand_as(chosen)
         places[-1] = places[-1].scatter(1, chosen, expanded)
-        above = chosen // most  # [A, K]: their parents' numbers among those expanded before; 0, the root, at first
+        above = (chosen // most).unsqueeze(2)  # [A, K, 1]: their parents' numbers among those expanded last
         own = torch.eye(most, dtype=torch.bool, device=chosen.device).expand(rows, -1, -1)
-        ancestors = torch.cat((ancestors.take_along_dim(above.unsqueeze(2), 1), own), 2)  # [A, K, E]
-        before = behind_root.advanced(depth - 1)
-        positions = before.positions(1).expand(rows, most)
-        attend = cache.tree(behind_root, suffix, positions, ancestors)
-        inner = seen_tokens[-1].gather(1, chosen)
-        hidden = states_at(inner, hidden.take_along_dim(above.unsqueeze(2), 1), None, positions, attend)
+        ancestors = torch.cat((ancestors.take_along_dim(above, 1), own), 2)  # [A, K, E]
+        hidden = states_at(seen_tokens[-1].gather(1, chosen), hidden.take_along_dim(above, 1), ancestors)
         tokens, logs = best(hidden, most)  # [A, K, K]
         first = sum(x.shape[1] for x in seen_tokens[:-1])  # of the last level among the seen nodes
         seen_parents.append((first + chosen).repeat_interleave(most, 1))
         seen_logs.append((seen_logs[-1].gather(1, chosen).unsqueeze(2) + logs).flatten(1))
         seen_tokens.append(tokens.flatten(1))
         places.append(torch.full_like(seen_tokens[-1], -1))
-    seen = [torch.cat(x, 1) for x in (seen_tokens, seen_logs, seen_parents, places)]
-    return _most_probable(tree, root_token, suffix if tree.max_depth > 1 else None, *seen)
+    return _most_probable(tree, root_token, *(torch.cat(x, 1) for x in (seen_tokens, seen_logs, seen_parents, places)))
 
 
 def _most_probable(
     tree: DynamicTree,
     root_token: torch.Tensor,
-    suffix: Suffix | None,
     tokens: torch.Tensor,
     logs: torch.Tensor,
     parents: torch.Tensor,
@@ -84,4 +70,4 @@ def _most_probable(
     root, real = torch.zeros_like(root_token), torch.ones(rows, nodes, dtype=torch.bool, device=kept.device)
     trees = RowTrees(torch.cat((root, above), 1), real, tree.max_depth)
     drafted = torch.cat((root_token, tokens.gather(1, kept)), 1)
-    return Drafted(drafted, suffix=suffix, trees=trees, places=torch.cat((root - 1, places.gather(1, kept)), 1))
+    return Drafted(drafted, trees=trees, places=torch.cat((root - 1, places.gather(1, kept)), 1))

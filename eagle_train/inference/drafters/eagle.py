@@ -19,13 +19,14 @@ from eagle_train.inference.drafters.drafter import (
     MAX_PENDING,
     Drafted,
     DraftRound,
+    Level,
     Needs,
     Outcome,
     Pending,
     TreePlan,
     pick,
 )
-from eagle_train.inference.drafters.growing import Growing, Places
+from eagle_train.inference.drafters.growing import Growing, Nodes, keep_drafted
 from eagle_train.inference.parallel.divided_draft import divide_draft
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.parallel.vocabulary import DividedHead
@@ -43,7 +44,7 @@ from eagle_train.ops.weight_codes import FP8
 ALIGNMENTS = ("accepted", "last")
 
 
-class Eagle(Growing):
+class Eagle(Growing[Nodes]):
     """Proposes with an EAGLE draft.
 
     `alignment`: which tokens of a round the draft processes again, with the target's hidden states instead of its own
@@ -158,7 +159,8 @@ class Eagle(Growing):
 
     def propose(self, round: DraftRound) -> Drafted:
         hidden = self.align(round.draft_prefix, round.pending)
-        return self.grow(round.plan, hidden, round.pending.last, round.prefix, round.choice)
+        nodes = Nodes(self.cache, round.plan, round.prefix)
+        return self.grow(round.plan, hidden, round.pending.last, nodes, round.choice)
 
     def align(self, prefix: Prefix, pending: Pending) -> torch.Tensor:
         """Process the pending tokens with the target's hidden states. Returns the draft's at the last one [A, 1, H]."""
@@ -169,13 +171,13 @@ class Eagle(Growing):
             return self.run_forward(pending.tokens, pending.hidden, positions, attend)
         return self.run_forward_at(pending.tokens, pending.hidden, positions, pending.end, attend)
 
-    def level_states(
-        self, tokens: torch.Tensor, above: torch.Tensor, places: Places, positions: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        return self.run_forward(tokens, pick(above, places), positions, attend)
+    def level_states(self, tokens: torch.Tensor, above: torch.Tensor, level: Level, nodes: Nodes) -> torch.Tensor:
+        return self.run_forward(tokens, pick(above, level.above), *nodes.next_level(len(tokens), level))
 
     def rewind(self, round: DraftRound, drafted: Drafted, outcome: Outcome) -> Pending:
-        return outcome.pending if self.alignment == "accepted" else self.keep_drafted(round, drafted, outcome)
+        if self.alignment == "accepted":
+            return outcome.pending
+        return keep_drafted(self.cache, round, drafted, outcome)
 
 
 def make_eagle(target: Target, draft: Draft | None, alignment: str = "accepted") -> Eagle | None:
