@@ -82,7 +82,8 @@ class Nodes:
     def __init__(self, cache: PagedKV, plan: TreePlan, prefix: Prefix):
         """`prefix`: the tokens before the root."""
         self.suffix = None if plan.is_chain else Suffix()
-        self._cache, self._behind_root, self._depth = cache, prefix.advanced(1), 0
+        self.prefix, self._behind_root = prefix, prefix.advanced(1)
+        self._cache, self._depth = cache, 0
 
     def next_level(self, active: int, level: Level) -> tuple[torch.Tensor, Attend]:
         """The positions int64 [A, Q] of a level's nodes that have children, level by level, and how they attend."""

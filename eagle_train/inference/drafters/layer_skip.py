@@ -35,16 +35,16 @@ class _NodesWithRoot(Nodes):
         assert isinstance(plan.tree, Tree)
         self.suffix = None if plan.tree.is_chain else Suffix()  # as the validation has it
         self.states: list[torch.Tensor] = []
-        self._cache, self._prefix, self._depth = cache, prefix, 0
+        self.prefix, self._cache, self._depth = prefix, cache, 0
 
     def next_level(self, active: int, level: Level) -> tuple[torch.Tensor, Attend]:
-        before = self._prefix.advanced(self._depth)
+        before = self.prefix.advanced(self._depth)
         self._depth += 1
         positions = before.positions(1).expand(active, len(level.parents))
         if self.suffix is None:
             return positions, self._cache.extend(before, positions)
         return positions, self._cache.tree(
-            self._prefix, self.suffix, positions, F.pad(level.ancestors, (1, 0), value=True)
+            self.prefix, self.suffix, positions, F.pad(level.ancestors, (1, 0), value=True)
         )
 
 

@@ -49,16 +49,16 @@ def test_caches_are_those_of_a_fresh_prefill(tree, kv_tokens, family, overrides,
     guide(engine, answers(family), lambda _: rng.randint(0, 3))
     grow = drafter_of(engine).grow
 
-    def checked(plan, root_hidden, root_token, prefix, choice):
+    def checked(plan, root_hidden, root_token, nodes, choice):
         for row, sequence in enumerate(active_in(engine)):
-            tokens = (sequence.prompt + answers(family)[sequence.index])[: prefix.lengths[row] + 1]
+            tokens = (sequence.prompt + answers(family)[sequence.index])[: nodes.prefix.lengths[row] + 1]
             assert overlap or tokens == sequence.prompt + sequence.generated
             _, predicted, _, of_draft = fresh(target, draft, tokens)
             check_cache(drafter_of(engine).cache, sequence, of_draft)
             torch.testing.assert_close(root_hidden[row, 0], predicted[-1], rtol=1e-4, atol=1e-4)
             check_cache(runner_of(engine).cache, sequence, fresh(target, draft, tokens[:-1])[2])
             rounds.append(sequence.index)
-        return grow(plan, root_hidden, root_token, prefix, choice)
+        return grow(plan, root_hidden, root_token, nodes, choice)
 
     drafter_of(engine).grow = checked
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
