@@ -88,6 +88,15 @@ def with_others_off(overrides: list[str]) -> list[str]:
     return [each for override, other in pairs for each in (override, *([] if other is None else [f"{other}=null"]))]
 
 
+OWN_DRAFTERS = ("drafter=file", "drafter=mine")  # options of the group whose keys are the user's own
+
+
+def with_own_keys(overrides: list[str]) -> list[str]:
+    """The overrides, where `drafter.KEY=VALUE` may be any key if the drafter is the user's own."""
+    is_own = any(override in OWN_DRAFTERS for override in overrides)
+    return [f"++{each}" if is_own and each.startswith("drafter.") else each for each in overrides]
+
+
 def offer_trees(arguments: Iterable[str]) -> None:
     """Let Hydra find the trees that `tree=NAME` asks for without a YAML, and some more that configs begin with."""
     given = [argument.partition("=") for argument in arguments]
@@ -235,6 +244,7 @@ def parse_arguments(config_name: str) -> list[str]:
     parser = OverridesParser.create()
     multirun = bool({"-m", "--multirun"} & set(sys.argv))
     arguments = with_others_off([override for argument in sys.argv[1:] for override in named_path(argument)])
+    arguments = with_own_keys(arguments)
     offer_trees(arguments)
     arguments = arguments if multirun else [as_typed(argument, parser) for argument in arguments]
     try:

@@ -5,7 +5,6 @@ Started by torchrun on several processes, these hold the target together (tensor
 
 import logging
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -74,7 +73,7 @@ def job(config: DictConfig) -> int:
     given, quant = build(TargetConfig, config.target, "target"), build(Quant, config.quant, "quant")
     options, device = build(DraftOptions, config.draft, "draft"), resolve_device(config.device)
     engine_config, spec = build(EngineConfig, config.engine, "engine"), drafter_spec(config.drafter)
-    _check_is_read(options, config.drafter)
+    options.check_read_by(spec)
     check_graphs(engine_config.graphs, device)
     tree = OmegaConf.to_container(config.tree)
     Dispatcher(tree)  # what is no tree is told before the target is loaded
@@ -107,14 +106,6 @@ def job(config: DictConfig) -> int:
 def _plain(value: Any) -> Any:
     """A key's value with Python's own lists and mappings."""
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-
-
-def _check_is_read(options: DraftOptions, drafter: Mapping[str, Any]) -> None:
-    """Raise UserError for an alignment that the drafter's YAML does not take."""
-    check(
-        options.alignment == DraftOptions.alignment or "alignment" in drafter,
-        f"draft.alignment={options.alignment}: this drafter does not read it; leave it out, or use drafter=eagle",
-    )
 
 
 def _gives_tree() -> bool:

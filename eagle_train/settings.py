@@ -74,7 +74,7 @@ def instantiate(spec: Mapping[str, Any], field: str, **more: Any) -> Any:
     values: Any = OmegaConf.to_container(spec, resolve=True) if OmegaConf.is_config(spec) else dict(spec)
     target = str(values.pop("_target_"))
     what = f"{field} {target}"
-    made_by = _named(target, what)
+    made_by = named(target, what)
     try:
         return made_by(**values, **more)
     except UserError:
@@ -85,8 +85,8 @@ def instantiate(spec: Mapping[str, Any], field: str, **more: Any) -> Any:
         raise UserError(f"{what}: {kind}{one_line(error)}") from error
 
 
-def _named(target: str, what: str) -> Callable[..., Any]:
-    """What a dotted name stands for; `what` names it in a UserError."""
+def named(target: str, what: str) -> Callable[..., Any]:
+    """What a dotted name stands for, which can be called. Raises UserError that begins with `what`."""
     module, _, name = target.rpartition(".")
     check(bool(module), f"{what}: must be a dotted name, MODULE.NAME")
     with foreign(what):  # importing a module runs it

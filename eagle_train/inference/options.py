@@ -3,7 +3,9 @@
 DESIGN section 3.9.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from eagle_train.errors import OptionError, check, shown
 from eagle_train.inference.cache.prefix import BLOCK
@@ -26,6 +28,13 @@ class DraftOptions:
 
     def __post_init__(self) -> None:
         check_alignment(self.alignment)
+
+    def check_read_by(self, drafter: Mapping[str, Any]) -> None:
+        """Raise UserError for an alignment that a drafter, see `drafter_spec`, does not take."""
+        check(
+            self.alignment == DraftOptions.alignment or "alignment" in drafter,
+            f"draft.alignment={self.alignment}: this drafter does not read it; leave it out, or use drafter=eagle",
+        )
 
 
 @dataclass(frozen=True)

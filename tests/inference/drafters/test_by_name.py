@@ -78,7 +78,8 @@ def test_the_recipes_pass_the_type_checks(recipe):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-DRAFTERS = {path.stem: OmegaConf.load(path) for path in CONF_DIR.glob("drafter/*.yaml") if path.stem != "file"}
+OWN = ("file", "mine")  # which name nothing
+DRAFTERS = {path.stem: OmegaConf.load(path) for path in CONF_DIR.glob("drafter/*.yaml") if path.stem not in OWN}
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -102,6 +103,46 @@ def test_a_tree_that_is_not_used_is_told(target, recipe, capsys, given, told):
     assert lines.count("warning: no draft=, so decoding is plain and tree= is unused") == told
 
 
+CLASSES = """
+from eagle_train.inference import TextDrafter
+
+class Again(TextDrafter):
+    def __init__(self, target, draft, times=1):
+        self.times = times
+
+    def draft(self, text, most):
+        return text.prompt[-1:] * self.times
+
+class Closed(Again):
+    def __init__(self, times):
+        super().__init__(None, None, times)
+"""
+
+
+def test_a_class_of_ones_own_is_named_on_the_command_line(target, tmp_path, capsys, monkeypatch):
+    (tmp_path / "drafting_classes.py").write_text(CLASSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    given = [f"target={target}", "prompt=abc", "max_tokens=4", "device=cpu", "drafter=mine"]
+    made, make = [], generate.make_drafter
+    monkeypatch.setattr(generate, "make_drafter", lambda *given: made.append(make(*given)) or made[-1])
+    assert call(generate.main, *given, "drafter._target_=drafting_classes.Again", "drafter.times=3") == 0
+    assert (type(made[0]).__name__, made[0].times) == ("Again", 3)
+    for more, said in (
+        (["drafter._target_=drafting_classes.Closed", "drafter.times=3"], "with target=, draft= and .* it takes times"),
+        (["drafter._target_=drafting_classes.Again", "drafter.time=3"], "unexpected keyword argument 'time'"),
+        ([], "drafter._target_ is needed: give drafter._target_=VALUE"),
+    ):
+        assert call(generate.main, *given, *more) == 2
+        assert re.search(f"^error: .*{said}", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_keys_of_a_file_are_overridden(target, recipe, capsys):
+    given = [f"target={target}", "prompt=abc", "max_tokens=4", "device=cpu", f"drafter={recipe / 'own_drafter.yaml'}"]
+    assert call(generate.main, *given, "drafter.least=0") == 2
+    assert "error: drafter.least=0: must be above 0" in capsys.readouterr().err
+    assert call(generate.main, *given, "drafter.least=1") == 0
+
+
 def test_an_alignment_that_the_drafter_does_not_read_is_one_line(target, recipe, capsys):
     given = [f"target={target}", "prompt=abc", "max_tokens=2", "device=cpu"]
     own, eagle = f"drafter={recipe / 'bigram.yaml'}", "drafter=eagle"
@@ -114,6 +155,8 @@ def test_an_alignment_that_the_drafter_does_not_read_is_one_line(target, recipe,
     ("yaml", "said"),
     [
         ("x: 1", "drafter: must have `_target_`"),
+        ("- x", "drafter="),
+        ("_target_: builtins.dict", "drafter builtins.dict: no signature found"),
         ("_target_: nothing", "drafter nothing: must be a dotted name"),
         ("_target_: no_drafter.nothing", "drafter no_drafter.nothing: No module named 'no_drafter'"),
         (
