@@ -4,6 +4,7 @@ All variants answer the same batches in turn; where the time of a round goes is 
 Paper sections 2.4, 3.3 and figure 4b; DESIGN sections 3.8 and 3.10.
 
     python -m evals.latency draft=DIR batch_sizes=[1,2,4] context_lengths=[512,1024] trees=[chain3] out=DIR
+    python -m evals.latency drafter=ngram batch_sizes=[1,2,4] out=DIR
     python -m evals.latency shapes=llama3_1_8b acceptance=[0.8,0.65,0.55] context_lengths=[2048] out=DIR
 """
 
@@ -15,6 +16,7 @@ from omegaconf import DictConfig
 from eagle_train.distributed import check_alone
 from eagle_train.errors import check
 from eagle_train.inference import Dispatcher, Engine, SimulatedAcceptance
+from eagle_train.inference.drafters import drafter_name
 from eagle_train.models.loading import TargetConfig
 from eagle_train.settings import build
 from evals.bench.baselines import Transformers, stock_model
@@ -54,12 +56,17 @@ class Config(SweepConfig):
         deepest = [Dispatcher(tree).deepest for tree, _ in self.drafters.values()]
         drafts = min(deepest, default=0) > 0
         check(drafts, f"trees={self.trees}: must be trees that draft; plain decoding is always there")
+        quants = [quant for _, quant in self.drafters.values()]
         if self.shapes is None:
-            check(self.target is not None and self.draft.path is not None, "draft is needed: give draft=DIR, or shapes")
+            check(self.target is not None, "target is needed: give target=DIR, or shapes")
+            told = "draft is needed: give draft=DIR, or shapes, or drafter=ngram, say"
+            check(self.draft.path is not None or not self.is_eagle, told)
+            self.check_draft(*quants)
             check(self.acceptance is None, f"acceptance={self.acceptance}: needs shapes; a real draft has its own")
             return
         for name, value in (("target", self.target), ("draft.path", self.draft.path), ("questions", self.questions)):
             check(value is None, f"{name}: leave it out with shapes, whose weights and prompts are random")
+        check(self.is_eagle, f"drafter={drafter_name(self.spec)}: leave it out with shapes, whose draft is random")
         check_random(self.acceptance or [], max(deepest), f"acceptance={self.acceptance}", f"trees={self.trees}")
 
 
@@ -70,6 +77,7 @@ def main(values: DictConfig) -> None:
     prompts = PromptSource(session.requests, session.questions, config.params)
     tables = [tree for tree in config.trees if tree.endswith(".yaml")]
     about: dict[str, Any] = {"tables": {path: tree_names(Dispatcher(path), max(config.batch_sizes)) for path in tables}}
+    about["drafter"] = drafter_name(config.spec)
     if config.shapes is not None:
         about["target"] = described(session.target)
     longest = prompts.longest(config.context_lengths)
@@ -110,7 +118,7 @@ def variants(session: Session[Config], longest: int) -> Variants:
         options: dict[str, Any] = {"max_batch_size": batch_size, "longest": longest}
         made = {PLAIN: session.engine(**options)}
         for name, (tree, quant) in config.drafters.items():
-            made[name] = session.engine(session.drafter(quant), tree, acceptance=acceptance, **options)
+            made[name] = session.engine(session.chosen_drafter(quant), tree, acceptance=acceptance, **options)
         return made
 
     def baselines(batch: Batch) -> dict[str, Transformers]:

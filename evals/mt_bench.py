@@ -1,9 +1,10 @@
-"""What a draft is worth on a file of questions: tokens per call, latency, and the speed-up over plain decoding.
+"""What a drafter is worth on a file of questions: tokens per call, latency, and the speed-up over plain decoding.
 
 Plain and speculative decoding share the target and the engine's code, and answer the same questions batch by batch in
 turn. Paper sections 2.2 and 2.4 (table 1); DESIGN sections 3.8 and 3.10.
 
     python -m evals.mt_bench draft=DIR questions=FILE.jsonl tree=chain3 temperature=0 top_p=0.9 out=DIR
+    python -m evals.mt_bench drafter=ngram questions=FILE.jsonl out=DIR
 """
 
 from dataclasses import dataclass
@@ -12,25 +13,26 @@ from typing import Any
 from omegaconf import DictConfig
 
 from eagle_train.errors import check
+from eagle_train.inference.drafters import drafter_name
 from eagle_train.models.draft_quantisation import Quant, quant_of
 from eagle_train.results import json_text
 from eagle_train.settings import build
 from evals.bench import statistics
 from evals.bench.answering import Run, run_in_turn, seeded
-from evals.bench.config import SampledConfig, check_least
+from evals.bench.config import DrafterConfig, check_least
 from evals.bench.draft_report import markdown, summary
 from evals.bench.evaluation import evaluation
 from evals.bench.report import plot_acceptance
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
 from evals.bench.stage_clock import StageClock, runs_ahead
-from evals.bench.statistics import NO_DRAFTS, Answer
+from evals.bench.statistics import NO_DRAFTS, NOTHING_DRAFTED, Answer
 from evals.bench.train_serve import train_serve_check
-from evals.bench.trees import check_tree, dispatched, tree_names
+from evals.bench.trees import check_tree, have_one_depth, tree_names
 
 
 @dataclass(kw_only=True)
-class Config(SampledConfig):
+class Config(DrafterConfig):
     """conf/commands/mt_bench.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     tree: Any
@@ -40,6 +42,7 @@ class Config(SampledConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_draft(self.quant)
         check_least(self, 1, "batch_size")
         check_tree(self.tree, self.batch_size)
 
@@ -50,7 +53,7 @@ def main(values: DictConfig) -> None:
     config = session.config
     plain, speculative = variants(session, check_fit(session.requests, session.questions, config.max_tokens))
     run_in_turn([plain, speculative], session.questions, config.params, config.batch_size)
-    about = {"draft_training": session.artifact.training, **session.about()}
+    about = {"draft_training": session.artifact.training if config.draft.path else None, **session.about()}
     found = {**measured(plain, speculative, config), **about}
     if config.batch_size == 1:
         statistics.check_timing(found)
@@ -62,8 +65,8 @@ def main(values: DictConfig) -> None:
 
 
 def variants(session: Session[Config], longest: int) -> tuple[Run, Run]:
-    """Plain decoding, and decoding with the draft. `longest`: as for `Session.engine`."""
-    config, drafter = session.config, session.drafter(session.config.quant)
+    """Plain decoding, and decoding with the drafter. `longest`: as for `Session.engine`."""
+    config, drafter = session.config, session.chosen_drafter(session.config.quant)
     plain = session.engine(max_batch_size=config.batch_size, longest=longest)
     drafting = session.engine(drafter, config.tree, max_batch_size=config.batch_size, longest=longest)
     return Run(plain, session.requests), Run(drafting, session.requests, drafter)
@@ -74,24 +77,25 @@ def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
     answers, engine = speculative.answers, speculative.engine
     compared = statistics.compare(plain.batches, speculative.batches)
     acceptance = statistics.acceptance(answers)
-    check(len(acceptance) > 0, NO_DRAFTS)
+    check(len(acceptance) > 0, NO_DRAFTS if config.is_eagle else NOTHING_DRAFTED)
     if config.temperature > 0 and config.options.drafting != "greedy":
         compared["differing_answers"] = None  # two samples may well differ
-    depths = {tree.max_depth for tree, _ in dispatched(engine.dispatcher, config.batch_size)} - {0}
+    same_depth = have_one_depth(engine.dispatcher, config.batch_size)
     own, other = ({**statistics.latency(run.batches), **stages(run, config)} for run in (speculative, plain))
     return {
         "tpc": statistics.tpc(answers),
         **compared,
         "acceptance_per_depth": acceptance,
-        "acceptance_after_depth_before": statistics.conditional(acceptance) if len(depths) == 1 else None,
+        "acceptance_after_depth_before": statistics.conditional(acceptance) if same_depth else None,
         **own,
         **{f"plain_{name}": value for name, value in other.items()},
         "repeated_8grams": statistics.repeated_ngrams(answer.output.token_ids for answer in answers),
         **statistics.counts(answers, config.max_tokens),
         "per_category_and_turn": statistics.groups(answers),
-        "train_serve_check": train_serve_check(speculative, config.batch_size),
-        "alignment": config.draft.alignment,
-        "quant": str(quant_of(speculative.draft)),
+        "train_serve_check": train_serve_check(speculative, config.batch_size) if config.is_eagle else None,
+        "alignment": config.draft.alignment if config.is_eagle else None,
+        "quant": str(quant_of(speculative.draft)) if config.is_eagle else None,
+        "drafter": drafter_name(config.spec),
         "tree": tree_names(engine.dispatcher, config.batch_size),
         "temperature": config.temperature,
         "batch_size": config.batch_size,

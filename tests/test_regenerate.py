@@ -57,6 +57,19 @@ def test_each_turn_is_answered_after_the_targets_own_answers(made, answers):
             assert row["finish_reasons"][place // 2] == output.finish_reason
 
 
+def test_a_drafter_makes_fewer_calls_for_the_same_answers(made, tmp_path, answers, monkeypatch):
+    outputs, generate = [], Engine.generate
+
+    def watched(*given):
+        outputs.extend(found := generate(*given))
+        return found
+
+    monkeypatch.setattr(Engine, "generate", watched)
+    assert run(made, tmp_path / "out.jsonl", "drafter=ngram") == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == answers.read_bytes()
+    assert sum(each.stats.tokens for each in outputs) > sum(each.stats.calls for each in outputs)
+
+
 def test_a_target_without_a_chat_template_is_refused_before_its_weights(made, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(loading, "placed", lambda *_: pytest.fail("its weights are read"))
     target = Path(shutil.copytree(made / "target", tmp_path / "target"))
@@ -493,6 +506,8 @@ def test_notes_take_nobodys_file(made, tmp_path):
         (["data=text", "data.path=x.jsonl"], "data.format=text: it has no prompts"),
         (["data.path=null", "data.mix={a: {path: b.jsonl}}"], "data.mix: one data set is answered at a time"),
         (["server.url=localhost:8000"], "must begin with http"),
+        (["server.url=http://x", "drafter=ngram"], "drafter=ngram: a server has its own"),
+        (["drafter=ngram", "draft.alignment=last"], "draft.alignment=last: this drafter does not read it"),
         (["server.url=http://x", "draft=x"], "draft.path=x: a server has its own"),
         (["server.timeout_s=0"], "server.timeout_s=0"),
         (["out=x.json"], "out=x.json: must end in .jsonl"),

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from itertools import islice
 
+from eagle_train.artifacts.format import load_draft
 from eagle_train.corpus.answer_parser import AnswerParser
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.distributed import ALONE, World
 from eagle_train.errors import UserError, one_line
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, Requests, SamplingParams
+from eagle_train.inference.drafters import make_drafter
 from eagle_train.inference.requests.readable import chats
 from eagle_train.inference.requests.sequence import Output
 from eagle_train.models.loading import load_target
@@ -24,8 +26,11 @@ def answer_by_engine(
     `world`: the ranks that hold the target together, each of which must be given the same dialogues."""
     placement = "tensor" if world.size > 1 else "replicated"
     target = load_target(config.target, resolve_device(config.device), placement, world, reads=chats)
+    path = config.draft.path
+    draft = None if path is None else load_draft(path, target.identity)
+    drafter = make_drafter(config.spec, target, draft)
     # All of a prompt in one chunk: TTFT does not matter here.
-    engine = Engine(target, config.draft.path, max_batch_size=config.batch_size, prefill_tokens=None)
+    engine = Engine(target, drafter, max_batch_size=config.batch_size, prefill_tokens=None)
     requests, data = Requests(target), config.data
     kwargs = data.template_kwargs
     parser = AnswerParser(

@@ -1,10 +1,12 @@
 """The settings of `eagle-regenerate`; conf/commands/regenerate.yaml says what each one means."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from eagle_train.corpus.source import DataConfig
 from eagle_train.errors import check
 from eagle_train.inference import SamplingParams
+from eagle_train.inference.drafters import drafter_name, drafter_spec, is_eagle
 from eagle_train.inference.options import DraftOptions
 from eagle_train.models.loading import TargetConfig
 
@@ -46,6 +48,7 @@ class RegenerateConfig:
     batch_size: int
     device: str
     draft: DraftOptions
+    drafter: dict[str, Any]
     server: ServerConfig
 
     def __post_init__(self) -> None:
@@ -56,6 +59,10 @@ class RegenerateConfig:
         check(self.out.endswith(".jsonl"), f"out={self.out}: must end in .jsonl")
         on_server = self.server.url is not None
         check(not (on_server and self.draft.path), f"draft.path={self.draft.path}: a server has its own; leave it out")
+        self.spec = drafter_spec(self.drafter)
+        self.draft.check_read_by(self.spec)
+        is_own = on_server and not is_eagle(self.spec)
+        check(not is_own, f"drafter={drafter_name(self.spec)}: a server has its own; leave it out")
         self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
 
     def params_for(self, seed: int) -> SamplingParams:

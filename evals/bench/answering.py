@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeVar
 
-from eagle_train.inference import Eagle, Engine, Output, Requests, SamplingParams, Update
+from eagle_train.inference import Drafter, Eagle, Engine, Output, Requests, SamplingParams, Update
 from eagle_train.inference import Sequence as Request
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.models.draft import Draft
@@ -58,7 +58,7 @@ class Run:
 
     engine: Engine
     requests: Requests
-    drafter: Eagle | None = None
+    drafter: Drafter | None = None
     batches: list[AnswerBatch] = field(default_factory=list)
 
     def ask(self, questions: Sequence[Question], params: SamplingParams) -> None:
@@ -67,8 +67,8 @@ class Run:
 
     @property
     def draft(self) -> Draft:
-        """The drafter's draft; plain decoding has none."""
-        assert self.drafter is not None
+        """The draft of an EAGLE drafter; no other run has one."""
+        assert isinstance(self.drafter, Eagle)
         return self.drafter.draft
 
     @property
@@ -118,6 +118,14 @@ def take_turns(
             answered[name].append([Answer(each.question, 1, each.prompt, output) for each, output in pairs])
         on_batch(number + 1)
     return answered
+
+
+def warm_up(variants: Mapping[str, Answering], batch: Sequence[TimedRequest]) -> None:
+    """All variants answer a batch of other prompts of the same lengths: these, from their last token to their first.
+
+    A drafter may remember answers, and would draft those to the prompts themselves better than in service."""
+    for answer in variants.values():
+        answer([replace(each, prompt=each.prompt[::-1]) for each in batch])
 
 
 def rotated(variants: Sequence[T], number: int) -> list[T]:

@@ -5,8 +5,10 @@ from typing import Any
 
 from eagle_train.errors import check
 from eagle_train.inference import EngineConfig, SamplingParams
+from eagle_train.inference.drafters import drafter_spec, is_eagle
 from eagle_train.inference.options import DraftOptions
 from eagle_train.inference.requests.sampling_params import is_whole
+from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.loading import TargetConfig
 from eagle_train.settings import build
 
@@ -49,6 +51,31 @@ class SampledConfig(BenchConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
+
+
+@dataclass(kw_only=True)
+class DrafterConfig(SampledConfig):
+    """The same with the group `drafter`. `spec`: what is called to make the drafter."""
+
+    drafter: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.spec = drafter_spec(self.drafter)
+        self.draft.check_read_by(self.spec)
+
+    @property
+    def is_eagle(self) -> bool:
+        """Whether the drafter is EAGLE's, which alone needs a draft."""
+        return is_eagle(self.spec)
+
+    def check_draft(self, *quants: Quant) -> None:
+        """Raise UserError where EAGLE has no draft, or where `quants` quantise none."""
+        path = self.draft.path
+        check(path is not None or not self.is_eagle, "draft is needed: give draft=DIR, or drafter=ngram, say")
+        for quant in quants:
+            scheme = quant.scheme
+            check(path is not None or scheme == "none", f"quant.scheme={scheme}: no draft to quantise; give draft=DIR")
 
 
 def check_least(config: Any, least: int, *keys: str) -> None:

@@ -15,7 +15,14 @@ REPEATED = 0.1
 
 
 def diagnosis(found: Found) -> list[str]:
-    """The findings. The first two are always there: the train/serve check, and how often draft and target agree."""
+    """The findings. Of an EAGLE draft the first two are always there: the train/serve check, and how often draft and
+    target agree. Of other drafters there may be none."""
+    own = [] if found["train_serve_check"] is None else _draft_findings(found)
+    return own + _cost_findings(found) + _answer_findings(found)
+
+
+def _draft_findings(found: Found) -> list[str]:
+    """What an EAGLE draft has learnt."""
     check, shares, findings = found["train_serve_check"], found["acceptance_per_depth"], []
     served, trained = check["depth_1_served"], check["depth_1_as_trained"]
     own, reference = check["agreement_on_own_answers"], check["agreement_on_reference_answers"]
@@ -51,7 +58,7 @@ def diagnosis(found: Found) -> list[str]:
             f"From depth 2 on the draft reads its own hidden states, and acceptance falls from {percent(shares[0])} to "
             f"{percent(second[0])}: its features drift. Train it on its own features too."
         )
-    return findings + _cost_findings(found) + _answer_findings(found)
+    return findings
 
 
 def _cost_findings(found: Found) -> list[str]:

@@ -50,7 +50,7 @@ def summary(found: Found) -> str:
 def markdown(found: Found) -> str:
     """report.md: what was measured, in tables, and a diagnosis of the draft."""
     config = found["config"]
-    quant = "" if found["quant"] == "none" else f", {found['quant']}"
+    quant = "" if found["quant"] in (None, "none") else f", {found['quant']}"
     setting = (
         f"{subject(found)}{quant}; {found['tree']}; {sampling(config)}; batches of "
         f"{found['batch_size']}; {several(found['questions'], 'question')} of {code(config['questions'])}, "
@@ -62,10 +62,10 @@ def markdown(found: Found) -> str:
         "By category and turn": by_category_and_turn(found["per_category_and_turn"]),
         "Acceptance by depth": by_depth(found),
         "Time by stage": by_stage(found),
-        "What it says about the draft": "\n".join(f"- {finding}" for finding in diagnosis(found)),
-        "Made on": made_on(found),
     }
-    return document(sections)
+    if findings := diagnosis(found):
+        sections["What it says about the draft"] = "\n".join(f"- {finding}" for finding in findings)
+    return document({**sections, "Made on": made_on(found)})
 
 
 def headline(found: Found) -> str:

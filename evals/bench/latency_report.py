@@ -9,7 +9,7 @@ from typing import Any
 from eagle_train.artifacts.markdown import code, plain
 from eagle_train.profiling import text
 from evals.bench.growth import AXES
-from evals.bench.report import TERMS, document, made_on, ms, number, percent, sampling, several, table
+from evals.bench.report import TERMS, document, made_on, ms, number, options, percent, sampling, several, table
 
 Found = Mapping[str, Any]
 COLUMNS = (
@@ -62,6 +62,8 @@ def markdown(found: Found) -> str:
         setting += " Of {of} batch sizes and contexts {measured} so far.".format(**found["cells"])
     for path, trees in found["tables"].items():
         setting += f" {code(path)} is {trees}."
+    if found["drafter"] != "eagle":
+        setting += f" Drafter: {options(config['drafter'])}."
     if config["acceptance"]:
         setting += f" Weights are random, and acceptance is simulated: {config['acceptance']}."
     sections = {f"{plain(found['tree'])} is {found['speedup']:.2f} times as fast as plain decoding": setting}

@@ -68,9 +68,17 @@ def ms(seconds: float) -> str:
 
 
 def subject(found: Found) -> str:
-    """Target, dtype, device and draft, for the first line of a report."""
-    target, draft = code(found["target"]), code(found["config"]["draft"]["path"])
-    return f"Target {target}, {found['dtype']} on {found['device']}; draft {draft}"
+    """Target, dtype, device, draft, and the drafter unless it is EAGLE's, for the first line of a report."""
+    path, drafter = found["config"]["draft"]["path"], found["config"].get("drafter")
+    parts = [f"Target {code(found['target'])}, {found['dtype']} on {found['device']}"]
+    parts += [] if drafter is None or found["drafter"] == "eagle" else [f"drafter {options(drafter)}"]
+    return "; ".join(parts if path is None else [*parts, f"draft {code(path)}"])
+
+
+def options(drafter: Found) -> str:
+    """A drafter and its options."""
+    said = ", ".join(f"{key}={value}" for key, value in drafter.items() if key != "_target_")
+    return code(str(drafter.get("_target_", drafter.get("file")))) + (f" ({said})" if said else "")
 
 
 def sampling(config: Found) -> str:

@@ -4,6 +4,7 @@ Knows nothing of what is measured. DESIGN section 3.10.
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +15,11 @@ import torch
 from eagle_train import distributed
 from eagle_train.artifacts.format import Artifact, load_draft, read_artifact
 from eagle_train.distributed import World
+from eagle_train.errors import UserError
 from eagle_train.hardware import resolve_device
-from eagle_train.inference import Eagle, Engine, RemotePrefill, Requests, SimulatedAcceptance
+from eagle_train.inference import Drafter, Eagle, Engine, RemotePrefill, Requests, SimulatedAcceptance
 from eagle_train.inference.decode.graphs import check_graphs
+from eagle_train.inference.drafters import is_eagle, make_drafter
 from eagle_train.inference.requests.readable import chats
 from eagle_train.models.draft import Draft
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
@@ -82,9 +85,17 @@ class Session(Generic[C]):
         draft = quantise_draft(copy.deepcopy(self.draft if draft is None else draft), quant or Quant())
         return Eagle(draft, self.target, alignment or self.config.draft.alignment)
 
+    def chosen_drafter(self, quant: Quant | None = None) -> Drafter:
+        """The drafter of a DrafterConfig; with the draft, quantised, where there is one. Raises UserError."""
+        spec: Mapping[str, Any] = self.config.spec  # type: ignore[attr-defined]
+        if is_eagle(spec):
+            return self.drafter(quant)
+        draft = None if self.config.draft.path is None else quantise_draft(copy.deepcopy(self.draft), quant or Quant())
+        return made_drafter(spec, self.target, draft)
+
     def engine(
         self,
-        drafter: Eagle | None = None,
+        drafter: Drafter | None = None,
         tree: Any = "chain3",
         *,
         longest: int,
@@ -125,3 +136,11 @@ class Session(Generic[C]):
             "config": redact(asdict(self.config)),
             "provenance": provenance(),
         }
+
+
+def made_drafter(spec: Mapping[str, Any], target: Target, draft: Draft | None) -> Drafter:
+    """As `make_drafter`; raises UserError where that is plain decoding."""
+    drafter = make_drafter(spec, target, draft)
+    if drafter is None:
+        raise UserError(f"drafter {spec['_target_']}: drafts nothing, so there is nothing to measure")
+    return drafter

@@ -20,6 +20,7 @@ from evals.bench.questions import Question
 NGRAM = 8  # repeated sequences of so many tokens are counted
 RESAMPLES = 2000  # of the questions, for a bootstrap interval
 NO_DRAFTS = "tree: no round was of a batch size that it drafts for, so there is nothing to measure; try chain3"
+NOTHING_DRAFTED = "drafter: it drafted nothing for these questions, so there is nothing to measure; ask others"
 NO_DECODING = "no answer has a second token, so no decoding was measured; raise max_tokens, or ask other questions"
 
 

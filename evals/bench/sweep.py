@@ -12,12 +12,13 @@ from typing import Any
 
 from eagle_train.errors import check
 from eagle_train.inference import Engine
+from eagle_train.inference.drafters import drafter_name
 from eagle_train.models.draft_quantisation import Quant
 from eagle_train.progress import Progress, progress
 from evals.bench import statistics
-from evals.bench.answering import Answering, serve, take_turns
+from evals.bench.answering import Answering, serve, take_turns, warm_up
 from evals.bench.baselines import Transformers
-from evals.bench.config import SampledConfig, check_decodes, check_least, check_sizes
+from evals.bench.config import DrafterConfig, check_decodes, check_least, check_sizes
 from evals.bench.growth import growth
 from evals.bench.requests import PromptSource, TimedRequest, with_arrivals
 from evals.bench.stage_clock import breakdown
@@ -30,7 +31,7 @@ Batch = list[TimedRequest]
 
 
 @dataclass(kw_only=True)
-class SweepConfig(SampledConfig):
+class SweepConfig(DrafterConfig):
     """The keys of conf/commands/latency.yaml that say what is swept. Raises UserError for values that cannot be."""
 
     acceptance: list[float] | None
@@ -56,6 +57,7 @@ class SweepConfig(SampledConfig):
         """Each tree, or table of trees, with each quantisation of the draft, by their names in the report."""
         pairs = [(tree, Quant(scheme)) for tree in self.trees for scheme in self.quants]
         names = [tree if quant.scheme == "none" else f"{tree} {quant.scheme}" for tree, quant in pairs]
+        names = names if self.is_eagle else [f"{drafter_name(self.spec)} {name}" for name in names]
         return dict(zip(names, pairs, strict=True))
 
 
@@ -92,7 +94,9 @@ def sweep(config: SweepConfig, prompts: PromptSource, variants: Variants) -> Ite
         engines = variants.engines(cell.batch_size)
         serving: dict[str, Answering] = {name: partial(serve, engine) for name, engine in engines.items()}
         baselines = variants.baselines(batches[0])
-        answered = take_turns({**serving, **baselines}, batches, on_batch=partial(_advance, bar, done))
+        everybody: dict[str, Answering] = {**serving, **baselines}
+        warm_up(everybody, batches[0])
+        answered = take_turns(everybody, batches, 0, partial(_advance, bar, done))
         done += len(batches)
         rows += rows_of(config, cell, answered, batches, threads_of(baselines))
         if arrivals:

@@ -4,7 +4,7 @@ from itertools import groupby
 from typing import Any
 
 from eagle_train.errors import check
-from eagle_train.inference import Dispatcher, OpenTree, PlanTree
+from eagle_train.inference import Dispatcher, OpenTree, PlanTree, Tree
 
 
 def check_tree(tree: Any, batch_size: int) -> None:
@@ -21,6 +21,14 @@ def dispatched(dispatcher: Dispatcher, batch_size: int) -> list[tuple[PlanTree, 
     """The trees of batches of 1 to `batch_size` rows, and the sizes of each: a batch shrinks as requests finish."""
     by_tree = groupby(range(1, batch_size + 1), lambda size: dispatcher.dispatch(size).tree)
     return [(tree, list(sizes)) for tree, sizes in by_tree]
+
+
+def have_one_depth(dispatcher: Dispatcher, batch_size: int) -> bool:
+    """Whether all rounds of batches of up to this size that draft do so to the same depth."""
+    trees = [tree for tree, _ in dispatched(dispatcher, batch_size) if tree.max_depth > 0]
+    return (
+        not dispatcher.auto and all(isinstance(tree, Tree) for tree in trees) and len({t.max_depth for t in trees}) == 1
+    )
 
 
 def tree_names(dispatcher: Dispatcher, batch_size: int) -> str:

@@ -155,6 +155,18 @@ def test_the_whole_command_on_questions_and_arrivals(home, tmp_path, capsys):
     assert "## Arrivals at random, 200 a second" in (tmp_path / "out" / "report.md").read_text()
 
 
+@pytest.mark.usefixtures("noisy")
+def test_a_drafter_without_a_draft(home, tmp_path):
+    own = ["draft.path=null", "drafter=ngram", "trees=[chain3,chain2]", "max_tokens=40"]
+    assert call(latency.main, *arguments(home, f"out={tmp_path}", "repeats=2", *own)) == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    names = ["plain", "ngram chain3", "ngram chain2", TRANSFORMERS, LOOKUP]
+    assert [row["decoding"] for row in found["rows"]] == names
+    assert (found["drafter"], found["tree"], found["draft_source"]) == ("ngram", "ngram chain3", None)
+    assert found["acceptance_per_depth"]
+    assert "Drafter: `eagle_train.inference.drafters.ngram.make_ngram` (" in (tmp_path / "report.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -168,6 +180,8 @@ def test_the_whole_command_on_questions_and_arrivals(home, tmp_path, capsys):
         (["shapes=tiny", "acceptance=[0.8,0.6,0.7]"], "acceptance=[0.8, 0.6, 0.7]: must be 3 shares"),
         (["shapes=tiny", "acceptance=[1.8,0.6,0.3]"], "acceptance=[1.8, 0.6, 0.3]: must be 3 shares"),
         ([*SHAPES, "target=tiny"], "target: leave it out with shapes"),
+        ([*SHAPES, "drafter=ngram"], "drafter=ngram: leave it out with shapes"),
+        (["drafter=ngram", "quants=[fp8]"], "quant.scheme=fp8: no draft to quantise"),
         ([*SHAPES, "draft=d"], "draft.path: leave it out with shapes"),
         ([*SHAPES, "questions=q.jsonl"], "questions: leave it out with shapes"),
         ([*SHAPES, "context_lengths=null"], "context_lengths is needed"),

@@ -124,6 +124,10 @@ def test_an_error_where_no_batch_had_a_size_that_is_drafted_for(home, tmp_path, 
     [
         (["questions=nowhere.jsonl"], "error: questions=nowhere.jsonl: no such file"),
         (["draft.path=nowhere"], "error: draft=nowhere: no config.json"),
+        (["drafter=ngram", "draft.alignment=last"], "error: draft.alignment=last: this drafter does not read it"),
+        (["drafter=ngram"], "error: draft: drafter=ngram has no model; leave draft= out"),
+        (["draft.path=null"], "error: draft is needed: give draft=DIR, or drafter=ngram, say"),
+        (["drafter=ngram", "draft.path=null", "quant=fp8"], "error: quant.scheme=fp8: no draft to quantise"),
         (["tree.length=0"], "error: tree: it drafts nothing"),
         (["draft.alignment=first"], "error: draft.alignment=first: must be accepted or last"),
         (["engine.drafting=best"], "error: engine.drafting='best': must be one of greedy, multinomial, "),
@@ -159,6 +163,41 @@ def test_the_alignment_is_the_drafters(home, tmp_path, monkeypatch):
         assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", *override)) == 0
         assert json.loads((tmp_path / "out" / "results.json").read_text())["alignment"] == seen[-1]
     assert seen == ["accepted", "last"]
+
+
+@pytest.mark.usefixtures("noisy")
+def test_a_drafter_without_a_draft(home, tmp_path):
+    """What is of a draft's artifact is null; the drafter and its options are told."""
+    write_rows(tmp_path / "questions.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    given = ["draft.path=null", "drafter=ngram", "drafter.max_draft_len=3", f"questions={tmp_path}/questions.jsonl"]
+    assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", *given, "max_tokens=40")) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    keys = (
+        "draft_source",
+        "draft_training",
+        "train_serve_check",
+        "alignment",
+        "quant",
+        "acceptance_after_depth_before",
+    )
+    assert [found[key] for key in keys] == [None] * 6
+    assert (found["drafter"], found["config"]["drafter"]["max_draft_len"], found["differing_answers"]) == (
+        "ngram",
+        3,
+        0,
+    )
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "; drafter `eagle_train.inference.drafters.ngram.make_ngram` (max_draft_len=3, " in report
+    assert "draft `None`" not in report
+    assert "Train/serve" not in report
+
+
+def test_a_drafter_that_finds_nothing_is_one_line(home, tmp_path, capsys):
+    nothing = ["draft.path=null", "drafter=ngram", "max_tokens=2", "limit=1", "drafter.max_matching_ngram_size=1"]
+    write_rows(tmp_path / "questions.jsonl", [{"prompt": "b"}])
+    given = [*nothing, f"questions={tmp_path}/questions.jsonl"]
+    assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", *given)) == 2
+    assert "error: drafter: it drafted nothing for these questions" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("noisy")

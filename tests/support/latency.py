@@ -2,6 +2,7 @@
 
 import tempfile
 
+from eagle_train.inference.drafters import EAGLE
 from eagle_train.inference.options import DraftOptions
 from eagle_train.models.loading import TargetConfig
 from eagle_train.models.target import Target
@@ -16,6 +17,7 @@ def latency_config(**changes) -> Config:
             "draft": DraftOptions("somewhere"),
             "target": TargetConfig("t"),
             "acceptance": None,
+            "drafter": {"_target_": EAGLE, "alignment": "accepted"},
             "trees": ["chain3"],
             "quants": ["none"],
         },

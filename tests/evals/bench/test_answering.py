@@ -10,7 +10,7 @@ from eagle_train.inference import Engine, Output, Requests, SamplingParams, Stat
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from evals.bench import answering, statistics
-from evals.bench.answering import Run, answer_questions, run_in_turn, serve, take_turns
+from evals.bench.answering import Run, answer_questions, run_in_turn, serve, take_turns, warm_up
 from evals.bench.questions import read_questions
 from evals.bench.requests import check_fit
 from evals.bench.statistics import Answer
@@ -111,6 +111,12 @@ def test_waiting_counts_from_the_arrival(clock, monkeypatch):
     assert statistics.tokens_per_s(answers, [each.arrival for each in requests]) == 9 / 103
     alone = engine.generate([each.prompt for each in requests], requests[0].params)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
+
+
+def test_a_warm_up_asks_nothing_that_is_asked_later():
+    asked = []
+    warm_up({"a": asked.append}, timed_requests([1, 2, 3], [4, 5]))
+    assert [[each.prompt for each in batch] for batch in asked] == [[[3, 2, 1], [5, 4]]]
 
 
 def test_variants_take_turns_on_every_batch_after_a_warm_up():
