@@ -15,7 +15,7 @@ from eagle_train.settings import build
 
 @dataclass(kw_only=True)
 class BenchConfig:
-    """conf/bench/default.yaml, which says what each key is. Raises UserError for values that cannot be.
+    """conf/bench/base.yaml and default.yaml, which says what each key is. Raises UserError for values that cannot be.
 
     `options`: the keys of `engine` as an EngineConfig.
     """
@@ -42,7 +42,7 @@ class BenchConfig:
 
 @dataclass(kw_only=True)
 class SampledConfig(BenchConfig):
-    """conf/bench/sampling.yaml. `params`: how answers are sampled."""
+    """conf/bench/temperature.yaml. `params`: how answers are sampled."""
 
     temperature: float
     top_p: float

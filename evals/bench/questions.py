@@ -1,6 +1,7 @@
-"""Files of questions: MT-Bench's own, or any JSON file of prompts. Knows nothing of targets or tokens."""
+"""Files of questions: of a benchmark, or any file of prompts. Knows nothing of targets or tokens."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -11,7 +12,7 @@ from eagle_train.corpus.file_formats import check_contents
 from eagle_train.corpus.json_files import JsonFiles
 from eagle_train.corpus.rows import Row, parse
 from eagle_train.corpus.source import hint
-from eagle_train.errors import SURROGATE, UserError, check, shown
+from eagle_train.errors import SURROGATE, UserError, check, foreign, shown
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,30 @@ class Question:
 def read_questions(path: str, limit: int | None = None) -> list[Question]:
     """The questions of a JSON file (an object a line, or an array), or `limit` of them, taken evenly over the file.
 
-    A row has `turns` (MT-Bench), `messages` (the last user turn is the question, the assistant's answer to it the
-    reference) or `prompt`; and may have `question_id` or `id`, and `category`. Raises UserError for a file that is
-    missing or empty and, with its line, for a row that is malformed or has no turns.
+    A row has `turns` (MT-Bench, Spec-Bench), `messages` (the last user turn is the question, the assistant's answer to
+    it the reference), `prompt` (HumanEval), or `question` and maybe `answer` (GSM8K); and may have `question_id`,
+    `task_id` or `id`, and `category`. In a file whose name ends in .txt each line is a prompt, but for empty ones.
+    Raises UserError for a file that is missing or empty and, with its line, for a row that is malformed or empty.
     """
     check(Path(path).is_file(), f"questions={path}: no such file{hint(path) or '; give a JSON file'}")
     check(limit is None or limit >= 1, f"limit={limit}: must be at least 1, or null for all questions")
-    check_contents(path)
-    questions = [_question_of(parse(place, row), place) for place, row in JsonFiles([path]).rows()]
+    questions = _lines_of(path) if path.endswith(".txt") else [_question_of(row, place) for place, row in rows_of(path)]
     check(len(questions) > 0, f"questions={path}: the file is empty; give a question a line")
     count = min(limit or len(questions), len(questions))
     return [questions[i * len(questions) // count] for i in range(count)]
+
+
+def rows_of(path: str) -> Iterator[tuple[str, Row]]:
+    """The rows of a JSON file, each with its place, FILE:LINE. Raises UserError for what is no JSON object."""
+    check_contents(path)
+    return ((place, parse(place, row)) for place, row in JsonFiles([path]).rows())
+
+
+def _lines_of(path: str) -> list[Question]:
+    """A question for each line with text."""
+    with foreign(f"questions={path}"):
+        lines = Path(path).read_text("utf-8").splitlines()
+    return [Question(number, number, None, [], [line]) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _question_of(row: Row, place: str) -> Question:
@@ -55,7 +69,7 @@ def _question_of(row: Row, place: str) -> Question:
     line, category = int(re.findall(r"\d+$", place)[0]), row.get("category")
     said = "must be a text or a number, or left out"
     check(category is None or _is_name(category), f"{place}: category={shown(category)}: {said}")
-    name: Any = row.get("question_id", row.get("id", line))
+    name: Any = next((row[key] for key in ("question_id", "task_id", "id") if key in row), line)
     check(_is_name(name), f"{place}: question_id={shown(name)}: {said}")
     category = None if category is None else str(category).strip() or None  # sorted as texts, whatever a file has
     return Question(line, name, category, history, turns, reference)
@@ -73,13 +87,15 @@ def _parts_of(row: Row) -> tuple[list[Message], list[str], str | None]:
     if "turns" in row:
         return [], _texts(row["turns"], "turns"), None
     if "messages" not in row:
-        check("prompt" in row, f"the row has no turns, messages or prompt; it has {', '.join(row) or 'nothing'}")
-        return [], _texts([row["prompt"]], "prompt"), None
+        field = "prompt" if "prompt" in row else "question"
+        check(field in row, f"the row has no turns, messages, prompt or question; it has {', '.join(row) or 'nothing'}")
+        answer = row.get("answer") if field == "question" else None
+        return [], _texts([row[field]], field), answer if isinstance(answer, str) else None
     messages = to_messages(row, "messages", {})
     asked = [place for place, message in enumerate(messages) if message["role"] == "user"]
     check(len(asked) > 0, "the row has no turns of a user: messages must hold a question")
-    answer = [m["content"] for m in messages[asked[-1] + 1 :] if m["role"] == "assistant"]
-    return messages[: asked[-1]], _texts([messages[asked[-1]]["content"]], "messages"), answer[0] if answer else None
+    answers = [m["content"] for m in messages[asked[-1] + 1 :] if m["role"] == "assistant"]
+    return messages[: asked[-1]], _texts([messages[asked[-1]]["content"]], "messages"), answers[0] if answers else None
 
 
 def _texts(values: Any, field: str) -> list[str]:

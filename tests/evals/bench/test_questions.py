@@ -17,13 +17,28 @@ def test_the_shapes_of_rows(tmp_path):
         "",
         {"prompt": "d", "category": 7},
         {"prompt": "e", "category": None},
+        {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f"},
+        {"question": "1 + 1?", "answer": "#### 2"},
     ]
     assert read_questions(str(write_rows(tmp_path / "q.jsonl", rows))) == [
         Question(1, 5, "maths", [], ["a", "b"], None),
         Question(2, "os:walk", None, [system, user, model], ["c"], "a"),
         Question(4, 4, "7", [], ["d"], None),
         Question(5, 5, None, [], ["e"], None),
+        Question(6, "HumanEval/0", None, [], ["def f():"], None),
+        Question(7, 7, None, [], ["1 + 1?"], "#### 2"),
     ]
+
+
+def test_lines_of_a_text(tmp_path):
+    (tmp_path / "q.txt").write_text("a b\n\n  \nc\n")
+    assert read_questions(str(tmp_path / "q.txt")) == [
+        Question(1, 1, None, [], ["a b"], None),
+        Question(4, 4, None, [], ["c"], None),
+    ]
+    (tmp_path / "q.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"questions=\S+q\.txt: 'utf-8' codec"):
+        read_questions(str(tmp_path / "q.txt"))
 
 
 def test_a_limit_takes_questions_evenly_over_the_file(tmp_path):
@@ -41,7 +56,8 @@ def test_a_limit_takes_questions_evenly_over_the_file(tmp_path):
         ([], r"questions=\S+: the file is empty"),
         (['{"prompt": "a"}', '{"prompt": '], r"q\.jsonl:2: not JSON"),
         ([{"prompt": "a"}, ["b"]], r"q\.jsonl:2: a row must be a JSON object"),
-        ([{"question": "a"}], r"q\.jsonl:1: the row has no turns, messages or prompt; it has question"),
+        ([{"text": "a"}], r"q\.jsonl:1: the row has no turns, messages, prompt or question; it has text"),
+        ([{"question": ""}], r"q\.jsonl:1: question: a turn must be a text, not ''"),
         ([{"turns": []}], r"q\.jsonl:1: turns: the row has no turns"),
         ([{"turns": ["a", " "]}], r"q\.jsonl:1: turns: a turn must be a text, not ' '"),
         ([{"turns": "a"}], r"q\.jsonl:1: turns: the row has no turns"),
