@@ -121,11 +121,15 @@ def take_turns(
 
 
 def warm_up(variants: Mapping[str, Answering], batch: Sequence[TimedRequest]) -> None:
-    """All variants answer a batch of other prompts of the same lengths: these, from their last token to their first.
-
-    A drafter may remember answers, and would draft those to the prompts themselves better than in service."""
+    """All variants answer a batch of other prompts than these."""
     for answer in variants.values():
-        answer([replace(each, prompt=each.prompt[::-1]) for each in batch])
+        answer(backwards(batch))
+
+
+def backwards(batch: Sequence[TimedRequest]) -> list[TimedRequest]:
+    """Other prompts of the same lengths, for a warm-up: these, from their last token to their first. A drafter may
+    remember answers, and would draft those to the prompts themselves better than in service."""
+    return [replace(each, prompt=each.prompt[::-1]) for each in batch]
 
 
 def rotated(variants: Sequence[T], number: int) -> list[T]:

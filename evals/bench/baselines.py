@@ -1,4 +1,4 @@
-"""The baseline: `transformers.generate` over the target's own weights, with or without prompt lookup.
+"""The baseline: `transformers.generate` over the target's own weights, alone, with prompt lookup, or assisted.
 
 It answers a batch of requests as the engine does, one output per request. Knows nothing of where prompts come from.
 """
@@ -33,13 +33,20 @@ def stock_model(target: Target) -> PreTrainedModel:
 
 
 class Transformers:
-    """`transformers.generate`; with `prompt_lookup`, prompt lookup decoding with so many tokens, for single prompts.
+    """`transformers.generate`; with `prompt_lookup`, prompt lookup decoding with so many tokens; with `assistant`,
+    assisted generation by that model of the same vocabulary. Both are for single prompts.
 
     `threads`: how many of a CPU's it uses; all of torch's, until `tune` has measured.
     """
 
-    def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int], prompt_lookup: int | None = None):
-        self.model, self.stop_ids, self.prompt_lookup = model, stop_ids, prompt_lookup
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stop_ids: frozenset[int],
+        prompt_lookup: int | None = None,
+        assistant: PreTrainedModel | None = None,
+    ):
+        self.model, self.stop_ids, self.prompt_lookup, self.assistant = model, stop_ids, prompt_lookup, assistant
         self.threads = torch.get_num_threads()
 
     def tune(self, batch: Sequence[TimedRequest]) -> None:
@@ -72,7 +79,8 @@ class Transformers:
             for rows in (prompts, [[1] * len(prompt) for prompt in prompts])
         )
         settings = self.settings(params, stops)
-        out = self.model.generate(tokens, attention_mask=mask, generation_config=settings, streamer=clock)
+        more = {} if self.assistant is None else {"assistant_model": self.assistant}
+        out = self.model.generate(tokens, attention_mask=mask, generation_config=settings, streamer=clock, **more)
         return [clock.output(row, stops) for row in out[:, width:].tolist()]
 
     def settings(self, params: SamplingParams, stops: frozenset[int]) -> GenerationConfig:

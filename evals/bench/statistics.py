@@ -123,6 +123,25 @@ def tpc_gain(ours: Sequence[Sequence[Sequence[int]]], theirs: Sequence[Sequence[
     return {"tpc": (ratio(own) - ratio(other)).item(), "low": low, "high": high}
 
 
+def speedup_interval(plain: Sequence[AnswerBatch], other: Sequence[AnswerBatch]) -> tuple[float, float] | None:
+    """The 95 % bootstrap interval over the questions of `compare`'s `speedup`; None for fewer than two questions."""
+    sums: dict[int, list[float]] = {}
+    for place, batches in enumerate((plain, other)):
+        for answer in chain.from_iterable(batches):
+            times = answer.output.stats.intervals_s
+            own = sums.setdefault(answer.question.line, [0.0] * 4)
+            own[2 * place] += sum(times)
+            own[2 * place + 1] += len(times)
+    if len(sums) < 2:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(sums), (RESAMPLES, len(sums)), generator=generator)
+    before, tokens, after, own_tokens = torch.tensor([*sums.values()]).double()[drawn].sum(1).unbind(-1)
+    ratios = (before / tokens) / (after / own_tokens)
+    low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
 def num_rounds(batches: Iterable[AnswerBatch]) -> int:
     """Rounds of decoding; a batch has as many as its longest answer."""
     return sum(max(answer.output.stats.calls for answer in batch) for batch in batches)

@@ -1,0 +1,84 @@
+"""The memory that a drafter takes beside the target, as far as it can be counted.
+
+Knows nothing of how drafters draft.
+"""
+
+import gc
+import mmap
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_train.inference import Drafter
+from eagle_train.inference.cache.paged_kv import PagedKV
+from eagle_train.models.target import Target
+
+_CLOSED = (str, bytes, int, float, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, PagedKV)
+
+
+def weight_bytes(drafter: Drafter, target: Target) -> int:
+    """Bytes of the tensors that the drafter holds, caches left out, and that are not the target's."""
+    own = dict(_storages(drafter, {id(target)}))
+    for place, _ in _storages(target, set()):
+        own.pop(place, None)
+    return sum(own.values())
+
+
+def cache_bytes_per_token(drafter: Drafter) -> int:
+    """Bytes of a token's keys and values in all of the drafter's caches."""
+    tensors = [each for cache in drafter.caches for each in cache.memory]
+    return sum(x.element_size() * x.shape[0] * x.shape[2:].numel() for x in tensors)
+
+
+def file_bytes(drafter: Drafter) -> int:
+    """Bytes of the files that the drafter reads as memory."""
+    return sum(len(each) for each in _reached(drafter, set()) if isinstance(each, mmap.mmap))
+
+
+def traced_bytes(work: Callable[[], Any]) -> int:
+    """The most bytes that Python's objects took during `work` beyond those before it. What torch allocates is not
+    counted; `work` is slower meanwhile."""
+    gc.collect()
+    tracemalloc.start()
+    work()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return most
+
+
+def _storages(holder: Any, left_out: set[int]) -> Iterator[tuple[int, int]]:
+    """Address and bytes of each tensor's storage that can be reached from `holder`."""
+    for each in _reached(holder, left_out):
+        if isinstance(each, torch.Tensor):
+            storage = each.untyped_storage()
+            yield storage.data_ptr(), storage.nbytes()
+
+
+def _reached(holder: Any, left_out: set[int]) -> Iterator[Any]:
+    """Tensors and mapped files that attributes and containers lead to from `holder`, but for objects with the ids
+    `left_out`."""
+    waiting, seen = [holder], set(left_out)
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen or isinstance(each, _CLOSED):
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor | mmap.mmap):
+            yield each
+            continue
+        waiting += _held(each)
+
+
+def _held(holder: Any) -> Iterable[Any]:
+    if isinstance(holder, Mapping):
+        return list(holder.values())
+    if isinstance(holder, list | tuple | set | frozenset):
+        return list(holder)
+    found = list(getattr(holder, "__dict__", {}).values())
+    base = getattr(holder, "base", None)  # of a numpy array: the file that it maps
+    found += [base] if isinstance(base, mmap.mmap) else []
+    return [*found, *holder.parameters(), *holder.buffers()] if isinstance(holder, nn.Module) else found

@@ -1,0 +1,92 @@
+"""The tasks of a comparison: formats by their rows, licences, names."""
+
+import pytest
+
+from eagle_train.errors import UserError
+from evals.bench.tasks import MT_BENCH, NOT_STATED, SPEC_BENCH, read_tasks
+from tests.support.eval_inputs import write_rows
+
+
+def bench_rows(*categories: str) -> list[dict]:
+    return [{"question_id": i, "category": each, "turns": ["a"]} for i, each in enumerate(categories)]
+
+
+HUMAN_EVAL = {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f", "test": "", "canonical_solution": ""}
+
+
+@pytest.mark.parametrize(
+    ("rows", "form", "licence"),
+    [
+        (bench_rows(*MT_BENCH, *SPEC_BENCH), "Spec-Bench", "Apache-2.0"),
+        (bench_rows("rag"), "Spec-Bench", "Apache-2.0"),
+        (bench_rows(*MT_BENCH), "MT-Bench", "CC BY 4.0 (questions); Apache-2.0, as published in FastChat"),
+        (bench_rows("writing", "mine"), "rows of turns", NOT_STATED),
+        ([HUMAN_EVAL], "HumanEval", "MIT"),
+        ([{"question": "1 + 1?", "answer": "2"}], "GSM8K", "MIT"),
+        ([{"question": "1 + 1?"}], "rows of question", NOT_STATED),
+        ([{"prompt": "a"}], "rows of prompt", NOT_STATED),
+        ([{"prompt": "a", "license": "CC0"}], "rows of prompt", "CC0"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], "rows of messages", NOT_STATED),
+    ],
+)
+def test_formats_are_found_from_rows(tmp_path, rows, form, licence):
+    (task,) = read_tasks([str(write_rows(tmp_path / "some.jsonl", rows))])
+    assert (task.name, task.format, task.licence, len(task.questions)) == ("some", form, licence, len(rows))
+
+
+def test_a_text_is_a_prompt_a_line(tmp_path):
+    (tmp_path / "mine.txt").write_text("a\nb\n")
+    (task,) = read_tasks([str(tmp_path / "mine.txt")])
+    assert (task.format, task.licence) == ("a prompt a line", NOT_STATED)
+    assert [question.turns for question in task.questions] == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "licence"),
+    [
+        ("---\nlicense: cc-by-4.0\n---\n", "cc-by-4.0"),
+        ("# Mine\n\n**Licence:** BSD 3-Clause.\n", "BSD 3-Clause"),
+        ("# License\n\nSee elsewhere: there.\n", "MIT"),
+    ],
+)
+def test_a_readme_beside_the_file_says_the_licence(tmp_path, text, licence):
+    (tmp_path / "README.md").write_text(text)
+    (task,) = read_tasks([str(write_rows(tmp_path / "q.jsonl", [HUMAN_EVAL]))])
+    assert task.licence == licence
+
+
+def test_spec_benchs_thirteen_categories_are_six_groups(tmp_path):
+    categories = (*MT_BENCH, *SPEC_BENCH)
+    (task,) = read_tasks([str(write_rows(tmp_path / "q.jsonl", bench_rows(*categories)))])
+    groups = [task.group(question) for question in task.questions]
+    assert len(set(categories)) == 13
+    assert groups == ["mt_bench"] * 8 + list(SPEC_BENCH)
+    (own,) = read_tasks([str(write_rows(tmp_path / "own.jsonl", bench_rows("writing", "mine")))])
+    assert [own.group(question) for question in own.questions] == ["writing", "mine"]
+
+
+def test_names(tmp_path):
+    paths = [tmp_path / folder / "q.jsonl" for folder in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        write_rows(path, [{"prompt": "a"}])
+    first, second = map(str, paths)
+    assert [task.name for task in read_tasks([first])] == ["q"]
+    assert [task.name for task in read_tasks([first, second])] == [first, second]
+    assert [task.name for task in read_tasks({"one": first, "two": second})] == ["one", "two"]
+    assert [task.name for task in read_tasks(first)] == ["q"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], r"tasks=\[\]: must be a file, a list of files, or a mapping of names to files"),
+        (None, r"tasks=None: must be a file, a list"),
+        ([3], r"tasks=\[3\]: must be a file, a list"),
+        ({"a": None}, r"tasks=\{'a': None\}: must be a file, a list"),
+        (["nowhere.jsonl"], r"questions=nowhere.jsonl: no such file"),
+    ],
+)
+def test_what_is_no_task_is_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        read_tasks(given)
