@@ -1,6 +1,6 @@
 """The settings of `eagle-regenerate`; conf/commands/regenerate.yaml says what each one means."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from eagle_train.corpus.source import DataConfig
