@@ -153,18 +153,17 @@ def _prepared(cell: Cell, batch: list[TimedRequest]) -> dict[str, Row]:
         baseline.tune(other)
     for answer in cell.everybody.values():
         answer(other)
-    plain = traced_bytes(partial(serve, cell.plain, other))
-    return {name: _footprint(side, cell.plain.target, other, plain) for name, side in cell.sides.items()}
+    return {name: _footprint(side, cell.plain, other) for name, side in cell.sides.items()}
 
 
-def _footprint(side: Side, target: Target, batch: list[TimedRequest], plain: int) -> Row:
-    """Bytes of a drafter. `host_bytes`: its own `nbytes` if it has one; else what Python allocates to make one that has
-    no weights, and while a batch is decoded beyond plain decoding's `plain`, and files that are read as memory."""
+def _footprint(side: Side, plain: Engine, batch: list[TimedRequest]) -> Row:
+    """Bytes of a drafter, on this rank. `host_bytes`: its own `nbytes` if it has one; else files that are read as
+    memory, and what Python allocates, see `_allocated`."""
+    target = plain.target
     weights, per_token = weight_bytes(side.drafter, target), cache_bytes_per_token(side.drafter)
     host = getattr(side.drafter, "nbytes", None)
     if host is None:
-        made = 0 if weights else traced_bytes(lambda: side.contestant.made(target))
-        host = made + file_bytes(side.drafter) + max(0, traced_bytes(partial(serve, side.engine, batch)) - plain)
+        host = file_bytes(side.drafter) + _allocated(side, plain, batch, made=not weights)
     caches = per_token * (side.engine.config.kv_tokens or 0)
     return {
         "weight_bytes": weights,
@@ -173,6 +172,15 @@ def _footprint(side: Side, target: Target, batch: list[TimedRequest], plain: int
         "host_bytes": host,
         "bytes": weights + caches + host,
     }
+
+
+def _allocated(side: Side, plain: Engine, batch: list[TimedRequest], made: bool) -> int:
+    """Bytes that Python allocates while the drafter is made, if `made`, and while a batch is decoded, beyond plain
+    decoding. 0 on ranks that hold the target together: their threads do not bear the tracing."""
+    if plain.target.together is not None:
+        return 0
+    own, other = (traced_bytes(partial(serve, engine, batch)) for engine in (side.engine, plain))
+    return max(0, own - other) + (traced_bytes(lambda: side.contestant.made(plain.target)) if made else 0)
 
 
 def measured(cell: Cell, batches: Batches, session: Session[Any]) -> tuple[list[Row], list[str]]:

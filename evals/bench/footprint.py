@@ -22,8 +22,8 @@ _CLOSED = (str, bytes, int, float, type, ModuleType, FunctionType, MethodType, B
 
 def weight_bytes(drafter: Drafter, target: Target) -> int:
     """Bytes of the tensors that the drafter holds, caches left out, and that are not the target's."""
-    own = dict(_storages(drafter, {id(target)}))
-    for place, _ in _storages(target, set()):
+    own = dict(_storages(drafter))
+    for place, _ in _storages(target):
         own.pop(place, None)
     return sum(own.values())
 
@@ -36,12 +36,13 @@ def cache_bytes_per_token(drafter: Drafter) -> int:
 
 def file_bytes(drafter: Drafter) -> int:
     """Bytes of the files that the drafter reads as memory."""
-    return sum(len(each) for each in _reached(drafter, set()) if isinstance(each, mmap.mmap))
+    return sum(len(each) for each in _reached(drafter) if isinstance(each, mmap.mmap))
 
 
 def traced_bytes(work: Callable[[], Any]) -> int:
     """The most bytes that Python's objects took during `work` beyond those before it. What torch allocates is not
-    counted; `work` is slower meanwhile."""
+    counted; `work` is slower meanwhile. Not for a process with threads that come and go outside Python: Python 3.11 may
+    crash where tracing ends meanwhile."""
     gc.collect()
     tracemalloc.start()
     work()
@@ -50,18 +51,18 @@ def traced_bytes(work: Callable[[], Any]) -> int:
     return most
 
 
-def _storages(holder: Any, left_out: set[int]) -> Iterator[tuple[int, int]]:
-    """Address and bytes of each tensor's storage that can be reached from `holder`."""
-    for each in _reached(holder, left_out):
+def _storages(holder: Any) -> Iterator[tuple[int, int]]:
+    """Address and bytes of each tensor's storage, on this rank, that can be reached from `holder`."""
+    for each in _reached(holder):
         if isinstance(each, torch.Tensor):
-            storage = each.untyped_storage()
+            local = getattr(each, "to_local", None)  # of one that ranks divide: this rank's part
+            storage = (each if local is None else local()).untyped_storage()
             yield storage.data_ptr(), storage.nbytes()
 
 
-def _reached(holder: Any, left_out: set[int]) -> Iterator[Any]:
-    """Tensors and mapped files that attributes and containers lead to from `holder`, but for objects with the ids
-    `left_out`."""
-    waiting, seen = [holder], set(left_out)
+def _reached(holder: Any) -> Iterator[Any]:
+    """Tensors and mapped files that attributes and containers lead to from `holder`."""
+    waiting, seen = [holder], set[int]()
     while waiting:
         each = waiting.pop()
         if each is None or id(each) in seen or isinstance(each, _CLOSED):

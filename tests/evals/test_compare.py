@@ -135,6 +135,19 @@ def test_a_drafters_model_assists_transformers(home, tmp_path, monkeypatch):
     assert not [each for each in warmed if each.prompt in prompts]
 
 
+@pytest.mark.usefixtures("noisy")
+def test_where_the_host_runs_ahead_stages_are_of_other_rounds(home, tmp_path, monkeypatch):
+    """Those in which each stage is waited for, which also tell what no stage takes."""
+    monkeypatch.setattr(comparison, "runs_ahead", lambda device: True)
+    given = [f"drafters={{eagle: {{draft: {home}/draft}}}}", f"tasks={home}/human_eval.jsonl", "repeats=1"]
+    assert call(compare.main, *arguments(home, tmp_path, *given)) == 0
+    rows = {row["decoding"]: row for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
+    stages = rows["eagle"]["stage_ms_per_round"]
+    assert rows["eagle"]["drafting_share"] == pytest.approx(stages["drafting"] / sum(stages.values()))
+    assert "rest" in stages
+    assert "drafting" not in rows["plain"]["stage_ms_per_round"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -27,17 +27,18 @@ def test_names_options_files_and_classes(draft):
         "short": {"drafter": "ngram", "max_draft_len": 2},
         "own": {"drafter": OWN, "least": 3},
         "mine": {"_target_": NGRAM, "max_draft_len": 3},
+        "trained": {"_target_": NGRAM, "draft": str(draft)},
     }
-    eagle, last, ngram, short, own, mine = made = contestants(given, "chain3")
+    eagle, last, ngram, short, own, mine, _ = made = contestants(given, "chain3")
     assert [each.name for each in made] == list(given)
-    assert [each.tree for each in made] == ["d2_bf2", *["chain3"] * 5]
+    assert [each.tree for each in made] == ["d2_bf2", *["chain3"] * 6]
     assert eagle.spec == {"_target_": EAGLE, "alignment": "accepted"}
     assert last.spec == {"_target_": EAGLE, "alignment": "last"}
     assert ngram.spec["max_draft_len"] == 4
     assert {**ngram.spec, "max_draft_len": 2} == short.spec
     assert own.spec == {"_target_": "own_drafter.make_last_place", "least": 3}
     assert mine.spec == {"_target_": NGRAM, "max_draft_len": 3}
-    assert [each.is_prepared for each in made] == [True, True, False, False, False, False]
+    assert [each.is_prepared for each in made] == [True, True, False, False, False, False, True]
     assert eagle.about()["training"] == {"tokens": 12345}
     assert (ngram.about()["training"], ngram.about()["draft_source"]) == (None, None)
 

@@ -59,6 +59,14 @@ def test_speed_up_over_everything_and_the_median_batch():
         statistics.compare([[answer([1])]], [[answer([1])]])
 
 
+def test_a_speed_ups_interval_is_over_the_questions():
+    """By tokens: of the first question a second each and a half, of the second, asked twice, two seconds and four."""
+    plain = [[answer(line=1, intervals_s=[1.0] * 4), answer(line=2, intervals_s=[2.0])], [answer(line=2)]]
+    other = [[answer(line=1, intervals_s=[0.5] * 8), answer(line=2, intervals_s=[4.0])], [answer(line=2)]]
+    assert statistics.speedup_interval(plain, other) == pytest.approx((0.5, 2.0))
+    assert statistics.speedup_interval(plain[1:], other[1:]) is None
+
+
 def test_counts_and_groups():
     answers = [
         answer([1] * 5, "maths", 1, 1, "stop", calls=1, tokens=4),
