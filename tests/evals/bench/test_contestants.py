@@ -61,7 +61,7 @@ def test_a_list_and_the_default():
         ([1], r"drafters=\[1\]: must be a mapping"),
         ({"ngram": 3}, "drafters.ngram=3: must be a mapping of options, or null"),
         ({"plain": {"drafter": "ngram"}}, "drafters.plain: is always measured; give another name"),
-        (["bigram"], "drafters.bigram: no drafter bigram; there are eagle, "),
+        (["bigram"], "drafters.bigram: no drafter bigram; there are draft_model, eagle, "),
         (["mine"], "drafters.mine: no drafter mine; there are"),
         ({"ngram": {"max_len": 3}}, "drafters.ngram.max_len: ngram has no such option; it has max_draft_len, "),
         (["retrieval"], "drafters.retrieval.datastore is needed: give retrieval: {datastore: VALUE}"),
