@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from eagle_train.errors import check
 from eagle_train.inference.options import DraftOptions
 from eagle_train.settings import build
-from evals.bench.comparison import ComparisonConfig, compare
+from evals.bench.comparison import ComparisonConfig, asked_of, compare
 from evals.bench.comparison_report import markdown, summary
 from evals.bench.contestants import contestants
 from evals.bench.evaluation import evaluation
@@ -42,6 +42,7 @@ def main(values: DictConfig) -> None:
     tasks, drafters = read_tasks(config.tasks), contestants(config.drafters, config.tree)
     session = Session(config)
     session.questions = [question for task in tasks for question in task.questions]
+    tasks = [asked_of(task, session.requests, config) for task in tasks]
     about: dict[str, Any] = {
         "drafters": [each.about() for each in drafters],
         "tasks": [task.about() for task in tasks],

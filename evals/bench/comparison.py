@@ -23,7 +23,7 @@ from evals.bench.contestants import Contestant
 from evals.bench.expected import depth_shares, expected_speedup, expected_tpc, mean_depth
 from evals.bench.footprint import cache_bytes_per_token, file_bytes, traced_bytes, weight_bytes
 from evals.bench.questions import Question
-from evals.bench.requests import PromptSource, TimedRequest, check_fit, turn_tokens
+from evals.bench.requests import PromptSource, TimedRequest, check_fit, fits, turn_tokens
 from evals.bench.session import Session
 from evals.bench.stage_clock import breakdown, runs_ahead
 from evals.bench.statistics import Answer, AnswerBatch
@@ -46,12 +46,15 @@ class ComparisonConfig(SampledConfig):
     repeats: int | None
     ignore_eos: bool
     prompt_lookup: int
+    too_long: str
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, 1, "prompt_lookup", *([] if self.repeats is None else ["repeats"]))
         check_decodes(self.max_tokens)
         check_sizes("batch_sizes", self.batch_sizes)
+        known = self.too_long in ("refuse", "leave_out")
+        check(known, f"too_long={self.too_long}: must be refuse or leave_out")
         self.params = replace(self.params, ignore_eos=self.ignore_eos)
 
 
@@ -84,6 +87,15 @@ class Cell:
     def everybody(self) -> dict[str, Answering]:
         """Who answers, by name."""
         return {**{name: partial(serve, engine) for name, engine in self.engines.items()}, **self.baselines}
+
+
+def asked_of(task: Task, requests: Requests, config: ComparisonConfig) -> Task:
+    """The task without questions that are too long, if these are left out. Raises UserError where none remains."""
+    if config.too_long == "refuse":
+        return task
+    questions = [each for each in task.questions if fits(requests, each, config.max_tokens)]
+    check(len(questions) > 0, f"task {task.name}: no question fits the context of {requests.target.name}")
+    return replace(task, questions=questions, too_long=len(task.questions) - len(questions))
 
 
 def compare(

@@ -96,8 +96,9 @@ def own_rows(found: Found, batch_size: int) -> list[Found]:
 
 def of_task(task: Found, rows: Sequence[Found], grouped: str | None) -> str:
     """A task's tables: all figures, what is expected, and speed-ups by category."""
+    too_long = f", {task['too_long']} more too long" if task["too_long"] else ""
     parts = [
-        f"{code(task['path'])}: {task['format']}, {several(task['questions'], 'question')}; licence: "
+        f"{code(task['path'])}: {task['format']}, {several(task['questions'], 'question')}{too_long}; licence: "
         f"{plain(task['licence'])}."
     ]
     parts += [measures(rows), expectations(rows)]

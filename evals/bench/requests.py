@@ -56,6 +56,18 @@ def check_fit(requests: Requests, questions: Iterable[Question], max_tokens: int
     return longest
 
 
+def fits(requests: Requests, question: Question, max_tokens: int) -> bool:
+    """Whether each turn has room in the context for its answer and for twice the earlier ones, see `check_fit`."""
+    messages = list(question.history)
+    for turn, text in enumerate(question.turns, 1):
+        messages.append({"role": "user", "content": text})
+        tokens = requests.tokens_of(messages, f"question {question.id}, turn {turn}")
+        if len(tokens) + (2 * turn - 1) * max_tokens > requests.target.max_positions:
+            return False
+        messages.append({"role": "assistant", "content": ""})
+    return True
+
+
 @dataclass(frozen=True)
 class TimedRequest:
     """A prompt that arrives so many seconds after the start."""

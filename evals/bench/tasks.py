@@ -33,13 +33,14 @@ _SAID = re.compile(r"^[#>*_ \t-]*licen[cs]e[*_ \t]*:[*_ \t]*(\w[^|*\n]*?)[\W_]*$
 @dataclass(frozen=True)
 class Task:
     """`format`: a benchmark's name, or what the rows have. `licence`: as a row, a README beside the file, or the
-    benchmark's publisher says."""
+    benchmark's publisher says. `too_long`: how many questions were left out."""
 
     name: str
     path: str
     format: str
     licence: str
     questions: list[Question]
+    too_long: int = 0
 
     def group(self, question: Question) -> str | None:
         """The question's category; of Spec-Bench, the subtask that it belongs to."""
@@ -54,6 +55,7 @@ class Task:
             "format": self.format,
             "licence": self.licence,
             "questions": len(self.questions),
+            "too_long": self.too_long,
         }
 
 

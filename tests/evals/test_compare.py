@@ -162,6 +162,7 @@ def test_where_the_host_runs_ahead_stages_are_of_other_rounds(home, tmp_path, mo
         (["tasks=[]"], "tasks=[]: must be a file, a list of files, or a mapping of names to files"),
         (["batch_sizes=[0]"], "batch_sizes=[0]: must be numbers from 1 on"),
         (["repeats=0"], "repeats=0: must be at least 1"),
+        (["too_long=skip"], "too_long=skip: must be refuse or leave_out"),
         (["prompt_lookup=0"], "prompt_lookup=0: must be at least 1"),
         (["max_tokens=1"], "max_tokens=1: must be at least 2"),
         (["drafters={ngram: {tree: chain_9}}"], "tree is 'chain_9'; known trees are"),
@@ -186,3 +187,19 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_answered(home,
     write_rows(tmp_path / "long.jsonl", [{"prompt": "a" * 300}])
     assert call(compare.main, *arguments(home, tmp_path / "out", f"tasks=[{tmp_path}/long.jsonl]")) == 2
     assert "error: question 1, turn 1: the prompt takes 306 tokens; " in capsys.readouterr().err
+    given = [f"tasks=[{tmp_path}/long.jsonl]", "too_long=leave_out"]
+    assert call(compare.main, *arguments(home, tmp_path / "out", *given)) == 2
+    assert "error: task long: no question fits the context of " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("noisy")
+def test_what_is_too_long_is_left_out_and_counted(home, tmp_path):
+    """A context of 256: 244 tokens and 12 of an answer just fit; of two turns, the first answer counts twice."""
+    rows = [{"prompt": "a" * size} for size in (238, 239)] + [{"turns": ["a", "b" * 190]}, {"turns": ["a", "b" * 208]}]
+    write_rows(tmp_path / "long.jsonl", rows)
+    given = [f"tasks=[{tmp_path}/long.jsonl]", "too_long=leave_out", "drafters=[ngram]", "repeats=null"]
+    assert call(compare.main, *arguments(home, tmp_path / "out", *given)) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [(each["questions"], each["too_long"]) for each in found["tasks"]] == [(2, 2)]
+    assert found["rows"][0]["answers"] == 3
+    assert "2 questions, 2 more too long; licence" in (tmp_path / "out" / "report.md").read_text()
