@@ -188,7 +188,7 @@ def _footprint(side: Side, plain: Engine, batch: list[TimedRequest]) -> Row:
 
 def _allocated(side: Side, plain: Engine, batch: list[TimedRequest], made: bool) -> int:
     """Bytes that Python allocates while the drafter is made, if `made`, and while a batch is decoded, beyond plain
-    decoding. 0 on ranks that hold the target together: their threads do not bear the tracing."""
+    decoding. 0 on ranks that hold the target together, see `traced_bytes`."""
     if plain.target.together is not None:
         return 0
     own, other = (traced_bytes(partial(serve, engine, batch)) for engine in (side.engine, plain))

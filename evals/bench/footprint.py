@@ -41,8 +41,8 @@ def file_bytes(drafter: Drafter) -> int:
 
 def traced_bytes(work: Callable[[], Any]) -> int:
     """The most bytes that Python's objects took during `work` beyond those before it. What torch allocates is not
-    counted; `work` is slower meanwhile. Not for a process with threads that come and go outside Python: Python 3.11 may
-    crash where tracing ends meanwhile."""
+    counted; `work` is slower meanwhile. Not for a process whose threads run outside Python, as ranks' do: tracemalloc
+    has a known race with them in Python 3.11, which crashes."""
     gc.collect()
     tracemalloc.start()
     work()

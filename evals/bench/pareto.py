@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from eagle_train.results import write_bytes
 from evals.bench.comparison_report import own_rows, speedups
@@ -30,13 +31,17 @@ def plot_pareto(found: Mapping[str, Any], path: Path) -> None:
     drawn = [points(found, size) for size in sizes]
     colors = {each["name"]: f"C{place % 10}" for place, each in enumerate(found["drafters"])}
     hollow = {each["name"]: "white" for each in found["drafters"] if each["is_prepared"]}
+    fills = colors | hollow
     memory = [max(x, LEAST) for panel in drawn for _, x, *_ in panel] or [LEAST]
     panels[0].set_xscale("log")  # before anything is drawn: a single point alone has no limits
-    panels[0].set_xlim(10 ** (floor(log10(min(memory))) - 0.2), 10 ** (ceil(log10(max(memory))) + 0.9))
+    panels[0].set_xlim(10 ** (floor(log10(min(memory))) - 0.2), 10 ** (ceil(log10(max(memory))) + 0.2))
     for axes, panel, size in zip(panels, drawn, sizes, strict=True):
-        _draw(axes, panel, colors, colors | hollow)
+        _draw(axes, panel, colors, fills)
         axes.set_title(f"batch size {size}", fontsize="medium")
         axes.set_xlabel("memory of the drafter, MB")
+    look: dict[str, Any] = {"marker": "o", "linestyle": ""}
+    names = [Line2D([], [], color=colors[name], markerfacecolor=fills[name], label=name, **look) for name in colors]
+    figure.legend(handles=names, frameon=False, loc="outside upper left", fontsize="small", ncols=3 * len(sizes))
     panels[0].set_ylabel("speed-up over plain decoding")
     figure.savefig(picture, dpi=150, format="png")
     write_bytes(path, picture.getvalue())
@@ -63,11 +68,10 @@ def _draw(axes: Axes, points: Sequence[Point], colors: Mapping[str, str], fills:
     axes.axhline(1, color="0.6", linewidth=1, linestyle=":")
     steps = [max(x, LEAST) for _, x, *_ in best], [y for _, _, y, *_ in best]
     axes.plot(*steps, color="0.75", linewidth=1, zorder=1, drawstyle="steps-post")
-    for name, x, y, least, most in points:  # a mean of one value may be beyond it by rounding
+    for name, x, y, least, most in points:
+        bars = [[max(0.0, y - least)], [max(0.0, most - y)]]  # a mean of one value may be beyond it by rounding
         look: dict[str, Any] = {"color": colors[name], "markerfacecolor": fills[name], "fmt": "o", "capsize": 2}
-        axes.errorbar([max(x, LEAST)], [y], yerr=[[max(0.0, y - least)], [max(0.0, most - y)]], **look)
-        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
-        axes.annotate(name, (max(x, LEAST), y), (7, 4), textcoords="offset points", fontsize="small", bbox=box)
+        axes.errorbar([max(x, LEAST)], [y], yerr=bars, **look)
     axes.margins(y=0.15)
     axes.grid(axis="y", color="0.92")
     axes.set_axisbelow(True)

@@ -177,9 +177,9 @@ def test_prompts_are_prefilled_by_another_process(session, monkeypatch):
     """All prompts, and the process has ended afterwards."""
     here, prefill = [], Runner.prefill
 
-    def noting(self, prefix, texts, before):
+    def noting(self, prefix, texts, *others):
         here.append(len(texts))
-        return prefill(self, prefix, texts, before)
+        return prefill(self, prefix, texts, *others)
 
     monkeypatch.setattr(Runner, "prefill", noting)
     off, on = answer_both(session, "disaggregated_prefill", 2).values()
