@@ -1,6 +1,7 @@
 """The scripts in examples/ run as they are, on the bundled target and with few steps and tokens."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,14 @@ def test_own_prompts(draft, tmp_path):
     said = run(sys.executable, "examples/own_prompts.py", str(tmp_path / "prompts.txt"), *given)
     assert [line.split(":")[0] for line in said.splitlines()] == ["chain1", "d2_bf2"]
     assert said.count("(2 answers, 8 tokens, ") == 2
+
+
+def test_own_drafter():
+    """examples/own_drafter.py by examples/own_drafter.yaml: its answer is plain decoding's."""
+    given = ("-m", "eagle_train.generate", "prompt=What is `len`?", "max_tokens=24", "device=cpu", "color=never")
+    drafted = run(sys.executable, *given, "drafter=examples/own_drafter.yaml", "drafter.least=2", "tree=chain4")
+    plain = run(sys.executable, *given)
+    assert re.sub(r"[\[\]]", "", drafted) == re.sub(r"[\[\]]", "", plain)
 
 
 def test_every_script_is_run_here():

@@ -61,7 +61,8 @@ class Target:
     lm_head: LMHead = field(init=False)
     embedding: torch.Tensor = field(init=False)
     _outputs: dict[tuple[int, ...], LayerOutputs] = field(init=False, repr=False, default_factory=dict)
-    _compiled: dict[tuple[int, ...], Compiled] = field(init=False, repr=False, default_factory=dict)
+    # What `compiled` made, by layers.
+    compiled_forwards: dict[tuple[int, ...], Compiled] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.reaches = check_family(type(self.model), self.model.config, f"target {self.name}")
@@ -184,9 +185,9 @@ class Target:
 
     def compiled(self, layers: tuple[int, ...] = ()) -> Compiled:
         """`states` by torch.compile, one for all who ask. Once it is compiled, the model must stay as it is."""
-        if layers not in self._compiled:
-            self._compiled[layers] = Compiled(self.states(layers), self.device)
-        return self._compiled[layers]
+        if layers not in self.compiled_forwards:
+            self.compiled_forwards[layers] = Compiled(self.states(layers), self.device)
+        return self.compiled_forwards[layers]
 
     def own_hidden_states(
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: list[list[int]]

@@ -151,7 +151,7 @@ def test_where_the_host_runs_ahead_stages_are_of_other_rounds(home, tmp_path, mo
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["drafters=[bigram]"], "drafters.bigram: no drafter bigram; there are eagle, "),
+        (["drafters=[bigram]"], "drafters.bigram: no drafter bigram; there are draft_model, eagle, "),
         (["drafters=[]"], "drafters is empty"),
         (["drafters={ngram: {draft: nowhere}}"], "draft=nowhere: no config.json"),
         (

@@ -23,7 +23,7 @@ SEEDED = SamplingParams(temperature=0.2, seed=5, max_tokens=24, ignore_eos=True)
 def fresh(family: str = "llama") -> Target:
     """A family's target of which nothing is compiled yet."""
     target = shared_target(family)
-    target.__dict__.pop("compiled", None)
+    target.compiled_forwards.clear()
     return target
 
 

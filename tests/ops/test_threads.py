@@ -36,14 +36,14 @@ def test_little_work_has_one_thread():
 def test_rounds_have_threads_by_their_rows(compile, graphs, monkeypatch):
     """Rows of four nodes that end one by one. What is compiled is so for one number of threads, the largest rounds'."""
     target = shared_target()
-    target.__dict__.pop("compiled", None)
+    target.compiled_forwards.clear()
     monkeypatch.setattr(threads, "LEAST_WORK", 9 * mean_elements(target))
     engine = Engine(target, tiny_draft(target), "chain3", max_batch_size=4, compile=compile)
     made, seen, validate = len(graphs), set(), runner_of(engine).validate
 
-    def noted(inputs, tokens):
-        seen.add((len(tokens), torch.get_num_threads()))
-        return validate(inputs, tokens)
+    def noted(inputs, drafted):
+        seen.add((len(drafted.tokens), torch.get_num_threads()))
+        return validate(inputs, drafted)
 
     runner_of(engine).validate = noted
     params = [SamplingParams(max_tokens=4 + 6 * row, ignore_eos=True) for row in range(4)]

@@ -95,7 +95,7 @@ def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
         "logprobs": [output.logprobs for output in outputs],
         "random": random_answers(engine) if case["changed"] else [],
         "rows": seen,
-        "compiled": "compiled" in vars(target),  # the forward was made
+        "compiled": bool(target.compiled_forwards),  # the forward was made
         "free": pool.available == pool.total,
         "blocks": pool.total,
         "heads": runner_of(engine).cache.layers[0][0].shape[1],
