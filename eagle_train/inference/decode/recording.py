@@ -16,7 +16,7 @@ from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.graphs import Graphs, Size
 from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.sampling import SamplingTensors
-from eagle_train.inference.decode.tree import Tree
+from eagle_train.inference.decode.tree import Tree, chain
 from eagle_train.inference.drafters.drafter import Pending, TreePlan
 from eagle_train.inference.runner import Runner
 from eagle_train.ops.graphs import Record
@@ -36,6 +36,9 @@ def record_rounds(runner: Runner, dispatcher: Dispatcher, blocks: int, recorder:
     most = runner.config.max_batch_size
     steps = row_steps(most, [size for size, _ in dispatcher.table])
     plans = [(rows, plan) for rows, plan in dispatcher.plans(steps) if isinstance(plan.tree, Tree)]
+    if runner.drafters.by_name and (runner.config.gate or dispatcher.auto):  # any batch may go without drafts
+        plain = TreePlan(chain(0).to(runner.target.device))
+        plans += [(rows, plain) for rows in steps if (rows, plain) not in plans]
     if plans:  # trees that differ by row are not recorded
         _record(runner, plans, blocks)
 

@@ -15,7 +15,8 @@ from eagle_train.inference.decode.round_costs import RoundCosts
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.drafter import TreePlan
 from eagle_train.inference.parallel.tensor_parallel import Ranks
-from tests.support.inside import inside
+from tests.support.graph_recorder import recorded
+from tests.support.inside import inside, runner_of
 from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, token_ids
 from tests.support.tiny import shared_target, tiny_draft
 
@@ -189,6 +190,17 @@ def test_auto_of_drafters_whose_trees_differ_by_row():
             return [text.answer[-1]] * most
 
     engine = Engine(shared_target("llama"), Last(), "auto")
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+
+
+@pytest.mark.parametrize("options", [{"tree": "auto"}, {"tree": "d2_bf2", "gate": True}])
+def test_rounds_without_drafts_are_recorded_too(options):
+    """Of every number of rows; answers stay."""
+    target = shared_target("llama")
+    engine = Engine(target, Eagle(tiny_draft(target), target), **options, max_batch_size=3)
+    graphs = runner_of(recorded(engine)).graphs
+    assert {size[0] for size, tree in graphs.validation.made if tree.num_nodes == 1} == {1, 2, 3}
+    assert {size[0] for size, plan, _ in graphs.ends.made if plan.tree.num_nodes == 1} == {1, 2, 3}
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
 
 
