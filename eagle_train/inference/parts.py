@@ -25,7 +25,7 @@ from eagle_train.inference.decode.recording import record_rounds
 from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.sampling import Verified
 from eagle_train.inference.decode.tree import chain
-from eagle_train.inference.drafters.drafter import Drafter
+from eagle_train.inference.drafters.drafter import Drafter, TreePlan
 from eagle_train.inference.drafters.drafters import Drafters
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.options import EngineConfig
@@ -76,6 +76,7 @@ def build_parts(
         target = load_target(target if isinstance(target, TargetConfig) else TargetConfig(str(target)), device)
     check_graphs(config.graphs, target.device, target.together, target.is_offloaded)
     drafters = _drafters(target, draft, config.draft_lm_head)
+    target.join_products()
     optimize_for_decoding(target.model, target.dtype, [target.lm_head.weight])
     DraftConfig.from_target(target.config)  # raises for a target without rotary positions
     tree = tree if drafters else chain(0)
@@ -183,10 +184,14 @@ def record(runner: Runner, memory: BlockMemory, dispatcher: Dispatcher, recorder
 
 
 def _compile(runner: Runner, dispatcher: Dispatcher, config: EngineConfig) -> None:
-    """Compile for batch sizes 1, 2 and the maximum, and for both sizes at each change of tree."""
+    """Compile for batch sizes 1, 2 and the maximum, and for both sizes at each change of tree; where a batch may go
+    without drafts, for its one token too."""
     most = config.max_batch_size
     ends = {1, 2, most, *(size + n for size, _ in dispatcher.table for n in (0, 1))}
     sizes = [(rows, dispatcher.dispatch(rows)) for rows in sorted(ends) if rows <= most]
+    if runner.drafters.varies or config.gate or dispatcher.auto:
+        root = TreePlan(chain(0).to(runner.target.device))
+        sizes += [(rows, root) for rows in (1, 2) if rows <= most]
     compile_rounds(runner, sizes, most * dispatcher.largest.num_nodes)
 
 

@@ -11,7 +11,8 @@ checkpoints) would not survive another module in its place. Llama 4's experts ha
 `_register_experts`; what `round_to_fp8` rounds has no weight any more that others could share, and is replaced.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import signature
@@ -26,8 +27,10 @@ from eagle_train.models.experts import RoutedExperts, RoutedMoe
 from eagle_train.models.forward import decoder_of
 from eagle_train.models.stages import StagedLayer, Stages
 from eagle_train.ops import grouped
+from eagle_train.ops.joint_linear import JointLinear, JointProduct
 from eagle_train.ops.linear import FrozenFp8Linear, Linear, QuantisedLinear, fp16_copy_of, keep_fp16_copy
 from eagle_train.ops.norm import FastNorm, rms_norm
+from eagle_train.ops.torch_private import tensor_version
 
 
 @dataclass
@@ -37,6 +40,7 @@ class Undo:
 
     classes: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list)  # those that modules had
     routed: list[RoutedMoe] = field(default_factory=list)
+    joined: list[JointLinear] = field(default_factory=list)
     copied: list[torch.Tensor] = field(default_factory=list)  # weights that are kept in fp16 besides
 
     def swap(self, module: nn.Module, new: type[nn.Module]) -> None:
@@ -54,9 +58,11 @@ class Undo:
             module.__class__ = own
         for module in self.routed:
             module.routed = False
+        for part in self.joined:
+            del part.joint
         for weight in self.copied:
             del weight.fp16_copy  # type: ignore[attr-defined]
-        self.classes, self.routed, self.copied = [], [], []
+        self.classes, self.routed, self.joined, self.copied = [], [], [], []
 
 
 def use_fast_modules(model: nn.Module) -> Undo:
@@ -79,6 +85,66 @@ def use_fast_modules(model: nn.Module) -> Undo:
     return undo
 
 
+def shared_inputs(model: nn.Module, forward: Callable[[], object]) -> list[list[Linear]]:
+    """The linear modules that `forward` of the model gives the same tensor, one directly after the other, in the order
+    of their calls; two or more of one parent each.
+
+    Left out are modules with hooks, without weights on their device, and those that are called more than once. A tensor
+    that was changed in between is another one.
+    """
+    calls: list[tuple[Linear, torch.Tensor, int]] = []
+
+    def note(module: Any, given: tuple[torch.Tensor, ...]) -> None:
+        calls.append((module, given[0], tensor_version(given[0])))
+
+    plain = [(name, module) for name, module in model.named_modules() if _may_be_joined(module)]
+    parents = {module: name.rpartition(".")[0] for name, module in plain}
+    hooks = [module.register_forward_pre_hook(note) for _, module in plain]
+    with torch.no_grad():  # unlike in inference mode, tensors count their changes
+        forward()
+    for hook in hooks:
+        hook.remove()
+    groups: list[list[tuple[Linear, torch.Tensor, int]]] = []
+    for call in calls:
+        before = groups[-1][-1] if groups else None
+        follows = before is not None and call[1] is before[1] and call[2] == before[2]
+        if before is not None and follows and parents[call[0]] == parents[before[0]]:
+            groups[-1].append(call)
+        else:
+            groups.append([call])
+    times = Counter(module for module, _, _ in calls)
+    found = [[module for module, _, _ in group] for group in groups]
+    return [
+        group
+        for group in found
+        if len(group) > 1
+        and all(times[module] == 1 for module in group)
+        and len({(module.weight.dtype, module.weight.device, module.bias is None) for module in group}) == 1
+    ]
+
+
+def join_products(groups: Iterable[Sequence[Linear]], undo: Undo) -> None:
+    """Let each of these groups, of `shared_inputs`, be one product."""
+    for modules in groups:
+        joint = JointProduct(modules)
+        for place, module in enumerate(modules):
+            undo.swap(module, JointLinear)
+            assert isinstance(module, JointLinear)
+            module.joint, module.place = joint, place
+            undo.joined.append(module)
+
+
+def _may_be_joined(module: nn.Module) -> bool:
+    if type(module) is not Linear or type(module.weight) is not nn.Parameter or module.weight.is_meta:
+        return False
+    return not (_has_hooks(module) or module.weight.requires_grad)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether anything is done beside its forward: by torch's hooks or Accelerate's, which replace its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 def optimize_for_decoding(
     model: nn.Module, dtype: torch.dtype, weights: Iterable[torch.Tensor] = (), drop_hooks: bool = False
 ) -> Undo:
@@ -86,8 +152,9 @@ def optimize_for_decoding(
 
     `dtype`: of the activations that it will be given. `weights` [N, K]: more that `ops.linear.linear` multiplies with,
     the LM head's, say. On a CPU in fp32 weights are kept in fp16 besides where no result changes (`keep_fp16_copy`).
-    `drop_hooks`: modules inside the model are called without looking for hooks, which takes as long as a small
-    operation; not for models that Accelerate or tensor parallelism hooked.
+    Modules without others in them are called without looking for hooks, unless they have some: that takes as long as a
+    small operation. `drop_hooks`: so are all modules inside the model; not for models that Accelerate or tensor
+    parallelism hooked.
 
     Quantised modules take their device's layout, which is not undone.
     """
@@ -96,9 +163,13 @@ def optimize_for_decoding(
         if isinstance(module, QuantisedLinear):
             if not module.has_kernel:
                 module.use_kernel(dtype)
+        elif isinstance(module, JointLinear):
+            _copy_in_fp16(module.joint.weight, undo)
         elif isinstance(module, Linear):
             _copy_in_fp16(module.weight, undo)
-        if drop_hooks and module is not model:
+        is_leaf = next(module.children(), None) is None and not _has_hooks(module)
+        called: Any = type(module).__call__
+        if (drop_hooks or is_leaf) and module is not model and called is not type(module).forward:
             own: Any = type(module)
             undo.swap(module, _without_hooks(own))
     for weight in weights:

@@ -18,7 +18,7 @@ from eagle_train.errors import UserError, check, foreign, shown
 from eagle_train.models.family import check_family
 from eagle_train.models.forward import LayerOutputs, Reaches, hidden_states, layers_of
 from eagle_train.models.head import LMHead, lm_head_of
-from eagle_train.models.patches import Undo, round_to_fp8, use_stages
+from eagle_train.models.patches import Undo, join_products, round_to_fp8, shared_inputs, use_stages
 from eagle_train.models.probe import TOKENS, Layers, probe
 from eagle_train.models.shapes import context_of, rope_limit
 from eagle_train.models.stages import Stages
@@ -55,6 +55,7 @@ class Target:
     template_kwargs: dict[str, Any] | None = None
     layers: Layers = field(init=False)
     undo: Undo = field(init=False)  # gives the model its own modules again
+    has_joint_products: bool = field(init=False, default=False)
     reaches: Reaches = field(init=False)
     rope_limit: int | None = field(init=False)
     identity: Identity = field(init=False)
@@ -219,6 +220,13 @@ class Target:
             count = round_to_fp8(self.model, self.undo)
             _, after = self._states_of_few_tokens()
         return count, ((after - before).norm(dim=-1) / before.norm(dim=-1)).median().item()
+
+    def join_products(self) -> None:
+        """Let what is given the same tensor in a layer, q, k and v, say, be one product from now on, for decoding. The
+        weights stay the model's own, as views of one tensor. Not of a target that is divided or offloaded."""
+        if not self.has_joint_products and self.together is None and not self.is_offloaded:
+            join_products(shared_inputs(self.model, self._states_of_few_tokens), self.undo)
+            self.has_joint_products = True
 
     def _states_of_few_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [1, T], taken evenly from the vocabulary, and their hidden states [1, T, H], fp32."""

@@ -107,10 +107,10 @@ def slot_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: VisibleSlots, rule: Rule
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`partial_attention` of q [A,Q,T,D] over what is seen of the slots k, v [A,K,S,D]."""
-    together = is_one_sequence(q, k, rule, seen.causal)
-    few = together or q.shape[0] * q.shape[2] <= flash.MAX_SEQUENCES
-    if rule.softcap is None and few and flash.supports(q, k, v):
-        return flash.attention(q, k, v, seen.sequences(rule, together), rule.scale)
+    if rule.softcap is None and flash.supports(q, k, v):
+        together = is_one_sequence(q, k, rule, seen.causal)
+        if together or q.shape[0] * q.shape[2] <= flash.MAX_SEQUENCES:
+            return flash.attention(q, k, v, seen.sequences(rule, together), rule.scale)
     if rule.skip_first and not rule.is_local and seen.whole and seen.count > q.shape[2]:  # faster than a mask
         mask = seen.mask(rule.behind_first)
         mask = None if mask is None else mask[..., 1:]

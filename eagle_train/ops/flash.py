@@ -31,15 +31,18 @@ def runs_on(device: torch.device) -> bool:
 
 def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether `attention` takes queries, keys and values of these devices, dtypes and widths [..., D]."""
+    if not runs_on(q.device) or is_plain("attention"):  # first: a CPU asks in every layer
+        return False
     width = max(q.shape[-1], v.shape[-1])
-    fits = width % 8 == 0 and width <= MAX_WIDTH
-    kernel = runs_on(q.device) and not is_plain("attention")
-    return fits and q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and kernel
+    return width % 8 == 0 and width <= MAX_WIDTH and q.dtype in DTYPES and q.dtype == k.dtype == v.dtype
 
 
 def pad_to_one_width(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Queries, keys and values with zeros behind the narrower ones: no score changes, nor what values hold."""
-    widest = max(x.shape[-1] for x in tensors)
+    widths = {x.shape[-1] for x in tensors}
+    if len(widths) == 1:
+        return list(tensors)
+    widest = max(widths)
     return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]
 
 

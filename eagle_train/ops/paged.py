@@ -27,11 +27,13 @@ _LEAST_SLOTS = 256  # of a split
 
 def supports(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether `paged_attention` takes queries [A, Q, T, D] and stores [slots, K, D] of these devices and sizes."""
+    if not _runs_on(q.device) or is_plain("attention"):  # first: a CPU asks in every layer
+        return False
     widths = {keys.shape[-1], values.shape[-1]}
     queries = q.shape[1] // keys.shape[1] * q.shape[2]
     fits = all(width in (16, 32, 64, 128, 256) for width in widths) and queries <= MOST_QUERIES
     one_dtype = q.dtype in DTYPES and q.dtype == keys.dtype == values.dtype
-    return fits and one_dtype and _runs_on(q.device) and not is_plain("attention")
+    return fits and one_dtype
 
 
 @cache

@@ -1,7 +1,7 @@
 """How many of a CPU's threads a model's products are worth. Knows no models."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -23,6 +23,7 @@ and two for attention alone: 8 rows x 512 keys (2^19 elements) 6.72 and 6.82 ms,
 four queries a row 16.3 and 12.4, 1 x 4,096 5.67 and 6.29.
 """
 
+_AS_IT_IS = nullcontext()
 _outside: list[int] = []  # the numbers of threads before each `threads_for` that took all but one
 
 
@@ -52,11 +53,6 @@ def threads_for(rows: int, elements: float) -> Iterator[None]:
         _outside.pop()
 
 
-@contextmanager
-def threads_for_keys(elements: int) -> Iterator[None]:
+def threads_for_keys(elements: int) -> AbstractContextManager[None]:
     """All threads again within `threads_for`, for attention over keys of so many elements, where that pays."""
-    if not _outside or elements < LEAST_KEYS:
-        yield
-        return
-    with num_threads(_outside[-1]):
-        yield
+    return num_threads(_outside[-1]) if _outside and elements >= LEAST_KEYS else _AS_IT_IS

@@ -52,8 +52,8 @@ R = TypeVar("R")
 DispatchMode = TorchDispatchMode
 """Sees each operator below autograd, for measurements. Missing: torch documents the class, but exports it nowhere."""
 
-_fp16_product = torch.ops.quantized.linear_dynamic_fp16.default
-"""Bound once: looking it up takes longer than some products of one row."""
+_fp16_product = torch.ops.quantized.linear_dynamic_fp16.default._op
+"""Bound once, and without the look at its arguments: both take longer than some products of one row."""
 
 
 # --- attention

@@ -9,6 +9,7 @@ from torch._inductor import config as inductor
 
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.drafters.ngram import make_ngram
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import causal_attention
 from eagle_train.ops.compiled import Compiled
@@ -66,6 +67,24 @@ def test_a_draft_that_catches_up(graphs):
     made = len(graphs)
     eager = Engine(target, tiny_draft(target, num_layers=1), table, max_batch_size=2)
     assert token_ids(engine.generate(PROMPTS[:2], params)) == token_ids(eager.generate(PROMPTS[:2], params))
+    assert len(graphs) == made
+
+
+def test_drafts_of_any_length_and_none(graphs):
+    """What looks texts up drafts as many tokens as it finds, and often none."""
+    target, lengths = fresh(), set()
+    drafter = make_ngram(target, None, max_draft_len=3, max_matching_ngram_size=1)
+    engine = Engine(target, drafter, "chain3", max_batch_size=2, compile=True)
+    made, propose = len(graphs), drafter.propose
+
+    def noted(round):
+        drafted = propose(round)
+        lengths.add(drafted.tokens.shape[1])
+        return drafted
+
+    drafter.propose = noted
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+    assert {1, 4} <= lengths
     assert len(graphs) == made
 
 

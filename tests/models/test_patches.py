@@ -11,9 +11,20 @@ from torch import nn
 from eagle_train.errors import UserError
 from eagle_train.models.family import skeleton
 from eagle_train.models.fused import fuse_products
-from eagle_train.models.patches import optimize_for_decoding, round_to_fp8, rounded_to_fp8, use_fast_modules
+from eagle_train.models.patches import (
+    Undo,
+    join_products,
+    optimize_for_decoding,
+    round_to_fp8,
+    rounded_to_fp8,
+    shared_inputs,
+    use_fast_modules,
+)
+from eagle_train.ops.attention import packed_attention
+from eagle_train.ops.joint_linear import JointLinear
 from eagle_train.ops.linear import Fp8Linear, FrozenFp8Linear, Int4Linear, Linear, fp16_copy_of
 from eagle_train.ops.norm import FastNorm
+from evals.bench.baselines import stock_model
 from tests.support.packed_rows import packed_and_alone
 from tests.support.tiny import FAMILIES, LAYERED, shared_target, tiny_draft, tiny_model, tiny_target
 
@@ -39,8 +50,13 @@ def test_what_is_undone_is_as_it_was(family: str) -> None:
     assert any(getattr(module, "routed", False) for module in model.modules()) == (family == "llama4")
     torch.testing.assert_close(logits_of(model), logits)
     also = optimize_for_decoding(model, torch.float32)
-    assert classes_of(model) == fast
+    quick = classes_of(model)
+    assert all(issubclass(new, old) for new, old in zip(quick, fast, strict=True))
+    torch.testing.assert_close(logits_of(model), logits)
+    optimize_for_decoding(model, torch.float32)  # what is done is not done again
+    assert classes_of(model) == quick
     also()
+    assert classes_of(model) == fast
     undo()
     assert classes_of(model) == own
     assert not any(getattr(module, "routed", False) for module in model.modules())
@@ -48,6 +64,59 @@ def test_what_is_undone_is_as_it_was(family: str) -> None:
     assert all(before[name] is weight for name, weight in model.named_parameters())
     undo()  # nothing is left to do
     assert classes_of(model) == own
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *LAYERED}))
+def test_what_reads_the_same_is_one_product(family: str) -> None:
+    """In every family: states are those of products apart, weights are the same numbers, and nothing is kept twice."""
+    target = tiny_target(family)
+    weights = {name: weight.clone() for name, weight in target.model.named_parameters()}
+    size = sum(weight.untyped_storage().nbytes() for weight in target.model.parameters())
+    tokens, positions = torch.arange(9)[None], torch.arange(9)[None]
+    before = target.hidden_states(tokens, positions, packed_attention([[9]]))
+    target.join_products()
+    joined = [module for module in target.model.modules() if isinstance(module, JointLinear)]
+    assert len(joined) >= 2 * target.config.num_hidden_layers, "at least two products of each layer read the same"
+    after = target.hidden_states(tokens, positions, packed_attention([[9]]))
+    torch.testing.assert_close(after, before)
+    assert all(torch.equal(weight, weights[name]) for name, weight in target.model.named_parameters())
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in target.model.parameters()}
+    assert sum(storage.nbytes() for storage in storages.values()) <= size
+    stock = stock_model(target)
+    assert not any(isinstance(module, JointLinear) for module in stock.modules())
+    assert all(isinstance(module, JointLinear) for module in joined), "a copy's are its own again, not the target's"
+
+
+def test_only_what_is_given_the_very_same_tensor_is_joined() -> None:
+    class Layer(nn.Module):
+        def __init__(self, change: bool, again: bool):
+            super().__init__()
+            self.a, self.b, self.c = (Linear(4, size, bias=False) for size in (3, 2, 4))
+            self.requires_grad_(False)
+            self.change, self.again = change, again
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            a = self.a(x)
+            if self.change:
+                x.mul_(2)
+            b, c = self.b(x), self.c(x.clone())
+            return [a, b, c, *([self.b(x + 1)] if self.again else [])]
+
+    def groups(change: bool = False, again: bool = False) -> list[list[nn.Module]]:
+        return shared_inputs(layer := Layer(change, again), lambda: layer(torch.randn(2, 4)))
+
+    assert [len(each) for each in groups()] == [2]
+    assert groups(change=True) == []
+    assert groups(again=True) == []
+    layer = Layer(False, False)
+    join_products([[layer.a, layer.b]], Undo())
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+    with torch.no_grad():
+        layer.a(x)
+        torch.testing.assert_close(layer.b(y), F.linear(y, layer.b.weight))  # who is not given the same computes anew
+        torch.testing.assert_close(layer.a(y), F.linear(y, layer.a.weight))
+        layer.a.register_forward_hook(lambda *_: None)
+    assert shared_inputs(layer, lambda: layer(x)) == []
 
 
 @torch.no_grad()

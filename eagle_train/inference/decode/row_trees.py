@@ -140,6 +140,36 @@ class RowTrees:
         return self.depth.gather(1, node.unsqueeze(1))[:, 0]
 
 
+class RowChains(RowTrees):
+    """Trees without siblings, of each row's own length. They are validated as chains are: causal like any text, written
+    to the slots where they would be committed. Padding is behind each row's end, and is never accepted."""
+
+    is_chain = True
+
+    def __init__(self, lengths: torch.Tensor, width: int):
+        """`lengths` int64 [A]: each row's real nodes below the root, at most `width` - 1. `width`: N."""
+        nodes = torch.arange(width, device=lengths.device)
+        real = nodes <= lengths.unsqueeze(1)
+        super().__init__((nodes - 1).clamp(min=0).expand(real.shape) * real, real, width - 1)
+        self.lengths = lengths
+
+    @property
+    def row_depth(self) -> torch.Tensor:
+        return self.lengths
+
+    def rows(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> "RowTrees":
+        return RowChains(pick(self.lengths), self.num_nodes)
+
+    def accepted(self, match: torch.Tensor) -> torch.Tensor:
+        return (match & self.real)[:, 1:].cumprod(1).sum(1)
+
+    def paths_to(self, node: torch.Tensor) -> torch.Tensor:
+        return torch.arange(self.num_nodes, device=node.device).minimum(node.unsqueeze(1))
+
+    def depths_of(self, node: torch.Tensor) -> torch.Tensor:
+        return node
+
+
 def mended(parents: torch.Tensor, real: torch.Tensor, max_depth: int) -> tuple[RowTrees, torch.Tensor]:
     """Trees from any int64 parents [A, N] and bool `real` [A, N], and which rows were none, bool [A]: those have the
     root alone. On the device, without a wait."""

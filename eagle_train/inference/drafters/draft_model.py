@@ -60,6 +60,7 @@ class DraftModel(Growing[Nodes]):
         self.needs = Needs(grows=True, waits=model.is_offloaded, checks=False)
         self.head = FirstTokens(model.lm_head, count, target.identity.vocab_size)
         self._embeds_less = len(model.embedding) < target.identity.vocab_size
+        model.join_products()
         optimize_for_decoding(model.model, model.dtype, [self.head.lm_head.weight])
         layers = model.kv_layers
         self.cache = PagedKV(layers.kv_shapes, 0, model.dtype, model.device, layers.given)

@@ -16,7 +16,7 @@ import torch
 from eagle_train.errors import OptionError, check, one_line
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
-from eagle_train.inference.decode.row_trees import AnyTree, DynamicTree, OpenTree, RowTrees
+from eagle_train.inference.decode.row_trees import AnyTree, DynamicTree, OpenTree, RowChains, RowTrees
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.drafters.checks import checked_drafts, checked_pending
 from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, DraftRound, Outcome, Pending, TreePlan
@@ -239,6 +239,8 @@ class Drafters:
             for part in parts:
                 tokens[_index(part.rows)] = part.drafted.tokens
             return tokens, None, tree
+        if self._ranks.group is None and all(tree.is_chain for tree in trees):  # ranks' text drafters may differ
+            return self._chains(last, parts, trees)
         most = round.plan.tree
         width = most.num_nodes if self._ranks.group is not None else max([1, *(tree.num_nodes for tree in trees)])
         tokens, parents = last.repeat(1, width), last.new_zeros(len(last), width)
@@ -250,6 +252,18 @@ class Drafters:
             parents[place] = tree.parents if isinstance(tree, RowTrees) else tree.parent
             real[place] = tree.real if isinstance(tree, RowTrees) else True
         return tokens, None, RowTrees(parents, real, most.max_depth)
+
+    def _chains(
+        self, last: torch.Tensor, parts: list[Part], trees: list[AnyTree]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, AnyTree]:
+        """As `_merged`, of parts whose trees are chains."""
+        width = max([1, *(tree.num_nodes for tree in trees)])
+        tokens, lengths = last.repeat(1, width), torch.zeros_like(last[:, 0])
+        for part, tree in zip(parts, trees, strict=True):
+            place = _index(part.rows)
+            tokens[place, : tree.num_nodes] = part.drafted.tokens
+            lengths[place] = tree.row_depth if isinstance(tree, RowTrees) else tree.max_depth
+        return tokens, None, RowChains(lengths, width)
 
     def _wrong(self, round: DraftRound, asked: _Asked) -> torch.Tensor | None:
         """bool [A], see `Proposed`."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from eagle_train.errors import UserError, check, one_line, shown
-from eagle_train.inference.decode.row_trees import RowTrees
+from eagle_train.inference.decode.row_trees import RowChains, RowTrees
 from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, RowText
 from eagle_train.inference.requests.sampling_params import is_whole
 from eagle_train.ops.transfer import to_device
@@ -54,7 +54,11 @@ class TextDrafter(Drafter):
         nodes = 1 + max(len(each.tokens) for each in found)
         rows = [each.tokens + [0] * (nodes - 1 - len(each.tokens)) for each in found]
         tokens = to_device(rows, device, torch.long) if nodes > 1 else round.pending.last[:, :0]
-        trees = RowTrees.of([[0, *each.parents] for each in found], round.plan.tree.max_depth, device)
+        trees: RowTrees
+        if all(each.parents == list(range(len(each.parents))) for each in found):
+            trees = RowChains(to_device([len(each.tokens) for each in found], device, torch.long), nodes)
+        else:
+            trees = RowTrees.of([[0, *each.parents] for each in found], round.plan.tree.max_depth, device)
         return Drafted(torch.cat((round.pending.last, tokens), 1), trees=trees, faults=faults)
 
     def _drafts(self, texts: list[RowText], most: int, vocab_size: int) -> tuple[list[TextTree], dict[int, str]]:

@@ -8,7 +8,7 @@ import torch
 from eagle_train.errors import OptionError, UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.prefix import BLOCK
-from eagle_train.inference.decode.row_trees import OpenTree, RowTrees, mended
+from eagle_train.inference.decode.row_trees import OpenTree, RowChains, RowTrees, mended
 from eagle_train.inference.decode.tree import Tree, full
 from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, Outcome, Pending
 from eagle_train.inference.drafters.eagle import Eagle
@@ -67,6 +67,21 @@ def test_row_trees_are_the_trees_of_plain_lists():
         again, bad = mended(trees.parents, trees.real, nodes)
         assert not bad.any()
         assert again.parents.tolist() == trees.parents.masked_fill(~real, 0).tolist()
+
+
+def test_chains_by_row_are_trees_without_siblings():
+    torch.manual_seed(2)
+    for width in (1, 2, 5):
+        lengths = torch.randint(0, width, (20,))
+        chains, match = RowChains(lengths, width), torch.rand(20, width) < 0.7
+        trees = RowTrees(chains.parents, chains.real, width - 1)
+        node = trees.accepted(match)
+        assert chains.is_chain
+        assert torch.equal(chains.accepted(match), node)
+        assert torch.equal(chains.depths_of(node), trees.depths_of(node))
+        assert torch.equal(chains.paths_to(node), trees.paths_to(node))
+        assert torch.equal(chains.row_depth, trees.row_depth)
+        assert torch.equal(chains.rows(lambda x: x[3:9]).real, trees.rows(lambda x: x[3:9]).real)
 
 
 def test_a_static_tree_by_row_accepts_what_it_accepts_for_all():

@@ -1,0 +1,58 @@
+"""One product for linear modules that are given the same tensor, one after the other: q, k and v, or gate and up.
+
+A product of few rows takes as long as its weights take to be read and its call to be made. The modules stay where they
+are, with their names and their weights; who calls them does not change. Knows no models.
+
+Source of the figures: a Xeon with AMX, one thread, 12 layers x 256, weights in fp16: products of one row take 2.31 ms
+so and 2.87 apart, of six 3.39 and 3.97; a token of that Llama by itself 6.6 and 7.2 ms.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from eagle_train.ops.linear import Linear, linear
+
+
+class JointProduct:
+    """The outputs of several modules side by side. Their weights become views of one tensor, so that nothing is kept
+    twice.
+
+    It is right for whoever calls: an output is handed out only for the very tensor that it was computed from, which is
+    held until then. That nothing changes this tensor in between is for `patches.join_products` to see.
+    """
+
+    def __init__(self, modules: Sequence[Linear]):
+        self.sizes = [len(module.weight) for module in modules]
+        self.weight = nn.Parameter(torch.cat([module.weight.detach() for module in modules]), requires_grad=False)
+        biases = [module.bias.detach() for module in modules if module.bias is not None]
+        assert len(biases) in (0, len(modules))
+        self.bias = torch.cat(biases) if biases else None
+        for module, own in zip(modules, self.weight.detach().split(self.sizes), strict=True):
+            module.weight.data = own
+        self._input: torch.Tensor | None = None
+        self._outputs: tuple[torch.Tensor, ...] = ()
+
+    def __deepcopy__(self, _: dict) -> "JointProduct":
+        return self  # a copied model shares the weights of a frozen one, as its modules do
+
+    def output(self, place: int, x: torch.Tensor) -> torch.Tensor:
+        """The output of the module `place` for x [..., K]; all are computed unless x is that of the call before."""
+        if self._input is not x:
+            self._input = x
+            self._outputs = linear(x, self.weight, self.bias).split_with_sizes(self.sizes, -1)
+        out = self._outputs[place]
+        if place == len(self.sizes) - 1:
+            self._input, self._outputs = None, ()
+        return out
+
+
+class JointLinear(Linear):
+    """A `Linear` whose output is a part of a joint product."""
+
+    joint: JointProduct
+    place: int  # among the modules of the product
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.joint.output(self.place, x)
