@@ -1,9 +1,11 @@
 """The scripts in examples/ run as they are, on the bundled target and with few steps and tokens."""
 
+import gzip
 import os
 import re
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,19 @@ def test_own_drafter():
     drafted = run(sys.executable, *given, "drafter=examples/own_drafter.yaml", "drafter.least=2", "tree=chain4")
     plain = run(sys.executable, *given)
     assert re.sub(r"[\[\]]", "", drafted) == re.sub(r"[\[\]]", "", plain)
+
+
+def test_small_model(tmp_path):
+    """What examples/small_model.py makes drafts for its target."""
+    out, chats = tmp_path / "small", tmp_path / "chats.jsonl"
+    with gzip.open(ROOT / "data/tiny_target/answers.jsonl.gz", "rt", encoding="utf-8") as rows:
+        chats.write_text("".join(islice(rows, 20)), "utf-8")
+    given = ("data/tiny_target", str(out), "--chats", str(chats), "--layers", "0", "11", "--minutes", "0.01")
+    said = run(sys.executable, "examples/small_model.py", *given)
+    assert "2.6 M parameters" in said.splitlines()[-1]
+    prompt = ("-m", "eagle_train.generate", "prompt=What is `len`?", "max_tokens=8", "device=cpu", "color=never")
+    drafted = run(sys.executable, *prompt, "drafter=draft_model", f"drafter.path={out}", "tree=chain2")
+    assert re.sub(r"[\[\]]", "", drafted) == re.sub(r"[\[\]]", "", run(sys.executable, *prompt))
 
 
 def test_every_script_is_run_here():

@@ -56,6 +56,7 @@ TESTED_IN = {
     "models/test_directory.py": "models/config_json",
     "models/test_draft.py": "models/draft_config models/layers",
     "models/test_family.py": "models/probe models/twin",
+    "models/test_patches.py": "ops/joint_linear",
     "models/test_stored.py": "models/checkpoint_quantisation",
     "models/test_target.py": "models/experts models/forward models/loading models/shapes models/weights",
     "test_cli.py": "errors settings",

@@ -21,6 +21,8 @@ _BETTER = 1.02  # times as many tokens a second, for another plan to be taken
 _FIRST_RETRY, _LAST_RETRY = 128, 2048  # plain rounds before drafts are tried again
 _TRY = 3  # rounds of a trial
 _PLAIN_FIRST, _PLAIN_EVERY = 24, 512  # rounds after which one is plain, so that its time is known, and is known again
+_PROBE_EVERY, _PROBE = 128, 4  # rounds, after which so many have a plan that is nearly the best, to know its time
+_NEAR = 0.9  # of the best one's tokens a second
 _CLOSES = 48  # plain rounds in a row, after which requests lose their drafters
 _OPEN_ONE_IN = 8  # while closed, so many new requests have no drafter for each that has one
 _OF_REQUEST, _OF_ALL = 96, 600  # rounds that acceptance remembers
@@ -55,6 +57,7 @@ class Adaptive:
         self._unpaid = 0  # rounds since drafts were last expected to pay
         self._pays = True  # or nearly
         self._admitted = self._chosen = 0
+        self._probed, self._probe = plain, 0  # _probe: rounds that are left of trying it
 
     @property
     def is_closed(self) -> bool:
@@ -127,11 +130,25 @@ class Adaptive:
         """The place of the plan with the most tokens a second; the current one's where none is clearly better."""
         rates = [self._expected(plan, drafting, rows) for plan in plans]
         best = max(range(len(plans)), key=rates.__getitem__)
+        if (probed := self._tried_out(plans, rates, rows)) is not None:
+            return probed
         self._pays = max(rates[1:], default=0.0) > _CLEARLY_WORSE * rates[0]
         if self._tries() and len(plans) > 1:
             return best or max(range(1, len(plans)), key=rates.__getitem__)
         stays = plans.index(self._current) if self._current in plans else best
         return best if rates[best] > _BETTER * rates[stays] else stays
+
+    def _tried_out(self, plans: list[TreePlan], rates: list[float], rows: int) -> int | None:
+        """The place of a plan that is to be timed now: now and then the least known of those that are nearly the best,
+        for a few rounds; most of the time None."""
+        if self._probe == 0 and (1 + self._chosen) % _PROBE_EVERY == 0 and self._trial == 0:
+            near = [place for place, rate in enumerate(rates) if rate > _NEAR * max(rates)]
+            self._probed = plans[min(near, key=lambda place: self._costs.seen(plans[place], rows))]
+            self._probe = 0 if self._probed is self._current else _PROBE
+        if self._probe == 0 or self._probed not in plans:
+            return None
+        self._probe -= 1
+        return plans.index(self._probed)
 
     def _tries(self) -> bool:
         """Whether drafts are tried though they did not seem to pay."""

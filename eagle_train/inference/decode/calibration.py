@@ -39,9 +39,9 @@ def calibrated(runner: Runner, dispatcher: Dispatcher) -> Adaptive:
 
 
 def _round(runner: Runner, plan: TreePlan, rows: int) -> None:
-    """A round of rows without tokens, to its end on the host. Drafters that read texts are left out: they have none."""
+    """A round of rows without tokens, to its end on the host. Drafters that read texts are left out."""
     inputs = empty_round(runner, plan, rows=rows)
-    if plan.tree.num_nodes == 1 or runner.drafters.recordable:
+    if inputs.draft_prefix is None or not runner.drafters.reads_texts(inputs.seats[0]):
         _, result = runner.run(inputs)
     else:
         _, result = runner.complete(replace(inputs, draft_prefix=None), _undrafted(plan, inputs.pending.last))

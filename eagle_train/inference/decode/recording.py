@@ -122,7 +122,7 @@ def _gathers(runner: Runner, plan: TreePlan) -> bool:
 def empty_round(
     runner: Runner, plan: TreePlan, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, rows: int = 1
 ) -> RoundInputs:
-    """A round of rows without tokens, which write to the SCRATCH block."""
+    """A round of rows without tokens, which write to the SCRATCH block; all have the default drafter."""
     device = runner.target.device
     zeros = torch.zeros(rows, 1, dtype=torch.long, device=device)
     prefix = PagedPrefix(zeros[:, 0], torch.full_like(zeros, SCRATCH), BLOCK, ragged=True)
@@ -132,4 +132,5 @@ def empty_round(
     drawn = temperature > 0 and runner.config.drafting != "greedy" and plan.tree.num_nodes > 1
     draws = torch.zeros(rows, plan.num_draws, dtype=torch.float64, device=device) if drawn else None
     drafts = prefix if runner.drafts(plan, pending) else None
-    return RoundInputs(plan, prefix, drafts, pending, sampling, zeros[:, 0], runner.config.drafting, draws, None)
+    seats = [runner.drafters.seat(None)] * rows
+    return RoundInputs(plan, prefix, drafts, pending, sampling, zeros[:, 0], runner.config.drafting, draws, None, seats)

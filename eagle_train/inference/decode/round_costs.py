@@ -36,6 +36,10 @@ class RoundCosts:
         size = self._size(rows)
         return self._between(plan, rows) * (self._scale[size] or self._nearest_scale(size)) * self._own[plan, size]
 
+    def seen(self, plan: TreePlan, rows: int) -> int:
+        """How many rounds have told what the plan's own factor is."""
+        return self._seen[plan, self._size(rows)]
+
     def observe(self, plan: TreePlan, rows: int, seconds: float) -> None:
         """A round took so long."""
         size = self._size(rows)

@@ -13,7 +13,7 @@ from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.named_trees import AutoTree, load_tree
 from eagle_train.inference.decode.round_costs import RoundCosts
 from eagle_train.inference.decode.tree import chain
-from eagle_train.inference.drafters.drafter import TreePlan
+from eagle_train.inference.drafters.drafter import Needs, TreePlan
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from tests.support.graph_recorder import recorded
 from tests.support.inside import inside, runner_of
@@ -33,6 +33,7 @@ class Machine:
     draft: float
     growth: float = 0.0  # of the time, over the run: contexts grow
     jitter: float = 0.1
+    skew: dict[int, float] = field(default_factory=dict)  # by depth: how far off times at the start are
     random: Random = field(default_factory=lambda: Random(0))
 
     def mean(self, plan: TreePlan, rows: int) -> float:
@@ -42,6 +43,9 @@ class Machine:
     def once(self, plan: TreePlan, rows: int, done: float = 0.0) -> float:
         slow = 3.0 if self.random.random() < 0.01 else 1.0  # something else ran
         return self.mean(plan, rows) * (1 + self.growth * done) * slow * (1 + self.jitter * self.random.random())
+
+    def at_the_start(self, plan: TreePlan, rows: int) -> float:
+        return self.once(plan, rows) * self.skew.get(plan.tree.max_depth, 1.0)
 
 
 @dataclass(eq=False)
@@ -69,7 +73,7 @@ def run(machine: Machine, alphas: list[float], lengths: tuple[int, ...] = LENGTH
     """Tokens a ms (of mean times) that the choice brings, over the best fixed one's. Requests end after 200 tokens, and
     others like them follow."""
     dispatcher = Dispatcher(AutoTree(lengths))
-    costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1, 2, 4, 8, 16], machine.once)
+    costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1, 2, 4, 8, 16], machine.at_the_start)
     adaptive = Adaptive(dispatcher, PLAIN, costs, Ranks(), len(alphas))
 
     def arrives(alpha: float) -> Request:
@@ -99,6 +103,12 @@ def run(machine: Machine, alphas: list[float], lengths: tuple[int, ...] = LENGTH
 def test_it_is_as_good_as_the_best_length(rows, alpha, machine):
     """Within 3 %, while contexts grow, and whatever the machine."""
     assert run(Machine(*machine, growth=0.5), [alpha] * rows) > 0.97
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("skew", [{1: 1.2, 2: 1.2}, {3: 1.2}, {5: 0.8, 7: 0.8}], ids=str)
+def test_times_that_were_wrong_at_the_start_are_found_out(alpha, skew):
+    assert run(Machine(0.1, 1.5, skew=skew), [alpha], rounds=20_000) > 0.97
 
 
 @pytest.mark.parametrize("machine", [(0.02, 0.3), (0.5, 1.0), (2.0, 0.1)], ids=str)
@@ -172,6 +182,24 @@ def test_answers_are_those_of_plain_decoding(options, temperature):
     for _ in range(3):
         assert token_ids(engine.generate(PROMPTS, params)) == plain
     assert inside(engine).in_flight is None
+
+
+def test_drafting_is_part_of_what_a_round_takes():
+    """Each length is timed with its drafts, those of a drafter that has the host wait too."""
+
+    class Noting(Eagle):
+        def propose(self, round):
+            drafted.append(round.plan.tree.max_depth)
+            return super().propose(round)
+
+    class Waiting(Noting):
+        needs = Needs()
+
+    target = shared_target("llama")
+    for kind in (Noting, Waiting):
+        drafted: list[int] = []
+        Engine(target, kind(tiny_draft(target), target), "auto", max_batch_size=2)
+        assert set(drafted) == {tree.max_depth for tree in AutoTree().trees()}
 
 
 def test_requests_without_drafter_and_several_drafters():
