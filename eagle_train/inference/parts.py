@@ -94,7 +94,6 @@ def build_parts(
         record(runner, memory, dispatcher, partial(CudaGraphs, target.device))
     adaptive = None
     if runner.drafters.by_name and (dispatcher.auto or config.gate):
-        check(acceptance is None, "tree=auto and gate=True go by acceptance; it is simulated here", OptionError)
         memory.reserve_least()
         adaptive = calibrated(runner, dispatcher)
     prefixes = PrefixCache(memory, config.host_kv_tokens // BLOCK) if config.prefix_cache else None

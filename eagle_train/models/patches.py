@@ -100,7 +100,7 @@ def shared_inputs(model: nn.Module, forward: Callable[[], object]) -> list[list[
     plain = [(name, module) for name, module in model.named_modules() if _may_be_joined(module)]
     parents = {module: name.rpartition(".")[0] for name, module in plain}
     hooks = [module.register_forward_pre_hook(note) for _, module in plain]
-    with torch.no_grad():  # unlike in inference mode, tensors count their changes
+    with torch.inference_mode(False), torch.no_grad():  # in inference mode tensors do not count their changes
         forward()
     for hook in hooks:
         hook.remove()
@@ -137,7 +137,7 @@ def join_products(groups: Iterable[Sequence[Linear]], undo: Undo) -> None:
 def _may_be_joined(module: nn.Module) -> bool:
     if type(module) is not Linear or type(module.weight) is not nn.Parameter or module.weight.is_meta:
         return False
-    return not (_has_hooks(module) or module.weight.requires_grad)
+    return not (_has_hooks(module) or module.weight.requires_grad or module.weight.is_inference())
 
 
 def _has_hooks(module: nn.Module) -> bool:

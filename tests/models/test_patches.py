@@ -107,6 +107,10 @@ def test_only_what_is_given_the_very_same_tensor_is_joined() -> None:
 
     assert [len(each) for each in groups()] == [2]
     assert groups(change=True) == []
+    outside = Layer(False, False)
+    with torch.inference_mode():
+        assert [len(each) for each in shared_inputs(outside, lambda: outside(torch.randn(2, 4)))] == [2]
+        assert groups() == [], "weights that were made here cannot become views"
     assert groups(again=True) == []
     layer = Layer(False, False)
     join_products([[layer.a, layer.b]], Undo())

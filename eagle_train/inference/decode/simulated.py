@@ -12,6 +12,7 @@ import torch
 from eagle_train.errors import check
 from eagle_train.inference.decode.sampling import Verified, uniform
 from eagle_train.inference.decode.tree import Tree
+from eagle_train.ops.transfer import to_device
 
 if TYPE_CHECKING:
     from eagle_train.inference.decode.rounds import RoundInputs
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class SimulatedAcceptance:
     """Accepts the first node at depth d with probability `rates[d - 1]`, over all rounds (not given the depth before).
 
-    The draw depends on a request's seed and position alone. Raises UserError unless 1 >= rates[0] >= rates[1] ... >= 0.
+    The draw depends on a request's seed and position alone; of a row without a drafter nothing is accepted. Raises
+    UserError unless 1 >= rates[0] >= rates[1] ... >= 0.
     """
 
     def __init__(self, rates: Sequence[float]):
@@ -34,4 +36,6 @@ class SimulatedAcceptance:
         tree, self.rates = inputs.plan.tree, self.rates.to(inputs.seeds.device)
         drawn = uniform(inputs.seeds, inputs.prefix.lengths, 1)
         accepted = (drawn < self.rates[: tree.max_depth]).sum(1)
+        if None in inputs.seats:
+            accepted *= to_device([name is not None for name in inputs.seats], accepted.device)
         return Verified(torch.searchsorted(tree.depth, accepted), verified.next_token)

@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from eagle_train.errors import OptionError, UserError
-from eagle_train.inference import Eagle, Engine, SamplingParams, SimulatedAcceptance
+from eagle_train.errors import UserError
+from eagle_train.inference import Eagle, Engine, SamplingParams
 from eagle_train.inference.decode.acceptance import Acceptance
 from eagle_train.inference.decode.adaptive import Adaptive, Told
 from eagle_train.inference.decode.dispatcher import Dispatcher
@@ -233,12 +233,9 @@ def test_rounds_without_drafts_are_recorded_too(options):
 
 
 def test_what_cannot_be_auto_is_one_line():
-    target = shared_target("llama")
     for lengths in ((), (3, 1), (1, 1)):
         with pytest.raises(UserError, match=r"^tree.lengths is .*; they must increase$"):
             AutoTree(lengths)
     with pytest.raises(UserError, match=r"^tree.lengths is 0; it must be a whole number, at least 1$"):
         AutoTree((0, 1))
     assert load_tree("auto") == AutoTree()
-    with pytest.raises(OptionError, match=r"^tree=auto and gate=True go by acceptance; it is simulated here$"):
-        Engine(target, tiny_draft(target), "auto", acceptance=SimulatedAcceptance([0.5]))

@@ -1,0 +1,168 @@
+"""What choosing by measured acceptance and cost brings: engine.gate and tree=auto against the best fixed choice.
+
+Loads: drafts that are never accepted, that are good, and that are good for every second request. All choices answer the
+same batches in turn. Acceptance is simulated, so that outputs mean nothing, and every round is computed. Paper section
+3.4, DESIGN section 3.5.
+
+    python -m evals.gating draft=DIR batch_sizes=[1,8] out=DIR
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from omegaconf import DictConfig
+
+from eagle_train.errors import check
+from eagle_train.inference import Dispatcher, Engine, SamplingParams, SimulatedAcceptance
+from eagle_train.inference.decode.rounds import RoundInputs
+from eagle_train.inference.decode.sampling import Verified
+from eagle_train.progress import progress
+from eagle_train.settings import build
+from evals.bench.answering import rotated, serve
+from evals.bench.config import BenchConfig, check_decodes, check_least, check_sizes
+from evals.bench.evaluation import evaluation_alone
+from evals.bench.report import document, made_on, number, table
+from evals.bench.requests import PromptSource, TimedRequest
+from evals.bench.session import Session
+from evals.bench.statistics import median_interval
+from evals.bench.trees import check_tree
+
+LOADS = {"noise": 0, "half": 2, "good": 1}
+"""Each load's name, and of how many requests one has good drafts; 0: none has."""
+PLAIN, GATE, AUTO = "plain", "gate", "auto"
+DEPTH = 7  # of the longest chain of tree=auto
+
+
+@dataclass(kw_only=True)
+class Config(BenchConfig):
+    """conf/commands/gating.yaml, which says what each key is. Raises UserError for values that cannot be."""
+
+    tree: Any
+    others: list[str]
+    acceptance: float
+    batch_sizes: list[int]
+    repeats: int
+    settle: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least(self, 1, "repeats")
+        check_least(self, 0, "settle")
+        check_decodes(self.max_tokens)
+        check_sizes("batch_sizes", self.batch_sizes)
+        check(0 < self.acceptance < 1, f"acceptance={self.acceptance}: must be between 0 and 1")
+        for tree in (self.tree, *self.others):
+            check_tree(tree, max(self.batch_sizes))
+            check(1 <= Dispatcher(tree).deepest <= DEPTH, f"tree={tree}: must be from 1 to {DEPTH} deep")
+        self.params = SamplingParams(max_tokens=self.max_tokens, seed=self.seed, ignore_eos=True)
+
+    @property
+    def choices(self) -> dict[str, dict[str, Any]]:
+        """The options of each choice's engine, by its name."""
+        fixed = {str(tree): {"tree": tree} for tree in (self.tree, *self.others)}
+        return {PLAIN: {}, **fixed, GATE: {"tree": self.tree, "gate": True}, AUTO: {"tree": "auto"}}
+
+
+class OfGoodRequests(SimulatedAcceptance):
+    """Simulated acceptance of requests with odd seeds; nothing is accepted of others."""
+
+    def __call__(self, inputs: RoundInputs, verified: Verified) -> Verified:
+        found = super().__call__(inputs, verified)
+        return Verified(found.node * (inputs.seeds % 2), found.next_token)
+
+
+@evaluation_alone("gating")
+def main(values: DictConfig) -> None:
+    session = Session(build(Config, values, ""))
+    config = session.config
+    source = PromptSource(session.requests, session.questions, config.params)
+    cells = [(size, load) for size in config.batch_sizes for load in LOADS]
+    rows, bar = list[dict[str, Any]](), progress(len(cells), "load")
+    for done, (size, load) in enumerate(cells, 1):
+        batches = [seeded(batch, LOADS[load]) for batch in source.batches(config.settle + config.repeats, size, None)]
+        rows.append({"batch_size": size, "load": load, **compared(rates(session, size, batches, source), config)})
+        found = {"rows": rows, "left": len(cells) - done, **session.about()}
+        session.report(found, markdown(found))
+        bar.update(done)
+    bar.close()
+    session.say(comparison(rows), f"written to {session.out}: report.md, results.json")
+
+
+def seeded(batch: list[TimedRequest], one_in: int) -> list[TimedRequest]:
+    """The batch with seeds that are odd for one in so many requests, for none with 0."""
+    own = enumerate(batch)
+    return [
+        replace(each, params=replace(each.params, seed=2 * place + (one_in > 0 and place % one_in == 0)))
+        for place, each in own
+    ]
+
+
+def rates(
+    session: Session[Config], size: int, batches: list[list[TimedRequest]], source: PromptSource
+) -> dict[str, list[float]]:
+    """Tokens a second of each choice in each batch, the first `settle` left out."""
+    config, longest = session.config, source.longest(None)
+    shares = [config.acceptance**depth for depth in range(1, DEPTH + 1)]
+
+    def engine(name: str, options: dict[str, Any]) -> Engine:
+        drafter = None if name == PLAIN else session.drafter()
+        acceptance = None if name == PLAIN else OfGoodRequests(shares)
+        return session.engine(drafter, acceptance=acceptance, max_batch_size=size, longest=longest, **options)
+
+    engines = {name: engine(name, options) for name, options in config.choices.items()}
+    found: dict[str, list[float]] = {name: [] for name in engines}
+    for count, batch in enumerate(batches):
+        for name in rotated(list(engines), count):
+            started = time.perf_counter()
+            tokens = sum(len(output.token_ids) for output in serve(engines[name], batch))
+            found[name].append(tokens / (time.perf_counter() - started))
+    return {name: each[config.settle :] for name, each in found.items()}
+
+
+def compared(found: Mapping[str, list[float]], config: Config) -> dict[str, Any]:
+    """Of gate and auto: the share of the best fixed choice's tokens a second, the median over batches, and its
+    interval. The gate's fixed choices are no drafts and its own tree."""
+    fixed = {name: median(each) for name, each in found.items() if name not in (GATE, AUTO)}
+    row: dict[str, Any] = {"tokens_per_s": {name: median(each) for name, each in found.items()}}
+    for name, known in ((GATE, [PLAIN, str(config.tree)]), (AUTO, list(fixed))):
+        best = max(known, key=fixed.__getitem__)
+        shares = [own / other for own, other in zip(found[name], found[best], strict=True)]
+        row[name] = {"best": best, "share": median(shares), "interval": median_interval(shares)}
+    return row
+
+
+def comparison(rows: list[dict[str, Any]]) -> str:
+    """A row for each batch size and load."""
+    names = list(rows[0]["tokens_per_s"])
+    header = ["batch", "good drafts", *(f"{name}, tokens/s" for name in names), "gate / best", "auto / best"]
+    return table(header, [_columns(row) for row in rows])
+
+
+def _columns(row: dict[str, Any]) -> list[str]:
+    shares = []
+    for name in (GATE, AUTO):
+        interval = row[name]["interval"]
+        told = "" if interval is None else " ({:.3f} to {:.3f})".format(*interval)
+        shares.append(f"{row[name]['share']:.3f} of {row[name]['best']}{told}")
+    told = {"noise": "none", "half": "every second request", "good": "all"}[row["load"]]
+    return [str(row["batch_size"]), told, *(number(each, 1) for each in row["tokens_per_s"].values()), *shares]
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """report.md."""
+    config = found["config"]
+    said = (
+        f"Drafts of a good request are accepted with {config['acceptance']} where the one above was; of others never. "
+        f"Medians of {config['repeats']} batches, answered in turn, after {config['settle']} more; answers of "
+        f"{config['max_tokens']} tokens, prompts included. `gate / best`: with engine.gate, against the faster of no "
+        "drafts and its own tree; `auto / best`: tree=auto against the fastest of all fixed ones."
+    )
+    text = f"{said}\n\n{comparison(found['rows'])}"
+    return document({"Choosing against fixed choices": text, "Made on": made_on(found)})
+
+
+if __name__ == "__main__":
+    main()

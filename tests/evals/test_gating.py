@@ -1,0 +1,73 @@
+"""evals.gating: which requests have good drafts, shares of the best fixed choice, and the whole command."""
+
+import json
+
+import pytest
+
+from eagle_train.inference import Engine, SamplingParams
+from evals import gating
+from evals.bench.requests import TimedRequest
+from evals.gating import LOADS, OfGoodRequests, compared, seeded
+from tests.support.command_line import call
+from tests.support.eval_inputs import arguments, make_home
+from tests.support.tiny import shared_target, tiny_draft
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return make_home(tmp_path_factory.mktemp("gating"))
+
+
+def test_each_loads_good_requests():
+    batch = [TimedRequest(None, [1], SamplingParams()) for _ in range(5)]
+    good = {load: [each.params.seed % 2 for each in seeded(batch, LOADS[load])] for load in LOADS}
+    assert good == {"noise": [0] * 5, "half": [1, 0, 1, 0, 1], "good": [1] * 5}
+    assert len({each.params.seed for each in seeded(batch, 2)}) == 5
+
+
+class Config:
+    tree = "chain3"
+
+
+def test_shares_are_of_the_best_fixed_choice_of_each():
+    found = {"plain": [10.0, 10.0], "chain3": [8.0, 8.0], "chain1": [20.0, 16.0]}
+    found |= {"gate": [9.0, 9.0], "auto": [18.0, 16.0]}
+    row = compared(found, Config())
+    assert row["gate"] == {"best": "plain", "share": pytest.approx(0.9), "interval": None}
+    assert row["auto"] == {"best": "chain1", "share": pytest.approx(0.95), "interval": None}
+
+
+def test_the_whole_command(home, tmp_path, capsys):
+    """With the choices' rounds: noise commits one token a round, and good drafts more, whatever the draft is."""
+    out = tmp_path / "out"
+    few = ["batch_sizes=[2]", "repeats=1", "settle=0", "max_tokens=6", "others=[chain1]", f"out={out}"]
+    assert call(gating.main, *arguments(home), *few) == 0
+    assert "gate / best" in capsys.readouterr().out
+    found = json.loads((out / "results.json").read_text())
+    assert [(row["batch_size"], row["load"]) for row in found["rows"]] == [(2, load) for load in LOADS]
+    assert all(set(row["tokens_per_s"]) == {"plain", "chain3", "chain1", "gate", "auto"} for row in found["rows"])
+    assert found["left"] == 0
+    assert "every second request" in (out / "report.md").read_text()
+
+
+def test_good_requests_alone_are_accepted():
+    """Rows without a drafter, or with an even seed, commit one token a round."""
+    target = shared_target("llama")
+    engine = Engine(target, tiny_draft(target), "chain3", acceptance=OfGoodRequests([1.0] * 3))
+    cases = [(1, None), (2, None), (1, "none")]
+    params = [SamplingParams(max_tokens=9, ignore_eos=True, seed=seed, drafter=name) for seed, name in cases]
+    outputs = engine.generate([[1, 2, 3]] * len(cases), params)
+    assert [output.rounds for output in outputs] == [[4, 4], [1] * 8, [1] * 8]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("acceptance=1", "acceptance=1.0: must be between 0 and 1"),
+        ("repeats=0", "repeats=0: must be at least 1"),
+        ("others=[chain9]", "tree=chain9: must be from 1 to 7 deep"),
+    ],
+)
+def test_a_mistake_is_one_line(home, tmp_path, capsys, given, said):
+    assert call(gating.main, *arguments(home), f"out={tmp_path}", given) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
