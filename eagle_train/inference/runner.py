@@ -349,7 +349,7 @@ class Runner:
         logprobs: LogprobCopy | None = None,
     ) -> tuple[Pending, RoundResult]:
         """The next round's pending tokens, and the round's results."""
-        if self.drafters.caches and inputs.draft_prefix is None:
+        if inputs.draft_prefix is None and any(map(self.drafters.caching, inputs.seats)):
             pending = inputs.pending.append_token(pending)
         row_depth = tree.row_depth if isinstance(tree, RowTrees) else None
         reasons = reasons or {}

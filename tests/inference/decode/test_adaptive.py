@@ -210,6 +210,19 @@ def test_requests_without_drafter_and_several_drafters():
     assert token_ids(engine.generate(PROMPTS, params)) == cut(answers("llama"))
 
 
+def test_requests_without_a_drafter_keep_nothing_for_it():
+    """No token waits to be read by a drafter that they do not have; alone, and once those that draft have left."""
+    target = shared_target("llama")
+    engine = Engine(target, Eagle(tiny_draft(target), target), "chain2", max_batch_size=2)
+    for name, length in (("none", 40), (None, 4)):
+        engine.add(PROMPTS[0], SamplingParams(max_tokens=length, ignore_eos=True, drafter=name))
+    widths = []
+    while engine.has_unfinished:
+        engine.step()
+        widths.append(inside(engine).batch.pending.tokens.shape[1])
+    assert widths[-20:-1] == [1] * 19
+
+
 def test_auto_of_drafters_whose_trees_differ_by_row():
     from eagle_train.inference import TextDrafter
 
