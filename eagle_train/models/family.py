@@ -171,7 +171,7 @@ def _check_causal(model: PreTrainedModel, tokens: torch.Tensor, place: str) -> N
     with foreign(f"{place}: this family ({family}) cannot be run on text alone"):
         model.set_attn_implementation("eager")
         other = tokens.clone()
-        other[:, -1] += 1
+        other[:, -1] = (other[:, -1] + 1) % model.config.get_text_config().vocab_size
         own, changed = (model(input_ids=each, use_cache=False).logits[:, :-1] for each in (tokens, other))
     check(
         torch.allclose(own, changed, rtol=1e-4, atol=1e-5),
