@@ -1,41 +1,55 @@
 """Speculation changes no distribution: the engine's sampled tokens against the target's exact probabilities.
 
-With a vocabulary of 16 all sequences of four tokens are enumerated; the model's own forward in float64 gives their
-exact probabilities, and Pearson's chi-square test compares the engine's samples with them. DESIGN section 3.7.
+Drafts of point masses: with a vocabulary of 6 the engine is given the numbers that each sequence of four tokens stands
+for, so that its joint distribution is compared exactly (tests/support/every_sequence.py).
+
+Drafts that are drawn, and random numbers as they are: with a vocabulary of 16 all sequences of four tokens are
+enumerated; the model's own forward in float64 gives their exact probabilities, and Pearson's chi-square test compares
+the engine's samples with them. DESIGN section 3.7.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 import pytest
 import torch
 from scipy import stats
 
-from eagle_train.inference import Drafter, DraftModel, Engine, LayerSkip, SamplingParams
+from eagle_train.inference import DraftModel, Eagle, LayerSkip, SamplingParams
 from eagle_train.inference.decode import adjustments, sampling, verification
 from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
-from tests.support.tiny import tiny_model, trained_draft
+from tests.support.drafters import KINDS, Kind, close_to, draft_for, eagle
+from tests.support.every_sequence import PROMPT as ENUMERATED
+from tests.support.every_sequence import SIZES as TINIEST
+from tests.support.every_sequence import check_every_sequence, enumerated_target
+from tests.support.tiny import random_tokens, tiny_model
 
 VOCABULARY = 16
 PROMPT = [7, 1]
 ROWS = 1024  # requests in a batch
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
+SIZES = TINIEST | {"vocab_size": VOCABULARY}
+
+
+def with_few_tokens(target: Target, texts: list[list[int]]) -> Eagle:
+    """An EAGLE draft of half of the vocabulary."""
+    draft = draft_for(target)
+    few = list(range(1, target.identity.vocab_size, 2))
+    little = Draft(replace(draft.config, vocab_size=len(few), vocabulary=few))
+    little.load_state_dict(draft.state_dict())
+    return Eagle(little, target)
+
+
+FEW_TOKENS = Kind(with_few_tokens, draws=True)
 
 
 @dataclass(frozen=True)
 class Toy:
-    """A target, and a draft that agrees with it at times."""
+    """A target, and a way to draft that agrees with it at times."""
 
     target: Target
-    draft: Draft | Drafter
+    kind: Kind
 
     @cached_property
     def conditionals(self) -> list[torch.Tensor]:
@@ -66,7 +80,7 @@ class Toy:
 
 
 CHANGES = {
-    "logit_bias": {3: 0.8, 9: -1.5},
+    "logit_bias": {3: 0.8, 5: -1.5},
     "repetition_penalty": 1.5,
     "presence_penalty": 1.2,
     "frequency_penalty": -0.7,
@@ -74,18 +88,25 @@ CHANGES = {
 }
 
 
+def adjusted(logits: torch.Tensor, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Logits [V] after an answer, with biases and penalties of CHANGES, from their definitions."""
+    row = logits.clone()
+    for token, bias in CHANGES["logit_bias"].items():
+        row[token] += bias
+    for token in {*prompt, *answer}:
+        row[token] = row[token] * 1.5 if row[token] < 0 else row[token] / 1.5
+    for token in set(answer):
+        row[token] -= 1.2 - 0.7 * answer.count(token)
+    return row
+
+
 def changed(logits: torch.Tensor) -> torch.Tensor:
-    """p(token n | tokens before) with CHANGES, for logits [V, ..., V] (n + 1 axes), from their definitions."""
-    flat = logits.reshape(-1, VOCABULARY).clone()
-    for number, row in enumerate(flat):
+    """p(token n | tokens before) with CHANGES, for logits [V, ..., V] (n + 1 axes)."""
+    rows = []
+    for number, row in enumerate(logits.reshape(-1, VOCABULARY)):
         answer = [number // VOCABULARY**place % VOCABULARY for place in range(logits.ndim - 1)]
-        for token, bias in CHANGES["logit_bias"].items():
-            row[token] += bias
-        for token in {*PROMPT, *answer}:
-            row[token] = row[token] * 1.5 if row[token] < 0 else row[token] / 1.5
-        for token in set(answer):
-            row[token] -= 1.2 - 0.7 * answer.count(token)
-    p = flat.softmax(-1)
+        rows.append(adjusted(row, PROMPT, answer))
+    p = torch.stack(rows).softmax(-1)
     p *= p >= CHANGES["min_p"] * p.amax(-1, keepdim=True)
     return (p / p.sum(-1, keepdim=True)).view_as(logits)
 
@@ -99,16 +120,15 @@ def nucleus(p: torch.Tensor, top_p: float) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def toy() -> Toy:
-    target = Target(tiny_model(std=0.4, **SIZES))
-    return Toy(target, trained_draft(target, steps=60))
+    return Toy(Target(tiny_model(std=0.4, **SIZES)), KINDS["eagle"])
 
 
 def sampled(
-    toy: Toy, count: int, num_tokens: int, tree: str, top_p: float, is_changed: bool, **options: str
+    toy: Toy, count: int, num_tokens: int, tree: Any, top_p: float, is_changed: bool, **options: str
 ) -> torch.Tensor:
     """Counts [V, V, V] of the last three of `num_tokens` tokens, of `count` requests."""
     changes = CHANGES if is_changed else {}
-    engine = Engine(toy.target, toy.draft, tree, max_batch_size=ROWS, **options)
+    engine = replace(toy.kind, tree=tree).engine(toy.target, [], max_batch_size=ROWS, **options)
     counts = torch.zeros(VOCABULARY**3, dtype=torch.int64)
     accepted = drafted = 0
     for start in range(0, count, ROWS):
@@ -117,15 +137,15 @@ def sampled(
         outputs = engine.generate([PROMPT] * min(ROWS, count - start), params)
         tokens = torch.tensor([output.token_ids[-3:] for output in outputs])
         counts += (tokens * torch.tensor([VOCABULARY**2, VOCABULARY, 1])).sum(-1).bincount(minlength=len(counts))
-        accepted += sum(output.stats.accepted_per_depth[0] for output in outputs)
-        drafted += sum(output.stats.drafted_per_depth[0] for output in outputs)
+        accepted += sum(sum(output.stats.accepted_per_depth[:1]) for output in outputs)
+        drafted += sum(sum(output.stats.drafted_per_depth[:1]) for output in outputs)
     assert counts.sum() == count
     assert 0.2 < accepted / drafted < 0.8, "both acceptance and rejection must be common"
     return counts.view([VOCABULARY] * 3)
 
 
 def p_value(
-    toy: Toy, count: int, num_tokens: int, tree: str, top_p: float = 1.0, is_changed: bool = False, **options: str
+    toy: Toy, count: int, num_tokens: int, tree: Any, top_p: float = 1.0, is_changed: bool = False, **options: str
 ) -> float:
     """Of the chi-square test; cells with an expected count below 5 are merged. `options`: the engine's."""
     observed = sampled(toy, count, num_tokens, tree, top_p, is_changed, **options).double()
@@ -143,65 +163,40 @@ def test_three_tokens_have_the_targets_joint_distribution(toy, tree):
     assert p_value(toy, 30_000, 3, tree) > 1e-3
 
 
-@pytest.mark.parametrize("tree", ["chain3", "d3_bf2"])
-def test_with_top_p(toy, tree):
-    """From here on all three are of decoding, those of a whole chain."""
-    assert p_value(toy, 20_000, 4, tree, top_p=0.8) > 1e-3
+DRAWN = ["multinomial", "multinomial_without_replacement"]
 
 
-@pytest.mark.parametrize("drafting", ["multinomial", "multinomial_without_replacement"])
-def test_with_children_drawn_at_random(toy, drafting):
-    assert p_value(toy, 10_000, 4, "d3_bf2", drafting=drafting) > 1e-3
-
-
-@pytest.mark.parametrize("drafting", ["greedy", "multinomial", "multinomial_without_replacement"])
+@pytest.mark.parametrize("drafting", DRAWN)
 def test_with_a_draft_of_few_tokens(toy, drafting):
-    few = sorted(toy.conditionals[0].topk(9).indices.tolist())
-    draft = Draft(replace(toy.draft.config, vocab_size=len(few), vocabulary=few))
-    draft.load_state_dict(toy.draft.state_dict())
-    assert p_value(replace(toy, draft=draft), 10_000, 4, "d3_bf2", drafting=drafting) > 1e-3
-
-
-@pytest.mark.parametrize("drafting", ["greedy", "multinomial", "multinomial_without_replacement"])
-def test_with_another_model_that_drafts(toy, drafting):
-    """Which is much like the target."""
-    model, generator = tiny_model(std=0.4, **SIZES), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.2 * torch.randn(weight.shape, generator=generator))
-    draft = DraftModel(Target(model), toy.target)
-    assert p_value(replace(toy, draft=draft), 10_000, 4, "d3_bf2", drafting=drafting) > 1e-3
-
-
-@pytest.mark.parametrize("drafting", ["greedy", "multinomial", "multinomial_without_replacement"])
-def test_with_drafts_of_some_of_its_own_layers(toy, drafting):
-    skip = replace(toy, draft=LayerSkip(toy.target, [1]))
-    assert p_value(skip, 10_000, 4, "d3_bf2", drafting=drafting) > 1e-3
+    assert p_value(replace(toy, kind=FEW_TOKENS), 10_000, 4, "d3_bf2", drafting=drafting) > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:draft_lm_head=fp8")
-@pytest.mark.parametrize("drafting", ["greedy", "multinomial", "multinomial_without_replacement"])
+@pytest.mark.parametrize("drafting", DRAWN)
 def test_with_drafts_of_an_lm_head_in_fp8(toy, drafting):
     """The q of drawn drafts is that head's."""
     assert p_value(toy, 10_000, 4, "d3_bf2", drafting=drafting, draft_lm_head="fp8") > 1e-3
 
 
 @pytest.mark.parametrize("tree", ["chain3", "d3_bf2"])
-@pytest.mark.parametrize("drafting", ["greedy", "multinomial", "multinomial_without_replacement"])
+@pytest.mark.parametrize("drafting", DRAWN)
 def test_with_penalties_biases_and_min_p(toy, tree, drafting):
     assert p_value(toy, 10_000, 4, tree, is_changed=True, drafting=drafting) > 1e-3
 
 
-def test_the_test_can_tell_what_is_counted(toy, monkeypatch):
-    """Broken: drafted tokens are not part of the answer."""
-    monkeypatch.setattr(adjustments, "_on_paths", lambda tokens, *_: torch.zeros(*tokens.shape, VOCABULARY))
-    assert p_value(toy, 10_000, 4, "chain3", is_changed=True) < 1e-9
+DRAWING = {name: kind for name, kind in KINDS.items() if kind.draws} | {
+    # wrong more often, as this target's weights are larger and its layers fewer
+    "draft_model": Kind(lambda target, _: DraftModel(close_to(target, 0.2), target)),
+    "layer_skip": Kind(lambda target, _: LayerSkip(target, [1])),
+}
 
 
-def one_number(tree, tokens, logits, settings, seeds, lengths):
-    """Broken: all nodes use the root's random number."""
-    draws = sampling.uniform(seeds, lengths, 1).expand_as(tokens)
-    return sampling.verify_chosen(tree, tokens, sampling.sample(sampling.probabilities(logits, settings), draws))
+@pytest.mark.parametrize("drafting", DRAWN)
+@pytest.mark.parametrize("kind", DRAWING)
+def test_drafts_that_every_kind_draws(toy, kind, drafting):
+    """Those whose engine chooses the trees, with penalties."""
+    given = DRAWING[kind]
+    assert p_value(replace(toy, kind=given), 10_000, 4, given.tree, 1.0, given.is_moody, drafting=drafting) > 1e-3
 
 
 def no_residual_update(tree, tokens, logits, settings, draws, q, replacement):
@@ -211,11 +206,65 @@ def no_residual_update(tree, tokens, logits, settings, draws, q, replacement):
     return found._replace(next_token=sampling.sample(last, draws[:, 0]))
 
 
+def test_the_test_can_tell(toy, monkeypatch):
+    """Broken verification is detected."""
+    monkeypatch.setattr(verification, "verify_drawn", no_residual_update)
+    assert p_value(toy, 10_000, 4, "d3_bf2", drafting="multinomial") < 1e-9
+
+
+# --- drafts of point masses, exactly
+
+
+def unchanged(logits: torch.Tensor, answer: list[int]) -> torch.Tensor:
+    return logits.softmax(-1)
+
+
+def with_all(logits: torch.Tensor, answer: list[int]) -> torch.Tensor:
+    """With CHANGES and top-p 0.9."""
+    p = nucleus(adjusted(logits, ENUMERATED, answer).softmax(-1), 0.9)
+    p = p * (p >= CHANGES["min_p"] * p.max())
+    return p / p.sum()
+
+
+@cache
+def enumerated() -> tuple[Target, list[list[int]]]:
+    """A target, and texts of its vocabulary."""
+    tokens = random_tokens(*[20] * 6, vocabulary=6, seed=2)
+    return enumerated_target(), [ENUMERATED[:-place] + text for place, text in enumerate(tokens, 1)]
+
+
+POINT_MASSES = KINDS | {"few tokens": FEW_TOKENS, "fp8": Kind(eagle, options={"draft_lm_head": "fp8"})}
+
+
+@pytest.mark.filterwarnings("ignore:draft_lm_head=fp8")
+@pytest.mark.parametrize(("change", "params"), [(unchanged, {}), (with_all, CHANGES | {"top_p": 0.9})])
+@pytest.mark.parametrize("kind", POINT_MASSES)
+def test_every_sequence_has_exactly_the_targets_probability(kind, change, params):
+    engine = POINT_MASSES[kind].engine(*enumerated(), max_batch_size=ROWS)
+    found = [output.stats for output in check_every_sequence(engine, change, **params)]
+    drafted = sum(sum(each.drafted_per_depth[:1]) for each in found)
+    accepted = sum(sum(each.accepted_per_depth[:1]) for each in found)
+    assert 0.1 < accepted / drafted < 0.7, "both acceptance and rejection must be common"
+    plain = sum(each.calls for each in found) - drafted
+    assert not POINT_MASSES[kind].is_moody or plain > len(found) / 10, "rounds without drafts must be common"
+
+
+def one_number(tree, tokens, logits, settings, seeds, lengths):
+    """Broken: all nodes use the root's random number."""
+    draws = sampling.uniform(seeds, lengths, 1).expand_as(tokens)
+    return sampling.verify_chosen(tree, tokens, sampling.sample(sampling.probabilities(logits, settings), draws))
+
+
 @pytest.mark.parametrize(
-    ("verifier", "mutant", "tree", "drafting"),
-    [("verify_sampled", one_number, "chain3", "greedy"), ("verify_drawn", no_residual_update, "d3_bf2", "multinomial")],
+    ("module", "name", "mutant"),
+    [
+        (verification, "verify_sampled", one_number),
+        (adjustments, "_on_paths", lambda tokens, *_: torch.zeros(*tokens.shape, 6)),  # drafts are not in the answer
+    ],
 )
-def test_the_test_can_tell(toy, verifier, mutant, tree, drafting, monkeypatch):
-    """Broken verification is detected with a tenth of the samples."""
-    monkeypatch.setattr(verification, verifier, mutant)
-    assert p_value(toy, 10_000, 4, tree, drafting=drafting) < 1e-9
+@pytest.mark.parametrize("kind", ["eagle", "lookahead", "retrieval"])
+def test_the_exact_test_can_tell(kind, module, name, mutant, monkeypatch):
+    engine = POINT_MASSES[kind].engine(*enumerated(), max_batch_size=ROWS)
+    monkeypatch.setattr(module, name, mutant)
+    with pytest.raises(AssertionError):
+        check_every_sequence(engine, with_all, **CHANGES, top_p=0.9)

@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, Output, RemotePrefill, SamplingParams, dynamic
@@ -26,6 +26,7 @@ from tests.support.inside import inside, runner_of, scheduler_of
 from tests.support.local_prefill import LocalPrefill
 from tests.support.local_prefill import a_draft as draft_elsewhere
 from tests.support.oracle import Oracle
+from tests.support.penalties import Penalties
 from tests.support.reference_answers import LENGTH, PROMPTS, TREES, answers, cut, guide, token_ids
 from tests.support.tiny import (
     continued,
@@ -44,17 +45,6 @@ ENGINES = {
     "tight": {"max_batch_size": 3, "kv_tokens": 3 * BLOCK, "overlap": True},
     "chunks": {"max_batch_size": 3, "prefill_tokens": 4, "prefix_cache": True},
 }
-
-
-class Penalties(LogitsProcessor):
-    """Presence and frequency penalties as OpenAI defines them, of one row."""
-
-    def __init__(self, prompt_length: int, presence: float, frequency: float):
-        self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
-
-    def __call__(self, ids, scores):
-        counts = ids[0, self.prompt_length :].bincount(minlength=scores.shape[1])
-        return scores - self.presence * (counts > 0) - self.frequency * counts
 
 
 def stop_of(row: int, family: str = "llama") -> int:

@@ -41,6 +41,7 @@ def inside(engine: Engine) -> SimpleNamespace:
         memory=engine._memory,
         requests=engine._requests,
         prefiller=engine._prefiller,
+        adaptive=engine._adaptive,
         in_flight=engine._in_flight,
         overlap=engine._overlap,
     )

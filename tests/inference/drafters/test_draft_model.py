@@ -1,6 +1,5 @@
 """A smaller model that drafts: the target's own tokens, and what it keeps of a sequence is lost nowhere."""
 
-import copy
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -19,19 +18,12 @@ from eagle_train.inference.drafters.same_tokenizer import check_same_tokenizer
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.models.target import Target
 from tests.support.command_line import call, save_target
+from tests.support.drafters import FAMILIES as USUAL
+from tests.support.drafters import close_to
 from tests.support.graph_recorder import recorded
 from tests.support.inside import runner_of, scheduler_of
 from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, TREES, answers, cut, token_ids
-from tests.support.tiny import FAMILIES, LAYERED, shared_target, tiny_model, tiny_target, tiny_tokenizer
-
-
-def close_to(target: Target, noise: float = 0.02, seed: int = 1) -> Target:
-    """A copy of the target that is a little wrong, so that its drafts are accepted at times."""
-    model, generator = copy.deepcopy(target.model), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
-    return Target(model, name="near")
+from tests.support.tiny import FAMILIES, LAYERED, shared_target, tiny_model, tiny_tokenizer
 
 
 @cache
@@ -63,7 +55,7 @@ def test_dynamic_trees_grow_by_its_probabilities(family):
     assert all(min(output.rounds[:-1]) >= 2 for output in same)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *LAYERED])
+@pytest.mark.parametrize("family", [*sorted({*FAMILIES} - {*USUAL}), *LAYERED])
 def test_greedy_tokens_are_the_targets_own(family):
     for tree in TREES:
         outputs = engine_of(family, tree, max_batch_size=2).generate(PROMPTS, GREEDY)
@@ -79,7 +71,7 @@ def test_another_family_drafts(draft):
 
 
 @pytest.mark.parametrize("tree", ["chain3", "n8"])
-@pytest.mark.parametrize(("family", "graphs"), [("llama", False), ("llama", True), ("gemma2", False)])
+@pytest.mark.parametrize(("family", "graphs"), [("llama", True), ("gemma2", False)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -124,28 +116,11 @@ def test_after_rounds_without_drafts_it_catches_up():
     assert set(first.rounds[5:-1]) == {4}
 
 
-@pytest.mark.parametrize("tree", ["chain3", "n8"])
-def test_compiled_it_is_the_same(tree):
-    engine = engine_of("llama", tree, max_batch_size=3, compile=True)
+def test_compiled_by_torchs_own_compiler_it_is_the_same():
+    engine = engine_of("llama", "n8", max_batch_size=3, compile=True)
     outputs = engine.generate(PROMPTS, GREEDY)
-    assert [output.rounds for output in outputs] == rounds("llama", tree)
+    assert [output.rounds for output in outputs] == rounds("llama", "n8")
     assert token_ids(outputs) == cut(answers("llama"))
-
-
-@pytest.mark.parametrize("drafting", ["greedy", "multinomial", "multinomial_without_replacement"])
-def test_it_keeps_to_a_grammar(drafting):
-    target = tiny_target(tokenizer=tiny_tokenizer())
-    params = [
-        SamplingParams(temperature=1.0, seed=seed, max_tokens=12, grammar={"regex": "[a-f]{2,9}(xy|z)"})
-        for seed in range(len(PROMPTS))
-    ]
-    draft = Target(near("llama").model, tiny_tokenizer(), "near")
-    outputs = Engine(target, DraftModel(draft, target), "d3_bf2", drafting=drafting).generate(PROMPTS, params)
-    plain = Engine(target).generate(PROMPTS, params)
-    assert all(set(output.text) <= set("abcdefxyz") for output in outputs)
-    assert sum(map(len, (output.rounds for output in outputs))) < sum(map(len, (output.rounds for output in plain)))
-    if drafting == "greedy":
-        assert token_ids(outputs) == token_ids(plain)
 
 
 def test_a_context_that_is_shorter_than_the_targets():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -21,16 +20,12 @@ from eagle_train.inference.lookup.suffixes import SuffixOptions
 from eagle_train.settings import CONF_DIR
 from tests.support.command_line import call, save_target
 from tests.support.inside import scheduler_of
-from tests.support.reference_answers import GREEDY as SHORT
-from tests.support.reference_answers import LENGTH, PROMPTS, answers, cut, token_ids
+from tests.support.reference_answers import token_ids
 from tests.support.tiny import (
     continued,
     random_tokens,
     repeating_target,
-    shared_target,
     tiny_draft,
-    tiny_target,
-    tiny_tokenizer,
 )
 
 LONG = 60
@@ -76,13 +71,6 @@ def rounds_by_hand(kind: str, prompt: list[int], answer: list[int]) -> list[int]
         counts.append(min(accepted + 1, len(rest)))
         known += counts[-1]
     return counts
-
-
-@pytest.mark.parametrize("kind", ["ngram", "suffix"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_answers_are_the_targets_own(family, kind):
-    engine = Engine(shared_target(family), drafter(kind), "chain3", max_batch_size=3)
-    assert token_ids(engine.generate(PROMPTS, SHORT)) == cut(answers(family))
 
 
 @pytest.mark.parametrize(
@@ -142,34 +130,6 @@ def test_a_private_pool_leaves_with_its_request():
     while engine.has_unfinished:
         engine.step()
     assert (requests_in(drafts), drafts.pools.tokens) == (0, 0)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("kind", ["ngram", "suffix", *PUBLIC])
-def test_drawn_tokens_are_those_of_plain_decoding(kind, overlap):
-    """One for one at temperature 1, so their distribution is the target's; and drafts are accepted."""
-    params = [SamplingParams(1.0, top_k=3, max_tokens=LONG, seed=seed, ignore_eos=True) for seed in range(len(TEXTS))]
-    plain = Engine(repeating_target(), None, max_batch_size=3).generate(TEXTS, params)
-    outputs = Engine(repeating_target(), drafter(kind), "chain3", max_batch_size=3, overlap=overlap).generate(
-        TEXTS, params
-    )
-    assert token_ids(outputs) == token_ids(plain)
-    assert max(count for output in outputs for count in output.rounds) > 1
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["ngram", "suffix"])
-def test_with_a_grammar(kind, temperature):
-    written = tiny_target("llama", tiny_tokenizer())
-    given = [
-        SamplingParams(temperature, max_tokens=LENGTH, seed=seed, grammar={"regex": r"(ab|cd){20}"})
-        for seed in range(len(PROMPTS))
-    ]
-    plain = Engine(written, None, max_batch_size=3).generate(PROMPTS, given)
-    outputs = Engine(written, drafter(kind), "chain3", max_batch_size=3).generate(PROMPTS, given)
-    assert token_ids(outputs) == token_ids(plain)
-    assert all(re.fullmatch(r"(ab|cd){8}", output.text) for output in outputs)
-    assert Counter(count for output in outputs for count in output.rounds)[1] < len(PROMPTS) * LENGTH / 2
 
 
 @pytest.mark.parametrize("kind", ["ngram", "suffix"])

@@ -1,0 +1,259 @@
+"""Drafters of every kind give the target's own tokens, whatever a request asks for and whatever else the engine does.
+
+The kinds are those of tests/support/drafters.py. That tokens have the target's distribution is in test_lossless.py.
+DESIGN sections 3.5, 3.7.
+"""
+
+import json
+from dataclasses import replace
+from functools import cache
+from itertools import chain
+
+import pytest
+from transformers import LogitsProcessorList
+
+from eagle_train.inference import Engine, Output, SamplingParams
+from eagle_train.inference.cache.prefix import BLOCK
+from eagle_train.models.loading import TargetConfig, load_target
+from tests.support.drafters import FAMILIES, KINDS, LENGTH, PROMPTS, answers, target_of, texts_of
+from tests.support.drafters_job import outcomes
+from tests.support.inside import pool_of, scheduler_of
+from tests.support.penalties import Penalties
+from tests.support.processes import start_ranks
+from tests.support.reference_answers import cut, token_ids
+from tests.support.tiny import continued
+
+GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+TIGHT = {"kv_tokens": 5 * BLOCK, "prefill_tokens": 7, "prefix_cache": True, "host_kv_tokens": 30 * BLOCK}
+EVERYTHING = TIGHT | {"overlap": True}
+SPELT = {"regex": r"(ab|cd){20}"}
+
+
+def counts_of(outputs: list[Output]) -> list[int]:
+    return list(chain.from_iterable(output.rounds for output in outputs))
+
+
+def preemptions(engine: Engine) -> list:
+    """Filled with the requests that lose their blocks."""
+    lost, preempt = [], scheduler_of(engine).preempt
+    scheduler_of(engine).preempt = lambda sequence: lost.append(sequence) or preempt(sequence)
+    return lost
+
+
+def check_left(engine: Engine) -> None:
+    """No block and no request is left."""
+    assert pool_of(engine).available == pool_of(engine).total
+    assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_are_those_of_transformers(kind, family):
+    """Alone with others, and where requests are preempted, found again, read in parts and launched ahead; and each has
+    the same rounds then."""
+    given = KINDS[kind]
+    calm = given.engine(target_of(family), texts_of(family)).generate(PROMPTS, GREEDY)
+    assert token_ids(calm) == cut(answers(family), LENGTH)
+    engine = given.engine(target_of(family), texts_of(family), **EVERYTHING)
+    lost = preemptions(engine)
+    for _ in range(2):  # kept beginnings are found by the second
+        outputs = engine.generate(PROMPTS, GREEDY)
+        assert token_ids(outputs) == cut(answers(family), LENGTH)
+        assert given.remembers or [output.rounds for output in outputs] == [output.rounds for output in calm]
+    assert max(counts_of(outputs)) > 1, "some drafts must be accepted"
+    assert lost or len(counts_of(outputs)) < len(PROMPTS) * LENGTH / 2, "else answers end before memory is short"
+    assert any(output.stats.cached_tokens for output in outputs)
+    check_left(engine)
+
+
+# --- what requests may ask
+
+
+def asked() -> list[SamplingParams]:
+    """Of PROMPTS, one each."""
+    common, rare = answers("llama")[1][0], answers("llama")[2][2]
+    return [
+        replace(GREEDY, repetition_penalty=1.3, logprobs=2),
+        replace(GREEDY, logit_bias={5: 2, common: -100, 9: 1.5}, presence_penalty=2, logprobs=0),
+        replace(GREEDY, stop_token_ids=(rare, 5), min_tokens=7, top_k=-1),
+        replace(GREEDY, logprobs=1),
+        replace(GREEDY, presence_penalty=0.9, frequency_penalty=0.7, repetition_penalty=0.9),
+        replace(GREEDY, frequency_penalty=-1.5, min_tokens=LENGTH, logprobs=3),
+    ]
+
+
+@cache
+def by_transformers() -> list[list[int]]:
+    """The answers to `asked`."""
+    found = []
+    for prompt, params in zip(PROMPTS, asked(), strict=True):
+        own = Penalties(len(prompt), params.presence_penalty, params.frequency_penalty)
+        how = {"logits_processor": LogitsProcessorList([own]), "repetition_penalty": params.repetition_penalty}
+        if params.logit_bias:
+            how["sequence_bias"] = {(token,): number for token, number in params.logit_bias.items()}
+        if params.stop_token_ids:
+            how |= {"eos_token_id": list(params.stop_token_ids), "min_new_tokens": params.min_tokens}
+        found.append(continued(target_of("llama"), prompt, LENGTH, **how))
+    return found
+
+
+def drawn() -> list[SamplingParams]:
+    """The same above temperature 0, with `min_p`, `top_k` and `top_p`, and several answers of two prompts."""
+    return [
+        replace(
+            each,
+            temperature=0.8,
+            seed=row,
+            min_p=0.03 * (row % 2),
+            top_p=0.9 if row == 4 else 1.0,
+            top_k=12 if row == 3 else each.top_k,
+            n=2 if row in (0, 3) else 1,
+        )
+        for row, each in enumerate(asked())
+    ]
+
+
+@cache
+def plainly(is_drawn: bool) -> list[Output]:
+    """Without drafts, one by one."""
+    params, engine = drawn() if is_drawn else asked(), Engine(target_of("llama"), max_batch_size=1)
+    return [output for prompt, own in zip(PROMPTS, params, strict=True) for output in engine.generate([prompt], [own])]
+
+
+def check_as_plain(outputs: list[Output], is_drawn: bool) -> None:
+    """Tokens, ends, and log-probabilities up to rounding."""
+    for ours, theirs in zip(outputs, plainly(is_drawn), strict=True):
+        assert (ours.token_ids, ours.text, ours.finish_reason) == (theirs.token_ids, theirs.text, theirs.finish_reason)
+        assert (ours.logprobs is None) == (theirs.logprobs is None)
+        for own, other in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
+            assert own.token_id == other.token_id
+            assert own.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [token for token, _ in own.top] == [token for token, _ in other.top]
+
+
+def test_the_reference_is_transformers_own():
+    """And each parameter changes its answer."""
+    assert token_ids(plainly(False)) == by_transformers()
+    for row, (ours, plain) in enumerate(zip(by_transformers(), answers("llama"), strict=True)):
+        assert (ours[:LENGTH] == plain[:LENGTH]) == (row == 3), row
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_requests_ask_they_get_plain_decodings_answers(kind, is_drawn):
+    """Each parameter in one batch, in an engine without and one with everything else."""
+    params, target = drawn() if is_drawn else asked(), target_of("llama")
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, by_transformers(), strict=True)]
+    for options in ({"max_batch_size": 4}, EVERYTHING):
+        engine = KINDS[kind].engine(target, texts, **options)
+        for _ in range(2):
+            outputs = engine.generate(PROMPTS, params)
+            check_as_plain(outputs, is_drawn)
+        assert max(counts_of(outputs)) > 1, "some drafts must be accepted"
+        check_left(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_texts_end_and_without_a_seed(kind):
+    """Stop strings that end within a round's tokens, and the seed that a request was given."""
+    target = target_of("llama")
+    row = next(row for row, answer in enumerate(answers("llama")) if min(answer[:LENGTH]) > 2)
+    text = target.tokenizer.decode(answers("llama")[row][:LENGTH])
+    engine = KINDS[kind].engine(target, texts_of("llama"))
+    engine.generate(PROMPTS, GREEDY)  # which some remember
+    for start, include_stop in ((0, True), (3, False), (7, True), (9, False)):
+        stop = text[start : start + 3]
+        params = replace(GREEDY, stop=(stop, "~~~~~"), include_stop=include_stop)
+        (output,) = engine.generate([PROMPTS[row]], params)
+        place = text.index(stop)
+        assert output.text == text[: place + 3 * include_stop]
+        assert output.token_ids == answers("llama")[row][: place + 3]
+    request = engine.add(PROMPTS[0], replace(GREEDY, temperature=1.0, seed=None))
+    while engine.has_unfinished:
+        engine.step()
+    again = replace(GREEDY, temperature=1.0, seed=request.params.seed)
+    (plain,) = Engine(target).generate([PROMPTS[0]], [again])
+    assert request.generated == plain.token_ids
+
+
+# --- grammars
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_grammars_hold_and_answers_are_plain_decodings(kind, temperature):
+    """Beside requests that have none, and with a penalty and a preemption."""
+    target = target_of("llama")
+    params = [
+        replace(GREEDY, temperature=temperature, seed=row, grammar=None if row == 3 else SPELT)
+        for row in range(len(PROMPTS))
+    ]
+    params[1] = replace(params[1], presence_penalty=1.5, logprobs=1)
+    plain = Engine(target).generate(PROMPTS, params)
+    texts = [prompt + output.token_ids for prompt, output in zip(PROMPTS, plain, strict=True)]
+    engine = KINDS[kind].engine(target, texts, **EVERYTHING)
+    for _ in range(2):
+        outputs = engine.generate(PROMPTS, params)
+        assert token_ids(outputs) == token_ids(plain)
+    assert all(set(output.text) <= set("abcd") for row, output in enumerate(outputs) if row != 3)
+    assert sum(count > 1 for count in counts_of(outputs)) > 0
+
+
+@pytest.mark.parametrize("drafting", ["multinomial", "multinomial_without_replacement"])
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.draws])
+def test_drawn_drafts_keep_to_a_grammar(kind, drafting):
+    params = [replace(GREEDY, temperature=1.0, seed=row, grammar=SPELT) for row in range(len(PROMPTS))]
+    outputs = KINDS[kind].engine(target_of("llama"), texts_of("llama"), drafting=drafting).generate(PROMPTS, params)
+    assert all(set(output.text) <= set("abcd") and len(output.text) == LENGTH for output in outputs)
+    assert len(counts_of(outputs)) < 0.8 * len(PROMPTS) * LENGTH
+
+
+# --- drafters by request, ranks, compiled forwards
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING | {"kv_tokens": 9 * BLOCK}], ids=["calm", "everything"])
+def test_requests_of_one_engine_with_every_drafter(options):
+    """Parameters and drafters differ by request; rounds are those of an engine with that drafter alone."""
+    target, texts = target_of("llama"), texts_of("llama")
+    names = [name for name, kind in KINDS.items() if not kind.is_moody and kind.tree != KINDS["tree=dynamic"].tree]
+    drafters = {name: KINDS[name].make(target, texts) for name in names}
+    engine = Engine(target, drafters, "d3_bf2", **{"max_batch_size": 7} | options)
+    for is_drawn in (False, True):
+        params = drawn() if is_drawn else asked()
+        params = [replace(each, n=1) for each in params]
+        plain = Engine(target).generate(PROMPTS, params)
+        pairs = [(row, name) for row in range(len(PROMPTS)) for name in [*names, None, "none"][row % 2 :: 2]]
+        own = [replace(params[row], drafter=name) for row, name in pairs]
+        outputs = engine.generate([PROMPTS[row] for row, _ in pairs], own)
+        for (row, name), output in zip(pairs, outputs, strict=True):
+            assert output.token_ids == plain[row].token_ids, name
+            assert name != "none" or set(output.rounds) == {1}
+        accepting = {name for (_, name), output in zip(pairs, outputs, strict=True) if max(output.rounds) > 1}
+        assert len(accepting) > len(names) / 2
+    check_left(engine)
+
+
+@pytest.mark.ranks
+def test_two_ranks_answer_as_one_process_does(tmp_path):
+    """That divide the target, or hold it each, with each kind of drafter."""
+    target_of("llama").model.save_pretrained(tmp_path)
+    target_of("llama").tokenizer.save_pretrained(tmp_path)
+    start_ranks(2, "drafters_job", tmp_path)
+    alone = outcomes(load_target(TargetConfig(str(tmp_path))))
+    for rank in range(2):
+        found = json.loads((tmp_path / f"found-{rank}.json").read_text())
+        for placement in ("tensor", "replicated"):
+            for kind, expected in alone.items():
+                assert found[placement][kind] == expected, (placement, kind, rank)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_forwards_give_the_same(kind, graphs):
+    target, given = target_of("llama"), KINDS[kind]
+    params = [replace(each, n=1) for each in drawn()]
+    calm, compiled = (given.engine(target, texts_of("llama"), compile=is_on) for is_on in (False, True))
+    assert target.compiled_forwards
+    for own in ([GREEDY] * len(PROMPTS), params):
+        ours, theirs = compiled.generate(PROMPTS, own), calm.generate(PROMPTS, own)
+        assert token_ids(ours) == token_ids(theirs)
+        assert [output.rounds for output in ours] == [output.rounds for output in theirs]

@@ -1,0 +1,155 @@
+"""A drafter of every kind, each made in one place for any target. Who adds one here adds all proofs of
+test_every_drafter.py and test_lossless.py.
+
+The targets' layers change little and what comes next hangs mostly on the last token: so the first layers draft well,
+answers repeat themselves, and drafters of all kinds are right at times and wrong at others.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from eagle_train.inference import Drafter, DraftModel, Eagle, Engine, LayerSkip, dynamic
+from eagle_train.inference.decode.named_trees import AutoTree
+from eagle_train.inference.drafters.drafter import TreePlan
+from eagle_train.inference.drafters.lookahead import Lookahead, LookaheadOptions
+from eagle_train.inference.drafters.ngram import Ngram
+from eagle_train.inference.drafters.retrieval import Retrieval
+from eagle_train.inference.drafters.suffix import Suffix
+from eagle_train.inference.lookup.datastore import Datastore
+from eagle_train.inference.lookup.ngrams import NgramOptions
+from eagle_train.inference.lookup.suffixes import SuffixOptions
+from eagle_train.models.draft import Draft
+from eagle_train.models.target import Target
+from examples.own_drafter import LastPlace
+from tests.support.datastores import write_datastore
+from tests.support.inside import inside
+from tests.support.prompt_lookup import PromptLookup
+from tests.support.tiny import continued, random_tokens, tiny_model, tiny_tokenizer, trained_draft
+
+FAMILIES = ["llama", "gemma2", "gpt_oss", "llama4", "qwen3_moe"]
+LENGTH = 20
+DRAFTS: dict[int, tuple[Target, Draft]] = {}  # trained once for each target, which is kept, and so its id
+WHOLE: dict[int, Target] = {}  # by the id of a target that ranks divide: the same, whole, which drafts are made from
+PROMPTS = random_tokens(5, 17, 9, 1, 33, 17, seed=1)
+PROMPTS[5] = PROMPTS[4][:16] + PROMPTS[5][:3]  # begins like another
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to draft. `make`: for a target and texts like those that it will write; `tree` and `options`: the engine's.
+
+    `draws`: its drafts may also be drawn from its own distribution. `remembers`: what it drafts for a request hangs on
+    what was decoded before. `is_moody`: the engine finds drafts cheap for a while and dear for a while.
+    """
+
+    make: Callable[[Target, list[list[int]]], Drafter]
+    tree: Any = "d3_bf2"
+    draws: bool = False
+    remembers: bool = False
+    is_moody: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def engine(self, target: Target, texts: list[list[int]], **options: Any) -> Engine:
+        """With a new drafter. `options`: as of `Engine`."""
+        engine = Engine(target, self.make(target, texts), self.tree, **{"max_batch_size": 3} | self.options | options)
+        if self.is_moody:
+            adaptive = inside(engine).adaptive
+            adaptive._costs = moody(adaptive._plain)
+        return engine
+
+
+def moody(plain: TreePlan) -> SimpleNamespace:
+    """Costs of rounds in place of measured ones, so that each run is the same: drafts are cheap, and then dear, in
+    turns of a few rounds."""
+    asked = count()
+
+    def seconds(plan: TreePlan, rows: int) -> float:
+        if plan is plain:
+            next(asked)
+            return 1.0
+        return (0.3 if next(asked) // 16 % 2 else 3.0) * (1 + 0.1 * plan.tree.max_depth)
+
+    return SimpleNamespace(seconds=seconds, observe=lambda *_: None)
+
+
+def eagle(target: Target, texts: list[list[int]], alignment: str = "accepted") -> Eagle:
+    return Eagle(draft_for(target), target, alignment)
+
+
+def draft_for(target: Target) -> Draft:
+    """A new copy of one that is right at times."""
+    if id(target) not in DRAFTS:
+        in_fp32 = Target(copy.deepcopy(whole(target).model).float())
+        DRAFTS[id(target)] = target, trained_draft(in_fp32, steps=40)
+    return copy.deepcopy(DRAFTS[id(target)][1])
+
+
+@cache
+def target_of(family: str) -> Target:
+    """Nobody may change it."""
+    model = tiny_model(family)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for name, weight in layer.named_parameters():
+                if "o_proj" in name or "down_proj" in name:
+                    weight.mul_(0.2)
+    return Target(model, tiny_tokenizer(), name=f"tiny-{family}")
+
+
+@cache
+def answers(family: str) -> list[list[int]]:
+    """What transformers goes on with after PROMPTS, and a little more than LENGTH of it."""
+    return [continued(target_of(family), prompt, LENGTH + 10) for prompt in PROMPTS]
+
+
+def texts_of(family: str) -> list[list[int]]:
+    """Prompts with their answers."""
+    return [prompt + answer for prompt, answer in zip(PROMPTS, answers(family), strict=True)]
+
+
+def whole(target: Target) -> Target:
+    return WHOLE.get(id(target), target)
+
+
+def close_to(target: Target, noise: float = 0.02, seed: int = 1) -> Target:
+    """A copy of a target that is a little wrong, so that its drafts are accepted at times."""
+    model, generator = copy.deepcopy(target.model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
+    return Target(model, target.tokenizer, name="near")
+
+
+def retrieval(target: Target, texts: list[list[int]]) -> Retrieval:
+    """Half of its documents are the texts, and half only begin like them."""
+    size, folder = target.identity.vocab_size, TemporaryDirectory()
+    wrong = [text[:-9] + [token % size for token in range(9)] for text in texts]
+    drafter = Retrieval(Datastore.open(write_datastore(Path(folder.name) / "store", [*wrong, *texts], vocabulary=size)))
+    drafter.least_match, drafter.folder = 1, folder  # which is there as long as the drafter is
+    return drafter
+
+
+KINDS = {
+    "eagle": Kind(eagle, draws=True),
+    "eagle, last": Kind(lambda target, texts: eagle(target, texts, "last"), "chain3", draws=True, remembers=True),
+    "draft_model": Kind(lambda target, _: DraftModel(close_to(whole(target)), target), "n8", draws=True),
+    "layer_skip": Kind(lambda target, _: LayerSkip(target, target.config.num_hidden_layers - 1), draws=True),
+    "ngram": Kind(lambda *_: Ngram(NgramOptions(3, 3, is_public_pool=True, pool_tokens=500)), remembers=True),
+    "suffix": Kind(lambda *_: Suffix(SuffixOptions(max_spec_offset=1.0, pool_tokens=500)), remembers=True),
+    "lookahead": Kind(lambda *_: Lookahead(LookaheadOptions(4, 4, 3))),
+    "retrieval": Kind(retrieval, "d2_bf2"),
+    "tree=dynamic": Kind(eagle, dynamic(6, 3, 2)),
+    "tree=auto": Kind(eagle, AutoTree((1, 3)), draws=True, remembers=True, is_moody=True),
+    "engine.gate": Kind(eagle, draws=True, remembers=True, is_moody=True, options={"gate": True}),
+    "own, of texts": Kind(lambda *_: LastPlace(1), "chain3"),
+    "own, on the device": Kind(lambda *_: PromptLookup()),
+}
