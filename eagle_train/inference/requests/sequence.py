@@ -162,9 +162,11 @@ class Sequence:
 
     @property
     def relaxation(self) -> tuple[int, float, int] | None:
-        """Top-k, delta and ending token of relaxed acceptance in the next round; None: it is verified exactly."""
+        """Top-k, delta and ending token of relaxed acceptance in the next round; None: it is verified exactly, as where
+        nothing is drafted for it."""
         params = self.params
-        if params.relaxed_topk == 0 or not (self.thinking is None or self.thinking.is_open):
+        thinks = self.thinking is None or self.thinking.is_open
+        if params.relaxed_topk == 0 or self.drafter is None or not thinks:
             return None
         return params.relaxed_topk, params.relaxed_delta, -1 if self.thinking is None else self.thinking.end
 

@@ -78,7 +78,7 @@ def test_no_row_that_asks_is_no_work():
 @pytest.mark.parametrize("kind", ["eagle", "oracle"])
 def test_an_engine_accepts_more_of_who_asks_and_nobody_else_notices(kind, overlap):
     target = shared_target("llama")
-    drafter = Eagle(tiny_draft(target), target) if kind == "eagle" else Oracle("llama")
+    drafter = Eagle(tiny_draft(target), target) if kind == "eagle" else Oracle(answers("llama"))
     engine = Engine(target, drafter, "d2_bf2", max_batch_size=5, overlap=overlap)
     loose = SamplingParams(max_tokens=16, ignore_eos=True, relaxed_topk=96, relaxed_delta=1.0)
     exact, sampled = (SamplingParams(t, max_tokens=16, ignore_eos=True, seed=3) for t in (0.0, 1.0))
@@ -91,6 +91,19 @@ def test_an_engine_accepts_more_of_who_asks_and_nobody_else_notices(kind, overla
     if kind == "eagle":  # whatever is drafted is accepted
         assert set(outputs[0].rounds[:-1]) == {3}
         assert outputs[0].token_ids != plain[0].token_ids
+
+
+def test_who_has_no_drafter_is_not_relaxed():
+    """Rows without drafts repeat their pending token in place of them, which is near enough to be accepted."""
+    target = shared_target("llama")
+    params = [
+        SamplingParams(max_tokens=16, ignore_eos=True, relaxed_topk=96, relaxed_delta=1.0, drafter=name)
+        for name in ("none", None, "none", None, "none")
+    ]
+    outputs = Engine(target, Eagle(tiny_draft(target), target), "d2_bf2", max_batch_size=5).generate(PROMPTS, params)
+    for row in (0, 2, 4):
+        assert outputs[row].token_ids == answers("llama")[row][:16]
+    assert set(outputs[1].rounds[:-1]) == {3}
 
 
 def test_a_delta_of_0_changes_nothing():
