@@ -67,6 +67,7 @@ class Config(SweepConfig):
         for name, value in (("target", self.target), ("draft.path", self.draft.path), ("questions", self.questions)):
             check(value is None, f"{name}: leave it out with shapes, whose weights and prompts are random")
         check(self.is_eagle, f"drafter={drafter_name(self.spec)}: leave it out with shapes, whose draft is random")
+        check(self.relaxed_topk == 0, f"relaxed_topk={self.relaxed_topk}: leave it out with shapes, which simulate it")
         check_random(self.acceptance or [], max(deepest), f"acceptance={self.acceptance}", f"trees={self.trees}")
 
 

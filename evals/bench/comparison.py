@@ -18,7 +18,7 @@ from eagle_train.progress import progress
 from evals.bench import statistics
 from evals.bench.answering import TURN_SEEDS, Answering, backwards, serve, take_turns
 from evals.bench.baselines import Transformers, stock_model
-from evals.bench.config import SampledConfig, check_decodes, check_least, check_sizes
+from evals.bench.config import RelaxedConfig, check_decodes, check_least, check_sizes
 from evals.bench.contestants import Contestant
 from evals.bench.expected import depth_shares, expected_speedup, expected_tpc, mean_depth
 from evals.bench.footprint import cache_bytes_per_token, file_bytes, traced_bytes, weight_bytes
@@ -39,7 +39,7 @@ Talk = tuple[TimedRequest, list[dict[str, Any]]]
 
 
 @dataclass(kw_only=True)
-class ComparisonConfig(SampledConfig):
+class ComparisonConfig(RelaxedConfig):
     """The keys of conf/commands/compare.yaml that say how is measured. Raises UserError for values that cannot be."""
 
     batch_sizes: list[int]
@@ -283,6 +283,7 @@ def row_of(cell: Cell, name: str, plain: list[AnswerBatch], theirs: list[AnswerB
         **statistics.times(answers),
         "tokens_per_s": median(statistics.tokens_per_s(batch, [0.0] * len(batch)) for batch in theirs),
         "answers": len(answers),
+        "lossy": name in cell.sides and any(answer.output.is_lossy for answer in answers),
         "equal_answers": len(answers) - differing if is_same else None,
         "by_category": by_category,
         "by_group": by_group if by_group != by_category else [],

@@ -8,7 +8,20 @@ from statistics import geometric_mean
 from typing import Any
 
 from eagle_train.artifacts.markdown import code, plain
-from evals.bench.report import TERMS, document, made_on, ms, number, percent, sampling, several, table
+from evals.bench.report import (
+    TERMS,
+    decoding,
+    document,
+    lossy,
+    made_on,
+    marked,
+    ms,
+    number,
+    percent,
+    sampling,
+    several,
+    table,
+)
 
 Found = Mapping[str, Any]
 COLUMNS = (
@@ -31,7 +44,7 @@ PICTURE = (
 
 def summary(found: Found) -> str:
     """For the terminal: a line per row."""
-    wide = max(len(row["decoding"]) for row in found["rows"]) + 2
+    wide = max(len(decoding(row)) for row in found["rows"]) + 2
     tasks = max(4, *(len(row["task"]) for row in found["rows"])) + 2
     lines = [
         f"{'task':<{tasks}}{'batch':>5}  {'decoding':<{wide}}{'TPC':>5}{'TTIT p50':>12}{'tokens/s':>10}"
@@ -39,10 +52,12 @@ def summary(found: Found) -> str:
     ]
     for row in found["rows"]:
         lines.append(
-            f"{row['task']:<{tasks}}{row['batch_size']:>5}  {row['decoding']:<{wide}}{number(row['tpc']):>5}"
+            f"{row['task']:<{tasks}}{row['batch_size']:>5}  {decoding(row):<{wide}}{number(row['tpc']):>5}"
             f"{ms(row['ttit_p50_s']):>12}{number(row['tokens_per_s'], 1):>10}{number(row['speedup']):>10}"
             f"{equal(row):>9}"
         )
+    if found["lossy"]:
+        lines.append(f"{lossy(found['config'])}: answers may be others than the target's own")
     return "\n".join(lines)
 
 
@@ -60,7 +75,7 @@ def markdown(found: Found) -> str:
     )
     if cells["measured"] < cells["of"]:
         setting += f" Of {cells['of']} tasks and batch sizes {cells['measured']} so far."
-    sections = {title(found): setting, "Speed-up and memory": PICTURE}
+    sections = {marked(title(found), found): setting, "Speed-up and memory": PICTURE}
     for task in found["tasks"]:
         rows = [row for row in found["rows"] if row["task"] == task["name"]]
         if rows:
@@ -115,7 +130,7 @@ def measures(rows: Iterable[Found]) -> str:
     header += ["95 %", "drafting", "memory, MB", "made in, s", "equal answers"]
     cells = [
         [
-            plain(row["decoding"]),
+            plain(decoding(row)),
             str(row["batch_size"]),
             number(row["tpc"]),
             " ".join(number(share) for share in row["acceptance_per_depth"]),

@@ -1,6 +1,6 @@
 """The keys that evaluations share (conf/bench), checked in one place. Knows nothing of what is measured."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle_train.errors import check
@@ -54,7 +54,21 @@ class SampledConfig(BenchConfig):
 
 
 @dataclass(kw_only=True)
-class DrafterConfig(SampledConfig):
+class RelaxedConfig(SampledConfig):
+    """The same with conf/bench/relaxed.yaml, whose keys `params` has too."""
+
+    relaxed_topk: int
+    relaxed_delta: float
+    relaxed_thinking: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        keys = ("relaxed_topk", "relaxed_delta", "relaxed_thinking")
+        self.params = replace(self.params, **{key: getattr(self, key) for key in keys})
+
+
+@dataclass(kw_only=True)
+class DrafterConfig(RelaxedConfig):
     """The same with the group `drafter`. `spec`: what is called to make the drafter."""
 
     drafter: dict[str, Any]

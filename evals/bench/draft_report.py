@@ -12,6 +12,7 @@ from evals.bench.report import (
     Found,
     document,
     made_on,
+    marked,
     ms,
     number,
     percent,
@@ -57,7 +58,7 @@ def markdown(found: Found) -> str:
         f"{several(found['prompts'], 'prompt')}."
     )
     sections = {
-        f"TPC {found['tpc']:.2f}, {found['speedup']:.2f} times as fast as plain decoding": setting,
+        marked(f"TPC {found['tpc']:.2f}, {found['speedup']:.2f} times as fast as plain decoding", found): setting,
         "Headline": headline(found),
         "By category and turn": by_category_and_turn(found["per_category_and_turn"]),
         "Acceptance by depth": by_depth(found),

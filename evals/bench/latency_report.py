@@ -9,7 +9,21 @@ from typing import Any
 from eagle_train.artifacts.markdown import code, plain
 from eagle_train.profiling import text
 from evals.bench.growth import AXES
-from evals.bench.report import TERMS, document, made_on, ms, number, options, percent, sampling, several, table
+from evals.bench.report import (
+    TERMS,
+    decoding,
+    document,
+    lossy,
+    made_on,
+    marked,
+    ms,
+    number,
+    options,
+    percent,
+    sampling,
+    several,
+    table,
+)
 
 Found = Mapping[str, Any]
 COLUMNS = (
@@ -40,7 +54,8 @@ def summary(found: Found) -> str:
             f"{row['batch_size']:>5} {context(row):>8}  {name(row):<{wide}}{number(row['tpc']):>5}"
             f"{ms(row['ttft_s']):>12}{ms(row['ttit_s']):>11}{row['tokens_per_s']:>10,.1f}{over(row, 'plain'):>7}"
         )
-    return "\n".join([*lines, outside(found)])
+    said = [f"{lossy(found['config'])}: answers may be others than the target's own"] if found["lossy"] else []
+    return "\n".join([*lines, outside(found), *said])
 
 
 def outside(found: Found) -> str:
@@ -66,7 +81,8 @@ def markdown(found: Found) -> str:
         setting += f" Drafter: {options(config['drafter'])}."
     if config["acceptance"]:
         setting += f" Weights are random, and acceptance is simulated: {config['acceptance']}."
-    sections = {f"{plain(found['tree'])} is {found['speedup']:.2f} times as fast as plain decoding": setting}
+    title = f"{plain(found['tree'])} is {found['speedup']:.2f} times as fast as plain decoding"
+    sections = {marked(title, found): setting}
     together = latencies([row for row in found["rows"] if row["arrivals"] == "together"])
     sections["Batches"] = f"{together}\n\n{TERMS}\n\n{COLUMNS}"
     if config["rate"]:
@@ -88,7 +104,7 @@ def context(row: Found) -> str:
 
 def name(row: Found) -> str:
     """The variant of a row."""
-    return row["decoding"] + (", arriving" if row["arrivals"] == "poisson" else "")
+    return decoding(row) + (", arriving" if row["arrivals"] == "poisson" else "")
 
 
 def over(row: Found, other: str) -> str:
@@ -103,7 +119,7 @@ def latencies(rows: list[Found]) -> str:
     header += ["answers that differ from plain's"]
     cells = [
         [
-            plain(row["decoding"]),
+            plain(decoding(row)),
             "own choice" if row["threads"] is None else str(row["threads"]),
             str(row["batch_size"]),
             context(row),

@@ -84,11 +84,28 @@ def options(drafter: Found) -> str:
 def sampling(config: Found) -> str:
     """Temperature, top-p, top-k and the kind of drafts, for a report."""
     if config["temperature"] == 0:
-        return "temperature 0"
+        return ", ".join(["temperature 0", *([lossy(config)] if config.get("relaxed_topk") else [])])
     parts = [f"temperature {config['temperature']:g}", f"top-p {config['top_p']:g}"]
     parts += [f"top-k {config['top_k']}"] if config["top_k"] else []
     drafting = config.get("engine", {}).get("drafting", "greedy")
     return ", ".join(parts if drafting == "greedy" else [*parts, f"{drafting.replace('_', ' ')} drafts"])
+
+
+def lossy(config: Found) -> str:
+    """What relaxed acceptance was asked for, for a report whose answers need not be the target's own."""
+    topk, delta = config["relaxed_topk"], config["relaxed_delta"]
+    where = " while it thinks" if config["relaxed_thinking"] else ""
+    return f"LOSSY: relaxed acceptance{where} (top-k {topk}, delta {delta:g})"
+
+
+def marked(title: str, found: Found) -> str:
+    """A report's title, which says so where answers need not be the target's own."""
+    return f"LOSSY: {title}" if found.get("lossy") else title
+
+
+def decoding(row: Found) -> str:
+    """What a row of a table is of, marked where its answers need not be the target's own."""
+    return row["decoding"] + (" (LOSSY)" if row.get("lossy") else "")
 
 
 def made_on(found: Found) -> str:

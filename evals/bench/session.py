@@ -126,13 +126,16 @@ class Session(Generic[C]):
             print(*lines, sep="\n")
 
     def about(self) -> dict[str, Any]:
-        """What every results.json says: the models, the config without secrets, and where it was measured."""
+        """What every results.json says: the models, the config without secrets, where it was measured, and whether
+        answers with drafts may be others than the target's own."""
+        params = getattr(self.config, "params", None)
         return {
             "draft_source": None if self._artifact is None else self._artifact.source,
             "target": self.target.name,
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "device": self.target.device.type,
             "ranks": self.world.size,
+            "lossy": params is not None and params.is_lossy,
             "config": redact(asdict(self.config)),
             "provenance": provenance(),
         }

@@ -165,6 +165,7 @@ def rows_of(
             "answers": len(answers),
             "threads": (threads or {}).get(name),
         }
+        found["lossy"] = any(answer.output.is_lossy for answer in answers) if name in config.drafters else False
         if may_differ(config, name):
             found["differing_answers"] = None
         drafts = bool(found["acceptance_per_depth"])  # a table may draft nothing at this size

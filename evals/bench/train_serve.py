@@ -76,7 +76,8 @@ def train_serve_check(run: Run, batch_size: int) -> dict[str, float | None]:
     """Acceptance at depth 1 as served and as in training; agreement on the target's own answers and on the file's.
 
     As in training: None where the root has more children at one batch size than at another, since an answer does not
-    show which of its rounds had how many; and where drafts may be other than the most likely tokens.
+    show which of its rounds had how many; where drafts may be other than the most likely tokens; and where the answers
+    are lossy, as drafts were accepted then that the target would not have chosen.
     """
     engine = run.engine
     target, draft = engine.target, run.draft
@@ -84,6 +85,7 @@ def train_serve_check(run: Run, batch_size: int) -> dict[str, float | None]:
     children = {tree.fanout[0] for tree in trees if isinstance(tree, Tree)}
     served = [(answer.prompt, answer.output) for answer in run.answers]
     depth_1, own = served_as_trained(target, draft, served, max(children))
+    is_exact = engine.config.drafting == "greedy" and not any(answer.output.is_lossy for answer in run.answers)
     references = []
     for answer in run.answers:
         if answer.question.reference:
@@ -91,7 +93,7 @@ def train_serve_check(run: Run, batch_size: int) -> dict[str, float | None]:
             references.append((answer.prompt, tokens[: target.max_positions - len(answer.prompt)]))
     return {
         "depth_1_served": acceptance(run.answers)[0],
-        "depth_1_as_trained": depth_1 if len(children) == 1 and engine.config.drafting == "greedy" else None,
+        "depth_1_as_trained": depth_1 if len(children) == 1 and is_exact else None,
         "agreement_on_own_answers": own,
         "agreement_on_reference_answers": agreement(target, draft, references),
     }

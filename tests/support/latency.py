@@ -30,6 +30,9 @@ def latency_config(**changes) -> Config:
             "temperature": 0.0,
             "top_p": 1.0,
             "top_k": 0,
+            "relaxed_topk": 0,
+            "relaxed_delta": 0.0,
+            "relaxed_thinking": False,
         },
         **{
             "seed": 0,
