@@ -165,9 +165,7 @@ def by_hand(size: tuple) -> list[list[int]]:
     "options",
     [
         {},
-        {"overlap": True},
         {"kv_tokens": 9 * BLOCK, "prefill_tokens": 7},
-        {"prefix_cache": True},
         {"prefix_cache": True, "host_kv_tokens": 30 * BLOCK, "kv_tokens": 9 * BLOCK, "overlap": True},
     ],
 )

@@ -77,9 +77,7 @@ def rounds_by_hand(kind: str, prompt: list[int], answer: list[int]) -> list[int]
     "options",
     [
         {},
-        {"overlap": True},
         {"kv_tokens": 14 * BLOCK, "prefill_tokens": 7},
-        {"prefix_cache": True},
         {"prefix_cache": True, "host_kv_tokens": 30 * BLOCK, "kv_tokens": 14 * BLOCK, "overlap": True},
     ],
 )
