@@ -46,10 +46,11 @@ class Config(BenchConfig):
     batch_sizes: list[int]
     repeats: int
     settle: int
+    per_row: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, 1, "repeats")
+        check_least(self, 1, "repeats", "per_row")
         check_least(self, 0, "settle")
         check_decodes(self.max_tokens)
         check_sizes("batch_sizes", self.batch_sizes)
@@ -82,7 +83,8 @@ def main(values: DictConfig) -> None:
     cells = [(size, load) for size in config.batch_sizes for load in LOADS]
     rows, bar = list[dict[str, Any]](), progress(len(cells), "load")
     for done, (size, load) in enumerate(cells, 1):
-        batches = [seeded(batch, LOADS[load]) for batch in source.batches(config.settle + config.repeats, size, None)]
+        asked = source.batches(config.settle + config.repeats, size * config.per_row, None)
+        batches = [seeded(batch, LOADS[load]) for batch in asked]
         rows.append({"batch_size": size, "load": load, **compared(rates(session, size, batches, source), config)})
         found = {"rows": rows, "left": len(cells) - done, **session.about()}
         session.report(found, markdown(found))
@@ -109,7 +111,8 @@ def rates(
 
     def engine(name: str, options: dict[str, Any]) -> Engine:
         drafter = None if name == PLAIN else session.drafter()
-        acceptance = None if name == PLAIN else OfGoodRequests(shares)
+        # Plain decoding too: to simulate takes a part of every round.
+        acceptance = OfGoodRequests(shares)
         return session.engine(drafter, acceptance=acceptance, max_batch_size=size, longest=longest, **options)
 
     engines = {name: engine(name, options) for name, options in config.choices.items()}
@@ -156,7 +159,8 @@ def markdown(found: Mapping[str, Any]) -> str:
     config = found["config"]
     said = (
         f"Drafts of a good request are accepted with {config['acceptance']} where the one above was; of others never. "
-        f"Medians of {config['repeats']} batches, answered in turn, after {config['settle']} more; answers of "
+        f"Medians of {config['repeats']} turns, each of {config['per_row']} requests for each row of a batch, which "
+        f"take the places of those that end, after {config['settle']} more; answers of "
         f"{config['max_tokens']} tokens, prompts included. `gate / best`: with engine.gate, against the faster of no "
         "drafts and its own tree; `auto / best`: tree=auto against the fastest of all fixed ones."
     )

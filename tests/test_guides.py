@@ -33,7 +33,7 @@ PROGRAMS: dict[str, tuple[Callable[[], None], list[str]]] = {
     "python -m evals.mt_bench": (mt_bench.main, SMALL_EVAL),
     "python -m evals.latency": (latency.main, [*SMALL_BATCHES, "context_lengths=[8]"]),
     "python -m evals.compare": (compare.main, SMALL_BATCHES),
-    "python -m evals.gating": (gating.main, [*SMALL_BATCHES, "settle=0", "others=[]"]),
+    "python -m evals.gating": (gating.main, [*SMALL_BATCHES, "settle=0", "per_row=1", "others=[]"]),
     "python -m evals.layer_skip": (layer_skip.main, SMALL_EVAL),
     "python -m evals.tune_trees": (tune_trees.main, [*SMALL_EVAL, "batch_sizes=[1]", "nodes=[2]", "rounds=2"]),
     "python -m evals.switches": (switches.main, [*SMALL_BATCHES, "switches=[chunked_prefill]", "long_tokens=32"]),

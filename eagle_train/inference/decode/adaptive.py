@@ -26,6 +26,7 @@ _NEAR = 0.9  # of the best one's tokens a second
 _CLOSES = 48  # plain rounds in a row, after which requests lose their drafters
 _OPEN_ONE_IN = 8  # while closed, so many new requests have no drafter for each that has one
 _OF_REQUEST, _OF_ALL = 96, 600  # rounds that acceptance remembers
+_FADES, _RISES = 0.99, 1.05  # what hope is multiplied by in a round
 _KNOWN = 8  # rounds after which a request's acceptance is known well enough to be compared
 
 
@@ -52,6 +53,7 @@ class Adaptive:
         self._dispatcher, self._plain, self._costs, self._ranks = dispatcher, plain, costs, ranks
         self._rows, self._all = rows, Acceptance(_OF_ALL)
         self._variance = 0.0  # of acceptance at depth 1, over requests
+        self._hope = 1.0  # how far new requests are believed to be good ones
         self._current, self._trial, self._retry_after = plain, 0, _FIRST_RETRY  # _trial: rounds of it that are left
         self._idle = _FIRST_RETRY  # rounds since the last one with drafts: the first are a trial
         self._unpaid = 0  # rounds since drafts were last expected to pay
@@ -103,15 +105,15 @@ class Adaptive:
         """The plans with drafts that such a batch may have."""
         return self._dispatcher.choices(rows)
 
-    def _expected(self, plan: TreePlan, drafting: Sequence[Acceptance], rows: int) -> float:
-        """Tokens a second of a batch, some of whose rows draft."""
+    def _expected(self, plan: TreePlan, drafting: Sequence[Acceptance], rows: int, hope: float = 0.0) -> float:
+        """Tokens a second of a batch, some of whose rows draft. `hope`: that new requests are good ones, 0 to 1."""
         depth = plan.tree.max_depth
         tokens = sum(each.tokens(depth) for each in drafting) + rows - len(drafting)
         if depth > 0 and self._variance > 0:
             # Where requests differ, a new one may be a good one: else the end of a good one could end all drafting.
             first, *others = self._all.shares(depth)
             relative = 1 + sum(others) / max(first, 1e-3)
-            tokens += math.sqrt(self._variance) * relative * sum(each.novelty for each in drafting)
+            tokens += hope * math.sqrt(self._variance) * relative * sum(each.novelty for each in drafting)
         return tokens / self._costs.seconds(plan, rows)
 
     def observe(self, plan: TreePlan, told: list[Told], rows: int, seconds: float | None) -> bool:
@@ -128,8 +130,9 @@ class Adaptive:
 
     def _best(self, plans: list[TreePlan], drafting: Sequence[Acceptance], rows: int) -> int:
         """The place of the plan with the most tokens a second; the current one's where none is clearly better."""
-        rates = [self._expected(plan, drafting, rows) for plan in plans]
+        rates = [self._expected(plan, drafting, rows, self._hope) for plan in plans]
         best = max(range(len(plans)), key=rates.__getitem__)
+        self._note_hope(plans[best], drafting, rows)
         if (probed := self._tried_out(plans, rates, rows)) is not None:
             return probed
         self._pays = max(rates[1:], default=0.0) > _CLEARLY_WORSE * rates[0]
@@ -137,6 +140,12 @@ class Adaptive:
             return best or max(range(1, len(plans)), key=rates.__getitem__)
         stays = plans.index(self._current) if self._current in plans else best
         return best if rates[best] > _BETTER * rates[stays] else stays
+
+    def _note_hope(self, best: TreePlan, drafting: Sequence[Acceptance], rows: int) -> None:
+        """Hope fades in rounds with drafts that it alone was for, and comes back where drafts pay without it."""
+        if best.tree.max_depth > 0:
+            pays = self._expected(best, drafting, rows) > self._expected(self._plain, drafting, rows)
+            self._hope = min(1.0, self._hope * (_RISES if pays else _FADES))
 
     def _tried_out(self, plans: list[TreePlan], rates: list[float], rows: int) -> int | None:
         """The place of a plan that is to be timed now: now and then the least known of those that are nearly the best,
