@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eagle_train.errors import UserError, check, one_line, report
-from eagle_train.fields import FIELDS, groups
+from eagle_train.fields import FIELDS, bases, defaults_of
 from eagle_train.hydra_private import argument_parser
 from eagle_train.settings import CONF_DIR, PACKAGE
 from eagle_train.terminal import log_to_stderr, printable
@@ -107,11 +107,11 @@ def offer_trees(arguments: Iterable[str]) -> None:
 
 
 offer_trees(())
-for _group, _values in groups().items():
-    ConfigStore.instance().store(FIELDS, _values, group=_group, provider="eagle_train")
+for _group, _option in bases():
+    ConfigStore.instance().store(_option, defaults_of(_group, _option), group=_group, provider="eagle_train")
 
 
-def named_path(override: str) -> list[str]:
+def named_path(override: str, command: str = "train") -> list[str]:
     """`target=X`, `draft=X`, `tree=X.yaml`, `drafter=X.yaml`, where X is no YAML of the group but a path or hub id.
 
     A tree's other names are left to Hydra, see `offer_trees`.
@@ -119,7 +119,10 @@ def named_path(override: str) -> list[str]:
     key, _, value = override.partition("=")
     if key not in ("target", "draft", "tree", "drafter") or not value or value.startswith("{"):
         return [override]
-    if (CONF_DIR / key / f"{value}.yaml").exists() or (key in ("tree", "drafter") and not value.endswith(".yaml")):
+    has_kinds = key != "draft" or command == "train"  # elsewhere it is a directory, whatever its name
+    if has_kinds and (CONF_DIR / key / f"{value}.yaml").exists():
+        return [override]
+    if key in ("tree", "drafter") and not value.endswith(".yaml"):
         return [override]
     short = {
         "draft": ["draft.path="],
@@ -177,7 +180,8 @@ def misread(overrides: list[str], config_name: str) -> str | None:
     for override in overrides:
         key, equals, value = override.partition("=")
         if key == "draft.path" and config_name == "train":  # see `named_path`
-            return f"draft={value}: must be one of dense3; what gives weights to begin with is train.init_from=DIR"
+            kinds = ", ".join(sorted(path.stem for path in (CONF_DIR / "draft").glob("*.yaml")))
+            return f"draft={value}: must be one of {kinds}; what gives weights to begin with is train.init_from=DIR"
         if not key or (not equals and not key.startswith("~")):
             return f"{override}: must be KEY=VALUE (--help tells the keys)"
         if value == "null" and (CONF_DIR / key).is_dir():
@@ -189,7 +193,8 @@ def misread(overrides: list[str], config_name: str) -> str | None:
 def refused(error: Exception) -> str:
     """What Hydra says of an override, and what would be right."""
     options = getattr(error, "options", None)  # of a group that has none of that name
-    options = options and [name for name in options if name in TREES or (tree_of(name) is None and name != FIELDS)]
+    hidden = [name for name in options or () if name.startswith(FIELDS) or (name not in TREES and tree_of(name))]
+    options = options and [name for name in options if name not in hidden]
     hint = f"there are {', '.join(options)}" if options else "--help tells the keys"
     hint += f", and {ANY_TREE}" if options and TREES[0] in options else ""
     said = one_line(error).rstrip(".").replace(f"In '{COMMANDS}/", "In '")
@@ -243,7 +248,8 @@ def parse_arguments(config_name: str) -> list[str]:
         sys.exit()
     parser = OverridesParser.create()
     multirun = bool({"-m", "--multirun"} & set(sys.argv))
-    arguments = with_others_off([override for argument in sys.argv[1:] for override in named_path(argument)])
+    given = [override for argument in sys.argv[1:] for override in named_path(argument, config_name)]
+    arguments = with_others_off(given)
     arguments = with_own_keys(arguments)
     offer_trees(arguments)
     arguments = arguments if multirun else [as_typed(argument, parser) for argument in arguments]

@@ -2,11 +2,11 @@
 
 Each setting is written once: a field of a dataclass, with its default and a comment. The YAMLs have what differs. A
 command answers `--help` and mistakes before torch is imported, and the dataclasses are in modules that import torch;
-so their source is parsed. `<group>: fields` in a YAML's defaults list stands for what is read here. DESIGN 3.10.
+so their source is parsed. `<group>: fields` in a YAML's defaults list stands for what is read here; a kind of draft has
+its own, `fields_<kind>`. DESIGN 3.10.
 """
 
 import ast
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,6 @@ _PACKAGE = Path(__file__).parent
 _CLASSES = {
     "cluster": ("training/cost/estimate.py", "ClusterConfig"),
     "data": ("corpus/source.py", "DataConfig"),
-    "draft": ("models/draft_config.py", "DraftConfig"),
     "engine": ("inference/options.py", "EngineConfig"),
     "optim": ("training/optimizer.py", "OptimConfig"),
     "parallel": ("training/backend.py", "ParallelConfig"),
@@ -28,6 +27,7 @@ _CLASSES = {
     "target": ("models/loading.py", "TargetConfig"),
     "train": ("training/train_config.py", "TrainConfig"),
 }
+_KINDS = {"eagle": ("drafts/eagle.py", "EagleConfig")}  # of drafts
 # Where a command's default is not Python's: sizes of the draft follow from the target unless they are given, and data
 # are asked for. And fields that are no settings.
 _SIZES = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_position_embeddings")
@@ -36,7 +36,7 @@ _OTHER_DEFAULTS: dict[str, dict[str, str | None]] = {
     "draft": dict.fromkeys((*_SIZES, "rope_parameters", "rms_norm_eps")),
 }
 _EMPTY: dict[str, Any] = {"dict": {}, "list": []}  # what a default_factory makes
-_NO_SETTINGS: dict[str, tuple[str, ...]] = {"draft": ("hidden_size", "vocabulary")}
+_NO_SETTINGS: dict[str, tuple[str, ...]] = {"draft": ("hidden_size", "vocabulary", "target_vocab_size")}
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,16 @@ class Field:
     comment: str
 
 
+def bases() -> list[tuple[str, str]]:
+    """What dataclasses stand for: each group with the option of it."""
+    kinds = (("draft", f"{FIELDS}_{kind}") for kind in _KINDS)
+    return sorted([*((group, FIELDS) for group in _CLASSES), *kinds])
+
+
 @cache
-def fields_of(group: str) -> tuple[Field, ...]:
-    """The settings of a group, in the order of its dataclass."""
-    path, name = _CLASSES[group]
+def fields_of(group: str, option: str = FIELDS) -> tuple[Field, ...]:
+    """The settings of a group's dataclass (`option`: see `bases`), in its order."""
+    path, name = _CLASSES[group] if option == FIELDS else _KINDS[option.removeprefix(f"{FIELDS}_")]
     others, left_out = _OTHER_DEFAULTS.get(group, {}), _NO_SETTINGS.get(group, ())
     found = [each for each in _parse_fields(_PACKAGE / path, name) if each.name not in left_out]
     return tuple(
@@ -61,30 +67,38 @@ def fields_of(group: str) -> tuple[Field, ...]:
     )
 
 
-def groups() -> dict[str, dict[str, Any]]:
-    """The defaults by name of each group that a dataclass describes; `???` for a field that must be given."""
-    return {group: {each.name: each.value for each in fields_of(group)} for group in _CLASSES}
+def defaults_of(group: str, option: str = FIELDS) -> dict[str, Any]:
+    """The defaults by name of a group's dataclass; `???` for a field that must be given."""
+    return {each.name: each.value for each in fields_of(group, option)}
 
 
 def _parse_fields(path: Path, name: str) -> list[Field]:
-    """The fields of a dataclass in a module's source, those of its bases in the same module before its own."""
+    """The fields of a dataclass in a module's source, those of its bases, there or in what it imports, before its
+    own."""
     source = path.read_text("utf-8")
-    lines = source.splitlines()
-    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-    found: dict[str, Field] = {}
-    for node in _with_bases(classes[name], classes):
-        for statement in node.body:
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                field, comment = statement.target.id, _comment(statement, lines)
-                found[field] = Field(field, *_default(statement.value, source), comment)
+    lines, tree = source.splitlines(), ast.parse(source)
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    found = {each.name: each for base in classes[name].bases for each in _fields_of_base(base, path, tree)}
+    for statement in classes[name].body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and _is_field(statement):
+            field, comment = statement.target.id, _comment(statement, lines)
+            found[field] = Field(field, *_default(statement.value, source), comment)
     return list(found.values())
 
 
-def _with_bases(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[ast.ClassDef]:
-    for base in node.bases:
-        if isinstance(base, ast.Name) and base.id in classes:
-            yield from _with_bases(classes[base.id], classes)
-    yield node
+def _is_field(statement: ast.AnnAssign) -> bool:
+    return not ast.unparse(statement.annotation).startswith("ClassVar")
+
+
+def _fields_of_base(base: ast.expr, path: Path, tree: ast.Module) -> list[Field]:
+    """The fields of a class's base that its own module defines, or imports from this package."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == ast.unparse(base):
+            return _parse_fields(path, node.name)
+        if isinstance(node, ast.ImportFrom) and ast.unparse(base) in [alias.name for alias in node.names]:
+            module = _PACKAGE.parent.joinpath(*str(node.module).split(".")).with_suffix(".py")
+            return _parse_fields(module, ast.unparse(base)) if module.is_relative_to(_PACKAGE) else []
+    return []
 
 
 def _default(node: ast.expr | None, source: str) -> tuple[Any, str]:

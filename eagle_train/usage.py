@@ -68,8 +68,8 @@ def _about(text: str) -> str:
 
 def _merged(group: Path, option: str) -> Entries:
     """The keys of a group's option and, before them, those of the options that its YAML begins with."""
-    if option == FIELDS:
-        return {each.name: _lines_of(each) for each in fields_of(group.name)}
+    if option.startswith(FIELDS):
+        return {each.name: _lines_of(each) for each in fields_of(group.name, option)}
     text = (group / f"{option}.yaml").read_text("utf-8")
     entries: Entries = {}
     found = _BASES.search(text)

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 import torch
 
 from eagle_train.distributed import check_alone
+from eagle_train.drafts.losses import default_chunk_rows, distillation_loss
 from eagle_train.errors import UserError, check, report
 from eagle_train.hardware import low_precision, warn_of_emulation
 from eagle_train.models.target import LMHead
 from eagle_train.results import prepared_file, provenance, write_json
-from eagle_train.training.losses import default_chunk_rows, distillation_loss
 from evals.bench.memory import options, peak_bytes, resident_bytes
 
 DTYPES = {"auto": low_precision("cpu"), "float32": torch.float32, "bfloat16": torch.bfloat16}

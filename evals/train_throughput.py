@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from eagle_train.drafts import EagleConfig, EagleDraft
 from eagle_train.hardware import resolve_device
-from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.results import prepared_file, provenance, write_json
 from eagle_train.settings import build
 from eagle_train.training.cost.flops import flops_of
@@ -77,9 +77,9 @@ def figures(config: StepConfig, rounds: dict[str, list[dict]], floors: list[list
     ours = rounds["ours"]
     parts = {part: median(one["parts"][part] for one in ours) / config.steps for part in ours[0]["parts"]}
     shape = llama(config)
-    draft = DraftConfig.from_target(shape, num_layers=config.draft_layers)
+    draft = EagleConfig.from_target(shape, num_layers=config.draft_layers)
     with torch.device("meta"):
-        flops = flops_of(TargetShape.of(shape), draft, Draft(draft), 0, recomputed=False)
+        flops = flops_of(TargetShape.of(shape), draft, EagleDraft(draft), 0, recomputed=False)
     rate = found["ours"]["tokens_per_s"] * sum(flops.values()) / 1e12
     floor = min(median(way) for way in zip(*floors, strict=True))
     return found | {

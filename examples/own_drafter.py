@@ -5,9 +5,9 @@ eagle-generate drafter=examples/own_drafter.yaml drafter.least=2 tree=chain4 pro
 A text's tokens are searched anew in each round, which is simple, and fast enough for prompts of a few thousand.
 """
 
+from eagle_train.drafts import Draft
 from eagle_train.errors import check
 from eagle_train.inference import RowText, TextDrafter
-from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 
 

@@ -20,10 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from eagle_train import generate
 from eagle_train.cli import as_typed, command, offer_trees
 from eagle_train.corpus.source import DataConfig
+from eagle_train.drafts import EagleConfig
 from eagle_train.errors import OptionError, UserError, check, within
 from eagle_train.hardware import resolve_device
 from eagle_train.inference.decode.named_trees import load_tree
-from eagle_train.models.draft import DraftConfig
 from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.loading import TargetConfig
 from eagle_train.results import prepared, prepared_file, write_json, write_text
@@ -189,7 +189,7 @@ def test_hydras_own_options_work(capsys, arguments, expected):
     [
         ("train", ["--help"], 0, "eagle-train: "),
         ("train", ["train.setps=3"], 2, "error: Could not override 'train.setps' ("),
-        ("train", ["draft=DIR"], 2, "error: draft=DIR: must be one of dense3; what gives weights to begin with is "),
+        ("train", ["draft=DIR"], 2, "error: draft=DIR: must be one of eagle; what gives weights to begin with is "),
         ("export", [], 2, "error: checkpoint, out are needed: give checkpoint=VALUE out=VALUE"),
         ("generate", ["prompt=x", "tree=nosuch"], 2, "error: In 'generate': Could not find 'tree/nosuch' (there are "),
     ],
@@ -457,7 +457,8 @@ def test_the_defaults_are_the_papers():
         "first_token": "self_fusion",
         "norms": "eagle1",
     }.items() <= config.draft.items()
-    assert set(config.draft) <= {one.name for one in dataclasses.fields(DraftConfig)}
+    assert set(config.draft) <= {"kind", *(one.name for one in dataclasses.fields(EagleConfig))}
+    assert config.draft.kind == "eagle"
 
 
 @pytest.mark.parametrize("name", options("experiment"))

@@ -22,9 +22,9 @@ from eagle_train.artifacts.format import load_draft, read_artifact, save_draft, 
 from eagle_train.artifacts.layouts import expected_shapes, from_layout
 from eagle_train.artifacts.tensors import file_tensors
 from eagle_train.artifacts.verify import check_names, verify
+from eagle_train.drafts import Draft
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.models.draft import Draft
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.ops.weight_codes import dequantise

@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from eagle_train import fields
 from eagle_train.cli import compose
 from eagle_train.corpus.source import DataConfig
+from eagle_train.drafts import KINDS
 from eagle_train.inference import EngineConfig
-from eagle_train.models.draft_config import DraftConfig
 from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.loading import TargetConfig
 from eagle_train.settings import CONF_DIR
@@ -23,7 +23,6 @@ from eagle_train.training.train_config import TrainConfig
 CLASSES = {
     "cluster": ClusterConfig,
     "data": DataConfig,
-    "draft": DraftConfig,
     "engine": EngineConfig,
     "optim": OptimConfig,
     "parallel": ParallelConfig,
@@ -31,6 +30,8 @@ CLASSES = {
     "target": TargetConfig,
     "train": TrainConfig,
 }
+BASES = {(group, fields.FIELDS): cls for group, cls in CLASSES.items()}
+BASES |= {("draft", f"fields_{kind}"): cls for kind, cls in KINDS.items()}
 FROM_TARGET = {"num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "rope_parameters"}
 FROM_TARGET |= {"intermediate_size", "max_position_embeddings"}
 
@@ -45,20 +46,21 @@ def default_of(field: dataclasses.Field) -> Any:
 
 
 def test_what_is_read_from_the_source_is_what_python_has():
-    read = fields.groups()
-    assert read.keys() == CLASSES.keys()
-    for group, cls in CLASSES.items():
+    assert fields.bases() == sorted(BASES)
+    for (group, option), cls in BASES.items():
         expected = {field.name: default_of(field) for field in dataclasses.fields(cls)}
         if group == "data":
             expected["path"] = "???"  # or data.mix; Python's default is None
         if group == "draft":
             expected = {name: None if name in FROM_TARGET else value for name, value in expected.items()}
-            del expected["hidden_size"], expected["vocabulary"]  # always the target's; and found in the data
-        assert read[group] == expected
+            # always the target's; and found in the data
+            left_out = ("hidden_size", "vocabulary", "target_vocab_size")
+            expected = {name: value for name, value in expected.items() if name not in left_out}
+        assert fields.defaults_of(group, option) == expected
 
 
 def test_a_default_is_shown_as_one_types_it():
-    shown = {field.name: field.text for group in CLASSES for field in fields.fields_of(group)}
+    shown = {field.name: field.text for base in BASES for field in fields.fields_of(*base)}
     assert (shown["lr"], shown["tokens_per_step"], shown["betas"]) == ("2e-4", "2097152", "[0.9, 0.95]")
     assert (shown["resume"], shown["minutes"], shown["zero"], shown["norms"]) == ("true", "null", "{}", "eagle1")
 
@@ -89,7 +91,7 @@ def options_of(*groups: str) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    "path", options_of(*CLASSES.keys() - {"cluster", "train"}), ids=lambda path: f"{path.parts[-2:]}"
+    "path", options_of("draft", *CLASSES.keys() - {"cluster", "train"}), ids=lambda path: f"{path.parts[-2:]}"
 )
 def test_an_option_says_what_differs_from_its_base(path):
     own = OmegaConf.load(path)
@@ -101,8 +103,8 @@ def test_an_option_says_what_differs_from_its_base(path):
 
 def raw(group: str, option: str) -> dict[str, Any]:
     """What an option of a group says together with those that it begins with."""
-    if option == fields.FIELDS:
-        return dict(fields.groups()[group])
+    if option.startswith(fields.FIELDS):
+        return fields.defaults_of(group, option)
     own = OmegaConf.to_container(OmegaConf.load(CONF_DIR / group / f"{option}.yaml"))
     bases = [base for base in own.pop("defaults", []) if base != "_self_"]
     return {key: value for base in bases for key, value in raw(group, base).items()} | own

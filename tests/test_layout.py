@@ -54,7 +54,7 @@ TESTED_IN = {
     "ops/test_linear.py": "ops/kernels",
     "ops/test_paged.py": "ops/paged_kernel",
     "models/test_directory.py": "models/config_json",
-    "models/test_draft.py": "models/draft_config models/layers",
+    "drafts/test_eagle.py": "drafts/kind drafts/rope models/layers",
     "models/test_family.py": "models/probe models/twin",
     "models/test_patches.py": "ops/joint_linear",
     "models/test_stored.py": "models/checkpoint_quantisation",
@@ -63,6 +63,7 @@ TESTED_IN = {
     "test_commands.py": "generate train",
     "test_datastore.py": "retrieval/build retrieval/documents retrieval/options retrieval/size",
     "test_export.py": "artifacts/card artifacts/convert artifacts/foreign artifacts/hub artifacts/layouts "
+    "drafts/eagle_layouts drafts/layouts "
     "artifacts/tensors artifacts/verify training/trained_draft",
     "test_private_api.py": "hydra_private ops/torch_private transformers_private",
     "test_regenerate.py": "regeneration/by_engine regeneration/by_server regeneration/dialogue regeneration/options "

@@ -14,6 +14,10 @@ PUBLIC = {
     "corpus": """
         Batch ChatRenderer ChatTemplate Conversation DataConfig Document SourceConfig Stream open_source
     """,
+    "drafts": """
+        Draft DraftConfig EagleConfig EagleDraft Head Lesson LossSums TargetStates distillation_loss kind_named
+        planned_config saved_config shift_hidden
+    """,
     "inference": """
         Choice Dispatcher DraftModel DraftRound Drafted Drafter DynamicTree Eagle Engine EngineConfig LayerSkip Needs
         OpenTree Outcome Output Pending PlanTree PrefillServer RemotePrefill Requests RowText RowTrees SamplingParams
@@ -21,8 +25,7 @@ PUBLIC = {
         full pruned
     """,
     "models": """
-        Draft DraftConfig Head Identity Quant Target TargetConfig load_target quant_of quantise_draft
-        shift_hidden
+        Identity Quant Target TargetConfig load_target quant_of quantise_draft
     """,
     "regeneration": """
         RegenerateConfig ServerConfig regenerate

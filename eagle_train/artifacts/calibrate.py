@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from eagle_train.corpus.stream import TENSORS, Batch
+from eagle_train.drafts import Draft, TargetStates
+from eagle_train.drafts.kind import Rows
 from eagle_train.errors import check
-from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.draft_quantisation import Quant, modules_to_quantise, quantise_draft
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
@@ -46,7 +47,7 @@ def calibrated(draft: Draft, target: Target, batches: Iterable[Batch], quant: Qu
         if moments.slots >= tokens:
             break
     bar.close()
-    return quantise_draft(moved, quant, moments.sums).to(draft.fc.weight.device)
+    return quantise_draft(moved, quant, moments.sums).to(next(draft.parameters()).device)
 
 
 class Moments:
@@ -74,9 +75,10 @@ class Moments:
         self.supervised = batch.supervised.flatten()
         self.slots += int(self.supervised.sum())
         attend = packed_attention(batch.lengths)
-        hidden = target.hidden_states(batch.tokens, batch.positions, attend).float()
-        previous = shift_hidden(hidden, batch.positions)
-        self.draft(target.embed(batch.tokens).float(), previous, batch.positions, attend)
+        layers = self.draft.config.target_layers
+        states = TargetStates.split(target.states(layers)(batch.tokens, batch.positions, attend).float(), layers)
+        rows = Rows(target.embed(batch.tokens).float(), states, batch.positions, batch.lengths)
+        self.draft.unrolled(self.draft, rows, passes=1)
 
     def _add_inputs(self, name: str, module: nn.Module, arguments: tuple[torch.Tensor]) -> None:
         moe, is_expert, rest = name.partition(".experts.")

@@ -12,35 +12,17 @@ from typing import Any
 import torch
 
 from eagle_train.artifacts.format import Artifact
-from eagle_train.artifacts.layouts import TOKEN_MAP
+from eagle_train.artifacts.layouts import layout_of
 from eagle_train.artifacts.markdown import code, plain, table
+from eagle_train.drafts.layouts import TOKEN_MAP
 from eagle_train.errors import UserError, check
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_SERVED = {
-    "native": """\
+_NATIVE = """\
 ```bash
 eagle-generate target={target} draft={here} prompt="..."
 python -m evals.mt_bench target={target} draft={here} questions=question.jsonl
-```""",
-    "vllm": """\
-```bash
-vllm serve {target} --speculative-config '{{"method": "eagle", "model": "{here}", "num_speculative_tokens": 3}}'
-```""",
-    "sglang": """\
-```bash
-python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE \\
-    --speculative-draft-model-path {here}{unquantised} \\
-    --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4{token_map}
-```""",
-    "trtllm": """\
-```bash
-python examples/eagle/convert_checkpoint.py --model_dir {target} --eagle_model_dir {here} \\
-    --num_eagle_layers 4 --max_draft_len 63 --max_non_leaves_per_layer 10 --output_dir converted
-```
-
-This is for TensorRT-LLM's TensorRT backend, which releases up to 1.2 have.""",
-}
+```"""
 
 
 def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str:
@@ -49,6 +31,8 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
     token_map = "" if draft.vocabulary is None else f" \\\n    --speculative-token-map {name}/{TOKEN_MAP}"
     # Without the option SGLang would quantise the draft as it does the target.
     unquantised = " --speculative-draft-model-quantization unquant" if about.quant.scheme == "none" else ""
+    own = layout_of(about.layout, draft)
+    served = _NATIVE if own is None else own.serves
     parts = [
         _front_matter(about),
         f"# An EAGLE draft for {plain(target.name)}",
@@ -56,7 +40,7 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
         "the output stays the target's own, in fewer of its calls. "
         f"Layout: {about.layout}. Weights: {_weights(about)}.",
         "## Serve it",
-        _SERVED[about.layout].format(target=target.name, here=name, token_map=token_map, unquantised=unquantised),
+        served.format(target=target.name, here=name, token_map=token_map, unquantised=unquantised),
         *([f"Note: {caveat(about)}."] if caveat(about) else []),
         "## What it is worth",
         _worth(about.evaluations),

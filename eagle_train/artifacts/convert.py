@@ -12,15 +12,15 @@ import torch
 from eagle_train.artifacts.calibrate import calibrated
 from eagle_train.artifacts.card import card, caveat, read_evaluations
 from eagle_train.artifacts.format import DTYPES, ROUNDINGS, Artifact, fingerprint, write_artifact
-from eagle_train.artifacts.layouts import LAYOUTS, check_runs
+from eagle_train.artifacts.layouts import LAYOUTS, check_runs, layout_of
 from eagle_train.artifacts.license import check_license, license_of_target
 from eagle_train.artifacts.tensors import file_tensors
 from eagle_train.artifacts.verify import verify
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Stream
+from eagle_train.drafts import Draft
 from eagle_train.errors import check
-from eagle_train.models.draft import Draft
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig
 from eagle_train.models.stops import stop_ids_of
@@ -59,8 +59,6 @@ class ExportConfig:
         )
         check(not gptq or given, "rounding=gptq: reads the target's states; give target=PATH")
         check(not gptq or self.data is not None, "rounding=gptq: reads chat data; give data=messages data.path=FILE")
-        repeats = self.layout == "trtllm"
-        check(not repeats or given, "layout=trtllm: its file repeats the target's embedding; give target=PATH")
         check(self.calibration_tokens >= 1, f"calibration_tokens={self.calibration_tokens}: must be at least 1")
 
 
@@ -115,6 +113,10 @@ def _described(source: Source, config: ExportConfig) -> Artifact:
     if config.quant.scheme != "none":
         about = replace(about, quant=config.quant, rounding=config.rounding)
     check_runs(about.layout, about.draft, about.quant)
+    own = layout_of(about.layout, about.draft)
+    repeats = own is not None and own.needs_embedding
+    given = config.target is not None
+    check(not repeats or given, f"layout={about.layout}: its file repeats the target's embedding; give target=PATH")
     return about
 
 

@@ -16,9 +16,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eagle_train.artifacts.tensors import load_tensors
+from eagle_train.drafts import Draft, EagleConfig, EagleDraft
 from eagle_train.errors import UserError, check, foreign, one_line, shown
 from eagle_train.models.directory import read_mapping
-from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.target import Target
 
 _PICKLES = "pytorch_model*.bin"  # of EAGLE's repository, from before safetensors
@@ -71,7 +71,7 @@ def load_foreign(directory: Path, target: Target) -> Draft:
         refuse_other(name, what, tensors.pop(name, None), target, directory)
     tensors = _without_zero_biases(tensors)
     try:
-        draft = Draft(_shape_of(values, tensors, target))
+        draft = EagleDraft(_shape_of(values, tensors, target))
     except UserError as error:
         raise UserError(f"checkpoint={directory}: config.json: {error}") from error
     load_tensors(draft, tensors, f"checkpoint={directory}")
@@ -156,7 +156,7 @@ def refuse_other(name: str, what: str, found: torch.Tensor | None, target: Targe
     check(same, f"checkpoint={directory}: its {name} is not the {what} of {target.name}; give the draft's own target")
 
 
-def _shape_of(values: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target) -> DraftConfig:
+def _shape_of(values: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target) -> EagleConfig:
     """The draft's config: from a Llama-like config.json, and norms and biases from the tensors."""
     llama = _llama_of(values)
     for name, own in (("hidden_size", target.identity.hidden_size), ("vocab_size", target.identity.vocab_size)):
@@ -167,7 +167,7 @@ def _shape_of(values: dict[str, Any], tensors: dict[str, torch.Tensor], target: 
         flag: bool(layers) and all(f"layers.{layer}.{name}" in tensors for layer in layers for name in names)
         for flag, names in _BIASES.items()
     }
-    return DraftConfig.from_target(
+    return EagleConfig.from_target(
         llama,
         num_layers=llama.num_hidden_layers if not layers else max(layers) + 1,
         norms="full" if "norm.weight" in tensors else "eagle1",

@@ -21,15 +21,16 @@ from safetensors.torch import load_file, save_file
 
 from eagle_train.artifacts import layouts
 from eagle_train.artifacts.tensors import check_finite, file_tensors, load_tensors
+from eagle_train.drafts import Draft, DraftConfig, saved_config
+from eagle_train.drafts.layouts import TOKEN_MAP
 from eagle_train.errors import UserError, check
-from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.draft_quantisation import Quant, quant_of
 from eagle_train.models.target import Identity
 from eagle_train.results import write_json, write_text
 from eagle_train.settings import build
 
 KEY = "eagle_train"
-VERSION = 3
+VERSION = 4
 ROUNDINGS = ("nearest", "gptq")
 DTYPES = ("bfloat16", "float32")
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
@@ -59,26 +60,11 @@ class Artifact:
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        self.conventions = conventions(self.draft)
+        self.conventions = self.draft.conventions()
 
-
-def conventions(config: DraftConfig) -> dict[str, str]:
-    """What an implementation needs to know to run the draft, beside its tensors."""
-    norms = {
-        "eagle1": "layer 0 has no input norm; there is no final norm",
-        "full": "every layer has an input norm; a final norm ends the draft",
-    }
-    first = {"self_fusion": "t_0 is paired with its own hidden state", "skip": "t_0 has none: it begins at (t_1, h_0)"}
-    return {
-        "input": "fc(concatenate(embedding of token t_j, hidden state h_{j-1})): embedding first",
-        "first_slot": first[config.first_token],
-        "hidden": "the target's, after its final norm; in a chain, the draft's own output",
-        "norms": norms[config.norms],
-        "rope": "halves convention, as Hugging Face's Llama, on the first partial_rotary_factor of each head",
-        "position_of_slot": "the position of its token t_j, so the draft's cache is as long as the target's",
-        "lm_head_and_embedding": "the target's"
-        + ("" if config.vocabulary is None else "; the draft proposes the tokens of draft.vocabulary only"),
-    }
+    def saved(self) -> dict[str, Any]:
+        """What config.json has of it."""
+        return {**dataclasses.asdict(self), "draft": self.draft.saved()}
 
 
 def save_draft(
@@ -125,7 +111,7 @@ def write_artifact(
     check_finite(tensors, f"out={directory}")
     tensors = layouts.to_layout(about.layout, about.draft, tensors, embedding)
     values = layouts.layout_config(about.layout, about.draft, about.quant, about.dtype, about.target)
-    values[KEY] = dataclasses.asdict(about)
+    values[KEY] = about.saved()
     partial = replaced = None
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -134,8 +120,9 @@ def write_artifact(
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / WEIGHTS).chmod(0o644)  # safetensors writes it readable by its owner alone
         write_json(partial / CONFIG, values)
-        if about.layout == "sglang" and about.draft.vocabulary is not None:
-            torch.save(about.draft.vocabulary, partial / layouts.TOKEN_MAP)
+        own = layouts.layout_of(about.layout, about.draft)
+        if own is not None and own.has_token_map and about.draft.vocabulary is not None:
+            torch.save(about.draft.vocabulary, partial / TOKEN_MAP)
         if card:
             write_text(partial / CARD, card)
         if verify is not None:
@@ -185,7 +172,7 @@ def load_draft(directory: str | Path, target: Identity | None = None, field: str
     about, place = read_artifact(directory, field), f"{field}={directory}"
     if target is not None:
         check_target(about.target, target, place)
-    draft = Draft(about.draft)
+    draft = about.draft.module()
     load_tensors(
         draft, layouts.from_layout(about.layout, about.draft, read_tensors(directory, field)), place, about.quant
     )
@@ -218,7 +205,8 @@ def read_artifact(directory: str | Path, field: str = "draft") -> Artifact:
     about = values[KEY]
     version = about.get("version") if isinstance(about, dict) else None
     check(version == VERSION, f"{place} has version {version}, must be {VERSION}; export the draft again")
-    about = build(Artifact, about, f"{place}: {KEY}")
+    shape = saved_config(about.get("draft"), f"{place}: {KEY}.draft")
+    about = build(Artifact, about | {"draft": shape}, f"{place}: {KEY}")
     for name, known in (("layout", layouts.LAYOUTS), ("rounding", ROUNDINGS), ("dtype", DTYPES)):
         value = getattr(about, name)
         check(value in known, f"{place}: {name} is {value!r}, must be one of {', '.join(known)}")

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
+from eagle_train.drafts import Draft
 from eagle_train.errors import check
-from eagle_train.models.draft import Draft
 from eagle_train.models.draft_quantisation import SCHEMES, Quant, linear_modules
 from eagle_train.ops.linear import QuantisedLinear
 from eagle_train.ops.weight_codes import FP8, GROUP

@@ -12,7 +12,7 @@ from torch import nn
 from eagle_train.artifacts import layouts
 from eagle_train.artifacts.format import Artifact, load_draft, read_tensors
 from eagle_train.artifacts.tensors import file_tensors
-from eagle_train.models.draft import Draft
+from eagle_train.drafts import Draft
 from eagle_train.models.draft_quantisation import quant_of
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.linear import QuantisedLinear
@@ -73,9 +73,12 @@ def _rounded(trained: Draft, dtype: torch.dtype) -> Draft:
 
 
 def _outputs(draft: Draft) -> torch.Tensor:
-    """Hidden states [1, _SAMPLE, H] for fixed random embeddings and hidden states."""
-    embeddings, hidden = _noise(2, _SAMPLE, draft.config.hidden_size).unsqueeze(1)
-    return draft.eval()(embeddings, hidden, torch.arange(_SAMPLE)[None], packed_attention([[_SAMPLE]]))
+    """States [1, _SAMPLE, W] for fixed random embeddings and target's states, and logits of the draft's own LM head."""
+    width, parts = draft.config.hidden_size, 2 + len(draft.config.target_layers)
+    embeddings, states = _noise(1, _SAMPLE, parts * width).split((width, (parts - 1) * width), dim=-1)
+    given = draft.eval().fuse(states), torch.arange(_SAMPLE)[None], packed_attention([[_SAMPLE]])
+    found, head = draft(embeddings, *given), draft.own_head()
+    return found if head is None else torch.cat((found, head(draft.read(found))), dim=-1)
 
 
 def _noise(*shape: int) -> torch.Tensor:

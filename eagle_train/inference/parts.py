@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from eagle_train.artifacts.format import load_draft
+from eagle_train.drafts import Draft, DraftConfig
 from eagle_train.errors import OptionError, check, shown
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
@@ -38,7 +39,6 @@ from eagle_train.inference.requests.requests import Requests
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.runner import Runner
 from eagle_train.models.checkpoint_quantisation import quantization_config_of
-from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.patches import optimize_for_decoding
 from eagle_train.models.target import Target
@@ -78,7 +78,7 @@ def build_parts(
     drafters = _drafters(target, draft, config.draft_lm_head)
     target.join_products()
     optimize_for_decoding(target.model, target.dtype, [target.lm_head.weight])
-    DraftConfig.from_target(target.config)  # raises for a target without rotary positions
+    DraftConfig.from_target(target.config, num_layers=1)  # raises for a target without rotary positions
     tree = tree if drafters else chain(0)
     dispatcher = tree if isinstance(tree, Dispatcher) else Dispatcher(tree, target.device)
     runner = Runner(target, drafters, config, acceptance)

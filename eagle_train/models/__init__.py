@@ -1,17 +1,13 @@
-"""The frozen target and the draft. Knows nothing of training, inference or data.
+"""The frozen target, and what drafts are built of. Knows nothing of training, inference or data.
 
 The names below are what users may call; the rest is internal.
 """
 
-from eagle_train.models.draft import Draft, DraftConfig, Head, shift_hidden
 from eagle_train.models.draft_quantisation import Quant, quant_of, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Identity, Target
 
 __all__ = [
-    "Draft",
-    "DraftConfig",
-    "Head",
     "Identity",
     "Quant",
     "Target",
@@ -19,5 +15,4 @@ __all__ = [
     "load_target",
     "quant_of",
     "quantise_draft",
-    "shift_hidden",
 ]

@@ -6,14 +6,15 @@ The target decides what is accepted, so that a draft's rounding costs acceptance
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from eagle_train.errors import check
-from eagle_train.models.draft import Draft
 from eagle_train.ops.linear import Fp8Linear, Int4Linear, QuantisedLinear
 
+M = TypeVar("M", bound=nn.Module)
 SCHEMES = {made.scheme: made for made in (Int4Linear, Fp8Linear)}
 SCOPES = ("ffn", "all_linear")
 
@@ -35,7 +36,7 @@ class Quant:
 
 
 @torch.no_grad()
-def quantise_draft(draft: Draft, quant: Quant, moments: Mapping[str, torch.Tensor] | None = None) -> Draft:
+def quantise_draft(draft: M, quant: Quant, moments: Mapping[str, torch.Tensor] | None = None) -> M:
     """The draft with the linear modules of the scope in few bits, and the rest as it is; `draft` is left alone.
 
     Weights are rounded as they are here, so give them as they were loaded, before any other rounding: to nearest, or
@@ -52,7 +53,7 @@ def quantise_draft(draft: Draft, quant: Quant, moments: Mapping[str, torch.Tenso
     return draft
 
 
-def modules_to_quantise(draft: Draft, quant: Quant) -> dict[str, nn.Linear]:
+def modules_to_quantise(draft: nn.Module, quant: Quant) -> dict[str, nn.Linear]:
     """The linear modules to be quantised, by name. Raises UserError as `quantise_draft` does."""
     already = quant_of(draft)
     check(already.scheme == "none", f"quant.scheme={quant.scheme}: the draft is quantised already, {already}; use none")
@@ -67,14 +68,14 @@ def modules_to_quantise(draft: Draft, quant: Quant) -> dict[str, nn.Linear]:
     return found
 
 
-def linear_modules(draft: Draft, scope: str) -> dict[str, nn.Linear]:
+def linear_modules(draft: nn.Module, scope: str) -> dict[str, nn.Linear]:
     """The linear modules of a scope by name. The router of an MoE is in none: it is small, and it decides."""
     found = {name: module for name, module in draft.named_modules() if isinstance(module, nn.Linear)}
     inside = {name: module for name, module in found.items() if scope == "all_linear" or ".mlp." in name}
     return {name: module for name, module in inside.items() if not name.endswith(".router")}
 
 
-def quant_of(draft: Draft) -> Quant:
+def quant_of(draft: nn.Module) -> Quant:
     """How a draft is quantised."""
     found = {name: module for name, module in draft.named_modules() if isinstance(module, QuantisedLinear)}
     if not found:

@@ -6,18 +6,20 @@ it: parameters there are those of checkpoints, and modules may have hooks.
 
 import copy
 from itertools import chain
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eagle_train.models.draft import Draft
 from eagle_train.models.layers import Attention, DenseFFN, only, rotate
 from eagle_train.ops.linear import concat_outputs
 from eagle_train.ops.rule import Attend
 
+M = TypeVar("M", bound=nn.Module)
 
-def fuse_products(draft: Draft) -> Draft:
+
+def fuse_products(draft: M) -> M:
     """The draft with one product for what reads the same input; `draft` is left alone, and shares what stays.
 
     Quantised modules are to be given before they use a device's kernel.

@@ -4,6 +4,8 @@ Tensor names are those of Llama checkpoints, because serving engines load them. 
 are kept: `attend` comes from outside. Shapes: B batch, T tokens, H hidden, Q query heads, K key/value heads, D width.
 """
 
+from typing import Any, Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,12 +13,47 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eagle_train.errors import check
-from eagle_train.models.draft_config import DraftConfig
 from eagle_train.ops import grouped
 from eagle_train.ops.kernels import is_plain
 from eagle_train.ops.linear import Linear
 from eagle_train.ops.norm import rms_norm
 from eagle_train.ops.rule import Attend, Rule
+
+
+class LayerShape(Protocol):
+    """What layers read of a draft's config, of whatever kind."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def rope_parameters(self) -> dict[str, Any]: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def norms(self) -> str: ...
+    @property
+    def ffn(self) -> str: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def o_bias(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def first_slot(self) -> int: ...
+    def rope_of_layer(self, layer: int) -> tuple[bool, int | None]: ...
 
 
 class RMSNorm(nn.Module):
@@ -36,7 +73,7 @@ class Rotary(nn.Module):
 
     frequencies: torch.Tensor
 
-    def __init__(self, config: DraftConfig):
+    def __init__(self, config: LayerShape):
         super().__init__()
         frequencies, self.scale = _rope_frequencies(config)
         turning = torch.cat((-frequencies, frequencies))
@@ -53,7 +90,7 @@ class Rotary(nn.Module):
         return (cos, sin) if self.scale == 1.0 else (cos * self.scale, sin * self.scale)
 
 
-def _rope_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:
+def _rope_frequencies(config: LayerShape) -> tuple[torch.Tensor, float]:
     """Inverse frequencies [R/2] in fp32 and the factor on cos and sin, from the target's `rope_parameters`.
 
     R, how much of a head turns, is `partial_rotary_factor` of its width. Raises UserError for an unknown `rope_type`.
@@ -87,7 +124,7 @@ def rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.
 class Attention(nn.Module):
     """Grouped-query self-attention; which keys are seen is decided by `attend`."""
 
-    def __init__(self, config: DraftConfig, layer: int):
+    def __init__(self, config: LayerShape, layer: int):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
@@ -181,7 +218,7 @@ def _computed_in(x: torch.Tensor) -> torch.dtype:
 class Layer(nn.Module):
     """A pre-norm transformer layer. Without `input_layernorm` it reads its input as it is (EAGLE-1's first layer)."""
 
-    def __init__(self, config: DraftConfig, layer: int):
+    def __init__(self, config: LayerShape, layer: int):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         has_norm = layer > 0 or config.norms == "full"

@@ -83,6 +83,11 @@ def _check_rope(rope: Mapping[str, Any], place: str) -> None:
             check(value is None or is_number, f"{own}.{name}={shown(value)}; it must be a number above 0")
 
 
+def widest(size: int | list[int] | None) -> int | None:
+    """The largest of what a config may say for each layer (Gemma 3n)."""
+    return max(size) if isinstance(size, list | tuple) else size
+
+
 def layer_config(text: Any, layer: int) -> Any:
     """The config of one layer: the text model's own, but where layers differ in their widths (Gemma 4)."""
     return text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text

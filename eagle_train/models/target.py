@@ -190,18 +190,19 @@ class Target:
             self.compiled_forwards[layers] = Compiled(self.states(layers), self.device)
         return self.compiled_forwards[layers]
 
-    def own_hidden_states(
-        self, tokens: torch.Tensor, positions: torch.Tensor, lengths: list[list[int]]
+    def own_states(
+        self, tokens: torch.Tensor, positions: torch.Tensor, lengths: list[list[int]], layers: tuple[int, ...] = ()
     ) -> torch.Tensor:
-        """`hidden_states` of packed rows, each document attending to itself, where every rank has rows of its own, as
-        many as the others. `lengths`: of each row's documents, which sum to the row's.
+        """`states` of packed rows, each document attending to itself, where every rank has rows of its own, as many as
+        the others. `lengths`: of each row's documents, which sum to the row's.
         """
+        forward = self.states(layers)
         if self.together is None:
-            return self.hidden_states(tokens, positions, packed_attention(lengths))
+            return forward(tokens, positions, packed_attention(lengths))
         lengths = _gathered_lengths(lengths, tokens.shape[1], self.together)
         tokens, positions = (_gathered(x, self.together) for x in (tokens, positions))
-        hidden = self.hidden_states(tokens, positions, packed_attention(lengths))
-        return hidden.chunk(dist.get_world_size(self.together))[dist.get_rank(self.together)]
+        states = forward(tokens, positions, packed_attention(lengths))
+        return states.chunk(dist.get_world_size(self.together))[dist.get_rank(self.together)]
 
     def embedding_scale(self) -> float:
         """The power of two that makes token embeddings about as large as hidden states (root mean squares)."""

@@ -1,7 +1,7 @@
 """The loss on logits and its gradient in one Triton kernel: a row of both models' logits is read twice, written once.
 
 Of torch's operations, each of which reads and writes whole logits, the same takes eleven: 84 to 100 bytes a logit in
-place of 10 (12 for LK). training/losses.py has the plain twin, and says what is computed. Knows nothing of hidden
+place of 10 (12 for LK). drafts/losses.py has the plain twin, and says what is computed. Knows nothing of hidden
 states, LM heads or models.
 
 Shapes: C rows, V vocabulary. A program computes one row, in blocks of columns; each of a block's lanes has running sums

@@ -11,6 +11,7 @@ From the command line: `eagle-train`. From Python, with a config composed as the
 `Trainer` can be built from parts of one's own too. What is not exported here is internal.
 """
 
+from eagle_train.drafts.losses import LossSums, distillation_loss
 from eagle_train.training.assembly import assemble, look_ahead
 from eagle_train.training.backend import Backend, ParallelConfig
 from eagle_train.training.checkpoint.format import Checkpoint
@@ -19,7 +20,6 @@ from eagle_train.training.checkpoint.verify import open_checkpoint
 from eagle_train.training.cost.estimate import ClusterConfig, CostEstimate, estimate_cost
 from eagle_train.training.cost.report import cost_report
 from eagle_train.training.evaluate import measure_heldout
-from eagle_train.training.losses import LossSums, distillation_loss
 from eagle_train.training.metrics import MetricsLog, NoTracker, Tracker, WandbTracker
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare

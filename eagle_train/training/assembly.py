@@ -23,10 +23,10 @@ from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig, absent, check_found
 from eagle_train.corpus.stream import Stream, heldout_batches
 from eagle_train.distributed import ALONE, World
+from eagle_train.drafts import Draft, DraftConfig, kind_named, planned_config
 from eagle_train.errors import check, within
 from eagle_train.hardware import resolve_device, warn_of_emulation
 from eagle_train.models.checkpoint_quantisation import quantization_config_of
-from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.draft_quantisation import quant_of
 from eagle_train.models.family import skeleton
 from eagle_train.models.loading import (
@@ -52,15 +52,12 @@ from eagle_train.training.lookahead import Lookahead
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
 from eagle_train.training.placement import chosen
-from eagle_train.training.target_pass import can_compile, hidden_states, to_device
+from eagle_train.training.target_pass import can_compile, target_states, to_device
 from eagle_train.training.train_config import TrainConfig, accumulation
 from eagle_train.training.trainer import Trainer
 
 _LOG = logging.getLogger(__name__)
 _INIT_FROM, _TARGET_QUANT = "train.init_from", "train.target_quant"
-# Fields in which a given draft may differ: it can be rescaled, lose or gain the first token's slot, and it has its own
-# vocabulary.
-_MAY_DIFFER = ("embedding_scale", "first_token", "vocabulary")
 
 
 def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE) -> Trainer:
@@ -75,7 +72,8 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     hf_config, device = load_config(target_config), resolve_device(config.device)
     check_job(train, optim, parallel, data, target_config, hf_config, world.size, config.device)
     settings: Any = OmegaConf.to_container(config.draft)
-    planned = DraftConfig.from_target(hf_config, **settings)  # raises where the draft cannot be made
+    planned = planned_config(hf_config, settings)  # raises where the draft cannot be made
+    check_lesson(train, planned)
     known = (target_config, hf_config, planned, train, optim)
     parallel, world = _divided(parallel, world, device, *known, data.row_tokens)
     check_placement(target_config, hf_config, parallel.target, world.shard_size)
@@ -110,14 +108,13 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     stream = Stream(data, renderer, train.micro_batch_rows, world)
     if given is None and shape.vocab_size:
         shape.vocabulary = stream.frequent_tokens(shape.vocab_size)
-    draft = (Draft(shape).init_weights(config.seed) if given is None else given).to(device)
+    draft = (shape.module().init_weights(config.seed, target.lm_head) if given is None else given).to(device)
     heldout = heldout_batches(data, renderer, train.micro_batch_rows, train.eval_batches)
-    parallel, compiled = _with_compiled_target(parallel, target, train.micro_batch_rows, data.row_tokens)
+    rows = train.micro_batch_rows, data.row_tokens
+    parallel, compiled = _with_compiled_target(parallel, target, *rows, draft.config.target_layers)
     backend = prepare(draft, optim, parallel, world, target.dtype)
     micro_batches = accumulation(optim, train, data.row_tokens, world.size)
-    ahead = look_ahead(
-        stream, target, micro_batches, world, compiled, first_slot=draft.config.first_slot, passes=train.unroll
-    )
+    ahead = look_ahead(stream, target, draft.config, train, micro_batches, world, compiled)
     return Trainer(train, optim, target, draft, backend, ahead, heldout, store)
 
 
@@ -163,16 +160,17 @@ def _divided(
 
 
 def _with_compiled_target(
-    parallel: ParallelConfig, target: Target, rows: int, tokens: int
+    parallel: ParallelConfig, target: Target, rows: int, tokens: int, layers: tuple[int, ...]
 ) -> tuple[ParallelConfig, bool]:
-    """Compile the target's forward of [rows, tokens] where it is whole on a rank. Returns whether it was, and
-    `parallel` with `compile` true or false, which is for the draft's layers. Raises UserError.
+    """Compile the target's forward of [rows, tokens], with the outputs of `layers`, where it is whole on a rank.
+    Returns whether it was, and `parallel` with `compile` true or false, which is for the draft's layers. Raises
+    UserError.
 
     DeepSpeed puts hooks into a module, and its layers are compiled only for who asks for it.
     """
     wanted, whole = parallel.compile, parallel.target == "replicated"
     with within("parallel"):
-        compiled = whole and can_compile(target, rows, tokens, wanted)
+        compiled = whole and can_compile(target, rows, tokens, wanted, layers)
     unasked = (compiled if whole else target.device.type == "cuda") and parallel.backend != "deepspeed"
     return dataclasses.replace(parallel, compile=unasked if wanted is None else wanted), compiled
 
@@ -180,21 +178,21 @@ def _with_compiled_target(
 def look_ahead(
     stream: Stream,
     target: Target,
+    draft: DraftConfig,
+    train: TrainConfig,
     accumulation: int,
     world: World = ALONE,
     compiled: bool = False,
-    first_slot: int = 0,
-    passes: int = 1,
 ) -> Lookahead:
-    """What hands out the stream's batches with the target's hidden states, `accumulation` micro-batches a step.
-
-    `compiled`: the target's forward was, see `can_compile`. `first_slot` and `passes`: the draft's, see `to_device`.
+    """What hands out the stream's batches with the states that the draft wants of the target, `accumulation`
+    micro-batches a step. `compiled`: the target's forward was, see `can_compile`.
     """
+    first_slot, passes = draft.first_slot, draft.passes(train.unroll)
     return Lookahead(
         stream,
         accumulation,
         lambda batch: to_device(batch, target.device, first_slot, passes),
-        lambda batch: hidden_states(target, batch, compiled),
+        lambda batch: target_states(target, batch, draft.target_layers, compiled),
         target.device,
         beside=world.shard_size == 1,
     )
@@ -269,6 +267,18 @@ def check_job(
     check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {context}")
 
 
+def check_lesson(train: TrainConfig, draft: DraftConfig) -> None:
+    """Raise UserError for settings of `train` that this kind of draft does not read."""
+    defaults = {each.name: each.default for each in dataclasses.fields(TrainConfig)}
+    for name, instead in draft.unread.items():
+        value = getattr(train, name)
+        check(
+            value == defaults[name],
+            f"train.{name}={value}: draft={draft.kind} does not read it; {instead}, and leave train.{name} at "
+            f"{json.dumps(defaults[name])}",
+        )
+
+
 def _check_target_quant(train: TrainConfig, parallel: ParallelConfig, target: TargetConfig, hf_config: Any) -> None:
     """Raise UserError for a target whose layers cannot be rounded when it is loaded."""
     said, place = f"{_TARGET_QUANT}={train.target_quant}", f"target.path={target.path}"
@@ -289,10 +299,9 @@ def _check_target_quant(train: TrainConfig, parallel: ParallelConfig, target: Ta
 
 def _draft_shape(values: DictConfig, target: Target) -> DraftConfig:
     """The config of the draft that the group `draft` describes."""
-    shape: Any = OmegaConf.to_container(values)
-    if shape["embedding_scale"] is None:
-        shape["embedding_scale"] = target.embedding_scale()
-    return DraftConfig.from_target(target.config, **shape)
+    settings: Any = OmegaConf.to_container(values)
+    kind = kind_named(settings["kind"], "draft.kind")
+    return planned_config(target.config, kind.completed(settings, target))
 
 
 def _given_draft(directory: str, shape: DraftConfig, target: Target) -> Draft:
@@ -305,13 +314,16 @@ def _given_draft(directory: str, shape: DraftConfig, target: Target) -> Draft:
     check(
         quant.scheme == "none", f"{_INIT_FROM}={directory}: is quantised, {quant}; give the draft that it was made from"
     )
-    ours, theirs = dataclasses.asdict(shape), dataclasses.asdict(draft.config)
-    other = [name for name in ours if name not in _MAY_DIFFER and ours[name] != theirs[name]]
+    ours, theirs = shape.saved(), draft.config.saved()
+    names = ours if shape.kind == draft.config.kind else ["kind"]
+    other = [name for name in names if name not in shape.may_differ and ours[name] != theirs[name]]
     said, needed = (" ".join(_override(name, values[name]) for name in other) for values in (ours, theirs))
     check(not other, f"{said}: not as {_INIT_FROM}={directory} has it; give {needed}")
-    return draft.rescaled(shape.embedding_scale).with_first_token(shape.first_token)
+    return draft.fitted(shape)
 
 
 def _override(name: str, value: Any) -> str:
     """The override that sets a draft's field, as typed in a shell."""
+    if name == "kind":
+        return f"draft={value}"
     return shlex.quote(f"draft.{name}={json.dumps(value)}".replace('"', ""))

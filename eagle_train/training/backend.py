@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from eagle_train.drafts import Draft
 from eagle_train.errors import check
-from eagle_train.models.draft import Draft
 from eagle_train.models.loading import PLACEMENTS
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 

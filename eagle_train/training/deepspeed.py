@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from eagle_train.distributed import World
+from eagle_train.drafts import Draft
 from eagle_train.errors import UserError
-from eagle_train.models.draft import Draft
 from eagle_train.training.backend import ParallelConfig, Tensors
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 

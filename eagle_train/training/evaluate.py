@@ -7,17 +7,17 @@ Shapes: B rows, T tokens of a packed row, H hidden.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from eagle_train.corpus.stream import Batch
 from eagle_train.distributed import ALONE, World
-from eagle_train.models.draft import Head, shift_hidden
+from eagle_train.drafts import Draft, Head, Lesson
+from eagle_train.drafts.kind import Rows
 from eagle_train.models.target import LMHead, Target
-from eagle_train.training.losses import distillation_loss
 from eagle_train.training.metrics import Meter, Record
-from eagle_train.training.target_pass import autocast, hidden_states, to_device
-from eagle_train.training.unroll import unroll
+from eagle_train.training.target_pass import autocast, target_states, to_device
 
 _CHOICE_ROWS = 1024  # rows whose logits exist at once while a token is chosen for each
 
@@ -25,42 +25,47 @@ _CHOICE_ROWS = 1024  # rows whose logits exist at once while a token is chosen f
 @torch.no_grad()
 def measure_heldout(
     target: Target,
-    draft: Callable[..., torch.Tensor],
-    head: Head,
+    draft: Draft,
     batches: list[Batch],
     depth: int,
     world: World = ALONE,
+    *,
+    forward: Callable[..., torch.Tensor] | None = None,
+    head: Head | None = None,
 ) -> Record:
     """Losses, acceptance by depth and simulated TPC on held-out batches; {} without any. All ranks call it.
 
-    `draft` has the signature of `Draft.forward`, `head` is its LM head. Rank r measures every size-th batch.
+    `forward`: the draft's, as a backend wraps it; `head`: of the draft, if there is one. Rank r measures every size-th
+    batch.
     `acceptance_per_depth` has up to `depth` numbers: depths for which no held-out document is long enough are left out.
     """
-    meter = Meter()
+    meter, forward, head = Meter(), forward or draft, head or Head(draft, target.lm_head)
     accepted = chains = torch.zeros(depth, dtype=torch.float64, device=target.device)
     for start in range(0, len(batches), world.size):
         number = start + world.rank
         counts = number < len(batches)  # a rank without a batch runs the first one uncounted: forwards are collective
         batch = to_device(batches[number] if counts else batches[0], target.device)
-        hidden, positions = hidden_states(target, batch), batch.positions
+        of_target = target_states(target, batch, draft.config.target_layers)
+        hidden, positions = of_target.hidden, batch.positions
         with autocast(target):
-            previous = shift_hidden(hidden, positions)
-            states = unroll(draft, target.embed(batch.tokens), previous, positions, batch.lengths, depth)
-        rows = batch.supervised & counts
-        slots = batch.slots[0][: None if counts else 0]
-        predicted, wanted = (x.flatten(0, 1).index_select(0, slots) for x in (states[0], hidden))
-        sums = distillation_loss(predicted, wanted, head.lm_head)
-        meter.add(sums.rows, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
-        best = most_likely(hidden, target.lm_head)
-        held, possible = chain_acceptance(
-            states, best, lambda state: head.tokens(most_likely(state, head.lm_head)), rows, positions
-        )
+            rows = Rows(target.embed(batch.tokens), of_target, positions, batch.lengths)
+            states = draft.unrolled(forward, rows, depth)
+        counted, slots = batch.supervised & counts, batch.slots[0][: None if counts else 0]
+        sums = draft.losses(states[:1], [slots], hidden, head, Lesson(), scale=1.0)
+        meter.add(sums.rows, **sums.figures)
+        choose = partial(_choice, draft, head, head.current())
+        held, possible = chain_acceptance(states, most_likely(hidden, target.lm_head), choose, counted, positions)
         accepted, chains = accepted + held, chains + possible
     if not batches:
         return {}
     accepted, chains = world.sum(accepted), world.sum(chains)
     by_depth = (accepted / chains)[chains > 0].tolist()
     return {**meter.means(world), "acceptance_per_depth": by_depth, "simulated_tpc": 1 + sum(by_depth)}
+
+
+def _choice(draft: Draft, head: Head, lm_head: LMHead, states: torch.Tensor) -> torch.Tensor:
+    """The draft's choice, a token of the target's int64 [B, T], for its states [B, T, W]."""
+    return head.tokens(most_likely(draft.read(states), lm_head))
 
 
 def most_likely(hidden: torch.Tensor, lm_head: LMHead) -> torch.Tensor:
@@ -78,8 +83,8 @@ def chain_acceptance(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """How many simulated chains were accepted down to each depth, and how many there were: two float64 tensors [depth].
 
-    `states`: the draft's hidden states [B, T, H] of each pass. `best` [B, T]: the target's choice at each slot.
-    `choose`: the draft's choice for hidden states. A chain counts if all its slots are supervised, so all depths count
+    `states`: the draft's states [B, T, W] of each pass. `best` [B, T]: the target's choice at each slot.
+    `choose`: the draft's choice for states. A chain counts if all its slots are supervised, so all depths count
     the same chains, except those that a document's end cuts short.
     """
     held = possible = torch.ones_like(supervised)

@@ -21,16 +21,17 @@ from typing import Any
 import torch
 
 from eagle_train.corpus.stream import TENSORS, Batch, Stream
+from eagle_train.drafts import TargetStates
 from eagle_train.training.target_pass import Placed
 
 DRAWN_AHEAD = 2  # steps drawn beyond the current one: the target's next run but one needs its batch
 
 
 class Lookahead:
-    """Hands out each optimiser step's micro-batches with the target's hidden states. A context manager:
+    """Hands out each optimiser step's micro-batches with the target's states. A context manager:
 
         with lookahead.start(steps):
-            for batch, hidden in lookahead.with_hidden_states(lookahead.step()): ...
+            for batch, states in lookahead.with_states(lookahead.step()): ...
 
     `state`: the stream's state after the last step that was handed out, where a checkpoint continues. `waited`:
     seconds in which the trainer waited for a batch.
@@ -41,24 +42,24 @@ class Lookahead:
         stream: Stream,
         accumulation: int,
         to_device: Callable[[Batch], Placed],
-        hidden_states: Callable[[Placed], torch.Tensor],
+        target_states: Callable[[Placed], TargetStates],
         device: torch.device,
         beside: bool = True,
     ):
-        """`accumulation`: micro-batches of a step. `hidden_states`: [B, T, H] of a batch on the device. `beside`:
+        """`accumulation`: micro-batches of a step. `target_states`: those of a batch on the device. `beside`:
         whether the target may run in a thread of its own. It may not where its ranks communicate, because two threads
         must not use one process group.
         """
         self.stream, self.accumulation = stream, accumulation
-        self.to_device, self.hidden_states, self.device = to_device, hidden_states, device
+        self.to_device, self.target_states, self.device = to_device, target_states, device
         self.state: dict[str, Any] = {}
         self.waited = 0.0
         self._beside = beside
         self._pool: ThreadPoolExecutor | None = None
         self._threads = 0  # of torch, before `start` halved them
         self._upcoming: deque[tuple[list[Placed], dict[str, Any]]] = deque()
-        self._known: list[Placed] = []  # micro-batches whose hidden states are still to be handed out
-        self._running: deque[Future[torch.Tensor]] = deque()  # the target's runs for the first of `_known`
+        self._known: list[Placed] = []  # micro-batches whose states are still to be handed out
+        self._running: deque[Future[TargetStates]] = deque()  # the target's runs for the first of `_known`
         self._offered: Callable[[], None] | None = None
         self._helping = threading.Lock()
         self._failure: Exception | None = None
@@ -119,12 +120,12 @@ class Lookahead:
         self.waited += time.perf_counter() - started
         return [self.to_device(batch) for batch in batches], state
 
-    def with_hidden_states(self, batches: list[Placed]) -> Iterator[tuple[Placed, torch.Tensor]]:
-        """Each of the step's micro-batches with its hidden states [B, T, H]. The target's thread computes those of the
-        two micro-batches after it meanwhile.
+    def with_states(self, batches: list[Placed]) -> Iterator[tuple[Placed, TargetStates]]:
+        """Each of the step's micro-batches with the target's states. The target's thread computes those of the two
+        micro-batches after it meanwhile.
         """
         if self._pool is None:
-            yield from ((batch, self.hidden_states(batch)) for batch in batches)
+            yield from ((batch, self.target_states(batch)) for batch in batches)
             return
         for number, batch in enumerate(batches):
             self._known = [*batches[number:], *chain.from_iterable(step for step, _ in self._upcoming)]
@@ -136,7 +137,7 @@ class Lookahead:
         """Fill the target's thread up to two runs whose results are not used yet, finished or not."""
         assert self._pool is not None
         for batch in self._known[len(self._running) : 2]:
-            self._running.append(self._pool.submit(self.hidden_states, batch))
+            self._running.append(self._pool.submit(self.target_states, batch))
 
     def run_parallel(self, work: Callable[[], None]) -> None:
         """Run `work` in this thread, and in the target's too if it becomes free before this one is done.

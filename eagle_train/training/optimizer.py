@@ -21,10 +21,10 @@ NAMES = ("adamw", "muon")
 class OptimConfig:
     """The group `optim`. Raises UserError for values that cannot be.
 
-    `name`: adamw, or muon: Muon for matrices and AdamW for norms and biases, with updates of similar size. `betas` are
-    AdamW's under either name, `momentum` is Muon's. The learning rate rises linearly for `warmup_steps`, stays at `lr`,
-    and falls linearly to 0 over the last `decay_share` of the run's steps or minutes. `tokens_per_step`: the tokens of
-    an optimiser step over all ranks, padding included.
+    `name`: adamw, or muon: Muon for matrices and AdamW for norms, biases and an LM head, with updates of similar size.
+    `betas` are AdamW's under either name, `momentum` is Muon's. The learning rate rises linearly for `warmup_steps`,
+    stays at `lr`, and falls linearly to 0 over the last `decay_share` of the run's steps or minutes. `tokens_per_step`:
+    the tokens of an optimiser step over all ranks, padding included.
     """
 
     name: str = "adamw"  # adamw | muon (matrices by Muon, norms by AdamW)
@@ -65,14 +65,16 @@ class Optimizer:
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig):
-        matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+        matrices, inner = [each for each in model.parameters() if each.ndim >= 2], by_muon(model)
         vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+        others = [each for each in matrices if all(each is not one for one in inner)]
         adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "fused": True}
         # Norm weights are scales around 1, which decay would pull to 0. Biases are not decayed either, as is usual.
         groups: list[dict[str, Any]] = [{"params": vectors, "weight_decay": 0.0}]
         if config.name == "muon":
             muon: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
-            muons = [Muon(half, **muon, adjust_lr_fn="match_rms_adamw") for half in _halves(matrices)]
+            muons = [Muon(half, **muon, adjust_lr_fn="match_rms_adamw") for half in _halves(inner)]
+            groups += [{"params": others, "weight_decay": config.weight_decay}] if others else []
             self.parts, self._beside = [*muons, torch.optim.AdamW(groups, **adamw)], muons[1:]
         else:
             groups.append({"params": matrices, "weight_decay": config.weight_decay})
@@ -93,6 +95,13 @@ class Optimizer:
     def zero_grad(self) -> None:
         for part in self.parts:
             part.zero_grad()
+
+
+def by_muon(model: nn.Module) -> list[nn.Parameter]:
+    """The matrices that Muon trains: all but an LM head, whose rows are tokens, each with a gradient of its own
+    size."""
+    named = model.named_parameters()
+    return [parameter for name, parameter in named if parameter.ndim >= 2 and not name.startswith("lm_head.")]
 
 
 def _halves(matrices: list[nn.Parameter]) -> list[list[nn.Parameter]]:

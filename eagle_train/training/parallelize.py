@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from eagle_train.distributed import World
-from eagle_train.models.draft import Draft
+from eagle_train.drafts import Draft
 from eagle_train.training.backend import Backend, ParallelConfig, Torch
 from eagle_train.training.optimizer import OptimConfig
 

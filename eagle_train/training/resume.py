@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
+from eagle_train.drafts import DraftConfig, saved_config
 from eagle_train.errors import UserError, check
-from eagle_train.models.draft import DraftConfig
 from eagle_train.models.target import Target
-from eagle_train.settings import build
 from eagle_train.training.checkpoint.format import Checkpoint
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.state import TrainState
@@ -40,7 +39,9 @@ def check_same_run(
     `optimizer_names`: the names of the tensors in this run's optimiser.
     """
     path = found.path
-    trained = build(DraftConfig, found.config, f"{path}: draft")
+    trained = saved_config(found.config, f"{path}: draft")
+    if trained.kind != draft.kind:
+        raise UserError(f"draft={draft.kind}: {path} was trained with draft={trained.kind}; resume with the same")
     for name, value in dataclasses.asdict(draft).items():
         then = getattr(trained, name)
         mine, theirs = (f"={value}", then) if name != "vocabulary" else ("", "other tokens")

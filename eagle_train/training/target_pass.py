@@ -3,19 +3,25 @@
 Shapes: B rows, T tokens of a packed row, H hidden, R slots of them that are learnt from.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from eagle_train.corpus.stream import TENSORS, Batch
+from eagle_train.drafts import TargetStates
 from eagle_train.errors import OptionError
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.grouped import stacks_kept
 from eagle_train.profiling import stage
+
+# The hooks that keep layers' outputs are the model's own: of the look-ahead's thread and the trainer's, which measures
+# on held-out rows meanwhile, one runs the target at a time.
+_CAPTURE = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,19 +53,23 @@ def _pinning(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.pin_memory().to(device, non_blocking=True)
 
 
-def hidden_states(target: Target, batch: Batch, compiled: bool = False) -> torch.Tensor:
-    """The target's hidden states [B, T, H] after its final norm, in its dtype; each document attends to itself.
+def target_states(target: Target, batch: Batch, layers: tuple[int, ...] = (), compiled: bool = False) -> TargetStates:
+    """The target's hidden states after its final norm, and the outputs of these `layers`, [B, T, H] each in its dtype;
+    each document attends to itself.
 
     `compiled`: by torch.compile, of a target that is whole on this rank.
     """
     with stage("target"):
         if compiled:
-            return target.compiled()(batch.tokens, batch.positions, packed_attention(batch.lengths))
-        return target.own_hidden_states(batch.tokens, batch.positions, batch.lengths)
+            given = batch.tokens, batch.positions, packed_attention(batch.lengths)
+            return TargetStates.split(target.compiled(layers)(*given), layers)
+        with _CAPTURE if layers else nullcontext():
+            return TargetStates.split(target.own_states(batch.tokens, batch.positions, batch.lengths, layers), layers)
 
 
-def can_compile(target: Target, rows: int, tokens: int, wanted: bool | None) -> bool:
-    """Whether the target's forward of [rows, tokens] is compiled now: as `wanted`, or, if that is None, on a GPU.
+def can_compile(target: Target, rows: int, tokens: int, wanted: bool | None, layers: tuple[int, ...] = ()) -> bool:
+    """Whether the target's forward of [rows, tokens], with these layers' outputs, is compiled now: as `wanted`, or, if
+    that is None, on a GPU.
 
     Where torch.compile fails None warns and goes on without; True raises OptionError.
     """
@@ -67,7 +77,7 @@ def can_compile(target: Target, rows: int, tokens: int, wanted: bool | None) -> 
         return False
     zeros = torch.zeros(rows, tokens, dtype=torch.long, device=target.device)
     try:
-        target.compiled().prepare(zeros, zeros)
+        target.compiled(layers).prepare(zeros, zeros)
     except OptionError as error:
         if wanted:
             raise

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from eagle_train.drafts.losses import LOGITS_LOSSES
 from eagle_train.errors import check
-from eagle_train.training.losses import LOGITS_LOSSES
 from eagle_train.training.optimizer import OptimConfig
 
 TARGET_QUANTS = ("none", "fp8")

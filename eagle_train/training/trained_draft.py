@@ -9,11 +9,10 @@ from omegaconf import OmegaConf
 
 from eagle_train.artifacts.convert import Source
 from eagle_train.artifacts.tensors import load_tensors
+from eagle_train.drafts import Draft, saved_config
 from eagle_train.errors import UserError
-from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.target import Identity
 from eagle_train.results import redact
-from eagle_train.settings import build
 from eagle_train.training.checkpoint.format import MANIFEST, Checkpoint, checkpoints
 from eagle_train.training.checkpoint.store import CheckpointStore
 from eagle_train.training.checkpoint.verify import open_checkpoint
@@ -42,7 +41,7 @@ def read_trained(path: Path) -> tuple[Checkpoint, Draft]:
             raise UserError(f"checkpoint={path}: {NO_CHECKPOINT}")
         path = newest
     found = open_checkpoint(path)
-    draft = Draft(build(DraftConfig, found.config, f"{path}: draft"))
+    draft = saved_config(found.config, f"{path}: draft").module()
     load_tensors(draft, found.draft(), f"checkpoint={path}")
     return found, draft
 

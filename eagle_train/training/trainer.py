@@ -16,8 +16,9 @@ import torch
 
 from eagle_train.corpus.stream import Batch
 from eagle_train.distributed import CommonError
+from eagle_train.drafts import Draft, Head, Lesson, LossSums, TargetStates
+from eagle_train.drafts.kind import Rows
 from eagle_train.errors import check
-from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.profiling import stage
 from eagle_train.progress import Progress, progress
@@ -27,7 +28,6 @@ from eagle_train.training.checkpoint.format import RankTensors
 from eagle_train.training.checkpoint.store import CheckpointStore
 from eagle_train.training.evaluate import measure_heldout
 from eagle_train.training.lookahead import Lookahead
-from eagle_train.training.losses import LossSums, distillation_loss
 from eagle_train.training.metrics import Meter, MetricsLog, NoTracker, Record, summary
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.resume import check_budget, check_same_run
@@ -35,7 +35,6 @@ from eagle_train.training.runaway import appended, is_sound
 from eagle_train.training.state import TrainState, set_random_state
 from eagle_train.training.target_pass import Placed, autocast, casts_kept
 from eagle_train.training.train_config import TrainConfig
-from eagle_train.training.unroll import unroll
 
 
 class Interrupted(Exception):
@@ -79,38 +78,33 @@ class Trainer:
         size = self.draft.num_parameters / 1e6
         return f"{size:.1f} M draft parameters for {self.target.name}, {self.budget}, from step {self.state.step} on"
 
-    def forward_backward_step(self, batch: Placed, hidden: torch.Tensor, scale: float) -> LossSums:
+    def forward_backward_step(self, batch: Placed, states: TargetStates, scale: float) -> LossSums:
         """Add the gradients of one micro-batch, multiplied by `scale`, to the draft's. Returns the micro-batch's sums.
 
-        `hidden` [B, T, H] are the target's hidden states, in its dtype. With `unroll` passes the loss is the mean over
-        all passes, and the other sums are those of the first. The host waits for nothing that a device computes.
+        `states` are the target's, in its dtype. What is learnt from is the draft's own: its passes, and the loss over
+        all of them; the other sums are those of the first. The host waits for nothing that a device computes.
         """
-        config, positions, hidden_of = self.config, batch.positions, hidden.flatten(0, 1)
         with autocast(self.target):
-            previous = shift_hidden(hidden, positions)
-            if config.feature_noise:
-                place = (self.state.step, self.micro_batch, self.world.rank)
-                previous = previous + feature_noise(previous, config.feature_noise, *place)
             embeddings = self.target.embed(batch.tokens)
-            passes = unroll(self.backend.draft, embeddings, previous, positions, batch.lengths, config.unroll)
-        sums = []
-        for predicted, slots in zip(passes, batch.slots, strict=True):
-            with stage("loss"):
-                sums.append(
-                    distillation_loss(
-                        predicted.flatten(0, 1).index_select(0, slots),
-                        hidden_of.index_select(0, slots),
-                        self.head.lm_head,
-                        l1_weight=config.l1_weight_at(self.budget.progress_at(self.state.step + 1)),
-                        ce_weight=config.ce_weight,
-                        logits_loss=config.logits_loss,
-                        scale=scale / len(passes),
-                        run_parallel=self.lookahead.run_parallel,
-                    )
-                )
-        loss = torch.stack([each.loss for each in sums]).sum()
-        self.backend.backward(loss)
-        return dataclasses.replace(sums[0], loss=loss.detach())
+            rows = Rows(embeddings, states, batch.positions, batch.lengths, self._with_noise)
+            passes = self.draft.unrolled(self.backend.draft, rows, len(batch.slots))
+        with stage("loss"):
+            sums = self.draft.losses(passes, batch.slots, states.hidden, self.head, self._lesson(), scale)
+        self.backend.backward(sums.loss)
+        return dataclasses.replace(sums, loss=sums.loss.detach())
+
+    def _with_noise(self, fed: torch.Tensor) -> torch.Tensor:
+        """What slots are fed of the target's states, with `feature_noise`."""
+        if not self.config.feature_noise:
+            return fed
+        place = (self.state.step, self.micro_batch, self.world.rank)
+        return fed + feature_noise(fed, self.config.feature_noise, *place)
+
+    def _lesson(self) -> Lesson:
+        """What the loss of the current step is like."""
+        config = self.config
+        weight = config.l1_weight_at(self.budget.progress_at(self.state.step + 1))
+        return Lesson(weight, config.ce_weight, config.logits_loss, self.lookahead.run_parallel)
 
     def train_step(self) -> Record | None:
         """One optimiser step over its micro-batches; each supervised slot of the step has the same weight. DESIGN 3.2.
@@ -140,14 +134,14 @@ class Trainer:
     def _accumulate(self, micro_batches: list[Placed], scale: float) -> Meter | None:
         """Add up a step's gradients, each multiplied by `scale`. Returns its sums, or None where the run was left."""
         meter = Meter()
-        for number, (batch, hidden) in enumerate(self.lookahead.with_hidden_states(micro_batches), 1):
+        for number, (batch, states) in enumerate(self.lookahead.with_states(micro_batches), 1):
             self.micro_batch = number
             self.backend.begin(last=number == len(micro_batches))
             with stage("draft"):
-                sums = self.forward_backward_step(batch, hidden, scale)
-            meter.add(sums.rows, loss=sums.loss / scale, l1=sums.l1, ce=sums.ce, top1_agreement=sums.agree)
+                sums = self.forward_backward_step(batch, states, scale)
+            meter.add(sums.rows, loss=sums.loss / scale, **sums.figures)
             if number < len(micro_batches) and self._is_stopped():
-                self._drop_step(batch, hidden)
+                self._drop_step(batch, states)
                 return None
         return meter
 
@@ -181,8 +175,9 @@ class Trainer:
 
     def evaluate(self) -> Record:
         """Losses, acceptance by depth and simulated TPC on the held-out rows (evaluate.py)."""
+        depth = self.config.eval_depth
         return measure_heldout(
-            self.target, self.backend.draft, self.head, self.heldout, self.config.eval_depth, self.world
+            self.target, self.draft, self.heldout, depth, self.world, forward=self.backend.draft, head=self.head
         )
 
     def save(self, score: float | None = None) -> None:
@@ -190,7 +185,7 @@ class Trainer:
         self.state.seconds, self.state.finished = self.budget.seconds, self.budget.is_last
         saved = self.state.saved(dataclasses.asdict(self.target.identity), self.config.target_quant)
         tensors = RankTensors.copied(*self.backend.state(), self.world)
-        config = dataclasses.asdict(self.draft.config)
+        config = self.draft.config.saved()
         self.store.save_in_background(self.state.step, tensors, config, saved, keep=self.config.keep, score=score)
         self._saved_step = self.state.step
 
@@ -254,12 +249,12 @@ class Trainer:
         before, self._vote = self._vote, self.world.vote(self.stop_asked())
         return before() if self.world.size > 1 else self._vote()
 
-    def _drop_step(self, batch: Placed, hidden: torch.Tensor) -> None:
+    def _drop_step(self, batch: Placed, states: TargetStates) -> None:
         """Forget the gradients of a part of a step. Backends can forget only those of a whole one, so a micro-batch of
         weight 0 completes it.
         """
         self.backend.begin(last=True)
-        self.forward_backward_step(batch, hidden, scale=0.0)
+        self.forward_backward_step(batch, states, scale=0.0)
         self.backend.skip()
 
     def _timed_step(self) -> Record:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeVar
 
+from eagle_train.drafts import Draft
 from eagle_train.inference import Drafter, Eagle, Engine, Output, Requests, SamplingParams, Update
 from eagle_train.inference import Sequence as Request
 from eagle_train.inference.parallel.tensor_parallel import Ranks
-from eagle_train.models.draft import Draft
 from eagle_train.progress import progress
 from evals.bench.questions import Question
 from evals.bench.requests import TimedRequest, turn_tokens

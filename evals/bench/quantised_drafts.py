@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from eagle_train.artifacts.format import read_artifact
+from eagle_train.drafts import Draft
 from eagle_train.errors import check
 from eagle_train.inference import SamplingParams
-from eagle_train.models.draft import Draft
 from evals.bench.answering import Run
 from evals.bench.questions import Question
 from evals.bench.stage_clock import StageClock

@@ -11,9 +11,9 @@ from huggingface_hub.errors import StrictDataclassError
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from eagle_train.drafts import Draft, DraftConfig, EagleConfig, planned_config
 from eagle_train.errors import UserError, check, one_line
 from eagle_train.hardware import warn_of_emulation
-from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import DTYPES, default_dtype
 from eagle_train.models.target import Target
 from eagle_train.settings import CONF_DIR
@@ -42,12 +42,14 @@ class ShapesConfig:
     @property
     def draft(self) -> DraftConfig:
         """The draft's config."""
-        given: dict[str, Any] = {}
+        given, kind = dict[str, Any](), EagleConfig.kind
         if self.experiment is not None:
             preset = OmegaConf.load(CONF_DIR / "experiment" / f"{self.experiment}.yaml")
             chosen: Any = OmegaConf.to_container(preset)
             given = chosen.get("draft", {})
-        return DraftConfig.from_target(self.target, **given)
+            choices = {key: value for each in chosen.get("defaults", []) for key, value in each.items()}
+            kind = choices.get("override /draft", kind)
+        return planned_config(self.target, {"kind": kind, **given})
 
 
 def random_target(config: Any, dtype: torch.dtype, device: str, tokenizer: Any = None) -> Target:
@@ -62,7 +64,7 @@ def random_models(shapes: ShapesConfig, device: str, seed: int) -> tuple[Target,
     dtype = DTYPES[shapes.dtype] or default_dtype(device)
     warn_of_emulation("shapes.dtype", dtype, device)
     torch.manual_seed(seed)
-    return random_target(shapes.target, dtype, device), Draft(shapes.draft).init_weights(seed)
+    return random_target(shapes.target, dtype, device), shapes.draft.module().init_weights(seed)
 
 
 def described(target: Target) -> str:

@@ -15,13 +15,13 @@ import torch
 from eagle_train import distributed
 from eagle_train.artifacts.format import Artifact, load_draft, read_artifact
 from eagle_train.distributed import World
+from eagle_train.drafts import Draft
 from eagle_train.errors import UserError
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Drafter, Eagle, Engine, RemotePrefill, Requests, SimulatedAcceptance
 from eagle_train.inference.decode.graphs import check_graphs
 from eagle_train.inference.drafters import is_eagle, make_drafter
 from eagle_train.inference.requests.readable import chats
-from eagle_train.models.draft import Draft
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import load_target
 from eagle_train.models.target import Target

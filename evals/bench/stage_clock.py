@@ -13,17 +13,17 @@ from unittest.mock import patch
 
 import torch
 
+from eagle_train.drafts import Draft
 from eagle_train.errors import check
 from eagle_train.inference import Engine
 from eagle_train.inference.decode.graphs import Graphs
-from eagle_train.models.draft import Draft
 from eagle_train.models.target import LMHead, Target
 from eagle_train.ops.compiled import Compiled
 from evals.bench.requests import TimedRequest
 
 FORWARDS = (
     (Target, "hidden_states"),
-    (Draft, "forward"),
+    (Draft, "__call__"),  # of whatever kind
     (Compiled, "__call__"),
     (Target, "embed"),  # the draft has no embedding of its own
     (LMHead, "__call__"),

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 
 import torch
 
+from eagle_train.drafts import Draft, Head, TargetStates
+from eagle_train.drafts.kind import Rows
 from eagle_train.inference import Output, Tree
-from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from evals.bench.answering import Run
@@ -28,14 +29,13 @@ def proposals(
     """Proposals after each of an answer's m tokens but the last: the draft's k best [m - 1, k], the target's best."""
     tokens = torch.tensor([prompt + answer], device=target.device)
     positions = torch.arange(tokens.shape[1], device=target.device)[None]
-    attend = packed_attention([[tokens.shape[1]]])
-    hidden = target.hidden_states(tokens, positions, attend)
-    previous = shift_hidden(hidden, positions)
-    drafted = draft(target.embed(tokens), previous, positions, attend)
+    lengths, layers = [[tokens.shape[1]]], draft.config.target_layers
+    states = TargetStates.split(target.states(layers)(tokens, positions, packed_attention(lengths)), layers)
+    (drafted,) = draft.unrolled(draft, Rows(target.embed(tokens), states, positions, lengths), passes=1)
     slots = slice(len(prompt), -1)
     head = Head(draft, target.lm_head)
-    drafts = head.tokens(head.lm_head(drafted[0, slots]).topk(k).indices)
-    return drafts, target.lm_head(hidden[0, slots]).argmax(-1)
+    drafts = head.tokens(head.lm_head(draft.read(drafted[0, slots])).topk(k).indices)
+    return drafts, target.lm_head(states.hidden[0, slots]).argmax(-1)
 
 
 def served_as_trained(

@@ -24,8 +24,8 @@ from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, open_source
 from eagle_train.corpus.stream import Stream
 from eagle_train.distributed import ALONE
+from eagle_train.drafts import EagleConfig, EagleDraft, shift_hidden
 from eagle_train.errors import check
-from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.loading import DTYPES, TargetConfig, training_dtype
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
@@ -35,7 +35,7 @@ from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint.store import CheckpointStore
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.parallelize import prepare
-from eagle_train.training.target_pass import can_compile, hidden_states
+from eagle_train.training.target_pass import can_compile, target_states
 from eagle_train.training.train_config import TrainConfig, accumulation
 from eagle_train.training.trainer import Trainer
 from evals.bench.config import check_least
@@ -133,15 +133,14 @@ class Ours:
             ChatRenderer(self.target.tokenizer, num_embeddings=len(self.target.embedding)),
             config.micro_batch_rows,
         )
-        draft = Draft(DraftConfig.from_target(self.target.config, num_layers=config.draft_layers)).init_weights(0)
+        draft = EagleDraft(EagleConfig.from_target(self.target.config, num_layers=config.draft_layers)).init_weights(0)
         self.draft = draft.to(device)
         optim = OptimConfig(tokens_per_step=config.tokens_per_step)
         compiled = can_compile(self.target, config.micro_batch_rows, config.row_tokens, config.compile)
         backend = prepare(self.draft, optim, ParallelConfig(compile=compiled), ALONE, self.target.dtype)
         train = config.train_config()
         steps = accumulation(optim, train, config.row_tokens)
-        first = self.draft.config.first_slot
-        ahead = look_ahead(self.stream, self.target, steps, compiled=compiled, first_slot=first, passes=train.unroll)
+        ahead = look_ahead(self.stream, self.target, self.draft.config, train, steps, compiled=compiled)
         store = CheckpointStore(folder)
         self.trainer = Trainer(train, optim, self.target, self.draft, backend, ahead, [], store)
         ahead.start(steps=None)
@@ -154,7 +153,7 @@ class Ours:
 
         trainer, backend = self.trainer, self.trainer.backend
         watched: list[tuple[str, Any, str]] = [
-            ("target", trainer.lookahead, "hidden_states"),
+            ("target", trainer.lookahead, "target_states"),
             ("draft and loss", trainer, "forward_backward_step"),
             ("  draft, forward", backend, "draft"),
             ("  draft, backward", backend, "backward"),
@@ -184,10 +183,10 @@ class Ours:
         ahead = self.trainer.lookahead
         batches = [ahead.to_device(next(self.stream)) for _ in range(ahead.accumulation)]
         with Products() as of_target:
-            hidden = [hidden_states(self.target, batch) for batch in batches]
+            all_states = [target_states(self.target, batch) for batch in batches]
         here = patch.object(ahead, "run_parallel", lambda work: work())  # in this thread, which is recorded
         with here, Products() as of_draft:
-            for batch, states in zip(batches, hidden, strict=True):
+            for batch, states in zip(batches, all_states, strict=True):
                 self.trainer.forward_backward_step(batch, states, 1.0)
         self.trainer.backend.skip()
 
@@ -297,7 +296,7 @@ class Naive:
         self.target = llama_target(config, device)
         data = DataConfig(f"{folder}/documents.jsonl", format="text")
         self.rows = [parse(*placed) for placed in open_source(data).rows()]
-        self.draft = Draft(DraftConfig.from_target(self.target.config, num_layers=config.draft_layers))
+        self.draft = EagleDraft(EagleConfig.from_target(self.target.config, num_layers=config.draft_layers))
         self.draft.init_weights(0).to(device)
         self.optimizer = Optimizer(self.draft, OptimConfig())
         self.batches = self.padded()

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from eagle_train.drafts import Draft, Head, TargetStates
+from eagle_train.drafts.kind import Rows
 from eagle_train.inference import Tree, chain, full, pruned
-from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
-from eagle_train.training.unroll import unroll
 
 Ranks = torch.Tensor
 """int64 [roots, depth]: the rank of the answer's token, `depth` after each root, among the draft's proposals;
@@ -36,14 +36,14 @@ def ranks_of(target: Target, draft: Draft, prompt: list[int], answer: list[int],
     tokens = torch.tensor([prompt + answer], device=target.device)
     length = tokens.shape[1]
     positions = torch.arange(length, device=target.device)[None]
-    hidden = target.hidden_states(tokens, positions, packed_attention([[length]]))
-    previous = shift_hidden(hidden, positions)
-    states = unroll(draft, target.embed(tokens), previous, positions, [[length]], depth)
+    layers = draft.config.target_layers
+    of_target = TargetStates.split(target.states(layers)(tokens, positions, packed_attention([[length]])), layers)
+    states = draft.unrolled(draft, Rows(target.embed(tokens), of_target, positions, [[length]]), depth)
     head, roots = Head(draft, target.lm_head), len(answer) - 1
     ranks = torch.full((roots, depth), children, dtype=torch.int64)
     for below, state in enumerate(states[: max(roots, 0)]):
         slots = slice(len(prompt) + below, -1)  # the slot `below` after each root reads the token there
-        proposed = head.tokens(head.lm_head(state[0, slots]).topk(children).indices)
+        proposed = head.tokens(head.lm_head(draft.read(state[0, slots])).topk(children).indices)
         hit = proposed == tokens[0, slots.start + 1 :].unsqueeze(1)
         rank = torch.where(hit.any(1), hit.to(torch.uint8).argmax(1), children)
         ranks[: roots - below, below] = rank.cpu()

@@ -10,8 +10,8 @@ from eagle_train.artifacts.calibrate import Moments, calibrated
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Batch, Packer, collate
 from eagle_train.corpus.tokens import Document
+from eagle_train.drafts import Draft, shift_hidden
 from eagle_train.errors import UserError
-from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.draft_quantisation import Quant, linear_modules, quantise_draft
 from eagle_train.models.layers import rotate
 from eagle_train.models.target import Target

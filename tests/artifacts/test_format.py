@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from eagle_train.artifacts import format
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
+from eagle_train.drafts import Draft, EagleDraft
 from eagle_train.errors import UserError
-from eagle_train.models.draft import Draft
 from tests.support.tiny import shared_target, tiny_draft, tiny_model
 
 WEIGHT = "layers.1.mlp.up_proj.weight"
@@ -106,7 +106,7 @@ def test_config_tells_what_the_tensors_do_not(saved, draft):
     assert set(values["conventions"]) >= {"input", "first_slot", "hidden", "norms", "rope", "position_of_slot"}
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
     other = replace(draft.config, norms="full", first_token="skip")
-    differing = {key for key, text in format.conventions(other).items() if text != values["conventions"][key]}
+    differing = {key for key, text in other.conventions().items() if text != values["conventions"][key]}
     assert differing == {"norms", "first_slot"}
 
 
@@ -264,5 +264,5 @@ def test_place_that_cannot_be_a_directory(draft, tmp_path):
 
 def test_weights_that_were_never_initialised_are_not_saved(draft, tmp_path):
     with pytest.raises(UserError, match="not finite"):
-        save_draft(Draft(draft.config), tmp_path / "draft", IDENTITY)
+        save_draft(EagleDraft(draft.config), tmp_path / "draft", IDENTITY)
     assert not list(tmp_path.iterdir())

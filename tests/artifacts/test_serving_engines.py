@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.drafts import EagleConfig, EagleDraft
 from tests.support.serving_engines import Loaded, Tensors, read, replay
 
 H, INNER, VOCAB, HEADS, KV, HEAD_DIM, M, TARGET_LAYERS = 256, 384, 96, 4, 2, 64, 2, 12
@@ -48,7 +48,7 @@ def full_config(**others) -> dict:
 
 def names(norms: str = "eagle1") -> Tensors:
     """The tensors of a draft of ours, by the names it has for them."""
-    draft = Draft(DraftConfig(H, INNER, HEADS, KV, HEAD_DIM, 128, num_layers=M, norms=norms))
+    draft = EagleDraft(EagleConfig(H, INNER, HEADS, KV, HEAD_DIM, 128, num_layers=M, norms=norms))
     return {name: (tuple(tensor.shape), torch.bfloat16) for name, tensor in draft.state_dict().items()}
 
 

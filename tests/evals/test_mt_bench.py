@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from eagle_train.drafts import Draft
 from eagle_train.inference import SamplingParams
-from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from evals import mt_bench, quantisation

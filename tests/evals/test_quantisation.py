@@ -8,8 +8,8 @@ import torch
 
 from eagle_train import export
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
+from eagle_train.drafts import Draft
 from eagle_train.inference import Eagle, Engine, Output, Requests, SamplingParams, Stats
-from eagle_train.models.draft import Draft
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from eagle_train.artifacts.format import Artifact, load_draft, write_artifact
+from eagle_train.drafts import EagleDraft
 from eagle_train.inference import Engine, Requests, SamplingParams
-from eagle_train.models.draft import Draft
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
 from evals import serving
@@ -39,7 +39,7 @@ def given(home) -> list[str]:
 def exported(home: Path, name: str, dtype: str = "float32", quant: Quant | None = None, **changes) -> Path:
     """The home's draft, with changes of its config, as vLLM loads it."""
     target, draft = load_target(TargetConfig(str(home / "target"))), load_draft(home / "draft")
-    changed = Draft(replace(draft.config, **changes)).init_weights(0)  # of weights it has more than the draft
+    changed = EagleDraft(replace(draft.config, **changes)).init_weights(0)  # of weights it has more than the draft
     changed.load_state_dict(draft.state_dict(), strict=False)
     training = {"first_token": draft.config.first_token}
     about = Artifact(changed.config, target.identity, "vllm", dtype, quant or Quant(), training=training)

@@ -9,12 +9,12 @@ from functools import cache
 import pytest
 import torch
 
+from eagle_train.drafts import Draft, EagleConfig, EagleDraft
 from eagle_train.errors import OptionError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.decode.sampling import DRAFT_MODES
 from eagle_train.inference.drafters.drafter import Drafter
 from eagle_train.inference.drafters.eagle import Eagle
-from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.head import QuantisedLMHead
 from eagle_train.models.target import Target
 from eagle_train.ops import head_argmax
@@ -126,7 +126,7 @@ def test_forwards_are_compiled_with_it(kind, graphs):
 def test_a_draft_of_few_tokens(kind, mode):
     """50 of them, which is no multiple of 16: only these are drafted, and the head holds no other weights."""
     few = sorted([*range(1, 94, 2), 2, 4, 6])
-    draft = Draft(DraftConfig.from_target(target_of().config, num_layers=1, vocab_size=50, vocabulary=few))
+    draft = EagleDraft(EagleConfig.from_target(target_of().config, num_layers=1, vocab_size=50, vocabulary=few))
     draft.load_state_dict(trained().state_dict(), strict=False)
     engine = Engine(target_of(), draft.requires_grad_(False), "n8", drafting=mode, draft_lm_head=kind)
     head, seen = drafter_of(engine).head, []

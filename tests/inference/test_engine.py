@@ -14,6 +14,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from eagle_train.artifacts.format import save_draft
+from eagle_train.drafts import Draft
 from eagle_train.errors import OptionError, UserError
 from eagle_train.inference import Engine, Requests, SamplingParams
 from eagle_train.inference.compiling import compile_verification
@@ -21,7 +22,6 @@ from eagle_train.inference.decode.tree import chain, full
 from eagle_train.inference.decode.verification import Verification
 from eagle_train.inference.drafters.drafter import MAX_PENDING
 from eagle_train.inference.drafters.eagle import Eagle
-from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.ops import threads

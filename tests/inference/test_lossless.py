@@ -16,9 +16,9 @@ import pytest
 import torch
 from scipy import stats
 
+from eagle_train.drafts import Draft
 from eagle_train.inference import DraftModel, Eagle, LayerSkip, SamplingParams
 from eagle_train.inference.decode import adjustments, sampling, verification
-from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from tests.support.drafters import KINDS, Kind, close_to, draft_for, eagle
 from tests.support.every_sequence import PROMPT as ENUMERATED

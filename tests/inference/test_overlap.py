@@ -10,12 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from eagle_train.drafts import Draft
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.cache.prefix_cache import HostKV
 from eagle_train.inference.decode.sampling import DRAFT_MODES
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
-from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from eagle_train.ops import transfer
 from tests.support.graph_recorder import no_values

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
+from eagle_train.drafts import Draft
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, Output, RemotePrefill, SamplingParams, dynamic
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.decode.sampling import DRAFT_MODES
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.requests.requests import Requests, params_of
-from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from tests.support.graph_recorder import recorded
 from tests.support.inside import inside, runner_of, scheduler_of

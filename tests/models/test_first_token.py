@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 
+from eagle_train.drafts import Draft
 from eagle_train.inference import Engine
-from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.rule import Attend, Rule

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from eagle_train import train
+from eagle_train.drafts import EagleConfig
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.models.draft import DraftConfig
 from eagle_train.models.forward import decoder_of
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
@@ -74,7 +74,7 @@ def test_it_decodes_as_transformers_does(family, targets):
 @every
 def test_the_draft_is_the_language_models(family):
     """Its first layer's heads, and RoPE without M-RoPE's sections, that say nothing at a text's positions."""
-    draft = DraftConfig.from_target(multimodal_config(family))
+    draft = EagleConfig.from_target(multimodal_config(family))
     assert (draft.hidden_size, draft.num_heads, draft.num_kv_heads, draft.head_dim) == (32, 4, 2, 8)
     assert not any(key.startswith("mrope") for key in draft.rope_parameters)
     assert draft.rope_parameters["rope_theta"] > 0

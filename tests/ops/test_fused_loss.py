@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from eagle_train.drafts import losses
+from eagle_train.drafts.losses import LOGITS_LOSSES, distillation_loss
 from eagle_train.models.head import LMHead
 from eagle_train.ops import fused_loss
 from eagle_train.ops.kernels import plain
-from eagle_train.training import losses
-from eagle_train.training.losses import LOGITS_LOSSES, distillation_loss
 
 pytest.importorskip("triton", reason="it comes with torch for CUDA, and with xgrammar")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -2,11 +2,11 @@
 
 import torch
 
+from eagle_train.drafts import Draft, shift_hidden
 from eagle_train.inference import Engine
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import BLOCK, ZEROS
 from eagle_train.inference.requests.sequence import Sequence
-from eagle_train.models.draft import Draft, shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from tests.support.inside import active_in, drafter_of, inside, pool_of, runner_of, scheduler_of

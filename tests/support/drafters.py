@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from eagle_train.drafts import Draft
 from eagle_train.inference import Drafter, DraftModel, Eagle, Engine, LayerSkip, dynamic
 from eagle_train.inference.decode.named_trees import AutoTree
 from eagle_train.inference.drafters.drafter import TreePlan
@@ -27,7 +28,6 @@ from eagle_train.inference.drafters.suffix import Suffix
 from eagle_train.inference.lookup.datastore import Datastore
 from eagle_train.inference.lookup.ngrams import NgramOptions
 from eagle_train.inference.lookup.suffixes import SuffixOptions
-from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from examples.own_drafter import LastPlace
 from tests.support.datastores import write_datastore

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle_train.artifacts.format import save_draft
-from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.drafts import Draft, EagleConfig, EagleDraft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 
@@ -68,7 +68,8 @@ def guessing_draft(target: Target) -> Draft:
 
     The bit of hidden state and attention changes some of its guesses, so that nothing in its input can be wrong unseen.
     """
-    draft, one = Draft(DraftConfig.from_target(target.config)).init_weights(0), torch.eye(target.config.hidden_size)
+    draft = EagleDraft(EagleConfig.from_target(target.config)).init_weights(0)
+    one = torch.eye(target.config.hidden_size)
     with torch.no_grad():
         draft.fc.weight.copy_(torch.cat((one, 0.15 * one), dim=1))
         for layer in draft.layers:

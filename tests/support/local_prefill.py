@@ -4,9 +4,9 @@ import json
 from functools import cache
 from threading import Event
 
+from eagle_train.drafts import Draft
 from eagle_train.inference import PrefillServer
 from eagle_train.inference.parallel.disaggregated import _as_json
-from eagle_train.models.draft import Draft
 from tests.support.tiny import shared_target, trained_draft
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from eagle_train import distributed
 from eagle_train.distributed import World
-from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.drafts import EagleConfig, EagleDraft
 from eagle_train.ops.attention import packed_attention
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.optimizer import OptimConfig
@@ -51,7 +51,7 @@ def most_held(layers: int, micro_batches: int, world: World, **settings: Any) ->
     parallel = ParallelConfig("fsdp2", **settings)
     world = world.divided(1, parallel.draft_shard_size_of(world.size))
     with Held() as held:
-        draft = Draft(DraftConfig.from_target(tiny_model(**WIDE).config, num_layers=layers)).init_weights(0)
+        draft = EagleDraft(EagleConfig.from_target(tiny_model(**WIDE).config, num_layers=layers)).init_weights(0)
         backend = prepare(draft, OptimConfig(), parallel, world, torch.bfloat16)
         embeddings, hidden = torch.randn(2, 1, TOKENS, WIDE["hidden_size"]).bfloat16()
         positions, attend = torch.arange(TOKENS)[None], packed_attention([[TOKENS]])

@@ -24,7 +24,7 @@ from eagle_train.training.assembly import _divided
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint.format import RankTensors
 from eagle_train.training.metrics import NoTracker
-from eagle_train.training.target_pass import hidden_states as states_of
+from eagle_train.training.target_pass import target_states as states_of
 from eagle_train.training.trainer import Interrupted, Trainer
 from tests.support.casts import casts_of_a_step
 from tests.support.tiny import random_tokens
@@ -71,10 +71,10 @@ def drop_parts(trainer: Trainer, steps: list[int]) -> None:
     def train_step() -> dict:
         if trainer.state.step + 1 in steps:
             batch = trainer.lookahead.upcoming(-1)[0]
-            hidden = states_of(trainer.target, batch)
+            states = states_of(trainer.target, batch, trainer.draft.config.target_layers)
             trainer.backend.begin(last=False)
-            trainer.forward_backward_step(batch, hidden, 1.0)
-            trainer._drop_step(batch, hidden)
+            trainer.forward_backward_step(batch, states, 1.0)
+            trainer._drop_step(batch, states)
         return Trainer.train_step(trainer)
 
     trainer.train_step = train_step
@@ -120,7 +120,7 @@ def hidden_states(case: dict, world: World) -> None:
         return torch.save({"refused": str(error)}, f"{case['out']}-{world.rank}")
     tokens, positions = a_row(world.rank)
     with FlopCounterMode(display=False) as counter:
-        hidden = target.own_hidden_states(tokens, positions, [[9, 11]])
+        hidden = target.own_states(tokens, positions, [[9, 11]])
     parts = [x.to_local() if isinstance(x, DTensor) else x for x in target.model.parameters()]
     found = {"hidden": hidden, "fingerprint": target.identity.fingerprint, "own": sum(part.numel() for part in parts)}
     found["flops"] = counter.get_total_flops()

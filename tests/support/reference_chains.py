@@ -1,8 +1,8 @@
-"""Chains drafted slot by slot, written out plainly: the twin of `training/unroll.py`; and inputs for both."""
+"""Chains drafted slot by slot, written out plainly: the twin of `drafts/unroll.py`; and inputs for both."""
 
 import torch
 
-from eagle_train.models.draft import Draft, shift_hidden
+from eagle_train.drafts import Draft, shift_hidden
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.rule import Attend, Rule
 from tests.support.tiny import shared_target, tiny_draft

@@ -9,9 +9,9 @@ import torch
 
 from eagle_train import distributed
 from eagle_train.artifacts.format import load_draft
+from eagle_train.drafts import Draft
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import LMHead, Target
 from tests.support.graph_recorder import recorded

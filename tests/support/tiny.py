@@ -8,7 +8,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
+from eagle_train.drafts import Draft, EagleConfig, EagleDraft, shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 
@@ -163,7 +163,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_draft(target: Target, seed: int = 0, num_layers: int = 2, **overrides) -> Draft:
     """A random draft in which every layer matters, unlike in a fresh one."""
-    draft = Draft(DraftConfig.from_target(target.config, num_layers=num_layers, **overrides))
+    draft = EagleDraft(EagleConfig.from_target(target.config, num_layers=num_layers, **overrides))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -174,7 +174,7 @@ def tiny_draft(target: Target, seed: int = 0, num_layers: int = 2, **overrides) 
 
 def trained_draft(target: Target, steps: int = 150, **overrides) -> Draft:
     """A draft that agrees with the target now and then: a moment's training on random tokens, mended by DESIGN 3.2."""
-    draft = Draft(DraftConfig.from_target(target.config, **{"num_layers": 1} | overrides)).init_weights(0)
+    draft = EagleDraft(EagleConfig.from_target(target.config, **{"num_layers": 1} | overrides)).init_weights(0)
     optimizer = torch.optim.Adam(draft.parameters(), lr=5e-3)
     generator = torch.Generator().manual_seed(0)
     positions = torch.arange(16).expand(32, -1)

@@ -9,7 +9,7 @@ from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Batch, Stream, heldout_batches
 from eagle_train.distributed import ALONE, World
-from eagle_train.models.draft import Draft, DraftConfig
+from eagle_train.drafts import Draft, EagleConfig, EagleDraft
 from eagle_train.models.target import Target
 from eagle_train.training.assembly import look_ahead
 from eagle_train.training.backend import ParallelConfig
@@ -53,8 +53,8 @@ def make_trainer(
     renderer = ChatRenderer(target.tokenizer)
     settings = TrainConfig(steps=steps, micro_batch_rows=rows, **train)
     optim = OptimConfig(**{"lr": 1e-3, "tokens_per_step": rows_per_step * ROW} | (optim or {}))
-    shape = DraftConfig.from_target(target.config, num_layers=num_layers, fc_bias=True)  # parameters of every kind
-    draft = draft or Draft(shape).init_weights(0)
+    shape = EagleConfig.from_target(target.config, num_layers=num_layers, fc_bias=True)  # parameters of every kind
+    draft = draft or EagleDraft(shape).init_weights(0)
     stream = Stream(config, renderer, rows, world)
     heldout = heldout_batches(config, renderer, rows, settings.eval_batches)
     return trainer_of(settings, optim, target, draft, stream, heldout, directory, parallel, world)
@@ -74,8 +74,7 @@ def trainer_of(
     """A trainer of these parts, put together as `assemble` does."""
     backend = prepare(draft, optim, parallel or ParallelConfig(), world, target.dtype)
     micro_batches = accumulation(optim, train, stream.config.row_tokens, world.size)
-    first = draft.config.first_slot
-    ahead = look_ahead(stream, target, micro_batches, world, first_slot=first, passes=train.unroll)
+    ahead = look_ahead(stream, target, draft.config, train, micro_batches, world)
     return Trainer(train, optim, target, draft, backend, ahead, heldout, CheckpointStore(directory, world))
 
 

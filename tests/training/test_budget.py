@@ -10,8 +10,8 @@ import torch
 
 from eagle_train import train
 from eagle_train.cli import compose, with_others_off
+from eagle_train.drafts import EagleConfig
 from eagle_train.errors import UserError
-from eagle_train.models.draft_config import DraftConfig
 from eagle_train.training import budget
 from eagle_train.training.budget import Budget
 from eagle_train.training.cost import this_machine
@@ -186,7 +186,7 @@ def test_the_command_ends_when_its_time_is_up(tmp_path, data, capsys):
 
 def test_a_plan_says_how_many_steps_there_are_on_this_machine(monkeypatch):
     """By a measured speed: at twice the speed, twice as many."""
-    draft = DraftConfig(64, 128, num_heads=2, num_kv_heads=1, head_dim=32, max_position_embeddings=64)
+    draft = EagleConfig(64, 128, num_heads=2, num_kv_heads=1, head_dim=32, max_position_embeddings=64)
     told = []
     for speed in (1e9, 2e9):
         monkeypatch.setattr(this_machine, "measured_speed", lambda device, dtype, speed=speed: speed)

@@ -18,22 +18,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eagle_train import hardware, train
 from eagle_train.cli import compose
-from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
+from eagle_train.drafts import EagleConfig, EagleDraft, losses, shift_hidden
+from eagle_train.drafts.losses import distillation_loss
+from eagle_train.drafts.unroll import unroll
 from eagle_train.models.loading import TargetConfig
 from eagle_train.ops import attention
 from eagle_train.ops.attention import packed_attention
 from eagle_train.settings import CONF_DIR
-from eagle_train.training import losses, parallelize
+from eagle_train.training import parallelize
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.cost import estimate, memory, report
 from eagle_train.training.cost.estimate import GIB, ClusterConfig, PlannedRun, estimate_cost
 from eagle_train.training.cost.flops import flops_of
 from eagle_train.training.cost.target_shape import TargetShape
-from eagle_train.training.losses import distillation_loss
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.placement import chosen
 from eagle_train.training.train_config import TrainConfig
-from eagle_train.training.unroll import unroll
 from evals.bench import training_steps as bench
 from tests.support import memory_job
 from tests.support.command_line import call, save_target, write_jsonl
@@ -59,8 +59,8 @@ def test_a_steps_flops_are_those_that_torch_counts(family):
     """torch does not count the CPU's flash kernel; Gemma 2's attention, which has soft caps, is in plain products."""
     whole = {"attention_chunk_size": TOKENS} if family == "llama4" else {}  # chunks are attended in squares too
     target = tiny_target(family, **WIDE, **whole)
-    config = DraftConfig.from_target(target.config)
-    draft = Draft(config).init_weights(0)
+    config = EagleConfig.from_target(target.config)
+    draft = EagleDraft(config).init_weights(0)
     with FlopCounterMode(display=False, custom_mapping=GROUPED_FLOPS) as counter:
         step(target, draft).backward()
     shape = TargetShape.of(target.config)
@@ -73,8 +73,8 @@ def test_a_steps_flops_are_those_that_torch_counts(family):
 def test_an_unrolled_steps_flops_are_those_that_torch_counts():
     """With documents of two tokens, where attention is negligible."""
     target, lengths = tiny_target(**WIDE), [[2] * (TOKENS // 2)]
-    config = DraftConfig.from_target(target.config)
-    draft = Draft(config).init_weights(0)
+    config = EagleConfig.from_target(target.config)
+    draft = EagleDraft(config).init_weights(0)
     tokens = torch.arange(TOKENS)[None]
     positions = tokens % 2
     with FlopCounterMode(display=False) as counter:
@@ -127,8 +127,8 @@ def test_experts_at_work_are_counted_whatever_the_family_calls_them(config, valu
 @pytest.mark.parametrize("passes", [1, 3])
 def test_activations_are_what_the_backward_pass_keeps(passes):
     target = tiny_target(**WIDE)
-    config = DraftConfig.from_target(target.config)
-    draft = Draft(config).init_weights(0)
+    config = EagleConfig.from_target(target.config)
+    draft = EagleDraft(config).init_weights(0)
     weights = {shape for parameter in draft.parameters() for shape in (parameter.shape, parameter.shape[::-1])}
     kept = {}
 
@@ -149,7 +149,7 @@ def test_activations_are_what_the_backward_pass_keeps(passes):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_drafts_state_is_what_its_optimiser_holds(name):
-    draft = Draft(DraftConfig.from_target(tiny_target(**WIDE).config, fc_bias=True)).init_weights(0)
+    draft = EagleDraft(EagleConfig.from_target(tiny_target(**WIDE).config, fc_bias=True)).init_weights(0)
     config = OptimConfig(name=name)
     optimizer = Optimizer(draft, config)
     for parameter in draft.parameters():
@@ -164,8 +164,8 @@ def test_the_drafts_state_is_what_its_optimiser_holds(name):
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_what_grouped_products_read_of_experts_is_kept_for_the_backward_pass(recomputed):
-    config = DraftConfig.from_target(tiny_target(**WIDE).config, num_layers=2, ffn="moe", num_experts=3)
-    draft = Draft(config).init_weights(0)
+    config = EagleConfig.from_target(tiny_target(**WIDE).config, num_layers=2, ffn="moe", num_experts=3)
+    draft = EagleDraft(config).init_weights(0)
     experts = {id(x) for name, x in draft.named_parameters() if ".experts." in name}
     kept = {}
 
@@ -303,7 +303,7 @@ def assert_planned(tmp_path: Path, ranks: int, cases: list[dict[str, Any]]) -> N
     """What real steps hold, within 5 %."""
     start_ranks(ranks, "memory_job", tmp_path / "found.json", cases)
     for case, measured in zip(cases, json.loads((tmp_path / "found.json").read_text()), strict=True):
-        draft = Draft(DraftConfig.from_target(tiny_model(**memory_job.WIDE).config, num_layers=case["layers"]))
+        draft = EagleDraft(EagleConfig.from_target(tiny_model(**memory_job.WIDE).config, num_layers=case["layers"]))
         settings = {name: value for name, value in case.items() if name not in ("layers", "micro_batches")}
         given = draft, OptimConfig(), ParallelConfig("fsdp2", **settings), ranks, torch.bfloat16
         said, _ = memory.draft_state(*given, accumulated=case["micro_batches"] > 1)
@@ -311,7 +311,7 @@ def assert_planned(tmp_path: Path, ranks: int, cases: list[dict[str, Any]]) -> N
 
 
 def test_what_is_divided_shrinks_and_what_is_offloaded_moves():
-    draft = Draft(DraftConfig.from_target(tiny_target().config))
+    draft = EagleDraft(EagleConfig.from_target(tiny_target().config))
     optim, size = OptimConfig(), draft.num_parameters
 
     def state(**settings) -> tuple[float, float]:
@@ -433,7 +433,7 @@ def test_a_target_that_is_too_large_is_told_with_the_way_out(settings, tried):
     train_config, cluster = TrainConfig(steps=1, micro_batch_rows=1), ClusterConfig(memory_gib=1.001)
     shape = TargetShape(8 * 10**9, 7 * 10**9, 10**6, 3, 32, 96, 32, 48, False)
     parallel = ParallelConfig(**settings)
-    draft = DraftConfig.from_target(target.config)
+    draft = EagleConfig.from_target(target.config)
     cost = estimate_cost(shape, draft, train_config, OptimConfig(), parallel, cluster, 64, 2)
     changes = report.advice(cost, parallel, train_config, cluster)
     assert any(tried in change for change in changes)

@@ -53,7 +53,7 @@ def make():
 def test_each_micro_batch_comes_with_its_own_hidden_states(make, cores, accumulation):
     ahead, found = make(cores, accumulation=accumulation), []
     for step in range(1, 6):
-        for pair in ahead.with_hidden_states(ahead.step()):
+        for pair in ahead.with_states(ahead.step()):
             ahead.run_parallel(lambda: None)
             found.append(pair)
         assert ahead.state == {"drawn": step * accumulation}
@@ -71,7 +71,7 @@ def test_the_targets_thread_helps_before_its_next_run(make):
 
     ahead = make(hidden_states=lambda batch: runs.append(batch) or -batch)
     for _ in range(3):
-        for number, _ in ahead.with_hidden_states(ahead.step()):
+        for number, _ in ahead.with_states(ahead.step()):
             while len(runs) < number + 1:
                 time.sleep(0.001)
             workers.clear()
@@ -97,7 +97,7 @@ def test_parallel_work_waits_for_the_helper_and_raises_its_error(make):
         if threading.current_thread() is not main:
             raise MemoryError("no room")
 
-    for _ in ahead.with_hidden_states(ahead.step()[:1]):
+    for _ in ahead.with_states(ahead.step()[:1]):
         ahead.run_parallel(slow_to_help)
         assert finished
         with pytest.raises(MemoryError, match="no room"):

@@ -13,7 +13,7 @@ from eagle_train.models.target import Target
 from eagle_train.ops.linear import FrozenFp8Linear
 from eagle_train.training import assembly
 from eagle_train.training.backend import ParallelConfig
-from eagle_train.training.target_pass import can_compile, hidden_states, to_device
+from eagle_train.training.target_pass import can_compile, target_states, to_device
 from tests.support.tiny import random_tokens, tiny_model, tiny_target
 
 LENGTHS = [[9, 3, 12], [24]]
@@ -29,10 +29,10 @@ def packed() -> Batch:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_a_compiled_target_gives_the_same_states(family, graphs):
     target, batch = tiny_target(family), packed()
-    plain = hidden_states(target, batch)
+    plain = target_states(target, batch).hidden
     assert can_compile(target, 2, 24, wanted=True)
     made = len(graphs)
-    torch.testing.assert_close(hidden_states(target, batch, compiled=True), plain)
+    torch.testing.assert_close(target_states(target, batch, compiled=True).hidden, plain)
     assert len(graphs) == made > 0
 
 
@@ -40,12 +40,12 @@ def test_a_compiled_target_gives_the_same_states(family, graphs):
 def test_a_target_in_fp8_is_compiled_and_gives_the_same_states(family, graphs):
     """In fp32: in bf16 a last bit decides what a number is rounded to in FP8, and all that follows."""
     target, batch = tiny_target(family), packed()
-    plain = hidden_states(target, batch)
+    plain = target_states(target, batch).hidden
     target.round_to_fp8()
-    low = hidden_states(target, batch)
+    low = target_states(target, batch).hidden
     assert can_compile(target, 2, 24, wanted=True)
     made = len(graphs)
-    torch.testing.assert_close(hidden_states(target, batch, compiled=True), low, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(target_states(target, batch, compiled=True).hidden, low, rtol=1e-3, atol=1e-3)
     assert len(graphs) == made > 0
     assert (low - plain).norm() > 0.01 * plain.norm()
 
@@ -63,8 +63,8 @@ def test_a_gpu_multiplies_a_targets_layers_in_fp8(compiled):
             module.has_kernel = False
     batch = to_device(packed(), torch.device("cuda"))
     assert can_compile(low, 2, 24, wanted=compiled) == compiled
-    states = [hidden_states(target, batch).float() for target in (plain, twin)]
-    states.append(hidden_states(low, batch, compiled=compiled).float())
+    states = [target_states(target, batch).hidden.float() for target in (plain, twin)]
+    states.append(target_states(low, batch, compiled=compiled).hidden.float())
     errors = [(each - states[0]).norm() / states[0].norm() for each in states[1:]]
     assert 0.02 < errors[1] < 1.3 * errors[0]
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Batch, PackedRow, Stream, collate
+from eagle_train.drafts import Draft, EagleConfig, EagleDraft, shift_hidden
 from eagle_train.errors import UserError
-from eagle_train.models.draft import Draft, DraftConfig, shift_hidden
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
@@ -27,7 +27,7 @@ from eagle_train.training.budget import Budget
 from eagle_train.training.checkpoint.format import checkpoints, score_of
 from eagle_train.training.evaluate import most_likely
 from eagle_train.training.optimizer import OptimConfig
-from eagle_train.training.target_pass import hidden_states
+from eagle_train.training.target_pass import target_states
 from eagle_train.training.train_config import TrainConfig, accumulation
 from eagle_train.training.trainer import Interrupted, Trainer, feature_noise
 from tests.support.casts import casts_of_a_step
@@ -172,7 +172,7 @@ def test_a_draft_of_few_tokens_learns_the_distribution_among_them(tmp_path, data
     draft = tiny_draft(target, vocab_size=len(few), vocabulary=few).requires_grad_(True)
     trainer = started(make_trainer(tmp_path, data, rows=4, draft=draft))
     (batch,) = trainer.lookahead.upcoming()
-    hidden = hidden_states(target, batch)
+    hidden = target_states(target, batch).hidden
     record = trainer.train_step()
     previous = shift_hidden(hidden, batch.positions)
     twin = tiny_draft(target)  # with the weights before the step
@@ -197,7 +197,7 @@ def test_what_a_draft_cannot_propose_is_never_accepted(tmp_path, data):
 def chosen_at(trainer: Trainer, batch: Batch) -> list[int]:
     """The target's most likely tokens at a batch's supervised slots."""
     target = trainer.target
-    return most_likely(hidden_states(target, batch), target.lm_head)[batch.supervised].tolist()
+    return most_likely(target_states(target, batch).hidden, target.lm_head)[batch.supervised].tolist()
 
 
 def test_feature_noise_is_fed_to_the_draft_and_is_no_larger_than_asked(tmp_path, data):
@@ -245,7 +245,7 @@ def test_a_micro_batch_waits_for_no_device(tmp_path, data, monkeypatch, draft, t
 
         return watched
 
-    for owner, name in ((trainer, "forward_backward_step"), (trainer.lookahead, "hidden_states")):
+    for owner, name in ((trainer, "forward_backward_step"), (trainer.lookahead, "target_states")):
         setattr(owner, name, without_waiting(getattr(owner, name)))
     assert math.isfinite(started(trainer).train_step()["loss"])
     assert len(seen) >= 2 * 4
@@ -614,7 +614,7 @@ def test_no_step_of_a_real_runs_beginning_is_a_runaway(tmp_path):
     target = load_target(TargetConfig("data/tiny_target"), "cpu")
     config = DataConfig("data/tiny_target/answers.jsonl.gz", row_tokens=128)
     optim = OptimConfig(tokens_per_step=128)
-    draft = Draft(DraftConfig.from_target(target.config, num_layers=3)).init_weights(0)
+    draft = EagleDraft(EagleConfig.from_target(target.config, num_layers=3)).init_weights(0)
     stream = Stream(config, ChatRenderer(target.tokenizer), 1)
     train = TrainConfig(steps=20, micro_batch_rows=1, runaway=5)
     trainer = started(trainer_of(train, optim, target, draft, stream, [], tmp_path))

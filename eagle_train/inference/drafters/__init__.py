@@ -8,9 +8,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from eagle_train.drafts import Draft
 from eagle_train.errors import check, foreign
 from eagle_train.inference.drafters.drafter import Drafter
-from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from eagle_train.settings import instantiate, named
 

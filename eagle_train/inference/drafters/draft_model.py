@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from eagle_train.drafts import Draft
 from eagle_train.errors import UserError, check
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
@@ -28,7 +29,6 @@ from eagle_train.inference.drafters.drafter import (
 )
 from eagle_train.inference.drafters.growing import FirstTokens, Growing, Nodes, keep_drafted
 from eagle_train.inference.drafters.same_tokenizer import check_same_tokenizer, known_tokens
-from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.patches import optimize_for_decoding
 from eagle_train.models.target import Target

@@ -6,10 +6,12 @@ Shapes: A active rows, N wanted tokens, H hidden.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from eagle_train.drafts import Draft, Head, shift_hidden
 from eagle_train.errors import OptionError, check
 from eagle_train.hardware import warn_of_emulation
 from eagle_train.inference.cache.paged_kv import PagedKV
@@ -30,7 +32,6 @@ from eagle_train.inference.drafters.growing import Growing, Nodes, keep_drafted
 from eagle_train.inference.parallel.divided_draft import divide_draft
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.parallel.vocabulary import DividedHead
-from eagle_train.models.draft import Draft, Head, shift_hidden
 from eagle_train.models.draft_quantisation import SCHEMES
 from eagle_train.models.fused import fuse_products
 from eagle_train.models.head import quantised
@@ -45,7 +46,7 @@ ALIGNMENTS = ("accepted", "last")
 
 
 class Eagle(Growing[Nodes]):
-    """Proposes with an EAGLE draft.
+    """Proposes with an EAGLE draft, of any kind that drafts a token after the other.
 
     `alignment`: which tokens of a round the draft processes again, with the target's hidden states instead of its own
     (paper section 3.4): all `accepted` ones, as EAGLE does; or the `last` alone, as the paper does, and the one before
@@ -60,6 +61,7 @@ class Eagle(Growing[Nodes]):
         width, own = target.embedding.shape[1], draft.config.hidden_size
         check(own == width, f"draft.hidden_size={own}: must be the target's, {width}")
         self.draft = fuse_products(draft.to(target.device, target.dtype).eval().requires_grad_(False))
+        self.needs = replace(self.needs, layers=draft.config.target_layers)
         self.models = [self.draft]
         self.target, self.alignment = target, alignment
         self.head, self.lm_head_kind = Head(self.draft, target.lm_head), "target"
@@ -88,13 +90,13 @@ class Eagle(Growing[Nodes]):
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """The draft's hidden states [A, T, H] at tokens [A, T]; `hidden` [A, T, H]: at the token before each."""
+        """The draft's states [A, T, W] at tokens [A, T]; `hidden` [A, T, H]: what each is fed, of the token before."""
         return self.draft(self.target.embed(tokens), hidden, positions, attend)
 
     def forward_at(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """The hidden states of `forward` at the indices `wanted` int64 [A, N] alone, [A, N, H]."""
+        """The states of `forward` at the indices `wanted` int64 [A, N] alone, [A, N, W]."""
         return self.draft(self.target.embed(tokens), hidden, positions, attend, wanted)
 
     def use_lm_head(self, kind: str) -> None:
@@ -154,8 +156,9 @@ class Eagle(Growing[Nodes]):
         if before is not None:  # the rows that have a prefix
             follows = (positions[:, 0] > 0).unsqueeze(1)
             previous[:, 0] = torch.where(follows, before, previous[:, 0])
-        # No hidden state is needed: prefill only fills the cache.
-        self.forward_at(tokens, previous, positions, positions[:, :0], self.cache.extend(prefix, positions))
+        # No state is needed: prefill only fills the cache.
+        fed = self.draft.fuse(previous)
+        self.forward_at(tokens, fed, positions, positions[:, :0], self.cache.extend(prefix, positions))
 
     def propose(self, round: DraftRound) -> Drafted:
         hidden = self.align(round.draft_prefix, round.pending)
@@ -163,16 +166,20 @@ class Eagle(Growing[Nodes]):
         return self.grow(round.plan, hidden, round.pending.last, nodes, round.choice)
 
     def align(self, prefix: Prefix, pending: Pending) -> torch.Tensor:
-        """Process the pending tokens with the target's hidden states. Returns the draft's at the last one [A, 1, H]."""
-        count = pending.tokens.shape[1]
+        """Process the pending tokens with the target's states. Returns the draft's at the last one [A, 1, W]."""
+        count, fed = pending.tokens.shape[1], self.draft.fuse(pending.hidden)
         positions = prefix.positions(count)
         attend = self.cache.extend(prefix, positions)
         if count == 1:
-            return self.run_forward(pending.tokens, pending.hidden, positions, attend)
-        return self.run_forward_at(pending.tokens, pending.hidden, positions, pending.end, attend)
+            return self.run_forward(pending.tokens, fed, positions, attend)
+        return self.run_forward_at(pending.tokens, fed, positions, pending.end, attend)
 
     def level_states(self, tokens: torch.Tensor, above: torch.Tensor, level: Level, nodes: Nodes) -> torch.Tensor:
-        return self.run_forward(tokens, pick(above, level.above), *nodes.next_level(len(tokens), level))
+        fed = self.draft.fed(pick(above, level.above))
+        return self.run_forward(tokens, fed, *nodes.next_level(len(tokens), level))
+
+    def readable(self, states: torch.Tensor) -> torch.Tensor:
+        return self.draft.read(states)
 
     def rewind(self, round: DraftRound, drafted: Drafted, outcome: Outcome) -> Pending:
         if self.alignment == "accepted":

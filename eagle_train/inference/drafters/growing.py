@@ -124,6 +124,10 @@ class Growing(Drafter, Generic[N]):
 
     head: ProposingHead
 
+    def readable(self, states: torch.Tensor) -> torch.Tensor:
+        """What `head` reads of the model's states [A, T, H]."""
+        return states
+
     def level_states(self, tokens: torch.Tensor, above: torch.Tensor, level: Level, nodes: N) -> torch.Tensor:
         """The model's states [A, Q, H] at a level's nodes that have children: tokens int64 [A, Q]; `above` [A, Q', H]:
         the states of the level before, of which `level.above` are the nodes' parents'. It asks `nodes` once."""
@@ -166,11 +170,12 @@ class Growing(Drafter, Generic[N]):
 
     def best(self, states: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The `count` most likely tokens after states [A, T, H], int64 [A, T, count], and their log-probabilities."""
-        found = self.head.lm_head(states).float().log_softmax(-1).topk(count)
+        found = self.head.lm_head(self.readable(states)).float().log_softmax(-1).topk(count)
         return self.head.tokens(found.indices), found.values
 
     def children(self, states: torch.Tensor, level: Level, choice: Choice) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`level.most` proposed tokens for each parent of the level, [A, Q, most], and q [A, Q, V] or None."""
+        states = self.readable(states)
         noise = None if choice.noise is None else choice.noise[:, level.noise].unflatten(1, (-1, level.most))
         if choice.mode == "greedy" and choice.guidance is None:
             return self.head.tokens(self.head.lm_head.most_likely(states, level.most)), None

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
+from eagle_train.drafts import Draft
 from eagle_train.errors import UserError, check, one_line, shown
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
@@ -22,7 +23,6 @@ from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.drafters.drafter import Computed, Drafted, DraftRound, Level, Needs, TreePlan
 from eagle_train.inference.drafters.growing import FirstTokens, Growing, Nodes
-from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from eagle_train.ops.rule import Attend
 

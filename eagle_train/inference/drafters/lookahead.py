@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from eagle_train.drafts import Draft
 from eagle_train.errors import OptionError, check, shown, within
 from eagle_train.inference.decode.tree import MAX_NODES, Tree
 from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, Outcome, Pending, RowText
-from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from eagle_train.ops.transfer import to_device
 

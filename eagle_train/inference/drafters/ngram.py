@@ -2,13 +2,13 @@
 
 from typing import Any
 
+from eagle_train.drafts import Draft
 from eagle_train.errors import OptionError, check, within
 from eagle_train.inference.decode.row_trees import OpenTree
 from eagle_train.inference.decode.tree import MAX_NODES
 from eagle_train.inference.drafters.drafter import Needs, RowText
 from eagle_train.inference.drafters.text_drafter import TextDrafter
 from eagle_train.inference.lookup.ngrams import NgramOptions, NgramPools
-from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 
 

@@ -1,10 +1,10 @@
 """Drafts out of an index of texts that `eagle-datastore` made, without a model (REST; He et al., 2023)."""
 
+from eagle_train.drafts import Draft
 from eagle_train.errors import check
 from eagle_train.inference.drafters.drafter import RowText
 from eagle_train.inference.drafters.text_drafter import TextDrafter, TextTree
 from eagle_train.inference.lookup.datastore import Datastore
-from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 
 

@@ -7,9 +7,9 @@ nothing of targets, trees or requests.
 import torch
 from torch import nn
 
+from eagle_train.drafts import Draft
 from eagle_train.errors import OptionError
 from eagle_train.inference.parallel.tensor_parallel import Ranks
-from eagle_train.models.draft import Draft
 from eagle_train.models.fused import FusedAttention, FusedFFN
 from eagle_train.models.layers import MoEFFN
 from eagle_train.ops.linear import Linear, QuantisedLinear, linear
@@ -25,7 +25,7 @@ def reason_against(draft: Draft, size: int) -> str | None:
     sizes = {
         "key/value heads": config.num_kv_heads,
         "columns of the feed-forward": config.intermediate_size,
-        "inputs of fc": 2 * config.hidden_size,
+        "inputs of fc": config.fc_inputs,
     }
     return next((f"it has {number} {name}" for name, number in sizes.items() if number % size), None)
 
@@ -45,7 +45,9 @@ def collectives(draft: Draft) -> int:
 @torch.no_grad()
 def divide_draft(draft: Draft, ranks: Ranks) -> None:
     """Keep of a draft with fused products (`fuse_products`) what this rank has of it, in place."""
-    draft.fc = _summed(draft.fc, ranks, takes_whole=True)
+    fusion = draft.get_submodule("fc")
+    assert isinstance(fusion, Linear)
+    draft.fc = _summed(fusion, ranks, takes_whole=True)
     for module in draft.modules():
         if isinstance(module, FusedAttention):
             _divide_attention(module, ranks)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from eagle_train.drafts import DraftConfig
 from eagle_train.errors import check
-from eagle_train.models.draft import Draft, DraftConfig
 from eagle_train.models.loading import TargetConfig
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.cost.flops import flops_of
@@ -103,17 +103,17 @@ def estimate_cost(
     `dtype`: what the GPUs compute in. `loaded`: how the target is loaded, which says what of it is offloaded.
     """
     with torch.device("meta"):
-        module = Draft(draft)
-    recomputed = parallel.activation_checkpointing
-    flops, in_fp8 = flops_of(target, draft, module, row_tokens, recomputed, train.unroll), train.target_quant == "fp8"
+        module = draft.module()
+    recomputed, passes = parallel.activation_checkpointing, draft.passes(train.unroll)
+    flops, in_fp8 = flops_of(target, draft, module, row_tokens, recomputed, passes), train.target_quant == "fp8"
     saved = 2 * target.rounded * (1 - 1 / _FP8_SPEED) if in_fp8 else 0.0
     tokens_per_s = ranks * cluster.tflops * 1e12 * cluster.mfu / (sum(flops.values()) - saved)
     tokens = train.micro_batch_rows * row_tokens
     accumulated = optim.tokens_per_step > tokens * ranks
     weights, host = draft_state(module, optim, parallel, ranks, dtype, accumulated)
     of_target = tokens * dtype.itemsize * target_activations(target, parallel, ranks)
-    kept, again = (tokens * each for each in activations(draft, dtype, recomputed, train.unroll))
-    states, chunk = loss_memory(target, draft, tokens, dtype, train.unroll)
+    kept, again = (tokens * each for each in activations(draft, dtype, recomputed, passes))
+    states, chunk = loss_memory(target, draft, tokens, dtype, passes)
     of_draft, of_loss = kept + max(0, again - chunk), states + chunk  # the loss is over when a layer runs again
     memory = {
         "target's weights": target_weights(target, parallel, ranks, dtype, in_fp8),

@@ -1,7 +1,6 @@
 """FLOPs of a training token: multiplications and additions in the products of target, LM head and draft."""
 
-from eagle_train.models.draft import Draft
-from eagle_train.models.draft_config import DraftConfig
+from eagle_train.drafts import Draft, DraftConfig
 from eagle_train.training.cost.target_shape import TargetShape
 
 
@@ -12,19 +11,20 @@ def flops_of(
     `context` tokens on average.
 
     In each of `unroll` passes the LM head is multiplied with the target's states, with the draft's, and with the
-    gradient for these. The draft's backward pass costs its forward twice, or three times where layers are `recomputed`.
-    `fc` needs a gradient for its inputs only where these are the draft's own.
+    gradient for these; of a draft that has its own, with the gradient for the head too. The draft's backward pass costs
+    its forward twice, or three times where layers are `recomputed`. How often `fc` is multiplied with is its kind's
+    (`DraftConfig.fc_products`).
     """
     seen = context / 2
-    fc = module.fc.weight.numel()
+    fc = draft.fc_inputs * draft.hidden_size
     layers = sum(parameter.numel() for parameter in module.layers.parameters() if parameter.ndim >= 2)
-    if draft.ffn == "moe":
-        layers = sum(p.numel() for n, p in module.layers.named_parameters() if p.ndim >= 2 and ".experts" not in n)
-        layers += draft.num_layers * 3 * draft.hidden_size * draft.intermediate_size
+    experts = sum(p.numel() for name, p in module.layers.named_parameters() if ".experts" in name)
+    if experts:  # a token goes through one of each layer's
+        layers += draft.num_layers * 3 * draft.hidden_size * draft.intermediate_size - experts
     attention = 4 * seen * draft.num_heads * draft.head_dim * draft.num_layers
-    passes = 4 if recomputed else 3
+    passes, vocabulary = 4 if recomputed else 3, draft.vocab_size or target.vocabulary
     return {
         "target": 2 * target.active + 4 * seen * target.attention * target.layers,
-        "LM head, for target and draft": unroll * 3 * 2 * (draft.vocab_size or target.vocabulary) * target.hidden,
-        "draft": (3 * unroll - 1) * 2 * fc + unroll * passes * (2 * layers + attention),
+        "LM head, for target and draft": unroll * draft.head_products * 2 * vocabulary * target.hidden,
+        "draft": draft.fc_products(unroll) * 2 * fc + unroll * passes * (2 * layers + attention),
     }

@@ -6,12 +6,11 @@ the most that a step takes. Kernels' workspaces and gaps between an allocator's 
 
 import torch
 
-from eagle_train.models.draft import Draft
-from eagle_train.models.draft_config import DraftConfig
+from eagle_train.drafts import Draft, DraftConfig
+from eagle_train.drafts.losses import default_chunk_rows
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.cost.target_shape import TargetShape
-from eagle_train.training.losses import default_chunk_rows
-from eagle_train.training.optimizer import OptimConfig
+from eagle_train.training.optimizer import OptimConfig, by_muon
 
 # DeepSpeed's defaults of reduce_bucket_size and stage3_max_live_parameters, in numbers.
 _ZERO_BUCKET, _ZERO_LIVE = 5 * 10**8, 10**9
@@ -58,7 +57,7 @@ def draft_state(
     each weight, Muon one for each weight of a matrix.
     """
     size = module.num_parameters
-    matrices = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim >= 2)
+    matrices = sum(parameter.numel() for parameter in by_muon(module))
     state = 8 * size - (4 * matrices if optim.name == "muon" else 0)
     copy = dtype.itemsize * size if dtype != torch.float32 else 0
     stage = parallel.zero.get("stage", 2) if parallel.backend == "deepspeed" else 0
@@ -136,7 +135,8 @@ def activations(draft: DraftConfig, dtype: torch.dtype, recomputed: bool, unroll
     heads, kv = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
     layer = exact * (2 * draft.hidden_size + draft.num_heads)
     layer += own * (2 * draft.hidden_size + 3 * heads + 2 * kv + 4 * draft.intermediate_size)
-    ends = 2 * own * draft.hidden_size * unroll
+    each_pass, once = draft.kept_beside_layers
+    ends = own * (each_pass * unroll + once)
     if recomputed:
         return own * draft.hidden_size * draft.num_layers * unroll + ends, layer
     return draft.num_layers * unroll * layer + ends, 0
@@ -147,13 +147,17 @@ def loss_memory(
 ) -> tuple[float, float]:
     """Bytes of hidden states, and of a chunk's logits, on a `device`.
 
-    Two micro-batches' hidden states with, for each pass, fp32 copies and a gradient. Logits of both models in the
-    head's dtype, which a GPU's fused kernel turns into the gradient; on a CPU in fp32 too, and their product.
+    Two micro-batches' states of the target with, for each pass, what the loss makes of the draft's (`loss_bytes`).
+    Logits of both models in the head's dtype, which a GPU's fused kernel turns into the gradient; on a CPU in fp32 too,
+    and their product.
     """
-    states = tokens * target.hidden * (2 * dtype.itemsize + unroll * (dtype.itemsize + 4 * 4))
+    wanted = 1 + len(draft.target_layers)
+    states = tokens * target.hidden * (2 * wanted * dtype.itemsize + unroll * draft.loss_bytes(dtype.itemsize))
     vocabulary = draft.vocab_size or target.vocabulary
     copied = 0 if device != "cpu" else 4 if dtype == torch.float32 else 3 * 4
     chunk = default_chunk_rows(vocabulary, device) * vocabulary * (2 * dtype.itemsize + copied)
     if draft.vocab_size:  # its head is a copy
         states += dtype.itemsize * vocabulary * target.hidden
+    if draft.has_own_head:  # a copy in `dtype`, and its gradient
+        states += (dtype.itemsize + 4) * vocabulary * target.hidden
     return states, chunk

@@ -10,11 +10,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.corpus.source import DataConfig
+from eagle_train.drafts import planned_config
 from eagle_train.hardware import computes_fp8, resolve_device
-from eagle_train.models.draft import DraftConfig
 from eagle_train.models.loading import DTYPES, TargetConfig, check_placement, load_config
 from eagle_train.settings import build
-from eagle_train.training.assembly import check_job, check_planned_data
+from eagle_train.training.assembly import check_job, check_lesson, check_planned_data
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.cost.estimate import GIB, USABLE, ClusterConfig, CostEstimate, PlannedRun
 from eagle_train.training.cost.this_machine import steps_here
@@ -36,7 +36,8 @@ def cost_report(config: DictConfig, ranks: int) -> str:
     hf_config = load_config(target)
     check_job(train, optim, parallel, data, target, hf_config, ranks, config.device)
     settings: Any = OmegaConf.to_container(config.draft)
-    draft = DraftConfig.from_target(hf_config, **{key: value for key, value in settings.items() if value is not None})
+    draft = planned_config(hf_config, settings)
+    check_lesson(train, draft)
     dtype = DTYPES[target.dtype] or torch.bfloat16  # which the GPUs to plan for compute in
     run = PlannedRun(target, hf_config, draft, train, optim, cluster, data.row_tokens, ranks, dtype)
     parallel = chosen(parallel, ranks, cluster.node_of(ranks), run.fits)

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from eagle_train.models.checkpoint_quantisation import quantization_config_of
-from eagle_train.models.draft_config import widest
 from eagle_train.models.family import skeleton
 from eagle_train.models.forward import decoder_of
 from eagle_train.models.head import head_of
 from eagle_train.models.patches import rounded_to_fp8
-from eagle_train.models.shapes import heads_of
+from eagle_train.models.shapes import heads_of, widest
 
 
 @dataclass(frozen=True)

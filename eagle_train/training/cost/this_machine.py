@@ -4,11 +4,10 @@ from collections.abc import Mapping
 
 import torch
 
+from eagle_train.drafts import DraftConfig
 from eagle_train.hardware import cpu_name, low_precision, measured_speed
-from eagle_train.models.draft import Draft
-from eagle_train.models.draft_config import DraftConfig
 from eagle_train.training import muon
-from eagle_train.training.optimizer import OptimConfig
+from eagle_train.training.optimizer import OptimConfig, by_muon
 from eagle_train.training.train_config import TrainConfig
 
 # The share of the measured speed that a step reaches, whatever else it does included: measured on the quickstart's
@@ -25,7 +24,7 @@ def part_flops(
     parts["optimiser"] = 0.0
     if optim.name == "muon":
         with torch.device("meta"):
-            matrices = [parameter.shape for parameter in Draft(draft).parameters() if parameter.ndim == 2]
+            matrices = [parameter.shape for parameter in by_muon(draft.module()) if parameter.ndim == 2]
         parts["optimiser"] += sum(muon.flops(shape, wide=dtype == torch.float32) for shape in matrices)
     return parts
 

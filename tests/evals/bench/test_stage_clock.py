@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from eagle_train.drafts import Draft, EagleDraft
 from eagle_train.errors import UserError
 from eagle_train.inference import Dispatcher, Engine, SimulatedAcceptance, chain
 from eagle_train.inference.decode.stage_times import StageTimes
-from eagle_train.models.draft import Draft
 from eagle_train.models.target import LMHead, Target
 from evals.bench.stage_clock import breakdown
 from tests.support.clock import taking
@@ -17,11 +17,11 @@ from tests.support.tiny import random_tokens, shared_target
 
 def test_the_breakdown_by_hand(clock, monkeypatch):
     """Seconds: target 3, draft 2, LM head 1, verification 1. A round of chain3: 3 * (2 + 1), 3 + 1, and 1."""
-    for owner, name, seconds in ((Target, "hidden_states", 3), (Draft, "forward", 2), (LMHead, "__call__", 1)):
+    for owner, name, seconds in ((Target, "hidden_states", 3), (EagleDraft, "forward", 2), (LMHead, "__call__", 1)):
         taking(monkeypatch, clock, owner, name, seconds)
     taking(monkeypatch, clock, Dispatcher, "dispatch", 0.5)
     taking(monkeypatch, clock, SimulatedAcceptance, "__call__", 1)
-    before = [Target.hidden_states, Draft.forward, LMHead.__call__, StageTimes.stage]
+    before = [Target.hidden_states, Draft.__call__, LMHead.__call__, StageTimes.stage]
     found = breakdown(
         simulated_engine("chain3", shares=[1, 1, 1]),
         [timed_requests(*random_tokens(5, 7), max_tokens=9, ignore_eos=True)],
@@ -32,7 +32,7 @@ def test_the_breakdown_by_hand(clock, monkeypatch):
     assert found["forwards_ms"] == {"drafting": 9000, "validation": 4000}
     assert found["outside"] == pytest.approx(1.5 / 14.5)
     assert (found["prefill_ms"], found["draft_latency_ms"]) == (6000, 9000)
-    assert [Target.hidden_states, Draft.forward, LMHead.__call__, StageTimes.stage] == before
+    assert [Target.hidden_states, Draft.__call__, LMHead.__call__, StageTimes.stage] == before
 
 
 def test_the_breakdown_counts_the_rounds_that_were_launched(clock, monkeypatch):
@@ -47,7 +47,7 @@ def test_the_breakdown_counts_the_rounds_that_were_launched(clock, monkeypatch):
 def test_the_breakdown_of_several_batches(clock, monkeypatch):
     """Rounds of all batches; rounds without drafts do not count in the draft's latency. Seconds:
     target 3, draft 2; two rows until the first is finished, then one, for which alone chain2 drafts."""
-    for owner, name, seconds in ((Target, "hidden_states", 3), (Draft, "forward", 2)):
+    for owner, name, seconds in ((Target, "hidden_states", 3), (EagleDraft, "forward", 2)):
         taking(monkeypatch, clock, owner, name, seconds)
     engine = simulated_engine({1: chain(2), 2: chain(0)}, rows=2, shares=[1, 1])
     pair = timed_requests(*random_tokens(5, 7), max_tokens=12, ignore_eos=True)

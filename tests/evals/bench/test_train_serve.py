@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from eagle_train.drafts import EagleDraft
 from eagle_train.inference import Dispatcher, SamplingParams, chain, full
-from eagle_train.models.draft import Draft
 from eagle_train.models.loading import TargetConfig, load_target
 from evals.bench.answering import Run, answer_questions
 from evals.bench.questions import read_questions
@@ -44,7 +44,7 @@ def test_what_is_served_is_what_was_trained(home, target, tree, children, temper
     assert 0.2 < found["depth_1_served"] < 0.95
     assert found["depth_1_as_trained"] == pytest.approx(found["depth_1_served"], abs=1e-12)
     assert found["agreement_on_reference_answers"] is None
-    other = Draft(run.drafter.draft.config).init_weights(1)
+    other = EagleDraft(run.drafter.draft.config).init_weights(1)
     served = [(a.prompt, a.output) for a in run.answers]
     assert served_as_trained(target, other, served, children)[0] < found["depth_1_served"] - 0.1
 

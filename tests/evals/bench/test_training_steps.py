@@ -77,7 +77,7 @@ def test_the_floor_of_a_step_in_fp8_has_its_products(config, folder, monkeypatch
     ours.run(1)
     batch = ours.trainer.lookahead.to_device(next(ours.stream))
     with Products() as products:
-        training_steps.hidden_states(ours.target, batch)
+        training_steps.target_states(ours.target, batch)
     low = [call.__name__ for call, *_ in products.calls].count("_scaled_mm")
     assert low == config.layers * 7
     products.replay()

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from eagle_train.drafts import shift_hidden
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache import paged_kv
@@ -16,7 +17,6 @@ from eagle_train.inference.cache.suffix import Masks, joint_attention
 from eagle_train.inference.decode.tree import full
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.requests.scheduler import Scheduler
-from eagle_train.models.draft import shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops import paged
 from eagle_train.ops.attention import merge, partial_attention, slot_attention, with_sinks

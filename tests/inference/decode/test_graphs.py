@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle_train.drafts import Draft
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, Output, SamplingParams, SimulatedAcceptance, parts
 from eagle_train.inference.cache.prefix import BLOCK, ZEROS
@@ -25,7 +26,6 @@ from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.runner import Runner
-from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from eagle_train.ops import paged
 from eagle_train.ops.graphs import Padded, Recordings

@@ -5,12 +5,12 @@ import heapq
 import pytest
 import torch
 
+from eagle_train.drafts import shift_hidden
 from eagle_train.errors import OptionError, UserError
 from eagle_train.inference import Eagle, Engine, SamplingParams, TextDrafter
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.decode.named_trees import load_tree
 from eagle_train.inference.decode.row_trees import DynamicTree, dynamic
-from eagle_train.models.draft import shift_hidden
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from tests.support.inside import drafter_of

@@ -18,6 +18,7 @@ from scipy import stats
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from eagle_train.drafts import Draft, EagleDraft
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, Requests, SamplingParams
 from eagle_train.inference.cache.prefix import BLOCK
@@ -28,7 +29,6 @@ from eagle_train.inference.grammar.guided import Guidance
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.requests.sequence import Output
 from eagle_train.inference.runner import Runner
-from eagle_train.models.draft import Draft
 from eagle_train.models.target import Target
 from tests.support.graph_recorder import no_values
 from tests.support.inside import active_in, inside, runner_of
@@ -334,7 +334,7 @@ def test_with_a_draft_of_few_tokens(toy, drafting, capfd):
     """Where the grammar allows none of the draft's tokens, it proposes what will be rejected."""
     small, draft, probability = toy
     few = [EOS, 3, 5, 8, 9, 12]
-    little = Draft(replace(draft.config, vocab_size=len(few), vocabulary=few))
+    little = EagleDraft(replace(draft.config, vocab_size=len(few), vocabulary=few))
     little.load_state_dict(draft.state_dict())
     assert p_value((small, little, probability), "d3_bf2", drafting) > 1e-3
     assert capfd.readouterr() == ("", "")

@@ -14,11 +14,11 @@ from omegaconf import OmegaConf
 
 from eagle_train.artifacts.format import save_draft
 from eagle_train.distributed import World
+from eagle_train.drafts import Draft
 from eagle_train.errors import OptionError, UserError
 from eagle_train.inference import Engine, EngineConfig, SamplingParams
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.parallel.disaggregated import RemotePrefill, _as_json, _size_of, connect
-from eagle_train.models.draft import Draft
 from tests.support.disaggregated_job import answers
 from tests.support.inside import inside, pool_of
 from tests.support.local_prefill import LocalPrefill, a_draft

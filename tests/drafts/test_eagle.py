@@ -17,8 +17,8 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
+from eagle_train.drafts import Draft, EagleConfig, EagleDraft, Head, shift_hidden
 from eagle_train.errors import UserError
-from eagle_train.models.draft import Draft, DraftConfig, Head, shift_hidden
 from eagle_train.models.fused import fuse_products
 from eagle_train.models.layers import rotate
 from eagle_train.ops import grouped, kernels
@@ -195,7 +195,7 @@ def twin(draft: Draft, config: LlamaConfig) -> LlamaModel:
 @pytest.mark.parametrize("norms", ["full", "eagle1"])
 def test_dense_draft_is_a_llama_behind_fc(norms, rope):
     config = llama_config(num_hidden_layers=3, rope_parameters=ROPES[rope], rms_norm_eps=1e-5)
-    draft = Draft(DraftConfig.from_target(config, num_layers=3, norms=norms)).init_weights(0)
+    draft = EagleDraft(EagleConfig.from_target(config, num_layers=3, norms=norms)).init_weights(0)
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -215,7 +215,7 @@ def test_a_draft_with_biases_is_a_qwen2_behind_fc():
         (Qwen2Model(qwen2), {"qkv_bias": True}),
         (LlamaModel(llama_config(**same, attention_bias=True, mlp_bias=True)), every),
     ):
-        draft = Draft(DraftConfig.from_target(llama_config(**same), num_layers=2, **flags)).init_weights(0)
+        draft = EagleDraft(EagleConfig.from_target(llama_config(**same), num_layers=2, **flags)).init_weights(0)
         theirs.norm = theirs.layers[0].input_layernorm = nn.Identity()
         with torch.no_grad():
             for parameter in draft.parameters():
@@ -232,7 +232,7 @@ def test_a_draft_with_biases_is_a_qwen2_behind_fc():
 def test_rotary_settings_are_the_targets(rope):
     config = llama_config(rope_parameters=ROPES[rope])
     positions = torch.tensor([[0, 1, 5, 64, 127]])
-    cos, sin = Draft(DraftConfig.from_target(config)).rotary(positions)
+    cos, sin = EagleDraft(EagleConfig.from_target(config)).rotary(positions)
     wanted_cos, wanted_sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
     signs = torch.tensor([-1.0, 1.0]).repeat_interleave(sin.shape[-1] // 2)
     torch.testing.assert_close(cos.squeeze(1), wanted_cos)
@@ -242,7 +242,7 @@ def test_rotary_settings_are_the_targets(rope):
 def test_longrope_is_the_targets_within_its_context():
     target = tiny_target("phi3")
     positions = torch.tensor([[0, 5, target.max_positions - 1]])
-    cos, sin = Draft(DraftConfig.from_target(target.config)).rotary(positions)
+    cos, sin = EagleDraft(EagleConfig.from_target(target.config)).rotary(positions)
     wanted_cos, wanted_sin = target.model.model.rotary_emb(torch.zeros(1), positions)
     torch.testing.assert_close(cos.squeeze(1), wanted_cos)
     torch.testing.assert_close(sin.squeeze(1).abs(), wanted_sin.abs())
@@ -251,7 +251,7 @@ def test_longrope_is_the_targets_within_its_context():
 @pytest.mark.parametrize("rope", PARTIAL)
 def test_part_of_a_head_may_turn(rope):
     """The first half of a head is rotated as a head of half the width would be; the rest keeps its place."""
-    draft = Draft(DraftConfig.from_target(llama_config(rope_parameters=PARTIAL[rope])))
+    draft = EagleDraft(EagleConfig.from_target(llama_config(rope_parameters=PARTIAL[rope])))
     cos, sin = draft.rotary(torch.tensor([[3, 7]]))
     x = torch.randn(1, 4, 2, 8)
     turned = rotate(x, (cos, sin))
@@ -270,7 +270,7 @@ def test_a_draft_in_bf16_turns_as_in_fp32():
 
 def test_unknown_rotary_positions():
     with pytest.raises(UserError, match=r"draft.rope_parameters.rope_type=spiral: must be one of default, "):
-        Draft(DraftConfig(32, 48, 4, 2, 8, 128, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}))
+        EagleDraft(EagleConfig(32, 48, 4, 2, 8, 128, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}))
 
 
 def test_mixture_is_llama_4s():
@@ -376,8 +376,8 @@ def test_what_is_wanted_is_as_if_all_were(kind, is_fused):
 
 
 def names(**overrides) -> set[str]:
-    config = DraftConfig.from_target(llama_config(), num_layers=2, **overrides)
-    return {name.removeprefix("layers.") for name in Draft(config).state_dict()}
+    config = EagleConfig.from_target(llama_config(), num_layers=2, **overrides)
+    return {name.removeprefix("layers.") for name in EagleDraft(config).state_dict()}
 
 
 def test_tensor_names():
@@ -397,18 +397,18 @@ def test_tensor_names():
 
 
 def test_nothing_is_a_number_until_it_is_initialised():
-    config = DraftConfig.from_target(llama_config(), norms="full", ffn="moe", num_experts=2, fc_bias=True)
-    draft = Draft(config)
+    config = EagleConfig.from_target(llama_config(), norms="full", ffn="moe", num_experts=2, fc_bias=True)
+    draft = EagleDraft(config)
     assert all(parameter.isnan().all() for parameter in draft.parameters())
     assert not any(parameter.isnan().any() for parameter in draft.init_weights(0).parameters())
-    again, other = Draft(config).init_weights(0), Draft(config).init_weights(1)
+    again, other = EagleDraft(config).init_weights(0), EagleDraft(config).init_weights(1)
     assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), again.parameters(), strict=True))
     assert not torch.equal(draft.fc.weight, other.fc.weight)
     assert draft.num_parameters == sum(tensor.numel() for tensor in draft.state_dict().values())
 
 
 def test_fresh_weights_are_as_llamas():
-    draft = Draft(DraftConfig.from_target(llama_config(), norms="full", fc_bias=True)).init_weights(0)
+    draft = EagleDraft(EagleConfig.from_target(llama_config(), norms="full", fc_bias=True)).init_weights(0)
     for name, parameter in draft.named_parameters():
         if name == "fc.bias":
             assert (parameter == 0).all()
@@ -420,13 +420,13 @@ def test_fresh_weights_are_as_llamas():
 
 
 def test_sizes_default_to_the_targets():
-    config = DraftConfig.from_target(
+    config = EagleConfig.from_target(
         llama_config(head_dim=16, rms_norm_eps=1e-4), num_layers=None, intermediate_size=64
     )
     sizes = config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim
     assert sizes == (32, 64, 4, 2, 16)
     assert (config.num_layers, config.rms_norm_eps, config.max_position_embeddings) == (3, 1e-4, 128)
-    gemma = DraftConfig.from_target(Gemma3TextConfig(num_hidden_layers=6))
+    gemma = EagleConfig.from_target(Gemma3TextConfig(num_hidden_layers=6))
     assert gemma.rope_parameters["rope_theta"] == 1_000_000.0, "the full layers' settings, not the sliding ones'"
 
 
@@ -446,12 +446,12 @@ def test_sizes_default_to_the_targets():
 )
 def test_impossible_values_are_refused(override):
     with pytest.raises(UserError, match=f"draft.{next(iter(override))}"):
-        DraftConfig.from_target(llama_config(), **override)
+        EagleConfig.from_target(llama_config(), **override)
 
 
 def test_target_without_rotary_positions_is_refused():
     with pytest.raises(UserError):
-        DraftConfig.from_target(GPT2Config())
+        EagleConfig.from_target(GPT2Config())
 
 
 def test_gradients_reach_every_weight():

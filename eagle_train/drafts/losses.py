@@ -37,14 +37,30 @@ RunParallel = Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True)
+class Lesson:
+    """The settings of `train` that a loss may read, with their defaults. `run_parallel`: see `distillation_loss`."""
+
+    l1_weight: float = 1.0
+    ce_weight: float = 0.1
+    logits_loss: str = "ce"
+    run_parallel: RunParallel = lambda work: work()
+
+
+@dataclass(frozen=True)
 class LossSums:
     """Call backward on `loss`. The others are detached sums over `rows` rows, on their device."""
 
     loss: torch.Tensor  # fp32 scalar: scale * (l1_weight * l1 + ce_weight * (ce or lk))
-    l1: torch.Tensor  # fp32 scalar: smooth-L1, its mean over H
+    l1: torch.Tensor | None  # fp32 scalar: smooth-L1, its mean over H; None: of a draft that regresses nothing
     ce: torch.Tensor  # fp32 scalar: cross-entropy in nats
     agree: torch.Tensor  # int64 scalar: rows in which draft and target have the same most likely token
     rows: int
+
+    @property
+    def figures(self) -> dict[str, torch.Tensor]:
+        """The sums by the names that records have for them, but the loss."""
+        regression = {} if self.l1 is None else {"l1": self.l1}
+        return regression | {"ce": self.ce, "top1_agreement": self.agree}
 
 
 def distillation_loss(

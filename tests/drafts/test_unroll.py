@@ -1,14 +1,14 @@
-"""training/unroll.py: all slots at once give what drafting gives chain by chain, and acceptance counts these chains."""
+"""drafts/unroll.py: all slots at once give what drafting gives chain by chain, and acceptance counts these chains."""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
 
+from eagle_train.drafts.unroll import unroll
 from eagle_train.ops.kernels import plain
 from eagle_train.training.evaluate import chain_acceptance
 from eagle_train.training.parallelize import recomputed
-from eagle_train.training.unroll import unroll
 from tests.support.flash_on_cpu import flash_on_cpu
 from tests.support.reference_chains import (
     LENGTHS,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle_train.drafts import losses
+from eagle_train.drafts.losses import LOGITS_LOSSES, LossSums, default_chunk_rows, distillation_loss
 from eagle_train.models.target import LMHead
-from eagle_train.training import losses
-from eagle_train.training.losses import LOGITS_LOSSES, LossSums, default_chunk_rows, distillation_loss
 
 R, H, V = 37, 24, 700  # V fills two blocks of row_max and leaves a rest
 HEADS = {
@@ -209,7 +209,7 @@ def test_matmuls_run_in_the_heads_dtype():
 def test_evaluation_forms_no_gradient(how, monkeypatch):
     head, (draft, target) = make_head(), make_hidden()
     wanted, _ = naive(draft, target, head)
-    monkeypatch.setattr("eagle_train.training.losses._before_cap", None)
+    monkeypatch.setattr("eagle_train.drafts.losses._before_cap", None)
     with torch.set_grad_enabled(how != "no_grad"):
         sums = distillation_loss(draft.detach() if how == "detached" else draft, target, head)
     assert not sums.loss.requires_grad

@@ -1,0 +1,363 @@
+"""What every kind of draft has: its config, its module, and what training, export and engine ask of both.
+
+A kind is a file beside this one, with a `DraftConfig` and a `Draft` of its own, and one for its layouts. It says what
+it wants of the target, what it is fed and learns from, and which engines load it. It knows nothing of paging, batches
+of requests, ranks or files. DESIGN section 3.3.
+
+Shapes: B rows, T tokens of a packed row, H hidden, W the width of a draft's states, S of the target's states that it
+gets, R slots that are learnt from.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from eagle_train.drafts.layouts import Layout
+from eagle_train.drafts.losses import Lesson, LossSums
+from eagle_train.drafts.rope import rope_parameters_of
+from eagle_train.errors import check
+from eagle_train.models.layers import Layer
+from eagle_train.models.shapes import heads_of, widest
+from eagle_train.models.target import LMHead, Target
+from eagle_train.ops.rule import Attend
+from eagle_train.settings import build
+
+INIT_STD = 0.02
+
+
+class TargetStates(NamedTuple):
+    """What the target computed at every token: `hidden` [B, T, H], which its LM head reads, and the outputs [B, T, H]
+    of the `layers` that a draft wants, by number, 0 the first."""
+
+    hidden: torch.Tensor
+    layers: Mapping[int, torch.Tensor]
+
+    @classmethod
+    def split(cls, states: torch.Tensor, layers: Sequence[int]) -> "TargetStates":
+        """Of `Target.states(layers)`: [B, T, H * (1 + layers)], views."""
+        hidden, *others = states.chunk(1 + len(layers), dim=-1)
+        return cls(hidden, dict(zip(layers, others, strict=True)))
+
+    def joined(self, layers: Sequence[int]) -> torch.Tensor:
+        """The inverse of `split`."""
+        return torch.cat((self.hidden, *(self.layers[layer] for layer in layers)), dim=-1) if layers else self.hidden
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Packed rows that a draft is unrolled on: `embeddings` [B, T, H] of the tokens, the target's `states` there,
+    `positions` int64 [B, T] within documents, `lengths` of each row's documents. `noise` is added to what slots are
+    fed of the target's states."""
+
+    embeddings: torch.Tensor
+    states: TargetStates
+    positions: torch.Tensor
+    lengths: list[list[int]]
+    noise: Callable[[torch.Tensor], torch.Tensor] = lambda states: states
+
+
+@dataclass
+class DraftConfig:
+    """What the configs of all kinds have: the draft's shape and conventions, saved with its weights.
+
+    Sizes default to the target's, see `from_target`. `first_token`: self_fusion pairs the first token with its own
+    hidden state; with skip it has no slot, as in EAGLE, vLLM and SGLang: the draft begins at (t_1, h_0), and what lies
+    at position 0 is never seen. `vocab_size`: how many of the target's tokens the draft can propose, `vocabulary`
+    which, ascending; None is all.
+    """
+
+    kind: ClassVar[str] = ""
+    layouts: ClassVar[Mapping[str, Layout]] = {}  # of serving engines, by name
+    # Settings of `train` that the kind does not read, with what to give in their place.
+    unread: ClassVar[Mapping[str, str]] = {}
+    # Fields in which a draft that training starts from may differ (`Draft.fitted`).
+    may_differ: ClassVar[tuple[str, ...]] = ("first_token", "vocabulary")
+    # Products of the LM head with a supervised slot's states in a pass: the target's, the draft's, and gradients.
+    head_products: ClassVar[int] = 3
+
+    hidden_size: int
+    intermediate_size: int  # null, here and below: the target's
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    num_layers: int
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    rms_norm_eps: float = 1e-5
+    first_token: str = "self_fusion"  # self_fusion | skip: its own hidden state, or no slot, as serving engines have it
+    vocab_size: int | None = None  # the most frequent tokens of the data, which alone the draft can propose; null: all
+    vocabulary: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        sizes = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "num_layers")
+        for name in sizes:
+            check(getattr(self, name) >= 1, f"draft.{name}={getattr(self, name)}: must be at least 1")
+        size, tokens = self.vocab_size, self.vocabulary
+        check(size is None or size >= 1, f"draft.vocab_size={size}: must be null or at least 1")
+        whole = tokens is None or (len(tokens) == size and tokens == sorted(set(tokens)))
+        check(whole, f"draft.vocabulary: must be {size} different token ids in ascending order")
+        self.check_choice("first_token", "self_fusion", "skip")
+        even = self.head_dim % 2 == 0
+        check(even, f"draft.head_dim={self.head_dim}: must be even, for rotary positions")
+        heads = f"draft.num_heads={self.num_heads}, draft.num_kv_heads={self.num_kv_heads}"
+        check(self.num_heads % self.num_kv_heads == 0, f"{heads}: the second must divide the first")
+
+    def check_choice(self, name: str, *allowed: str) -> None:
+        """Raise UserError unless the field `name` has one of these values."""
+        check(getattr(self, name) in allowed, f"draft.{name}={getattr(self, name)}: must be {' or '.join(allowed)}")
+
+    @classmethod
+    def from_target(cls, target_config: Any, **overrides: Any) -> Any:
+        """The draft for a target with this Hugging Face config; an override that is None is left to the target."""
+        text = target_config.get_text_config()
+        kind = f"target of type {text.model_type}: its config has no"
+        rope = rope_parameters_of(text)
+        check("rope_theta" in rope, f"{kind} rope_parameters; a draft needs a Llama-like target")
+        inner = overrides.get("intermediate_size") or widest(getattr(text, "intermediate_size", None))
+        check(inner is not None, f"{kind} intermediate_size; give draft.intermediate_size")
+        width = overrides.get("hidden_size") or text.hidden_size
+        check(width == text.hidden_size, f"draft.hidden_size={width}: must be the target's, {text.hidden_size}")
+        size = overrides.get("vocab_size") or 0
+        check(size <= text.vocab_size, f"draft.vocab_size={size}: must be at most the target's, {text.vocab_size}")
+        known = all(0 <= token < text.vocab_size for token in overrides.get("vocabulary") or [])
+        check(known, f"draft.vocabulary: must be token ids of the target, below {text.vocab_size}")
+        heads = heads_of(text)
+        sizes = {
+            "hidden_size": text.hidden_size,
+            "intermediate_size": inner,
+            "num_heads": heads.queries,
+            "num_kv_heads": heads.keys,
+            "head_dim": heads.width,
+            "max_position_embeddings": text.max_position_embeddings,
+            "rope_parameters": rope,
+            "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-5,
+        }
+        given = {key: value for key, value in overrides.items() if value is not None}
+        return build(cls, sizes | cls.of_target(text, given) | given, "draft")
+
+    @classmethod
+    def of_target(cls, text: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What else a kind takes from the target's text config; `given`: what the user gave."""
+        return {}
+
+    @classmethod
+    def completed(cls, settings: dict[str, Any], target: Target) -> dict[str, Any]:
+        """The settings with what only the loaded target tells."""
+        return settings
+
+    @property
+    def first_slot(self) -> int:
+        """Where the draft begins in a document."""
+        return 1 if self.first_token == "skip" else 0
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """The target's layers whose outputs it wants beside what the LM head reads, ascending."""
+        return ()
+
+    @property
+    def fc_inputs(self) -> int:
+        """Columns of `fc`."""
+        return 2 * self.hidden_size
+
+    @property
+    def kept_beside_layers(self) -> tuple[int, int]:
+        """Numbers that a token leaves for the backward pass beside those of plain layers: in each pass, and once."""
+        return 2 * self.hidden_size, 0
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether it learns an LM head of its own."""
+        return False
+
+    def loss_bytes(self, itemsize: int) -> int:
+        """Bytes for each number of a supervised slot's states that the loss of a pass keeps: fp32 copies and a
+        gradient. `itemsize`: of the dtype that is computed in."""
+        return itemsize + 4 * 4
+
+    def passes(self, unroll: int) -> int:
+        """Passes that it learns from, where `train.unroll` is `unroll`."""
+        return unroll
+
+    def fc_products(self, passes: int) -> int:
+        """How often `fc` is multiplied with in a step, in units of a token's product."""
+        return 3 * passes - 1
+
+    def rope_of_layer(self, layer: int) -> tuple[bool, int | None]:
+        """Whether the layer has rotary positions, and the chunk it attends within."""
+        return True, None
+
+    def conventions(self) -> dict[str, str]:
+        """What an implementation needs to know to run the draft, beside its tensors."""
+        first = {
+            "self_fusion": "t_0 is paired with its own hidden state",
+            "skip": "t_0 has none: it begins at (t_1, h_0)",
+        }
+        return {
+            "first_slot": first[self.first_token],
+            "rope": "halves convention, as Hugging Face's Llama, on the first partial_rotary_factor of each head",
+            "position_of_slot": "the position of its token t_j, so the draft's cache is as long as the target's",
+        }
+
+    def module(self) -> "Draft":
+        """The draft of this config, its parameters NaN."""
+        raise NotImplementedError
+
+    def saved(self) -> dict[str, Any]:
+        """What a file keeps: the fields, and the kind; see `saved_config`."""
+        return {"kind": self.kind, **asdict(self)}
+
+
+class Draft(nn.Module):
+    """A draft: layers that propose from a token and what it is fed of the target. No embedding, that is the target's.
+
+    A kind defines `forward`, one proposal step, given `attend`; and what of its states [.., W] is read by the LM head
+    and what is fed to a chain's next slot.
+    """
+
+    config: DraftConfig
+    layers: nn.ModuleList
+    vocabulary: torch.Tensor | None  # int64 [V'], the target's ids of the draft's tokens; None: all
+    num_parameters: int  # before they are divided
+
+    def begin(self, config: DraftConfig) -> None:
+        """To be called by a kind when its parameters are there."""
+        self.config = config
+        vocabulary = None if config.vocabulary is None else torch.tensor(config.vocabulary)
+        self.register_buffer("vocabulary", vocabulary, persistent=False)  # it is in the config
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, float("nan"))
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
+
+    def init_weights(self, seed: int, lm_head: LMHead | None = None) -> Any:
+        """Fresh weights as Llama's: norms 1, a bias 0, the rest normal with INIT_STD. Reproducible on any device.
+
+        `lm_head`: the target's, from which a head of the draft's own begins.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim == 1:
+                nn.init.ones_(parameter)
+            else:
+                nn.init.normal_(parameter, std=INIT_STD, generator=generator)
+        return self
+
+    def folded(self) -> Any:
+        """The same draft as serving engines load it."""
+        return copy.deepcopy(self)
+
+    def with_first_token(self, first_token: str) -> Any:
+        """The same weights in a draft whose first token has a slot or none (`DraftConfig.first_token`)."""
+        draft = copy.deepcopy(self)
+        draft.config = replace(self.config, first_token=first_token)
+        for layer in draft.layers:
+            assert isinstance(layer, Layer)
+            layer.self_attn.rule = replace(layer.self_attn.rule, skip_first=draft.config.first_slot == 1)
+        return draft
+
+    def fitted(self, shape: DraftConfig) -> "Draft":
+        """The same weights in a draft of the config `shape`, which differs in `may_differ` alone; the vocabulary
+        stays."""
+        return self.with_first_token(shape.first_token)
+
+    def own_head(self) -> LMHead | None:
+        """The draft's own LM head; None: it proposes with the target's."""
+        return None
+
+    def forward(
+        self,
+        token_embeddings: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """States [B, T, W] at slots of (token embedding, what it is fed), both [B, T, H].
+
+        `positions` [B, T] int64 are the tokens' own (DESIGN section 3.1). With `wanted` int64 [B, N] those of N slots,
+        [B, N, W]: the last layer does no more for the others than keep their keys and values.
+        """
+        raise NotImplementedError
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """What a slot is fed [.., H] of the target's states [.., S], as `TargetStates.joined` has them."""
+        return states
+
+    def fed(self, states: torch.Tensor) -> torch.Tensor:
+        """What a chain's next slot is fed [.., H] of the draft's own states [.., W]."""
+        return states
+
+    def read(self, states: torch.Tensor) -> torch.Tensor:
+        """What the LM head reads [.., H] of the draft's states [.., W]."""
+        return states
+
+    def unrolled(self, forward: Callable[..., torch.Tensor], rows: Rows, passes: int) -> list[torch.Tensor]:
+        """States [B, T, W] of each pass over packed rows: those of pass k, counted from 0, at slot j are what a chain
+        has there at depth k. `forward`: this draft's, as a backend wraps it."""
+        raise NotImplementedError
+
+    def losses(
+        self,
+        states: Sequence[torch.Tensor],
+        slots: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        head: "Head",
+        lesson: Lesson,
+        scale: float,
+    ) -> LossSums:
+        """What is learnt from: the loss over all passes, multiplied by `scale`, and the other sums of the first pass.
+
+        `states` [B, T, W] of each pass, `slots` int64 [R] of each: the places of supervised slots in [B * T]; `hidden`
+        [B, T, H]: the target's. The host waits for nothing that a device computes.
+        """
+        raise NotImplementedError
+
+
+class Head:
+    """What a draft proposes with: an LM head of its own, or the target's, or that of the draft's own vocabulary.
+
+    `of_target`: the target's LM head for the draft's tokens. Raises UserError for a draft that says how many tokens it
+    knows, and not which.
+    """
+
+    def __init__(self, draft: Draft, lm_head: LMHead):
+        size = draft.config.vocab_size
+        check(
+            size is None or draft.vocabulary is not None, f"draft.vocab_size={size}: give draft.vocabulary, the tokens"
+        )
+        self.vocabulary, self.size, self._draft = draft.vocabulary, len(lm_head.weight), draft
+        self.of_target = lm_head if self.vocabulary is None else lm_head.of(self.vocabulary)
+        self.lm_head: Any = self.current()
+
+    def current(self) -> LMHead:
+        """`lm_head` as the draft has it now: of one that is divided over ranks, whole during a step."""
+        return self._draft.own_head() or self.of_target
+
+    def tokens(self, indices: torch.Tensor) -> torch.Tensor:
+        """The target's ids of columns of `lm_head`."""
+        return indices if self.vocabulary is None else self.vocabulary[indices]
+
+    def columns(self, values: torch.Tensor) -> torch.Tensor:
+        """Those of the target's columns [..., V] that `lm_head` has [..., V']."""
+        return values if self.vocabulary is None else values[..., self.vocabulary]
+
+    def spread(self, distribution: torch.Tensor) -> torch.Tensor:
+        """A distribution [..., V'] over the draft's tokens as one over the target's [..., V]."""
+        if self.vocabulary is None:
+            return distribution
+        whole = distribution.new_zeros(*distribution.shape[:-1], self.size)
+        return whole.index_copy_(-1, self.vocabulary, distribution)
+
+
+def shift_hidden(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The hidden state g_j each slot is paired with: the previous token's, DESIGN section 3.1. All [B, T, H].
+
+    Where `positions` is 0 a document begins: its first slot, if the draft has one, gets its own hidden state.
+    """
+    return torch.where((positions == 0).unsqueeze(-1), hidden, hidden.roll(1, dims=1))
