@@ -27,7 +27,10 @@ _CLASSES = {
     "target": ("models/loading.py", "TargetConfig"),
     "train": ("training/train_config.py", "TrainConfig"),
 }
-_KINDS = {"eagle": ("drafts/eagle.py", "EagleConfig")}  # of drafts
+_KINDS = {  # of drafts
+    "eagle": ("drafts/eagle.py", "EagleConfig"),
+    "eagle3": ("drafts/eagle3.py", "Eagle3Config"),
+}
 # Where a command's default is not Python's: sizes of the draft follow from the target unless they are given, and data
 # are asked for. And fields that are no settings.
 _SIZES = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_position_embeddings")

@@ -1,8 +1,8 @@
 """The kinds of drafts, a file each, and what they have in common. Knows nothing of training, engines or files.
 
 - `kind`: the config and the module of any kind, and what is asked of them
-- `eagle`: EAGLE drafts, with `eagle_layouts`
-- `unroll`, `losses`: what kinds are trained with
+- `eagle`, `eagle3`: EAGLE and EAGLE-3 drafts, with `eagle_layouts` and `eagle3_layouts`
+- `unroll`, `losses`, `own_head`: what kinds are trained with
 - `layouts`: what the layouts of serving engines share
 
 The names below are what users may call; the rest is internal.
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_train.drafts.eagle import EagleConfig, EagleDraft
+from eagle_train.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from eagle_train.drafts.kind import Draft, DraftConfig, Head, TargetStates, shift_hidden
 from eagle_train.drafts.losses import Lesson, LossSums, distillation_loss
 from eagle_train.errors import check, shown
@@ -20,6 +21,8 @@ from eagle_train.settings import build
 __all__ = [
     "Draft",
     "DraftConfig",
+    "Eagle3Config",
+    "Eagle3Draft",
     "EagleConfig",
     "EagleDraft",
     "Head",
@@ -33,7 +36,7 @@ __all__ = [
     "shift_hidden",
 ]
 
-KINDS: Mapping[str, type[DraftConfig]] = {each.kind: each for each in (EagleConfig,)}
+KINDS: Mapping[str, type[DraftConfig]] = {each.kind: each for each in (EagleConfig, Eagle3Config)}
 """The config of each kind. A file names a kind, never a class: what is loaded from elsewhere chooses among these."""
 
 

@@ -20,7 +20,7 @@ from eagle_train.drafts.layouts import Layout
 from eagle_train.drafts.losses import Lesson, LossSums
 from eagle_train.drafts.rope import rope_parameters_of
 from eagle_train.errors import check
-from eagle_train.models.layers import Layer
+from eagle_train.models.layers import Attention
 from eagle_train.models.shapes import heads_of, widest
 from eagle_train.models.target import LMHead, Target
 from eagle_train.ops.rule import Attend
@@ -164,10 +164,10 @@ class DraftConfig:
         """Columns of `fc`."""
         return 2 * self.hidden_size
 
-    @property
-    def kept_beside_layers(self) -> tuple[int, int]:
-        """Numbers that a token leaves for the backward pass beside those of plain layers: in each pass, and once."""
-        return 2 * self.hidden_size, 0
+    def kept_beside_layers(self, itemsize: int) -> tuple[int, int]:
+        """Bytes that a token leaves for the backward pass beside those of plain layers: in each pass, and once.
+        `itemsize`: of the dtype that is computed in."""
+        return 2 * itemsize * self.hidden_size, 0
 
     @property
     def has_own_head(self) -> bool:
@@ -256,9 +256,9 @@ class Draft(nn.Module):
         """The same weights in a draft whose first token has a slot or none (`DraftConfig.first_token`)."""
         draft = copy.deepcopy(self)
         draft.config = replace(self.config, first_token=first_token)
-        for layer in draft.layers:
-            assert isinstance(layer, Layer)
-            layer.self_attn.rule = replace(layer.self_attn.rule, skip_first=draft.config.first_slot == 1)
+        for module in draft.modules():
+            if isinstance(module, Attention):
+                module.rule = replace(module.rule, skip_first=draft.config.first_slot == 1)
         return draft
 
     def fitted(self, shape: DraftConfig) -> "Draft":
@@ -297,6 +297,10 @@ class Draft(nn.Module):
         """What the LM head reads [.., H] of the draft's states [.., W]."""
         return states
 
+    def logits(self, states: torch.Tensor, head: "Head") -> torch.Tensor:
+        """Logits [.., V'] of the draft's states [.., W], with its weights wherever a backend has them."""
+        return head.lm_head(self.read(states))
+
     def unrolled(self, forward: Callable[..., torch.Tensor], rows: Rows, passes: int) -> list[torch.Tensor]:
         """States [B, T, W] of each pass over packed rows: those of pass k, counted from 0, at slot j are what a chain
         has there at depth k. `forward`: this draft's, as a backend wraps it."""
@@ -331,13 +335,9 @@ class Head:
         check(
             size is None or draft.vocabulary is not None, f"draft.vocab_size={size}: give draft.vocabulary, the tokens"
         )
-        self.vocabulary, self.size, self._draft = draft.vocabulary, len(lm_head.weight), draft
+        self.vocabulary, self.size = draft.vocabulary, len(lm_head.weight)
         self.of_target = lm_head if self.vocabulary is None else lm_head.of(self.vocabulary)
-        self.lm_head: Any = self.current()
-
-    def current(self) -> LMHead:
-        """`lm_head` as the draft has it now: of one that is divided over ranks, whole during a step."""
-        return self._draft.own_head() or self.of_target
+        self.lm_head: Any = draft.own_head() or self.of_target
 
     def tokens(self, indices: torch.Tensor) -> torch.Tensor:
         """The target's ids of columns of `lm_head`."""

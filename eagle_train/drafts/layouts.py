@@ -21,7 +21,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 # Linear modules that stay unquantised, in the syntax of compressed-tensors. Expressions match from the start of an
 # engine's module name, which has prefixes, fuses q, k and v, and in vLLM adds the number of target layers.
-_IGNORED = {"ffn": ["re:.*self_attn.*", "re:.*fc$", "lm_head"], "all_linear": ["lm_head"]}
+_KEPT = {"ffn": ["re:.*self_attn.*", "re:.*fc$", "lm_head"], "all_linear": ["lm_head"]}
 TOKEN_MAP = "token_map.pt"  # SGLang's --speculative-token-map
 
 
@@ -109,12 +109,16 @@ def layer_shapes(draft: "DraftConfig", inputs: int) -> Shapes:
     }
 
 
-def quantised(values: dict[str, Any], quant: Quant) -> dict[str, Any]:
-    """A config.json with the `quantization_config` of a draft's own quantisation, where it has one."""
-    return values if quant.scheme == "none" else values | {"quantization_config": _quantization_config(quant)}
+def quantised(values: dict[str, Any], quant: Quant, kept: list[str] | None = None) -> dict[str, Any]:
+    """A config.json with the `quantization_config` of a draft's own quantisation, where it has one. `kept`: what it
+    leaves as it is where the feed-forward alone is quantised; None: for names as Llama's."""
+    if quant.scheme == "none":
+        return values
+    ignored = _KEPT[quant.scope] if kept is None or quant.scope == "all_linear" else kept
+    return values | {"quantization_config": _quantization_config(quant, ignored)}
 
 
-def _quantization_config(quant: Quant) -> dict[str, Any]:
+def _quantization_config(quant: Quant, ignored: list[str]) -> dict[str, Any]:
     """The `quantization_config` of compressed-tensors for a quantised draft."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
@@ -127,6 +131,6 @@ def _quantization_config(quant: Quant) -> dict[str, Any]:
         form = "float-quantized"
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs, format=form)
     config = QuantizationConfig(
-        config_groups={"group_0": scheme}, format=form, quantization_status="compressed", ignore=_IGNORED[quant.scope]
+        config_groups={"group_0": scheme}, format=form, quantization_status="compressed", ignore=ignored
     )
     return config.to_dict()

@@ -131,7 +131,7 @@ class _ChunkedLogitsLoss(torch.autograd.Function):
         left = iter(starts)  # each start goes to one of the threads
         sums: dict[int, torch.Tensor] = {}
         # Allocated in this thread: another thread's allocator returns memory to the kernel each time.
-        spare = [_Buffers(head, chunk_rows) for _ in range(_MAX_WORKERS if draft.device.type == "cpu" else 1)]
+        spare = [Buffers(head, chunk_rows, kind) for _ in range(_MAX_WORKERS if draft.device.type == "cpu" else 1)]
 
         @torch.no_grad()  # each thread has its own setting
         def work() -> None:
@@ -144,7 +144,7 @@ class _ChunkedLogitsLoss(torch.autograd.Function):
         run_parallel(work)
         none = torch.zeros(3, dtype=torch.float64, device=draft.device)
         loss, ce, agree = torch.stack([none, *(sums[start] for start in starts)]).sum(0).unbind()
-        exact = _exact_dtype(head)
+        exact = exact_dtype(head)
         loss, ce, agree = loss.to(exact), ce.to(exact), agree.long()
         if gradient is not None:
             ctx.save_for_backward(gradient)
@@ -158,21 +158,21 @@ class _ChunkedLogitsLoss(torch.autograd.Function):
         return gradient * grad_loss, None, None, None, None, None, None
 
 
-class _Buffers:
+class Buffers:
     """A thread's memory: both models' products of a chunk, and, if these are in low precision, a block's logits.
 
     Products in fp32 or fp64 are turned into softmax and gradient in place, and any by the fused kernel.
     """
 
-    def __init__(self, head: LMHead, chunk_rows: int):
-        weight, exact = head.weight, _exact_dtype(head)
+    def __init__(self, head: LMHead, chunk_rows: int, kind: str):
+        weight, exact = head.weight, exact_dtype(head)
         vocab_size = len(weight)
         self.products = weight.new_empty(2 * chunk_rows, vocab_size)
         # A block fits in a CPU's caches. A GPU computes the whole chunk at once.
         block_rows = _BLOCK_LOGITS // vocab_size if weight.device.type == "cpu" else chunk_rows
         self.block_rows = max(1, min(chunk_rows, block_rows))
 
-        is_fused = fused_loss.supports(self.products)
+        is_fused = is_fused_loss(self.products, kind)
 
         def block(needed: bool) -> torch.Tensor | None:
             needed = needed and not is_fused
@@ -182,25 +182,41 @@ class _Buffers:
         self.capped = block(head.softcap is not None)  # the cap's slope needs the draft's logits
 
 
-def _exact_dtype(head: LMHead) -> torch.dtype:
+def exact_dtype(head: LMHead) -> torch.dtype:
     """The dtype of softmax and sums: fp32, or fp64 where the head's is."""
     return torch.promote_types(head.weight.dtype, torch.float32)
 
 
 def _chunk_loss(
-    draft: torch.Tensor, target: torch.Tensor, head: LMHead, kind: str, gradient: torch.Tensor | None, buffers: _Buffers
+    draft: torch.Tensor, target: torch.Tensor, head: LMHead, kind: str, gradient: torch.Tensor | None, buffers: Buffers
 ) -> torch.Tensor:
     """A chunk's sums, fp64 [3]: the loss, the cross-entropy, the agreements. Fills `gradient` [C,H] if given."""
     of_target, of_draft = _products(target, draft, head, buffers.products)
-    loss_of = _fused_loss if fused_loss.supports(of_draft) else _plain_loss
-    sums = loss_of(of_target, of_draft, head, kind, gradient is not None, buffers)
+    sums = loss_on_logits(of_target, of_draft, head, kind, gradient is not None, buffers)
     if gradient is not None:
         gradient.copy_(torch.mm(of_draft, head.weight).mul_(head.scale))
     return sums
 
 
+def is_fused_loss(logits: torch.Tensor, kind: str) -> bool:
+    """Whether one kernel turns such logits into the loss."""
+    return kind != "hard" and fused_loss.supports(logits)
+
+
+def loss_on_logits(
+    of_target: torch.Tensor, of_draft: torch.Tensor, head: LMHead, kind: str, with_gradient: bool, buffers: "Buffers"
+) -> torch.Tensor:
+    """A chunk's sums, fp64 [3]: the loss, the cross-entropy, the agreements, from both models' products [C,V], which
+    are overwritten: with a gradient, the draft's by the loss's gradient for (product + bias) * scale.
+
+    `kind`: ce, lk (see `_lk_gradient`), or hard: the cross-entropy of the target's most likely token.
+    """
+    loss_of = _fused_loss if is_fused_loss(of_draft, kind) else _plain_loss
+    return loss_of(of_target, of_draft, head, kind, with_gradient, buffers)
+
+
 def _fused_loss(
-    of_target: torch.Tensor, of_draft: torch.Tensor, head: LMHead, kind: str, with_gradient: bool, _: _Buffers
+    of_target: torch.Tensor, of_draft: torch.Tensor, head: LMHead, kind: str, with_gradient: bool, _: Buffers
 ) -> torch.Tensor:
     """`_plain_loss` by one kernel."""
     return fused_loss.fused_loss(
@@ -215,17 +231,17 @@ def _fused_loss(
 
 
 def _plain_loss(
-    of_target: torch.Tensor, of_draft: torch.Tensor, head: LMHead, kind: str, with_gradient: bool, buffers: _Buffers
+    of_target: torch.Tensor, of_draft: torch.Tensor, head: LMHead, kind: str, with_gradient: bool, buffers: Buffers
 ) -> torch.Tensor:
     """A chunk's sums, fp64 [3], from both models' products [C,V]. With a gradient, the draft's become the loss's
     gradient for what the cap is given."""
     sums = torch.zeros(3, dtype=torch.float64, device=of_draft.device)
     for block in (slice(first, first + buffers.block_rows) for first in range(0, len(of_draft), buffers.block_rows)):
-        p = _logits(of_target[block], head, buffers.of_target)
-        q = _logits(of_draft[block], head, buffers.of_draft)
+        p = logits_of(of_target[block], head, buffers.of_target)
+        q = logits_of(of_draft[block], head, buffers.of_draft)
         capped = None if buffers.capped is None else buffers.capped[: len(q)].copy_(q)
         ce, same = _cross_entropy(p, q)
-        loss = _lk_gradient(ce, p, q) if kind == "lk" else _ce_gradient(ce, p, q)
+        loss = _GRADIENTS[kind](ce, p, q)
         sums += torch.stack([loss, ce.sum(), same.sum()])
         if with_gradient:
             _before_cap(q, capped, head)
@@ -283,6 +299,18 @@ def _lk_gradient(ce: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Te
     return loss
 
 
+def _hard_gradient(ce: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """A block's cross-entropy of the target's most likely tokens. Replaces `q` by its gradient for the draft's
+    logits."""
+    _, best = _row_max(p)
+    loss = -q.gather(-1, best).clamp_min_(torch.finfo(q.dtype).tiny).log_().sum()
+    q.scatter_add_(-1, best, torch.full_like(best, -1, dtype=q.dtype))
+    return loss
+
+
+_GRADIENTS = {"ce": _ce_gradient, "lk": _lk_gradient, "hard": _hard_gradient}
+
+
 def _before_cap(slope: torch.Tensor, capped: torch.Tensor | None, head: LMHead) -> None:
     """Turn the gradient [C,V] for logits into that for uncapped logits, in place. Overwrites `capped`."""
     if capped is not None:  # the derivative of softcap * tanh(x / softcap) is 1 - tanh(x / softcap)^2
@@ -290,7 +318,7 @@ def _before_cap(slope: torch.Tensor, capped: torch.Tensor | None, head: LMHead) 
         slope.addcmul_(slope, capped.div_(head.softcap).square_(), value=-1)
 
 
-def _logits(product: torch.Tensor, head: LMHead, out: torch.Tensor | None) -> torch.Tensor:
+def logits_of(product: torch.Tensor, head: LMHead, out: torch.Tensor | None) -> torch.Tensor:
     """`head(hidden)` from its product, in `out` and its dtype, or in place of the product if that is None."""
     out = product if out is None else out[: len(product)].copy_(product)
     if head.bias is not None:

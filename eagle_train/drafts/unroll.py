@@ -25,21 +25,24 @@ def unroll(
     positions: torch.Tensor,
     lengths: list[list[int]],
     passes: int,
+    first: Callable[..., torch.Tensor] | None = None,
+    fed: Callable[[torch.Tensor], torch.Tensor] = lambda states: states,
 ) -> list[torch.Tensor]:
-    """The hidden states [B, T, H] of each pass: those of pass k at slot j are what a chain predicts there at depth k.
+    """The states [B, T, W] of each pass: those of pass k at slot j are what a chain has there at depth k.
 
-    `draft` has the signature of `Draft.forward`. `embeddings` [B, T, H] of the tokens, `previous` [B, T, H]: the hidden
-    state that each slot is paired with; `positions` [B, T] within documents, `lengths` of each row's documents. In pass
+    `draft` has the signature of `Draft.forward`. `embeddings` [B, T, H] of the tokens, `previous` [B, T, ...]: what
+    each slot is paired with in pass 1; `positions` [B, T] within documents, `lengths` of each row's documents. In pass
     k the first k-1 slots of a document, counted from the draft's first, have no chain of that depth; their values are
-    meaningless.
+    meaningless. `first`: the forward of pass 1, where it is another one. `fed`: what of the states [B, T, W] the next
+    slot is fed, [B, T, H].
     """
     seen: list[dict[int, _Keys]] = [{}]
-    first = packed_attention(lengths)
-    states = [draft(embeddings, previous, positions, _recording(first, seen[0]) if passes > 1 else first)]
+    within = packed_attention(lengths)
+    states = [(first or draft)(embeddings, previous, positions, _recording(within, seen[0]) if passes > 1 else within)]
     for _ in range(1, passes):
         own: dict[int, _Keys] = {}
         attend = _chained(list(seen), own, positions, lengths)
-        states.append(draft(embeddings, states[-1].roll(1, dims=1), positions, attend))
+        states.append(draft(embeddings, fed(states[-1]).roll(1, dims=1), positions, attend))
         seen.append(own)
     return states
 

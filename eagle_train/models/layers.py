@@ -124,15 +124,17 @@ def rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.
 class Attention(nn.Module):
     """Grouped-query self-attention; which keys are seen is decided by `attend`."""
 
-    def __init__(self, config: LayerShape, layer: int):
+    def __init__(self, config: LayerShape, layer: int, inputs: int | None = None):
+        """`inputs`: what queries, keys and values read; None: H."""
         super().__init__()
+        inputs = inputs or config.hidden_size
         self.layer, self.head_dim = layer, config.head_dim
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.uses_rope, chunk = config.rope_of_layer(layer)
         self.rule = Rule(config.head_dim**-0.5, chunk=chunk, skip_first=config.first_slot == 1)
-        self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim, bias=config.qkv_bias)
-        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
-        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.q_proj = Linear(inputs, config.num_heads * config.head_dim, bias=config.qkv_bias)
+        self.k_proj = Linear(inputs, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.v_proj = Linear(inputs, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
 
     def forward(

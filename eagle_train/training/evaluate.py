@@ -15,7 +15,7 @@ from eagle_train.corpus.stream import Batch
 from eagle_train.distributed import ALONE, World
 from eagle_train.drafts import Draft, Head, Lesson
 from eagle_train.drafts.kind import Rows
-from eagle_train.models.target import LMHead, Target
+from eagle_train.models.target import Target
 from eagle_train.training.metrics import Meter, Record
 from eagle_train.training.target_pass import autocast, target_states, to_device
 
@@ -53,7 +53,7 @@ def measure_heldout(
         counted, slots = batch.supervised & counts, batch.slots[0][: None if counts else 0]
         sums = draft.losses(states[:1], [slots], hidden, head, Lesson(), scale=1.0)
         meter.add(sums.rows, **sums.figures)
-        choose = partial(_choice, draft, head, head.current())
+        choose = partial(_choice, draft, head)
         held, possible = chain_acceptance(states, most_likely(hidden, target.lm_head), choose, counted, positions)
         accepted, chains = accepted + held, chains + possible
     if not batches:
@@ -63,13 +63,13 @@ def measure_heldout(
     return {**meter.means(world), "acceptance_per_depth": by_depth, "simulated_tpc": 1 + sum(by_depth)}
 
 
-def _choice(draft: Draft, head: Head, lm_head: LMHead, states: torch.Tensor) -> torch.Tensor:
+def _choice(draft: Draft, head: Head, states: torch.Tensor) -> torch.Tensor:
     """The draft's choice, a token of the target's int64 [B, T], for its states [B, T, W]."""
-    return head.tokens(most_likely(draft.read(states), lm_head))
+    return head.tokens(most_likely(states, partial(draft.logits, head=head)))
 
 
-def most_likely(hidden: torch.Tensor, lm_head: LMHead) -> torch.Tensor:
-    """The most likely of the head's tokens, int64 [B, T], for hidden states [B, T, H]."""
+def most_likely(hidden: torch.Tensor, lm_head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The most likely token, int64 [B, T], by what makes logits of states [B, T, ...]."""
     rows = hidden.flatten(0, 1).split(_CHOICE_ROWS)
     return torch.cat([lm_head(chunk).argmax(-1) for chunk in rows]).view(hidden.shape[:2])
 

@@ -1,6 +1,7 @@
 """Tiny random targets of several families, and drafts for them, on which tests run in milliseconds."""
 
 from functools import cache
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -8,10 +9,22 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from eagle_train.drafts import Draft, EagleConfig, EagleDraft, shift_hidden
+from eagle_train.drafts import (
+    Draft,
+    Eagle3Config,
+    Eagle3Draft,
+    EagleConfig,
+    EagleDraft,
+    Head,
+    Lesson,
+    TargetStates,
+    shift_hidden,
+)
+from eagle_train.drafts.kind import Rows
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 
+D = TypeVar("D", bound=Draft)
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -163,13 +176,23 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_draft(target: Target, seed: int = 0, num_layers: int = 2, **overrides) -> Draft:
     """A random draft in which every layer matters, unlike in a fresh one."""
-    draft = EagleDraft(EagleConfig.from_target(target.config, num_layers=num_layers, **overrides))
+    return randomised(EagleDraft(EagleConfig.from_target(target.config, num_layers=num_layers, **overrides)), seed)
+
+
+def randomised(draft: D, seed: int) -> D:
+    """With random parameters of which all matter."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in draft.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(0.2 * noise if parameter.ndim > 1 else 1 + 0.2 * noise)
     return draft.requires_grad_(False)
+
+
+def tiny_eagle3(target: Target, seed: int = 0, **overrides) -> Eagle3Draft:
+    """The same of EAGLE-3; of a target with three layers it fuses the first two's outputs unless told."""
+    shape = Eagle3Config.from_target(target.config, **{"layers": [1, 2]} | overrides)
+    return randomised(Eagle3Draft(shape), seed)
 
 
 def trained_draft(target: Target, steps: int = 150, **overrides) -> Draft:
@@ -188,6 +211,25 @@ def trained_draft(target: Target, steps: int = 150, **overrides) -> Draft:
         loss = F.smooth_l1_loss(predicted, hidden) + F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
         optimizer.zero_grad()
         loss.backward()
+        optimizer.step()
+    return draft.requires_grad_(False)
+
+
+def trained_eagle3(target: Target, steps: int = 150, **overrides) -> Eagle3Draft:
+    """The same of EAGLE-3, by its own losses."""
+    shape = Eagle3Config.from_target(target.config, **{"layers": [1], "steps": 3} | overrides)
+    draft, generator = Eagle3Draft(shape).init_weights(0, target.lm_head), torch.Generator().manual_seed(0)
+    optimizer, head = torch.optim.Adam(draft.parameters(), lr=5e-3), Head(draft, target.lm_head)
+    lengths, positions = [[16]] * 32, torch.arange(16).expand(32, -1)
+    slots = [(positions >= 1 + step).flatten().nonzero().squeeze(1) for step in range(shape.steps)]
+    for _ in range(steps):
+        tokens = torch.randint(target.identity.vocab_size, (32, 16), generator=generator)
+        states = TargetStates.split(
+            target.own_states(tokens, positions, lengths, shape.target_layers), shape.target_layers
+        )
+        passes = draft.unrolled(draft, Rows(target.embed(tokens), states, positions, lengths), shape.steps)
+        optimizer.zero_grad()
+        draft.losses(passes, slots, states.hidden, head, Lesson(), 1 / len(slots[0])).loss.backward()
         optimizer.step()
     return draft.requires_grad_(False)
 

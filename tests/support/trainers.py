@@ -9,7 +9,7 @@ from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Batch, Stream, heldout_batches
 from eagle_train.distributed import ALONE, World
-from eagle_train.drafts import Draft, EagleConfig, EagleDraft
+from eagle_train.drafts import Draft, planned_config
 from eagle_train.models.target import Target
 from eagle_train.training.assembly import look_ahead
 from eagle_train.training.backend import ParallelConfig
@@ -42,19 +42,23 @@ def make_trainer(
     optim: dict | None = None,
     num_layers: int = 1,
     draft: Draft | None = None,
+    shape: dict | None = None,
     parallel: ParallelConfig | None = None,
     world: World = ALONE,
     **train,
 ) -> Trainer:
-    """A run of a fresh draft, as eagle-train makes it: `rows` packed rows a micro-batch, `rows_per_step` a step."""
+    """A run of a fresh draft, as eagle-train makes it: `rows` packed rows a micro-batch, `rows_per_step` a step.
+
+    `shape`: the settings of another draft, `kind` among them.
+    """
     torch.manual_seed(0)  # for noise; weights and the order of data have their own
     target = target or a_target()
     config = DataConfig(str(data / f"{file}.jsonl"), heldout=str(data / "heldout.jsonl"), row_tokens=ROW)
     renderer = ChatRenderer(target.tokenizer)
     settings = TrainConfig(steps=steps, micro_batch_rows=rows, **train)
     optim = OptimConfig(**{"lr": 1e-3, "tokens_per_step": rows_per_step * ROW} | (optim or {}))
-    shape = EagleConfig.from_target(target.config, num_layers=num_layers, fc_bias=True)  # parameters of every kind
-    draft = draft or EagleDraft(shape).init_weights(0)
+    plain = {"kind": "eagle", "num_layers": num_layers, "fc_bias": True}  # parameters of every sort
+    draft = draft or planned_config(target.config, shape or plain).module().init_weights(0, target.lm_head)
     stream = Stream(config, renderer, rows, world)
     heldout = heldout_batches(config, renderer, rows, settings.eval_batches)
     return trainer_of(settings, optim, target, draft, stream, heldout, directory, parallel, world)

@@ -18,7 +18,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eagle_train import hardware, train
 from eagle_train.cli import compose
-from eagle_train.drafts import EagleConfig, EagleDraft, losses, shift_hidden
+from eagle_train.drafts import (
+    Eagle3Config,
+    Eagle3Draft,
+    EagleConfig,
+    EagleDraft,
+    Head,
+    Lesson,
+    TargetStates,
+    losses,
+    shift_hidden,
+)
+from eagle_train.drafts.kind import Rows
 from eagle_train.drafts.losses import distillation_loss
 from eagle_train.drafts.unroll import unroll
 from eagle_train.models.loading import TargetConfig
@@ -85,6 +96,49 @@ def test_an_unrolled_steps_flops_are_those_that_torch_counts():
         torch.stack(losses).sum().backward()
     said = flops_of(TargetShape.of(target.config), config, draft, 0, recomputed=False, unroll=3)
     assert TOKENS * sum(said.values()) == pytest.approx(counter.get_total_flops(), rel=5e-3)
+
+
+def eagle3_rows(target, draft: Eagle3Draft, lengths: list[list[int]], dtype: torch.dtype = torch.float32) -> Rows:
+    """Rows for a draft, the target's states computed."""
+    tokens = torch.arange(TOKENS)[None] % target.identity.vocab_size
+    positions = torch.cat([torch.arange(length) for length in lengths[0]])[None]
+    layers = draft.config.target_layers
+    states = TargetStates.split(target.own_states(tokens, positions, lengths, layers).to(dtype), layers)
+    return Rows(target.embed(tokens).to(dtype), states, positions, lengths)
+
+
+def test_an_eagle3_steps_flops_are_those_that_torch_counts():
+    """With documents of two tokens; every slot learns in every pass."""
+    target, some = tiny_target(**WIDE), {"vocab_size": 512, "vocabulary": list(range(512))}
+    config = Eagle3Config.from_target(target.config, layers=[1, 2], num_layers=2, steps=3, **some)
+    draft = Eagle3Draft(config).init_weights(0)
+    with FlopCounterMode(display=False) as counter:
+        rows = eagle3_rows(target, draft, [[2] * (TOKENS // 2)])
+        slots, head = [torch.arange(TOKENS)] * 3, Head(draft, target.lm_head)
+        passes = draft.unrolled(draft, rows, 3)
+        draft.losses(passes, slots, rows.states.hidden, head, Lesson(), 1.0).loss.backward()
+    said = flops_of(TargetShape.of(target.config), config, draft, 0, recomputed=False, unroll=config.passes(1))
+    assert TOKENS * sum(said.values()) == pytest.approx(counter.get_total_flops(), rel=5e-3)
+
+
+@pytest.mark.parametrize("kind", [{}, {"num_layers": 3, "norm_output": True}, {"fc_norm": True}], ids=str)
+def test_an_eagle3_drafts_activations_are_what_the_backward_pass_keeps(kind):
+    target = tiny_target(**WIDE)
+    config = Eagle3Config.from_target(target.config, layers=[1, 2], steps=3, **kind)
+    draft = Eagle3Draft(config).init_weights(0)
+    weights = {shape for parameter in draft.parameters() for shape in (parameter.shape, parameter.shape[::-1])}
+    kept, rows = {}, eagle3_rows(target, draft, [[TOKENS]], torch.bfloat16)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape not in weights:  # nor autocast's copies of them
+            kept[tensor.untyped_storage().data_ptr()] = (tensor.untyped_storage().nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", dtype=torch.bfloat16):
+        draft.unrolled(draft, rows, config.steps)
+    measured = sum(size for size, _ in kept.values())
+    said = TOKENS * memory.activations(config, torch.bfloat16, recomputed=False, unroll=config.steps)[0]
+    assert said == pytest.approx(measured, rel=0.2)  # a CPU's norms keep what they give in fp32, too
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss", "llama4"])

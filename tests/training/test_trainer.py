@@ -334,7 +334,13 @@ def breaking(trainer: Trainer, done: int) -> Callable[[], dict]:
 BEYOND = {"feature_noise": 0.1, "l1_weight_end": 0.1, "logits_loss": "lk", "unroll": 2}
 
 
-@pytest.mark.parametrize(("name", "breaks", "train"), [("adamw", (1, 3), {}), ("muon", (5,), BEYOND)])
+EAGLE3 = {"shape": {"kind": "eagle3", "layers": [1], "num_layers": 2, "steps": 3, "loss": "lk"}, "feature_noise": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "breaks", "train"),
+    [("adamw", (1, 3), {}), ("muon", (5,), BEYOND), ("adamw", (3,), EAGLE3), ("muon", (5,), EAGLE3)],
+)
 def test_a_run_that_was_interrupted_is_as_if_it_had_not_been(tmp_path, data, name, breaks, train):
     options = {"optim": {"name": name, **SCHEDULE}, "save_every": 2, "eval_every": 3, **train}
     whole = make_trainer(tmp_path / "whole", data, **options)

@@ -135,8 +135,8 @@ def activations(draft: DraftConfig, dtype: torch.dtype, recomputed: bool, unroll
     heads, kv = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
     layer = exact * (2 * draft.hidden_size + draft.num_heads)
     layer += own * (2 * draft.hidden_size + 3 * heads + 2 * kv + 4 * draft.intermediate_size)
-    each_pass, once = draft.kept_beside_layers
-    ends = own * (each_pass * unroll + once)
+    each_pass, once = draft.kept_beside_layers(own)
+    ends = each_pass * unroll + once
     if recomputed:
         return own * draft.hidden_size * draft.num_layers * unroll + ends, layer
     return draft.num_layers * unroll * layer + ends, 0

@@ -18,7 +18,7 @@ from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.head import LMHead, QuantisedLMHead
 from eagle_train.ops import head_argmax
 from eagle_train.ops.attention import packed_attention
-from tests.support.tiny import shared_target, tiny_draft
+from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3
 
 
 class Threads(Ranks):
@@ -137,6 +137,25 @@ def test_parts_make_up_a_draft(biases):
     for found in on_ranks(2, work):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(forward(Eagle(draft, target)), wanted)  # the given draft was left alone
+
+
+@pytest.mark.parametrize("kind", [{}, {"num_layers": 2, "norm_output": True}], ids=str)
+def test_parts_make_up_an_eagle3_draft(kind):
+    target = shared_target("llama")
+    draft = tiny_eagle3(target, **kind)
+    tokens, positions = torch.randint(0, 90, (2, 5)), torch.arange(5).expand(2, -1)
+    states = torch.randn(2, 5, 3 * target.embedding.shape[1])
+
+    def logits(ranks: Ranks | None) -> torch.Tensor:
+        eagle = Eagle(draft, target)
+        if ranks is not None:
+            eagle.divide(ranks)
+        found = eagle.forward(tokens, eagle.draft.fuse(states), positions, packed_attention([[5], [5]]))
+        return eagle.head.lm_head(eagle.readable(found))
+
+    wanted = logits(None)
+    for found in on_ranks(2, logits):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_part_of_a_head_in_few_bits_is_in_few_bits():

@@ -1,0 +1,119 @@
+"""A run of any kind of draft: the target's layers are captured as they are needed, and what does not fit is refused."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
+from eagle_train.drafts import Eagle3Config, planned_config
+from eagle_train.errors import UserError
+from eagle_train.models.forward import LayerOutputs
+from eagle_train.training.assembly import _given_draft, check_lesson
+from eagle_train.training.target_pass import target_states, to_device
+from eagle_train.training.train_config import TrainConfig
+from eagle_train.training.trained_draft import read_trained
+from tests.support.command_line import chats, write_jsonl
+from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3
+from tests.support.trainers import a_target, make_trainer, run_training, started
+
+EAGLE3 = {"kind": "eagle3", "layers": [1], "steps": 3}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    for seed, (name, count) in enumerate({"train": 60, "heldout": 12}.items()):
+        write_jsonl(directory / f"{name}.jsonl", chats(count, seed))
+    return directory
+
+
+def test_an_eagle3_run_learns_and_its_checkpoint_names_its_kind(tmp_path, data):
+    trainer = make_trainer(tmp_path, data, shape=EAGLE3, steps=40, eval_every=20, optim={"lr": 5e-3})
+    metrics = run_training(trainer)
+    assert metrics[-1]["ce"] < 0.9 * metrics[0]["ce"]
+    assert metrics[-1]["heldout_ce"] < metrics[19]["heldout_ce"]
+    assert len(metrics[-1]["heldout_acceptance_per_depth"]) == 3
+    assert not {"l1", "heldout_l1"} & metrics[-1].keys()
+    found, draft = read_trained(tmp_path)
+    assert found.config["kind"] == "eagle3"
+    assert draft.config == trainer.draft.config
+    assert torch.equal(draft.lm_head.weight, trainer.draft.lm_head.weight)
+
+
+def test_layers_are_captured_also_by_two_threads(tmp_path, data):
+    """The look-ahead's target and held-out measurements run at once; each gets the states of its own rows."""
+    target, layers = a_target(), (0, 1)
+    trainer = make_trainer(tmp_path, data, shape=EAGLE3)
+    batches = [trainer.lookahead.to_device(next(trainer.lookahead.stream)) for _ in range(2)]
+    expected = [target_states(target, batch, layers) for batch in batches]
+
+    def all_right(number: int) -> bool:
+        found = (target_states(target, batches[number], layers) for _ in range(60))
+        return all(torch.equal(each.joined(layers), expected[number].joined(layers)) for each in found)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(all_right, [0, 1])) == [True, True]
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_captured_states_are_the_layers_outputs(data, tmp_path, compiled):
+    target = a_target()
+    trainer = started(make_trainer(tmp_path, data, shape=EAGLE3 | {"layers": [1]}))
+    batch = trainer.lookahead.step()[0]
+    found = target_states(target, batch, (0, 1), compiled)
+    outputs = LayerOutputs([target.model.model.layers[0]])
+    assert torch.equal(target_states(target, batch).hidden, target_states(target, batch, (0,)).hidden)
+    states = outputs.beside(lambda: target.own_states(batch.tokens, batch.positions, batch.lengths))
+    torch.testing.assert_close(found.layers[0], states[..., found.hidden.shape[-1] :])
+    torch.testing.assert_close(target.model.model.norm(found.layers[1]), found.hidden)
+    assert torch.equal(found.joined((0, 1))[..., :32], found.hidden)
+    assert to_device(batch, torch.device("cpu")).slots[0].numel() > 0
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            {"unroll": 3},
+            r"^train\.unroll=3: draft=eagle3 does not read it; give draft\.steps, and leave train\.unroll at 1",
+        ),
+        ({"l1_weight": 0.5}, r"^train\.l1_weight=0\.5: draft=eagle3 does not read it; it does not learn"),
+        ({"logits_loss": "lk"}, r'^train\.logits_loss=lk: .*; give draft\.loss=.* at "ce"$'),
+    ],
+)
+def test_settings_that_a_kind_does_not_read(train, message):
+    settings = TrainConfig(steps=1, **train)
+    with pytest.raises(UserError, match=message):
+        check_lesson(settings, Eagle3Config.from_target(shared_target().config, layers=[1]))
+    check_lesson(settings, planned_config(shared_target().config, {"kind": "eagle"}))
+
+
+def test_resuming_another_kind(tmp_path, data):
+    run_training(make_trainer(tmp_path, data, steps=2))
+    with pytest.raises(UserError, match=r"^draft=eagle3: .*-00000002 was trained with draft=eagle; resume with"):
+        make_trainer(tmp_path, data, shape=EAGLE3).resume()
+
+
+def test_starting_from_an_artifact_of_the_same_kind(tmp_path):
+    target = shared_target()
+    draft = tiny_eagle3(target, steps=7)
+    save_draft(draft, tmp_path / "three", target.identity, dtype=torch.float32)
+    assert read_artifact(tmp_path / "three").draft == draft.config
+    assert load_draft(tmp_path / "three").config == draft.config
+    shape = replace(draft.config, steps=2, loss="hard", first_token="self_fusion")
+    given = _given_draft(str(tmp_path / "three"), shape, target)
+    assert given.config == shape
+    assert torch.equal(given.lm_head.weight, draft.lm_head.weight)
+    with pytest.raises(UserError, match=r"^draft\.norm_output=true: .*three has it; give draft\.norm_output=false"):
+        _given_draft(str(tmp_path / "three"), replace(shape, norm_output=True), target)
+    save_draft(tiny_draft(target), tmp_path / "one", target.identity)
+    with pytest.raises(UserError, match=r"^draft=eagle3: not as train\.init_from=.*one has it; give draft=eagle$"):
+        _given_draft(str(tmp_path / "one"), shape, target)
+
+
+def test_a_kind_that_is_none():
+    with pytest.raises(UserError, match=r"^draft\.kind='eagle4': must be one of eagle, eagle3$"):
+        planned_config(shared_target().config, {"kind": "eagle4"})
