@@ -424,7 +424,10 @@ def test_a_config_within_a_config_is_read(target, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"d2t": torch.zeros(4)}, "an EAGLE-3 draft (['d2t'])"),
+        (
+            {"d2t": torch.zeros(4)},
+            "config.json: d2t has shape (4,) and torch.float32, and must be a row of whole numbers",
+        ),
         ({"fc.weight": None}, "has no fc.weight"),
         ({"embed_tokens.weight": torch.zeros(96, 128)}, "its embed_tokens.weight is not the embedding of"),
         (

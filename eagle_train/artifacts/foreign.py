@@ -1,4 +1,4 @@
-"""Reads EAGLE-1 drafts that others trained: in the layouts of EAGLE's repository, of vLLM and of SGLang.
+"""Reads EAGLE-1 and EAGLE-3 drafts that others trained: as EAGLE's repository, vLLM, SGLang and speculators have them.
 
 These share tensor names (`fc`, then Llama layers) and differ in what else their files hold. Such a file does not say
 which target it is for, so the target is given. Knows nothing of our own artifacts.
@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from eagle_train.artifacts.foreign_eagle3 import OF_EAGLE3, eagle3_config, eagle3_tensors
 from eagle_train.artifacts.tensors import load_tensors
-from eagle_train.drafts import Draft, EagleConfig, EagleDraft
+from eagle_train.drafts import Draft, Eagle3Draft, EagleConfig, EagleDraft
 from eagle_train.errors import UserError, check, foreign, one_line, shown
 from eagle_train.models.directory import read_mapping
 from eagle_train.models.target import Target
@@ -24,7 +25,7 @@ from eagle_train.models.target import Target
 _PICKLES = "pytorch_model*.bin"  # of EAGLE's repository, from before safetensors
 _PREFIX = re.compile(r"^(module\.)?(model\.)?")  # that DDP and whole models put before tensor names
 _INDEX = "model.safetensors.index.json"
-_EAGLE3 = ("midlayer.", "hidden_norm", "d2t", "t2d")
+_EAGLE3 = ("hidden_norm", "d2t", "t2d")
 _NESTED = ("model", "text_config", "transformer_layer_config")  # keys of vLLM's, multimodal and speculators' configs
 _PARTIAL_VOCAB = ("truncated_vocab_size", "draft_vocab_size")
 _OUTER = ("quantization_config", *_PARTIAL_VOCAB)  # keys of a nested config's outer level that matter
@@ -36,7 +37,8 @@ _OF_ROPE = dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)) | {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-_RENAMED = {"fusion_fc.": "fc.", "transformer.": "layers.0."}  # speculators' names, and the common ones
+# Names of speculators and of EAGLE-3, and the common ones.
+_RENAMED = {"fusion_fc.": "fc.", "transformer.": "layers.0.", "midlayer.": "layers.0."}
 _BIASES = {
     "qkv_bias": tuple(f"self_attn.{name}_proj.bias" for name in "qkv"),
     "o_bias": ("self_attn.o_proj.bias",),
@@ -46,17 +48,21 @@ _SHARED = {"embed_tokens.weight": "embedding", "lm_head.weight": "LM head"}  # o
 
 
 def load_foreign(directory: Path, target: Target) -> Draft:
-    """The draft in fp32. Raises UserError for anything but an EAGLE-1 draft for this target."""
+    """The draft in fp32. Raises UserError for anything but an EAGLE-1 or EAGLE-3 draft for this target."""
     values = _read_config(directory)
     tensors = {_common_name(name): tensor for name, tensor in _read_files(directory).items()}
     tensors = {name: tensor for name, tensor in tensors.items() if "rotary_emb" not in name}  # computed from the config
-    eagle3 = [name for name in tensors if any(mark in name for mark in _EAGLE3)]
-    check(not eagle3, f"checkpoint={directory}: an EAGLE-3 draft ({eagle3[:1]}); give one of EAGLE-1")
     check("fc.weight" in tensors, f"checkpoint={directory}: has no fc.weight, so it is no EAGLE draft")
     check(
         "quantization_config" not in values,
         f"checkpoint={directory}: is quantised; give the unquantised draft",
     )
+    if any(mark in name for name in tensors for mark in _EAGLE3):
+        return _eagle3(directory, values, tensors, target)
+    for key in _PARTIAL_VOCAB:
+        size, given = values["vocab_size"], values.get(key)
+        whole = given in (None, size)
+        check(whole, f"checkpoint={directory}: {key} is {given} in config.json; give a draft with all {size} tokens")
     normed = "embedding_layernorm.weight" in tensors
     check(
         not normed, f"checkpoint={directory}: has a norm after the embedding (layernorms), which our drafts do not have"
@@ -78,6 +84,27 @@ def load_foreign(directory: Path, target: Target) -> Draft:
     return draft
 
 
+def _eagle3(directory: Path, values: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target) -> Eagle3Draft:
+    """An EAGLE-3 draft, from the part of its config.json that describes it and its tensors by their common names."""
+    refuse_other("embed_tokens.weight", "embedding", tensors.pop("embed_tokens.weight", None), target, directory)
+    place = f"checkpoint={directory}"
+    try:
+        llama = _llama_of(values)
+        _check_target(llama, target)
+        draft = Eagle3Draft(eagle3_config(values, llama, tensors, target))
+    except UserError as error:
+        raise UserError(f"{place}: config.json: {error}") from error
+    load_tensors(draft, eagle3_tensors(tensors, draft.config, target, place), place)
+    return draft
+
+
+def _check_target(llama: LlamaConfig, target: Target) -> None:
+    """Raise UserError for a draft of other sizes than the target's."""
+    for name, own in (("hidden_size", target.identity.hidden_size), ("vocab_size", target.identity.vocab_size)):
+        given = getattr(llama, name)
+        check(given == own, f"{name} is {given}, and {own} in target {target.name}")
+
+
 def _common_name(name: str) -> str:
     """A tensor's name in the common layout, without prefixes."""
     name = _PREFIX.sub("", name)
@@ -96,19 +123,12 @@ def _draft_part(values: dict[str, Any], directory: Path) -> dict[str, Any]:
     """
     inner = next((key for key in _NESTED if isinstance(values.get(key), dict)), None)
     if inner is not None and any(values.get(key) is None for key in _NEEDED):
-        values = {key: value for key, value in values.items() if key in _OUTER} | values[inner]
+        values = {key: value for key, value in values.items() if key in (*_OUTER, *OF_EAGLE3)} | values[inner]
     values = {key: value for key, value in values.items() if value is not None}
     missing = [key for key in _NEEDED if key not in values]
     check(not missing, f"checkpoint={directory}: config.json has no {', '.join(missing)}")
     act = values.get("hidden_act", "silu")
     check(act in ("silu", "swish"), f"checkpoint={directory}: hidden_act is {act!r} in config.json, and must be silu")
-    size = values["vocab_size"]
-    for key in _PARTIAL_VOCAB:
-        whole = values.get(key, size) == size
-        check(
-            whole,
-            f"checkpoint={directory}: {key} is {values.get(key)} in config.json; give a draft with all {size} tokens",
-        )
     return values
 
 
@@ -159,9 +179,7 @@ def refuse_other(name: str, what: str, found: torch.Tensor | None, target: Targe
 def _shape_of(values: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target) -> EagleConfig:
     """The draft's config: from a Llama-like config.json, and norms and biases from the tensors."""
     llama = _llama_of(values)
-    for name, own in (("hidden_size", target.identity.hidden_size), ("vocab_size", target.identity.vocab_size)):
-        given = getattr(llama, name)
-        check(given == own, f"{name} is {given}, and {own} in target {target.name}")
+    _check_target(llama, target)
     layers = _layers_of(tensors)
     biases = {
         flag: bool(layers) and all(f"layers.{layer}.{name}" in tensors for layer in layers for name in names)

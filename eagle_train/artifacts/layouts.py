@@ -6,11 +6,17 @@ import torch
 
 from eagle_train.drafts import DraftConfig
 from eagle_train.drafts.layouts import Layout, Shapes, Tensors
-from eagle_train.errors import check
+from eagle_train.errors import UserError, check
 from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.target import Identity
 
-NAMES = {"native": "our own engine", "vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
+NAMES = {
+    "native": "our own engine",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "trtllm": "TensorRT-LLM",
+    "speculators": "the format of speculators",
+}
 LAYOUTS = tuple(NAMES)
 
 
@@ -45,7 +51,10 @@ def check_runs(layout: str, draft: DraftConfig, quant: Quant) -> None:
     if layout == "native":
         return
     found = layout_of(layout, draft)
-    reason = f"runs no draft of draft={draft.kind}" if found is None else found.refusal(draft, quant)
+    own = ", ".join(["native", *draft.layouts])
+    if found is None:
+        raise UserError(f"layout={layout}: is for no draft of draft={draft.kind}; use one of {own}")
+    reason = found.refusal(draft, quant)
     check(reason is None, f"layout={layout}: {NAMES[layout]} {reason}; use layout=native")
 
 

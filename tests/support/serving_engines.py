@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,137 @@ def trtllm(config: Config, tensors: Tensors, target: Config) -> Loaded:
     return loaded
 
 
-ENGINES: dict[str, Callable[[Config, Tensors, Config], Loaded]] = {"vllm": vllm, "sglang": sglang, "trtllm": trtllm}
+def vllm_eagle3(config: Config, tensors: Tensors, target: Config) -> Loaded:
+    """vLLM 0.33, `method: eagle3`, and a directory in the format of speculators.
+
+    Eagle3LlamaForCausalLM: models/llama_eagle3.py; configs/speculators/base.py and algos.py (update_eagle3).
+    """
+    config, errors = speculators_as_vllm(config) if "speculators_config" in config else (config, [])
+    known = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+    errors += mismatches(config, target)
+    if (config.get("architectures") or [""])[0] not in known:
+        return Loaded(errors=[*errors, f"architectures={config.get('architectures')}: none of {', '.join(known)}"])
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    errors += seen_layers(ids or default_layers(target), config, target, first=0)
+    modules = [Linear("model.fc", "ReplicatedLinear", *fused(config)), *eagle3_linears(config)]
+    slots, offset = eagle3_norms(config, all_norms=True), target["num_hidden_layers"]
+    for module in modules:
+        # The name that q, k and v of each layer were made with lacks `self_attn`; the feed-forward's is whole.
+        name = re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + offset}", module.name)
+        name = name.replace(".self_attn.qkv_proj", ".qkv_proj")
+        slots |= slots_of(module, scheme(config, name, module.kind, same, lambda name: None))
+    slots |= vocabulary_slots(config, "draft_id_to_target_id" if "d2t" in tensors else None)
+
+    def rename(name: str) -> str:
+        if "d2t" in name:
+            return "draft_id_to_target_id"
+        return name if "lm_head" in name else "model." + name.replace("midlayer.", "layers.0.")
+
+    def unknown(name: str) -> str | None:
+        return None if "t2d" in name else f"{name}: KeyError"
+
+    return load(slots, tensors, rename, unknown, errors)
+
+
+def speculators_as_vllm(config: Config) -> tuple[Config, list[str]]:
+    """What vLLM makes of a config.json in the format of speculators, and what it refuses in it."""
+    try:
+        config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+        config["speculators_config"]["verifier"]["name_or_path"]
+    except (KeyError, IndexError):
+        return config, ["Invalid speculators config structure"]
+    if config.get("speculators_model_type") != "eagle3" or "transformer_layer_config" not in config:
+        return config, ["no speculators-format model"]
+    layers = dict(config["transformer_layer_config"])
+    layers["draft_vocab_size"] = config.get("draft_vocab_size")
+    layers["norm_before_residual"] = config.get("norm_before_residual", True)
+    layers |= {name: config.get(name, False) for name in ("norm_before_fc", "fc_norm", "norm_output")}
+    layers["architectures"] = ["Eagle3LlamaForCausalLM"]
+    for name in ("target_hidden_size", "eagle_aux_hidden_state_layer_ids"):
+        layers |= {name: config[name]} if config.get(name) else {}
+    return layers, []
+
+
+def sglang_eagle3(config: Config, tensors: Tensors, target: Config) -> Loaded:
+    """SGLang 0.5.23, `--speculative-algorithm EAGLE3`: models/llama_eagle3.py."""
+    errors = mismatches(config, target)
+    if config.get("architectures") != ["LlamaForCausalLMEagle3"]:
+        return Loaded(errors=[*errors, f"architectures={config.get('architectures')}: must be LlamaForCausalLMEagle3"])
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    errors += seen_layers([each + 1 for each in ids or []] or default_layers(target), config, target, first=1)
+    ignored_flags = [name for name in ("norm_before_fc", "norm_before_residual") if config.get(name)]
+    errors += [f"{name}: not read, computed without" for name in ignored_flags]
+    if len(ids or [0] * 3) == 1:
+        errors.append("fc is left out: its inputs are as wide as the embedding")
+    slots = eagle3_norms(config, all_norms=False)
+    slots |= slots_of(Linear("model.fc", "Linear", *fused(config), bias=bool(config.get("bias"))), None)
+    for module in eagle3_linears(config):  # names in its quantisation lack the layer: prefixes are the model's own
+        name = re.sub(r"layers\.\d+\.(self_attn\.)?", "", module.name)
+        name = name.replace("model.o_proj", "model.self_attn.o_proj").replace("mlp.", "")
+        slots |= slots_of(module, scheme(config, name, module.kind, same, lambda name: errors.append(name)))
+    slots |= vocabulary_slots(config, "hot_token_id" if "d2t" in tensors else None)
+
+    def rename(name: str) -> str:
+        if "d2t" in name:
+            return "hot_token_id"
+        return name if name == "lm_head.weight" else "model." + name.replace("midlayer", "layers.0")
+
+    return load(slots, tensors, rename, lambda name: None, errors)
+
+
+def default_layers(target: Config) -> list[int]:
+    layers = target["num_hidden_layers"]
+    return [2, layers // 2, layers - 3]
+
+
+def seen_layers(ids: list[int], config: Config, target: Config, first: int) -> list[str]:
+    """What is wrong with the layers before which states are kept: each is kept once, in the layers' order."""
+    seen = [each for each in range(first, target["num_hidden_layers"]) if each in ids]
+    wanted = config.get("num_aux_hidden_states", 3)
+    return [] if seen == ids and len(seen) == wanted else [f"layer ids {ids}: {len(seen)} states, and {wanted} wanted"]
+
+
+def fused(config: Config) -> tuple[dict[str, int], int]:
+    """The parts and inputs of EAGLE-3's `fc`."""
+    width = config.get("target_hidden_size") or config["hidden_size"]
+    return {"fc": config["hidden_size"]}, config.get("num_aux_hidden_states", 3) * width
+
+
+def eagle3_linears(config: Config) -> Iterator[Linear]:
+    """As `linears`; layer 0's queries, keys and values read embedding and hidden state."""
+    for module in linears(config, False, False, False):
+        is_first = module.name == "model.layers.0.self_attn.qkv_proj"
+        yield replace(module, inputs=2 * config["hidden_size"]) if is_first else module
+
+
+def eagle3_norms(config: Config, all_norms: bool) -> dict[str, Slot]:
+    """`all_norms`: vLLM's, which makes both of a layer's input norms in every layer, and one over all that is fused."""
+    width, layers = config["hidden_size"], range(config["num_hidden_layers"])
+    kinds = ("post_attention_layernorm", "input_layernorm", "hidden_norm")
+    names = [f"model.layers.{layer}.{kind}.weight" for layer in layers for kind in kinds]
+    found = {name: Slot(name, (width,)) for name in [*names, "model.norm.weight"]}
+    if config.get("fc_norm"):
+        numbers = range(config.get("num_aux_hidden_states", 3))
+        found |= {f"model.fc_norm.{i}.weight": Slot(f"model.fc_norm.{i}.weight", (width,)) for i in numbers}
+    if all_norms and config.get("norm_before_fc"):
+        found["model.input_norm.weight"] = Slot("model.input_norm.weight", (fused(config)[1],))
+    return found
+
+
+def vocabulary_slots(config: Config, offsets: str | None) -> dict[str, Slot]:
+    """Of the LM head, and of the draft's tokens where the file has them."""
+    size = config.get("draft_vocab_size") or config["vocab_size"]
+    found = {"lm_head.weight": Slot("lm_head.weight", (size, config["hidden_size"]))}
+    return found | ({offsets: Slot(offsets, (size,), torch.int64)} if offsets else {})
+
+
+ENGINES: dict[str, Callable[[Config, Tensors, Config], Loaded]] = {
+    "vllm": vllm,
+    "sglang": sglang,
+    "trtllm": trtllm,
+    "vllm-eagle3": vllm_eagle3,
+    "sglang-eagle3": sglang_eagle3,
+}
 
 
 def mismatches(config: Config, target: Config) -> list[str]:

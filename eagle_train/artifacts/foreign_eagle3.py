@@ -1,0 +1,89 @@
+"""The config and the tensors of EAGLE-3 drafts that others trained, as ours. Knows nothing of files."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from eagle_train.drafts import Eagle3Config
+from eagle_train.drafts.eagle3_layouts import FLAGS
+from eagle_train.errors import check, shown
+from eagle_train.models.target import Target
+
+_IDS = "eagle_aux_hidden_state_layer_ids"
+OF_EAGLE3 = (*FLAGS, _IDS, "eagle_config", "speculators_model_type")  # keys of a config.json beside the layers'
+_HEAD, _OFFSETS = "lm_head.weight", "d2t"
+_UNUSED = ("t2d", "mask_hidden")  # the inverse of d2t; of drafts that guess several tokens at once
+
+
+def eagle3_config(
+    values: Mapping[str, Any], llama: LlamaConfig, tensors: Mapping[str, torch.Tensor], target: Target
+) -> Eagle3Config:
+    """The draft's config; `values`: what its config.json says, `llama`: the part of it that describes layers.
+
+    Fused layers that it does not name are those that engines choose. Raises UserError for other values.
+    """
+    count, text = llama.num_hidden_layers, target.config
+    llama.num_hidden_layers = text.num_hidden_layers  # by which layers to fuse are chosen and checked
+    flags = {name: values.get(name, name == "norm_before_residual" and _is_speculators(values)) for name in FLAGS}
+    for name, flag in flags.items():
+        check(isinstance(flag, bool), f"{name} is {shown(flag)}, and must be true or false")
+    tokens = None if _OFFSETS not in tensors else _tokens(tensors[_OFFSETS], target)
+    return Eagle3Config.from_target(
+        llama,
+        num_layers=count,
+        layers=_layers(values),
+        first_token="skip",
+        max_position_embeddings=None if "max_position_embeddings" in values else target.max_positions,
+        vocab_size=None if tokens is None else len(tokens),
+        vocabulary=None if tokens is None else tokens.sort().values.tolist(),
+        **flags,
+    )
+
+
+def _is_speculators(values: Mapping[str, Any]) -> bool:
+    return "speculators_model_type" in values
+
+
+def _layers(values: Mapping[str, Any]) -> list[int] | None:
+    """The fused layers' ids as vLLM counts them, which reads the top level first; SGLang's are one lower."""
+    inner = values.get("eagle_config") or {}
+    check(isinstance(inner, dict), f"eagle_config is {shown(inner)}, and must be a mapping")
+    check(inner.get("use_aux_hidden_state", True), "eagle_config.use_aux_hidden_state is false: no layers are fused")
+    for ids, lower, name in ((values.get(_IDS), 0, _IDS), (inner.get(_IDS), 1, f"eagle_config.{_IDS}")):
+        if ids is not None:
+            sound = isinstance(ids, list) and all(isinstance(each, int) for each in ids)
+            check(sound, f"{name} is {shown(ids)}, and must be a list of whole numbers")
+            return [each + lower for each in ids]
+    return None
+
+
+def _tokens(offsets: torch.Tensor, target: Target) -> torch.Tensor:
+    """The target's ids of the draft's tokens, int64 [V']. Raises UserError where they are none."""
+    sound = offsets.ndim == 1 and not offsets.is_floating_point()
+    check(sound, f"d2t has shape {tuple(offsets.shape)} and {offsets.dtype}, and must be a row of whole numbers")
+    tokens = torch.arange(len(offsets)) + offsets.long()
+    known = bool(((tokens >= 0) & (tokens < target.identity.vocab_size)).all()) and len(tokens.unique()) == len(tokens)
+    check(known, f"d2t names tokens twice, or beyond the {target.identity.vocab_size} of target {target.name}")
+    return tokens
+
+
+def eagle3_tensors(
+    tensors: Mapping[str, torch.Tensor], config: Eagle3Config, target: Target, place: str
+) -> dict[str, torch.Tensor]:
+    """The draft's tensors by our names. A file without an LM head has the target's. Raises UserError for a norm that
+    engines would apply differently."""
+    found = {name: tensor for name, tensor in tensors.items() if name not in (*_UNUSED, _OFFSETS)}
+    for name in [each for each in found if re.fullmatch(r"layers\.[1-9]\d*\.hidden_norm\.weight", each)]:
+        norm, own = found.pop(name), name.replace("hidden_norm", "input_layernorm")
+        same = own not in found or torch.equal(found[own], norm)
+        check(same, f"{place}: {name} is not {own}: of the two, vLLM applies one and SGLang the other")
+        found[own] = norm
+    if _HEAD not in found:
+        rows = target.lm_head if config.vocabulary is None else target.lm_head.of(torch.tensor(config.vocabulary))
+        found[_HEAD] = rows.weight.cpu()
+    elif _OFFSETS in tensors:  # our rows follow the target's ids
+        found[_HEAD] = found[_HEAD][_tokens(tensors[_OFFSETS], target).argsort()]
+    return found

@@ -1,0 +1,230 @@
+"""EAGLE-3 drafts as vLLM, SGLang and speculators have them: written, replayed by the engines' rules, and read again."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eagle_train.artifacts import layouts
+from eagle_train.artifacts.card import card
+from eagle_train.artifacts.convert import ExportConfig, Source, convert
+from eagle_train.artifacts.foreign import load_foreign
+from eagle_train.artifacts.format import load_draft, read_artifact
+from eagle_train.drafts import Eagle3Draft
+from eagle_train.errors import UserError
+from eagle_train.models.draft_quantisation import Quant
+from eagle_train.models.target import Target
+from tests.support.serving_engines import read, replay
+from tests.support.tiny import SIZES, tiny_draft, tiny_eagle3, tiny_model
+
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+LAYERS = 8
+FEW = {"vocab_size": 40, "vocabulary": [1, *range(10, 88, 2)]}
+KINDS = [{}, {"num_layers": 2, "norm_output": True, "fc_norm": True, **FEW}]
+VLLM_ALONE = {"norm_before_residual": True, "norm_before_fc": True, "layers": [3]}
+ENGINE = {"vllm": "vllm-eagle3", "sglang": "sglang-eagle3", "speculators": "vllm-eagle3"}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model(num_hidden_layers=LAYERS, **WIDE), name="tiny-wide")
+
+
+def served(target: Target) -> dict:
+    return {**SIZES, **WIDE, "num_hidden_layers": LAYERS, "tie_word_embeddings": False}
+
+
+def a_draft(target: Target, **kind) -> Eagle3Draft:
+    return tiny_eagle3(target, **{"layers": [2, 4, 5]} | kind)
+
+
+def exported(target: Target, draft: Eagle3Draft, out: Path, layout: str, **settings) -> Path:
+    given = {"dtype": "float32", "quant": Quant(), "rounding": "nearest", "calibration_tokens": 1, "evaluations": []}
+    given |= {"license": None, "push_to": None, "push_private": True, "device": "cpu"} | settings
+    config = ExportConfig(checkpoint="run", out=str(out), layout=layout, **given)
+    convert(Source.of(draft, target.identity, {}, out), config, target, None)
+    return out
+
+
+def same_draft(one: Eagle3Draft, other: Eagle3Draft) -> bool:
+    ours, theirs = one.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["default", "few tokens"])
+@pytest.mark.parametrize("layout", ENGINE)
+def test_an_export_is_whole_in_its_engine_and_ours(target, tmp_path, layout, kind):
+    draft = a_draft(target, **kind)
+    out = exported(target, draft, tmp_path / "out", layout)
+    config, tensors = read(out)
+    loaded = replay(ENGINE[layout], config, tensors, served(target))
+    assert loaded.whole, loaded
+    assert loaded.filled == set(loaded.parameters)
+    assert loaded.skipped == ({"t2d"} if layout == "speculators" and "vocabulary" in kind else set())
+    assert loaded.parameters["model.fc.weight"] == (128, 3 * 128)
+    assert loaded.parameters["model.layers.0.self_attn.qkv_proj.weight"] == (8 * 32, 2 * 128)
+    assert same_draft(load_draft(out, target.identity), draft)
+    assert read_artifact(out).draft == replace(draft.config, first_token="skip")
+
+
+def test_one_directory_is_for_both_engines(target, tmp_path):
+    """The same files but for what says which of them it was written for."""
+    draft = a_draft(target, **KINDS[1])
+    one, other = (exported(target, draft, tmp_path / layout, layout) for layout in ("vllm", "sglang"))
+    configs = [json.loads((out / "config.json").read_text()) for out in (one, other)]
+    for config in configs:
+        config.pop("eagle_train")
+    assert configs[0] == configs[1]
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    assert configs[0]["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert configs[0]["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    for engine in ("vllm-eagle3", "sglang-eagle3"):
+        assert replay(engine, *read(one), served(target)).whole
+
+
+def test_the_offsets_name_the_targets_tokens(target, tmp_path):
+    out = exported(target, a_draft(target, **FEW), tmp_path / "out", "vllm")
+    offsets = load_file(out / "model.safetensors")["d2t"]
+    assert offsets.dtype == torch.int64
+    assert (torch.arange(40) + offsets).tolist() == FEW["vocabulary"]
+    known = load_file(exported(target, a_draft(target, **FEW), tmp_path / "s", "speculators") / "model.safetensors")
+    assert known["t2d"].nonzero().flatten().tolist() == FEW["vocabulary"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "scope"), [("fp8", "ffn"), ("int4", "ffn"), ("fp8", "all_linear"), ("int4", "all_linear")]
+)
+@pytest.mark.parametrize("layout", ENGINE)
+def test_quantised_drafts_are_whole(target, tmp_path, layout, scheme, scope):
+    draft = a_draft(target, **KINDS[1])
+    if (layout, scope) == ("sglang", "all_linear"):
+        with pytest.raises(UserError, match=r"^layout=sglang: SGLang runs fc as it is, and quant\.scope=all_linear"):
+            exported(target, draft, tmp_path / "out", layout, quant=Quant(scheme, scope))
+        return
+    out = exported(target, draft, tmp_path / "out", layout, quant=Quant(scheme, scope), dtype="bfloat16")
+    loaded = replay(ENGINE[layout], *read(out), served(target))
+    assert loaded.whole, loaded
+    packed = "weight_packed" if scheme == "int4" else "weight_scale"
+    assert f"model.layers.1.mlp.gate_up_proj.{packed}" in loaded.parameters
+    assert (f"model.layers.0.self_attn.qkv_proj.{packed}" in loaded.parameters) == (scope == "all_linear")
+    assert "lm_head.weight" in loaded.parameters
+
+
+def test_what_names_as_eagles_would_do_to_a_quantised_draft(target, tmp_path):
+    """Layer 0's q, k and v have no `self_attn` in their names: left out by that word, they would be read as FP8."""
+    out = exported(target, a_draft(target), tmp_path / "out", "vllm", quant=Quant("fp8"), dtype="bfloat16")
+    config, tensors = read(out)
+    config["quantization_config"]["ignore"] = ["re:.*self_attn.*", "re:.*fc$", "lm_head"]
+    loaded = replay("vllm-eagle3", config, tensors, served(target))
+    assert "midlayer.self_attn.q_proj.weight" in loaded.spoiled
+
+
+@pytest.mark.parametrize("kind", [*KINDS, VLLM_ALONE], ids=["default", "few tokens", "norms"])
+@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+def test_drafts_of_others_are_read(target, tmp_path, layout, kind):
+    draft = a_draft(target, **kind)
+    out = exported(target, draft, tmp_path / "out", layout)
+    config = json.loads((out / "config.json").read_text())
+    del config["eagle_train"]
+    (out / "config.json").write_text(json.dumps(config))
+    loaded = load_foreign(out, target)
+    assert same_draft(loaded, draft)
+    assert loaded.config == replace(draft.config, first_token="skip")
+    assert replay("vllm-eagle3", *read(out), served(target)).whole
+
+
+def test_ids_of_sglang_alone_are_one_lower_and_rows_may_be_in_any_order(target, tmp_path):
+    draft = a_draft(target, **FEW)
+    out = exported(target, draft, tmp_path / "out", "sglang")
+    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    del config["eagle_train"], config["eagle_aux_hidden_state_layer_ids"]
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+    tensors["d2t"] = torch.tensor(FEW["vocabulary"])[order] - torch.arange(40)
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(tensors, out / "model.safetensors")
+    loaded = load_foreign(out, target)
+    assert loaded.config.layers == [2, 4, 5]
+    assert same_draft(loaded, draft)
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "message"),
+    [
+        ({"d2t": torch.zeros(40, dtype=torch.int64) - 1}, {}, "d2t names tokens twice, or beyond the 96"),
+        ({"d2t": torch.zeros(40)}, {}, "d2t has shape .*must be a row of whole numbers"),
+        ({"layers.1.hidden_norm.weight": torch.zeros(128)}, {}, "of the two, vLLM applies one and SGLang the other"),
+        ({"midlayer.self_attn.q_proj.bias": torch.ones(128)}, {}, "q_proj.bias is not part of this draft"),
+        (
+            {},
+            {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]},
+            r"draft\.layers=\[2, 4, 9\]: must be numbers from 1 to 7",
+        ),
+        ({}, {"norm_output": 1}, "norm_output is 1, and must be true or false"),
+        ({"embed_tokens.weight": torch.zeros(96, 128)}, {}, "is not the embedding of tiny-wide"),
+    ],
+)
+def test_drafts_of_others_that_are_none(target, tmp_path, changes, config, message):
+    out = exported(target, a_draft(target, **KINDS[1]), tmp_path / "out", "vllm")
+    values, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    del values["eagle_train"]
+    (out / "config.json").write_text(json.dumps(values | config))
+    save_file(tensors | changes, out / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        load_foreign(out, target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "reason"),
+    [
+        ({"norm_before_fc": True}, "sglang", r"SGLang has no norm over all fused layers, .*draft\.norm_before_fc"),
+        ({"norm_before_residual": True}, "sglang", r"SGLang begins layer 0's residual before its norm"),
+        ({"layers": [3]}, "sglang", r"SGLang leaves fc out where one layer alone is fused"),
+        (
+            {},
+            "trtllm",
+            r"^layout=trtllm: is for no draft of draft=eagle3; use one of native, vllm, sglang, speculators$",
+        ),
+    ],
+)
+def test_what_an_engine_cannot_run_is_refused(target, tmp_path, kind, layout, reason):
+    draft = a_draft(target, **kind)
+    with pytest.raises(UserError, match=reason):
+        exported(target, draft, tmp_path / "out", layout)
+    if layout == "sglang":  # and computed differently, had it not been
+        config = layouts.layout_config("vllm", draft.config, Quant(), "float32", target.identity)
+        shapes = layouts.expected_shapes("vllm", draft.config, target.identity)
+        tensors = {name: (shape, torch.float32) for name, shape in shapes.items()}
+        assert replay("sglang-eagle3", config, tensors, served(target)).errors
+
+
+def test_speculators_has_no_layout_for_eagle(target):
+    with pytest.raises(
+        UserError, match=r"^layout=speculators: is for no draft of draft=eagle; use one of native, vllm"
+    ):
+        layouts.check_runs("speculators", tiny_draft(target).config, Quant())
+
+
+@pytest.mark.parametrize(
+    ("layout", "command"),
+    [
+        ("vllm", '"method": "eagle3", "model": "mine"'),
+        ("sglang", "--speculative-algorithm EAGLE3"),
+        ("speculators", "vllm serve mine\n"),
+        ("native", "eagle-generate target=tiny-wide draft=mine"),
+    ],
+)
+def test_the_card_says_how_it_is_served(target, tmp_path, layout, command):
+    out = exported(target, a_draft(target, **FEW), tmp_path / "mine", layout)
+    told = card(read_artifact(out), load_file(out / "model.safetensors"), "mine")
+    assert command in told
+    assert "token-map" not in told
