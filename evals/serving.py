@@ -54,7 +54,8 @@ class Config(BenchConfig):
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config, about = session.config, session.artifact
-    check(about.layout == "vllm", f"draft={config.draft.path}: of layout={about.layout}; export it with layout=vllm")
+    is_vllms = about.layout in ("vllm", "speculators")
+    check(is_vllms, f"draft={config.draft.path}: of layout={about.layout}; export it with layout=vllm")
     version = version_of(config.vllm.python)
     answers = our_answers(session)
     job = job_of(session, [answer.prompt for answer in answers])

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from docs import figure
 from eagle_train.cli import OPEN, as_typed, compose, named_path
+from eagle_train.fields import bases, defaults_of
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.settings import CONF_DIR
 from tests.support.pages import PAGES, ROOT, codes, text_of
@@ -82,6 +83,7 @@ def keys() -> frozenset[str]:
     own = [key for name in CONFIGS for key in below(OmegaConf.to_container(compose(name, [])))]
     files = [path for path in CONF_DIR.glob("*/*.yaml") if path.parent.name not in ("experiment", "commands")]
     groups = [key for path in files for key in below({path.parent.name: OmegaConf.to_container(OmegaConf.load(path))})]
+    groups += [key for group, option in bases() for key in below({group: defaults_of(group, option)})]
     python = [key for cls in (Engine, SamplingParams) for key in inspect.signature(cls).parameters]
     return frozenset(["experiment", *own, *groups, *python])
 

@@ -92,6 +92,7 @@ def job_of(session: Session, prompts: list[list[int]]) -> dict[str, Any]:
     """The input of vllm_job.py. Stop tokens are given by id: those our engine stops at, and no others."""
     config, target, depth = session.config, session.target, session.config.chain.max_depth
     longest = max(map(len, prompts)) + config.max_tokens + depth + 1
+    kind = session.artifact.draft.kind  # vLLM's names of methods are ours of kinds
     llm = {
         "model": config.target.path,
         "trust_remote_code": config.target.trust_remote_code,
@@ -102,7 +103,7 @@ def job_of(session: Session, prompts: list[list[int]]) -> dict[str, Any]:
         "enforce_eager": True,  # nothing is timed, so nothing is compiled
         "disable_log_stats": False,  # the counters are among them
         "skip_tokenizer_init": True,
-        "speculative_config": {"method": "eagle", "model": config.draft.path, "num_speculative_tokens": depth},
+        "speculative_config": {"method": kind, "model": config.draft.path, "num_speculative_tokens": depth},
     }
     stops = [] if config.ignore_eos else sorted(session.requests.stop_ids)
     sampling = {"temperature": 0.0, "max_tokens": config.max_tokens, "detokenize": False}

@@ -17,7 +17,7 @@ from evals.bench.answering import answer_questions
 from evals.bench.questions import read_questions
 from evals.bench.vllm import counted
 from tests.support.command_line import call
-from tests.support.eval_inputs import arguments, make_home
+from tests.support.eval_inputs import arguments, guessing_eagle3, make_home
 from tests.support.fake_vllm import GOOD, giving, interpreter
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +34,15 @@ def given(home) -> list[str]:
     """The command's target, draft and questions."""
     exported(home, "vllm", first_token="skip")
     return arguments(home, f"draft.path={home}/vllm")
+
+
+def exported_eagle3(home: Path, layout: str, quant: Quant, **kind) -> Path:
+    """An EAGLE-3 draft for the home's target, with states of the target's only layer but the last, and all its tokens
+    or some."""
+    target = load_target(TargetConfig(str(home / "target")))
+    draft = guessing_eagle3(target, **kind)
+    about = Artifact(draft.config, target.identity, layout, "float32", quant)
+    return write_artifact(about, quantise_draft(draft, quant), home / f"eagle3-{layout}")
 
 
 def exported(home: Path, name: str, dtype: str = "float32", quant: Quant | None = None, **changes) -> Path:
@@ -141,6 +150,32 @@ def test_vllm_itself_counts_as_we_do(tmp_path, capsys, norms, scheme, scope, dty
     home = make_home(tmp_path, width=256)
     draft = exported(home, "vllm", dtype, Quant(scheme, scope), norms=norms, first_token="skip")
     given = arguments(home, f"draft.path={draft}", f"out={tmp_path}/out", f"target.dtype={dtype}", "max_tokens=24")
+    assert call(serving.main, *given, f"vllm.python={OWN_VLLM}") == 0, capsys.readouterr().err
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    assert found["equal_answers"] == found["prompts"] == 6
+    assert found["vllm"] == found["eagle_train"]
+    assert found["vllm"]["accepted_tokens"] > 0
+
+
+FEW = {"vocab_size": 200, "vocabulary": [*range(57), *range(100, 243)]}
+
+
+@pytest.mark.skipif(not OWN_VLLM.exists(), reason="needs what launch/vllm.sh installs")
+@pytest.mark.parametrize(
+    ("layout", "scheme", "kind"),
+    [
+        ("vllm", "none", {"layers": [1]}),
+        ("vllm", "none", {"num_layers": 2, "norm_output": True, "fc_norm": True, **FEW}),
+        ("speculators", "none", {"norm_before_residual": True, "norm_before_fc": True, **FEW}),
+        ("vllm", "fp8", {"num_layers": 2}),
+        ("speculators", "fp8", FEW),
+    ],
+    ids=["plain", "two layers, some tokens", "speculators", "two layers in fp8", "speculators in fp8"],
+)
+def test_vllm_itself_counts_an_eagle3_draft_as_we_do(tmp_path, capsys, layout, scheme, kind):
+    home = make_home(tmp_path, width=256, num_layers=6)
+    draft = exported_eagle3(home, layout, Quant(scheme), **{"layers": [1, 3, 5]} | kind)
+    given = arguments(home, f"draft.path={draft}", f"out={tmp_path}/out", "target.dtype=float32", "max_tokens=24")
     assert call(serving.main, *given, f"vllm.python={OWN_VLLM}") == 0, capsys.readouterr().err
     found = json.loads((tmp_path / "out/results.json").read_text())
     assert found["equal_answers"] == found["prompts"] == 6

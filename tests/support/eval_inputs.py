@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle_train.artifacts.format import save_draft
-from eagle_train.drafts import Draft, EagleConfig, EagleDraft
+from eagle_train.drafts import Draft, Eagle3Config, Eagle3Draft, EagleConfig, EagleDraft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 
@@ -37,19 +38,20 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_home(directory: Path, width: int = 32) -> Path:
-    """A directory with a target, a draft for it and a question file. `width`: of hidden states."""
+def make_home(directory: Path, width: int = 32, num_layers: int = 2) -> Path:
+    """A directory with a target, a draft for it and a question file. `width`: of hidden states; `num_layers`: the
+    target's."""
     torch.manual_seed(0)
     tokenizer = bytes_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=2 * width,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
-        initializer_range=0.1,
+        initializer_range=0.2 / num_layers,  # so that more layers add no more
         eos_token_id=0,
     )
     model = LlamaForCausalLM(config)
@@ -75,6 +77,19 @@ def guessing_draft(target: Target) -> Draft:
         for layer in draft.layers:
             layer.self_attn.o_proj.weight.normal_(std=0.05)
     return draft
+
+
+def guessing_eagle3(target: Target, **kind: Any) -> Eagle3Draft:
+    """An EAGLE-3 draft that does the same: layer 0, with as many heads of keys as of queries, attends to its own token
+    and passes on the embedding, beside what it is fed."""
+    shape = Eagle3Config.from_target(target.config, num_kv_heads=target.config.num_attention_heads, **kind)
+    draft = Eagle3Draft(shape).init_weights(0, target.lm_head)
+    first, one = draft.layers[0].self_attn, torch.eye(target.config.hidden_size)
+    with torch.no_grad():
+        for weight, share in ((first.q_proj.weight, 2.0), (first.k_proj.weight, 2.0), (first.v_proj.weight, 3.0)):
+            weight[:, : len(one)] = share * one
+        first.o_proj.weight.add_(one)
+    return draft.requires_grad_(False)
 
 
 def write_rows(path: Path, rows: list) -> Path:
