@@ -13,7 +13,8 @@ from typing import Any
 
 from eagle_train.drafts.eagle import EagleConfig, EagleDraft
 from eagle_train.drafts.eagle3 import Eagle3Config, Eagle3Draft
-from eagle_train.drafts.kind import Draft, DraftConfig, Head, TargetStates, shift_hidden
+from eagle_train.drafts.head import Head
+from eagle_train.drafts.kind import Draft, DraftConfig, TargetStates, shift_hidden
 from eagle_train.drafts.losses import Lesson, LossSums, distillation_loss
 from eagle_train.errors import check, shown
 from eagle_train.settings import build

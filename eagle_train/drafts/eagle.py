@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from eagle_train.drafts.eagle_layouts import LAYOUTS
-from eagle_train.drafts.kind import Draft, DraftConfig, Head, Rows, shift_hidden
+from eagle_train.drafts.head import Head
+from eagle_train.drafts.kind import Draft, DraftConfig, Rows, shift_hidden
 from eagle_train.drafts.losses import Lesson, LossSums, distillation_loss
 from eagle_train.drafts.unroll import unroll
 from eagle_train.errors import check

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from eagle_train.drafts.eagle3_layouts import LAYOUTS
-from eagle_train.drafts.kind import Draft, DraftConfig, Head, Rows, shift_hidden
+from eagle_train.drafts.head import Head
+from eagle_train.drafts.kind import Draft, DraftConfig, Rows, shift_hidden
 from eagle_train.drafts.losses import Lesson, LossSums
 from eagle_train.drafts.own_head import Learnt, OwnHead, Share
 from eagle_train.drafts.unroll import unroll

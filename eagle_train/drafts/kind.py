@@ -11,7 +11,7 @@ gets, R slots that are learnt from.
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from eagle_train.models.shapes import heads_of, widest
 from eagle_train.models.target import LMHead, Target
 from eagle_train.ops.rule import Attend
 from eagle_train.settings import build
+
+if TYPE_CHECKING:
+    from eagle_train.drafts.head import Head
 
 INIT_STD = 0.02
 
@@ -321,38 +324,6 @@ class Draft(nn.Module):
         [B, T, H]: the target's. The host waits for nothing that a device computes.
         """
         raise NotImplementedError
-
-
-class Head:
-    """What a draft proposes with: an LM head of its own, or the target's, or that of the draft's own vocabulary.
-
-    `of_target`: the target's LM head for the draft's tokens. Raises UserError for a draft that says how many tokens it
-    knows, and not which.
-    """
-
-    def __init__(self, draft: Draft, lm_head: LMHead):
-        size = draft.config.vocab_size
-        check(
-            size is None or draft.vocabulary is not None, f"draft.vocab_size={size}: give draft.vocabulary, the tokens"
-        )
-        self.vocabulary, self.size = draft.vocabulary, len(lm_head.weight)
-        self.of_target = lm_head if self.vocabulary is None else lm_head.of(self.vocabulary)
-        self.lm_head: Any = draft.own_head() or self.of_target
-
-    def tokens(self, indices: torch.Tensor) -> torch.Tensor:
-        """The target's ids of columns of `lm_head`."""
-        return indices if self.vocabulary is None else self.vocabulary[indices]
-
-    def columns(self, values: torch.Tensor) -> torch.Tensor:
-        """Those of the target's columns [..., V] that `lm_head` has [..., V']."""
-        return values if self.vocabulary is None else values[..., self.vocabulary]
-
-    def spread(self, distribution: torch.Tensor) -> torch.Tensor:
-        """A distribution [..., V'] over the draft's tokens as one over the target's [..., V]."""
-        if self.vocabulary is None:
-            return distribution
-        whole = distribution.new_zeros(*distribution.shape[:-1], self.size)
-        return whole.index_copy_(-1, self.vocabulary, distribution)
 
 
 def shift_hidden(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
