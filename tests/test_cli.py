@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train import generate
-from eagle_train.cli import as_typed, command, offer_trees
+from eagle_train.cli import as_typed, command, named_path, offer_trees
 from eagle_train.corpus.source import DataConfig
 from eagle_train.drafts import EagleConfig
 from eagle_train.errors import OptionError, UserError, check, within
@@ -493,3 +493,10 @@ def test_a_wheel_has_the_package_its_configs_and_the_bundled_target():
     assert wheel["packages"] == ["eagle_train"]
     inside = {source: place.removeprefix("eagle_train/") for source, place in wheel["force-include"].items()}
     assert inside == {"conf": "conf", "data/tiny_target": "data/tiny_target"}
+
+
+def test_a_kind_of_draft_is_one_for_training_alone():
+    """Elsewhere `draft=` is a directory, whatever it is called."""
+    assert named_path("draft=eagle3", "train") == ["draft=eagle3"]
+    assert named_path("draft=eagle3", "generate") == ["draft.path=eagle3"]
+    assert named_path("draft=outputs/eagle3", "train") == ["draft.path=outputs/eagle3"]

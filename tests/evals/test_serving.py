@@ -179,5 +179,8 @@ def test_vllm_itself_counts_an_eagle3_draft_as_we_do(tmp_path, capsys, layout, s
     assert call(serving.main, *given, f"vllm.python={OWN_VLLM}") == 0, capsys.readouterr().err
     found = json.loads((tmp_path / "out/results.json").read_text())
     assert found["equal_answers"] == found["prompts"] == 6
-    assert found["vllm"] == found["eagle_train"]
+    if scheme == "none":
+        assert found["vllm"] == found["eagle_train"]
+    # Activations in FP8 turn the last bits of fp32 into steps, by which two of the draft's tokens may change places.
+    assert found["vllm"]["tpc"] == pytest.approx(found["eagle_train"]["tpc"], rel=0.02)
     assert found["vllm"]["accepted_tokens"] > 0
