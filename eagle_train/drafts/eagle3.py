@@ -9,7 +9,7 @@ With `norm_output` both are one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,9 +18,10 @@ from torch import nn
 
 from eagle_train.drafts.eagle3_layouts import LAYOUTS
 from eagle_train.drafts.head import Head
-from eagle_train.drafts.kind import Draft, DraftConfig, Rows, shift_hidden
+from eagle_train.drafts.kind import Rows, shift_hidden
 from eagle_train.drafts.losses import Lesson, LossSums
 from eagle_train.drafts.own_head import Learnt, OwnHead, Share
+from eagle_train.drafts.steps import StepsConfig, StepsDraft
 from eagle_train.drafts.unroll import unroll
 from eagle_train.errors import check
 from eagle_train.models.layers import Attention, DenseFFN, Layer, RMSNorm, Rotary, only
@@ -30,19 +31,13 @@ from eagle_train.ops.rule import Attend
 
 __all__ = ["Eagle3Config", "Eagle3Draft"]
 
-_LOSSES = {"soft": "ce", "hard": "hard", "lk": "lk"}  # by the name that losses.py has for it
-_NO_REGRESSION = "it does not learn the target's hidden states"
-
 
 @dataclass
-class Eagle3Config(DraftConfig):
-    """The shape and conventions of an EAGLE-3 draft; see `DraftConfig`.
+class Eagle3Config(StepsConfig):
+    """The shape and conventions of an EAGLE-3 draft; see `DraftConfig`, and `StepsConfig` for its training-time test.
 
     `layers`: which states of the target are fused, each by how many of its layers stand before it, as engines number
-    them: layer i here is the output of the i-th layer, counted from 1. `steps`: passes of the training-time test, each
-    on the draft's own states of the pass before; `decay`: the weight of a pass relative to the one before. `loss`: the
-    cross-entropy from the target's distribution (soft), that of its most likely token (hard), or a loss that turns to
-    the acceptance rate (lk, losses.py), all among the draft's own tokens.
+    them: layer i here is the output of the i-th layer, counted from 1.
 
     `norm_before_fc`: one norm over what is fused; `fc_norm`: one for each layer's part of it. `norm_before_residual`:
     the residual of layer 0 begins behind the norm of the hidden state. `norm_output`: chains are fed what the LM head
@@ -51,30 +46,10 @@ class Eagle3Config(DraftConfig):
 
     kind: ClassVar[str] = "eagle3"
     layouts: ClassVar = LAYOUTS
-    may_differ: ClassVar[tuple[str, ...]] = (*DraftConfig.may_differ, "steps", "decay", "loss")
-    unread: ClassVar[Mapping[str, str]] = {
-        "l1_weight": _NO_REGRESSION,
-        "l1_weight_end": _NO_REGRESSION,
-        "ce_weight": "the loss on logits is all that it learns",
-        "logits_loss": "give draft.loss=soft, hard or lk",
-        "unroll": "give draft.steps",
-    }
     head_products: ClassVar[int] = 4
-    # What its layers have no choice in.
-    norms: ClassVar[str] = "full"
-    ffn: ClassVar[str] = "dense"
-    num_experts: ClassVar[int] = 1
-    qkv_bias: ClassVar[bool] = False
-    o_bias: ClassVar[bool] = False
-    mlp_bias: ClassVar[bool] = False
 
-    num_layers: int = 1
-    first_token: str = "skip"  # skip | self_fusion: no slot, as serving engines have it, or its own states
     target_vocab_size: int = 0
     layers: list[int] | None = None  # states to fuse, behind so many of the target's layers; null: 2, half, all but 3
-    steps: int = 7  # passes it learns from, each after the first on its own states
-    decay: float = 0.8  # weight of a pass relative to the one before
-    loss: str = "soft"  # soft | hard | lk: the target's distribution, its most likely token, or the acceptance rate
     fc_norm: bool = False  # a norm for each fused layer's states
     norm_before_fc: bool = False  # one norm over all of them
     norm_before_residual: bool = False  # the residual of layer 0 begins behind its norm
@@ -82,9 +57,6 @@ class Eagle3Config(DraftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.steps >= 1, f"draft.steps={self.steps}: must be at least 1")
-        check(0 < self.decay <= 1, f"draft.decay={self.decay}: must be above 0 and at most 1")
-        self.check_choice("loss", *_LOSSES)
         check(self.target_vocab_size >= 1, f"draft.target_vocab_size={self.target_vocab_size}: must be at least 1")
         given = self.layers or []
         ascending = len(given) >= 1 and given == sorted(set(given)) and given[0] >= 1
@@ -127,9 +99,6 @@ class Eagle3Config(DraftConfig):
 
     def loss_bytes(self, itemsize: int) -> int:
         return 5 * itemsize  # rows of both models, picked and put together, and a gradient
-
-    def passes(self, unroll: int) -> int:
-        return self.steps
 
     def fc_products(self, passes: int) -> int:
         return 2  # in pass 1 alone, and what it reads needs no gradient
@@ -180,7 +149,7 @@ class FusionLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle3Draft(Draft):
+class Eagle3Draft(StepsDraft):
     """`fc` over the fused layers, a `FusionLayer`, Llama layers, a norm and an LM head. NaN until initialised or
     loaded."""
 
@@ -208,12 +177,6 @@ class Eagle3Draft(Draft):
             with torch.no_grad():
                 self.lm_head.weight.copy_(head.weight * head.scale)
         return self
-
-    def fitted(self, shape: DraftConfig) -> Draft:
-        assert isinstance(shape, Eagle3Config)
-        draft = self.with_first_token(shape.first_token)
-        draft.config = replace(draft.config, steps=shape.steps, decay=shape.decay, loss=shape.loss)
-        return draft
 
     def own_head(self) -> LMHead:
         return LMHead(self.lm_head.weight.detach())
@@ -276,7 +239,7 @@ class Eagle3Draft(Draft):
         pairs = list(zip(states, slots, strict=True))
         rows = torch.cat([self.read(state).flatten(0, 1).index_select(0, own) for state, own in pairs])
         wanted = torch.cat([hidden.flatten(0, 1).index_select(0, own) for _, own in pairs])
-        weights = [self.config.decay**step for step in range(len(pairs))]
-        shares = [Share(len(own), weight / sum(weights)) for own, weight in zip(slots, weights, strict=True)]
-        loss, ce, agree = self.lm_head(rows, Learnt(wanted, head.of_target, _LOSSES[self.config.loss], shares))
+        weights = self.config.weights(len(pairs))
+        shares = [Share(len(own), weight) for own, weight in zip(slots, weights, strict=True)]
+        loss, ce, agree = self.lm_head(rows, Learnt(wanted, head.of_target, self.config.on_logits, shares))
         return LossSums(scale * loss, None, ce, agree, len(slots[0]))

@@ -32,6 +32,7 @@ _GPU_CHUNK_LOGITS = 2**28
 _BLOCK_LOGITS = 2**19  # 2 MiB in fp32
 _STRIPE = 256  # columns, see _row_max
 LOGITS_LOSSES = ("ce", "lk")
+LEARNT_LOGITS = {"soft": "ce", "hard": "hard", "lk": "lk"}  # `loss` of kinds that learn logits alone, as `kind` here
 _MAX_WORKERS = 2  # threads that may share the chunks
 RunParallel = Callable[[Callable[[], None]], None]
 
@@ -88,16 +89,34 @@ def distillation_loss(
     assert not target_hidden.requires_grad, "the target is frozen"
     assert not lm_head.weight.requires_grad, "the LM head is frozen"
     rows, width = draft_hidden.shape
-    chunk_rows = chunk_rows or default_chunk_rows(len(lm_head.weight), draft_hidden.device.type)
-    with_gradient = torch.is_grad_enabled() and draft_hidden.requires_grad
     with torch.autocast(draft_hidden.device.type, enabled=False):
         exact = torch.promote_types(draft_hidden.dtype, torch.float32)
         l1 = F.smooth_l1_loss(draft_hidden.to(exact), target_hidden.to(exact), reduction="sum") / width
-        on_logits, ce, agree = _ChunkedLogitsLoss.apply(
-            draft_hidden, target_hidden, lm_head, logits_loss, chunk_rows, with_gradient, run_parallel
-        )
+    on_logits, ce, agree = chunked_logits_loss(
+        draft_hidden, target_hidden, lm_head, logits_loss, chunk_rows=chunk_rows, run_parallel=run_parallel
+    )
     loss = scale * (l1_weight * l1 + ce_weight * on_logits)
     return LossSums(loss, l1.detach(), ce.detach(), agree, rows)
+
+
+def chunked_logits_loss(
+    draft_hidden: torch.Tensor,
+    target_hidden: torch.Tensor,
+    lm_head: LMHead,
+    kind: str,
+    *,
+    chunk_rows: int | None = None,
+    run_parallel: RunParallel = lambda work: work(),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The part of `distillation_loss` on logits: sums over the rows R, scalars, of the loss of this `kind` (see
+    `loss_on_logits`), fp32 (fp64 for an fp64 head), of the cross-entropy in nats, and of the rows in which both have
+    the same most likely token, int64. The first alone has a gradient."""
+    chunk_rows = chunk_rows or default_chunk_rows(len(lm_head.weight), draft_hidden.device.type)
+    with_gradient = torch.is_grad_enabled() and draft_hidden.requires_grad
+    with torch.autocast(draft_hidden.device.type, enabled=False):
+        return _ChunkedLogitsLoss.apply(
+            draft_hidden, target_hidden, lm_head, kind, chunk_rows, with_gradient, run_parallel
+        )
 
 
 def default_chunk_rows(vocab_size: int, device: str) -> int:

@@ -1,11 +1,9 @@
 """drafts/eagle3.py and own_head.py: losses and gradients of a plain float64 twin, slot by slot; and settings."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from eagle_train.drafts import Eagle3Config, Eagle3Draft, Head, Lesson, TargetStates
 from eagle_train.drafts.kind import Rows
@@ -16,10 +14,9 @@ from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.kernels import plain
 from eagle_train.training.parallelize import recomputed
 from tests.support.graph_recorder import no_values
-from tests.support.reference_chains import LENGTHS, documents, positions_of
+from tests.support.step_twins import STEPS, Eagle3Twin, exact_target, rows_of, slots_of, twin_loss
 from tests.support.tiny import random_tokens, shared_target, tiny_eagle3, tiny_model, tiny_target
 
-STEPS = 4
 KINDS = [
     {},
     {"num_layers": 2, "norm_output": True, "loss": "hard"},
@@ -34,124 +31,8 @@ IDS = [
 ]
 
 
-def exact_target(**changes) -> Target:
-    return Target(tiny_model(**changes).double(), name="tiny-llama")
-
-
 def exact_draft(target: Target, **kind) -> Eagle3Draft:
     return tiny_eagle3(target, steps=STEPS, **kind).double().requires_grad_(True)
-
-
-def rows_of(target: Target, layers: tuple[int, ...]) -> tuple[Rows, torch.Tensor]:
-    """Packed rows of random tokens with the target's states, and which slots are supervised, bool [B, T]."""
-    positions = positions_of(LENGTHS)
-    tokens = torch.randint(3, 96, positions.shape, generator=torch.Generator().manual_seed(1))
-    states = TargetStates.split(target.own_states(tokens, positions, LENGTHS, layers), layers)
-    supervised = (positions > 0) & (torch.rand(positions.shape, generator=torch.Generator().manual_seed(2)) < 0.8)
-    return Rows(target.embed(tokens), states, positions, LENGTHS), supervised
-
-
-def slots_of(draft: Eagle3Draft, rows: Rows, supervised: torch.Tensor) -> list[torch.Tensor]:
-    first = draft.config.first_slot
-    learnt = (supervised & (rows.positions >= first + step) for step in range(STEPS))
-    return [each.flatten().nonzero().squeeze(1) for each in learnt]
-
-
-# --- the twin: one document, one chain, one slot after the other
-
-
-def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-def turned(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
-    """x [heads, D] by the angles of its position, halves convention."""
-    half = x.shape[-1] // 2
-    angles = position * theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    one, other = x[:, :half], x[:, half:]
-    return torch.cat((one * angles.cos() - other * angles.sin(), other * angles.cos() + one * angles.sin()), -1)
-
-
-class Twin:
-    """An EAGLE-3 draft's slot, from its tensors by name. `seen`: keys and values of the slots before, by layer."""
-
-    def __init__(self, draft: Eagle3Draft):
-        self.w, self.c = dict(draft.named_parameters()), draft.config
-
-    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return rms(x, self.w[f"{name}.weight"], self.c.rms_norm_eps)
-
-    def fused(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        whole = torch.cat(parts)
-        if self.c.norm_before_fc:
-            whole = self.norm("input_norm", whole)
-        if self.c.fc_norm:
-            chunks = whole.view(len(parts), -1)
-            whole = torch.cat([self.norm(f"fc_norm.{i}", chunk) for i, chunk in enumerate(chunks)])
-        return self.w["fc.weight"] @ whole
-
-    def attention(self, layer: int, x: torch.Tensor, position: int, seen: dict) -> torch.Tensor:
-        heads = {}
-        for name in "qkv":
-            heads[name] = (self.w[f"layers.{layer}.self_attn.{name}_proj.weight"] @ x).view(-1, self.c.head_dim)
-        theta = self.c.rope_parameters["rope_theta"]
-        q, k = (turned(heads[name], position, theta) for name in "qk")
-        seen[layer] = [*seen.get(layer, []), (k, heads["v"])]
-        groups, out = self.c.num_heads // self.c.num_kv_heads, []
-        for head in range(self.c.num_heads):
-            keys, values = (torch.stack([pair[i][head // groups] for pair in seen[layer]]) for i in range(2))
-            out.append((keys @ q[head] / math.sqrt(self.c.head_dim)).softmax(0) @ values)
-        return self.w[f"layers.{layer}.self_attn.o_proj.weight"] @ torch.cat(out)
-
-    def slot(self, embedding: torch.Tensor, hidden: torch.Tensor, position: int, seen: dict) -> tuple:
-        """What the LM head reads, and what the next slot is fed."""
-        x = hidden
-        for layer in range(self.c.num_layers):
-            place = f"layers.{layer}"
-            normed = self.norm(f"{place}.hidden_norm" if layer == 0 else f"{place}.input_layernorm", x)
-            read = torch.cat((self.norm(f"{place}.input_layernorm", embedding), normed)) if layer == 0 else normed
-            x = normed if layer == 0 and self.c.norm_before_residual else x
-            x = x + self.attention(layer, read, position, seen)
-            inner, mlp = self.norm(f"{place}.post_attention_layernorm", x), f"{place}.mlp"
-            gate, up = (self.w[f"{mlp}.{name}_proj.weight"] @ inner for name in ("gate", "up"))
-            x = x + self.w[f"{mlp}.down_proj.weight"] @ (F.silu(gate) * up)
-        out = self.norm("norm", x)
-        return out, out if self.c.norm_output else x
-
-    def loss(self, out: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Of one slot, from the target's logits there."""
-        p, q = wanted.softmax(-1), (self.w["lm_head.weight"] @ out).log_softmax(-1)
-        if self.c.loss == "hard":
-            return -q[p.argmax()]
-        ce = -(p * q).sum()
-        if self.c.loss == "soft":
-            return ce
-        accepted = torch.minimum(p, q.exp()).sum()
-        weight = (-3.0 * accepted).exp().detach()
-        return weight * ce + (1 - weight) * (1 - accepted)
-
-
-def twin_loss(draft: Eagle3Draft, target: Target, rows: Rows, supervised: torch.Tensor) -> torch.Tensor:
-    """The mean over passes, weighted by decay; every chain is drafted by itself, from the true keys up to its root."""
-    twin, total, begin = Twin(draft), torch.zeros((), dtype=torch.float64), draft.config.first_slot
-    weights = [draft.config.decay**step for step in range(STEPS)]
-    tokens = draft.vocabulary if draft.vocabulary is not None else torch.arange(96)
-    for row, place in documents(LENGTHS):
-        embeddings, hidden = rows.embeddings[row, place], rows.states.hidden[row, place]
-        layers = [rows.states.layers[layer][row, place] for layer in draft.config.target_layers]
-        learnt, true = supervised[row, place], {}
-        for root in range(begin, len(embeddings)):
-            before = max(root - 1, 0)
-            out, fed = twin.slot(embeddings[root], twin.fused([x[before] for x in layers]), root, true)
-            own = {layer: list(pairs) for layer, pairs in true.items()}
-            for step in range(min(STEPS, len(embeddings) - root)):
-                slot = root + step
-                if step > 0:
-                    out, fed = twin.slot(embeddings[slot], fed, slot, own)
-                if learnt[slot]:
-                    wanted = (target.lm_head.weight @ hidden[slot])[tokens]
-                    total = total + weights[step] / sum(weights) * twin.loss(out, wanted)
-    return total
 
 
 @pytest.mark.parametrize("way", ["cpu", "tiled", "recomputed"])
@@ -160,7 +41,7 @@ def test_losses_and_gradients_are_the_twins(kind, way):
     target = exact_target()
     draft = exact_draft(target, **kind)
     rows, supervised = rows_of(target, draft.config.target_layers)
-    expected = twin_loss(draft, target, rows, supervised)
+    expected = twin_loss(Eagle3Twin(draft, target), rows, supervised)
     gradients = torch.autograd.grad(expected, list(draft.parameters()))
     for layer in draft.layers if way == "recomputed" else ():
         layer.forward = recomputed(layer.forward)
