@@ -30,6 +30,7 @@ _CLASSES = {
 _KINDS = {  # of drafts
     "eagle": ("drafts/eagle.py", "EagleConfig"),
     "eagle3": ("drafts/eagle3.py", "Eagle3Config"),
+    "mtp": ("drafts/mtp.py", "MtpConfig"),
 }
 # Where a command's default is not Python's: sizes of the draft follow from the target unless they are given, and data
 # are asked for. And fields that are no settings.

@@ -63,6 +63,15 @@ class Rows:
     noise: Callable[[torch.Tensor], torch.Tensor] = lambda states: states
 
 
+class InTarget(NamedTuple):
+    """Where a target's own checkpoint holds a draft: `names` of its tensors there, by ours, all with `prefix`, and
+    `shared`: copies of what is the target's, each with what it is a copy of."""
+
+    prefix: str
+    names: Mapping[str, str]
+    shared: Mapping[str, str]
+
+
 @dataclass
 class DraftConfig:
     """What the configs of all kinds have: the draft's shape and conventions, saved with its weights.
@@ -268,6 +277,10 @@ class Draft(nn.Module):
         """The same weights in a draft of the config `shape`, which differs in `may_differ` alone; the vocabulary
         stays."""
         return self.with_first_token(shape.first_token)
+
+    def in_target(self, layers: int) -> InTarget | None:
+        """Where checkpoints of targets with so many layers hold such a draft; None: targets have none."""
+        return None
 
     def own_head(self) -> LMHead | None:
         """The draft's own LM head; None: it proposes with the target's."""

@@ -56,6 +56,16 @@ class Layout:
         raise NotImplementedError
 
 
+class Refused(Layout):
+    """Of an engine that runs no draft of a kind. `reason`: in words that follow its name."""
+
+    def __init__(self, reason: str):
+        self._reason = reason
+
+    def refusal(self, draft: Any, quant: Quant) -> str:
+        return self._reason
+
+
 def first_of(reasons: Mapping[str, bool]) -> str | None:
     """The first reason that holds."""
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -36,6 +36,7 @@ CASES = {
 BEYOND = TRAIN | {"unroll": 3, "logits_loss": "lk", "l1_weight_end": 0.1}
 EAGLE3 = TRAIN | {"shape": {"kind": "eagle3", "layers": [1], "num_layers": 2, "steps": 3, "vocab_size": 40}}
 EAGLE3["shape"]["vocabulary"] = list(range(10, 90, 2))
+MTP = TRAIN | {"shape": {"kind": "mtp", "steps": 3}}
 MUON = TRAIN | {"optim": {"name": "muon", "lr": 1e-3}}
 LEFT_OUT = [3, 11, 12]  # steps
 SPOILT = [6]  # steps whose gradients are no numbers
@@ -81,7 +82,7 @@ def first_half(source: Path, directory: Path) -> Path:
 
 
 KINDS = {"": TRAIN, "resumed-": TRAIN, "beyond-": BEYOND, "low-": TRAIN, "muon-": MUON, "resumed-muon-": MUON}
-KINDS["eagle3-"] = EAGLE3
+KINDS |= {"eagle3-": EAGLE3, "mtp-": MTP}
 
 
 def case_of(kind: str, name: str, out: Path) -> dict:
@@ -150,9 +151,10 @@ def test_two_ranks_train_beyond_the_paper_as_one_process_does(data, together, tm
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_two_ranks_train_an_eagle3_draft_as_one_process_does(data, together, tmp_path, name):
-    expected = run_training(make_trainer(tmp_path, data, **EAGLE3))
-    assert_same_run(metrics_without_times(together(name, "eagle3-")), expected)
+@pytest.mark.parametrize("kind", ["eagle3-", "mtp-"])
+def test_two_ranks_train_a_draft_of_another_kind_as_one_process_does(data, together, tmp_path, kind, name):
+    expected = run_training(make_trainer(tmp_path, data, **KINDS[kind]))
+    assert_same_run(metrics_without_times(together(name, kind)), expected)
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -17,6 +17,8 @@ from eagle_train.drafts import (
     EagleDraft,
     Head,
     Lesson,
+    MtpConfig,
+    MtpDraft,
     TargetStates,
     shift_hidden,
 )
@@ -195,6 +197,11 @@ def tiny_eagle3(target: Target, seed: int = 0, **overrides) -> Eagle3Draft:
     return randomised(Eagle3Draft(shape), seed)
 
 
+def tiny_mtp(target: Target, seed: int = 0, **overrides) -> MtpDraft:
+    """The same of an MTP module."""
+    return randomised(MtpDraft(MtpConfig.from_target(target.config, **overrides)), seed)
+
+
 def trained_draft(target: Target, steps: int = 150, **overrides) -> Draft:
     """A draft that agrees with the target now and then: a moment's training on random tokens, mended by DESIGN 3.2."""
     draft = EagleDraft(EagleConfig.from_target(target.config, **{"num_layers": 1} | overrides)).init_weights(0)
@@ -218,7 +225,18 @@ def trained_draft(target: Target, steps: int = 150, **overrides) -> Draft:
 def trained_eagle3(target: Target, steps: int = 150, **overrides) -> Eagle3Draft:
     """The same of EAGLE-3, by its own losses."""
     shape = Eagle3Config.from_target(target.config, **{"layers": [1], "steps": 3} | overrides)
-    draft, generator = Eagle3Draft(shape).init_weights(0, target.lm_head), torch.Generator().manual_seed(0)
+    return _trained(Eagle3Draft(shape), target, steps)
+
+
+def trained_mtp(target: Target, steps: int = 150, **overrides) -> MtpDraft:
+    """The same of an MTP module, by its own losses."""
+    return _trained(MtpDraft(MtpConfig.from_target(target.config, **overrides)), target, steps)
+
+
+def _trained(draft: D, target: Target, steps: int) -> D:
+    """With weights of a moment's training by its own losses."""
+    shape, generator = draft.config, torch.Generator().manual_seed(0)
+    draft.init_weights(0, target.lm_head)
     optimizer, head = torch.optim.Adam(draft.parameters(), lr=5e-3), Head(draft, target.lm_head)
     lengths, positions = [[16]] * 32, torch.arange(16).expand(32, -1)
     slots = [(positions >= 1 + step).flatten().nonzero().squeeze(1) for step in range(shape.steps)]

@@ -19,12 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from eagle_train import hardware, train
 from eagle_train.cli import compose
 from eagle_train.drafts import (
+    Draft,
     Eagle3Config,
-    Eagle3Draft,
     EagleConfig,
     EagleDraft,
     Head,
     Lesson,
+    MtpConfig,
     TargetStates,
     losses,
     shift_hidden,
@@ -98,7 +99,7 @@ def test_an_unrolled_steps_flops_are_those_that_torch_counts():
     assert TOKENS * sum(said.values()) == pytest.approx(counter.get_total_flops(), rel=5e-3)
 
 
-def eagle3_rows(target, draft: Eagle3Draft, lengths: list[list[int]], dtype: torch.dtype = torch.float32) -> Rows:
+def rows_for(target, draft: Draft, lengths: list[list[int]], dtype: torch.dtype = torch.float32) -> Rows:
     """Rows for a draft, the target's states computed."""
     tokens = torch.arange(TOKENS)[None] % target.identity.vocab_size
     positions = torch.cat([torch.arange(length) for length in lengths[0]])[None]
@@ -107,13 +108,16 @@ def eagle3_rows(target, draft: Eagle3Draft, lengths: list[list[int]], dtype: tor
     return Rows(target.embed(tokens).to(dtype), states, positions, lengths)
 
 
-def test_an_eagle3_steps_flops_are_those_that_torch_counts():
+@pytest.mark.parametrize(
+    ("kind", "settings"), [(Eagle3Config, {"layers": [1, 2], "num_layers": 2}), (MtpConfig, {})], ids=["eagle3", "mtp"]
+)
+def test_another_kinds_steps_flops_are_those_that_torch_counts(kind, settings):
     """With documents of two tokens; every slot learns in every pass."""
     target, some = tiny_target(**WIDE), {"vocab_size": 512, "vocabulary": list(range(512))}
-    config = Eagle3Config.from_target(target.config, layers=[1, 2], num_layers=2, steps=3, **some)
-    draft = Eagle3Draft(config).init_weights(0)
+    config = kind.from_target(target.config, steps=3, **settings, **some)
+    draft = config.module().init_weights(0)
     with FlopCounterMode(display=False) as counter:
-        rows = eagle3_rows(target, draft, [[2] * (TOKENS // 2)])
+        rows = rows_for(target, draft, [[2] * (TOKENS // 2)])
         slots, head = [torch.arange(TOKENS)] * 3, Head(draft, target.lm_head)
         passes = draft.unrolled(draft, rows, 3)
         draft.losses(passes, slots, rows.states.hidden, head, Lesson(), 1.0).loss.backward()
@@ -121,13 +125,22 @@ def test_an_eagle3_steps_flops_are_those_that_torch_counts():
     assert TOKENS * sum(said.values()) == pytest.approx(counter.get_total_flops(), rel=5e-3)
 
 
-@pytest.mark.parametrize("kind", [{}, {"num_layers": 3, "norm_output": True}, {"fc_norm": True}], ids=str)
-def test_an_eagle3_drafts_activations_are_what_the_backward_pass_keeps(kind):
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (Eagle3Config, {"layers": [1, 2]}),
+        (Eagle3Config, {"layers": [1, 2], "num_layers": 3, "norm_output": True}),
+        (Eagle3Config, {"layers": [1, 2], "fc_norm": True}),
+        (MtpConfig, {}),
+    ],
+    ids=["eagle3", "eagle3, three layers", "eagle3, fc_norm", "mtp"],
+)
+def test_another_kinds_activations_are_what_the_backward_pass_keeps(kind, settings):
     target = tiny_target(**WIDE)
-    config = Eagle3Config.from_target(target.config, layers=[1, 2], steps=3, **kind)
-    draft = Eagle3Draft(config).init_weights(0)
+    config = kind.from_target(target.config, steps=3, **settings)
+    draft = config.module().init_weights(0)
     weights = {shape for parameter in draft.parameters() for shape in (parameter.shape, parameter.shape[::-1])}
-    kept, rows = {}, eagle3_rows(target, draft, [[TOKENS]], torch.bfloat16)
+    kept, rows = {}, rows_for(target, draft, [[TOKENS]], torch.bfloat16)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape not in weights:  # nor autocast's copies of them

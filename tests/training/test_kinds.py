@@ -8,18 +8,21 @@ import pytest
 import torch
 
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
-from eagle_train.drafts import Eagle3Config, planned_config
+from eagle_train.artifacts.layouts import check_runs
+from eagle_train.drafts import Eagle3Config, MtpConfig, planned_config
 from eagle_train.errors import UserError
+from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.forward import LayerOutputs
 from eagle_train.training.assembly import _given_draft, check_lesson
 from eagle_train.training.target_pass import target_states, to_device
 from eagle_train.training.train_config import TrainConfig
 from eagle_train.training.trained_draft import read_trained
 from tests.support.command_line import chats, write_jsonl
-from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3
+from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3, tiny_mtp
 from tests.support.trainers import a_target, make_trainer, run_training, started
 
 EAGLE3 = {"kind": "eagle3", "layers": [1], "steps": 3}
+MTP = {"kind": "mtp", "steps": 3}
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +33,19 @@ def data(tmp_path_factory) -> Path:
     return directory
 
 
-def test_an_eagle3_run_learns_and_its_checkpoint_names_its_kind(tmp_path, data):
-    trainer = make_trainer(tmp_path, data, shape=EAGLE3, steps=40, eval_every=20, optim={"lr": 5e-3})
+@pytest.mark.parametrize("shape", [EAGLE3, MTP], ids=lambda shape: shape["kind"])
+def test_a_run_learns_and_its_checkpoint_names_its_kind(tmp_path, data, shape):
+    trainer = make_trainer(tmp_path, data, shape=shape, steps=40, eval_every=20, optim={"lr": 5e-3})
     metrics = run_training(trainer)
     assert metrics[-1]["ce"] < 0.9 * metrics[0]["ce"]
     assert metrics[-1]["heldout_ce"] < metrics[19]["heldout_ce"]
     assert len(metrics[-1]["heldout_acceptance_per_depth"]) == 3
     assert not {"l1", "heldout_l1"} & metrics[-1].keys()
     found, draft = read_trained(tmp_path)
-    assert found.config["kind"] == "eagle3"
+    assert found.config["kind"] == shape["kind"]
     assert draft.config == trainer.draft.config
-    assert torch.equal(draft.lm_head.weight, trainer.draft.lm_head.weight)
+    for own, other in zip(draft.parameters(), trainer.draft.parameters(), strict=True):
+        assert torch.equal(own, other)
 
 
 def test_layers_are_captured_also_by_two_threads(tmp_path, data):
@@ -88,6 +93,8 @@ def test_settings_that_a_kind_does_not_read(train, message):
     settings = TrainConfig(steps=1, **train)
     with pytest.raises(UserError, match=message):
         check_lesson(settings, Eagle3Config.from_target(shared_target().config, layers=[1]))
+    with pytest.raises(UserError, match=message.replace("eagle3", "mtp")):
+        check_lesson(settings, MtpConfig.from_target(shared_target().config))
     check_lesson(settings, planned_config(shared_target().config, {"kind": "eagle"}))
 
 
@@ -114,6 +121,19 @@ def test_starting_from_an_artifact_of_the_same_kind(tmp_path):
         _given_draft(str(tmp_path / "one"), shape, target)
 
 
+def test_an_artifact_of_an_mtp_module(tmp_path):
+    target = shared_target()
+    draft = tiny_mtp(target, steps=5)
+    save_draft(draft, tmp_path / "mtp", target.identity, dtype=torch.float32)
+    shape = replace(draft.config, steps=2, loss="lk", first_token="self_fusion")
+    given = _given_draft(str(tmp_path / "mtp"), shape, target)
+    assert given.config == shape
+    assert torch.equal(given.hnorm.weight, draft.hnorm.weight)
+    for layout in ("vllm", "sglang", "trtllm", "speculators"):
+        with pytest.raises(UserError, match=rf"^layout={layout}: .* loads MTP modules of certain families' own blocks"):
+            check_runs(layout, draft.config, Quant())
+
+
 def test_a_kind_that_is_none():
-    with pytest.raises(UserError, match=r"^draft\.kind='eagle4': must be one of eagle, eagle3$"):
+    with pytest.raises(UserError, match=r"^draft\.kind='eagle4': must be one of eagle, eagle3, mtp$"):
         planned_config(shared_target().config, {"kind": "eagle4"})

@@ -335,11 +335,18 @@ BEYOND = {"feature_noise": 0.1, "l1_weight_end": 0.1, "logits_loss": "lk", "unro
 
 
 EAGLE3 = {"shape": {"kind": "eagle3", "layers": [1], "num_layers": 2, "steps": 3, "loss": "lk"}, "feature_noise": 0.1}
+MTP = {"shape": {"kind": "mtp", "steps": 3}, "feature_noise": 0.1}
 
 
 @pytest.mark.parametrize(
     ("name", "breaks", "train"),
-    [("adamw", (1, 3), {}), ("muon", (5,), BEYOND), ("adamw", (3,), EAGLE3), ("muon", (5,), EAGLE3)],
+    [
+        ("adamw", (1, 3), {}),
+        ("muon", (5,), BEYOND),
+        ("adamw", (3,), EAGLE3),
+        ("muon", (5,), EAGLE3),
+        ("muon", (3,), MTP),
+    ],
 )
 def test_a_run_that_was_interrupted_is_as_if_it_had_not_been(tmp_path, data, name, breaks, train):
     options = {"optim": {"name": name, **SCHEDULE}, "save_every": 2, "eval_every": 3, **train}

@@ -1,6 +1,6 @@
-"""EAGLE-3 drafts in the engine: answers stay the target's, and drafts are those that training's passes have."""
+"""EAGLE-3 and MTP drafts in the engine: answers stay the target's, and drafts are those that training's passes have."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -8,13 +8,28 @@ import torch
 from eagle_train.drafts import Eagle3Draft
 from eagle_train.errors import UserError
 from eagle_train.inference import Eagle, Engine, SamplingParams, dynamic
-from eagle_train.models.draft_quantisation import Quant, quantise_draft
+from eagle_train.models.draft_quantisation import Quant, quant_of, quantise_draft
 from evals.bench.tree_search import ranks_of, tpc_of
-from tests.support.tiny import random_tokens, repeating_target, shared_target, tiny_draft, tiny_eagle3, trained_eagle3
+from tests.support.tiny import (
+    random_tokens,
+    repeating_target,
+    shared_target,
+    tiny_draft,
+    tiny_eagle3,
+    trained_eagle3,
+    trained_mtp,
+)
 
 PROMPTS = random_tokens(5, 21, 33, 9)
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 FEW = {"vocab_size": 60, "vocabulary": list(range(3, 63))}
+WIDER = {"layers": [1, 2], "num_layers": 2, "norm_output": True, "fc_norm": True, **FEW}
+MADE = {
+    "eagle3": partial(trained_eagle3, layers=[1, 2]),
+    "eagle3 of few tokens": partial(trained_eagle3, **WIDER),
+    "mtp": trained_mtp,
+    "mtp of few tokens": partial(trained_mtp, **FEW),
+}
 
 
 @cache
@@ -33,19 +48,20 @@ def plain_answers() -> list[list[int]]:
 
 @pytest.mark.parametrize("tree", ["chain3", "d2_bf3", dynamic(6, 3, 2)], ids=str)
 @pytest.mark.parametrize("alignment", ["accepted", "last"])
-@pytest.mark.parametrize("kind", [{}, {"num_layers": 2, "norm_output": True, "fc_norm": True, **FEW}], ids=["", "few"])
-def test_greedy_answers_are_the_targets(kind, alignment, tree):
-    draft = trained_eagle3(shared_target(), 10, **{"layers": [1, 2]} | kind)
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_greedy_answers_are_the_targets(made, alignment, tree):
+    draft = made(shared_target(), 10)
     engine = Engine(shared_target(), Eagle(draft, shared_target(), alignment), tree, max_batch_size=3)
     assert tokens_of(engine.generate(PROMPTS, GREEDY)) == plain_answers()
 
 
 @pytest.mark.parametrize("first_token", ["skip", "self_fusion"])
 @pytest.mark.parametrize("tree", ["chain3", "d2_bf3"])
-def test_a_rounds_drafts_are_those_of_trainings_passes(tree, first_token):
+@pytest.mark.parametrize("made", [MADE["eagle3"], MADE["mtp"]], ids=["eagle3", "mtp"])
+def test_a_rounds_drafts_are_those_of_trainings_passes(made, tree, first_token):
     """Tokens per call follow from the unrolled draft's proposals, in each pass, with no engine."""
     target = repeating_target()
-    draft = trained_eagle3(target, 100, layers=[1, 2], first_token=first_token)
+    draft = made(target, 100, first_token=first_token)
     engine, ranks = Engine(target, draft, tree), []
     outputs = engine.generate(PROMPTS, GREEDY)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -55,24 +71,26 @@ def test_a_rounds_drafts_are_those_of_trainings_passes(tree, first_token):
     assert sum(output.stats.accepted_per_depth[1] for output in outputs) > 0, "chains are drafted"
 
 
-def test_drafters_of_both_kinds_side_by_side():
+def test_drafters_of_all_kinds_side_by_side():
     target = shared_target()
+    module = trained_mtp(target, 100)
     drafters = {"three": Eagle(trained(), target), "one": Eagle(tiny_draft(target), target)}
-    engine = Engine(target, drafters, "chain3", max_batch_size=4)
-    params = [
-        SamplingParams(max_tokens=24, ignore_eos=True, drafter=name) for name in ("three", "one", "none", "three")
-    ]
+    engine = Engine(target, drafters | {"mtp": Eagle(module, target)}, "chain3", max_batch_size=4)
+    params = [SamplingParams(max_tokens=24, ignore_eos=True, drafter=name) for name in ("three", "one", "none", "mtp")]
     outputs = engine.generate(PROMPTS, params)
     assert tokens_of(outputs) == plain_answers()
-    alone = Engine(target, trained(), "chain3").generate([PROMPTS[0]], GREEDY)
-    assert outputs[0].stats.accepted_per_depth == alone[0].stats.accepted_per_depth
+    for number, draft in ((0, trained()), (3, module)):
+        alone = Engine(target, draft, "chain3").generate([PROMPTS[number]], GREEDY)
+        assert outputs[number].stats.accepted_per_depth == alone[0].stats.accepted_per_depth
 
 
-def test_prompts_in_chunks_and_prefixes_that_are_known():
-    engine = Engine(shared_target(), trained(), "chain3", prefill_tokens=16, prefix_cache=True)
+@pytest.mark.parametrize("made", [MADE["eagle3"], MADE["mtp"]], ids=["eagle3", "mtp"])
+def test_prompts_in_chunks_and_prefixes_that_are_known(made):
+    draft = made(shared_target(), 100)
+    engine = Engine(shared_target(), draft, "chain3", prefill_tokens=16, prefix_cache=True)
     first, again = (engine.generate(PROMPTS, GREEDY) for _ in range(2))
     assert tokens_of(first) == tokens_of(again) == plain_answers()
-    whole = Engine(shared_target(), trained(), "chain3").generate(PROMPTS, GREEDY)
+    whole = Engine(shared_target(), draft, "chain3").generate(PROMPTS, GREEDY)
     for outputs in (first, again):
         assert [o.stats.accepted_per_depth for o in outputs] == [o.stats.accepted_per_depth for o in whole]
 
@@ -90,3 +108,6 @@ def test_a_quantised_draft_changes_no_answer(scheme):
     assert isinstance(draft, Eagle3Draft)
     assert tokens_of(Engine(shared_target(), draft, "chain3").generate(PROMPTS, GREEDY)) == plain_answers()
     assert not torch.equal(draft.fuse(torch.ones(1, 96)), trained().fuse(torch.ones(1, 96)))
+    module = quantise_draft(trained_mtp(shared_target(), 10), Quant(scheme, "all_linear"))
+    assert str(quant_of(module)) == f"{scheme} (all_linear)"
+    assert tokens_of(Engine(shared_target(), module, "chain3").generate(PROMPTS, GREEDY)) == plain_answers()

@@ -18,7 +18,7 @@ from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.head import LMHead, QuantisedLMHead
 from eagle_train.ops import head_argmax
 from eagle_train.ops.attention import packed_attention
-from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3
+from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3, tiny_mtp
 
 
 class Threads(Ranks):
@@ -139,12 +139,16 @@ def test_parts_make_up_a_draft(biases):
     torch.testing.assert_close(forward(Eagle(draft, target)), wanted)  # the given draft was left alone
 
 
-@pytest.mark.parametrize("kind", [{}, {"num_layers": 2, "norm_output": True}], ids=str)
-def test_parts_make_up_an_eagle3_draft(kind):
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [(tiny_eagle3, {}), (tiny_eagle3, {"num_layers": 2, "norm_output": True}), (tiny_mtp, {})],
+    ids=["eagle3", "eagle3, two layers", "mtp"],
+)
+def test_parts_make_up_a_draft_of_another_kind(made, kind):
     target = shared_target("llama")
-    draft = tiny_eagle3(target, **kind)
+    draft = made(target, **kind)
     tokens, positions = torch.randint(0, 90, (2, 5)), torch.arange(5).expand(2, -1)
-    states = torch.randn(2, 5, 3 * target.embedding.shape[1])
+    states = torch.randn(2, 5, (1 + len(draft.config.target_layers)) * target.embedding.shape[1])
 
     def logits(ranks: Ranks | None) -> torch.Tensor:
         eagle = Eagle(draft, target)
