@@ -75,7 +75,7 @@ TESTED_IN = {
     "training/test_cost.py": "training/cost/estimate training/cost/flops training/cost/memory training/cost/report "
     "training/cost/target_shape training/cost/this_machine",
     "training/test_step_profile.py": "training/cost/measured",
-    "training/test_init_from.py": "training/assembly",
+    "training/test_init_from.py": "artifacts/of_target training/assembly",
     "training/test_metrics.py": "results",
     "training/test_optimizer.py": "training/muon",
     "training/test_trainer.py": "training/backend training/evaluate training/parallelize training/resume "

@@ -18,6 +18,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.artifacts.format import load_draft, read_artifact
+from eagle_train.artifacts.of_target import check_in_target, load_in_target
 from eagle_train.corpus.preview import check_data
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig, absent, check_found
@@ -53,7 +54,7 @@ from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
 from eagle_train.training.placement import chosen
 from eagle_train.training.target_pass import can_compile, target_states, to_device
-from eagle_train.training.train_config import TrainConfig, accumulation
+from eagle_train.training.train_config import OF_TARGET, TrainConfig, accumulation
 from eagle_train.training.trainer import Trainer
 
 _LOG = logging.getLogger(__name__)
@@ -84,8 +85,7 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
         f"out={out} holds checkpoints: name another directory, remove them, or give train.resume=true",
     )
     check_found(data)
-    if train.init_from is not None:
-        read_artifact(train.init_from, _INIT_FROM)
+    _check_start(train, planned, target_config, hf_config)
     sound = isinstance(config.seed, int) and 0 <= config.seed < 2**63
     check(sound, f"seed={config.seed}: must be a whole number, 0 or more and below 2**63")
     random.seed(config.seed)
@@ -103,12 +103,12 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     shape = _draft_shape(config.draft, target)  # raises before any data are read
     if train.target_quant == "fp8":
         round_target(target, world)
-    given = None if train.init_from is None else _given_draft(train.init_from, shape, target)
+    given = None if train.init_from in (None, OF_TARGET) else _given_draft(str(train.init_from), shape, target)
 
     stream = Stream(data, renderer, train.micro_batch_rows, world)
     if given is None and shape.vocab_size:
         shape.vocabulary = stream.frequent_tokens(shape.vocab_size)
-    draft = (shape.module().init_weights(config.seed, target.lm_head) if given is None else given).to(device)
+    draft = (_begun(shape, config.seed, train, target, target_config.path) if given is None else given).to(device)
     heldout = heldout_batches(data, renderer, train.micro_batch_rows, train.eval_batches)
     rows = train.micro_batch_rows, data.row_tokens
     parallel, compiled = _with_compiled_target(parallel, target, *rows, draft.config.target_layers)
@@ -302,6 +302,22 @@ def _draft_shape(values: DictConfig, target: Target) -> DraftConfig:
     settings: Any = OmegaConf.to_container(values)
     kind = kind_named(settings["kind"], "draft.kind")
     return planned_config(target.config, kind.completed(settings, target))
+
+
+def _check_start(train: TrainConfig, draft: DraftConfig, target: TargetConfig, hf_config: Any) -> None:
+    """Raise UserError, before the target is loaded, where there is nothing that `train.init_from` names."""
+    if train.init_from == OF_TARGET:
+        check_in_target(draft, hf_config, target.path, f"{_INIT_FROM}={OF_TARGET}")
+    elif train.init_from is not None:
+        read_artifact(train.init_from, _INIT_FROM)
+
+
+def _begun(shape: DraftConfig, seed: int, train: TrainConfig, target: Target, path: str) -> Draft:
+    """A draft with fresh weights, or with those that the target's own checkpoint, at `path`, holds of it."""
+    draft: Draft = shape.module().init_weights(seed, target.lm_head)
+    if train.init_from == OF_TARGET:
+        load_in_target(draft, target, path, f"{_INIT_FROM}={OF_TARGET}")
+    return draft
 
 
 def _given_draft(directory: str, shape: DraftConfig, target: Target) -> Draft:

@@ -7,6 +7,7 @@ from eagle_train.errors import check
 from eagle_train.training.optimizer import OptimConfig
 
 TARGET_QUANTS = ("none", "fp8")
+OF_TARGET = "target"  # a value of init_from
 
 
 @dataclass
@@ -26,8 +27,9 @@ class TrainConfig:
     activations (one for each token); its hidden states then differ a little from those of the target that is served.
     An option of training alone.
 
-    `init_from`: the artifact of a draft for the same target, whose weights the first step starts from; None for fresh
-    ones. A resumed run continues from its own checkpoint.
+    `init_from`: the artifact of a draft for the same target, whose weights the first step starts from, or `target`:
+    what the target's own checkpoint holds of such a draft, as an MTP module; None for fresh ones. A resumed run
+    continues from its own checkpoint.
 
     A step is skipped if its gradient is not finite, or longer than `runaway` times the median of the recent ones
     (runaway.py); more than `max_skipped` such steps end the run.
@@ -35,7 +37,7 @@ class TrainConfig:
 
     steps: int | None = None  # optimiser steps; null where minutes are given
     minutes: float | None = None  # of training: the schedule follows the share used, and a resumed run has what is left
-    init_from: str | None = None  # a directory that eagle-export wrote: training starts from its weights; null: fresh
+    init_from: str | None = None  # weights to start from: a directory of eagle-export, or target: its own; null: fresh
     target_quant: str = "none"  # none | fp8: products of the frozen target's layers, for GPUs from Ada and Hopper on
     micro_batch_rows: int = 8  # packed rows that a process computes at once
     l1_weight: float = 1.0  # of the smooth-L1 on hidden states

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from eagle_train import export, train
 from eagle_train.artifacts.format import load_draft, save_draft
@@ -27,7 +27,7 @@ from tests.support.command_line import (
     train_arguments,
     write_jsonl,
 )
-from tests.support.tiny import tiny_draft
+from tests.support.tiny import tiny_draft, tiny_mtp
 
 OTHER = {  # than conf/draft says, each of it
     "num_layers": 2,
@@ -153,3 +153,83 @@ def test_a_draft_can_lose_the_first_tokens_slot(root, losses, tmp_path):
 def test_a_plan_knows_the_shape_without_the_artifact(root, tmp_path, capsys):
     assert call(train.main, *train_arguments(root, "plan=true", f"train.init_from={tmp_path}/nothing")) == 0
     assert "draft: " in capsys.readouterr().out
+
+
+def with_own_module(root: Path, directory: Path, **changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """A target with an MTP module of its own, as DeepSeek-V3's checkpoint has it, and that module's tensors by our
+    names. `changes`: of its tensors, by their last names; None: left out."""
+    shutil.copytree(root / "target", directory)
+    draft, tensors = tiny_mtp(target_of(root), seed=3), load_file(directory / "model.safetensors")
+    own = {f"model.layers.3.{theirs}": draft.get_parameter(ours) for theirs, ours in THEIRS.items()}
+    own |= {f"model.layers.3.{name}": tensors[copied] for name, copied in COPIES.items()}
+    own |= {f"model.layers.3.{name}": tensor for name, tensor in changes.items()}
+    tensors |= {name: tensor.clone() for name, tensor in own.items() if tensor is not None}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return dict(draft.named_parameters())
+
+
+BLOCK = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+BLOCK += ["input_layernorm", "post_attention_layernorm"]
+THEIRS = {f"{name}.weight": f"layers.0.{name}.weight" for name in BLOCK}
+THEIRS |= {"enorm.weight": "enorm.weight", "hnorm.weight": "hnorm.weight", "eh_proj.weight": "fc.weight"}
+THEIRS |= {"shared_head.norm.weight": "norm.weight"}
+COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+
+
+def for_mtp(root: Path, *overrides: str) -> list[str]:
+    """Arguments of eagle-train that goes on from the target's own MTP module."""
+    given = train_arguments(root, "draft=mtp", "train.init_from=target", *overrides)
+    return [each for each in given if not each.startswith("draft.embedding_scale=")]
+
+
+def assembled(*arguments: str) -> torch.nn.Module:
+    """The draft that a run would begin with."""
+    config = compose("train", [override for one in arguments for override in named_path(one)])
+    return assemble(config, build(ParallelConfig, config.parallel, "parallel"), ALONE).draft
+
+
+@pytest.mark.parametrize("vocabulary", [[], ["draft.vocab_size=30"]], ids=["whole", "part"])
+def test_training_goes_on_from_the_targets_own_module(root, tmp_path, vocabulary):
+    expected = with_own_module(root, tmp_path / "target")
+    given = for_mtp(root, f"out={tmp_path}/run", f"target={tmp_path}/target", *vocabulary)
+    found = dict(assembled(*given).named_parameters())
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=0)
+    assert call(train.main, *given) == 0
+    saved = read_trained(tmp_path / "run")[0]
+    assert saved.config["kind"] == "mtp"
+    assert not torch.equal(saved.draft()["hnorm.weight"], expected["hnorm.weight"]), "it learns"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hnorm.weight": None}, "lacks model.layers.3.hnorm.weight, unlike draft=mtp; give train.init_from=null"),
+        (
+            {"self_attn.kv_a_proj.weight": torch.ones(2)},
+            "has model.layers.3.self_attn.kv_a_proj.weight, unlike draft=mtp; give train.init_from=null",
+        ),
+        (
+            {"shared_head.head.weight": torch.ones(96, 32)},
+            "model.layers.3.shared_head.head.weight is not the target's LM head, which draft=mtp proposes with",
+        ),
+        ({"enorm.weight": torch.ones(31)}, "tensor enorm.weight has shape (31,), must be (32,)"),
+    ],
+)
+def test_a_module_that_is_another_kinds_is_refused(root, tmp_path, capsys, changes, message):
+    with_own_module(root, tmp_path / "target", **changes)
+    given = for_mtp(root, f"out={tmp_path}/run", f"target={tmp_path}/target")
+    said = refused(capsys, *given)
+    assert said == f"train.init_from=target: target.path={tmp_path}/target: {message}"
+
+
+def test_a_target_without_a_module(root, tmp_path, capsys):
+    assert refused(capsys, *for_mtp(root, f"out={tmp_path}/run")) == (
+        f"train.init_from=target: target.path={root}/target: has no model.layers.3.*, so no draft of its own; give "
+        "train.init_from=null"
+    )
+    given = train_arguments(root, f"out={tmp_path}/run")
+    assert refused(capsys, *given, "train.init_from=target") == (
+        "train.init_from=target: no target has a draft of draft=eagle; give a directory that eagle-export wrote"
+    )
