@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from eagle_train.drafts.kind import Head, InTarget, Rows, shift_hidden
+from eagle_train.drafts.head import Head
+from eagle_train.drafts.kind import InTarget, Rows, shift_hidden
 from eagle_train.drafts.layouts import Refused
 from eagle_train.drafts.losses import Lesson, LossSums, chunked_logits_loss
 from eagle_train.drafts.steps import StepsConfig, StepsDraft

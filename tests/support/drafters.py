@@ -33,12 +33,20 @@ from examples.own_drafter import LastPlace
 from tests.support.datastores import write_datastore
 from tests.support.inside import inside
 from tests.support.prompt_lookup import PromptLookup
-from tests.support.tiny import continued, random_tokens, tiny_model, tiny_tokenizer, trained_draft, trained_eagle3
+from tests.support.tiny import (
+    continued,
+    random_tokens,
+    tiny_model,
+    tiny_tokenizer,
+    trained_draft,
+    trained_eagle3,
+    trained_mtp,
+)
 
 FAMILIES = ["llama", "gemma2", "gpt_oss", "llama4", "qwen3_moe"]
 LENGTH = 20
 DRAFTS: dict[int, tuple[Target, Draft]] = {}  # trained once for each target, which is kept, and so its id
-EAGLE3: dict[tuple[int, str], tuple[Target, Draft]] = {}
+OF_KINDS: dict[tuple[str, int, str], tuple[Target, Draft]] = {}
 WHOLE: dict[int, Target] = {}  # by the id of a target that ranks divide: the same, whole, which drafts are made from
 PROMPTS = random_tokens(5, 17, 9, 1, 33, 17, seed=1)
 PROMPTS[5] = PROMPTS[4][:16] + PROMPTS[5][:3]  # begins like another
@@ -94,17 +102,21 @@ def draft_for(target: Target) -> Draft:
     return copy.deepcopy(DRAFTS[id(target)][1])
 
 
-def eagle3(target: Target, alignment: str = "accepted", **kind: Any) -> Eagle:
-    """The same with a draft that reads the states of the target's first layers."""
-    key = (id(target), str(kind))
-    if key not in EAGLE3:
+def of_kind(made: Callable[..., Draft], target: Target, alignment: str = "accepted", **kind: Any) -> Eagle:
+    """The same with a draft of another kind."""
+    key = (made.__name__, id(target), str(kind))
+    if key not in OF_KINDS:
         model = whole(target).model
         fresh = type(model)(copy.deepcopy(model.config)).float()  # an engine may have changed the model's modules
         fresh.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
-        in_fp32 = Target(fresh)
-        layers = [each for each in (1, 2) if each < target.config.num_hidden_layers]
-        EAGLE3[key] = target, trained_eagle3(in_fp32, 40, layers=layers, **kind)
-    return Eagle(copy.deepcopy(EAGLE3[key][1]), target, alignment)
+        OF_KINDS[key] = target, made(Target(fresh), 40, **kind)
+    return Eagle(copy.deepcopy(OF_KINDS[key][1]), target, alignment)
+
+
+def eagle3(target: Target, alignment: str = "accepted", **kind: Any) -> Eagle:
+    """That reads the states of the target's first layers."""
+    layers = [each for each in (1, 2) if each < target.config.num_hidden_layers]
+    return of_kind(trained_eagle3, target, alignment, layers=layers, **kind)
 
 
 def eagle3_of_some_tokens(target: Target) -> Eagle:
@@ -162,6 +174,7 @@ KINDS = {
     "eagle, last": Kind(lambda target, texts: eagle(target, texts, "last"), "chain3", draws=True, remembers=True),
     "eagle3": Kind(lambda target, _: eagle3(target), draws=True),
     "eagle3, last": Kind(lambda target, _: eagle3_of_some_tokens(target), "chain3", draws=True, remembers=True),
+    "mtp": Kind(lambda target, _: of_kind(trained_mtp, target), draws=True),
     "draft_model": Kind(lambda target, _: DraftModel(close_to(whole(target)), target), "n8", draws=True),
     "layer_skip": Kind(lambda target, _: LayerSkip(target, target.config.num_hidden_layers - 1), draws=True),
     "ngram": Kind(lambda *_: Ngram(NgramOptions(3, 3, is_public_pool=True, pool_tokens=500)), remembers=True),
