@@ -66,7 +66,7 @@ class EagleLayout(Layout):
         self, draft: "EagleConfig", tensors: Tensors, embedding: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         found = {self.prefix(draft) + name: tensor for name, tensor in tensors.items()}
-        dtype = tensors["fc.weight"].dtype
+        dtype = tensors["layers.0.post_attention_layernorm.weight"].dtype  # `fc` may be in few bits
         found |= {name: torch.zeros(size, dtype=dtype) for name, size in self._added(draft).items()}
         if self.needs_embedding:
             assert embedding is not None
