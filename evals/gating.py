@@ -7,33 +7,27 @@ same batches in turn. Acceptance is simulated, so that outputs mean nothing, and
     python -m evals.gating draft=DIR batch_sizes=[1,8] out=DIR
 """
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from omegaconf import DictConfig
 
 from eagle_train.errors import check
-from eagle_train.inference import Dispatcher, Engine, SamplingParams, SimulatedAcceptance
-from eagle_train.inference.decode.rounds import RoundInputs
-from eagle_train.inference.decode.sampling import Verified
+from eagle_train.inference import Dispatcher, SamplingParams
 from eagle_train.progress import progress
 from eagle_train.settings import build
-from evals.bench.answering import rotated, serve
+from evals.bench.choosing import DEPTH, LOADS, PLAIN, rates, seeded
 from evals.bench.config import BenchConfig, check_decodes, check_least, check_sizes
 from evals.bench.evaluation import evaluation_alone
 from evals.bench.report import document, made_on, number, table
-from evals.bench.requests import PromptSource, TimedRequest
+from evals.bench.requests import PromptSource
 from evals.bench.session import Session
 from evals.bench.statistics import median_interval
 from evals.bench.trees import check_tree
 
-LOADS = {"noise": 0, "half": 2, "good": 1}
-"""Each load's name, and of how many requests one has good drafts; 0: none has."""
-PLAIN, GATE, AUTO = "plain", "gate", "auto"
-DEPTH = 7  # of the longest chain of tree=auto
+GATE, AUTO = "gate", "auto"
 
 
 @dataclass(kw_only=True)
@@ -67,14 +61,6 @@ class Config(BenchConfig):
         return {PLAIN: {}, **fixed, GATE: {"tree": self.tree, "gate": True}, AUTO: {"tree": "auto"}}
 
 
-class OfGoodRequests(SimulatedAcceptance):
-    """Simulated acceptance of requests with odd seeds; nothing is accepted of others."""
-
-    def __call__(self, inputs: RoundInputs, verified: Verified) -> Verified:
-        found = super().__call__(inputs, verified)
-        return Verified(found.node * (inputs.seeds % 2), found.next_token)
-
-
 @evaluation_alone("gating")
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
@@ -85,44 +71,14 @@ def main(values: DictConfig) -> None:
     for done, (size, load) in enumerate(cells, 1):
         asked = source.batches(config.settle + config.repeats, size * config.per_row, None)
         batches = [seeded(batch, LOADS[load]) for batch in asked]
-        rows.append({"batch_size": size, "load": load, **compared(rates(session, size, batches, source), config)})
+        rows.append(
+            {"batch_size": size, "load": load, **compared(rates(session, config.choices, size, batches), config)}
+        )
         found = {"rows": rows, "left": len(cells) - done, **session.about()}
         session.report(found, markdown(found))
         bar.update(done)
     bar.close()
     session.say(comparison(rows), f"written to {session.out}: report.md, results.json")
-
-
-def seeded(batch: list[TimedRequest], one_in: int) -> list[TimedRequest]:
-    """The batch with seeds that are odd for one in so many requests, for none with 0."""
-    own = enumerate(batch)
-    return [
-        replace(each, params=replace(each.params, seed=2 * place + (one_in > 0 and place % one_in == 0)))
-        for place, each in own
-    ]
-
-
-def rates(
-    session: Session[Config], size: int, batches: list[list[TimedRequest]], source: PromptSource
-) -> dict[str, list[float]]:
-    """Tokens a second of each choice in each batch, the first `settle` left out."""
-    config, longest = session.config, source.longest(None)
-    shares = [config.acceptance**depth for depth in range(1, DEPTH + 1)]
-
-    def engine(name: str, options: dict[str, Any]) -> Engine:
-        drafter = None if name == PLAIN else session.drafter()
-        # Plain decoding too: to simulate takes a part of every round.
-        acceptance = OfGoodRequests(shares)
-        return session.engine(drafter, acceptance=acceptance, max_batch_size=size, longest=longest, **options)
-
-    engines = {name: engine(name, options) for name, options in config.choices.items()}
-    found: dict[str, list[float]] = {name: [] for name in engines}
-    for count, batch in enumerate(batches):
-        for name in rotated(list(engines), count):
-            started = time.perf_counter()
-            tokens = sum(len(output.token_ids) for output in serve(engines[name], batch))
-            found[name].append(tokens / (time.perf_counter() - started))
-    return {name: each[config.settle :] for name, each in found.items()}
 
 
 def compared(found: Mapping[str, list[float]], config: Config) -> dict[str, Any]:

@@ -6,8 +6,9 @@ import pytest
 
 from eagle_train.inference import Engine, SamplingParams
 from evals import gating
+from evals.bench.choosing import LOADS, OfGoodRequests, seeded
 from evals.bench.requests import TimedRequest
-from evals.gating import LOADS, OfGoodRequests, compared, seeded
+from evals.gating import compared
 from tests.support.command_line import call
 from tests.support.eval_inputs import arguments, make_home
 from tests.support.tiny import shared_target, tiny_draft

@@ -8,7 +8,7 @@ import torch
 
 from eagle_train import export
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
-from eagle_train.drafts import Draft
+from eagle_train.drafts import EagleDraft
 from eagle_train.inference import Eagle, Engine, Output, Requests, SamplingParams, Stats
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
@@ -65,7 +65,7 @@ def test_ratios_are_those_of_the_same_batch(home, target):
 def test_drafting_is_timed_for_each_batch(home, target, clock, monkeypatch, gpu):
     """Two seconds per forward of the draft, three forwards a round; on a GPU they pass when it is waited for."""
     timed, plain = (made(home, target, overlap=gpu) for _ in range(2))
-    forward, work = Draft.forward, [0.0]
+    forward, work = EagleDraft.forward, [0.0]
 
     def wait() -> None:
         clock[0], work[0] = clock[0] + work[0], 0.0
@@ -76,7 +76,7 @@ def test_drafting_is_timed_for_each_batch(home, target, clock, monkeypatch, gpu)
             wait()
         return forward(*arguments, **options)
 
-    monkeypatch.setattr(Draft, "forward", launched)
+    monkeypatch.setattr(EagleDraft, "forward", launched)
     monkeypatch.setattr(stage_clock, "runs_ahead", lambda device: gpu)
     monkeypatch.setattr(stage_clock, "wait_for_gpu", wait)
     questions = [Question(1, 1, None, [], ["Why?", "Is it?"]), Question(2, 2, None, [], ["So?"])]
