@@ -16,7 +16,6 @@ import pytest
 import torch
 from scipy import stats
 
-from eagle_train.drafts import Draft
 from eagle_train.inference import DraftModel, Eagle, LayerSkip, SamplingParams
 from eagle_train.inference.decode import adjustments, sampling, verification
 from eagle_train.models.target import Target
@@ -36,7 +35,7 @@ def with_few_tokens(target: Target, texts: list[list[int]]) -> Eagle:
     """An EAGLE draft of half of the vocabulary."""
     draft = draft_for(target)
     few = list(range(1, target.identity.vocab_size, 2))
-    little = Draft(replace(draft.config, vocab_size=len(few), vocabulary=few))
+    little = replace(draft.config, vocab_size=len(few), vocabulary=few).module()
     little.load_state_dict(draft.state_dict())
     return Eagle(little, target)
 
