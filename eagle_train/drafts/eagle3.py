@@ -21,7 +21,7 @@ from eagle_train.drafts.head import Head
 from eagle_train.drafts.kind import Rows, shift_hidden
 from eagle_train.drafts.losses import Lesson, LossSums
 from eagle_train.drafts.own_head import Learnt, OwnHead, Share
-from eagle_train.drafts.steps import StepsConfig, StepsDraft
+from eagle_train.drafts.steps import LogitsDraft, StepsConfig
 from eagle_train.drafts.unroll import unroll
 from eagle_train.errors import check
 from eagle_train.models.layers import Attention, DenseFFN, Layer, RMSNorm, Rotary, only
@@ -149,7 +149,7 @@ class FusionLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle3Draft(StepsDraft):
+class Eagle3Draft(LogitsDraft):
     """`fc` over the fused layers, a `FusionLayer`, Llama layers, a norm and an LM head. NaN until initialised or
     loaded."""
 

@@ -8,18 +8,16 @@ before. DESIGN section 3.3.
 Its states are two halves: what the LM head reads, after that norm, and what a chain's next slot is fed, before it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from eagle_train.drafts.head import Head
 from eagle_train.drafts.kind import InTarget, Rows, shift_hidden
 from eagle_train.drafts.layouts import Refused
-from eagle_train.drafts.losses import Lesson, LossSums, chunked_logits_loss
-from eagle_train.drafts.steps import StepsConfig, StepsDraft
+from eagle_train.drafts.steps import LogitsDraft, StepsConfig
 from eagle_train.drafts.unroll import unroll
 from eagle_train.errors import check
 from eagle_train.models.layers import Layer, RMSNorm, Rotary
@@ -57,9 +55,6 @@ class MtpConfig(StepsConfig):
         # In each pass: what three norms read, in fp32; what fc reads, and the states, two halves each.
         return (3 * 4 + 4 * itemsize) * self.hidden_size, 0
 
-    def loss_bytes(self, itemsize: int) -> int:
-        return 3 * itemsize  # rows of both models, picked, and a gradient
-
     def fc_products(self, passes: int) -> int:
         return 3 * passes  # norms before it have gradients in pass 1 too
 
@@ -78,7 +73,7 @@ class MtpConfig(StepsConfig):
         return MtpDraft(self)
 
 
-class MtpDraft(StepsDraft):
+class MtpDraft(LogitsDraft):
     """`enorm`, `hnorm`, `fc` (embedding first), a Llama block and a norm. NaN until initialised or loaded."""
 
     config: MtpConfig
@@ -124,23 +119,3 @@ class MtpDraft(StepsDraft):
     def unrolled(self, forward: Callable[..., torch.Tensor], rows: Rows, passes: int) -> list[torch.Tensor]:
         previous = rows.noise(shift_hidden(rows.states.hidden, rows.positions))
         return unroll(forward, rows.embeddings, previous, rows.positions, rows.lengths, passes, fed=self.fed)
-
-    def losses(
-        self,
-        states: Sequence[torch.Tensor],
-        slots: Sequence[torch.Tensor],
-        hidden: torch.Tensor,
-        head: Head,
-        lesson: Lesson,
-        scale: float,
-    ) -> LossSums:
-        """`StepsConfig.loss` on logits, the mean over the passes weighted by `decay`."""
-        wanted, total, sums = hidden.flatten(0, 1), [], []
-        for state, own, weight in zip(states, slots, self.config.weights(len(states)), strict=True):
-            rows = self.read(state).flatten(0, 1).index_select(0, own)
-            of_target, kind = wanted.index_select(0, own), self.config.on_logits
-            loss, *others = chunked_logits_loss(rows, of_target, head.lm_head, kind, run_parallel=lesson.run_parallel)
-            total.append(weight * loss)
-            sums.append(others)
-        ce, agree = sums[0]
-        return LossSums(scale * torch.stack(total).sum(), None, ce, agree, len(slots[0]))
