@@ -30,6 +30,7 @@ _CLASSES = {
 _KINDS = {  # of drafts
     "eagle": ("drafts/eagle.py", "EagleConfig"),
     "eagle3": ("drafts/eagle3.py", "Eagle3Config"),
+    "medusa": ("drafts/medusa.py", "MedusaConfig"),
     "mtp": ("drafts/mtp.py", "MtpConfig"),
 }
 # Where a command's default is not Python's: sizes of the draft follow from the target unless they are given, and data
@@ -40,7 +41,10 @@ _OTHER_DEFAULTS: dict[str, dict[str, str | None]] = {
     "draft": dict.fromkeys((*_SIZES, "rope_parameters", "rms_norm_eps")),
 }
 _EMPTY: dict[str, Any] = {"dict": {}, "list": []}  # what a default_factory makes
-_NO_SETTINGS: dict[str, tuple[str, ...]] = {"draft": ("hidden_size", "vocabulary", "target_vocab_size")}
+_NO_SETTINGS: dict[str, tuple[str, ...]] = {
+    "draft": ("hidden_size", "vocabulary", "target_vocab_size"),
+    f"{FIELDS}_medusa": (*_SIZES, "rope_parameters", "rms_norm_eps", "first_token"),  # it has no attention and no norm
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ def bases() -> list[tuple[str, str]]:
 def fields_of(group: str, option: str = FIELDS) -> tuple[Field, ...]:
     """The settings of a group's dataclass (`option`: see `bases`), in its order."""
     path, name = _CLASSES[group] if option == FIELDS else _KINDS[option.removeprefix(f"{FIELDS}_")]
-    others, left_out = _OTHER_DEFAULTS.get(group, {}), _NO_SETTINGS.get(group, ())
+    others = _OTHER_DEFAULTS.get(group, {})
+    left_out = (*_NO_SETTINGS.get(group, ()), *_NO_SETTINGS.get(option, ()))
     found = [each for each in _parse_fields(_PACKAGE / path, name) if each.name not in left_out]
     return tuple(
         replace(each, value=others[each.name], text=others[each.name] or "null") if each.name in others else each

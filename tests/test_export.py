@@ -25,12 +25,12 @@ from eagle_train.artifacts.verify import check_names, verify
 from eagle_train.drafts import Draft
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
-from eagle_train.models.draft_quantisation import Quant, quantise_draft
+from eagle_train.models.draft_quantisation import Quant, quant_of, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.ops.weight_codes import dequantise
 from tests.support.command_line import call, chats, save_target, write_jsonl
 from tests.support.serving_engines import read, replay
-from tests.support.tiny import tiny_draft
+from tests.support.tiny import tiny_draft, tiny_medusa
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 SERVED = [
@@ -231,6 +231,22 @@ def test_rounding_by_the_targets_states(home, target, tmp_path, capsys):
     assert contents(exported(home, tmp_path / "again" / "gptq", *given, "rounding=gptq")) == contents(gptq)
     line = refusal(capsys, f"checkpoint={home}/eagle1", f"out={tmp_path}/out", *given, "rounding=gptq", "data.path=no")
     assert "data.path" in line
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8", "int4"])
+def test_medusa_heads_are_for_our_engine(home, target, tmp_path, capsys, quant):
+    draft = tiny_medusa(target, heads=3, num_layers=2)
+    save_draft(draft, tmp_path / "heads", target.identity, dtype=torch.float32)
+    out = exported(tmp_path, tmp_path / "out", f"quant={quant}", "dtype=float32", source="heads")
+    assert read_artifact(out).draft == draft.config
+    assert quant_of(load_draft(out)).scheme == quant
+    card = (out / "README.md").read_text()
+    assert "\n# Medusa heads for " in card
+    assert "\nMedusa heads (3, blocks in each: 2) that propose tokens for " in card
+    assert "rotary" not in card
+    for layout in ("vllm", "sglang", "trtllm"):
+        line = refusal(capsys, f"checkpoint={tmp_path}/heads", f"out={tmp_path}/no", f"layout={layout}")
+        assert line == f"error: layout={layout}: is for no draft of draft=medusa; use one of native"
 
 
 # --- what is refused

@@ -15,8 +15,8 @@ PUBLIC = {
         Batch ChatRenderer ChatTemplate Conversation DataConfig Document SourceConfig Stream open_source
     """,
     "drafts": """
-        Draft DraftConfig Eagle3Config Eagle3Draft EagleConfig EagleDraft Head Lesson LossSums MtpConfig
-        MtpDraft TargetStates distillation_loss kind_named planned_config saved_config shift_hidden
+        Draft DraftConfig Eagle3Config Eagle3Draft EagleConfig EagleDraft Head Lesson LossSums MedusaConfig MedusaDraft
+        MtpConfig MtpDraft TargetStates distillation_loss kind_named planned_config saved_config shift_hidden
     """,
     "inference": """
         Choice Dispatcher DraftModel DraftRound Drafted Drafter DynamicTree Eagle Engine EngineConfig LayerSkip Needs

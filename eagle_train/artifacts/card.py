@@ -35,8 +35,8 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
     served = _NATIVE if own is None else own.serves
     parts = [
         _front_matter(about),
-        f"# An EAGLE draft for {plain(target.name)}",
-        f"A draft head of {draft.num_layers} layers that proposes tokens for {code(target.name)}, which verifies them: "
+        f"# {'Medusa heads' if draft.at_once else 'An EAGLE draft'} for {plain(target.name)}",
+        f"{draft.described()} tokens for {code(target.name)}, which verifies them: "
         "the output stays the target's own, in fewer of its calls. "
         f"Layout: {about.layout}. Weights: {_weights(about)}.",
         "## Serve it",
@@ -52,7 +52,7 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
                 f"vocabulary {target.vocab_size}",
                 "draft's vocabulary": draft.vocab_size or "the target's",
                 "draft's trained weights": f"fingerprint {about.source}",
-                "rotary positions": json.dumps(draft.rope_parameters, sort_keys=True),
+                **({} if draft.at_once else {"rotary positions": json.dumps(draft.rope_parameters, sort_keys=True)}),
                 **{name.replace("_", " "): text for name, text in about.conventions.items()},
             }
         ),

@@ -2,8 +2,8 @@
 
 - `kind`: the config and the module of any kind, and what is asked of them
 - `eagle`, `eagle3`: EAGLE and EAGLE-3 drafts, with `eagle_layouts` and `eagle3_layouts`
-- `mtp`: DeepSeek-V3's MTP module
-- `steps`: the settings of kinds that learn logits alone, in passes
+- `mtp`, `medusa`: DeepSeek-V3's MTP module, and Medusa heads
+- `steps`: what kinds have in common that learn logits alone
 - `unroll`, `losses`, `own_head`: what kinds are trained with
 - `layouts`: what the layouts of serving engines share
 
@@ -18,6 +18,7 @@ from eagle_train.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from eagle_train.drafts.head import Head
 from eagle_train.drafts.kind import Draft, DraftConfig, TargetStates, shift_hidden
 from eagle_train.drafts.losses import Lesson, LossSums, distillation_loss
+from eagle_train.drafts.medusa import MedusaConfig, MedusaDraft
 from eagle_train.drafts.mtp import MtpConfig, MtpDraft
 from eagle_train.errors import check, shown
 from eagle_train.settings import build
@@ -32,6 +33,8 @@ __all__ = [
     "Head",
     "Lesson",
     "LossSums",
+    "MedusaConfig",
+    "MedusaDraft",
     "MtpConfig",
     "MtpDraft",
     "TargetStates",
@@ -42,7 +45,9 @@ __all__ = [
     "shift_hidden",
 ]
 
-KINDS: Mapping[str, type[DraftConfig]] = {each.kind: each for each in (EagleConfig, Eagle3Config, MtpConfig)}
+KINDS: Mapping[str, type[DraftConfig]] = {
+    each.kind: each for each in (EagleConfig, Eagle3Config, MedusaConfig, MtpConfig)
+}
 """The config of each kind. A file names a kind, never a class: what is loaded from elsewhere chooses among these."""
 
 

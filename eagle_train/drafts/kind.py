@@ -88,6 +88,8 @@ class DraftConfig:
     unread: ClassVar[Mapping[str, str]] = {}
     # Fields in which a draft that training starts from may differ (`Draft.fitted`).
     may_differ: ClassVar[tuple[str, ...]] = ("first_token", "vocabulary")
+    # Whether it drafts all levels at once, from what the target's LM head reads: it then has no attention and no cache.
+    at_once: ClassVar[bool] = False
     # Products of the LM head with a supervised slot's states in a pass: the target's, the draft's, and gradients.
     head_products: ClassVar[int] = 3
 
@@ -172,9 +174,31 @@ class DraftConfig:
         return ()
 
     @property
+    def levels(self) -> int | None:
+        """The most levels below a token that it can draft; None: any number."""
+        return None
+
+    @property
     def fc_inputs(self) -> int:
         """Columns of `fc`."""
         return 2 * self.hidden_size
+
+    @property
+    def attention_width(self) -> int:
+        """Numbers of a token's queries in a layer; 0: no layer attends."""
+        return self.num_heads * self.head_dim
+
+    def kept_by_layer(self, itemsize: int) -> int:
+        """Bytes that a token leaves for the backward pass in a layer, in each pass. `itemsize`: of the dtype that is
+        computed in.
+
+        The inputs of its two norms, in fp32, and their outputs; queries, keys, values, the attention's output and the
+        same as rows; the gate before and after its activation, the other half, and their product. Of each query head,
+        the log-sum-exp of its scores in fp32: no scores are kept, in no pass.
+        """
+        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        exact = 4 * (2 * self.hidden_size + self.num_heads)
+        return exact + itemsize * (2 * self.hidden_size + 3 * heads + 2 * kv + 4 * self.intermediate_size)
 
     def kept_beside_layers(self, itemsize: int) -> tuple[int, int]:
         """Bytes that a token leaves for the backward pass beside those of plain layers: in each pass, and once.
@@ -199,9 +223,18 @@ class DraftConfig:
         """How often `fc` is multiplied with in a step, in units of a token's product."""
         return 3 * passes - 1
 
+    def layer_products(self, passes: int, recomputed: bool) -> float:
+        """How often all layers' matrices are multiplied with in a step, in units of a token's products. `recomputed`:
+        layers run again in the backward pass."""
+        return passes * (4 if recomputed else 3)
+
     def rope_of_layer(self, layer: int) -> tuple[bool, int | None]:
         """Whether the layer has rotary positions, and the chunk it attends within."""
         return True, None
+
+    def described(self) -> str:
+        """What it is, in words that begin a sentence."""
+        return f"A draft head of {self.num_layers} layers that proposes"
 
     def conventions(self) -> dict[str, str]:
         """What an implementation needs to know to run the draft, beside its tensors."""
@@ -319,7 +352,7 @@ class Draft(nn.Module):
 
     def unrolled(self, forward: Callable[..., torch.Tensor], rows: Rows, passes: int) -> list[torch.Tensor]:
         """States [B, T, W] of each pass over packed rows: those of pass k, counted from 0, at slot j are what a chain
-        has there at depth k. `forward`: this draft's, as a backend wraps it."""
+        has there at depth k. No more than `DraftConfig.levels`. `forward`: this draft's, as a backend wraps it."""
         raise NotImplementedError
 
     def losses(

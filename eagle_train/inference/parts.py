@@ -29,9 +29,10 @@ from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.drafter import Drafter, TreePlan
 from eagle_train.inference.drafters.drafters import Drafters
 from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.drafters.trained import drafter_of
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parallel.cost import measured_speeds, pays
-from eagle_train.inference.parallel.divided_draft import check_divides, collectives, reason_against
+from eagle_train.inference.parallel.divided_draft import check_divides, collectives, divided_bytes, reason_against
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.parallel.vocabulary import DividedHead
 from eagle_train.inference.requests.prefiller import LocalPrefiller
@@ -118,7 +119,7 @@ def _drafter(target: Target, draft: Any, lm_head: str) -> Drafter:
     """As `_drafters`, of one."""
     if isinstance(draft, str | Path):
         draft = load_draft(draft, target.identity)
-    drafter: Drafter = Eagle(copy.deepcopy(draft), target) if isinstance(draft, Draft) else draft
+    drafter: Drafter = drafter_of(copy.deepcopy(draft), target) if isinstance(draft, Draft) else draft
     if isinstance(drafter, Eagle):
         drafter.use_lm_head(lm_head)
     elif lm_head != "target":
@@ -166,7 +167,7 @@ def divide(ranks: Ranks, target: Target, drafter: Drafter | None, config: Engine
         ranks.divided_head = DividedHead(target.lm_head, ranks)
         keep_fp16_copy(ranks.divided_head.part.weight)
     if isinstance(drafter, Eagle) and reason_against(drafter.draft, ranks.size) is None:
-        of_draft = sum(x.numel() * x.itemsize for x in drafter.draft.parameters())
+        of_draft = divided_bytes(drafter.draft)
         if is_divided(config.divide_draft, of_head + of_draft, 1 + collectives(drafter.draft)):
             drafter.divide(ranks)
 

@@ -37,9 +37,11 @@ def measure_heldout(
 
     `forward`: the draft's, as a backend wraps it; `head`: of the draft, if there is one. Rank r measures every size-th
     batch.
-    `acceptance_per_depth` has up to `depth` numbers: depths for which no held-out document is long enough are left out.
+    `acceptance_per_depth` has up to `depth` numbers: depths for which no held-out document is long enough, and those
+    that the draft cannot reach, are left out.
     """
     meter, forward, head = Meter(), forward or draft, head or Head(draft, target.lm_head)
+    depth = min(depth, draft.config.levels or depth)
     accepted = chains = torch.zeros(depth, dtype=torch.float64, device=target.device)
     for start in range(0, len(batches), world.size):
         number = start + world.rank

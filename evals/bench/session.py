@@ -21,6 +21,7 @@ from eagle_train.hardware import resolve_device
 from eagle_train.inference import Drafter, Eagle, Engine, RemotePrefill, Requests, SimulatedAcceptance
 from eagle_train.inference.decode.graphs import check_graphs
 from eagle_train.inference.drafters import is_eagle, make_drafter
+from eagle_train.inference.drafters.trained import drafter_of
 from eagle_train.inference.requests.readable import chats
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import load_target
@@ -83,7 +84,7 @@ class Session(Generic[C]):
     def drafter(self, quant: Quant | None = None, alignment: str | None = None, draft: Draft | None = None) -> Eagle:
         """The draft, or another one, quantised. `alignment`: None for the config's."""
         draft = quantise_draft(copy.deepcopy(self.draft if draft is None else draft), quant or Quant())
-        return Eagle(draft, self.target, alignment or self.config.draft.alignment)
+        return drafter_of(draft, self.target, alignment or self.config.draft.alignment)
 
     def chosen_drafter(self, quant: Quant | None = None) -> Drafter:
         """The drafter of a DrafterConfig; with the draft, quantised, where there is one. Raises UserError."""

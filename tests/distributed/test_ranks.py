@@ -36,6 +36,7 @@ CASES = {
 BEYOND = TRAIN | {"unroll": 3, "logits_loss": "lk", "l1_weight_end": 0.1}
 EAGLE3 = TRAIN | {"shape": {"kind": "eagle3", "layers": [1], "num_layers": 2, "steps": 3, "vocab_size": 40}}
 EAGLE3["shape"]["vocabulary"] = list(range(10, 90, 2))
+MEDUSA = TRAIN | {"shape": {"kind": "medusa", "heads": 3, "num_layers": 2, "loss": "lk"}}
 MTP = TRAIN | {"shape": {"kind": "mtp", "steps": 3}}
 MUON = TRAIN | {"optim": {"name": "muon", "lr": 1e-3}}
 LEFT_OUT = [3, 11, 12]  # steps
@@ -82,7 +83,7 @@ def first_half(source: Path, directory: Path) -> Path:
 
 
 KINDS = {"": TRAIN, "resumed-": TRAIN, "beyond-": BEYOND, "low-": TRAIN, "muon-": MUON, "resumed-muon-": MUON}
-KINDS |= {"eagle3-": EAGLE3, "mtp-": MTP}
+KINDS |= {"eagle3-": EAGLE3, "medusa-": MEDUSA, "mtp-": MTP}
 
 
 def case_of(kind: str, name: str, out: Path) -> dict:
@@ -151,7 +152,7 @@ def test_two_ranks_train_beyond_the_paper_as_one_process_does(data, together, tm
 
 
 @pytest.mark.parametrize("name", FEW)
-@pytest.mark.parametrize("kind", ["eagle3-", "mtp-"])
+@pytest.mark.parametrize("kind", ["eagle3-", "medusa-", "mtp-"])
 def test_two_ranks_train_a_draft_of_another_kind_as_one_process_does(data, together, tmp_path, kind, name):
     expected = run_training(make_trainer(tmp_path, data, **KINDS[kind]))
     assert_same_run(metrics_without_times(together(name, kind)), expected)

@@ -15,7 +15,7 @@ from eagle_train.ops.attention import causal_attention
 from eagle_train.ops.compiled import Compiled
 from eagle_train.ops.rule import Attend, Rule
 from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, guide, token_ids
-from tests.support.tiny import FAMILIES, shared_target, tiny_draft, tiny_target, trained_draft
+from tests.support.tiny import FAMILIES, shared_target, tiny_draft, tiny_target, trained_draft, trained_medusa
 
 MOST = 4  # graphs of a forward
 SEEDED = SamplingParams(temperature=0.2, seed=5, max_tokens=24, ignore_eos=True)
@@ -46,6 +46,15 @@ def test_alone(graphs):
     assert token_ids(outputs) == cut(answers("llama"))
     assert {n for output in outputs for n in output.rounds} == {1, 2, 3, 4}
     assert len(graphs) == 4
+
+
+def test_heads_that_draft_all_levels_at_once(graphs):
+    target = fresh()
+    engine = Engine(target, trained_medusa(target, 10), "d3_bf2", max_batch_size=3, compile=True)
+    made = len(graphs)
+    assert made == 4  # one row and several, of the target's tree and of the heads
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+    assert len(graphs) == made
 
 
 def test_rows_that_come_and_go(graphs):

@@ -25,6 +25,7 @@ from eagle_train.inference.drafters.lookahead import Lookahead, LookaheadOptions
 from eagle_train.inference.drafters.ngram import Ngram
 from eagle_train.inference.drafters.retrieval import Retrieval
 from eagle_train.inference.drafters.suffix import Suffix
+from eagle_train.inference.drafters.trained import drafter_of
 from eagle_train.inference.lookup.datastore import Datastore
 from eagle_train.inference.lookup.ngrams import NgramOptions
 from eagle_train.inference.lookup.suffixes import SuffixOptions
@@ -40,6 +41,7 @@ from tests.support.tiny import (
     tiny_tokenizer,
     trained_draft,
     trained_eagle3,
+    trained_medusa,
     trained_mtp,
 )
 
@@ -97,20 +99,24 @@ def eagle(target: Target, texts: list[list[int]], alignment: str = "accepted") -
 def draft_for(target: Target) -> Draft:
     """A new copy of one that is right at times."""
     if id(target) not in DRAFTS:
-        in_fp32 = Target(copy.deepcopy(whole(target).model).float())
-        DRAFTS[id(target)] = target, trained_draft(in_fp32, steps=40)
+        DRAFTS[id(target)] = target, trained_draft(in_fp32(target), steps=40)
     return copy.deepcopy(DRAFTS[id(target)][1])
+
+
+def in_fp32(target: Target) -> Target:
+    """The same, whole, in fp32, as it was before an engine had it, which may have changed its modules."""
+    model = whole(target).model
+    fresh = type(model)(copy.deepcopy(model.config)).float()
+    fresh.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
+    return Target(fresh)
 
 
 def of_kind(made: Callable[..., Draft], target: Target, alignment: str = "accepted", **kind: Any) -> Eagle:
     """The same with a draft of another kind."""
     key = (made.__name__, id(target), str(kind))
     if key not in OF_KINDS:
-        model = whole(target).model
-        fresh = type(model)(copy.deepcopy(model.config)).float()  # an engine may have changed the model's modules
-        fresh.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
-        OF_KINDS[key] = target, made(Target(fresh), 40, **kind)
-    return Eagle(copy.deepcopy(OF_KINDS[key][1]), target, alignment)
+        OF_KINDS[key] = target, made(in_fp32(target), 40, **kind)
+    return drafter_of(copy.deepcopy(OF_KINDS[key][1]), target, alignment)
 
 
 def eagle3(target: Target, alignment: str = "accepted", **kind: Any) -> Eagle:
@@ -174,6 +180,7 @@ KINDS = {
     "eagle, last": Kind(lambda target, texts: eagle(target, texts, "last"), "chain3", draws=True, remembers=True),
     "eagle3": Kind(lambda target, _: eagle3(target), draws=True),
     "eagle3, last": Kind(lambda target, _: eagle3_of_some_tokens(target), "chain3", draws=True, remembers=True),
+    "medusa": Kind(lambda target, _: of_kind(trained_medusa, target), draws=True),
     "mtp": Kind(lambda target, _: of_kind(trained_mtp, target), draws=True),
     "draft_model": Kind(lambda target, _: DraftModel(close_to(whole(target)), target), "n8", draws=True),
     "layer_skip": Kind(lambda target, _: LayerSkip(target, target.config.num_hidden_layers - 1), draws=True),

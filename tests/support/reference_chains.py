@@ -39,6 +39,19 @@ def draft_inputs(draft: Draft, lengths: list[list[int]] = LENGTHS) -> tuple[torc
     return target.embed(tokens).double(), previous.double(), positions
 
 
+def slot_loss(kind: str, wanted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """`draft.loss` of one slot, from the target's logits [V'] there and the draft's."""
+    p, q = wanted.softmax(-1), logits.log_softmax(-1)
+    if kind == "hard":
+        return -q[p.argmax()]
+    ce = -(p * q).sum()
+    if kind == "soft":
+        return ce
+    accepted = torch.minimum(p, q.exp()).sum()
+    weight = (-3.0 * accepted).exp().detach()
+    return weight * ce + (1 - weight) * (1 - accepted)
+
+
 def cached_attention(cache: dict[int, tuple[torch.Tensor, torch.Tensor]], begin: int = 0) -> Attend:
     """`attend` for one token after those in `cache`, to which its keys and values are added. Written out plainly.
 

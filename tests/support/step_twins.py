@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from eagle_train.drafts import Draft, TargetStates
 from eagle_train.drafts.kind import Rows
 from eagle_train.models.target import Target
-from tests.support.reference_chains import LENGTHS, documents, positions_of
+from tests.support.reference_chains import LENGTHS, documents, positions_of, slot_loss
 from tests.support.tiny import tiny_model
 
 STEPS = 4
@@ -91,15 +91,7 @@ class Twin:
 
     def loss(self, out: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Of one slot, from the target's logits there."""
-        p, q = wanted.softmax(-1), (self.head() @ out).log_softmax(-1)
-        if self.c.loss == "hard":
-            return -q[p.argmax()]
-        ce = -(p * q).sum()
-        if self.c.loss == "soft":
-            return ce
-        accepted = torch.minimum(p, q.exp()).sum()
-        weight = (-3.0 * accepted).exp().detach()
-        return weight * ce + (1 - weight) * (1 - accepted)
+        return slot_loss(self.c.loss, wanted, self.head() @ out)
 
 
 class Eagle3Twin(Twin):

@@ -17,6 +17,8 @@ from eagle_train.drafts import (
     EagleDraft,
     Head,
     Lesson,
+    MedusaConfig,
+    MedusaDraft,
     MtpConfig,
     MtpDraft,
     TargetStates,
@@ -197,6 +199,11 @@ def tiny_eagle3(target: Target, seed: int = 0, **overrides) -> Eagle3Draft:
     return randomised(Eagle3Draft(shape), seed)
 
 
+def tiny_medusa(target: Target, seed: int = 0, **overrides) -> MedusaDraft:
+    """The same of Medusa heads."""
+    return randomised(MedusaDraft(MedusaConfig.from_target(target.config, **overrides)), seed)
+
+
 def tiny_mtp(target: Target, seed: int = 0, **overrides) -> MtpDraft:
     """The same of an MTP module."""
     return randomised(MtpDraft(MtpConfig.from_target(target.config, **overrides)), seed)
@@ -228,28 +235,51 @@ def trained_eagle3(target: Target, steps: int = 150, **overrides) -> Eagle3Draft
     return _trained(Eagle3Draft(shape), target, steps)
 
 
+def trained_medusa(target: Target, steps: int = 150, temperature: float = 0.0, **overrides) -> MedusaDraft:
+    """The same of Medusa heads, on texts that the target wrote: of random ones nobody knows the second next token."""
+    draft = MedusaDraft(MedusaConfig.from_target(target.config, **overrides))
+    return _trained(draft, target, steps, _written(target, temperature))
+
+
 def trained_mtp(target: Target, steps: int = 150, **overrides) -> MtpDraft:
     """The same of an MTP module, by its own losses."""
     return _trained(MtpDraft(MtpConfig.from_target(target.config, **overrides)), target, steps)
 
 
-def _trained(draft: D, target: Target, steps: int) -> D:
-    """With weights of a moment's training by its own losses."""
+def _trained(draft: D, target: Target, steps: int, texts: torch.Tensor | None = None) -> D:
+    """With weights of a moment's training by its own losses. `texts`: int64 [texts, 16]; None: random tokens."""
     shape, generator = draft.config, torch.Generator().manual_seed(0)
     draft.init_weights(0, target.lm_head)
     optimizer, head = torch.optim.Adam(draft.parameters(), lr=5e-3), Head(draft, target.lm_head)
     lengths, positions = [[16]] * 32, torch.arange(16).expand(32, -1)
-    slots = [(positions >= 1 + step).flatten().nonzero().squeeze(1) for step in range(shape.steps)]
+    slots = [(positions >= 1 + step).flatten().nonzero().squeeze(1) for step in range(shape.passes(1))]
     for _ in range(steps):
         tokens = torch.randint(target.identity.vocab_size, (32, 16), generator=generator)
+        if texts is not None:
+            tokens = texts[torch.randint(len(texts), (32,), generator=generator)]
         states = TargetStates.split(
             target.own_states(tokens, positions, lengths, shape.target_layers), shape.target_layers
         )
-        passes = draft.unrolled(draft, Rows(target.embed(tokens), states, positions, lengths), shape.steps)
+        passes = draft.unrolled(draft, Rows(target.embed(tokens), states, positions, lengths), len(slots))
         optimizer.zero_grad()
         draft.losses(passes, slots, states.hidden, head, Lesson(), 1 / len(slots[0])).loss.backward()
         optimizer.step()
     return draft.requires_grad_(False)
+
+
+@torch.no_grad()
+def _written(target: Target, temperature: float, count: int = 256) -> torch.Tensor:
+    """Texts int64 [count, 16] that the target writes behind two random tokens."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(target.identity.vocab_size, (count, 2), generator=generator)
+    while (length := tokens.shape[1]) < 16:
+        positions = torch.arange(length).expand(count, -1)
+        logits = target.lm_head(target.own_states(tokens, positions, [[length]] * count)[:, -1])
+        drawn = logits.argmax(-1, keepdim=True)
+        if temperature > 0:
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        tokens = torch.cat((tokens, drawn), 1)
+    return tokens
 
 
 @cache
@@ -259,13 +289,14 @@ def shared_target(family: str = "llama") -> Target:
 
 
 @cache
-def repeating_target() -> Target:
-    """One whose next token depends mostly on the last, so that its answers repeat themselves; nobody may change it."""
+def repeating_target(share: float = 0.1) -> Target:
+    """One whose next token depends mostly on the last, so that its answers repeat themselves; nobody may change it.
+    `share`: of what its layers add that is left."""
     model = tiny_model()
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.1)
-            layer.mlp.down_proj.weight.mul_(0.1)
+            layer.self_attn.o_proj.weight.mul_(share)
+            layer.mlp.down_proj.weight.mul_(share)
     return Target(model, name="tiny-llama")
 
 

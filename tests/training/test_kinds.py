@@ -9,7 +9,7 @@ import torch
 
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
 from eagle_train.artifacts.layouts import check_runs
-from eagle_train.drafts import Eagle3Config, MtpConfig, planned_config
+from eagle_train.drafts import planned_config
 from eagle_train.errors import UserError
 from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.forward import LayerOutputs
@@ -18,10 +18,11 @@ from eagle_train.training.target_pass import target_states, to_device
 from eagle_train.training.train_config import TrainConfig
 from eagle_train.training.trained_draft import read_trained
 from tests.support.command_line import chats, write_jsonl
-from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3, tiny_mtp
+from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3, tiny_medusa, tiny_mtp
 from tests.support.trainers import a_target, make_trainer, run_training, started
 
 EAGLE3 = {"kind": "eagle3", "layers": [1], "steps": 3}
+MEDUSA = {"kind": "medusa", "heads": 3}
 MTP = {"kind": "mtp", "steps": 3}
 
 
@@ -33,11 +34,14 @@ def data(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("shape", [EAGLE3, MTP], ids=lambda shape: shape["kind"])
-def test_a_run_learns_and_its_checkpoint_names_its_kind(tmp_path, data, shape):
-    trainer = make_trainer(tmp_path, data, shape=shape, steps=40, eval_every=20, optim={"lr": 5e-3})
+@pytest.mark.parametrize(
+    ("shape", "share"), [(EAGLE3, 0.9), (MEDUSA, 0.97), (MTP, 0.9)], ids=["eagle3", "medusa", "mtp"]
+)
+def test_a_run_learns_and_its_checkpoint_names_its_kind(tmp_path, data, shape, share):
+    """`share`: of its first loss; heads cannot learn much of random letters."""
+    trainer = make_trainer(tmp_path, data, shape=shape, steps=40, eval_every=20, eval_depth=3, optim={"lr": 5e-3})
     metrics = run_training(trainer)
-    assert metrics[-1]["ce"] < 0.9 * metrics[0]["ce"]
+    assert metrics[-1]["ce"] < share * metrics[0]["ce"]
     assert metrics[-1]["heldout_ce"] < metrics[19]["heldout_ce"]
     assert len(metrics[-1]["heldout_acceptance_per_depth"]) == 3
     assert not {"l1", "heldout_l1"} & metrics[-1].keys()
@@ -46,6 +50,11 @@ def test_a_run_learns_and_its_checkpoint_names_its_kind(tmp_path, data, shape):
     assert draft.config == trainer.draft.config
     for own, other in zip(draft.parameters(), trainer.draft.parameters(), strict=True):
         assert torch.equal(own, other)
+
+
+def test_no_deeper_acceptance_than_there_are_heads(tmp_path, data):
+    trainer = make_trainer(tmp_path, data, shape=MEDUSA, steps=1, eval_every=1, eval_depth=7)
+    assert len(run_training(trainer)[0]["heldout_acceptance_per_depth"]) == 3
 
 
 def test_layers_are_captured_also_by_two_threads(tmp_path, data):
@@ -79,22 +88,26 @@ def test_captured_states_are_the_layers_outputs(data, tmp_path, compiled):
 
 
 @pytest.mark.parametrize(
-    ("train", "message"),
+    ("shape", "train", "message"),
     [
         (
+            EAGLE3,
             {"unroll": 3},
             r"^train\.unroll=3: draft=eagle3 does not read it; give draft\.steps, and leave train\.unroll at 1",
         ),
-        ({"l1_weight": 0.5}, r"^train\.l1_weight=0\.5: draft=eagle3 does not read it; it does not learn"),
-        ({"logits_loss": "lk"}, r'^train\.logits_loss=lk: .*; give draft\.loss=.* at "ce"$'),
+        (EAGLE3, {"l1_weight": 0.5}, r"^train\.l1_weight=0\.5: draft=eagle3 does not read it; it does not learn"),
+        (EAGLE3, {"logits_loss": "lk"}, r'^train\.logits_loss=lk: .*; give draft\.loss=.* at "ce"$'),
+        (MTP, {"unroll": 3}, r"^train\.unroll=3: draft=mtp does not read it; give draft\.steps, and leave"),
+        (MTP, {"l1_weight": 0.5}, r"^train\.l1_weight=0\.5: draft=mtp does not read it; it does not learn"),
+        (MTP, {"logits_loss": "lk"}, r'^train\.logits_loss=lk: .*; give draft\.loss=.* at "ce"$'),
+        (MEDUSA, {"unroll": 3}, r"^train\.unroll=3: draft=medusa does not read it; give draft\.heads, and leave"),
+        (MEDUSA, {"ce_weight": 1.0}, r"^train\.ce_weight=1\.0: draft=medusa does not read it; the loss on logits"),
     ],
 )
-def test_settings_that_a_kind_does_not_read(train, message):
+def test_settings_that_a_kind_does_not_read(shape, train, message):
     settings = TrainConfig(steps=1, **train)
     with pytest.raises(UserError, match=message):
-        check_lesson(settings, Eagle3Config.from_target(shared_target().config, layers=[1]))
-    with pytest.raises(UserError, match=message.replace("eagle3", "mtp")):
-        check_lesson(settings, MtpConfig.from_target(shared_target().config))
+        check_lesson(settings, planned_config(shared_target().config, shape))
     check_lesson(settings, planned_config(shared_target().config, {"kind": "eagle"}))
 
 
@@ -134,6 +147,21 @@ def test_an_artifact_of_an_mtp_module(tmp_path):
             check_runs(layout, draft.config, Quant())
 
 
+def test_starting_from_medusa_heads(tmp_path):
+    target = shared_target()
+    draft, out = tiny_medusa(target, heads=3, num_layers=2), tmp_path / "heads"
+    save_draft(draft, out, target.identity, dtype=torch.float32)
+    assert load_draft(out).config == read_artifact(out).draft == draft.config
+    shape = replace(draft.config, decay=1.0, loss="hard")
+    given = _given_draft(str(out), shape, target)
+    assert given.config == shape
+    assert all(map(torch.equal, given.parameters(), draft.parameters()))
+    with pytest.raises(
+        UserError, match=r"^draft\.heads=4: not as train\.init_from=.*heads has it; give draft\.heads=3$"
+    ):
+        _given_draft(str(out), replace(shape, heads=4), target)
+
+
 def test_a_kind_that_is_none():
-    with pytest.raises(UserError, match=r"^draft\.kind='eagle4': must be one of eagle, eagle3, mtp$"):
+    with pytest.raises(UserError, match=r"^draft\.kind='eagle4': must be one of eagle, eagle3, medusa, mtp$"):
         planned_config(shared_target().config, {"kind": "eagle4"})

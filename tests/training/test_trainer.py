@@ -335,6 +335,7 @@ BEYOND = {"feature_noise": 0.1, "l1_weight_end": 0.1, "logits_loss": "lk", "unro
 
 
 EAGLE3 = {"shape": {"kind": "eagle3", "layers": [1], "num_layers": 2, "steps": 3, "loss": "lk"}, "feature_noise": 0.1}
+MEDUSA = {"shape": {"kind": "medusa", "heads": 3, "num_layers": 2, "loss": "hard"}, "feature_noise": 0.1}
 MTP = {"shape": {"kind": "mtp", "steps": 3}, "feature_noise": 0.1}
 
 
@@ -345,6 +346,8 @@ MTP = {"shape": {"kind": "mtp", "steps": 3}, "feature_noise": 0.1}
         ("muon", (5,), BEYOND),
         ("adamw", (3,), EAGLE3),
         ("muon", (5,), EAGLE3),
+        ("adamw", (3,), MEDUSA),
+        ("muon", (5,), MEDUSA),
         ("muon", (3,), MTP),
     ],
 )

@@ -14,7 +14,7 @@ from eagle_train.inference.drafters.drafter import Drafter
 from eagle_train.models.target import Target
 from eagle_train.settings import instantiate, named
 
-EAGLE = "eagle_train.inference.drafters.eagle.make_eagle"
+EAGLE = "eagle_train.inference.drafters.trained.make_eagle"
 """The `_target_` of conf/drafter/eagle.yaml, which alone needs a draft."""
 
 

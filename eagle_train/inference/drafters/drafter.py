@@ -128,6 +128,7 @@ class Needs:
     - `logits`: the target's logits at every node, afterwards. Ranks of a divided target then sample all rows each.
     - `tree`: the tree that it always proposes, in place of the engine's.
     - `by_row`: its trees differ by row: it is given an `OpenTree` with as many nodes as the engine's tree.
+    - `levels`: the most levels that its trees can have below the root; None: any number.
     - `grows`: it grows an engine's `DynamicTree`, by probabilities of its own.
     - `waits`: it may have the host wait for the device. If it does not, its part of rounds is recorded as CUDA graphs.
     - `checks`: what it returns is checked in every round.
@@ -138,6 +139,7 @@ class Needs:
     logits: bool = False
     tree: PlanTree | None = None
     by_row: bool = False
+    levels: int | None = None
     grows: bool = False
     waits: bool = True
     checks: bool = True

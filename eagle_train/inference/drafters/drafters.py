@@ -123,10 +123,17 @@ class Drafters:
         return TreePlan(tree, tuple(own.items()))
 
     def expect(self, plans: Iterable[TreePlan], mode: str) -> None:
-        """These are the engine's plans. Raises OptionError where drafts cannot be drawn as `mode` says."""
+        """These are the engine's plans. Raises OptionError where drafts cannot be drawn as `mode` says, or not so
+        deep."""
+        plans = list(plans)
         self.varies |= bool(self.by_name) and any(isinstance(plan.tree, OpenTree) for plan in plans)
         told = "several drafters draw nothing" if len(self.by_name) > 1 else "trees that differ by row are not drawn"
         check(mode == "greedy" or not self.varies, f"drafting={mode}: {told}; use greedy", OptionError)
+        deepest = max((plan.tree.max_depth for plan in plans), default=0)
+        for drafter in self.by_name.values():
+            most = drafter.needs.levels
+            told = f"tree: it has {deepest} levels, and the draft proposes {most} tokens ahead; use chain{most}, say"
+            check(most is None or deepest <= most, told, OptionError)
 
     def compile(self, sizes: Iterable[tuple[int, TreePlan]]) -> list[Callable[[], None]]:
         """As of `Drafter`."""

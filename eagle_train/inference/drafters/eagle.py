@@ -66,26 +66,27 @@ class Eagle(Growing[Nodes]):
         self.target, self.alignment = target, alignment
         self.head, self.lm_head_kind = Head(self.draft, target.lm_head), "target"
         optimize_for_decoding(self.draft, target.dtype, [self.head.lm_head.weight], drop_hooks=True)
-        shape = KVShape(draft.config.num_kv_heads, draft.config.head_dim, draft.config.head_dim)
-        self.cache = PagedKV(dict.fromkeys(range(draft.config.num_layers), shape), 0, target.dtype, target.device)
-        self.caches = [self.cache]
+        self.use_cache(draft.config.num_kv_heads)
         self.run_forward: Forward = self.forward
         self.run_forward_at: Forward = self.forward_at
+
+    def use_cache(self, num_kv_heads: int) -> None:
+        """Have an empty cache for so many key/value heads."""
+        config, target = self.draft.config, self.target
+        shape = KVShape(num_kv_heads, config.head_dim, config.head_dim)
+        self.cache = PagedKV(dict.fromkeys(range(config.num_layers), shape), 0, target.dtype, target.device)
+        self.caches = [self.cache]
 
     def divide(self, ranks: Ranks) -> None:
         """Keep this rank's part of the draft, and multiply with its part of the LM head. All ranks call it, once,
         before anything is drafted."""
-        config = self.draft.config
         divide_draft(self.draft, ranks)
         whole = Head(self.draft, self.target.lm_head).lm_head
         self.head.lm_head = divided = DividedHead(whole, ranks)
         if self.lm_head_kind != "target":
             divided.part = quantised(divided.part, SCHEMES[self.lm_head_kind])
         optimize_for_decoding(self.draft, self.target.dtype, [divided.part.weight], drop_hooks=True)
-        shape = KVShape(config.num_kv_heads // ranks.size, config.head_dim, config.head_dim)
-        shapes = dict.fromkeys(range(config.num_layers), shape)
-        self.cache = PagedKV(shapes, 0, self.target.dtype, self.target.device)
-        self.caches = [self.cache]
+        self.use_cache(self.draft.config.num_kv_heads // ranks.size)
 
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -185,12 +186,6 @@ class Eagle(Growing[Nodes]):
         if self.alignment == "accepted":
             return outcome.pending
         return keep_drafted(self.cache, round, drafted, outcome)
-
-
-def make_eagle(target: Target, draft: Draft | None, alignment: str = "accepted") -> Eagle | None:
-    """The drafter of conf/drafter/eagle.yaml; None, which is plain decoding, without a draft."""
-    check_alignment(alignment)
-    return None if draft is None else Eagle(draft, target, alignment)
 
 
 def check_alignment(alignment: str) -> None:

@@ -76,8 +76,10 @@ class Nodes:
 
     The root, the pending token, is in the cache; each level attends to it and to its own ancestors. `suffix`: keys and
     values of nodes that have children; None for a chain, whose nodes have no siblings and are written to the cache at
-    once.
+    once. `ancestors` bool [A, K, E], of a dynamic tree alone: of the level that comes next, see dynamic.py.
     """
+
+    ancestors: torch.Tensor
 
     def __init__(self, cache: PagedKV, plan: TreePlan, prefix: Prefix):
         """`prefix`: the tokens before the root."""
@@ -94,15 +96,13 @@ class Nodes:
             return positions, self._cache.extend(before, positions)
         return positions, self._cache.tree(self._behind_root, self.suffix, positions, level.ancestors)
 
-    def dynamic(self) -> "_DynamicNodes":
+    def dynamic(self) -> "Nodes":
         """The same for a dynamic tree."""
         return _DynamicNodes(self._cache, self._behind_root)
 
 
 class _DynamicNodes(Nodes):
-    """Nodes of trees that differ by row: `ancestors` bool [A, K, E] of the level that comes next, see dynamic.py."""
-
-    ancestors: torch.Tensor
+    """Nodes of trees that differ by row."""
 
     def __init__(self, cache: PagedKV, behind_root: Prefix):
         self.suffix = Suffix()
@@ -155,7 +155,7 @@ class Growing(Drafter, Generic[N]):
         return Drafted(torch.cat(tokens, 1), q, nodes.suffix)
 
     def _grow_dynamic(
-        self, tree: DynamicTree, root_states: torch.Tensor, root_token: torch.Tensor, nodes: "_DynamicNodes"
+        self, tree: DynamicTree, root_states: torch.Tensor, root_token: torch.Tensor, nodes: Nodes
     ) -> Drafted:
         """As `grow`, of a tree that grows where the draft is confident."""
         places = torch.arange(tree.top_k, device=root_token.device)

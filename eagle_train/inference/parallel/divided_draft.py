@@ -1,7 +1,8 @@
 """A draft that is divided over the ranks of one target: each has some of the heads and of the feed-forward's columns.
 
-What a layer's two halves add up to is summed over the ranks, and so is the fusion at the draft's beginning. Knows
-nothing of targets, trees or requests.
+What a layer's two halves add up to is summed over the ranks, and so is the fusion at the draft's beginning. A draft
+that proposes all levels at once is small beside the LM head, and stays whole on each rank. Knows nothing of targets,
+trees or requests.
 """
 
 import torch
@@ -18,6 +19,8 @@ from eagle_train.ops.linear import Linear, QuantisedLinear, linear
 def reason_against(draft: Draft, size: int) -> str | None:
     """Why a draft cannot be divided over so many ranks, in words; None if it can."""
     config = draft.config
+    if config.at_once:
+        return None
     if any(isinstance(module, QuantisedLinear) for module in draft.modules()):
         return "its weights are quantised"
     if any(isinstance(module, MoEFFN) for module in draft.modules()):
@@ -39,12 +42,19 @@ def check_divides(divide: bool | None, draft: Draft, size: int) -> None:
 
 def collectives(draft: Draft) -> int:
     """How often the ranks of a divided draft wait for each other in a forward."""
-    return 1 + 2 * draft.config.num_layers
+    return 0 if draft.config.at_once else 1 + 2 * draft.config.num_layers
+
+
+def divided_bytes(draft: Draft) -> int:
+    """Bytes of a draft's weights of which each rank keeps a part."""
+    return 0 if draft.config.at_once else sum(each.numel() * each.itemsize for each in draft.parameters())
 
 
 @torch.no_grad()
 def divide_draft(draft: Draft, ranks: Ranks) -> None:
     """Keep of a draft with fused products (`fuse_products`) what this rank has of it, in place."""
+    if draft.config.at_once:
+        return
     fusion = draft.get_submodule("fc")
     assert isinstance(fusion, Linear)
     draft.fc = _summed(fusion, ranks, takes_whole=True)

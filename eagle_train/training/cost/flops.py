@@ -12,8 +12,8 @@ def flops_of(
 
     In each of `unroll` passes the LM head is multiplied with the target's states, with the draft's, and with the
     gradient for these; of a draft that has its own, with the gradient for the head too. The draft's backward pass costs
-    its forward twice, or three times where layers are `recomputed`. How often `fc` is multiplied with is its kind's
-    (`DraftConfig.fc_products`).
+    its forward twice, or three times where layers are `recomputed`. How often layers and `fc` are multiplied with is
+    its kind's (`DraftConfig.layer_products`, `fc_products`).
     """
     seen = context / 2
     fc = draft.fc_inputs * draft.hidden_size
@@ -21,10 +21,10 @@ def flops_of(
     experts = sum(p.numel() for name, p in module.layers.named_parameters() if ".experts" in name)
     if experts:  # a token goes through one of each layer's
         layers += draft.num_layers * 3 * draft.hidden_size * draft.intermediate_size - experts
-    attention = 4 * seen * draft.num_heads * draft.head_dim * draft.num_layers
-    passes, vocabulary = 4 if recomputed else 3, draft.vocab_size or target.vocabulary
+    attention, vocabulary = 4 * seen * draft.attention_width * draft.num_layers, draft.vocab_size or target.vocabulary
+    run = draft.layer_products(unroll, recomputed)
     return {
         "target": 2 * target.active + 4 * seen * target.attention * target.layers,
         "LM head, for target and draft": unroll * draft.head_products * 2 * vocabulary * target.hidden,
-        "draft": draft.fc_products(unroll) * 2 * fc + unroll * passes * (2 * layers + attention),
+        "draft": draft.fc_products(unroll) * 2 * fc + run * (2 * layers + attention),
     }

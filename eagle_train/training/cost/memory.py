@@ -125,16 +125,10 @@ def fsdp_gathered(module: Draft, dtype: torch.dtype, kept_whole: bool = False) -
 
 
 def activations(draft: DraftConfig, dtype: torch.dtype, recomputed: bool, unroll: int = 1) -> tuple[int, int]:
-    """Bytes that a token leaves for the draft's backward pass, and those of one layer that is recomputed in it.
-
-    Of a layer: the inputs of its two norms, in fp32, and their outputs; queries, keys, values, the attention's output
-    and the same as rows; the gate before and after its activation, the other half, and their product. Of each query
-    head, the log-sum-exp of its scores in fp32: no scores are kept, in no pass.
-    """
-    own, exact = dtype.itemsize, 4
-    heads, kv = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
-    layer = exact * (2 * draft.hidden_size + draft.num_heads)
-    layer += own * (2 * draft.hidden_size + 3 * heads + 2 * kv + 4 * draft.intermediate_size)
+    """Bytes that a token leaves for the draft's backward pass, and those of one layer that is recomputed in it, as its
+    kind says them (`DraftConfig.kept_by_layer`, `kept_beside_layers`)."""
+    own = dtype.itemsize
+    layer = draft.kept_by_layer(own)
     each_pass, once = draft.kept_beside_layers(own)
     ends = each_pass * unroll + once
     if recomputed:

@@ -10,6 +10,7 @@ import torch
 from eagle_train.errors import OptionError
 from eagle_train.inference import EngineConfig, parts
 from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.drafters.trained import drafter_of
 from eagle_train.inference.parallel.cost import Speeds, measured_speeds, pays
 from eagle_train.inference.parallel.divided_draft import collectives, reason_against
 from eagle_train.inference.parallel.tensor_parallel import Ranks
@@ -18,7 +19,7 @@ from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.head import LMHead, QuantisedLMHead
 from eagle_train.ops import head_argmax
 from eagle_train.ops.attention import packed_attention
-from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3, tiny_mtp
+from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3, tiny_medusa, tiny_mtp
 
 
 class Threads(Ranks):
@@ -160,6 +161,23 @@ def test_parts_make_up_a_draft_of_another_kind(made, kind):
     wanted = logits(None)
     for found in on_ranks(2, logits):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_medusa_heads_are_whole_and_their_lm_head_is_divided():
+    target = shared_target("llama")
+    draft, hidden = tiny_medusa(target), torch.randn(3, 1, target.embedding.shape[1])
+    assert reason_against(draft, 3) is None
+
+    def best(ranks: Ranks | None) -> torch.Tensor:
+        drafter = drafter_of(draft, target)
+        if ranks is not None:
+            parts.divide(ranks, target, drafter, EngineConfig(divide_draft=True, divide_lm_head=False))
+            assert isinstance(drafter.head.lm_head, DividedHead)
+        return drafter.head.lm_head.most_likely(drafter.run_levels(hidden, None), 2)
+
+    wanted = best(None)
+    assert wanted.shape == (3, 5, 2)
+    assert all(torch.equal(found, wanted) for found in on_ranks(3, best))
 
 
 def test_the_part_of_a_head_in_few_bits_is_in_few_bits():

@@ -1,0 +1,102 @@
+"""Drafts all levels at once, by heads that each propose a token further ahead (Medusa). DESIGN section 3.5.
+
+Nothing that a head proposes hangs on what another one did: a node at depth d has the most likely tokens of head d below
+it, the same below every parent. It has no cache. Knows nothing of validation or requests.
+
+Shapes: A active rows, Q nodes of a level that have children, L levels that the draft can propose, H hidden.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from eagle_train.drafts import Draft
+from eagle_train.errors import check
+from eagle_train.inference.cache.prefix import Prefix
+from eagle_train.inference.decode.tree import Tree
+from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Level, Outcome, Pending, TreePlan
+from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.drafters.growing import Nodes
+from eagle_train.models.target import Target
+from eagle_train.ops.compiled import Compiled, Forward
+from eagle_train.ops.rule import Attend
+
+
+class _Levels(Nodes):
+    """The states [A, L, H] of all levels, handed out one after the other; nobody attends."""
+
+    def __init__(self, states: torch.Tensor):
+        self.suffix = None
+        self._states, self._depth = states, 0
+
+    def next_states(self, count: int) -> torch.Tensor:
+        """[A, Q, H] of the next level, the same at each of `count` nodes."""
+        self._depth += 1
+        return self._states[:, self._depth].unsqueeze(1).expand(-1, count, -1)
+
+    def dynamic(self) -> "Nodes":
+        return self
+
+
+class AllAtOnce(Eagle):
+    """Proposes with a draft whose kind drafts all levels at once, from the target's hidden state behind the pending
+    token. Of `Eagle` it has the LM head, whole, divided or in few bits.
+
+    Raises UserError for another `alignment` than accepted: no token is processed twice.
+    """
+
+    def __init__(self, draft: Draft, target: Target, alignment: str = "accepted"):
+        kind = draft.config.kind
+        right = f"draft={kind} processes no token again; must be accepted"
+        check(alignment == "accepted", f"draft.alignment={alignment}: {right}")
+        super().__init__(draft, target)
+        self.needs = replace(self.needs, levels=draft.config.levels)
+        self.run_levels: Forward = self.level_by_level
+
+    def use_cache(self, num_kv_heads: int) -> None:
+        """It needs none."""
+
+    def level_by_level(self, hidden: torch.Tensor, attend: Attend | None) -> torch.Tensor:
+        """The draft's states [A, L, H], from the target's behind the pending token [A, 1, H]."""
+        return self.draft(None, hidden).view(len(hidden), -1, hidden.shape[-1])
+
+    def compile(self, sizes: Iterable[tuple[int, TreePlan]]) -> list[Callable[[], None]]:
+        run = self.run_levels = Compiled(self.level_by_level, self.target.device)
+        width, some = self.draft.config.hidden_size, self.target.embedding
+        return [partial(run.prepare, some.new_zeros(rows, 1, width)) for rows in sorted({rows for rows, _ in sizes})]
+
+    def prefill(
+        self,
+        prefix: Prefix,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        before: torch.Tensor | None,
+    ) -> None:
+        """Nothing is kept of prompts."""
+
+    def propose(self, round: DraftRound) -> Drafted:
+        plan, pending, choice = round.plan, round.pending, round.choice
+        if plan.tree.num_nodes == 1:
+            return Drafted(pending.last)
+        hidden = pending.hidden.take_along_dim(pending.end.unsqueeze(2), dim=1)
+        states = self.run_levels(hidden, None)
+        if isinstance(plan.tree, Tree) and choice.mode == "greedy" and choice.guidance is None:
+            return self._by_rank(plan.tree, pending.last, states)
+        return self.grow(plan, states[:, :1], pending.last, _Levels(states), choice)
+
+    def _by_rank(self, tree: Tree, root_token: torch.Tensor, states: torch.Tensor) -> Drafted:
+        """A static tree of the most likely tokens, by one product with the LM head."""
+        most = max(tree.fanout)
+        best = self.head.tokens(self.head.lm_head.most_likely(states[:, : tree.max_depth], most))  # [A, D, most]
+        places = (tree.depth[1:] - 1) * most + tree.child_rank[1:]
+        return Drafted(torch.cat((root_token, best.flatten(1).index_select(1, places)), 1))
+
+    def level_states(self, tokens: torch.Tensor, above: torch.Tensor, level: Level, nodes: Nodes) -> torch.Tensor:
+        assert isinstance(nodes, _Levels)
+        return nodes.next_states(tokens.shape[1])
+
+    def rewind(self, round: DraftRound, drafted: Drafted, outcome: Outcome) -> Pending:
+        return Drafter.rewind(self, round, drafted, outcome)
