@@ -30,7 +30,7 @@ from eagle_train.ops import grouped
 from eagle_train.ops.joint_linear import JointLinear, JointProduct
 from eagle_train.ops.linear import FrozenFp8Linear, Linear, QuantisedLinear, fp16_copy_of, keep_fp16_copy
 from eagle_train.ops.norm import FastNorm, rms_norm
-from eagle_train.ops.torch_private import tensor_version
+from eagle_train.ops.torch_private import has_hooks, tensor_version
 
 
 @dataclass
@@ -142,7 +142,7 @@ def _may_be_joined(module: nn.Module) -> bool:
 
 def _has_hooks(module: nn.Module) -> bool:
     """Whether anything is done beside its forward: by torch's hooks or Accelerate's, which replace its forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    return has_hooks(module) or "forward" in vars(module)
 
 
 def optimize_for_decoding(
@@ -163,7 +163,7 @@ def optimize_for_decoding(
         if isinstance(module, QuantisedLinear):
             if not module.has_kernel:
                 module.use_kernel(dtype)
-        elif isinstance(module, JointLinear):
+        elif isinstance(module, JointLinear) and module.joint is not None:
             _copy_in_fp16(module.joint.weight, undo)
         elif isinstance(module, Linear):
             _copy_in_fp16(module.weight, undo)

@@ -34,8 +34,8 @@ class JointProduct:
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
 
-    def __deepcopy__(self, _: dict) -> "JointProduct":
-        return self  # a copied model shares the weights of a frozen one, as its modules do
+    def __deepcopy__(self, _: dict) -> None:
+        """None: a copied module has a weight of its own, which may be changed."""
 
     def output(self, place: int, x: torch.Tensor) -> torch.Tensor:
         """The output of the module `place` for x [..., K]; all are computed unless x is that of the call before."""
@@ -51,8 +51,8 @@ class JointProduct:
 class JointLinear(Linear):
     """A `Linear` whose output is a part of a joint product."""
 
-    joint: JointProduct
+    joint: JointProduct | None  # None of a copy, which is a plain `Linear`
     place: int  # among the modules of the product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.joint.output(self.place, x)
+        return super().forward(x) if self.joint is None else self.joint.output(self.place, x)

@@ -36,6 +36,7 @@ __all__ = [
     "fp8_product",
     "fp16_prepacked",
     "fp16_product",
+    "has_hooks",
     "int4_packed",
     "int4_product",
     "strided_shard",
@@ -251,6 +252,14 @@ def fp8_operator() -> Any:
 def tensor_version(tensor: torch.Tensor) -> int:
     """How often a tensor was written in place. Missing: the attribute is documented, but has no public name."""
     return tensor._version
+
+
+# --- modules
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks run before or after a module's own forward. Missing: a public way to ask."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 # --- torch.compile

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from eagle_train.drafts import Draft
+from eagle_train.drafts import EagleDraft
 from eagle_train.inference import SamplingParams
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
@@ -51,7 +51,7 @@ def late(clock, monkeypatch) -> None:
         monkeypatch.setattr(owner, name, launched)
 
     launches(Target, "hidden_states", 3)
-    launches(Draft, "forward", 2)
+    launches(EagleDraft, "forward", 2)
     monkeypatch.setattr(stage_clock, "wait_for_gpu", wait)
     for module in (stage_clock, mt_bench):
         monkeypatch.setattr(module, "runs_ahead", lambda device: True)

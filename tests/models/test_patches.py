@@ -10,6 +10,7 @@ from torch import nn
 
 from eagle_train.errors import UserError
 from eagle_train.models.family import skeleton
+from eagle_train.models.forward import hidden_states
 from eagle_train.models.fused import fuse_products
 from eagle_train.models.patches import (
     Undo,
@@ -85,6 +86,19 @@ def test_what_reads_the_same_is_one_product(family: str) -> None:
     stock = stock_model(target)
     assert not any(isinstance(module, JointLinear) for module in stock.modules())
     assert all(isinstance(module, JointLinear) for module in joined), "a copy's are its own again, not the target's"
+
+
+def test_a_copy_of_joined_modules_has_weights_of_its_own() -> None:
+    target, tokens = tiny_target("llama"), torch.arange(9)[None]
+    target.join_products()
+    other = copy.deepcopy(target.model)
+    before = target.hidden_states(tokens, tokens, packed_attention([[9]]))
+    torch.testing.assert_close(hidden_states(other, tokens, tokens, packed_attention([[9]]), target.reaches), before)
+    with torch.no_grad():
+        other.model.layers[0].self_attn.q_proj.weight.mul_(3)
+    assert torch.equal(target.hidden_states(tokens, tokens, packed_attention([[9]])), before)
+    changed = hidden_states(other, tokens, tokens, packed_attention([[9]]), target.reaches)
+    assert not torch.allclose(changed, before, rtol=1e-2)
 
 
 def test_only_what_is_given_the_very_same_tensor_is_joined() -> None:

@@ -45,7 +45,7 @@ def some_products(vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, to
 def twin(of_target: torch.Tensor, of_draft: torch.Tensor, head: LMHead, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums and gradient in float64."""
     head, (of_target, of_draft) = of_dtype(head, torch.float64), (x.double() for x in (of_target, of_draft))
-    buffers = losses._Buffers(head, len(of_draft))
+    buffers = losses.Buffers(head, len(of_draft), kind)
     return losses._plain_loss(of_target, of_draft, head, kind, True, buffers), of_draft
 
 

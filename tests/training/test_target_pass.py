@@ -89,7 +89,7 @@ def test_the_host_knows_which_slots_each_pass_learns_from(first_slot):
 def test_it_is_compiled_on_a_gpu_unless_told(monkeypatch):
     prepared: list[tuple[int, ...]] = []
     compiled = SimpleNamespace(prepare=lambda tokens, positions: prepared.append(tuple(tokens.shape)))
-    target = SimpleNamespace(device=torch.device("cpu"), compiled=lambda: compiled)
+    target = SimpleNamespace(device=torch.device("cpu"), compiled=lambda layers: compiled)
     assert not can_compile(target, 2, 24, wanted=None)
     assert not can_compile(target, 2, 24, wanted=False)
     assert not prepared
@@ -109,7 +109,7 @@ def test_nobody_who_asked_for_nothing_is_stopped_by_it(monkeypatch):
         raise OptionError("compile=True: torch.compile fails: no compiler")
 
     gpu, zeros = SimpleNamespace(type="cuda"), torch.zeros
-    target = SimpleNamespace(device=gpu, compiled=lambda: SimpleNamespace(prepare=fails))
+    target = SimpleNamespace(device=gpu, compiled=lambda layers: SimpleNamespace(prepare=fails))
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     with pytest.warns(UserWarning, match=r"no compiler; the run goes on without"):
         assert can_compile(target, 2, 24, wanted=None) is False
@@ -128,10 +128,10 @@ def test_nobody_who_asked_for_nothing_is_stopped_by_it(monkeypatch):
     ],
 )
 def test_what_a_job_compiles(monkeypatch, settings, device, draft, of_target):
-    def can(target: SimpleNamespace, rows: int, tokens: int, wanted: bool | None) -> bool:
+    def can(target: SimpleNamespace, rows: int, tokens: int, wanted: bool | None, layers: tuple[int, ...]) -> bool:
         return target.device.type == "cuda" if wanted is None else wanted
 
     monkeypatch.setattr(assembly, "can_compile", can)
     target = SimpleNamespace(device=torch.device(device))
-    parallel, compiled = assembly._with_compiled_target(ParallelConfig(**settings), target, 2, 24)
+    parallel, compiled = assembly._with_compiled_target(ParallelConfig(**settings), target, 2, 24, ())
     assert (parallel.compile, compiled) == (draft, of_target)

@@ -23,7 +23,7 @@ def test_transformers_runs_its_own_layers_on_the_same_weights(family):
     assert target.model.config._attn_implementation == "eagle_train"
     for ours, module in ((True, target.model), (False, model)):
         kinds = {type(each) for each in module.modules()}
-        assert (Linear in kinds, nn.Linear in kinds) == (ours, not ours)
+        assert (any(issubclass(kind, Linear) for kind in kinds), nn.Linear in kinds) == (ours, not ours)
         of_family = {
             "llama": lambda each: isinstance(each, FastNorm),
             "llama4": lambda each: getattr(each, "routed", False),

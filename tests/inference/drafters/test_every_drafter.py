@@ -150,7 +150,8 @@ def test_whatever_requests_ask_they_get_plain_decodings_answers(kind, is_drawn):
     for _ in range(2):
         outputs = engine.generate(PROMPTS, params)
         check_as_plain(outputs, is_drawn)
-    assert max(counts_of(outputs)) > 1, "some drafts must be accepted"
+    by_chance = is_drawn and kind == "own, of texts"  # what stood in a text of drawn tokens seldom comes again
+    assert by_chance or max(counts_of(outputs)) > 1, "some drafts must be accepted"
     check_left(engine)
 
 
