@@ -41,6 +41,8 @@ texts = [torch.tensor(text) for text in ids if len(text) <= BATCH_TOKENS]
 
 config = copy.deepcopy(target.config)
 config.num_hidden_layers = len(args.layers)
+if getattr(config, "layer_types", None):  # windows, of some families' layers
+    config.layer_types = [config.layer_types[layer] for layer in args.layers]
 small = AutoModelForCausalLM.from_config(config)
 names = {f"layers.{layer}.": f"layers.{place}." for place, layer in enumerate(args.layers)}
 kept = {}

@@ -31,21 +31,19 @@ class JointProduct:
         self.bias = torch.cat(biases) if biases else None
         for module, own in zip(modules, self.weight.detach().split(self.sizes), strict=True):
             module.weight.data = own
-        self._input: torch.Tensor | None = None
-        self._outputs: tuple[torch.Tensor, ...] = ()
+        # The last input with its outputs, in one: several threads may run a target (look-ahead and evaluation).
+        self._held: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
     def __deepcopy__(self, _: dict) -> None:
         """None: a copied module has a weight of its own, which may be changed."""
 
     def output(self, place: int, x: torch.Tensor) -> torch.Tensor:
         """The output of the module `place` for x [..., K]; all are computed unless x is that of the call before."""
-        if self._input is not x:
-            self._input = x
-            self._outputs = linear(x, self.weight, self.bias).split_with_sizes(self.sizes, -1)
-        out = self._outputs[place]
-        if place == len(self.sizes) - 1:
-            self._input, self._outputs = None, ()
-        return out
+        held = self._held
+        if held is None or held[0] is not x:
+            held = x, tuple(linear(x, self.weight, self.bias).split_with_sizes(self.sizes, -1))
+        self._held = held if place < len(self.sizes) - 1 else None
+        return held[1][place]
 
 
 class JointLinear(Linear):

@@ -21,6 +21,7 @@ from eagle_train.models.patches import (
     shared_inputs,
     use_fast_modules,
 )
+from eagle_train.ops import joint_linear
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.joint_linear import JointLinear
 from eagle_train.ops.linear import Fp8Linear, FrozenFp8Linear, Int4Linear, Linear, fp16_copy_of
@@ -99,6 +100,23 @@ def test_a_copy_of_joined_modules_has_weights_of_its_own() -> None:
     assert torch.equal(target.hidden_states(tokens, tokens, packed_attention([[9]])), before)
     changed = hidden_states(other, tokens, tokens, packed_attention([[9]]), target.reaches)
     assert not torch.allclose(changed, before, rtol=1e-2)
+
+
+def test_threads_that_run_a_joined_model_at_once_get_their_own_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another thread's call comes right behind the product of this one's."""
+    a, b = (Linear(4, size, bias=False).requires_grad_(False) for size in (3, 2))
+    join_products([[a, b]], Undo())
+    x, y, plain = torch.randn(1, 4), torch.randn(1, 4), joint_linear.linear
+
+    def linear(given: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        out = plain(given, *weights)
+        if given is x:
+            a(y)
+        return out
+
+    monkeypatch.setattr(joint_linear, "linear", linear)
+    for module, given in ((a, x), (b, y), (b, x)):
+        torch.testing.assert_close(module(given), F.linear(given, module.weight))
 
 
 def test_only_what_is_given_the_very_same_tensor_is_joined() -> None:
