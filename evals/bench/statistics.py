@@ -105,22 +105,47 @@ def median_ratio(ours: Iterable[float], theirs: Iterable[float]) -> float:
     return median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def tpc_gain(ours: Sequence[Sequence[Sequence[int]]], theirs: Sequence[Sequence[Sequence[int]]]) -> dict[str, float]:
-    """TPC above another draft's, and its 95 % bootstrap interval over the questions.
+Runs = Sequence[Sequence[Sequence[int]]]
+"""Of runs with several seeds, [tokens, calls] for each answer."""
 
-    Of each run [tokens, calls] for each answer; runs of several seeds are added up.
-    """
-    own, other = (torch.tensor(runs).sum(0).double() for runs in (ours, theirs))
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(own), (RESAMPLES, len(own)), generator=generator)
 
-    def ratio(pairs: torch.Tensor) -> torch.Tensor:
-        tokens, calls = pairs.sum(-2).unbind(-1)
-        return tokens / calls
+def tpc_interval(runs: Runs) -> dict[str, float]:
+    """TPC of the runs together, and its 95 % bootstrap interval over seeds and questions."""
+    drawn = _drawn_questions(runs)
+    return _with_interval(_tpc_of(runs), _resampled(runs, drawn, seed=1))
 
-    spread = (ratio(own[drawn]) - ratio(other[drawn])).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-    low, high = spread.tolist()
-    return {"tpc": (ratio(own) - ratio(other)).item(), "low": low, "high": high}
+
+def tpc_gain(ours: Runs, theirs: Runs) -> dict[str, float]:
+    """TPC above another draft's, and its 95 % bootstrap interval over seeds and questions, the same questions for
+    both."""
+    drawn = _drawn_questions(ours)
+    spread = _resampled(ours, drawn, seed=1) - _resampled(theirs, drawn, seed=2)
+    return _with_interval(_tpc_of(ours) - _tpc_of(theirs), spread)
+
+
+def _tpc_of(runs: Runs) -> float:
+    tokens, calls = torch.tensor(runs).sum((0, 1)).tolist()
+    return tokens / calls
+
+
+def _drawn_questions(runs: Runs) -> torch.Tensor:
+    """int64 [RESAMPLES, questions]."""
+    count, generator = len(runs[0]), torch.Generator().manual_seed(0)
+    return torch.randint(count, (RESAMPLES, count), generator=generator)
+
+
+def _resampled(runs: Runs, drawn: torch.Tensor, seed: int) -> torch.Tensor:
+    """TPC [RESAMPLES] of questions that were drawn, of as many runs, drawn here."""
+    counts = torch.tensor(runs).double()
+    which = torch.randint(len(counts), (RESAMPLES, len(counts)), generator=torch.Generator().manual_seed(seed))
+    by_run = torch.stack([each[drawn].sum(1) for each in counts])  # [runs, RESAMPLES, 2]
+    summed = by_run.take_along_dim(which.T.unsqueeze(2), dim=0).sum(0)
+    return summed[:, 0] / summed[:, 1]
+
+
+def _with_interval(tpc: float, spread: torch.Tensor) -> dict[str, float]:
+    low, high = spread.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return {"tpc": tpc, "low": low, "high": high}
 
 
 def speedup_interval(plain: Sequence[AnswerBatch], other: Sequence[AnswerBatch]) -> tuple[float, float] | None:

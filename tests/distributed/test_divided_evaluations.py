@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from eagle_train.errors import UserError
-from evals import ablations, ceilings, load_memory, loss_memory, stream_memory, train_throughput
+from evals import ceilings, experiments, load_memory, loss_memory, stream_memory, train_throughput
 from tests.support.command_line import call, read_jsonl, write_jsonl
 from tests.support.divided_job import call_all
 from tests.support.eval_inputs import arguments, make_home
@@ -178,7 +178,7 @@ def test_a_launcher_starts_one(home, tmp_path):
     assert read_jsonl(tmp_path / "out" / "answers.jsonl") == read_jsonl(home / "one" / "mt_bench" / "answers.jsonl")
 
 
-@pytest.mark.parametrize("module", [ablations, ceilings, stream_memory, train_throughput])
+@pytest.mark.parametrize("module", [experiments, ceilings, stream_memory, train_throughput])
 def test_those_for_one_process_refuse_several(module, monkeypatch, tmp_path, capsys):
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)

@@ -1,0 +1,159 @@
+"""The report of an experiment: tables of TPC, gains and speed-ups, and TPC by the length of training as a picture.
+
+Knows nothing of engines or models.
+"""
+
+from collections.abc import Iterable, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from eagle_train.artifacts.markdown import code, plain
+from eagle_train.results import write_bytes
+from evals.bench.report import Found, document, made_on, number, table
+
+COLORS = 10  # of a plot
+
+
+def markdown(found: Found) -> str:
+    """report.md."""
+    sections = {f"Experiment {found['config']['study']['name']}": setting(found)}
+    for part in found["parts"]:
+        tables = [runs_table(found, part), tpc_table(part), gains_table(found, part)]
+        sections[title_of(part)] = "\n\n".join(filter(None, tables))
+    if found["speedups"] is not None:
+        sections["Speed-up over plain decoding"] = "\n\n".join([speed_note(found), speed_table(found["speedups"])])
+    return document(sections | {"Made on": made_on(found)})
+
+
+def setting(found: Found) -> str:
+    """What was asked, in words."""
+    config = found["config"]
+    study = config["study"]
+    asked = "all questions" if config["limit"] is None else f"{config['limit']} questions"
+    time = (
+        " At equal time a variant makes as many steps as take the reference's time, by the ratio of the times of a "
+        "step, which were measured in turn; and just as many where the interval of that ratio contains 1."
+    )
+    return (
+        f"All variants: {code(' '.join(study['base']))}. Reference: {plain(study['reference'])}."
+        f"{time if 'time' in study['equal'] else ''} TPC (tokens committed in decoding, by calls of the target) at "
+        f"temperature 0 over {asked} of {code(config['questions'])}, {config['max_tokens']} tokens an answer at most. "
+        "Intervals are of 95 %, by bootstrap over questions and over seeds; with few seeds they say little of other "
+        "seeds."
+    )
+
+
+def title_of(part: Found) -> str:
+    """A part's title."""
+    return f"{part['steps']:,} steps, equal {part['equal']}"
+
+
+def runs_table(found: Found, part: Found) -> str:
+    """What each variant is and how long it was trained."""
+    rows = []
+    for name, one in part["variants"].items():
+        own = found["config"]["study"]["variants"][name]
+        step = step_time(found["timings"][name])
+        tokens = f"{one['tokens'] / 1e6:.2f}"
+        said = " ".join([plain(name), *map(code, own)])
+        rows.append([said, f"{one['parameters'] / 1e6:.1f}", step, str(one["steps"]), tokens, str(len(one["seeds"]))])
+    return table(["variant", "M parameters", "step time (95 %)", "steps", "M tokens", "seeds"], rows)
+
+
+def tpc_table(part: Found) -> str:
+    """TPC by variant and tree."""
+    return _by_tree(
+        part, f"TPC, {title_of(part)}", {name: one["tpc"] for name, one in part["variants"].items()}, signed=False
+    )
+
+
+def gains_table(found: Found, part: Found) -> str:
+    """TPC above the reference's, by variant and tree."""
+    reference = found["config"]["study"]["reference"]
+    gains = {name: one["gain"] for name, one in part["variants"].items() if name != reference}
+    return _by_tree(part, f"TPC above {plain(reference)}, {title_of(part)}", gains, signed=True) if gains else ""
+
+
+def _by_tree(part: Found, title: str, figures: Mapping[str, Mapping[str, Found]], signed: bool) -> str:
+    trees = list(next(iter(part["variants"].values()))["tpc"])
+    sign = "+" if signed else ""
+    rows = [
+        [
+            plain(name),
+            *(f"{one[t]['tpc']:{sign}.3f} ({one[t]['low']:{sign}.2f} to {one[t]['high']:{sign}.2f})" for t in trees),
+        ]
+        for name, one in figures.items()
+    ]
+    return table([title, *map(plain, trees)], rows)
+
+
+def speed_note(found: Found) -> str:
+    """What the speed-ups are of."""
+    config = found["config"]
+    longest = max(config["study"]["steps"])
+    return (
+        f"Single prompts, {config['timed_questions']} questions, plain decoding and all drafts in turn; drafts of "
+        f"{longest:,} steps of the reference, equal {config['study']['equal'][0]}, seed {config['seeds'][0]}."
+    )
+
+
+def speed_table(speedups: Mapping[str, Mapping[str, Found]]) -> str:
+    """Speed-up by variant and tree."""
+    trees = list(next(iter(speedups.values())))
+    rows = [[plain(name), *(_speedup(one[tree]) for tree in trees)] for name, one in speedups.items()]
+    return table(["speed-up", *map(plain, trees)], rows)
+
+
+def _speedup(found: Found) -> str:
+    spread = "" if found["interval"] is None else " ({:.2f} to {:.2f})".format(*found["interval"])
+    return number(found["speedup"]) + spread
+
+
+def step_time(found: Found) -> str:
+    """A variant's step time as a multiple of the reference's."""
+    spread = "" if found["interval"] is None else " ({:.2f} to {:.2f})".format(*found["interval"])
+    return f"{found['ratio']:.2f}{spread}"
+
+
+def plot(found: Found, path: Path) -> None:
+    """TPC by the reference's steps, a row of panels for each way to be equal and a panel for each tree, as a PNG."""
+    study = found["config"]["study"]
+    trees, equals = list(study["trees"]), list(study["equal"])
+    size = (1 + 3.2 * len(trees), 0.9 + 2.9 * len(equals))
+    figure, picture = Figure(figsize=size, layout="constrained"), BytesIO()
+    panels = figure.subplots(len(equals), len(trees), squeeze=False, sharex=True, sharey="col")
+    for row, equal in enumerate(equals):
+        parts = [part for part in found["parts"] if part["equal"] == equal]
+        for axes, tree in zip(panels[row], trees, strict=True):
+            for place, name in enumerate(_names(parts)):
+                points = [
+                    (part["steps"], part["variants"][name]["tpc"][tree]) for part in parts if name in part["variants"]
+                ]
+                steps, values = zip(*points, strict=True)
+                spread = [
+                    [each["tpc"] - each["low"] for each in values],
+                    [each["high"] - each["tpc"] for each in values],
+                ]
+                look: dict[str, Any] = {"fmt": "o-", "markersize": 4, "capsize": 2, "color": f"C{place % COLORS}"}
+                axes.errorbar(steps, [each["tpc"] for each in values], yerr=spread, label=name, **look)
+            axes.set_title(f"{tree}, equal {equal}", fontsize="medium")
+            axes.set_xscale("log")
+            axes.set_xticks(sorted({part["steps"] for part in parts}), labels=[f"{part['steps']}" for part in parts])
+            axes.minorticks_off()
+            axes.grid(axis="y", color="0.92")
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+        panels[row][0].set_ylabel("tokens per call")
+    for axes in panels[-1]:
+        axes.set_xlabel("steps of the reference")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside upper left", fontsize="small", ncols=6)
+    figure.savefig(picture, dpi=150, format="png")
+    write_bytes(path, picture.getvalue())
+
+
+def _names(parts: Iterable[Found]) -> list[str]:
+    return list(dict.fromkeys(name for part in parts for name in part["variants"]))

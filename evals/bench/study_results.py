@@ -1,0 +1,102 @@
+"""What an experiment has measured so far, by file, and what follows from it: figures, gains, how long the rest takes.
+
+Knows nothing of how it is measured or shown. DESIGN section 3.8.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from evals.bench import statistics
+from evals.bench.study import StudyConfig, Trained
+from evals.bench.study_runs import answers_asked, kept, timing_asked, training_asked
+
+Found = dict[str, Any]
+
+
+def runs_of(config: StudyConfig) -> Iterator[tuple[int, str, Trained]]:
+    """What is to be trained, each with the reference's steps and what is equal: the shortest first, seed by seed. A
+    draft that stands in two places is the same file."""
+    for steps in sorted(config.study.steps):
+        for seed in config.seeds:
+            for equal in config.study.equal:
+                for name in config.chosen:
+                    yield steps, equal, trained(config, name, steps, equal, seed)
+
+
+def trained(config: StudyConfig, name: str, steps: int, equal: str, seed: int) -> Trained:
+    """A variant's draft where the reference makes so many steps."""
+    return Trained(name, config.own_steps(steps, equal, timing_of(config, name)), seed)
+
+
+def timed_runs(config: StudyConfig) -> dict[str, Trained]:
+    """The drafts whose speed-up is measured."""
+    steps, equal, seed = max(config.study.steps), config.study.equal[0], config.seeds[0]
+    return {name: trained(config, name, steps, equal, seed) for name in config.chosen}
+
+
+def timing_file(config: StudyConfig, name: str) -> Path:
+    return Path(config.out) / f"step-{name}.json"
+
+
+def run_file(config: StudyConfig, run: Trained) -> Path:
+    return Path(config.out) / f"{run}.json"
+
+
+def answers_file(config: StudyConfig, run: Trained, tree: str) -> Path:
+    return Path(config.out) / f"{run}-{tree}.json"
+
+
+def timing_of(config: StudyConfig, name: str) -> Found:
+    """A variant's `cost`, which is there by now."""
+    timing = kept(timing_file(config, name), timing_asked(config, name))
+    assert timing is not None
+    return {key: value for key, value in timing.items() if key != "asked"}
+
+
+def forecast(config: StudyConfig, left: list[Trained]) -> str:
+    """How long the rest of the study takes, by what was measured."""
+    fresh = [run for run in dict.fromkeys(left) if kept(run_file(config, run), training_asked(config, run)) is None]
+    training = sum(run.steps * timing_of(config, run.variant)["step_s"] for run in fresh)
+    return f"{len(fresh)} trainings left, {training / 60:.0f} min"
+
+
+def parts_of(config: StudyConfig) -> list[Found]:
+    """The figures of every variant, for each number of steps and each way to be equal."""
+    return [
+        {"steps": steps, "equal": equal, "variants": variants_of(config, steps, equal)}
+        for steps in sorted(config.study.steps)
+        for equal in config.study.equal
+    ]
+
+
+def variants_of(config: StudyConfig, steps: int, equal: str) -> Found:
+    """Each variant's figures over its seeds, and its gain over the reference."""
+    runs = {name: [trained(config, name, steps, equal, seed) for seed in config.seeds] for name in config.chosen}
+    answers = {name: answers_of(config, own) for name, own in runs.items()}
+    before, found = answers[config.study.reference], {}
+    for name, own in runs.items():
+        made = [kept(run_file(config, run), training_asked(config, run)) or {} for run in own]
+        counts = {tree: [each["answers"] for each in by_seed] for tree, by_seed in answers[name].items()}
+        theirs = {tree: [each["answers"] for each in by_seed] for tree, by_seed in before.items()}
+        found[name] = {
+            "steps": own[0].steps,
+            "seeds": config.seeds,
+            "tokens": made[0]["tokens"],
+            "parameters": made[0]["parameters"],
+            "tpc": {tree: statistics.tpc_interval(each) for tree, each in counts.items()},
+            "tpc_by_seed": {tree: [each["tpc"] for each in by_seed] for tree, by_seed in answers[name].items()},
+            "acceptance_per_depth": {
+                tree: by_seed[0]["acceptance_per_depth"] for tree, by_seed in answers[name].items()
+            },
+            "gain": {tree: statistics.tpc_gain(each, theirs[tree]) for tree, each in counts.items()},
+        }
+    return found
+
+
+def answers_of(config: StudyConfig, runs: list[Trained]) -> dict[str, list[Found]]:
+    """What runs answered, by tree and seed."""
+    return {
+        tree: [kept(answers_file(config, run, tree), answers_asked(config, run, tree)) or {} for run in runs]
+        for tree in config.study.trees
+    }

@@ -1,0 +1,104 @@
+"""Drafts that were trained otherwise, beside one another: TPC and speed-up at equal time, or at equal tokens.
+
+A study (conf/study) names variants of a training. A variant's step is timed against the reference's, each in its own
+process, in turn; by their ratio it gets fewer or more steps at equal time. Drafts are trained by eagle-train, with
+several seeds, and answer held-out questions with each of the study's trees. Results are files, so that a study can be
+run in parts, and goes on where it was stopped. Paper section 2.3; DESIGN section 3.8.
+
+    python -m evals.experiments study=kinds
+    python -m evals.experiments only=[unroll2] 'study.steps=[280]' seeds=[0] limit=120
+    python -m evals.experiments "+study.variants.wider=['draft.intermediate_size=1536']" only=[wider]
+"""
+
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from eagle_train.artifacts.markdown import aligned
+from eagle_train.cli import compose
+from eagle_train.drafts import planned_config
+from eagle_train.errors import check
+from eagle_train.hardware import resolve_device
+from eagle_train.inference import Dispatcher, Requests
+from eagle_train.inference.requests.readable import chats
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.target import Target
+from eagle_train.results import prepared, provenance
+from eagle_train.settings import build
+from evals.bench import study_runs
+from evals.bench.evaluation import evaluation_alone
+from evals.bench.questions import read_questions
+from evals.bench.report import write_report
+from evals.bench.requests import check_fit
+from evals.bench.study import StudyConfig
+from evals.bench.study_report import gains_table, markdown, plot, speed_table, tpc_table
+from evals.bench.study_results import (
+    answers_file,
+    forecast,
+    parts_of,
+    run_file,
+    runs_of,
+    timed_runs,
+    timing_file,
+    timing_of,
+)
+from evals.bench.study_runs import once
+
+Found = dict[str, Any]
+
+
+@evaluation_alone("experiments")
+def main(values: DictConfig) -> None:
+    config = build(StudyConfig, values, "")
+    composed = {name: compose("train", config.overrides(name)) for name in config.chosen}  # raises for mistakes
+    questions = read_questions(config.questions, config.limit)
+    out = prepared(config.out)
+    given = build(TargetConfig, composed[config.study.reference].target, "target")
+    target = load_target(given, resolve_device(config.device), reads=chats)
+    check_levels(config, composed, target)
+    longest = check_fit(Requests(target), questions, config.max_tokens)
+    for name in config.chosen:
+        print(f"{name}: time of a step", flush=True)
+        once(timing_file(config, name), study_runs.timing_asked(config, name), partial(study_runs.cost, config, name))
+    for done, (_, _, run) in enumerate(wanted := list(runs_of(config))):
+        print(f"{run} ({forecast(config, [each for _, _, each in wanted[done:]])})", flush=True)
+        train = partial(study_runs.train, config, run, target)
+        once(run_file(config, run), study_runs.training_asked(config, run), train)
+        for tree in config.study.trees:
+            answer = partial(study_runs.answered, config, run, tree, target, questions, longest)
+            once(answers_file(config, run, tree), study_runs.answers_asked(config, run, tree), answer)
+    speedups = None
+    if config.timed_questions > 0:
+        runs = timed_runs(config)
+        time_all = partial(study_runs.speed, config, runs, target, questions, longest)
+        speedups = once(out / "speed.json", study_runs.speed_asked(config, runs), time_all)["speedups"]
+    found: Found = {
+        "parts": parts_of(config),
+        "timings": {name: timing_of(config, name) for name in config.chosen},
+        "speedups": speedups,
+        "config": asdict(config),
+        "provenance": provenance(),
+    }
+    write_report(out, found, markdown(found))
+    plot(found, out / "tpc.png")
+    tables = [text for part in found["parts"] for text in (tpc_table(part), gains_table(found, part))]
+    tables.append(speed_table(speedups) if speedups else "")
+    print(*(aligned(text) for text in tables if text), sep="\n\n")
+    print(f"written to {out}: report.md, results.json, tpc.png")
+
+
+def check_levels(config: StudyConfig, composed: dict[str, DictConfig], target: Target) -> None:
+    """Raise UserError for a tree that is deeper than a variant's draft can propose."""
+    for name, values in composed.items():
+        draft: Any = OmegaConf.to_container(values.draft)
+        levels = planned_config(target.config, draft).levels
+        for tree, spec in config.study.trees.items():
+            deepest = Dispatcher(spec).deepest
+            said = f"study.trees.{tree}={spec}: has {deepest} levels, and the drafts of {name} propose {levels}"
+            check(levels is None or deepest <= levels, f"{said}; give fewer, or another draft")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""evals.experiments: steps by the ratio of times, results that are made once; the whole command on tiny models."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from eagle_train import train
+from eagle_train.cli import compose
+from eagle_train.errors import UserError
+from eagle_train.settings import CONF_DIR, build
+from evals import experiments
+from evals.bench import study_runs
+from evals.bench.study import StudyConfig, Trained
+from evals.bench.worker import Worker
+from tests.support.command_line import call, chats, write_jsonl
+from tests.support.eval_inputs import make_home
+
+STUDIES = sorted(path.stem for path in (CONF_DIR / "study").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    home = make_home(tmp_path_factory.mktemp("experiments"))
+    write_jsonl(home / "chats.jsonl", chats(40))
+    return home
+
+
+def given(home: Path, *overrides: str) -> list[str]:
+    """The command's arguments for two variants of a run on the tiny target."""
+    base = [
+        *(f"target.path={home}/target", "data=messages", f"data.path={home}/chats.jsonl", "data.row_tokens=64"),
+        *("train.micro_batch_rows=1", "optim.tokens_per_step=64", "draft.num_layers=1"),
+        *("train.steps=100", "optim.decay_share=0.5"),
+    ]
+    variants = ["+study.variants.plain=['optim.decay_share=0']", "only=[base,plain,lk]", "seeds=[0]"]
+    sizes = ["study.steps=[8]", "rounds=1", "timed_steps=1", "max_tokens=12", "batch_size=2", "device=cpu"]
+    paths = [f"questions={home}/questions.jsonl", f"out={home}/out", "timed_questions=0"]
+    quoted = ",".join(f"'{override}'" for override in base)
+    return [f"study.base=[{quoted}]", *variants, *sizes, *paths, *overrides]
+
+
+@pytest.fixture
+def in_process(monkeypatch) -> list[list[str]]:
+    """Training runs in this process; its overrides are recorded. A variant's step takes twice as long as the base's."""
+    runs = []
+
+    def started(command: list[str], **_) -> SimpleNamespace:
+        runs.append(command[3:])
+        return SimpleNamespace(returncode=train.job(compose("train", command[3:])))
+
+    monkeypatch.setattr(study_runs.subprocess, "run", started)
+    timed = {"base": 1.0, "plain": 2.0, "lk": 2.0}
+
+    def cost(config: StudyConfig, name: str) -> dict:
+        return {"ratio": timed[name], "interval": None, "reference_s": 1.0, "step_s": timed[name]}
+
+    monkeypatch.setattr(study_runs, "cost", cost)
+    return runs
+
+
+def results(home: Path) -> dict:
+    return json.loads((home / "out" / "results.json").read_text())
+
+
+def test_variants_train_for_the_references_time_and_once(home, in_process, capsys):
+    def steps() -> dict[str, tuple[int, float]]:
+        settings = [dict(override.split("=", 1) for override in run) for run in in_process]
+        return {Path(s["out"]).name: (int(s["train.steps"]), float(s["optim.decay_share"])) for s in settings}
+
+    assert call(experiments.main, *given(home, "only=[lk]")) == 0  # the reference takes part
+    assert steps() == {"base-8-0": (8, 0.5), "lk-4-0": (4, 0.5)}  # the decay's share of the run is the base's
+    assert "2 trainings left, 0 min" in capsys.readouterr().out
+    assert call(experiments.main, *given(home, "seeds=[0,1]")) == 0
+    names = [Path(override[4:]).name for run in in_process for override in run if override.startswith("out=")]
+    assert names == ["base-8-0", "lk-4-0", "plain-4-0", "base-8-1", "lk-4-1", "plain-4-1"]
+    assert steps()["plain-4-1"] == (4, 0)
+    (part,) = results(home)["parts"]
+    assert (part["steps"], part["equal"], list(part["variants"])) == (8, "time", ["base", "lk", "plain"])
+    base, lk = part["variants"]["base"], part["variants"]["lk"]
+    assert lk["steps"] == 4
+    assert len(lk["tpc_by_seed"]["chain3"]) == 2
+    assert base["gain"]["chain3"]["tpc"] == 0
+    for figure in (lk["gain"]["chain3"], lk["tpc"]["chain3"]):
+        assert figure["low"] <= figure["tpc"] <= figure["high"]
+    assert 1.0 <= base["tpc"]["chain3"]["tpc"] < 4.0
+    assert len(base["acceptance_per_depth"]["chain3"]) == 3
+    report = (home / "out" / "report.md").read_text()
+    assert "\n| lk " in capsys.readouterr().out
+    assert "| lk `train.logits_loss=lk` |" in report
+    before = len(in_process)
+    assert (
+        call(experiments.main, *given(home, "only=[lk]", "max_tokens=11")) == 0
+    )  # asked otherwise, by the same drafts
+    assert len(in_process) == before
+    assert not (home / "out" / "training" / "lk-4-0").exists()
+
+
+def test_trees_tokens_and_speed(home, in_process, tmp_path):
+    """A variant at equal tokens makes as many steps; each draft decodes with each tree; all are timed in turn."""
+    tree = "{_target_: eagle_train.inference.decode.row_trees.dynamic, nodes: 4, depth: 2, top_k: 2}"
+    asked = ["only=[lk]", "study.equal=[time,tokens]", "~study.trees.chain3"]
+    asked += ["+study.trees.chain2=chain2", f"+study.trees.grown={tree}"]
+    more = ["study.steps=[2,6]", "timed_questions=2", f"out={tmp_path}/out", "max_tokens=24"]
+    assert call(experiments.main, *given(home, *asked, *more)) == 0
+    found = results(tmp_path)
+    runs = [(part["steps"], part["equal"], part["variants"]["lk"]["steps"]) for part in found["parts"]]
+    assert runs == [(2, "time", 1), (2, "tokens", 2), (6, "time", 3), (6, "tokens", 6)]
+    trained = [Path(override[4:]).name for run in in_process for override in run if override.startswith("out=")]
+    assert trained == ["base-2-0", "lk-1-0", "lk-2-0", "base-6-0", "lk-3-0", "lk-6-0"]
+    for name in ("base", "lk"):
+        for own in found["speedups"][name].values():
+            assert 0 < own["speedup"] <= own["tpc"]
+            assert own["differing_answers"] == 0
+    last = found["parts"][-1]["variants"]["lk"]
+    assert last["tpc"].keys() == {"chain2", "grown"}
+    assert (tmp_path / "out" / "tpc.png").stat().st_size > 10_000
+
+
+def test_a_tree_deeper_than_a_draft_is_refused_before_training(home, in_process, tmp_path, capsys):
+    medusa = "+study.variants.heads=['draft=medusa','draft.heads=2','draft.num_layers=1']"
+    assert call(experiments.main, *given(home, medusa, "only=[heads]", f"out={tmp_path}/out")) == 2
+    said = "error: study.trees.chain3=chain3: has 3 levels, and the drafts of heads propose 2; give fewer"
+    assert said in capsys.readouterr().err
+    assert in_process == []
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_the_studies_of_the_project_hold(study):
+    """Every variant's overrides are eagle-train's, and every tree is one."""
+    config = build(StudyConfig, compose("experiments", [f"study={study}"]), "")
+    assert config.study.name == study
+    for name in config.chosen:
+        compose("train", config.overrides(name))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "interval", "equal", "steps"),
+    [
+        (0.9, None, "time", 9),
+        (0.9, (0.8, 1.1), "time", 8),
+        (0.9, (0.8, 0.95), "time", 9),
+        (2.0, (1.5, 2.5), "time", 4),
+        (1.1, (1.0, 1.2), "time", 8),
+        (2.0, (1.5, 2.5), "tokens", 8),
+    ],
+)
+def test_a_step_time_within_noise_gives_as_many_steps(home, ratio, interval, equal, steps):
+    config = build(StudyConfig, compose("experiments", given(home)), "")
+    own = config.own_steps(8, equal, {"ratio": ratio, "interval": interval})
+    assert own == steps
+    asked = study_runs.training_asked(config, Trained("lk", own, 3))
+    assert asked["overrides"][-2:] == ["seed=3", f"train.steps={steps}"]
+
+
+def test_a_draft_is_kept_for_other_answers(home, in_process, tmp_path, monkeypatch, capsys):
+    """A run with other questions uses the same training, also after one that failed."""
+    answered, arguments = study_runs.answered, ["only=[base]", f"out={tmp_path}"]
+
+    def failing(*_):
+        raise UserError("an answer that cannot be")
+
+    monkeypatch.setattr(study_runs, "answered", failing)
+    assert call(experiments.main, *given(home, *arguments)) == 2
+    assert "step 8/8" in capsys.readouterr().err
+    monkeypatch.setattr(study_runs, "answered", answered)
+    assert call(experiments.main, *given(home, *arguments, "max_tokens=11")) == 0
+    assert "step " not in capsys.readouterr().err
+    assert json.loads((tmp_path / "base-8-0.json").read_text())["tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("questions=nowhere.jsonl", "error: questions=nowhere.jsonl: no such file"),
+        (
+            "study.base=[train.steps=3]",
+            "error: study.base: no list is read in '[train.steps=3]': texts in it with = or other marks",
+        ),
+        ("limit=0", "error: limit=0: must be at least 1"),
+        ("max_tokens=1", "error: max_tokens=1: must be at least 2"),
+        ("max_tokens=300", "error: question "),
+    ],
+)
+def test_questions_are_checked_before_training(home, in_process, tmp_path, capsys, override, message):
+    assert call(experiments.main, *given(home, f"out={tmp_path}/out", override)) == 2
+    assert message in capsys.readouterr().err
+    assert in_process == []
+
+
+def test_steps_are_timed_in_turn_in_two_processes(home, capsys):
+    values = compose("experiments", given(home))
+    config = build(StudyConfig, values, "")
+    found = study_runs.cost(config, "lk")
+    assert found["ratio"] == pytest.approx(found["step_s"] / found["reference_s"])
+    assert 0.001 < found["step_s"] < 5
+    assert found["interval"] is None  # of one round
+    broken = Worker(study_runs.train_steps, [*config.overrides("lk"), "train.unroll=0"])
+    with pytest.raises(UserError, match=r"^train\.unroll=0"):
+        broken.ask(1)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("study.steps=[0]", "study.steps=[0]"),
+        ("study.equal=[loss]", "study.equal=['loss']: must be a list of time and tokens"),
+        ("+study.trees.a=chain0", "study.trees.a=chain0: drafts nothing"),
+        ("study.reference=other", "study.reference=other: is none of base, unroll2, "),
+        ("seeds=[]", "seeds=[]"),
+        ("only=[other]", "only=['other']: other is none of base, unroll2, "),
+        ("study.variants.lk=['train.nothing=1']", "Could not override 'train.nothing'"),
+    ],
+)
+def test_mistakes_are_one_line(home, capsys, override, message):
+    assert call(experiments.main, *given(home, override)) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_a_failed_run_is_an_error(home, monkeypatch, capsys):
+    monkeypatch.setattr(study_runs.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2))
+    monkeypatch.setattr(study_runs, "cost", lambda *_: {"ratio": 1.0, "interval": None, "step_s": 1.0})
+    assert call(experiments.main, *given(home, "only=[base]", "seeds=[7]", f"out={home}/failed")) == 2
+    assert "error: base-8-7: eagle-train ended with status 2" in capsys.readouterr().err
