@@ -81,8 +81,9 @@ def build_parts(
     optimize_for_decoding(target.model, target.dtype, [target.lm_head.weight])
     DraftConfig.from_target(target.config, num_layers=1)  # raises for a target without rotary positions
     tree = tree if drafters else chain(0)
-    dispatcher = tree if isinstance(tree, Dispatcher) else Dispatcher(tree, target.device)
     runner = Runner(target, drafters, config, acceptance)
+    levels = runner.drafters.levels
+    dispatcher = tree if isinstance(tree, Dispatcher) else Dispatcher(tree, target.device, levels)
     plans = [plan for _, plan in dispatcher.plans([size for size, _ in dispatcher.table])]
     runner.drafters.expect(plans, config.drafting)
     if runner.drafters.have_plans:

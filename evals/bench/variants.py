@@ -19,7 +19,7 @@ NO_SWITCH = (
     "Of the paper's optimisations these have no row here: CUDA graphs (3.4) without a GPU; disaggregated prefill (3.3) "
     "and sampling divided over ranks (3.2) on a GPU; rounds without a wait of the host (3.3) and grammar masks applied "
     "on the device (3.4), which every GPU has; the first token's fusion with its own hidden state and iRoPE (3.4), "
-    "which need drafts that were trained so (`evals.experiments`); and paged keys and values (3.4), without which there "
+    "which need drafts trained so (`evals.experiments`); and paged keys and values (3.4), without which there "
     "is no engine. Disaggregated prefill runs in a second process with as many threads again. Divided sampling has two "
     "processes on both sides, which share the target. First tokens reported after their first round are no mode of the "
     "engine: the side without it has them as early, and their times are moved to the end of that round, so only TTFT "

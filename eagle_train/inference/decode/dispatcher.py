@@ -25,9 +25,10 @@ class Dispatcher:
     whose last one is in the table.
     """
 
-    def __init__(self, spec: Any, device: torch.device | str = "cpu"):
+    def __init__(self, spec: Any, device: torch.device | str = "cpu", levels: int | None = None):
         """`spec`: a tree for all batch sizes; a mapping {largest batch size: tree}; or a YAML file of either, as
-        FILE.yaml or {table: FILE}. A tree as `load_tree` takes it. `device`: of the trees' tables. Raises UserError.
+        FILE.yaml or {table: FILE}. A tree as `load_tree` takes it. `device`: of the trees' tables. `levels`: how deep
+        an `AutoTree` may go. Raises UserError.
         """
         if isinstance(spec, Mapping) and set(spec) == {"table"}:
             spec = _read_table(spec["table"])
@@ -38,7 +39,7 @@ class Dispatcher:
         check(all(size > 0 for size in table), f"dispatch: batch sizes {sorted(table)} must be above 0")
         trees = {size: load_tree(tree) for size, tree in sorted(table.items())}
         self.auto = {
-            size: [TreePlan(each.to(device)) for each in tree.trees()]
+            size: [TreePlan(each.to(device)) for each in tree.trees(levels)]
             for size, tree in trees.items()
             if isinstance(tree, AutoTree)
         }

@@ -30,9 +30,10 @@ class AutoTree:
             check_count("lengths", length, 1)
         check(bool(lengths) and sorted(set(lengths)) == list(lengths), f"tree.lengths is {lengths}; they must increase")
 
-    def trees(self) -> list[Tree]:
-        """The chains, the shortest first."""
-        return [chain(length) for length in self.lengths]
+    def trees(self, most: int | None = None) -> list[Tree]:
+        """The chains, the shortest first. `most`: leaves longer ones out, unless all are."""
+        short = [length for length in self.lengths if most is None or length <= most]
+        return [chain(length) for length in short or self.lengths]
 
 
 AnySpec = Tree | AutoTree | DynamicTree | str | Mapping[str, Any]

@@ -122,6 +122,11 @@ class Drafters:
         tree = OpenTree(max(x.num_nodes for x in trees), max(x.max_depth for x in trees))
         return TreePlan(tree, tuple(own.items()))
 
+    @property
+    def levels(self) -> int | None:
+        """The most levels below the root that all of them can draft; None: any number."""
+        return min((each.needs.levels for each in self.by_name.values() if each.needs.levels is not None), default=None)
+
     def expect(self, plans: Iterable[TreePlan], mode: str) -> None:
         """These are the engine's plans. Raises OptionError where drafts cannot be drawn as `mode` says, or not so
         deep."""
@@ -130,10 +135,9 @@ class Drafters:
         told = "several drafters draw nothing" if len(self.by_name) > 1 else "trees that differ by row are not drawn"
         check(mode == "greedy" or not self.varies, f"drafting={mode}: {told}; use greedy", OptionError)
         deepest = max((plan.tree.max_depth for plan in plans), default=0)
-        for drafter in self.by_name.values():
-            most = drafter.needs.levels
-            told = f"tree: it has {deepest} levels, and the draft proposes {most} tokens ahead; use chain{most}, say"
-            check(most is None or deepest <= most, told, OptionError)
+        most = self.levels
+        told = f"tree: it has {deepest} levels, and the draft proposes {most} tokens ahead; use chain{most}, say"
+        check(most is None or deepest <= most, told, OptionError)
 
     def compile(self, sizes: Iterable[tuple[int, TreePlan]]) -> list[Callable[[], None]]:
         """As of `Drafter`."""

@@ -10,7 +10,7 @@ import torch
 from eagle_train.drafts import MedusaDraft
 from eagle_train.errors import OptionError, UserError
 from eagle_train.inference import DraftRound, Eagle, Engine, Pending, SamplingParams, TreePlan, dynamic, full
-from eagle_train.inference.decode.named_trees import load_tree
+from eagle_train.inference.decode.named_trees import AutoTree, load_tree
 from eagle_train.inference.drafters.all_at_once import AllAtOnce, _Levels
 from eagle_train.inference.drafters.drafter import Choice
 from eagle_train.inference.drafters.trained import drafter_of, make_eagle
@@ -178,11 +178,17 @@ def test_few_bits_change_no_answer(way):
     assert sum(output.stats.accepted_per_depth[0] for output in outputs) > 0
 
 
-@pytest.mark.parametrize("tree", ["chain6", "auto", {1: "chain2", 4: "d6_bf1"}, dynamic(20, 6, 2)], ids=str)
+@pytest.mark.parametrize("tree", ["chain6", AutoTree((6, 7)), {1: "chain2", 4: "d6_bf1"}, dynamic(20, 6, 2)], ids=str)
 def test_trees_beyond_the_heads_are_refused(tree):
     message = r"^tree: it has [67] levels, and the draft proposes 5 tokens ahead; use chain5, say$"
     with pytest.raises(OptionError, match=message):
         Engine(a_target(), trained(), tree)
+
+
+def test_auto_drafts_no_deeper_than_the_heads():
+    engine = Engine(a_target(), trained(), "auto")
+    assert [plan.tree.max_depth for plan in engine.dispatcher.choices(1)] == [1, 2, 3, 5]
+    assert tokens_of(engine.generate(PROMPTS, GREEDY)) == plain_answers()
 
 
 def test_no_token_is_processed_again():
