@@ -32,7 +32,7 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
     # Without the option SGLang would quantise the draft as it does the target.
     unquantised = " --speculative-draft-model-quantization unquant" if about.quant.scheme == "none" else ""
     own = layout_of(about.layout, draft)
-    served = _NATIVE if own is None else own.serves
+    served, names = _NATIVE if own is None else own.serves, {"target": target.name, "here": name}
     parts = [
         _front_matter(about),
         f"# {'Medusa heads' if draft.at_once else 'An EAGLE draft'} for {plain(target.name)}",
@@ -40,7 +40,7 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
         "the output stays the target's own, in fewer of its calls. "
         f"Layout: {about.layout}. Weights: {_weights(about)}.",
         "## Serve it",
-        served.format(target=target.name, here=name, token_map=token_map, unquantised=unquantised),
+        served.format(**names, token_map=token_map, unquantised=unquantised, levels=draft.levels),
         *([f"Note: {caveat(about)}."] if caveat(about) else []),
         "## What it is worth",
         _worth(about.evaluations),

@@ -31,7 +31,7 @@ _TOKENS = 3  # that `vllm serve` drafts of a speculators' directory where it is 
 _ATTENTION = "re:.*(q|k|v|qkv|o)_proj$"
 
 
-class _Layout(Layout):
+class Eagle3Layout(Layout):
     """Tensors as ours, but for the first layer's name, further norms, and the draft's vocabulary."""
 
     first = "midlayer."
@@ -117,7 +117,7 @@ def _draft_config(draft: "Eagle3Config", target: Identity) -> dict[str, Any]:
     }
 
 
-class _OneForBoth(_Layout):
+class _OneForBoth(Eagle3Layout):
     def config(self, draft: "Eagle3Config", quant: Quant, dtype: str, target: Identity) -> dict[str, Any]:
         layers = [each - 1 for each in draft.layers or []]  # SGLang: behind this layer, 0 the first
         return {
@@ -128,7 +128,7 @@ class _OneForBoth(_Layout):
         }
 
 
-class _Vllm(_OneForBoth):
+class Vllm(_OneForBoth):
     serves = """\
 ```bash
 vllm serve {target} --speculative-config '{{"method": "eagle3", "model": "{here}", "num_speculative_tokens": 3}}'
@@ -156,9 +156,10 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm EAG
         }
 
 
-class _Speculators(_Layout):
+class Speculators(Eagle3Layout):
     first = "layers.0."
     has_t2d = True
+    algorithm, architecture = "eagle3", "Eagle3Speculator"
     serves = """\
 ```bash
 vllm serve {here}
@@ -167,12 +168,12 @@ vllm serve {here}
 The directory names its target, {target}, which vLLM loads beside it."""
 
     def config(self, draft: "Eagle3Config", quant: Quant, dtype: str, target: Identity) -> dict[str, Any]:
-        proposal = {"proposal_type": "greedy", "speculative_tokens": _TOKENS}
+        proposal = {"proposal_type": "greedy", "speculative_tokens": draft.levels or _TOKENS}
         return {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
+            "architectures": [self.architecture],
+            "speculators_model_type": self.algorithm,
             "speculators_config": {
-                "algorithm": "eagle3",
+                "algorithm": self.algorithm,
                 "default_proposal_method": "greedy",
                 "proposal_methods": [{**proposal, "accept_tolerance": 0.0, "verifier_accept_k": 1}],
                 "verifier": {"name_or_path": target.name},
@@ -183,4 +184,4 @@ The directory names its target, {target}, which vLLM loads beside it."""
         }
 
 
-LAYOUTS: dict[str, Layout] = {"vllm": _Vllm(), "sglang": _Sglang(), "speculators": _Speculators()}
+LAYOUTS: dict[str, Layout] = {"vllm": Vllm(), "sglang": _Sglang(), "speculators": Speculators()}

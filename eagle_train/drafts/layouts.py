@@ -29,7 +29,7 @@ class Layout:
     """What an engine loads for a kind of draft. `draft`: of that kind."""
 
     serves = ""
-    """How it is served, in Markdown: {target}, {here}, {unquantised} and {token_map} are put in."""
+    """How it is served, in Markdown: {target}, {here}, {unquantised}, {token_map} and {levels} are put in."""
     needs_embedding = False
     """Whether the engine's file repeats the target's embedding."""
     has_token_map = False

@@ -1,7 +1,7 @@
-"""Drafts all levels at once, by heads that each propose a token further ahead (Medusa). DESIGN section 3.5.
+"""Drafts all levels of a tree at once, by heads that each propose a token further ahead (Medusa). DESIGN section 3.5.
 
-Nothing that a head proposes hangs on what another one did: a node at depth d has the most likely tokens of head d below
-it, the same below every parent. It has no cache. Knows nothing of validation or requests.
+Nothing that is proposed for a level hangs on what was for another: a node at depth d has the most likely tokens of
+level d's state below it, the same below every parent. Knows nothing of validation or requests.
 
 Shapes: A active rows, Q nodes of a level that have children, L levels that the draft can propose, H hidden.
 """
@@ -40,19 +40,58 @@ class _Levels(Nodes):
         return self
 
 
-class AllAtOnce(Eagle):
-    """Proposes with a draft whose kind drafts all levels at once, from the target's hidden state behind the pending
-    token. Of `Eagle` it has the LM head, whole, divided or in few bits.
+class ByLevels(Eagle):
+    """Proposes with a draft that has a state for each level of a tree before any token of it is chosen. A subclass
+    defines `levels`. Of `Eagle` it has the LM head, whole, divided or in few bits.
 
-    Raises UserError for another `alignment` than accepted: no token is processed twice.
+    Raises UserError for another `alignment` than accepted.
     """
 
+    reason = "keeps nothing that it drafted"  # why there is no other alignment
+
     def __init__(self, draft: Draft, target: Target, alignment: str = "accepted"):
-        kind = draft.config.kind
-        right = f"draft={kind} processes no token again; must be accepted"
+        right = f"draft={draft.config.kind} {self.reason}; must be accepted"
         check(alignment == "accepted", f"draft.alignment={alignment}: {right}")
         super().__init__(draft, target)
         self.needs = replace(self.needs, levels=draft.config.levels)
+
+    def levels(self, round: DraftRound) -> torch.Tensor:
+        """The draft's states [A, L, W] for the plan's levels or more, in a round with a tree that has some."""
+        raise NotImplementedError
+
+    def propose(self, round: DraftRound) -> Drafted:
+        plan, pending, choice = round.plan, round.pending, round.choice
+        if plan.tree.num_nodes == 1:
+            return self.follow(round)
+        states = self.levels(round)
+        if isinstance(plan.tree, Tree) and choice.mode == "greedy" and choice.guidance is None:
+            return self._by_rank(plan.tree, pending.last, states)
+        return self.grow(plan, states[:, :1], pending.last, _Levels(states), choice)
+
+    def follow(self, round: DraftRound) -> Drafted:
+        """A round without drafts."""
+        return Drafted(round.pending.last)
+
+    def _by_rank(self, tree: Tree, root_token: torch.Tensor, states: torch.Tensor) -> Drafted:
+        """A static tree of the most likely tokens, by one product with the LM head."""
+        most, states = max(tree.fanout), self.readable(states[:, : tree.max_depth])
+        best = self.head.tokens(self.head.lm_head.most_likely(states, most))  # [A, D, most]
+        places = (tree.depth[1:] - 1) * most + tree.child_rank[1:]
+        return Drafted(torch.cat((root_token, best.flatten(1).index_select(1, places)), 1))
+
+    def level_states(self, tokens: torch.Tensor, above: torch.Tensor, level: Level, nodes: Nodes) -> torch.Tensor:
+        assert isinstance(nodes, _Levels)
+        return nodes.next_states(tokens.shape[1])
+
+
+class AllAtOnce(ByLevels):
+    """Proposes with a draft whose kind drafts all levels from the target's hidden state behind the pending token. It
+    has no cache."""
+
+    reason = "processes no token again"
+
+    def __init__(self, draft: Draft, target: Target, alignment: str = "accepted"):
+        super().__init__(draft, target, alignment)
         self.run_levels: Forward = self.level_by_level
 
     def use_cache(self, num_kv_heads: int) -> None:
@@ -77,26 +116,9 @@ class AllAtOnce(Eagle):
     ) -> None:
         """Nothing is kept of prompts."""
 
-    def propose(self, round: DraftRound) -> Drafted:
-        plan, pending, choice = round.plan, round.pending, round.choice
-        if plan.tree.num_nodes == 1:
-            return Drafted(pending.last)
-        hidden = pending.hidden.take_along_dim(pending.end.unsqueeze(2), dim=1)
-        states = self.run_levels(hidden, None)
-        if isinstance(plan.tree, Tree) and choice.mode == "greedy" and choice.guidance is None:
-            return self._by_rank(plan.tree, pending.last, states)
-        return self.grow(plan, states[:, :1], pending.last, _Levels(states), choice)
-
-    def _by_rank(self, tree: Tree, root_token: torch.Tensor, states: torch.Tensor) -> Drafted:
-        """A static tree of the most likely tokens, by one product with the LM head."""
-        most = max(tree.fanout)
-        best = self.head.tokens(self.head.lm_head.most_likely(states[:, : tree.max_depth], most))  # [A, D, most]
-        places = (tree.depth[1:] - 1) * most + tree.child_rank[1:]
-        return Drafted(torch.cat((root_token, best.flatten(1).index_select(1, places)), 1))
-
-    def level_states(self, tokens: torch.Tensor, above: torch.Tensor, level: Level, nodes: Nodes) -> torch.Tensor:
-        assert isinstance(nodes, _Levels)
-        return nodes.next_states(tokens.shape[1])
+    def levels(self, round: DraftRound) -> torch.Tensor:
+        hidden = round.pending.hidden.take_along_dim(round.pending.end.unsqueeze(2), dim=1)
+        return self.run_levels(hidden, None)
 
     def rewind(self, round: DraftRound, drafted: Drafted, outcome: Outcome) -> Pending:
         return Drafter.rewind(self, round, drafted, outcome)
