@@ -32,6 +32,7 @@ _KINDS = {  # of drafts
     "eagle3": ("drafts/eagle3.py", "Eagle3Config"),
     "medusa": ("drafts/medusa.py", "MedusaConfig"),
     "mtp": ("drafts/mtp.py", "MtpConfig"),
+    "peagle": ("drafts/peagle.py", "PeagleConfig"),
 }
 # Where a command's default is not Python's: sizes of the draft follow from the target unless they are given, and data
 # are asked for. And fields that are no settings.
@@ -44,6 +45,7 @@ _EMPTY: dict[str, Any] = {"dict": {}, "list": []}  # what a default_factory make
 _NO_SETTINGS: dict[str, tuple[str, ...]] = {
     "draft": ("hidden_size", "vocabulary", "target_vocab_size"),
     f"{FIELDS}_medusa": (*_SIZES, "rope_parameters", "rms_norm_eps", "first_token"),  # it has no attention and no norm
+    f"{FIELDS}_peagle": ("norm_output",),  # it has no chains
 }
 
 

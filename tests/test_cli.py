@@ -189,7 +189,7 @@ def test_hydras_own_options_work(capsys, arguments, expected):
     [
         ("train", ["--help"], 0, "eagle-train: "),
         ("train", ["train.setps=3"], 2, "error: Could not override 'train.setps' ("),
-        ("train", ["draft=DIR"], 2, "error: draft=DIR: must be one of eagle, eagle3, medusa, mtp; what gives weights "),
+        ("train", ["draft=DIR"], 2, "error: draft=DIR: must be one of eagle, eagle3, medusa, mtp, peagle; what gives"),
         ("export", [], 2, "error: checkpoint, out are needed: give checkpoint=VALUE out=VALUE"),
         ("generate", ["prompt=x", "tree=nosuch"], 2, "error: In 'generate': Could not find 'tree/nosuch' (there are "),
     ],

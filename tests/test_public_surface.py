@@ -16,7 +16,8 @@ PUBLIC = {
     """,
     "drafts": """
         Draft DraftConfig Eagle3Config Eagle3Draft EagleConfig EagleDraft Head Lesson LossSums MedusaConfig MedusaDraft
-        MtpConfig MtpDraft TargetStates distillation_loss kind_named planned_config saved_config shift_hidden
+        MtpConfig MtpDraft PeagleConfig PeagleDraft TargetStates distillation_loss kind_named planned_config
+        saved_config shift_hidden
     """,
     "inference": """
         Choice Dispatcher DraftModel DraftRound Drafted Drafter DynamicTree Eagle Engine EngineConfig LayerSkip Needs

@@ -1,4 +1,4 @@
-"""Reads EAGLE-1 and EAGLE-3 drafts that others trained: as EAGLE's repository, vLLM, SGLang and speculators have them.
+"""Reads drafts that others trained: EAGLE-1, EAGLE-3 and P-EAGLE as EAGLE's repository, vLLM, SGLang, speculators do.
 
 These share tensor names (`fc`, then Llama layers) and differ in what else their files hold. Such a file does not say
 which target it is for, so the target is given. Knows nothing of our own artifacts.
@@ -48,7 +48,7 @@ _SHARED = {"embed_tokens.weight": "embedding", "lm_head.weight": "LM head"}  # o
 
 
 def load_foreign(directory: Path, target: Target) -> Draft:
-    """The draft in fp32. Raises UserError for anything but an EAGLE-1 or EAGLE-3 draft for this target."""
+    """The draft in fp32. Raises UserError for anything but an EAGLE-1, EAGLE-3 or P-EAGLE draft for this target."""
     values = _read_config(directory)
     tensors = {_common_name(name): tensor for name, tensor in _read_files(directory).items()}
     tensors = {name: tensor for name, tensor in tensors.items() if "rotary_emb" not in name}  # computed from the config
@@ -85,13 +85,14 @@ def load_foreign(directory: Path, target: Target) -> Draft:
 
 
 def _eagle3(directory: Path, values: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target) -> Eagle3Draft:
-    """An EAGLE-3 draft, from the part of its config.json that describes it and its tensors by their common names."""
+    """An EAGLE-3 or P-EAGLE draft, from the part of its config.json that describes it and its tensors by their common
+    names."""
     refuse_other("embed_tokens.weight", "embedding", tensors.pop("embed_tokens.weight", None), target, directory)
     place = f"checkpoint={directory}"
     try:
         llama = _llama_of(values)
         _check_target(llama, target)
-        draft = Eagle3Draft(eagle3_config(values, llama, tensors, target))
+        draft = eagle3_config(values, llama, tensors, target).module()
     except UserError as error:
         raise UserError(f"{place}: config.json: {error}") from error
     load_tensors(draft, eagle3_tensors(tensors, draft.config, target, place), place)

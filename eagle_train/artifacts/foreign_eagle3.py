@@ -1,4 +1,4 @@
-"""The config and the tensors of EAGLE-3 drafts that others trained, as ours. Knows nothing of files."""
+"""The config and the tensors of EAGLE-3 and P-EAGLE drafts that others trained, as ours. Knows nothing of files."""
 
 import re
 from collections.abc import Mapping
@@ -7,31 +7,40 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from eagle_train.drafts import Eagle3Config
+from eagle_train.drafts import Eagle3Config, PeagleConfig
 from eagle_train.drafts.eagle3_layouts import FLAGS
+from eagle_train.drafts.peagle_layouts import MASK, MASK_TOKENS
 from eagle_train.errors import check, shown
 from eagle_train.models.target import Target
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
-OF_EAGLE3 = (*FLAGS, _IDS, "eagle_config", "speculators_model_type")  # keys of a config.json beside the layers'
+_SPECULATORS = ("speculators_model_type", "speculators_config")
+OF_EAGLE3 = (*FLAGS, _IDS, "eagle_config", *_SPECULATORS, *MASK_TOKENS)  # keys of a config.json beside the layers'
 _HEAD, _OFFSETS = "lm_head.weight", "d2t"
-_UNUSED = ("t2d", "mask_hidden")  # the inverse of d2t; of drafts that guess several tokens at once
+_UNUSED = ("t2d", MASK)  # the inverse of d2t; of a draft that names no mask token
 
 
 def eagle3_config(
     values: Mapping[str, Any], llama: LlamaConfig, tensors: Mapping[str, torch.Tensor], target: Target
 ) -> Eagle3Config:
-    """The draft's config; `values`: what its config.json says, `llama`: the part of it that describes layers.
+    """The draft's config; `values`: what its config.json says, `llama`: the part of it that describes layers. P-EAGLE's
+    where there are a mask token and what its slots have in place of states.
 
     Fused layers that it does not name are those that engines choose. Raises UserError for other values.
     """
     count, text = llama.num_hidden_layers, target.config
     llama.num_hidden_layers = text.num_hidden_layers  # by which layers to fuse are chosen and checked
-    flags = {name: values.get(name, name == "norm_before_residual" and _is_speculators(values)) for name in FLAGS}
+    normed = values.get("speculators_model_type") == "eagle3"  # where norm_before_residual is not said
+    flags = {name: values.get(name, name == "norm_before_residual" and normed) for name in FLAGS}
     for name, flag in flags.items():
         check(isinstance(flag, bool), f"{name} is {shown(flag)}, and must be true or false")
     tokens = None if _OFFSETS not in tensors else _tokens(tensors[_OFFSETS], target)
-    return Eagle3Config.from_target(
+    made: type[Eagle3Config] = Eagle3Config
+    mask_token = next((values[name] for name in MASK_TOKENS if name in values), None)
+    if MASK in tensors and mask_token is not None:
+        check(isinstance(mask_token, int), f"the mask token is {shown(mask_token)}, and must be a token id")
+        made, flags = PeagleConfig, flags | {"norm_output": True, "mask_token": mask_token, "steps": _steps(values)}
+    return made.from_target(
         llama,
         num_layers=count,
         layers=_layers(values),
@@ -43,8 +52,12 @@ def eagle3_config(
     )
 
 
-def _is_speculators(values: Mapping[str, Any]) -> bool:
-    return "speculators_model_type" in values
+def _steps(values: Mapping[str, Any]) -> int | None:
+    """How many tokens a P-EAGLE draft proposes, as speculators say it; None where nothing does."""
+    methods = (values.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    steps = methods[0].get("speculative_tokens")
+    check(steps is None or isinstance(steps, int), f"speculative_tokens is {shown(steps)}, and must be a whole number")
+    return steps
 
 
 def _layers(values: Mapping[str, Any]) -> list[int] | None:
@@ -76,6 +89,8 @@ def eagle3_tensors(
     """The draft's tensors by our names. A file without an LM head has the target's. Raises UserError for a norm that
     engines would apply differently."""
     found = {name: tensor for name, tensor in tensors.items() if name not in (*_UNUSED, _OFFSETS)}
+    if isinstance(config, PeagleConfig):
+        found[MASK] = tensors[MASK].flatten()
     for name in [each for each in found if re.fullmatch(r"layers\.[1-9]\d*\.hidden_norm\.weight", each)]:
         norm, own = found.pop(name), name.replace("hidden_norm", "input_layernorm")
         same = own not in found or torch.equal(found[own], norm)

@@ -2,6 +2,7 @@
 
 - `kind`: the config and the module of any kind, and what is asked of them
 - `eagle`, `eagle3`: EAGLE and EAGLE-3 drafts, with `eagle_layouts` and `eagle3_layouts`
+- `peagle`: P-EAGLE, EAGLE-3 drafts of all tokens in one forward, with `peagle_layouts`
 - `mtp`, `medusa`: DeepSeek-V3's MTP module, and Medusa heads
 - `steps`: what kinds have in common that learn logits alone
 - `unroll`, `losses`, `own_head`: what kinds are trained with
@@ -20,6 +21,7 @@ from eagle_train.drafts.kind import Draft, DraftConfig, TargetStates, shift_hidd
 from eagle_train.drafts.losses import Lesson, LossSums, distillation_loss
 from eagle_train.drafts.medusa import MedusaConfig, MedusaDraft
 from eagle_train.drafts.mtp import MtpConfig, MtpDraft
+from eagle_train.drafts.peagle import PeagleConfig, PeagleDraft
 from eagle_train.errors import check, shown
 from eagle_train.settings import build
 
@@ -37,6 +39,8 @@ __all__ = [
     "MedusaDraft",
     "MtpConfig",
     "MtpDraft",
+    "PeagleConfig",
+    "PeagleDraft",
     "TargetStates",
     "distillation_loss",
     "kind_named",
@@ -46,7 +50,7 @@ __all__ = [
 ]
 
 KINDS: Mapping[str, type[DraftConfig]] = {
-    each.kind: each for each in (EagleConfig, Eagle3Config, MedusaConfig, MtpConfig)
+    each.kind: each for each in (EagleConfig, Eagle3Config, MedusaConfig, MtpConfig, PeagleConfig)
 }
 """The config of each kind. A file names a kind, never a class: what is loaded from elsewhere chooses among these."""
 

@@ -53,13 +53,15 @@ class TargetStates(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Packed rows that a draft is unrolled on: `embeddings` [B, T, H] of the tokens, the target's `states` there,
-    `positions` int64 [B, T] within documents, `lengths` of each row's documents. `noise` is added to what slots are
-    fed of the target's states."""
+    `positions` int64 [B, T] within documents, `lengths` of each row's documents. `embed`: of any tokens, int64 [..] to
+    [.., H], in the embeddings' dtype; None where the draft's kind feeds no others than the rows' own. `noise` is added
+    to what slots are fed of the target's states."""
 
     embeddings: torch.Tensor
     states: TargetStates
     positions: torch.Tensor
     lengths: list[list[int]]
+    embed: Callable[[torch.Tensor], torch.Tensor] | None = None
     noise: Callable[[torch.Tensor], torch.Tensor] = lambda states: states
 
 
@@ -90,6 +92,8 @@ class DraftConfig:
     may_differ: ClassVar[tuple[str, ...]] = ("first_token", "vocabulary")
     # Whether it drafts all levels at once, from what the target's LM head reads: it then has no attention and no cache.
     at_once: ClassVar[bool] = False
+    # Whether it drafts all levels in one forward, by slots that stand for tokens which are not known yet.
+    in_one_pass: ClassVar[bool] = False
     # Products of the LM head with a supervised slot's states in a pass: the target's, the draft's, and gradients.
     head_products: ClassVar[int] = 3
 
@@ -204,6 +208,10 @@ class DraftConfig:
         """Bytes that a token leaves for the backward pass beside those of plain layers: in each pass, and once.
         `itemsize`: of the dtype that is computed in."""
         return 2 * itemsize * self.hidden_size, 0
+
+    def passes_at_once(self, passes: int) -> int:
+        """How many of its passes a layer runs in one call, and so keeps at once where it is recomputed."""
+        return 1
 
     @property
     def has_own_head(self) -> bool:

@@ -2,7 +2,10 @@
 
 Pass 1 runs the draft on the target's hidden states. In pass k, slot j is fed the hidden state that pass k-1 predicted
 at slot j-1, and attends to what a chain rooted at slot j-k+1 has: pass 1 up to its root, then passes 2, 3, ... k, one
-slot each. The tokens fed are the document's own (as in HASS, arXiv 2408.15766). Knows nothing of losses or optimisers.
+slot each. The tokens fed are the document's own (as in HASS, arXiv 2408.15766).
+
+Where what later passes are fed hangs on no pass before, all passes are one call (`all_passes`): they attend alike.
+Knows nothing of losses or optimisers.
 
 Shapes: B rows, T tokens, H hidden; Q, K, D as in ops.attention.
 """
@@ -65,21 +68,53 @@ def _chained(
     `seen`: the keys and values of the passes before; this pass's are stored in `own`. `seen` is not changed
     afterwards, because a layer may be recomputed after later passes have run.
     """
-    behind = len(seen)  # slots from a chain's root to its last slot
-    documents = documents_by_reach(lengths, behind)
-    near: dict[tuple, list[torch.Tensor]] = {}
-
-    def seen_from(rule: Rule) -> list[torch.Tensor]:
-        """For so many steps back: whether the slot there is in reach, bool [B, T]."""
-        if rule.reach not in near:
-            near[rule.reach] = [rule.sees(positions, positions - back).expand_as(positions) for back in range(behind)]
-        return near[rule.reach]
+    over = _OverChains(positions, lengths, behind=len(seen))
 
     @torch.compiler.disable  # as packed_attention's
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
         own[layer] = (k, v)
-        later, there = [own, *reversed(seen[1:])], seen_from(rule)
-        beside = [Beside(*kept[layer], steps, there[steps]) for steps, kept in enumerate(later)]
-        return chained_attention(q, *seen[0][layer], documents(rule), rule, beside)
+        return over(q, [kept[layer] for kept in (*seen, own)], rule)
 
     return attend
+
+
+def all_passes(positions: torch.Tensor, lengths: list[list[int]], passes: int) -> Attend:
+    """`attend` of all passes in one call: of q, k, v [B, heads, passes * T, D], pass after pass, each over what
+    `unroll` has it see. `positions` int64 [B, T] within documents, `lengths` of each row's documents."""
+    within = packed_attention(lengths)
+    over = [_OverChains(positions, lengths, behind) for behind in range(1, passes)]
+
+    @torch.compiler.disable  # as packed_attention's
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+        first, *later = q.chunk(passes, dim=2)
+        pairs = list(zip(k.chunk(passes, dim=2), v.chunk(passes, dim=2), strict=True))
+        out = [within(layer, first, *pairs[0], rule)]
+        for behind, own in enumerate(later, 1):
+            out.append(over[behind - 1](own, pairs[: behind + 1], rule))
+        return torch.cat(out, dim=2)
+
+    return attend
+
+
+class _OverChains:
+    """Attention of a pass whose slots are `behind` after their chains' roots: over pass 1 up to the root, then over one
+    slot of each later pass, its own the last."""
+
+    def __init__(self, positions: torch.Tensor, lengths: list[list[int]], behind: int):
+        self._documents = documents_by_reach(lengths, behind)
+        self._positions, self._behind = positions, behind
+        self._near: dict[tuple, list[torch.Tensor]] = {}
+
+    def __call__(self, q: torch.Tensor, passes: list[_Keys], rule: Rule) -> torch.Tensor:
+        """Of q [B,Q,T,D], by the keys and values of the passes up to its own."""
+        first, *later = passes
+        there = self._seen_from(rule)
+        beside = [Beside(*pair, steps, there[steps]) for steps, pair in enumerate(reversed(later))]
+        return chained_attention(q, *first, self._documents(rule), rule, beside)
+
+    def _seen_from(self, rule: Rule) -> list[torch.Tensor]:
+        """For so many steps back: whether the slot there is in reach, bool [B, T]."""
+        if rule.reach not in self._near:
+            own = self._positions
+            self._near[rule.reach] = [rule.sees(own, own - back).expand_as(own) for back in range(self._behind)]
+        return self._near[rule.reach]

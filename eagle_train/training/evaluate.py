@@ -50,7 +50,7 @@ def measure_heldout(
         of_target = target_states(target, batch, draft.config.target_layers)
         hidden, positions = of_target.hidden, batch.positions
         with autocast(target):
-            rows = Rows(target.embed(batch.tokens), of_target, positions, batch.lengths)
+            rows = Rows(target.embed(batch.tokens), of_target, positions, batch.lengths, target.embed)
             states = draft.unrolled(forward, rows, depth)
         counted, slots = batch.supervised & counts, batch.slots[0][: None if counts else 0]
         sums = draft.losses(states[:1], [slots], hidden, head, Lesson(), scale=1.0)

@@ -86,7 +86,7 @@ class Trainer:
         """
         with autocast(self.target):
             embeddings = self.target.embed(batch.tokens)
-            rows = Rows(embeddings, states, batch.positions, batch.lengths, self._with_noise)
+            rows = Rows(embeddings, states, batch.positions, batch.lengths, self.target.embed, self._with_noise)
             passes = self.draft.unrolled(self.backend.draft, rows, len(batch.slots))
         with stage("loss"):
             sums = self.draft.losses(passes, batch.slots, states.hidden, self.head, self._lesson(), scale)

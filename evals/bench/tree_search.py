@@ -38,7 +38,8 @@ def ranks_of(target: Target, draft: Draft, prompt: list[int], answer: list[int],
     positions = torch.arange(length, device=target.device)[None]
     layers = draft.config.target_layers
     of_target = TargetStates.split(target.states(layers)(tokens, positions, packed_attention([[length]])), layers)
-    states = draft.unrolled(draft, Rows(target.embed(tokens), of_target, positions, [[length]]), depth)
+    rows = Rows(target.embed(tokens), of_target, positions, [[length]], target.embed)
+    states = draft.unrolled(draft, rows, depth)
     head, roots = Head(draft, target.lm_head), len(answer) - 1
     ranks = torch.full((roots, depth), children, dtype=torch.int64)
     for below, state in enumerate(states[: max(roots, 0)]):

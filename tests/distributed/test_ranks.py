@@ -38,6 +38,7 @@ EAGLE3 = TRAIN | {"shape": {"kind": "eagle3", "layers": [1], "num_layers": 2, "s
 EAGLE3["shape"]["vocabulary"] = list(range(10, 90, 2))
 MEDUSA = TRAIN | {"shape": {"kind": "medusa", "heads": 3, "num_layers": 2, "loss": "lk"}}
 MTP = TRAIN | {"shape": {"kind": "mtp", "steps": 3}}
+PEAGLE = TRAIN | {"shape": EAGLE3["shape"] | {"kind": "peagle"}}
 MUON = TRAIN | {"optim": {"name": "muon", "lr": 1e-3}}
 LEFT_OUT = [3, 11, 12]  # steps
 SPOILT = [6]  # steps whose gradients are no numbers
@@ -83,7 +84,7 @@ def first_half(source: Path, directory: Path) -> Path:
 
 
 KINDS = {"": TRAIN, "resumed-": TRAIN, "beyond-": BEYOND, "low-": TRAIN, "muon-": MUON, "resumed-muon-": MUON}
-KINDS |= {"eagle3-": EAGLE3, "medusa-": MEDUSA, "mtp-": MTP}
+KINDS |= {"eagle3-": EAGLE3, "medusa-": MEDUSA, "mtp-": MTP, "peagle-": PEAGLE}
 
 
 def case_of(kind: str, name: str, out: Path) -> dict:
@@ -152,7 +153,7 @@ def test_two_ranks_train_beyond_the_paper_as_one_process_does(data, together, tm
 
 
 @pytest.mark.parametrize("name", FEW)
-@pytest.mark.parametrize("kind", ["eagle3-", "medusa-", "mtp-"])
+@pytest.mark.parametrize("kind", ["eagle3-", "medusa-", "mtp-", "peagle-"])
 def test_two_ranks_train_a_draft_of_another_kind_as_one_process_does(data, together, tmp_path, kind, name):
     expected = run_training(make_trainer(tmp_path, data, **KINDS[kind]))
     assert_same_run(metrics_without_times(together(name, kind)), expected)

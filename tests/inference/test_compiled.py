@@ -15,7 +15,15 @@ from eagle_train.ops.attention import causal_attention
 from eagle_train.ops.compiled import Compiled
 from eagle_train.ops.rule import Attend, Rule
 from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, guide, token_ids
-from tests.support.tiny import FAMILIES, shared_target, tiny_draft, tiny_target, trained_draft, trained_medusa
+from tests.support.tiny import (
+    FAMILIES,
+    shared_target,
+    tiny_draft,
+    tiny_target,
+    trained_draft,
+    trained_medusa,
+    trained_peagle,
+)
 
 MOST = 4  # graphs of a forward
 SEEDED = SamplingParams(temperature=0.2, seed=5, max_tokens=24, ignore_eos=True)
@@ -53,6 +61,16 @@ def test_heads_that_draft_all_levels_at_once(graphs):
     engine = Engine(target, trained_medusa(target, 10), "d3_bf2", max_batch_size=3, compile=True)
     made = len(graphs)
     assert made == 4  # one row and several, of the target's tree and of the heads
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+    assert len(graphs) == made
+
+
+@pytest.mark.parametrize("table", ["d3_bf2", {1: "d1_bf2", 2: {"parents": [-1]}, 3: "chain4"}], ids=str)
+def test_slots_that_draft_all_levels_in_one_pass(graphs, table):
+    target, rng = fresh(), random.Random(0)
+    engine = Engine(target, trained_peagle(target, 10), table, max_batch_size=3, compile=True)
+    made = len(graphs)
+    guide(engine, answers("llama"), lambda _: rng.randint(0, 3))
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
     assert len(graphs) == made
 

@@ -43,6 +43,7 @@ from tests.support.tiny import (
     trained_eagle3,
     trained_medusa,
     trained_mtp,
+    trained_peagle,
 )
 
 FAMILIES = ["llama", "gemma2", "gpt_oss", "llama4", "qwen3_moe"]
@@ -130,6 +131,12 @@ def eagle3_of_some_tokens(target: Target) -> Eagle:
     return eagle3(target, "last", num_layers=2, norm_output=True, vocab_size=len(some), vocabulary=some)
 
 
+def peagle(target: Target) -> Eagle:
+    """Of some of the tokens, with mask slots for the deeper levels."""
+    some = list(range(1, target.identity.vocab_size))
+    return of_kind(trained_peagle, target, vocab_size=len(some), vocabulary=some)
+
+
 @cache
 def target_of(family: str) -> Target:
     """Nobody may change it."""
@@ -182,6 +189,7 @@ KINDS = {
     "eagle3, last": Kind(lambda target, _: eagle3_of_some_tokens(target), "chain3", draws=True, remembers=True),
     "medusa": Kind(lambda target, _: of_kind(trained_medusa, target), draws=True),
     "mtp": Kind(lambda target, _: of_kind(trained_mtp, target), draws=True),
+    "peagle": Kind(lambda target, _: peagle(target), draws=True),
     "draft_model": Kind(lambda target, _: DraftModel(close_to(whole(target)), target), "n8", draws=True),
     "layer_skip": Kind(lambda target, _: LayerSkip(target, target.config.num_hidden_layers - 1), draws=True),
     "ngram": Kind(lambda *_: Ngram(NgramOptions(3, 3, is_public_pool=True, pool_tokens=500)), remembers=True),

@@ -172,13 +172,13 @@ def trtllm(config: Config, tensors: Tensors, target: Config) -> Loaded:
     return loaded
 
 
-def vllm_eagle3(config: Config, tensors: Tensors, target: Config) -> Loaded:
+def vllm_eagle3(config: Config, tensors: Tensors, target: Config, is_parallel: bool = False) -> Loaded:
     """vLLM 0.33, `method: eagle3`, and a directory in the format of speculators.
 
     Eagle3LlamaForCausalLM: models/llama_eagle3.py; configs/speculators/base.py and algos.py (update_eagle3).
     """
     config, errors = speculators_as_vllm(config) if "speculators_config" in config else (config, [])
-    known = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+    known = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM")
     errors += mismatches(config, target)
     if (config.get("architectures") or [""])[0] not in known:
         return Loaded(errors=[*errors, f"architectures={config.get('architectures')}: none of {', '.join(known)}"])
@@ -192,16 +192,38 @@ def vllm_eagle3(config: Config, tensors: Tensors, target: Config) -> Loaded:
         name = name.replace(".self_attn.qkv_proj", ".qkv_proj")
         slots |= slots_of(module, scheme(config, name, module.kind, same, lambda name: None))
     slots |= vocabulary_slots(config, "draft_id_to_target_id" if "d2t" in tensors else None)
+    masked: Tensors = {}
+    if is_parallel:
+        tensors, masked = parallel_drafting(config, tensors, errors)
+        slots["mask_hidden"] = Slot("mask_hidden", (1, modules[0].inputs))
+        tensors |= masked
 
     def rename(name: str) -> str:
         if "d2t" in name:
             return "draft_id_to_target_id"
-        return name if "lm_head" in name else "model." + name.replace("midlayer.", "layers.0.")
+        return name if "lm_head" in name or name in masked else "model." + name.replace("midlayer.", "layers.0.")
 
     def unknown(name: str) -> str | None:
         return None if "t2d" in name else f"{name}: KeyError"
 
     return load(slots, tensors, rename, unknown, errors)
+
+
+def vllm_peagle(config: Config, tensors: Tensors, target: Config) -> Loaded:
+    """The same with `parallel_drafting`, which a directory of speculators' peagle turns on by itself: update_peagle of
+    algos.py, and _init_parallel_drafting_params of v1/spec_decode/llm_base_proposer.py."""
+    return vllm_eagle3(config, tensors, target, is_parallel=True)
+
+
+def parallel_drafting(config: Config, tensors: Tensors, errors: list[str]) -> tuple[Tensors, Tensors]:
+    """The tensors without `mask_hidden`, and it as a row, which it is made on being loaded."""
+    if "pard_token" not in config and "ptd_token_id" not in config:
+        errors.append("the draft model config must have `pard_token`")
+    found = {name: value for name, value in tensors.items() if "mask_hidden" in name}
+    if not found:
+        errors.append("mask_hidden not found in weights")
+    rows = {name: ((1, math.prod(shape)), dtype) for name, (shape, dtype) in found.items()}
+    return {name: value for name, value in tensors.items() if name not in found}, rows
 
 
 def speculators_as_vllm(config: Config) -> tuple[Config, list[str]]:
@@ -211,9 +233,14 @@ def speculators_as_vllm(config: Config) -> tuple[Config, list[str]]:
         config["speculators_config"]["verifier"]["name_or_path"]
     except (KeyError, IndexError):
         return config, ["Invalid speculators config structure"]
-    if config.get("speculators_model_type") != "eagle3" or "transformer_layer_config" not in config:
+    kind = config.get("speculators_model_type")
+    if kind not in ("eagle3", "peagle") or "transformer_layer_config" not in config:
         return config, ["no speculators-format model"]
     layers = dict(config["transformer_layer_config"])
+    if kind == "peagle":
+        layers |= {name: config[name] for name in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")}
+        layers |= {name: config.get(name, False) for name in ("norm_before_residual", "norm_before_fc")}
+        return layers | {"architectures": ["PeagleLlamaForCausalLM"], "pard_token": config["mask_token_id"]}, []
     layers["draft_vocab_size"] = config.get("draft_vocab_size")
     layers["norm_before_residual"] = config.get("norm_before_residual", True)
     layers |= {name: config.get(name, False) for name in ("norm_before_fc", "fc_norm", "norm_output")}
@@ -301,6 +328,7 @@ ENGINES: dict[str, Callable[[Config, Tensors, Config], Loaded]] = {
     "sglang": sglang,
     "trtllm": trtllm,
     "vllm-eagle3": vllm_eagle3,
+    "vllm-peagle": vllm_peagle,
     "sglang-eagle3": sglang_eagle3,
 }
 

@@ -27,7 +27,7 @@ def rows_of(target: Target, layers: tuple[int, ...]) -> tuple[Rows, torch.Tensor
     tokens = torch.randint(3, 96, positions.shape, generator=torch.Generator().manual_seed(1))
     states = TargetStates.split(target.own_states(tokens, positions, LENGTHS, layers), layers)
     supervised = (positions > 0) & (torch.rand(positions.shape, generator=torch.Generator().manual_seed(2)) < 0.8)
-    return Rows(target.embed(tokens), states, positions, LENGTHS), supervised
+    return Rows(target.embed(tokens), states, positions, LENGTHS, target.embed), supervised
 
 
 def slots_of(draft: Draft, rows: Rows, supervised: torch.Tensor) -> list[torch.Tensor]:
@@ -62,6 +62,10 @@ class Twin:
     def first(self, hidden: torch.Tensor, layers: list[torch.Tensor]) -> torch.Tensor:
         """What a chain's root is fed, of the target's states at the token before."""
         raise NotImplementedError
+
+    def next(self, embedding: torch.Tensor, fed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a chain's next slot has beside its position, of its token's embedding and what the one before feeds."""
+        return embedding, fed
 
     def head(self) -> torch.Tensor:
         """The LM head's rows for the draft's tokens."""
@@ -119,6 +123,16 @@ class Eagle3Twin(Twin):
         return out, out if self.c.norm_output else x
 
 
+class PeagleTwin(Eagle3Twin):
+    def next(self, embedding: torch.Tensor, fed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A mask slot's, whatever the token is and the slot before gave."""
+        return self.target.embedding[self.c.mask_token], self.first(fed, list(self.w["mask_hidden"].chunk(self.fused)))
+
+    @property
+    def fused(self) -> int:
+        return len(self.c.target_layers)
+
+
 class MtpTwin(Twin):
     def first(self, hidden: torch.Tensor, layers: list[torch.Tensor]) -> torch.Tensor:
         return hidden
@@ -146,7 +160,7 @@ def twin_loss(twin: Twin, rows: Rows, supervised: torch.Tensor) -> torch.Tensor:
             for step in range(min(STEPS, len(embeddings) - root)):
                 slot = root + step
                 if step > 0:
-                    out, fed = twin.slot(embeddings[slot], fed, slot, own)
+                    out, fed = twin.slot(*twin.next(embeddings[slot], fed), slot, own)
                 if learnt[slot]:
                     wanted = (twin.target.lm_head.weight @ hidden[slot])[twin.tokens]
                     total = total + weights[step] / sum(weights) * twin.loss(out, wanted)

@@ -21,6 +21,8 @@ from eagle_train.drafts import (
     MedusaDraft,
     MtpConfig,
     MtpDraft,
+    PeagleConfig,
+    PeagleDraft,
     TargetStates,
     shift_hidden,
 )
@@ -209,6 +211,12 @@ def tiny_mtp(target: Target, seed: int = 0, **overrides) -> MtpDraft:
     return randomised(MtpDraft(MtpConfig.from_target(target.config, **overrides)), seed)
 
 
+def tiny_peagle(target: Target, seed: int = 0, **overrides) -> PeagleDraft:
+    """The same of P-EAGLE, with two layers unless told."""
+    shape = PeagleConfig.from_target(target.config, **{"layers": [1, 2], "num_layers": 2} | overrides)
+    return randomised(PeagleDraft(shape), seed)
+
+
 def trained_draft(target: Target, steps: int = 150, **overrides) -> Draft:
     """A draft that agrees with the target now and then: a moment's training on random tokens, mended by DESIGN 3.2."""
     draft = EagleDraft(EagleConfig.from_target(target.config, **{"num_layers": 1} | overrides)).init_weights(0)
@@ -246,6 +254,13 @@ def trained_mtp(target: Target, steps: int = 150, **overrides) -> MtpDraft:
     return _trained(MtpDraft(MtpConfig.from_target(target.config, **overrides)), target, steps)
 
 
+def trained_peagle(target: Target, steps: int = 150, **overrides) -> PeagleDraft:
+    """The same of P-EAGLE, on texts that the target wrote, as Medusa heads."""
+    small = {"layers": [1], "steps": 5, "num_layers": 1}
+    draft = PeagleDraft(PeagleConfig.from_target(target.config, **small | overrides))
+    return _trained(draft, target, steps, _written(target, 0.0))
+
+
 def _trained(draft: D, target: Target, steps: int, texts: torch.Tensor | None = None) -> D:
     """With weights of a moment's training by its own losses. `texts`: int64 [texts, 16]; None: random tokens."""
     shape, generator = draft.config, torch.Generator().manual_seed(0)
@@ -260,7 +275,8 @@ def _trained(draft: D, target: Target, steps: int, texts: torch.Tensor | None = 
         states = TargetStates.split(
             target.own_states(tokens, positions, lengths, shape.target_layers), shape.target_layers
         )
-        passes = draft.unrolled(draft, Rows(target.embed(tokens), states, positions, lengths), len(slots))
+        rows = Rows(target.embed(tokens), states, positions, lengths, target.embed)
+        passes = draft.unrolled(draft, rows, len(slots))
         optimizer.zero_grad()
         draft.losses(passes, slots, states.hidden, head, Lesson(), 1 / len(slots[0])).loss.backward()
         optimizer.step()

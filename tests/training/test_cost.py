@@ -28,6 +28,7 @@ from eagle_train.drafts import (
     Lesson,
     MedusaConfig,
     MtpConfig,
+    PeagleConfig,
     TargetStates,
     losses,
     shift_hidden,
@@ -108,7 +109,7 @@ def rows_for(target, draft: Draft, lengths: list[list[int]], dtype: torch.dtype 
     positions = torch.cat([torch.arange(length) for length in lengths[0]])[None]
     layers = draft.config.target_layers
     states = TargetStates.split(target.own_states(tokens, positions, lengths, layers).to(dtype), layers)
-    return Rows(target.embed(tokens).to(dtype), states, positions, lengths)
+    return Rows(target.embed(tokens).to(dtype), states, positions, lengths, lambda each: target.embed(each).to(dtype))
 
 
 FEW = {"vocab_size": 512, "vocabulary": list(range(512))}
@@ -120,6 +121,7 @@ OF_STEPS = {"layers": [1, 2], "steps": 3}
     [
         (Eagle3Config, OF_STEPS | FEW | {"num_layers": 2}, "kept"),
         (MtpConfig, {"steps": 3, **FEW}, "kept"),
+        (PeagleConfig, OF_STEPS | FEW | {"num_layers": 2}, "kept"),
         *[(MedusaConfig, {"heads": 3}, way) for way in ("kept", "recomputed")],
         *[(MedusaConfig, {"heads": 2, "num_layers": 3, **FEW}, way) for way in ("kept", "recomputed")],
     ],
@@ -156,10 +158,15 @@ class NormAsOnGpu(torch.autograd.Function):
         (Eagle3Config, OF_STEPS | {"num_layers": 3, "norm_output": True}),
         (Eagle3Config, OF_STEPS | {"fc_norm": True}),
         (MtpConfig, {"steps": 3}),
+        (PeagleConfig, OF_STEPS),
+        (PeagleConfig, OF_STEPS | {"num_layers": 2, "norm_before_fc": True}),
         (MedusaConfig, {}),
         (MedusaConfig, {"heads": 3, "num_layers": 3}),
     ],
-    ids=["eagle3", "eagle3, three layers", "eagle3, fc_norm", "mtp", "medusa", "medusa, three blocks"],
+    ids=[
+        *("eagle3", "eagle3, three layers", "eagle3, fc_norm", "mtp"),
+        *("peagle", "peagle, norm before fc", "medusa", "medusa, three blocks"),
+    ],
 )
 def test_another_kinds_activations_are_what_the_backward_pass_keeps(kind, settings, monkeypatch):
     """With norms that keep as little as a GPU's, and the states themselves, which the losses read."""
@@ -181,6 +188,13 @@ def test_another_kinds_activations_are_what_the_backward_pass_keeps(kind, settin
     measured = sum(size for size, _ in kept.values())
     said = TOKENS * memory.activations(config, torch.bfloat16, recomputed=False, unroll=count)[0]
     assert said == pytest.approx(measured, rel=0.05)
+
+
+def test_a_layer_that_runs_all_passes_at_once_is_recomputed_for_all_of_them():
+    target = tiny_target(**WIDE)
+    kinds = [kind.from_target(target.config, **OF_STEPS, num_layers=1) for kind in (Eagle3Config, PeagleConfig)]
+    one, all_of_them = (memory.activations(each, torch.bfloat16, recomputed=True, unroll=3)[1] for each in kinds)
+    assert all_of_them == 3 * one == 3 * kinds[0].kept_by_layer(2)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss", "llama4"])

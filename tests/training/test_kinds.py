@@ -18,12 +18,13 @@ from eagle_train.training.target_pass import target_states, to_device
 from eagle_train.training.train_config import TrainConfig
 from eagle_train.training.trained_draft import read_trained
 from tests.support.command_line import chats, write_jsonl
-from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3, tiny_medusa, tiny_mtp
+from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3, tiny_medusa, tiny_mtp, tiny_peagle
 from tests.support.trainers import a_target, make_trainer, run_training, started
 
 EAGLE3 = {"kind": "eagle3", "layers": [1], "steps": 3}
 MEDUSA = {"kind": "medusa", "heads": 3}
 MTP = {"kind": "mtp", "steps": 3}
+PEAGLE = {"kind": "peagle", "layers": [1], "num_layers": 2, "steps": 3}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,9 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("shape", "share"), [(EAGLE3, 0.9), (MEDUSA, 0.97), (MTP, 0.9)], ids=["eagle3", "medusa", "mtp"]
+    ("shape", "share"),
+    [(EAGLE3, 0.9), (MEDUSA, 0.97), (MTP, 0.9), (PEAGLE, 0.9)],
+    ids=["eagle3", "medusa", "mtp", "peagle"],
 )
 def test_a_run_learns_and_its_checkpoint_names_its_kind(tmp_path, data, shape, share):
     """`share`: of its first loss; heads cannot learn much of random letters."""
@@ -52,8 +55,9 @@ def test_a_run_learns_and_its_checkpoint_names_its_kind(tmp_path, data, shape, s
         assert torch.equal(own, other)
 
 
-def test_no_deeper_acceptance_than_there_are_heads(tmp_path, data):
-    trainer = make_trainer(tmp_path, data, shape=MEDUSA, steps=1, eval_every=1, eval_depth=7)
+@pytest.mark.parametrize("shape", [MEDUSA, PEAGLE], ids=["medusa", "peagle"])
+def test_no_deeper_acceptance_than_tokens_are_proposed_at_once(tmp_path, data, shape):
+    trainer = make_trainer(tmp_path, data, shape=shape, steps=1, eval_every=1, eval_depth=7)
     assert len(run_training(trainer)[0]["heldout_acceptance_per_depth"]) == 3
 
 
@@ -100,6 +104,8 @@ def test_captured_states_are_the_layers_outputs(data, tmp_path, compiled):
         (MTP, {"unroll": 3}, r"^train\.unroll=3: draft=mtp does not read it; give draft\.steps, and leave"),
         (MTP, {"l1_weight": 0.5}, r"^train\.l1_weight=0\.5: draft=mtp does not read it; it does not learn"),
         (MTP, {"logits_loss": "lk"}, r'^train\.logits_loss=lk: .*; give draft\.loss=.* at "ce"$'),
+        (PEAGLE, {"unroll": 3}, r"^train\.unroll=3: draft=peagle does not read it; give draft\.steps, and leave"),
+        (PEAGLE, {"l1_weight": 0.5}, r"^train\.l1_weight=0\.5: draft=peagle does not read it; it does not learn"),
         (MEDUSA, {"unroll": 3}, r"^train\.unroll=3: draft=medusa does not read it; give draft\.heads, and leave"),
         (MEDUSA, {"ce_weight": 1.0}, r"^train\.ce_weight=1\.0: draft=medusa does not read it; the loss on logits"),
     ],
@@ -162,6 +168,19 @@ def test_starting_from_medusa_heads(tmp_path):
         _given_draft(str(out), replace(shape, heads=4), target)
 
 
+def test_starting_from_a_peagle_draft(tmp_path):
+    target = shared_target()
+    draft, out = tiny_peagle(target, steps=7), tmp_path / "peagle"
+    save_draft(draft, out, target.identity, dtype=torch.float32)
+    assert load_draft(out).config == read_artifact(out).draft == draft.config
+    shape = replace(draft.config, steps=2, loss="hard", first_token="self_fusion")
+    given = _given_draft(str(out), shape, target)
+    assert given.config == shape
+    assert torch.equal(given.mask_hidden, draft.mask_hidden)
+    with pytest.raises(UserError, match=r"^draft\.mask_token=5: not as train\.init_from=.*; give .*mask_token=95$"):
+        _given_draft(str(out), replace(shape, mask_token=5), target)
+
+
 def test_a_kind_that_is_none():
-    with pytest.raises(UserError, match=r"^draft\.kind='eagle4': must be one of eagle, eagle3, medusa, mtp$"):
+    with pytest.raises(UserError, match=r"^draft\.kind='eagle4': must be one of eagle, eagle3, medusa, mtp, peagle$"):
         planned_config(shared_target().config, {"kind": "eagle4"})

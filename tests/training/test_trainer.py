@@ -337,6 +337,7 @@ BEYOND = {"feature_noise": 0.1, "l1_weight_end": 0.1, "logits_loss": "lk", "unro
 EAGLE3 = {"shape": {"kind": "eagle3", "layers": [1], "num_layers": 2, "steps": 3, "loss": "lk"}, "feature_noise": 0.1}
 MEDUSA = {"shape": {"kind": "medusa", "heads": 3, "num_layers": 2, "loss": "hard"}, "feature_noise": 0.1}
 MTP = {"shape": {"kind": "mtp", "steps": 3}, "feature_noise": 0.1}
+PEAGLE = {"shape": {"kind": "peagle", "layers": [1], "num_layers": 2, "steps": 3}, "feature_noise": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -349,6 +350,7 @@ MTP = {"shape": {"kind": "mtp", "steps": 3}, "feature_noise": 0.1}
         ("adamw", (3,), MEDUSA),
         ("muon", (5,), MEDUSA),
         ("muon", (3,), MTP),
+        ("muon", (3,), PEAGLE),
     ],
 )
 def test_a_run_that_was_interrupted_is_as_if_it_had_not_been(tmp_path, data, name, breaks, train):

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from eagle_train.ops.transfer import to_device
 
@@ -79,6 +80,10 @@ class Prefix:
         longest, shortest = self.longest + tokens, self.shortest + tokens
         return PagedPrefix(self.lengths + tokens, self.blocks, longest, self.ragged, shortest, self.host_blocks)
 
+    def with_scratch(self, tokens: int) -> "Prefix":
+        """The same rows where `tokens` more than the rows have blocks for may follow: padding, in SCRATCH."""
+        return self
+
     @property
     def host_blocks(self) -> list[list[int]] | None:
         """Each row's blocks; None where only the device knows them."""
@@ -122,6 +127,10 @@ class PagedPrefix(Prefix):
     ):
         self.lengths, self.blocks, self.longest, self.ragged = lengths, blocks, longest, ragged
         self.shortest, self.host_blocks = shortest, host_blocks
+
+    def with_scratch(self, tokens: int) -> "PagedPrefix":
+        blocks = F.pad(self.blocks, (0, -(-tokens // BLOCK)), value=SCRATCH)
+        return PagedPrefix(self.lengths, blocks, self.longest, self.ragged, self.shortest, self.host_blocks)
 
     def ranges(self, slots: int) -> list[RowRange]:
         rows, count = self.host_blocks or [], -(-slots // BLOCK)

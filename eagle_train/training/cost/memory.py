@@ -126,13 +126,13 @@ def fsdp_gathered(module: Draft, dtype: torch.dtype, kept_whole: bool = False) -
 
 def activations(draft: DraftConfig, dtype: torch.dtype, recomputed: bool, unroll: int = 1) -> tuple[int, int]:
     """Bytes that a token leaves for the draft's backward pass, and those of one layer that is recomputed in it, as its
-    kind says them (`DraftConfig.kept_by_layer`, `kept_beside_layers`)."""
+    kind says them (`DraftConfig.kept_by_layer`, `passes_at_once`, `kept_beside_layers`)."""
     own = dtype.itemsize
     layer = draft.kept_by_layer(own)
     each_pass, once = draft.kept_beside_layers(own)
     ends = each_pass * unroll + once
     if recomputed:
-        return own * draft.hidden_size * draft.num_layers * unroll + ends, layer
+        return own * draft.hidden_size * draft.num_layers * unroll + ends, layer * draft.passes_at_once(unroll)
     return draft.num_layers * unroll * layer + ends, 0
 
 

@@ -19,7 +19,7 @@ from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.head import LMHead, QuantisedLMHead
 from eagle_train.ops import head_argmax
 from eagle_train.ops.attention import packed_attention
-from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3, tiny_medusa, tiny_mtp
+from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3, tiny_medusa, tiny_mtp, tiny_peagle
 
 
 class Threads(Ranks):
@@ -142,8 +142,8 @@ def test_parts_make_up_a_draft(biases):
 
 @pytest.mark.parametrize(
     ("made", "kind"),
-    [(tiny_eagle3, {}), (tiny_eagle3, {"num_layers": 2, "norm_output": True}), (tiny_mtp, {})],
-    ids=["eagle3", "eagle3, two layers", "mtp"],
+    [(tiny_eagle3, {}), (tiny_eagle3, {"num_layers": 2, "norm_output": True}), (tiny_mtp, {}), (tiny_peagle, {})],
+    ids=["eagle3", "eagle3, two layers", "mtp", "peagle"],
 )
 def test_parts_make_up_a_draft_of_another_kind(made, kind):
     target = shared_target("llama")
