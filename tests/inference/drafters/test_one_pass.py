@@ -8,8 +8,8 @@ import torch
 
 from eagle_train.drafts import PeagleDraft
 from eagle_train.errors import OptionError, UserError
-from eagle_train.inference import Eagle, Engine, Pending, SamplingParams, TreePlan, dynamic, full
-from eagle_train.inference.cache.prefix import BLOCK, SCRATCH, ContiguousPrefix, PagedPrefix
+from eagle_train.inference import Eagle, Engine, Pending, SamplingParams, TreePlan, chain, dynamic, full
+from eagle_train.inference.cache.prefix import BLOCK, SCRATCH, ContiguousPrefix, PagedPrefix, Prefix
 from eagle_train.inference.decode.named_trees import load_tree
 from eagle_train.inference.drafters.all_at_once import _Levels
 from eagle_train.inference.drafters.drafter import Choice, DraftRound
@@ -17,6 +17,7 @@ from eagle_train.inference.drafters.one_pass import OnePass
 from eagle_train.inference.drafters.trained import drafter_of, make_eagle
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.target import Target
+from eagle_train.ops.rule import Attend
 from evals.bench.tree_search import ranks_of, tpc_of
 from tests.support.graph_recorder import recorded
 from tests.support.inside import runner_of
@@ -95,8 +96,8 @@ def test_one_product_drafts_what_level_by_level_does(tree):
     assert at_once.q is None
 
 
-def states_of(drafter: OnePass, pending: Pending, depth: int = 3) -> torch.Tensor:
-    """In a cache with blocks of its own for each row, whose keys before the pending tokens are random, but alike."""
+def round_of(drafter: OnePass, pending: Pending, depth: int = 3) -> DraftRound:
+    """In a cache with a block of its own for each row, whose keys before the pending tokens are random, but alike."""
     rows, generator = len(pending.counts), torch.Generator().manual_seed(3)
     drafter.use_cache(drafter.draft.config.num_kv_heads)
     cache = drafter.cache
@@ -106,8 +107,21 @@ def states_of(drafter: OnePass, pending: Pending, depth: int = 3) -> torch.Tenso
     blocks = torch.arange(2, 2 + rows).unsqueeze(1)
     before = pending.draft_lengths
     prefix = PagedPrefix(before, blocks, int(before.max()), len(set(before.tolist())) > 1, int(before.min()))
-    plan = TreePlan(full(depth, 1))
-    return drafter.levels(DraftRound(plan, prefix.advanced(1), prefix, pending, Choice(), 96))
+    return DraftRound(TreePlan(chain(depth)), prefix.advanced(1), prefix, pending, Choice(), 96)
+
+
+def within_blocks(drafter: OnePass) -> list[int]:
+    """The positions that were attended at, each found to have a column in its block table, which a GPU's kernel reads
+    unseen."""
+    extend, seen = drafter.cache.extend, list[int]()
+
+    def checked(prefix: Prefix, positions: torch.Tensor) -> Attend:
+        assert int(positions.max()) < prefix.blocks.shape[1] * BLOCK
+        seen.append(int(positions.max()))
+        return extend(prefix, positions)
+
+    drafter.cache.extend = checked
+    return seen
 
 
 def test_padding_of_a_row_changes_nothing():
@@ -117,11 +131,27 @@ def test_padding_of_a_row_changes_nothing():
     width = 32 * 3
     hidden, counts = torch.randn(2, 4, width, generator=generator), torch.tensor([1, 4])
     pending = Pending(torch.tensor([[7, 0, 0, 0], [4, 5, 6, 8]]), hidden, counts, torch.tensor([13, 12]))
-    found = states_of(drafter, pending)
+    round = round_of(drafter, pending)
+    seen = within_blocks(drafter)
+    found = drafter.levels(round)
+    assert seen == [18]  # of a row that has a block, and needs 16 slots of it
     alone = Pending(pending.tokens[:1, :1], hidden[:1, :1], counts[:1], pending.lengths[:1])
-    torch.testing.assert_close(found[:1], states_of(drafter, alone), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[:1], drafter.levels(round_of(drafter, alone)), rtol=1e-5, atol=1e-5)
     other = Pending(pending.tokens, hidden.roll(1, dims=0), counts, pending.lengths)
-    assert not torch.allclose(found, states_of(drafter, other))
+    assert not torch.allclose(found, drafter.levels(round_of(drafter, other)))
+
+
+def test_a_round_without_a_tree_is_read():
+    """As where a draft catches up: its keys and values of the pending tokens are there, and no others change."""
+    target = shared_target()
+    drafter = OnePass(tiny_peagle(target), target)
+    pending = Pending(torch.tensor([[7, 9, 4]]), torch.randn(1, 3, 96), torch.tensor([3]), torch.tensor([12]))
+    round = round_of(drafter, pending, depth=0)
+    before = [x.clone() for x in drafter.cache.memory]
+    assert drafter.propose(round).tokens.tolist() == [[4]]
+    for old, new in zip(before, drafter.cache.memory, strict=True):
+        changed = (old != new).flatten(2).any(-1).any(0)
+        assert changed.nonzero().flatten().tolist() == [2 * BLOCK + slot for slot in (10, 11, 12)]
 
 
 def test_padding_behind_a_rows_blocks_is_scratch():
