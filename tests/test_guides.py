@@ -41,6 +41,7 @@ PROGRAMS: dict[str, tuple[Callable[[], None], list[str]]] = {
 LOOKS = ("plan=true", "preview=")  # runs of eagle-train that train nothing, so there is nothing to make small
 FURTHER = {"rounding=gptq": ["calibration_tokens=128"], "tracking=wandb": ["tracking.mode=disabled"]}
 FURTHER["draft=eagle3"] = ["draft.layers=[1]", "draft.vocab_size=20"]  # of a target as small as there
+FURTHER["draft=peagle"] = FURTHER["draft=eagle3"]
 # What commands of the shell begin with; they run in the repository's root.
 SHELL = ("ruff", "pytest tests/")
 ENVIRONMENT = "source .venv/bin/activate"  # which launch/setup.sh makes, and no process can do for another
