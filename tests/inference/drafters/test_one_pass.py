@@ -10,7 +10,7 @@ from eagle_train.drafts import PeagleDraft
 from eagle_train.errors import OptionError, UserError
 from eagle_train.inference import Eagle, Engine, Pending, SamplingParams, TreePlan, chain, dynamic, full
 from eagle_train.inference.cache.prefix import BLOCK, SCRATCH, ContiguousPrefix, PagedPrefix, Prefix
-from eagle_train.inference.decode.named_trees import load_tree
+from eagle_train.inference.decode.named_trees import AutoTree, load_tree
 from eagle_train.inference.drafters.all_at_once import _Levels
 from eagle_train.inference.drafters.drafter import Choice, DraftRound
 from eagle_train.inference.drafters.one_pass import OnePass
@@ -232,7 +232,7 @@ def test_few_bits_change_no_answer(way):
     assert sum(output.stats.accepted_per_depth[0] for output in outputs) > 0
 
 
-@pytest.mark.parametrize("tree", ["chain6", "auto", {1: "chain2", 4: "d6_bf1"}, dynamic(20, 6, 2)], ids=str)
+@pytest.mark.parametrize("tree", ["chain6", AutoTree((6, 7)), {1: "chain2", 4: "d6_bf1"}, dynamic(20, 6, 2)], ids=str)
 def test_trees_beyond_the_slots_that_were_trained_are_refused(tree):
     message = r"^tree: it has [67] levels, and the draft proposes 5 tokens ahead; use chain5, say$"
     with pytest.raises(OptionError, match=message):
