@@ -38,7 +38,6 @@ class PeagleConfig(Eagle3Config):
     kind: ClassVar[str] = "peagle"
     layouts: ClassVar = LAYOUTS
     in_one_pass: ClassVar[bool] = True
-    unread: ClassVar[Mapping[str, str]] = {**Eagle3Config.unread, "unroll": "give draft.steps"}
 
     num_layers: int = 4
     steps: int = 8  # tokens that a forward proposes, and so the most levels of a tree
