@@ -44,6 +44,7 @@ BESIDE = {  # what a group takes besides its YAMLs
     "tree": f"or {ANY_TREE}, or FILE.yaml",
     "drafter": "or FILE.yaml",
 }
+TRAINING = ("train", "cache")  # commands whose `draft` is a kind and its settings, not a directory
 # Keys that have a short name, see `named_path`.
 SHORT = {"target.path": "target", "draft.path": "draft", "tree.table": "tree", "drafter.file": "drafter"}
 FORMAT_WARNING = warnings.formatwarning  # Python's own
@@ -119,7 +120,7 @@ def named_path(override: str, command: str = "train") -> list[str]:
     key, _, value = override.partition("=")
     if key not in ("target", "draft", "tree", "drafter") or not value or value.startswith("{"):
         return [override]
-    has_kinds = key != "draft" or command == "train"  # elsewhere it is a directory, whatever its name
+    has_kinds = key != "draft" or command in TRAINING  # elsewhere it is a directory, whatever its name
     if has_kinds and (CONF_DIR / key / f"{value}.yaml").exists():
         return [override]
     if key in ("tree", "drafter") and not value.endswith(".yaml"):
@@ -179,7 +180,7 @@ def misread(overrides: list[str], config_name: str) -> str | None:
     """What is wrong with the first override of a kind that Hydra refuses in words of its own."""
     for override in overrides:
         key, equals, value = override.partition("=")
-        if key == "draft.path" and config_name == "train":  # see `named_path`
+        if key == "draft.path" and config_name in TRAINING:  # see `named_path`
             kinds = ", ".join(sorted(path.stem for path in (CONF_DIR / "draft").glob("*.yaml")))
             return f"draft={value}: must be one of {kinds}; what gives weights to begin with is train.init_from=DIR"
         if not key or (not equals and not key.startswith("~")):

@@ -29,6 +29,10 @@ def datastore() -> None:
     _run("datastore")
 
 
+def cache() -> None:
+    _run("cache")
+
+
 def _run(name: str) -> None:
     parse_arguments(name)
     handler = signal.getsignal(signal.SIGINT)

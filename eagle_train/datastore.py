@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 
 from eagle_train import distributed
 from eagle_train.cli import command
+from eagle_train.results import in_words
 from eagle_train.retrieval import DatastoreConfig, build_datastore
-from eagle_train.retrieval.size import in_words
 from eagle_train.settings import build
 
 

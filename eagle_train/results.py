@@ -104,6 +104,11 @@ def finite(values: Any) -> Any:
     return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
+def in_words(size: int) -> str:
+    """Bytes in MiB or GiB."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+
+
 def provenance() -> dict[str, Any]:
     """Versions, hardware and the machine's load: what every result is written beside. DESIGN section 3.10."""
     packages = ("eagle-train", "torch", "transformers")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_train import datastore, export, generate, regenerate, train
+from eagle_train import cache, datastore, export, generate, regenerate, train
 from evals import compare, gating, latency, layer_skip, mt_bench, switches, tune_trees
 from tests.support.command_line import call, chats, write_jsonl
 from tests.support.pages import PAGES, ROOT, Command, blocks, shell_commands
@@ -30,6 +30,7 @@ PROGRAMS: dict[str, tuple[Callable[[], None], list[str]]] = {
     "eagle-generate": (generate.main, ["max_tokens=3", "device=cpu"]),
     "eagle-regenerate": (regenerate.main, SMALL_EVAL),
     "eagle-datastore": (datastore.main, ["limit=20"]),
+    "eagle-cache": (cache.main, SMALL_RUN),
     "python -m evals.mt_bench": (mt_bench.main, SMALL_EVAL),
     "python -m evals.latency": (latency.main, [*SMALL_BATCHES, "context_lengths=[8]"]),
     "python -m evals.compare": (compare.main, SMALL_BATCHES),

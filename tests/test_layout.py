@@ -63,6 +63,8 @@ TESTED_IN = {
     "models/test_patches.py": "ops/joint_linear",
     "models/test_stored.py": "models/checkpoint_quantisation",
     "models/test_target.py": "models/experts models/forward models/loading models/shapes models/weights",
+    "test_cache.py": "caching/build caching/options caching/size caching/verify caching/walk caching/writer "
+    "models/cached_target models/state_files",
     "test_cli.py": "errors settings",
     "test_commands.py": "generate train",
     "test_datastore.py": "retrieval/build retrieval/documents retrieval/options retrieval/size",

@@ -11,6 +11,9 @@ PUBLIC = {
     "artifacts": """
         Artifact load_draft read_artifact save_draft write_artifact
     """,
+    "caching": """
+        CacheConfig build_cache verify_cache
+    """,
     "corpus": """
         Batch ChatRenderer ChatTemplate Conversation DataConfig Document SourceConfig Stream open_source
     """,

@@ -32,6 +32,7 @@ COMMANDS = {f"python -m evals.{name}": name for name in CONFIGS if (ROOT / "eval
     "eagle-generate": "generate",
     "eagle-regenerate": "regenerate",
     "eagle-datastore": "datastore",
+    "eagle-cache": "cache",
     "bash launch/quickstart.sh": "train",
     "bash launch/torchrun.sh": "train",
     "launch/slurm/train.sbatch": "train",

@@ -14,7 +14,7 @@ from eagle_train.drafts import Draft, DraftConfig
 from eagle_train.drafts.kind import InTarget
 from eagle_train.errors import check, foreign
 from eagle_train.models.directory import folder_of, weight_files
-from eagle_train.models.target import Target
+from eagle_train.models.target import TargetEnds
 
 
 def check_in_target(shape: DraftConfig, hf_config: Any, path: str, field: str) -> None:
@@ -28,7 +28,7 @@ def check_in_target(shape: DraftConfig, hf_config: Any, path: str, field: str) -
         _files_of(draft, place, folder, f"{field}: target.path={path}")
 
 
-def load_in_target(draft: Draft, target: Target, path: str, field: str) -> None:
+def load_in_target(draft: Draft, target: TargetEnds, path: str, field: str) -> None:
     """Load into `draft` the weights that the target's checkpoint holds of it. Raises UserError as `check_in_target`
     does, and for an embedding or an LM head of its own."""
     place, folder, said = _place_of(draft, target.config, field), folder_of(path), f"{field}: target.path={path}"

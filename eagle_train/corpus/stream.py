@@ -137,6 +137,11 @@ class Packer:
             done.append(self.close(best))
         return done
 
+    def slots_of(self, documents: list[Document]) -> list[torch.Tensor]:
+        """Supervised slots, bool [n], of each piece of these documents that would be packed."""
+        pieces = (piece for document in documents for piece in self._pieces(document))
+        return [slots for slots in map(_supervised_slots, pieces) if slots.any()]
+
     def close(self, row: PackedRow) -> PackedRow:
         self.open = [other for other in self.open if other is not row]
         self.counts["tokens"] += sum(row.lengths)
@@ -261,7 +266,7 @@ class Stream:
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch: plain values and tensors, safe for weights_only."""
         return {
-            "made_of": self._made_of(),
+            "made_of": self.made_of(),
             "position": asdict(self.position),
             "marks": self.feed.marks(self.position),
             "counts": dict(self.counts),
@@ -275,7 +280,7 @@ class Stream:
         The micro-batch size and the number of ranks may differ. Raises UserError for a state of other data or another
         data config.
         """
-        for key, value in self._made_of().items():
+        for key, value in self.made_of().items():
             saved = state["made_of"].get(key)
             check(
                 saved == value,
@@ -290,7 +295,7 @@ class Stream:
         self.feed.remember(state["marks"])
         self.documents = self.feed.documents(copy.deepcopy(self.position))
 
-    def _made_of(self) -> dict[str, Any]:
+    def made_of(self) -> dict[str, Any]:
         """All that the order and the contents of batches depend on."""
         values = asdict(self.config)
         for key in ("heldout", "workers", "prefetch", "malformed"):

@@ -20,7 +20,7 @@ from eagle_train.drafts.losses import Lesson, LossSums, distillation_loss
 from eagle_train.drafts.unroll import unroll
 from eagle_train.errors import check
 from eagle_train.models.layers import Layer, RMSNorm, Rotary
-from eagle_train.models.target import Target
+from eagle_train.models.target import TargetEnds
 from eagle_train.ops.linear import Linear
 from eagle_train.ops.rule import Attend
 
@@ -72,7 +72,7 @@ class EagleConfig(DraftConfig):
         check(dense, f"draft.mlp_bias=true: needs draft.ffn=dense, and it is {self.ffn}")
 
     @classmethod
-    def completed(cls, settings: dict[str, Any], target: Target) -> dict[str, Any]:
+    def completed(cls, settings: dict[str, Any], target: TargetEnds) -> dict[str, Any]:
         if settings.get("embedding_scale", 1.0) is None:
             return settings | {"embedding_scale": target.embedding_scale()}
         return settings

@@ -46,6 +46,7 @@ class Eagle3Config(StepsConfig):
 
     kind: ClassVar[str] = "eagle3"
     layouts: ClassVar = LAYOUTS
+    fed_hidden: ClassVar[bool] = False
     head_products: ClassVar[int] = 4
 
     target_vocab_size: int = 0

@@ -22,7 +22,7 @@ from eagle_train.drafts.rope import rope_parameters_of
 from eagle_train.errors import check
 from eagle_train.models.layers import Attention
 from eagle_train.models.shapes import heads_of, widest
-from eagle_train.models.target import LMHead, Target
+from eagle_train.models.target import LMHead, TargetEnds
 from eagle_train.ops.rule import Attend
 from eagle_train.settings import build
 
@@ -94,6 +94,9 @@ class DraftConfig:
     at_once: ClassVar[bool] = False
     # Whether it drafts all levels in one forward, by slots that stand for tokens which are not known yet.
     in_one_pass: ClassVar[bool] = False
+    # Whether it is fed what the target's LM head reads, at every slot; else its loss alone reads that, where it is
+    # supervised.
+    fed_hidden: ClassVar[bool] = True
     # Products of the LM head with a supervised slot's states in a pass: the target's, the draft's, and gradients.
     head_products: ClassVar[int] = 3
 
@@ -163,7 +166,7 @@ class DraftConfig:
         return {}
 
     @classmethod
-    def completed(cls, settings: dict[str, Any], target: Target) -> dict[str, Any]:
+    def completed(cls, settings: dict[str, Any], target: TargetEnds) -> dict[str, Any]:
         """The settings with what only the loaded target tells."""
         return settings
 

@@ -36,6 +36,7 @@ from eagle_train.models.directory import check_directory, folder_of, read_mappin
 from eagle_train.models.family import auto_class, check_family, skeleton
 from eagle_train.models.head import head_of
 from eagle_train.models.shapes import heads_of
+from eagle_train.models.state_files import HEADER, read_header
 from eagle_train.models.stored import check_stored
 from eagle_train.models.target import Target
 from eagle_train.settings import bundled
@@ -49,6 +50,8 @@ class TargetConfig:
     `chat_template`: a file with a template in the place of the tokenizer's own. `template_kwargs`: that template's own
     variables, for prompts that are asked of it (training data have `data.template_kwargs`).
 
+    `cached`: `path` is a directory of eagle-cache, which holds the target's hidden states in the place of its layers.
+
     `offload`: layers that do not fit on the device, or into `device_gib` of it, wait in the host's memory and, where
     that is full, on the disk; Accelerate fetches each when its turn comes.
     """
@@ -58,6 +61,7 @@ class TargetConfig:
     trust_remote_code: bool = False
     chat_template: str | None = None  # a file with the chat template that is served, if not the tokenizer's own
     template_kwargs: dict[str, Any] | None = None  # the template's variables, for prompts
+    cached: bool = False  # true: path is what eagle-cache wrote, hidden states in the place of layers; for eagle-train
     offload: bool = False  # true: layers that do not fit on the device wait in the host's memory, then on disk
     device_gib: float | None = None  # of the device, for the target, with offload; null: all that is free
 
@@ -65,6 +69,7 @@ class TargetConfig:
         check(bool(self.path), "target.path is empty: give a directory or a hub id")
         self.path = bundled(os.path.expanduser(self.path))
         check(self.dtype in DTYPES, f"target.dtype={self.dtype}: must be one of {', '.join(DTYPES)}")
+        check(not (self.cached and self.offload), "target.offload=true: target=cached has no layers; leave it out")
         gib = self.device_gib
         check(gib is None or gib > 0, f"target.device_gib={gib}: must be null or above 0")
         check(gib is None or self.offload, f"target.device_gib={gib}: needs target.offload=true")
@@ -83,10 +88,18 @@ Reads = Callable[[TargetConfig, Any, int], None]
 def load_config(config: TargetConfig) -> Any:
     """The target's Hugging Face config. Raises UserError where there is none."""
     path, place = Path(config.path), f"target.path={config.path}"
+    if config.cached:
+        read_header(path, place)
     is_name = not path.is_absolute() and not config.path.startswith(".") and len(path.parts) == 2
     check(path.exists() or is_name, f"{place}: no such directory; give one, or a hub id (USER/NAME)")
     if path.exists():
         check_directory(path, place)
+        is_cache = (path / HEADER).is_file()
+        check(
+            config.cached or not is_cache,
+            f"{place}: a cache of hidden states, without the target's layers; give the target, or to train from it "
+            "target=cached",
+        )
     else:
         with foreign(f"{place}: no such directory, and no hub id"):
             validate_repo_id(config.path)
@@ -205,6 +218,10 @@ def load_target(
 
     `reads`: raises UserError, before a weight is read, where what will be asked of the target cannot be.
     """
+    check(
+        not config.cached,
+        f"target=cached: {config.path} holds hidden states for eagle-train, and no layers to run; give the target",
+    )
     hf_config = load_config(config)
     check_target(config, hf_config, torch.device(device))
     check_placement(config, hf_config, placement, world.shard_size, computes_fp8(device))

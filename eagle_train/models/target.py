@@ -39,8 +39,40 @@ class Identity:
     num_layers: int
 
 
+class TargetEnds:
+    """What a draft is trained with of a target beside its hidden states: embedding and LM head, and which target it
+    is."""
+
+    tokenizer: Any
+    name: str
+    identity: Identity
+    lm_head: LMHead
+    embedding: torch.Tensor
+
+    @property
+    def config(self) -> Any:
+        """The text model's Hugging Face config."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Token embeddings [B, T, H] of int64 tokens [B, T]."""
+        return F.embedding(tokens, self.embedding)
+
+    def embedding_scale(self) -> float:
+        """The power of two that makes token embeddings about as large as hidden states (root mean squares)."""
+        raise NotImplementedError
+
+
 @dataclass
-class Target:
+class Target(TargetEnds):
     """A frozen causal LM. `tokenizer` is None where the directory has none.
 
     `together`: the process group of ranks that compute every forward together (tensor parallel), each with some of the
@@ -90,14 +122,6 @@ class Target:
         return self.model.config.get_text_config()
 
     @property
-    def device(self) -> torch.device:
-        return self.lm_head.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.lm_head.weight.dtype
-
-    @property
     def is_offloaded(self) -> bool:
         """Whether some weights are on the device only while they are needed."""
         return any(weight.is_meta for weight in self.model.parameters())
@@ -123,10 +147,6 @@ class Target:
         )
         check(len(calls) == layers, f"{said}attention was seen in {len(calls)} of {layers} layers")
         return self.layers
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Token embeddings [B, T, H] of int64 tokens [B, T]."""
-        return F.embedding(tokens, self.embedding)
 
     @torch.no_grad()
     def hidden_states(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -205,7 +225,6 @@ class Target:
         return states.chunk(dist.get_world_size(self.together))[dist.get_rank(self.together)]
 
     def embedding_scale(self) -> float:
-        """The power of two that makes token embeddings about as large as hidden states (root mean squares)."""
         tokens, hidden = self._states_of_few_tokens()
         ratio = hidden.square().mean() / self.embed(tokens).float().square().mean()
         return 2.0 ** round(math.log2(ratio.item()) / 2)

@@ -18,9 +18,10 @@ from eagle_train.inference.lookup.datastore_writer import DatastoreWriter, made_
 from eagle_train.inference.lookup.suffix_array import SORT_BYTES
 from eagle_train.models.loading import load_config
 from eagle_train.progress import progress
+from eagle_train.results import in_words
 from eagle_train.retrieval.documents import Place, documents_from
 from eagle_train.retrieval.options import DatastoreConfig
-from eagle_train.retrieval.size import Size, check_room, in_words, size_of
+from eagle_train.retrieval.size import Size, check_room, size_of
 from eagle_train.training.assembly import renderer_of
 
 _LOG = logging.getLogger(__name__)

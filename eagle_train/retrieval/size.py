@@ -9,6 +9,7 @@ from eagle_train.corpus.feed import Feed, MalformedRow, received, render
 from eagle_train.errors import check
 from eagle_train.inference.lookup.datastore_format import TOKEN_BYTES
 from eagle_train.progress import progress
+from eagle_train.results import in_words
 from eagle_train.retrieval.documents import Place, rows_from
 
 SAMPLE = 256  # rows that are tokenised for the estimate
@@ -54,8 +55,3 @@ def check_room(out: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     problem = f"out={out}: needs about {in_words(needed)}, and its disk has {in_words(free)} left"
     check(needed <= free, f"{problem}; give another directory, or limit=ROWS")
-
-
-def in_words(size: int) -> str:
-    """Bytes in MiB or GiB."""
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

@@ -12,7 +12,7 @@ import random
 import shlex
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -27,6 +27,7 @@ from eagle_train.distributed import ALONE, World
 from eagle_train.drafts import Draft, DraftConfig, kind_named, planned_config
 from eagle_train.errors import check, within
 from eagle_train.hardware import resolve_device, warn_of_emulation
+from eagle_train.models.cached_target import CachedTarget, check_cached, check_holds, load_cached
 from eagle_train.models.checkpoint_quantisation import quantization_config_of
 from eagle_train.models.draft_quantisation import quant_of
 from eagle_train.models.family import skeleton
@@ -42,8 +43,9 @@ from eagle_train.models.loading import (
 )
 from eagle_train.models.patches import rounded_to_fp8
 from eagle_train.models.shapes import context_of
+from eagle_train.models.state_files import read_header
 from eagle_train.models.stops import load_stop_ids
-from eagle_train.models.target import Target
+from eagle_train.models.target import Target, TargetEnds
 from eagle_train.settings import build
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint.format import checkpoints
@@ -75,8 +77,9 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     settings: Any = OmegaConf.to_container(config.draft)
     planned = planned_config(hf_config, settings)  # raises where the draft cannot be made
     check_lesson(train, planned)
+    check_drafted(target_config, planned)
     known = (target_config, hf_config, planned, train, optim)
-    parallel, world = _divided(parallel, world, device, *known, data.row_tokens)
+    parallel, world = divided(parallel, world, device, *known, data.row_tokens)
     check_placement(target_config, hf_config, parallel.target, world.shard_size)
     check(str(config.out) != "", "out is empty: give out=DIR")
     out = Path(str(config.out))
@@ -91,7 +94,8 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     random.seed(config.seed)
     torch.manual_seed(config.seed)
 
-    data.date = config.data.date = world.exchange(data.date or _day_of(out, train.resume))[0]  # the same on all ranks
+    date = data.date or _day_of(out, train.resume, target_config)
+    data.date = config.data.date = world.exchange(date)[0]  # the same on all ranks
     renderer = renderer_of(target_config, data, hf_config)
     for note in check_data(data, renderer):
         if world.is_main:
@@ -99,9 +103,9 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
 
     store = CheckpointStore(out, world)
     store.check_shared()
-    target = load_target(training_dtype(target_config, device), device, parallel.target, world)
+    target = _loaded(target_config, device, parallel, world)
     shape = _draft_shape(config.draft, target)  # raises before any data are read
-    if train.target_quant == "fp8":
+    if train.target_quant == "fp8" and isinstance(target, Target):
         round_target(target, world)
     given = None if train.init_from in (None, OF_TARGET) else _given_draft(str(train.init_from), shape, target)
 
@@ -110,12 +114,22 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
         shape.vocabulary = stream.frequent_tokens(shape.vocab_size)
     draft = (_begun(shape, config.seed, train, target, target_config.path) if given is None else given).to(device)
     heldout = heldout_batches(data, renderer, train.micro_batch_rows, train.eval_batches)
+    if isinstance(target, CachedTarget):
+        for batch in heldout:  # else the run would end at its first measurement
+            target.check_has(batch.tokens, batch.supervised, batch.lengths)
     rows = train.micro_batch_rows, data.row_tokens
-    parallel, compiled = _with_compiled_target(parallel, target, *rows, draft.config.target_layers)
+    parallel, compiled = with_compiled_target(parallel, target, *rows, draft.config.target_layers)
     backend = prepare(draft, optim, parallel, world, target.dtype)
     micro_batches = accumulation(optim, train, data.row_tokens, world.size)
     ahead = look_ahead(stream, target, draft.config, train, micro_batches, world, compiled)
     return Trainer(train, optim, target, draft, backend, ahead, heldout, store)
+
+
+def _loaded(config: TargetConfig, device: str, parallel: ParallelConfig, world: World) -> TargetEnds:
+    """The target, or what a cache of its states holds of it. Raises UserError."""
+    if config.cached:
+        return load_cached(config, device)
+    return load_target(training_dtype(config, device), device, parallel.target, world)
 
 
 def round_target(target: Target, world: World = ALONE) -> None:
@@ -131,7 +145,7 @@ def round_target(target: Target, world: World = ALONE) -> None:
         )
 
 
-def _divided(
+def divided(
     parallel: ParallelConfig,
     world: World,
     device: str,
@@ -159,8 +173,8 @@ def _divided(
     return parallel, world.divided(parallel.target_shard_size_of(world.size), parallel.draft_shard_size_of(world.size))
 
 
-def _with_compiled_target(
-    parallel: ParallelConfig, target: Target, rows: int, tokens: int, layers: tuple[int, ...]
+def with_compiled_target(
+    parallel: ParallelConfig, target: TargetEnds, rows: int, tokens: int, layers: tuple[int, ...]
 ) -> tuple[ParallelConfig, bool]:
     """Compile the target's forward of [rows, tokens], with the outputs of `layers`, where it is whole on a rank.
     Returns whether it was, and `parallel` with `compile` true or false, which is for the draft's layers. Raises
@@ -168,16 +182,17 @@ def _with_compiled_target(
 
     DeepSpeed puts hooks into a module, and its layers are compiled only for who asks for it.
     """
-    wanted, whole = parallel.compile, parallel.target == "replicated"
+    wanted, run = parallel.compile, cast(Target, target)
+    whole = parallel.target == "replicated" and not isinstance(target, CachedTarget)
     with within("parallel"):
-        compiled = whole and can_compile(target, rows, tokens, wanted, layers)
+        compiled = whole and can_compile(run, rows, tokens, wanted, layers)
     unasked = (compiled if whole else target.device.type == "cuda") and parallel.backend != "deepspeed"
     return dataclasses.replace(parallel, compile=unasked if wanted is None else wanted), compiled
 
 
 def look_ahead(
     stream: Stream,
-    target: Target,
+    target: TargetEnds,
     draft: DraftConfig,
     train: TrainConfig,
     accumulation: int,
@@ -195,17 +210,22 @@ def look_ahead(
         lambda batch: target_states(target, batch, draft.target_layers, compiled),
         target.device,
         beside=world.shard_size == 1,
+        reads=isinstance(target, CachedTarget),
     )
 
 
-def _day_of(out: Path, resume: bool) -> str:
-    """The day on which the run in `out` began if it is resumed, else today."""
+def _day_of(out: Path, resume: bool, target: TargetConfig) -> str:
+    """The day on which the run in `out` began if it is resumed, else that of a cache of the target's states, whose
+    documents have it, else today."""
     composed = out / "config.yaml"
     before = OmegaConf.load(composed) if resume and composed.is_file() else None
-    return str((before and OmegaConf.select(before, "data.date")) or _today())
+    earlier = before and OmegaConf.select(before, "data.date")
+    if not earlier and target.cached:
+        earlier = read_header(Path(target.path), f"target.path={target.path}").made_of["data.date"]
+    return str(earlier or today())
 
 
-def _today() -> str:
+def today() -> str:
     return str(datetime.date.today())
 
 
@@ -260,11 +280,22 @@ def check_job(
 
         check_zero(parallel.zero, device)
     accumulation(optim, train, data.row_tokens, ranks)
-    check_target(target, hf_config)
-    if train.target_quant != "none":
+    if target.cached:
+        check_cached(target, train.target_quant, parallel.target)
+    else:
+        check_target(target, hf_config)
+    if train.target_quant != "none" and not target.cached:
         _check_target_quant(train, parallel, target, hf_config)
     longest, context = context_of(hf_config.get_text_config())
     check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {context}")
+
+
+def check_drafted(target: TargetConfig, draft: DraftConfig) -> None:
+    """Raise UserError for a cache of hidden states that does not hold what this draft wants of its target."""
+    if target.cached:
+        place = f"target.path={target.path}"
+        header = read_header(Path(target.path), place)
+        check_holds(header, draft.target_layers, draft.fed_hidden, draft.kind, place)
 
 
 def check_lesson(train: TrainConfig, draft: DraftConfig) -> None:
@@ -297,7 +328,7 @@ def _check_target_quant(train: TrainConfig, parallel: ParallelConfig, target: Ta
     )
 
 
-def _draft_shape(values: DictConfig, target: Target) -> DraftConfig:
+def _draft_shape(values: DictConfig, target: TargetEnds) -> DraftConfig:
     """The config of the draft that the group `draft` describes."""
     settings: Any = OmegaConf.to_container(values)
     kind = kind_named(settings["kind"], "draft.kind")
@@ -307,12 +338,17 @@ def _draft_shape(values: DictConfig, target: Target) -> DraftConfig:
 def _check_start(train: TrainConfig, draft: DraftConfig, target: TargetConfig, hf_config: Any) -> None:
     """Raise UserError, before the target is loaded, where there is nothing that `train.init_from` names."""
     if train.init_from == OF_TARGET:
+        check(
+            not target.cached,
+            f"{_INIT_FROM}={OF_TARGET}: target.path={target.path} is a cache of hidden states, which holds no draft of "
+            "the target's; give a directory that eagle-export wrote, or the target itself",
+        )
         check_in_target(draft, hf_config, target.path, f"{_INIT_FROM}={OF_TARGET}")
     elif train.init_from is not None:
         read_artifact(train.init_from, _INIT_FROM)
 
 
-def _begun(shape: DraftConfig, seed: int, train: TrainConfig, target: Target, path: str) -> Draft:
+def _begun(shape: DraftConfig, seed: int, train: TrainConfig, target: TargetEnds, path: str) -> Draft:
     """A draft with fresh weights, or with those that the target's own checkpoint, at `path`, holds of it."""
     draft: Draft = shape.module().init_weights(seed, target.lm_head)
     if train.init_from == OF_TARGET:
@@ -320,7 +356,7 @@ def _begun(shape: DraftConfig, seed: int, train: TrainConfig, target: Target, pa
     return draft
 
 
-def _given_draft(directory: str, shape: DraftConfig, target: Target) -> Draft:
+def _given_draft(directory: str, shape: DraftConfig, target: TargetEnds) -> Draft:
     """The draft of an artifact, whose config must be the one that the group `draft` describes.
 
     Raises UserError where it is not, saying what to give, or where the draft was made for another target.

@@ -15,7 +15,7 @@ from eagle_train.corpus.stream import Batch
 from eagle_train.distributed import ALONE, World
 from eagle_train.drafts import Draft, Head, Lesson
 from eagle_train.drafts.kind import Rows
-from eagle_train.models.target import Target
+from eagle_train.models.target import TargetEnds
 from eagle_train.training.metrics import Meter, Record
 from eagle_train.training.target_pass import autocast, target_states, to_device
 
@@ -24,7 +24,7 @@ _CHOICE_ROWS = 1024  # rows whose logits exist at once while a token is chosen f
 
 @torch.no_grad()
 def measure_heldout(
-    target: Target,
+    target: TargetEnds,
     draft: Draft,
     batches: list[Batch],
     depth: int,

@@ -3,7 +3,8 @@
 On a CPU the target's thread gets half of the cores: two streams of small operations fill the cores better than one
 stream that is split over all of them (measured on two: the target's forward takes as long on two threads as on one).
 Work that the draft's side can split is shared with the target's thread, so that both have as much to do. On a GPU the
-one queue is kept full anyway, and the target runs in turn. Knows nothing of losses, drafts or optimisers.
+one queue is kept full anyway, and the target runs in turn; states that are read from disk are read in that thread
+there too. Knows nothing of losses, drafts or optimisers.
 """
 
 import queue
@@ -45,16 +46,17 @@ class Lookahead:
         target_states: Callable[[Placed], TargetStates],
         device: torch.device,
         beside: bool = True,
+        reads: bool = False,
     ):
         """`accumulation`: micro-batches of a step. `target_states`: those of a batch on the device. `beside`:
         whether the target may run in a thread of its own. It may not where its ranks communicate, because two threads
-        must not use one process group.
+        must not use one process group. `reads`: its states are read from disk, for which a thread waits.
         """
         self.stream, self.accumulation = stream, accumulation
         self.to_device, self.target_states, self.device = to_device, target_states, device
         self.state: dict[str, Any] = {}
         self.waited = 0.0
-        self._beside = beside
+        self._beside, self._reads = beside, reads
         self._pool: ThreadPoolExecutor | None = None
         self._threads = 0  # of torch, before `start` halved them
         self._upcoming: deque[tuple[list[Placed], dict[str, Any]]] = deque()
@@ -67,13 +69,14 @@ class Lookahead:
     @property
     def runs_beside(self) -> bool:
         """Whether the target runs in a thread of its own, with half of the cores, once this is started."""
-        return self._pool is not None or (self._beside and self.device.type == "cpu" and torch.get_num_threads() > 1)
+        halves = self.device.type == "cpu" and torch.get_num_threads() > 1
+        return self._pool is not None or (self._beside and (halves or self._reads))
 
     def start(self, steps: int | None) -> "Lookahead":
         """Draw from where the stream stands now: `steps` steps, or as many as are taken if None."""
         self._threads = torch.get_num_threads()
         if self.runs_beside:
-            half = self._threads // 2
+            half = max(1, self._threads // 2)
             torch.set_num_threads(half)
             # The number of threads is each thread's own. It decides how a product is divided, and so how it is rounded.
             self._pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(half,))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from eagle_train.drafts import DraftConfig, saved_config
 from eagle_train.errors import UserError, check
-from eagle_train.models.target import Target
+from eagle_train.models.target import TargetEnds
 from eagle_train.training.checkpoint.format import Checkpoint
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.state import TrainState
@@ -29,7 +29,7 @@ def check_budget(train: TrainConfig, path: Path, state: TrainState) -> None:
 def check_same_run(
     found: Checkpoint,
     draft: DraftConfig,
-    target: Target,
+    target: TargetEnds,
     train: TrainConfig,
     optim: OptimConfig,
     optimizer_names: Iterable[str],

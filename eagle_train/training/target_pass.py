@@ -14,7 +14,8 @@ import torch
 from eagle_train.corpus.stream import TENSORS, Batch
 from eagle_train.drafts import TargetStates
 from eagle_train.errors import OptionError
-from eagle_train.models.target import Target
+from eagle_train.models.cached_target import CachedTarget
+from eagle_train.models.target import Target, TargetEnds
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.grouped import stacks_kept
 from eagle_train.profiling import stage
@@ -29,10 +30,11 @@ class Placed(Batch):
     """A batch whose tensors are on a device, and what the host read of them before.
 
     `slots`: for each pass of the draft (unroll.py) the places, int64 [R] on the device, of the supervised slots in the
-    flat rows [B * T]; R, a shape, is known to the host without waiting for the device.
+    flat rows [B * T]; R, a shape, is known to the host without waiting for the device. `host`: the same batch there.
     """
 
     slots: tuple[torch.Tensor, ...]
+    host: Batch
 
 
 def to_device(batch: Batch, device: torch.device, first_slot: int = 0, passes: int = 1) -> Placed:
@@ -43,7 +45,7 @@ def to_device(batch: Batch, device: torch.device, first_slot: int = 0, passes: i
     tensors = {name: send(getattr(batch, name)) for name in TENSORS}
     learnt = (batch.supervised & (batch.positions >= first_slot + depth) for depth in range(passes))
     slots = tuple(send(each.flatten().nonzero().squeeze(1)) for each in learnt)
-    return Placed(lengths=batch.lengths, slots=slots, **tensors)
+    return Placed(lengths=batch.lengths, slots=slots, host=batch, **tensors)
 
 
 def _pinning(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -53,13 +55,21 @@ def _pinning(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.pin_memory().to(device, non_blocking=True)
 
 
-def target_states(target: Target, batch: Batch, layers: tuple[int, ...] = (), compiled: bool = False) -> TargetStates:
+def target_states(
+    target: TargetEnds, batch: Placed, layers: tuple[int, ...] = (), compiled: bool = False
+) -> TargetStates:
     """The target's hidden states after its final norm, and the outputs of these `layers`, [B, T, H] each in its dtype;
     each document attends to itself.
 
-    `compiled`: by torch.compile, of a target that is whole on this rank.
+    `compiled`: by torch.compile, of a target that is whole on this rank. Those of a `CachedTarget` are read from disk;
+    raises UserError where they are not there.
     """
     with stage("target"):
+        if isinstance(target, CachedTarget):
+            of_host = batch.host.tokens, batch.host.supervised, batch.lengths
+            hidden, outputs = target.stored_states(*of_host, layers)
+            return TargetStates(hidden, dict(zip(layers, outputs, strict=True)))
+        assert isinstance(target, Target)
         if compiled:
             given = batch.tokens, batch.positions, packed_attention(batch.lengths)
             return TargetStates.split(target.compiled(layers)(*given), layers)
@@ -98,7 +108,7 @@ def casts_kept(device: torch.device) -> Iterator[None]:
         yield
 
 
-def autocast(target: Target) -> torch.autocast:
+def autocast(target: TargetEnds) -> torch.autocast:
     """The draft's weights are fp32; under this it computes in the target's dtype."""
     low = target.dtype != torch.float32
     return torch.autocast(target.device.type, dtype=target.dtype if low else None, enabled=low)

@@ -19,7 +19,7 @@ from eagle_train.distributed import CommonError
 from eagle_train.drafts import Draft, Head, Lesson, LossSums, TargetStates
 from eagle_train.drafts.kind import Rows
 from eagle_train.errors import check
-from eagle_train.models.target import Target
+from eagle_train.models.target import TargetEnds
 from eagle_train.profiling import stage
 from eagle_train.progress import Progress, progress
 from eagle_train.training.backend import Backend
@@ -53,7 +53,7 @@ class Trainer:
         self,
         train: TrainConfig,
         optim: OptimConfig,
-        target: Target,
+        target: TargetEnds,
         draft: Draft,
         backend: Backend,
         lookahead: Lookahead,

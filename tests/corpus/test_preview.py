@@ -179,14 +179,14 @@ def test_a_run_that_goes_on_another_day_reads_the_day_it_began(tmp_path, monkeyp
     path = write_jsonl(tmp_path / "rows.jsonl", chats(30))
     common = (f"target={target}", "target.dtype=float32", "data=messages", f"data.path={path}", "data.row_tokens=64",
               "draft.num_layers=1", "optim.tokens_per_step=64", "train.micro_batch_rows=1")  # fmt: skip
-    monkeypatch.setattr(assembly, "_today", lambda: "2026-07-31")
+    monkeypatch.setattr(assembly, "today", lambda: "2026-07-31")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert call(train.main, *common, "train.steps=4", f"out={tmp_path / 'whole'}") == 0
         assert call(train.main, *common, "train.steps=2", f"out={tmp_path / 'parts'}") == 0
     said = "the chat template reads the clock: it gets 2026-07-31 throughout the run"
     assert sum(said in str(each.message) for each in told) == 2
-    monkeypatch.setattr(assembly, "_today", lambda: "2031-02-03")
+    monkeypatch.setattr(assembly, "today", lambda: "2031-02-03")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert call(train.main, *common, "train.steps=4", f"out={tmp_path / 'parts'}") == 0

@@ -20,7 +20,7 @@ from eagle_train.distributed import World
 from eagle_train.errors import UserError
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.weights import fingerprint, sample_of
-from eagle_train.training.assembly import _divided
+from eagle_train.training.assembly import divided
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint.format import RankTensors
 from eagle_train.training.metrics import NoTracker
@@ -34,7 +34,7 @@ from tests.support.trainers import a_target, make_trainer, run_training
 def one_run(data: Path, case: dict, world: World) -> None:
     parallel = ParallelConfig(**case["parallel"])
     if case.get("chosen"):
-        parallel, world = _divided(parallel, world, "cpu", *[None] * 5, row_tokens=0)
+        parallel, world = divided(parallel, world, "cpu", *[None] * 5, row_tokens=0)
         assert (parallel.draft_shard_size, parallel.reshard_after_forward) == (2, False)
         assert world.draft_shard_mesh.shape == (2, 2)
     world = world.divided(world.shard_size, parallel.draft_shard_size_of(world.size))

@@ -9,6 +9,8 @@ from torch._inductor import config as inductor
 
 from eagle_train.corpus.stream import Batch
 from eagle_train.errors import OptionError
+from eagle_train.models.cached_target import CachedTarget
+from eagle_train.models.head import LMHead
 from eagle_train.models.target import Target
 from eagle_train.ops.linear import FrozenFp8Linear
 from eagle_train.training import assembly
@@ -133,5 +135,12 @@ def test_what_a_job_compiles(monkeypatch, settings, device, draft, of_target):
 
     monkeypatch.setattr(assembly, "can_compile", can)
     target = SimpleNamespace(device=torch.device(device))
-    parallel, compiled = assembly._with_compiled_target(ParallelConfig(**settings), target, 2, 24, ())
+    parallel, compiled = assembly.with_compiled_target(ParallelConfig(**settings), target, 2, 24, ())
     assert (parallel.compile, compiled) == (draft, of_target)
+
+
+def test_what_is_read_from_disk_is_not_compiled():
+    target = object.__new__(CachedTarget)
+    target.lm_head = LMHead(torch.zeros(2, 2))
+    parallel, compiled = assembly.with_compiled_target(ParallelConfig(compile=True), target, 2, 24, ())
+    assert (parallel.compile, compiled) == (True, False)

@@ -11,6 +11,7 @@ import torch
 
 from eagle_train.hardware import device_memory
 from eagle_train.models.loading import TargetConfig
+from eagle_train.models.target import Target
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.cost.estimate import GIB, ClusterConfig, PlannedRun
 from eagle_train.training.cost.this_machine import part_seconds
@@ -41,11 +42,14 @@ def step_plan(trainer: Trainer, target: TargetConfig, parallel: ParallelConfig) 
     memory = device_memory(device)
     cluster = ClusterConfig(memory_gib=memory / GIB) if memory else ClusterConfig()
     row_tokens = trainer.lookahead.stream.config.row_tokens
-    shape = (target, own.model.config, trainer.draft.config, trainer.config, trainer.optim)
+    hf_config = own.model.config if isinstance(own, Target) else own.config
+    shape = (target, hf_config, trainer.draft.config, trainer.config, trainer.optim)
     run = PlannedRun(*shape, cluster, row_tokens, world.size, own.dtype)
     cost = run.cost(chosen(parallel, world.size, world.node, lambda each: memory is None or run.fits(each)))
     seconds = part_seconds(cost.flops, trainer.draft.config, trainer.optim, device.type, world.size)
-    weights = sum(_local_bytes(tensor) for tensor in own.model.parameters())
+    ends = {each.data_ptr(): each for each in (own.embedding, own.lm_head.weight)}.values()
+    there = own.model.parameters() if isinstance(own, Target) else ends
+    weights = sum(_local_bytes(tensor) for tensor in there)
     return StepPlan(
         {STAGES[part]: each for part, each in seconds.items()}, cost.memory if memory is not None else {}, weights
     )
