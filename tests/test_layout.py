@@ -76,7 +76,8 @@ TESTED_IN = {
     "regeneration/outcome regeneration/row_log regeneration/run",
     "test_terminal.py": "usage",
     "training/test_checkpoint.py": "training/checkpoint/format training/checkpoint/store training/checkpoint/verify",
-    "training/test_cost.py": "training/cost/estimate training/cost/flops training/cost/memory training/cost/report "
+    "training/test_cost.py": "training/cost/estimate training/cost/flops training/cost/memory training/cost/offline "
+    "training/cost/report "
     "training/cost/target_shape training/cost/this_machine",
     "training/test_step_profile.py": "training/cost/measured",
     "training/test_init_from.py": "artifacts/of_target training/assembly",

@@ -166,7 +166,7 @@ def divided(
     if device != "cpu":
         own = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         cluster = ClusterConfig(memory_gib=min(world.exchange(own)) / GIB)
-        dtype = DTYPES[training_dtype(target, device).dtype]
+        dtype = cached_dtype(target) or DTYPES[training_dtype(target, device).dtype]
         assert dtype is not None  # `training_dtype` leaves no auto
         run = PlannedRun(target, hf_config, draft, train, optim, cluster, row_tokens, world.size, dtype)
     parallel = chosen(parallel, world.size, world.node, fits)
@@ -288,6 +288,11 @@ def check_job(
         _check_target_quant(train, parallel, target, hf_config)
     longest, context = context_of(hf_config.get_text_config())
     check(data.row_tokens <= longest, f"data.row_tokens={data.row_tokens}: must be at most the context, {context}")
+
+
+def cached_dtype(target: TargetConfig) -> torch.dtype | None:
+    """What a cache's target computed in, which its draft computes in too; None where the target is none."""
+    return read_header(Path(target.path), f"target.path={target.path}").computed if target.cached else None
 
 
 def check_drafted(target: TargetConfig, draft: DraftConfig) -> None:

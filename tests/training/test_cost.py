@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from eagle_train import hardware, train
+from eagle_train import cache, hardware, train
 from eagle_train.cli import compose
 from eagle_train.drafts import (
     Draft,
@@ -45,6 +45,7 @@ from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.cost import estimate, memory, report
 from eagle_train.training.cost.estimate import GIB, ClusterConfig, PlannedRun, estimate_cost
 from eagle_train.training.cost.flops import flops_of
+from eagle_train.training.cost.offline import Offline
 from eagle_train.training.cost.target_shape import TargetShape
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.parallelize import recomputed
@@ -52,7 +53,7 @@ from eagle_train.training.placement import chosen
 from eagle_train.training.train_config import TrainConfig
 from evals.bench import training_steps as bench
 from tests.support import memory_job
-from tests.support.command_line import call, save_target, write_jsonl
+from tests.support.command_line import call, chats, save_target, write_jsonl
 from tests.support.presets import shapes_of
 from tests.support.processes import start_ranks
 from tests.support.tiny import GROUPED_FLOPS, OTHERS, SIZES, tiny_model, tiny_target
@@ -747,3 +748,57 @@ def test_a_plan_for_a_job_that_could_not_start_is_refused(tmp_path, capsys, over
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(("target", "draft", "disk"), [(5, 1, 0.5), (1, 5, 2), (1, 1, 1.85), (3, 1, 3.5), (2, 1, 2.6)])
+def test_a_cache_is_faster_from_the_epoch_that_is_said(target, draft, disk):
+    """Its making is a forward, written meanwhile; then each epoch is the draft's, read meanwhile."""
+    first = Offline(8, target, draft, disk).first_epoch
+    faster = [max(target, disk) + n * max(draft, disk) < n * (target + draft) for n in range(1, 200)]
+    assert faster.index(True) + 1 == first
+    assert all(faster[first - 1 :])
+
+
+def test_a_disk_that_is_slower_than_the_target_is_said():
+    slow = Offline(2**20, 1.0, 1.0, 2.5)
+    assert slow.first_epoch is None
+    assert "1,024 KiB a token, 976.6 GiB a million; reading them takes longer" in slow.advice("at 5 GiB/s")
+    assert "which takes 2.5 times as long as the draft" in slow.reading("at 5 GiB/s")
+
+
+@pytest.mark.parametrize(("overrides", "kib"), [((), 8), (("draft=eagle3",), 32)])
+def test_a_plan_says_what_the_targets_states_would_take(tmp_path, capsys, overrides, kib):
+    shapes_of("llama3_1_8b").target.save_pretrained(tmp_path)
+    given = ["plan=true", f"target.path={tmp_path}", "target=hf", "data=messages", "data.path=none.jsonl"]
+    assert call(train.main, *given, "cluster.gpus=16", "parallel=ddp", *overrides) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert f"{kib} KiB a token, {kib * 2**10 * 1e6 / GIB:.1f} GiB a million; " in said
+    assert said.endswith(" epochs on, at 5 GiB/s on each of 2 nodes")
+    assert call(train.main, *given, "cluster.gpus=16", "parallel=ddp", *overrides, "cluster.disk_gib_s=0.001") == 0
+    assert "reading them takes longer than the target" in capsys.readouterr().out
+
+
+def test_a_plan_of_a_run_from_a_cache_has_no_target(tmp_path, capsys):
+    save_target(tmp_path / "target")
+    write_jsonl(tmp_path / "train.jsonl", chats(20))
+    data = ["data=messages", f"data.path={tmp_path / 'train.jsonl'}", "data.row_tokens=32", "train.micro_batch_rows=1"]
+    data += ["optim.tokens_per_step=64", "train.steps=2", "device=cpu"]
+    assert (
+        call(cache.main, f"target={tmp_path / 'target'}", "target.dtype=float32", *data, f"out={tmp_path / 'cache'}")
+        == 0
+    )
+    capsys.readouterr()
+    given = ["target=cached", f"target.path={tmp_path / 'cache'}", "plan=true", "cluster.gpus=1"]
+    assert call(train.main, *given, *data, "cluster.disk_gib_s=1e-6") == 0
+    said = capsys.readouterr().out
+    flops, memory = said.split("GiB on each of")
+    assert "no layers" in flops
+    assert "  target  " not in flops
+    assert "  target's weights                                0.00" in memory
+    width = SIZES["hidden_size"] * 4
+    assert f"reading from disk: {width / 2**10:g} KiB a token, 0.0 GiB/s in all, at 1e-06 GiB/s, which takes" in said
+    assert f"{1e-6 * GIB / width:,.0f} tokens/s" in said  # the disk's
+    assert call(train.main, *given, *data, "draft=eagle3", "draft.layers=[1]") == 2
+    assert "holds final hidden states alone" in capsys.readouterr().err
+    assert call(train.main, *given, *data, "cluster.disk_gib_s=0") == 2
+    assert "cluster.disk_gib_s=0.0: must be above 0" in capsys.readouterr().err

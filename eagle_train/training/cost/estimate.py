@@ -8,6 +8,7 @@ offloaded target, the host's memory. Knows nothing of data or files.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from eagle_train.drafts import DraftConfig
 from eagle_train.errors import check
 from eagle_train.models.loading import TargetConfig
+from eagle_train.models.state_files import read_header
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.cost.flops import flops_of
 from eagle_train.training.cost.memory import (
@@ -24,6 +26,7 @@ from eagle_train.training.cost.memory import (
     target_activations,
     target_weights,
 )
+from eagle_train.training.cost.offline import Offline
 from eagle_train.training.cost.target_shape import TargetShape
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.train_config import TrainConfig
@@ -47,17 +50,22 @@ class ClusterConfig:
     memory_gib: float = 80.0  # of a GPU
     tflops: float = 989.0  # of a GPU, dense bf16; an H100's
     mfu: float = 0.4  # the share of them that the job reaches
+    disk_gib_s: float = 5.0  # GiB a second that a node reads from its storage, or writes: of target=cached, eagle-cache
 
     def __post_init__(self) -> None:
         check(self.gpus is None or self.gpus >= 1, f"cluster.gpus={self.gpus}: must be at least 1, or null")
         check(self.gpus_per_node >= 1, f"cluster.gpus_per_node={self.gpus_per_node}: must be at least 1")
-        for key in ("memory_gib", "tflops"):
+        for key in ("memory_gib", "tflops", "disk_gib_s"):
             check(getattr(self, key) > 0, f"cluster.{key}={getattr(self, key)}: must be above 0")
         check(0 < self.mfu <= 1, f"cluster.mfu={self.mfu}: must be above 0 and at most 1")
 
     def node_of(self, ranks: int) -> int:
         """The GPUs of a node where there are `ranks` of them."""
         return ranks if ranks % self.gpus_per_node else self.gpus_per_node
+
+    def disk_speed(self, ranks: int) -> float:
+        """Bytes a second that all nodes of a job of `ranks` processes read together."""
+        return self.disk_gib_s * GIB * ranks / self.node_of(ranks)
 
     @property
     def room(self) -> float:
@@ -72,6 +80,8 @@ class CostEstimate:
     `flops`: of one token, by part. `memory`: bytes on one GPU, by part. `host`: bytes in the memory of its host.
     `saved`: FLOPs of a token that FP8 takes no time for, where a GPU has it.
     `tokens_per_s`: of all GPUs. `seconds`: of the whole run. `layout`: what is divided over how many GPUs, in lines.
+    `offline`: of the target's states on disk, from which the run reads them where the target has no layers, and else
+    might.
     """
 
     target: TargetShape
@@ -84,6 +94,12 @@ class CostEstimate:
     tokens_per_s: float
     seconds: float
     layout: tuple[str, ...] = ()
+    offline: Offline | None = None
+
+    @property
+    def reads(self) -> bool:
+        """Whether the target's states are read from disk."""
+        return not self.target.layers
 
 
 def estimate_cost(
@@ -97,17 +113,21 @@ def estimate_cost(
     ranks: int,
     dtype: torch.dtype = torch.bfloat16,
     loaded: TargetConfig | None = None,
+    token_bytes: int | None = None,
 ) -> CostEstimate:
     """The cost of a job of `ranks` processes with one GPU each.
 
     `dtype`: what the GPUs compute in. `loaded`: how the target is loaded, which says what of it is offloaded.
+    `token_bytes`: of a cache of the target's states that is read; None: as the target would be cached.
     """
     with torch.device("meta"):
         module = draft.module()
     recomputed, passes = parallel.activation_checkpointing, draft.passes(train.unroll)
     flops, in_fp8 = flops_of(target, draft, module, row_tokens, recomputed, passes), train.target_quant == "fp8"
     saved = 2 * target.rounded * (1 - 1 / _FP8_SPEED) if in_fp8 else 0.0
-    tokens_per_s = ranks * cluster.tflops * 1e12 * cluster.mfu / (sum(flops.values()) - saved)
+    offline = _offline(flops, saved, cluster, ranks, token_bytes or _token_bytes(target, draft, dtype))
+    step = offline.target + offline.draft
+    tokens_per_s = 1 / (step if target.layers else max(step, offline.disk))
     tokens = train.micro_batch_rows * row_tokens
     accumulated = optim.tokens_per_step > tokens * ranks
     weights, host = draft_state(module, optim, parallel, ranks, dtype, accumulated)
@@ -143,7 +163,27 @@ def estimate_cost(
         tokens_per_s,
         _seconds(train, optim, tokens_per_s),
         tuple(_layout(parallel, ranks)),
+        offline,
     )
+
+
+def _token_bytes(target: TargetShape, draft: DraftConfig, dtype: torch.dtype) -> int:
+    """What a token takes on disk, with all states that the draft wants, as the target computes them."""
+    return target.hidden * dtype.itemsize * (1 + len(draft.target_layers))
+
+
+def _offline(
+    flops: Mapping[str, float],
+    saved: float,
+    cluster: ClusterConfig,
+    ranks: int,
+    token_bytes: int,
+) -> Offline:
+    """The seconds of a token for the target and all else, and of reading it."""
+    speed = ranks * cluster.tflops * 1e12 * cluster.mfu
+    draft = sum(flops.values()) - flops["target"]
+    disk = token_bytes / cluster.disk_speed(ranks)
+    return Offline(token_bytes, (flops["target"] - saved) / speed, draft / speed, disk)
 
 
 def _layout(parallel: ParallelConfig, ranks: int) -> Iterator[str]:
@@ -177,7 +217,7 @@ class PlannedRun:
     def cost(self, parallel: ParallelConfig) -> CostEstimate:
         """The cost of the run divided so, with all choices made. Raises UserError where the target is none."""
         given = self.train, self.optim, parallel, self.cluster, self.row_tokens, self.ranks, self.dtype, self.target
-        return estimate_cost(self._shape, self.draft, *given)
+        return estimate_cost(self._shape, self.draft, *given, self._token_bytes)
 
     def fits(self, parallel: ParallelConfig) -> bool:
         """Whether a GPU has the memory for it."""
@@ -185,7 +225,15 @@ class PlannedRun:
 
     @cached_property
     def _shape(self) -> TargetShape:
-        return TargetShape.of(self.hf_config, self.target.trust_remote_code, f"target.path={self.target.path}")
+        shape = TargetShape.of(self.hf_config, self.target.trust_remote_code, f"target.path={self.target.path}")
+        return shape.without_layers() if self.target.cached else shape
+
+    @cached_property
+    def _token_bytes(self) -> int | None:
+        """Of a cache that is read."""
+        if not self.target.cached:
+            return None
+        return sum(read_header(Path(self.target.path), f"target.path={self.target.path}").layout.widths.values())
 
 
 def _seconds(train: TrainConfig, optim: OptimConfig, tokens_per_s: float) -> float:

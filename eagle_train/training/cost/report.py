@@ -14,7 +14,7 @@ from eagle_train.drafts import planned_config
 from eagle_train.hardware import computes_fp8, resolve_device
 from eagle_train.models.loading import DTYPES, TargetConfig, check_placement, load_config
 from eagle_train.settings import build
-from eagle_train.training.assembly import check_job, check_lesson, check_planned_data
+from eagle_train.training.assembly import cached_dtype, check_drafted, check_job, check_lesson, check_planned_data
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.cost.estimate import GIB, USABLE, ClusterConfig, CostEstimate, PlannedRun
 from eagle_train.training.cost.this_machine import steps_here
@@ -38,7 +38,8 @@ def cost_report(config: DictConfig, ranks: int) -> str:
     settings: Any = OmegaConf.to_container(config.draft)
     draft = planned_config(hf_config, settings)
     check_lesson(train, draft)
-    dtype = DTYPES[target.dtype] or torch.bfloat16  # which the GPUs to plan for compute in
+    check_drafted(target, draft)
+    dtype = cached_dtype(target) or DTYPES[target.dtype] or torch.bfloat16  # which the GPUs to plan for compute in
     run = PlannedRun(target, hf_config, draft, train, optim, cluster, data.row_tokens, ranks, dtype)
     parallel = chosen(parallel, ranks, cluster.node_of(ranks), run.fits)
     check_placement(target, hf_config, parallel.target, parallel.target_shard_size_of(ranks))
@@ -91,12 +92,13 @@ def text(cost: CostEstimate, train: TrainConfig, optim: OptimConfig, cluster: Cl
     run = f"{steps:,} steps of {optim.tokens_per_step:,} tokens"
     width = max(map(len, [*cost.flops, *cost.memory])) + 2
     lines = [
-        f"target: {target.parameters / 1e9:.4g} B parameters, of its layers {target.active / 1e9:.4g} B for a token",
+        f"target: {target.parameters / 1e9:.4g} B parameters, "
+        + ("no layers" if cost.reads else f"of its layers {target.active / 1e9:.4g} B for a token"),
         f"draft: {cost.draft_parameters / 1e9:.4g} B parameters",
         *cost.layout,
         "",
         "GFLOP a token",
-        *(f"  {part:<{width}}{value / 1e9:10.3f}  {value / all_flops:4.0%}" for part, value in cost.flops.items()),
+        *(f"  {part:<{width}}{each / 1e9:10.3f}  {each / all_flops:4.0%}" for part, each in cost.flops.items() if each),
         f"  {'all':<{width}}{all_flops / 1e9:10.3f}",
         "",
         f"GiB on each of {cost.gpus} GPUs" + (f", and {cost.host / GIB:.1f} of its host" if cost.host else ""),
@@ -107,5 +109,15 @@ def text(cost: CostEstimate, train: TrainConfig, optim: OptimConfig, cluster: Cl
         "",
         f"on these GPUs, at {cluster.mfu:.0%} of {cluster.tflops:g} TFLOP/s each: {cost.tokens_per_s:,.0f} tokens/s",
         f"{run}: {hours:,.1f} hours, {hours * cost.gpus:,.1f} GPU-hours",
+        *_offline(cost, cluster),
     ]
     return "\n".join(lines)
+
+
+def _offline(cost: CostEstimate, cluster: ClusterConfig) -> list[str]:
+    """What there is to say of the target's states on disk."""
+    if cost.offline is None:
+        return []
+    nodes = cost.gpus // cluster.node_of(cost.gpus)
+    disk = f"at {cluster.disk_gib_s:g} GiB/s" + (f" on each of {nodes} nodes" if nodes > 1 else "")
+    return [cost.offline.reading(disk) if cost.reads else cost.offline.advice(disk)]

@@ -3,7 +3,7 @@
 Knows nothing of drafts, GPUs or the length of a run.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,14 @@ class TargetShape:
     rounded: int = 0  # weights that train.target_quant=fp8 rounds
     rounded_rows: int = 0  # outputs of these, each of which has a scale
     bits: float | None = None  # of a layer's weight where the checkpoint is quantised, its scales included
+
+    def without_layers(self) -> "TargetShape":
+        """Of a target whose states are on disk: embedding and LM head."""
+        ends = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        none: dict[str, Any] = dict.fromkeys(
+            ("active", "largest_layer", "layers", "attention", "intermediate", "rounded", "rounded_rows"), 0
+        )
+        return replace(self, parameters=ends, bits=None, **none)
 
     @classmethod
     def of(cls, config: Any, trust_remote_code: bool = False, place: str = "target") -> "TargetShape":
