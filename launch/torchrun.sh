@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Training on the GPUs of one node, or on one of several nodes. All arguments are eagle-train's overrides.
 # Usage: bash launch/torchrun.sh experiment=... parallel=fsdp2 ...
+#   COMMAND     eagle-cache to write the target's states instead
 #   PROCESSES   on this node; by default one for each GPU, or one
 #   NODES       in the job (1); with more, start the same line on each node with
 #   MASTER      HOST:PORT of one of them that all reach, and
@@ -19,4 +20,4 @@ fi
 [ -z "${LOGS:-}" ] || rendezvous+=(--log-dir "$LOGS" --redirects 3 --tee 3)
 # A signal is passed on, and the ranks have time to write their checkpoint; SIGQUIT ends them at once.
 grace=(--signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" --shutdown-timeout "${GRACE:-900}")
-exec torchrun "${rendezvous[@]}" "${grace[@]}" --nproc-per-node "$processes" --no-python eagle-train "$@"
+exec torchrun "${rendezvous[@]}" "${grace[@]}" --nproc-per-node "$processes" --no-python "${COMMAND:-eagle-train}" "$@"

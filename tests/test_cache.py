@@ -281,8 +281,8 @@ def test_verify_finds_another_targets_states(root, caches, tmp_path, capsys):
     tensors["hidden"] = tensors["hidden"].roll(1, 0)
     of_each = tensors["hidden"].split(tensors["lengths"].tolist())
     sums = [state_files.checksum_of({"hidden": each.numpy().view(np.uint8)}) for each in of_each]
-    wrong = torch.from_numpy(np.array(sums, np.uint64).view(np.int64))
-    rewrite(tmp_path / "cache", tensors | {"checksums": wrong})
+    assert sums != tensors["checksums"].tolist()
+    rewrite(tmp_path / "cache", tensors | {"checksums": torch.tensor(sums)})
     assert call(cache.main, *words(root, "eagle", f"out={tmp_path / 'cache'}", "verify=true")) == 2
     assert "from what the target computes; write the cache again" in capsys.readouterr().err
 
@@ -290,8 +290,8 @@ def test_verify_finds_another_targets_states(root, caches, tmp_path, capsys):
 def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """A cache of one shard, with other tensors and the index of these."""
     save_file(tensors, folder / "0000-00000.safetensors")
-    places = dict(build._documents(folder / "0000-00000.safetensors", 0))
-    save_file(state_files.index_of(places), folder / "index.safetensors")
+    shard = state_files.Shard(folder / "0000-00000.safetensors", "")
+    save_file(state_files.index_of([shard]), folder / "index.safetensors")
 
 
 def taken(folder: Path) -> int:

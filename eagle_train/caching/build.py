@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
 from eagle_train.models.cached_target import copy_small_files, write_ends
 from eagle_train.models.loading import DTYPES, check_placement, load_target, training_dtype
-from eagle_train.models.state_files import HEADER, INDEX, Header, Place, Shard, index_of, partial_of
+from eagle_train.models.state_files import HEADER, INDEX, Header, Shard, index_of, partial_of
 from eagle_train.models.target import Target
 from eagle_train.progress import progress
 from eagle_train.results import in_words, write_json
@@ -116,14 +115,12 @@ def _made_of_earlier(out: Path) -> dict[str, Any]:
 
 def _known(partial: Path) -> set[bytes]:
     """The keys of all documents in the shards that are there."""
-    return {key for number, name in enumerate(shards_of(partial)) for key, _ in _documents(partial / name, number)}
+    keys = (_shard(partial / name).array("keys", "u1") for name in shards_of(partial))
+    return {key.tobytes() for each in keys for key in each}
 
 
-def _documents(path: Path, number: int) -> Iterator[tuple[bytes, Place]]:
-    """Keys and places of a shard's documents."""
-    shard = Shard(path, f"out={path.parent}")
-    keys = (key.tobytes() for key in shard.array("keys", "u1"))
-    yield from zip(keys, shard.places(number), strict=True)
+def _shard(path: Path) -> Shard:
+    return Shard(path, f"out={path.parent}")
 
 
 class _Build:
@@ -238,7 +235,7 @@ class _Build:
         """Write the index, what training needs of the target, and the header, and let the cache appear."""
         missing = [name for name in shards if not (self.partial / name).is_file()]
         check(not missing, f"out={self.out}: must be a directory that all processes see; {missing[:1]} is not there")
-        places = {key: each for n, name in enumerate(shards) for key, each in _documents(self.partial / name, n)}
+        index = index_of([_shard(self.partial / name) for name in shards])
         head, cache = self.target.lm_head, self.run.cache
         header = Header(
             target=asdict(self.target.identity),
@@ -250,13 +247,13 @@ class _Build:
             embedding_scale=self.embedding_scale,
             scale=head.scale,
             softcap=head.softcap,
-            documents=len(places),
-            tokens=sum(each.tokens for each in places.values()),
+            documents=len(index["keys"]),
+            tokens=int(index["tokens"].sum()),
             shards=shards,
             made_of=self.made_of,
         )
         with writing(self.out):
-            save_file(index_of(places), self.partial / INDEX)
+            save_file(index, self.partial / INDEX)
             write_ends(self.target, self.partial)
             copy_small_files(self.run.target, self.partial)
             write_json(self.partial / HEADER, header.as_json())

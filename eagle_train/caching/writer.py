@@ -94,7 +94,7 @@ class ShardWriter:
             "keys": torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(len(keys), -1),
             "lengths": lengths,
             "kept": torch.tensor([len(each[HIDDEN]) for each in parts], dtype=torch.int32),
-            "checksums": torch.from_numpy(np.array([checksum_of(each) for each in parts], np.uint64).view(np.int64)),
+            "checksums": torch.tensor([checksum_of(each) for each in parts]),
             "tokens": torch.cat(tokens).to(torch.int32),
             **self._states(parts),
         }

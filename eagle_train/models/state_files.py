@@ -14,7 +14,7 @@ one document.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -126,7 +126,7 @@ def key_of(tokens: torch.Tensor, supervised: torch.Tensor | None = None) -> byte
 
 
 def checksum_of(parts: Mapping[str, np.ndarray]) -> int:
-    """The sum of 64-bit words of a document's parts, uint8 [rows, width] each, modulo 2**64. Any byte changes it."""
+    """The sum of 64-bit words of a document's parts, uint8 [rows, width] each, as an int64. Any byte changes it."""
     total = 0
     for name in STATES:
         if name in parts:
@@ -134,7 +134,7 @@ def checksum_of(parts: Mapping[str, np.ndarray]) -> int:
             whole = content.size // 8 * 8
             total += int(content[:whole].view("<u8").sum(dtype=np.uint64))
             total += int.from_bytes(content[whole:].tobytes(), "little")
-    return total % 2**64
+    return (total + 2**63) % 2**64 - 2**63
 
 
 def encoded(states: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -215,13 +215,23 @@ class Shard:
                 found[name] = content.reshape(shape[0], -1)[rows[name]] if shape[0] else content.reshape(0, 1)
         return found
 
+    def columns(self, number: int) -> dict[str, np.ndarray]:
+        """Where its documents lie, in their order: a column [D] for each field of `Place`. `number`: the shard's."""
+        lengths, kept = (self.array(name, "<i4").astype(np.int64) for name in ("lengths", "kept"))
+        sums = self.array("checksums", "<i8")
+        columns = (
+            np.full(len(sums), number),
+            np.cumsum(lengths) - lengths,
+            np.cumsum(kept) - kept,
+            lengths,
+            kept,
+            sums,
+        )
+        return dict(zip(Place._fields, columns, strict=True))
+
     def places(self, number: int) -> list[Place]:
-        """Where its documents lie, in their order. `number`: the shard's."""
-        lengths, kept = self.array("lengths", "<i4").astype(np.int64), self.array("kept", "<i4").astype(np.int64)
-        firsts, firsts_kept = np.cumsum(lengths) - lengths, np.cumsum(kept) - kept
-        sums = self.array("checksums", "<u8")
-        columns = (each.tolist() for each in (firsts, firsts_kept, lengths, kept, sums))
-        return [Place(number, *row) for row in zip(*columns, strict=True)]
+        """The same, document by document."""
+        return [Place(*row) for row in zip(*(each.tolist() for each in self.columns(number).values()), strict=True)]
 
 
 class StateFiles:
@@ -244,8 +254,7 @@ class StateFiles:
         row = int(np.searchsorted(self._heads, np.uint64(head)))
         while row < len(self._heads) and int(self._heads[row]) == head:
             if int(self._tails[row]) == tail:
-                place = Place(*(int(column[row]) for column in self._columns))
-                return place._replace(checksum=place.checksum % 2**64)
+                return Place(*(int(column[row]) for column in self._columns))
             row += 1
         return None
 
@@ -261,14 +270,14 @@ class StateFiles:
         return states
 
 
-def index_of(places: Mapping[bytes, Place]) -> dict[str, torch.Tensor]:
+def index_of(shards: Sequence[Shard]) -> dict[str, torch.Tensor]:
     """The tensors of `index.safetensors`, documents in their keys' order."""
-    rows = sorted(places.items())
-    keys = np.frombuffer(b"".join(key for key, _ in rows), np.uint8).reshape(-1, KEY_BYTES)
-    columns = zip(*(place for _, place in rows), strict=True) if rows else [()] * len(Place._fields)
-    tensors = {"keys": torch.from_numpy(keys.copy())}
-    for name, values in zip(Place._fields, columns, strict=True):
-        wide = np.array(values, dtype=np.uint64).view(np.int64)
-        small = name in ("shard", "tokens", "kept")
-        tensors[name] = torch.from_numpy(wide.astype(np.int32) if small else wide)
+    keys = np.concatenate([each.array("keys", "u1") for each in shards])
+    heads, tails = keys.view(">u8").T
+    order = np.lexsort((tails, heads))
+    columns = [each.columns(number) for number, each in enumerate(shards)]
+    tensors = {"keys": torch.from_numpy(keys[order])}
+    for name in Place._fields:
+        values = np.concatenate([each[name] for each in columns])[order]
+        tensors[name] = torch.from_numpy(values.astype(np.int32 if name in ("shard", "tokens", "kept") else np.int64))
     return tensors

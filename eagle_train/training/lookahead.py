@@ -143,12 +143,12 @@ class Lookahead:
             self._running.append(self._pool.submit(self.target_states, batch))
 
     def run_parallel(self, work: Callable[[], None]) -> None:
-        """Run `work` in this thread, and in the target's too if it becomes free before this one is done.
+        """Run `work` in this thread, and on a CPU in the target's too if it becomes free before this one is done.
 
         `work` must allow two threads at once, and divide among them what there is to do. When this returns, both have
         returned. Raises what either raised.
         """
-        if self._pool is None:
+        if self._pool is None or self.device.type != "cpu":
             work()
             return
         self._offered = work

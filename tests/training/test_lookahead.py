@@ -36,10 +36,10 @@ class Numbers:
 def make():
     made, threads = [], torch.get_num_threads()
 
-    def make(cores: int = 2, hidden_states=lambda batch: -batch, accumulation: int = ACCUMULATION) -> Lookahead:
+    def make(cores: int = 2, hidden_states=lambda batch: -batch, accumulation: int = ACCUMULATION, **more) -> Lookahead:
         torch.set_num_threads(cores)
         place = lambda batch: batch  # noqa: E731
-        made.append(Lookahead(Numbers(), accumulation, place, hidden_states, torch.device("cpu")))
+        made.append(Lookahead(Numbers(), accumulation, place, hidden_states, torch.device("cpu"), **more))
         return made[-1].start(steps=100)
 
     yield make
@@ -127,3 +127,17 @@ def test_its_block_gives_torch_its_threads_back(error):
         assert closed == ([] if error else [True])
     finally:
         torch.set_num_threads(before)
+
+
+def test_states_are_read_in_a_thread_of_their_own_on_one_core_too(make):
+    """And on a GPU, where the loss is not shared with it."""
+    readers: set[threading.Thread] = set()
+    ahead = make(1, lambda batch: readers.add(threading.current_thread()) or -batch, reads=True)
+    for _ in range(2):
+        assert [pair[1] for pair in ahead.with_states(ahead.step())] != []
+    assert len(readers) == 1
+    assert threading.current_thread() not in readers
+    ahead.device = torch.device("cuda")
+    workers: list[threading.Thread] = []
+    ahead.run_parallel(lambda: workers.append(threading.current_thread()))
+    assert workers == [threading.current_thread()]
