@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from eagle_train import cache, datastore, export, generate, train
 from eagle_train.artifacts.format import read_artifact
 from eagle_train.caching import build, size, walk
 from eagle_train.models import state_files
-from eagle_train.models.state_files import Layout, decoded, encoded
+from eagle_train.models.state_files import Layout, decoded, encoded, key_of
 from eagle_train.training import assembly
 from tests.support.command_line import (
     call,
@@ -167,6 +168,26 @@ def test_fp8_is_near_and_trains(root, caches, online, tmp_path):
         assert one["loss"] != other["loss"]
     small, large = (path / "0000-00000.safetensors" for path in (tmp_path / "cache", caches["eagle3"]))
     assert small.stat().st_size < 0.4 * large.stat().st_size
+
+
+def test_a_rounded_targets_states_are_for_runs_with_a_rounded_target(root, online, tmp_path, capsys):
+    rounded = "train.target_quant=fp8"
+    assert run_cache(root, tmp_path / "cache", "eagle", rounded) == 0
+    assert run_train(root, tmp_path / "online", "eagle", rounded) == 0
+    assert run_train(root, tmp_path / "offline", "eagle", *from_cache(tmp_path / "cache", rounded)) == 0
+    assert_equal(tmp_path / "offline", tmp_path / "online")
+    assert metrics_without_times(tmp_path / "online") != metrics_without_times(online["eagle"])
+    assert call(cache.main, *words(root, "eagle", rounded, f"out={tmp_path / 'cache'}", "verify=true")) == 0
+    assert run_train(root, tmp_path / "run", "eagle", *from_cache(tmp_path / "cache")) == 2
+    assert "was written with fp8; give the same" in capsys.readouterr().err
+
+
+def test_a_draft_that_wants_fewer_layers_reads_a_cache_of_more(root, caches, tmp_path):
+    fewer = "draft.layers=[2]"
+    assert run_train(root, tmp_path / "online", "eagle3", fewer) == 0
+    assert run_train(root, tmp_path / "offline", "eagle3", *from_cache(caches["eagle3"], fewer)) == 0
+    assert_equal(tmp_path / "offline", tmp_path / "online")
+    assert run_train(root, tmp_path / "eagle", "eagle", *from_cache(caches["eagle3"])) == 0
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
@@ -361,7 +382,7 @@ def test_held_out_documents_are_looked_for_at_once(root, caches, tmp_path, monke
 
 REFUSED = {
     "layers": ("eagle3", "eagle", (), "holds final hidden states alone, counted from 0, and draft=eagle3 wants"),
-    "other layers": ("eagle3", "eagle3", ("draft.layers=[2]", "train.target_quant=fp8"), "train.target_quant=fp8: "),
+    "target_quant": ("eagle", "eagle", ("train.target_quant=fp8",), "train.target_quant=fp8: target.path="),
     "dtype": ("eagle", "eagle", ("target.dtype=bfloat16",), "target.dtype=bfloat16: target.path="),
     "divided": ("eagle", "eagle", ("parallel.target=fsdp2",), "parallel.target=fsdp2: target.path="),
     "offload": ("eagle", "eagle", ("target.offload=true",), "target.offload=true: target=cached has no layers"),
@@ -414,3 +435,27 @@ def test_a_pass_ends_where_rows_are_filled_late(root, tmp_path, monkeypatch):
     assert run_cache(root, tmp_path / "cache", "eagle", *given) == 0
     assert json.loads((tmp_path / "cache" / "cache.json").read_text())["documents"] == 7
     assert len(drawn) < 200
+
+
+def test_a_key_is_of_the_tokens_and_where_it_matters_of_what_is_supervised():
+    tokens, first, last = torch.arange(9), torch.arange(9) < 4, torch.arange(9) > 4
+    keys = [key_of(tokens), key_of(tokens, first), key_of(tokens, last), key_of(tokens[:8]), key_of(tokens.flip(0))]
+    assert len(set(keys)) == len(keys)
+    assert {len(key) for key in keys} == {state_files.KEY_BYTES}
+    assert key_of(tokens.clone(), first.clone()) == keys[1]
+
+
+def test_keys_that_begin_alike_are_told_apart(tmp_path):
+    keys = [bytes([1] * 8 + [last] * 8) for last in (9, 3, 5)] + [bytes(16), bytes([255] * 16)]
+    tensors = {"keys": torch.tensor([list(key) for key in keys], dtype=torch.uint8)}
+    lengths = torch.tensor([3, 1, 4, 1, 5], dtype=torch.int32)
+    tensors |= {"lengths": lengths, "kept": lengths - 1, "checksums": torch.tensor([-5, 4, 3, 2, 1])}
+    save_file(tensors, tmp_path / "0000-00000.safetensors")
+    shard = state_files.Shard(tmp_path / "0000-00000.safetensors", "")
+    save_file(state_files.index_of([shard]), tmp_path / "index.safetensors")
+    files = state_files.StateFiles(tmp_path, SimpleNamespace(shards=["0000-00000.safetensors"]), "")
+    found = [files.find(key) for key in keys]
+    assert found == shard.places(0)
+    assert [tuple(place) for place in found[:2]] == [(0, 0, 0, 3, 2, -5), (0, 3, 2, 1, 0, 4)]
+    assert files.find(bytes([1] * 8 + [4] * 8)) is None
+    assert files.find(bytes([2] * 16)) is None

@@ -124,11 +124,11 @@ def _shard(path: Path) -> Shard:
 
 
 class _Build:
-    """One rank's part of a build, its target loaded."""
+    """One rank's part of a build, its target loaded. `written`: tokens that this rank has written."""
 
     def __init__(self, run: Run, renderer: ChatRenderer, world: World, known: set[bytes]):
         self.run, self.renderer, self.out = run, renderer, Path(run.cache.out)
-        self.partial = partial_of(self.out)
+        self.partial, self.written = partial_of(self.out), 0
         device = resolve_device(run.cache.device)
         parts = run.target, run.hf_config, run.draft, run.train, run.optim
         parallel, self.world = divided(run.parallel, world, device, *parts, run.data.row_tokens)
@@ -198,14 +198,13 @@ class _Build:
 
     def _write_pass(self, ahead: Lookahead, size: Size) -> None:
         """Write the states of the run's rows, in their order."""
-        bar = progress(size.tokens, "token", self.walk.totals.tokens)
-        is_over = False
+        bar, is_over = progress(size.tokens, "token"), False
         while not is_over:
             batches = ahead.step()
             is_over = ahead.state["is_over"]
             for batch, states in ahead.with_states(batches):
                 self._write(_walked(batch), states)
-            bar.update(min(size.tokens, self.walk.totals.tokens))
+            bar.update(min(size.tokens - 1, self.world.size * self.written))
         bar.update(size.tokens)
         bar.close()
 
@@ -229,6 +228,7 @@ class _Build:
                 of_document = document_parts(parts, each.row, each.start, each.end)
                 tokens, supervised = batch.tokens[each.row, span], batch.supervised[each.row, span]
                 self.writer.add(each.key, tokens, supervised, of_document)
+                self.written += len(tokens)
         self.writer.reached()
 
     def _write_index(self, shards: list[str]) -> Header:

@@ -1,7 +1,8 @@
 """The training loop: `forward_backward_step`, `train_step`, `train`. Online distillation after the paper, section 2.1.
 
 The frozen target runs on each packed batch, and the draft learns its hidden states and logits at once; nothing is
-stored. Knows nothing of data files, of chat templates, or of how the draft is used. DESIGN sections 3.1, 3.2.
+stored. Or its states were stored before, and are read (target=cached). Knows nothing of data files, of chat templates,
+or of how the draft is used. DESIGN sections 3.1, 3.2.
 
 Shapes: B rows, T tokens of a packed row, H hidden.
 """
