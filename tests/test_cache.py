@@ -247,6 +247,7 @@ def test_an_interrupted_cache_computes_nothing_twice(root, tmp_path, monkeypatch
         (partial / name).unlink()
     computed = []
     monkeypatch.setattr(build, "target_states", lambda *given: pytest.fail("held-out rows are there"))
+    monkeypatch.setattr(assembly, "target_states", lambda *given: pytest.fail("all rows are there"))
     states = build.ShardWriter.parts_of
     monkeypatch.setattr(build.ShardWriter, "parts_of", lambda *given: computed.append(1) or states(*given))
     assert run_cache(root, tmp_path / "cache") == 0
@@ -418,8 +419,21 @@ def test_who_needs_layers_refuses_a_cache(root, caches, tmp_path, capsys):
 
 
 def test_what_a_kind_reads_everywhere_is_kept_everywhere(root, tmp_path, capsys):
+    fed = "draft=eagle is fed the final hidden state at every slot"
     assert run_cache(root, tmp_path / "cache", "eagle", "supervised_only=true") == 2
-    assert "supervised_only=true: draft=eagle is fed the final hidden state at every slot" in capsys.readouterr().err
+    assert f"supervised_only=true: {fed}" in capsys.readouterr().err
+    assert run_cache(root, tmp_path / "cache", "eagle3", "supervised_only=true") == 0
+    assert run_train(root, tmp_path / "run", "eagle", *from_cache(tmp_path / "cache")) == 2
+    assert f"was written with supervised_only=true, and {fed}" in capsys.readouterr().err
+
+
+def test_a_run_of_few_steps_is_cached_that_far(root, caches, tmp_path, capsys):
+    few, whole = "train.steps=3", json.loads((caches["eagle"] / "cache.json").read_text())
+    assert run_cache(root, tmp_path / "cache", "eagle", few) == 0
+    assert json.loads((tmp_path / "cache" / "cache.json").read_text())["tokens"] < whole["tokens"] / 2
+    assert run_train(root, tmp_path / "run", "eagle", *from_cache(tmp_path / "cache", few)) == 0
+    assert run_train(root, tmp_path / "run", "eagle", *from_cache(tmp_path / "cache")) == 2
+    assert "data.row_tokens, train.steps and train.eval_batches" in capsys.readouterr().err
 
 
 def test_a_pass_ends_where_rows_are_filled_late(root, tmp_path, monkeypatch):
@@ -428,13 +442,16 @@ def test_a_pass_ends_where_rows_are_filled_late(root, tmp_path, monkeypatch):
     def row(asked: str, said: str) -> dict:
         return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
 
-    write_jsonl(tmp_path / "late.jsonl", [row("x", "y"), *(row(8 * each, 15 * each) for each in "abcdef")])
+    letters = [chr(ord("0") + number) for number in range(40)]
+    write_jsonl(tmp_path / "late.jsonl", [row("x", "y"), *(row(8 * each, 16 * each) for each in letters)])
     given = (f"data.path={tmp_path / 'late.jsonl'}", FEWER, "train.steps=10000")
     drawn, draw = [], walk.Stream.draw
     monkeypatch.setattr(walk.Stream, "draw", lambda *of: drawn.append(1) or draw(*of))
     assert run_cache(root, tmp_path / "cache", "eagle", *given) == 0
-    assert json.loads((tmp_path / "cache" / "cache.json").read_text())["documents"] == 7
-    assert len(drawn) < 200
+    assert json.loads((tmp_path / "cache" / "cache.json").read_text())["documents"] == 41
+    assert len(drawn) < 2 * (41 + walk._BEYOND)  # twice: the size is measured so too
+    header = json.loads((tmp_path / "cache" / "cache.json").read_text())
+    assert header["tokens"] == 8 + 40 * 30
 
 
 def test_a_key_is_of_the_tokens_and_where_it_matters_of_what_is_supervised():
