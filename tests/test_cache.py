@@ -272,6 +272,18 @@ def test_any_number_of_ranks_reads_what_any_wrote(root, caches, online, tmp_path
     assert_near(tmp_path / "of-one", tmp_path / "online")
 
 
+@pytest.mark.ranks
+def test_ranks_that_hold_a_target_together_write_its_states(root, caches, tmp_path, capsys):
+    """Also where one of them has no new document in its rows, and the other has."""
+    together = ("parallel=ddp", "parallel.target=tensor", "train.micro_batch_rows=1", "train.eval_batches=21")
+    start_ranks(2, "cache_job", "cache", words(root, "eagle3", *together, f"out={tmp_path / 'cache'}"))
+    header, whole = (json.loads((path / "cache.json").read_text()) for path in (tmp_path / "cache", caches["eagle3"]))
+    assert (header["documents"], header["target"]) == (whole["documents"], whole["target"])
+    assert len(header["shards"]) == 2
+    assert call(cache.main, *words(root, "eagle3", f"out={tmp_path / 'cache'}", "verify=true")) == 0
+    assert "86 documents are what was written; 8 were computed again" in capsys.readouterr().out
+
+
 def flip(path: Path, tensor: str) -> None:
     """Change a byte in the middle of one of a file's tensors."""
     content = bytearray(path.read_bytes())

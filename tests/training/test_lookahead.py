@@ -139,5 +139,10 @@ def test_states_are_read_in_a_thread_of_their_own_on_one_core_too(make):
     assert threading.current_thread() not in readers
     ahead.device = torch.device("cuda")
     workers: list[threading.Thread] = []
-    ahead.run_parallel(lambda: workers.append(threading.current_thread()))
+
+    def work() -> None:
+        workers.append(threading.current_thread())
+        time.sleep(0.2)  # in which the other thread would join
+
+    ahead.run_parallel(work)
     assert workers == [threading.current_thread()]
