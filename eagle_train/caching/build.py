@@ -257,10 +257,10 @@ class _Build:
             write_ends(self.target, self.partial)
             copy_small_files(self.run.target, self.partial)
             write_json(self.partial / HEADER, header.as_json())
-            (self.partial / _MADE_OF).unlink()
             for file in self.partial.iterdir():
                 flush(file)
             os.rename(self.partial, self.out)
+            (self.out / _MADE_OF).unlink()  # until then the same command goes on
         return header
 
 
