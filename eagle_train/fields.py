@@ -44,7 +44,8 @@ _OTHER_DEFAULTS: dict[str, dict[str, str | None]] = {
 _EMPTY: dict[str, Any] = {"dict": {}, "list": []}  # what a default_factory makes
 _NO_SETTINGS: dict[str, tuple[str, ...]] = {
     "draft": ("hidden_size", "vocabulary", "target_vocab_size"),
-    f"{FIELDS}_medusa": (*_SIZES, "rope_parameters", "rms_norm_eps", "first_token"),  # it has no attention and no norm
+    # It has no attention and no norm.
+    f"{FIELDS}_medusa": (*_SIZES, "rope_parameters", "rms_norm_eps", "first_token", "window", "sink"),
     f"{FIELDS}_peagle": ("norm_output",),  # it has no chains
 }
 

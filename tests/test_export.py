@@ -163,7 +163,7 @@ def test_an_export_can_be_exported(home, tmp_path):
 def test_answers_with_an_export_are_those_with_the_trained_draft(home, target, tmp_path, quant):
     out = exported(home, tmp_path / "out", "layout=vllm", f"quant={quant}", "dtype=float32")
     params, prompts = SamplingParams(max_tokens=12), [[5, 9, 11], [40, 41, 42, 43]]
-    trained = quantise_draft(load_draft(home / "eagle1"), Quant(quant)).with_first_token("skip")
+    trained = quantise_draft(load_draft(home / "eagle1"), Quant(quant)).attending(first_token="skip")
     for one, other in zip(
         Engine(target, load_draft(out, target.identity), "chain3").generate(prompts, params),
         Engine(target, trained, "chain3").generate(prompts, params),
@@ -244,9 +244,11 @@ def test_medusa_heads_are_for_our_engine(home, target, tmp_path, capsys, quant):
     assert "\n# Medusa heads for " in card
     assert "\nMedusa heads (3, blocks in each: 2) that propose tokens for " in card
     assert "rotary" not in card
-    for layout in ("vllm", "sglang", "trtllm"):
+    for layout in ("vllm", "sglang"):
         line = refusal(capsys, f"checkpoint={tmp_path}/heads", f"out={tmp_path}/no", f"layout={layout}")
-        assert line == f"error: layout={layout}: is for no draft of draft=medusa; use one of native"
+        assert line == f"error: layout={layout}: is for no draft of draft=medusa; use one of native, trtllm"
+    line = refusal(capsys, f"checkpoint={tmp_path}/heads", f"out={tmp_path}/no", "layout=trtllm")
+    assert line == "error: layout=trtllm: its file repeats the target's LM head; give target=PATH"
 
 
 # --- what is refused
@@ -257,6 +259,16 @@ def test_medusa_heads_are_for_our_engine(home, target, tmp_path, capsys, quant):
     [
         ({"ffn": "moe"}, ["layout=vllm"], "vLLM runs no draft with draft.ffn=moe"),
         ({"irope": True}, ["layout=sglang"], "SGLang runs no draft with draft.irope=true"),
+        (
+            {"window": 8},
+            ["layout=vllm"],
+            "vLLM gives an EAGLE draft no window of its own, and this one has one (draft.w",
+        ),
+        (
+            {"sink": True},
+            ["layout=sglang"],
+            "SGLang has no sinks in its Llama layers, and this draft has them (draft.s",
+        ),
         ({"norms": "full"}, ["layout=sglang"], "SGLang has no class that applies both"),
         ({"norms": "full"}, ["layout=trtllm", "target={home}/target"], "TensorRT-LLM has no class that applies both"),
         ({"vocab_size": 2, "vocabulary": [4, 5]}, ["layout=vllm"], "proposes from the target's whole vocabulary"),

@@ -57,6 +57,7 @@ TESTED_IN = {
     "models/test_directory.py": "models/config_json",
     "artifacts/test_eagle3_layouts.py": "artifacts/foreign_eagle3 drafts/eagle3_layouts",
     "artifacts/test_peagle_layouts.py": "drafts/peagle_layouts",
+    "artifacts/test_medusa_layouts.py": "artifacts/foreign_medusa drafts/medusa_layouts",
     "drafts/test_eagle3.py": "drafts/own_head drafts/steps",
     "drafts/test_eagle.py": "drafts/head drafts/kind drafts/rope models/layers",
     "models/test_family.py": "models/probe models/twin",

@@ -31,8 +31,17 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
     token_map = "" if draft.vocabulary is None else f" \\\n    --speculative-token-map {name}/{TOKEN_MAP}"
     # Without the option SGLang would quantise the draft as it does the target.
     unquantised = " --speculative-draft-model-quantization unquant" if about.quant.scheme == "none" else ""
+    window = "" if draft.window is None else f" \\\n    --speculative-draft-window-size {draft.window - 1}"
+    told = {
+        "target": target.name,
+        "here": name,
+        "heads": draft.levels,
+        "blocks": draft.num_layers,
+        "levels": draft.levels,
+    }
+    told |= {"token_map": token_map, "unquantised": unquantised, "window": window}
     own = layout_of(about.layout, draft)
-    served, names = _NATIVE if own is None else own.serves, {"target": target.name, "here": name}
+    served = _NATIVE if own is None else own.serves
     parts = [
         _front_matter(about),
         f"# {'Medusa heads' if draft.at_once else 'An EAGLE draft'} for {plain(target.name)}",
@@ -40,7 +49,7 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
         "the output stays the target's own, in fewer of its calls. "
         f"Layout: {about.layout}. Weights: {_weights(about)}.",
         "## Serve it",
-        served.format(**names, token_map=token_map, unquantised=unquantised, levels=draft.levels),
+        served.format(**told),
         *([f"Note: {caveat(about)}."] if caveat(about) else []),
         "## What it is worth",
         _worth(about.evaluations),
@@ -176,7 +185,7 @@ def _are_ours(results: Mapping[str, Any]) -> bool:
 
 def _sizes(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Table rows (part, number of tensors, MB): one for each part of the draft, and the total."""
-    parts = {"feed-forward": ".mlp.", "attention": ".self_attn.", "fusion (fc)": "fc."}
+    parts = {"feed-forward": ".mlp.", "attention": ".self_attn.", "fusion (fc)": "fc.", "LM head": "lm_head."}
     groups: dict[str, list[torch.Tensor]] = {part: [] for part in (*parts, "norms")}
     for name, tensor in tensors.items():
         part = next((part for part, mark in parts.items() if mark in f".{name}" or name.startswith(mark)), "norms")

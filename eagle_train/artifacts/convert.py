@@ -14,6 +14,7 @@ from eagle_train.artifacts.card import card, caveat, read_evaluations
 from eagle_train.artifacts.format import DTYPES, ROUNDINGS, Artifact, fingerprint, write_artifact
 from eagle_train.artifacts.layouts import LAYOUTS, check_runs, layout_of
 from eagle_train.artifacts.license import check_license, license_of_target
+from eagle_train.artifacts.of_target import put_back
 from eagle_train.artifacts.tensors import file_tensors
 from eagle_train.artifacts.verify import verify
 from eagle_train.corpus.render import ChatRenderer
@@ -26,6 +27,7 @@ from eagle_train.models.loading import TargetConfig
 from eagle_train.models.stops import stop_ids_of
 from eagle_train.models.target import Identity, Target
 
+IN_TARGET = "target"  # the layout of a draft that is written into its target's own checkpoint
 _CALIBRATION_ROWS = 4  # packed rows in a batch
 
 
@@ -49,7 +51,15 @@ class ExportConfig:
     data: dict[str, Any] | None = None  # likewise
 
     def __post_init__(self) -> None:
-        check(self.layout in LAYOUTS, f"layout={self.layout}: must be one of {', '.join(LAYOUTS)}")
+        known = (*LAYOUTS, IN_TARGET)
+        check(self.layout in known, f"layout={self.layout}: must be one of {', '.join(known)}")
+        if self.layout == IN_TARGET:
+            check(self.target is not None, f"layout={IN_TARGET}: is the target's checkpoint; give target=PATH")
+            plain = self.quant.scheme == "none" and self.push_to is None
+            check(
+                plain,
+                f"layout={IN_TARGET}: keeps dtypes, and is not pushed; leave quant and push_to out",
+            )
         check(self.dtype in DTYPES, f"dtype={self.dtype}: must be {' or '.join(DTYPES)}")
         check(self.rounding in ROUNDINGS, f"rounding={self.rounding}: must be {' or '.join(ROUNDINGS)}")
         check_license(self.license)
@@ -82,6 +92,8 @@ def convert(
 
     `writes`: False on the ranks of a divided target but the first, which calibrate and return no lines.
     """
+    if config.layout == IN_TARGET:
+        return _put_back(source, config, target) if writes else []
     about, trained = _described(source, config), source.draft
     if about.layout != "native":
         about, trained = _as_served(about, trained)
@@ -94,7 +106,7 @@ def convert(
     def check_written(place: Path) -> None:
         errors.append(verify(place, about, draft, trained))
 
-    write_artifact(about, draft, out, text, check_written, None if target is None else target.embedding)
+    write_artifact(about, draft, out, text, check_written, _repeated(about, target))
     precision = about.dtype if about.quant.scheme == "none" else f"{about.quant}, {about.rounding}"
     lost = caveat(about)
     return [
@@ -102,6 +114,15 @@ def convert(
         f"read back: all tensors are equal; outputs on a sample are {errors[0]:.1%} off the draft's in {about.dtype}",
         *([f"note: {lost}"] if lost else []),
     ]
+
+
+def _put_back(source: Source, config: ExportConfig, target: Target | None) -> list[str]:
+    assert target is not None  # ExportConfig asks for both
+    assert config.target is not None
+    out, field = Path(config.out), f"layout={config.layout}"
+    copies = put_back(source.draft, target, config.target.path, out, field)
+    told = f"{source.place} -> {out} (the checkpoint of {target.name} with this draft in it)"
+    return [told, f"links to its files, but for {', '.join(copies)}, in which the draft's tensors are other ones"]
 
 
 def _described(source: Source, config: ExportConfig) -> Artifact:
@@ -114,10 +135,20 @@ def _described(source: Source, config: ExportConfig) -> Artifact:
         about = replace(about, quant=config.quant, rounding=config.rounding)
     check_runs(about.layout, about.draft, about.quant)
     own = layout_of(about.layout, about.draft)
-    repeats = own is not None and own.needs_embedding
-    given = config.target is not None
-    check(not repeats or given, f"layout={about.layout}: its file repeats the target's embedding; give target=PATH")
+    repeats, given = own and own.repeats(about.draft), config.target is not None
+    check(not repeats or given, f"layout={about.layout}: its file repeats the target's {repeats}; give target=PATH")
     return about
+
+
+def _repeated(about: Artifact, target: Target | None) -> torch.Tensor | None:
+    """What the file repeats of the target's, [V, H]. Raises UserError for an LM head that is more than a matrix."""
+    own = layout_of(about.layout, about.draft)
+    if target is None or own is None or own.repeats(about.draft) != "LM head":
+        return None if target is None else target.embedding
+    head = target.lm_head
+    plain = head.bias is None
+    check(plain, f"layout={about.layout}: its LM heads have no bias, and {target.name}'s has one; use layout=native")
+    return head.weight * head.scale
 
 
 def _as_served(about: Artifact, draft: Draft) -> tuple[Artifact, Draft]:
@@ -125,7 +156,7 @@ def _as_served(about: Artifact, draft: Draft) -> tuple[Artifact, Draft]:
     if draft.config.first_token == "skip":
         return about, draft
     training = about.training | {"first_token": draft.config.first_token}
-    draft = draft.with_first_token("skip")
+    draft = draft.attending(first_token="skip")
     return replace(about, draft=draft.config, training=training), draft
 
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eagle_train.artifacts.foreign_eagle3 import OF_EAGLE3, eagle3_config, eagle3_tensors
+from eagle_train.artifacts.foreign_eagle3 import OF_EAGLE3, eagle3_config, eagle3_tensors, positions_of
+from eagle_train.artifacts.foreign_medusa import has_medusa_heads, load_medusa
 from eagle_train.artifacts.tensors import load_tensors
 from eagle_train.drafts import Draft, Eagle3Draft, EagleConfig, EagleDraft
 from eagle_train.errors import UserError, check, foreign, one_line, shown
@@ -48,7 +49,10 @@ _SHARED = {"embed_tokens.weight": "embedding", "lm_head.weight": "LM head"}  # o
 
 
 def load_foreign(directory: Path, target: Target) -> Draft:
-    """The draft in fp32. Raises UserError for anything but an EAGLE-1, EAGLE-3 or P-EAGLE draft for this target."""
+    """The draft in fp32. Raises UserError for anything but EAGLE-1, EAGLE-3, P-EAGLE and Medusa drafts for this
+    target."""
+    if has_medusa_heads(directory):
+        return load_medusa(directory, target)
     values = _read_config(directory)
     tensors = {_common_name(name): tensor for name, tensor in _read_files(directory).items()}
     tensors = {name: tensor for name, tensor in tensors.items() if "rotary_emb" not in name}  # computed from the config
@@ -181,6 +185,7 @@ def _shape_of(values: dict[str, Any], tensors: dict[str, torch.Tensor], target: 
     """The draft's config: from a Llama-like config.json, and norms and biases from the tensors."""
     llama = _llama_of(values)
     _check_target(llama, target)
+    llama.max_position_embeddings = positions_of(llama, values, target)
     layers = _layers_of(tensors)
     biases = {
         flag: bool(layers) and all(f"layers.{layer}.{name}" in tensors for layer in layers for name in names)
@@ -192,7 +197,6 @@ def _shape_of(values: dict[str, Any], tensors: dict[str, torch.Tensor], target: 
         norms="full" if "norm.weight" in tensors else "eagle1",
         first_token="skip",
         fc_bias="fc.bias" in tensors,
-        max_position_embeddings=None if "max_position_embeddings" in values else target.max_positions,
         **biases,
     )
 

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from eagle_train.drafts import Eagle3Config, PeagleConfig
-from eagle_train.drafts.eagle3_layouts import FLAGS
+from eagle_train.drafts.eagle3_layouts import FLAGS, SLIDING
 from eagle_train.drafts.peagle_layouts import MASK, MASK_TOKENS
 from eagle_train.errors import check, shown
 from eagle_train.models.target import Target
@@ -17,6 +17,7 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 _SPECULATORS = ("speculators_model_type", "speculators_config")
 OF_EAGLE3 = (*FLAGS, _IDS, "eagle_config", *_SPECULATORS, *MASK_TOKENS)  # keys of a config.json beside the layers'
 _HEAD, _OFFSETS = "lm_head.weight", "d2t"
+_FREE_OF_LENGTH = ("default", "linear", "llama3")  # RoPE types whose angles do not hang on the longest context
 _UNUSED = ("t2d", MASK)  # the inverse of d2t; of a draft that names no mask token
 
 
@@ -30,6 +31,7 @@ def eagle3_config(
     """
     count, text = llama.num_hidden_layers, target.config
     llama.num_hidden_layers = text.num_hidden_layers  # by which layers to fuse are chosen and checked
+    llama.max_position_embeddings = positions_of(llama, values, target)
     normed = values.get("speculators_model_type") == "eagle3"  # where norm_before_residual is not said
     flags = {name: values.get(name, name == "norm_before_residual" and normed) for name in FLAGS}
     for name, flag in flags.items():
@@ -45,7 +47,7 @@ def eagle3_config(
         num_layers=count,
         layers=_layers(values),
         first_token="skip",
-        max_position_embeddings=None if "max_position_embeddings" in values else target.max_positions,
+        window=_window(values),
         vocab_size=None if tokens is None else len(tokens),
         vocabulary=None if tokens is None else tokens.sort().values.tolist(),
         **flags,
@@ -58,6 +60,30 @@ def _steps(values: Mapping[str, Any]) -> int | None:
     steps = methods[0].get("speculative_tokens")
     check(steps is None or isinstance(steps, int), f"speculative_tokens is {shown(steps)}, and must be a whole number")
     return steps
+
+
+def positions_of(llama: LlamaConfig, values: Mapping[str, Any], target: Target) -> int:
+    """A draft's longest context: its own, or the target's where that is longer and no rotary angle hangs on it: engines
+    cut requests to it."""
+    if "max_position_embeddings" not in values:
+        return target.max_positions
+    own, rope = llama.max_position_embeddings, (llama.rope_parameters or {}).get("rope_type", "default")
+    return max(own, target.max_positions) if rope in _FREE_OF_LENGTH else own
+
+
+def _window(values: Mapping[str, Any]) -> int | None:
+    """The window of the layers that `layer_types` says have one, as engines read it: all of them, or none."""
+    types, window = values.get("layer_types") or [], values.get("sliding_window")
+    if SLIDING not in types:
+        return None
+    check(set(types) == {SLIDING}, f"layer_types is {shown(types)}, and must be the same for all layers")
+    sound = isinstance(window, int) and not isinstance(window, bool) and window >= 1
+    check(sound, f"sliding_window is {shown(window)}, and must be a whole number of 1 or more")
+    return window
+
+
+def _is_speculators(values: Mapping[str, Any]) -> bool:
+    return "speculators_model_type" in values
 
 
 def _layers(values: Mapping[str, Any]) -> list[int] | None:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from eagle_train.artifacts import layouts
 from eagle_train.artifacts.tensors import check_finite, file_tensors, load_tensors
 from eagle_train.drafts import Draft, DraftConfig, saved_config
-from eagle_train.drafts.layouts import TOKEN_MAP
+from eagle_train.drafts.layouts import TOKEN_MAP, WEIGHTS
 from eagle_train.errors import UserError, check
 from eagle_train.models.draft_quantisation import Quant, quant_of
 from eagle_train.models.target import Identity
@@ -33,7 +33,7 @@ KEY = "eagle_train"
 VERSION = 4
 ROUNDINGS = ("nearest", "gptq")
 DTYPES = ("bfloat16", "float32")
-CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+CONFIG, CARD = "config.json", "README.md"
 
 
 @dataclass
@@ -96,20 +96,20 @@ def write_artifact(
     directory: str | Path,
     card: str = "",
     verify: Callable[[Path], None] | None = None,
-    embedding: torch.Tensor | None = None,
+    repeated: torch.Tensor | None = None,
 ) -> Path:
     """Write an artifact's directory atomically, replacing an older artifact there.
 
     `verify` is called with the temporary directory before it is renamed; if it raises, nothing is replaced.
-    `embedding`: the target's, for an engine whose file repeats it (`layouts.to_layout`). The same arguments give the
-    same bytes. Raises UserError if the directory cannot be written or holds something else than an artifact, and for a
-    draft that the layout's engine cannot run.
+    `repeated` [V, H]: the target's embedding or LM head, for an engine whose file repeats it (`layouts.to_layout`). The
+    same arguments give the same bytes. Raises UserError if the directory cannot be written or holds something else than
+    an artifact, and for a draft that the layout's engine cannot run.
     """
     directory = Path(directory).resolve()  # a symbolic link stays; its target is replaced
     check_replaceable(directory)
     tensors = file_tensors(draft, getattr(torch, about.dtype))
     check_finite(tensors, f"out={directory}")
-    tensors = layouts.to_layout(about.layout, about.draft, tensors, embedding)
+    tensors = layouts.to_layout(about.layout, about.draft, tensors, repeated)
     values = layouts.layout_config(about.layout, about.draft, about.quant, about.dtype, about.target)
     values[KEY] = about.saved()
     partial = replaced = None
@@ -117,8 +117,9 @@ def write_artifact(
         directory.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
         partial.chmod(0o755)
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
-        (partial / WEIGHTS).chmod(0o644)  # safetensors writes it readable by its owner alone
+        weights = partial / layouts.weights_file(about.layout, about.draft)
+        save_file(tensors, weights, metadata={"format": "pt"})
+        weights.chmod(0o644)  # safetensors writes it readable by its owner alone
         write_json(partial / CONFIG, values)
         own = layouts.layout_of(about.layout, about.draft)
         if own is not None and own.has_token_map and about.draft.vocabulary is not None:
@@ -172,18 +173,17 @@ def load_draft(directory: str | Path, target: Identity | None = None, field: str
     about, place = read_artifact(directory, field), f"{field}={directory}"
     if target is not None:
         check_target(about.target, target, place)
-    draft = about.draft.module()
-    load_tensors(
-        draft, layouts.from_layout(about.layout, about.draft, read_tensors(directory, field)), place, about.quant
-    )
+    draft, file = about.draft.module(), layouts.weights_file(about.layout, about.draft)
+    tensors = layouts.from_layout(about.layout, about.draft, read_tensors(directory, field, file))
+    load_tensors(draft, tensors, place, about.quant)
     return draft
 
 
-def read_tensors(directory: str | Path, field: str = "draft") -> dict[str, torch.Tensor]:
+def read_tensors(directory: str | Path, field: str = "draft", file: str = WEIGHTS) -> dict[str, torch.Tensor]:
     try:
-        return load_file(Path(directory).expanduser() / WEIGHTS)
+        return load_file(Path(directory).expanduser() / file)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{field}={directory}: {WEIGHTS} cannot be read: {error}") from error
+        raise UserError(f"{field}={directory}: {file} cannot be read: {error}") from error
 
 
 def read_config(directory: str | Path, field: str = "draft") -> dict[str, Any]:

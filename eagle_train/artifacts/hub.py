@@ -6,7 +6,7 @@ from huggingface_hub import HfApi, snapshot_download
 
 from eagle_train.errors import UserError, one_line
 
-_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin"]
+_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "medusa_lm_head.pt"]
 
 
 def fetch(name: str) -> Path:

@@ -1,11 +1,13 @@
 """What each serving engine loads, for every kind of draft: its kind says it. Knows nothing of files or of rounding."""
 
+import re
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from eagle_train.drafts import DraftConfig
-from eagle_train.drafts.layouts import Layout, Shapes, Tensors
+from eagle_train.drafts.layouts import WEIGHTS, Layout, Shapes, Tensors
 from eagle_train.errors import UserError, check
 from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.target import Identity
@@ -26,11 +28,17 @@ def layout_of(layout: str, draft: DraftConfig) -> Layout | None:
 
 
 def to_layout(
-    layout: str, draft: DraftConfig, tensors: Tensors, embedding: torch.Tensor | None = None
+    layout: str, draft: DraftConfig, tensors: Tensors, repeated: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """Our tensors with the names of the engine's file. `embedding`: the target's [V, H], which some files repeat."""
+    """Our tensors with the names of the engine's file. `repeated` [V, H]: of the target's, see `Layout.repeats`."""
     found = layout_of(layout, draft)
-    return dict(tensors) if found is None else found.tensors(draft, tensors, embedding)
+    return dict(tensors) if found is None else found.tensors(draft, tensors, repeated)
+
+
+def weights_file(layout: str, draft: DraftConfig) -> str:
+    """The name of the file of a draft's tensors."""
+    found = layout_of(layout, draft)
+    return WEIGHTS if found is None else found.weights
 
 
 def from_layout(layout: str, draft: DraftConfig, tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -56,6 +64,32 @@ def check_runs(layout: str, draft: DraftConfig, quant: Quant) -> None:
         raise UserError(f"layout={layout}: is for no draft of draft={draft.kind}; use one of {own}")
     reason = found.refusal(draft, quant)
     check(reason is None, f"layout={layout}: {NAMES[layout]} {reason}; use layout=native")
+
+
+def unserved(draft: DraftConfig) -> list[str]:
+    """What serving engines cannot run of a draft with this config, not quantised, and what to give for them: a line for
+    each reason. For who is about to train it."""
+    by_reason: dict[str, list[str]] = {}
+    for name, layout in draft.layouts.items():
+        reason = layout.refusal(draft, Quant())
+        if reason is None and draft.first_slot == 0:
+            reason = "has no slot for the first token, and accepts fewer tokens than our engine (draft.first_token)"
+        if reason is not None:
+            by_reason.setdefault(reason, []).append(name)
+    return [_told(names, reason, draft) for reason, names in by_reason.items()]
+
+
+def _told(names: list[str], reason: str, draft: DraftConfig) -> str:
+    who = NAMES[names[0]] if len(names) == 1 else "each"
+    own = {each.name: each.default for each in fields(draft)} | {"first_token": "skip"}
+    named = [name for name in re.findall(r"draft\.(\w+)", reason) if getattr(draft, name) != own[name]]
+    instead = ", ".join(f"draft.{name}={_override(own[name])}" for name in dict.fromkeys(named))
+    return f"layout={','.join(names)}: {who} {reason}" + (f"; for it, train with {instead}" if instead else "")
+
+
+def _override(value: Any) -> str:
+    """A value as a user types it."""
+    return "null" if value is None else str(value).lower()
 
 
 def expected_shapes(layout: str, draft: DraftConfig, target: Identity) -> Shapes:

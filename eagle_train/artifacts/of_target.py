@@ -1,18 +1,23 @@
 """A draft that a target's own checkpoint holds beside the target's weights, as DeepSeek-V3's does its MTP module.
 
-Its kind says where (`Draft.in_target`). Knows nothing of our own artifacts.
+Its kind says where (`Draft.in_target`). It is read from there, and put back. Knows nothing of our own artifacts.
 """
 
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
 from eagle_train.artifacts.tensors import load_tensors
 from eagle_train.drafts import Draft, DraftConfig
 from eagle_train.drafts.kind import InTarget
-from eagle_train.errors import check, foreign
+from eagle_train.errors import UserError, check, foreign
 from eagle_train.models.directory import folder_of, weight_files
 from eagle_train.models.target import TargetEnds
 
@@ -44,25 +49,73 @@ def load_in_target(draft: Draft, target: TargetEnds, path: str, field: str) -> N
     load_tensors(draft, {ours: found[theirs] for ours, theirs in place.names.items()}, said)
 
 
-def _place_of(draft: Draft, hf_config: Any, field: str) -> InTarget:
+def put_back(draft: Draft, target: TargetEnds, path: str, out: Path, field: str) -> list[str]:
+    """Write to `out` the target's checkpoint, at `path`, with this draft in the place of its own: links to its files,
+    and copies of those that hold tensors of the draft. Returns the names of the copies.
+
+    Names, dtypes and the index stay, so that an engine loads it as it does the target. Raises UserError, which `field`
+    begins, for a draft that the checkpoint has no place for, and for a directory that is there.
+    """
+    check(not out.exists(), f"out={out}: exists; name another directory")
+    config, said = draft.config, f"{field}: target.path={path}"
+    local = config.window or config.sink
+    check(not local, f"{field}: draft.window and draft.sink are not the target's module's; give a draft without them")
+    place, folder = _place_of(draft, target.config, field, "use layout=native"), folder_of(path)
+    assert folder is not None, "its target is loaded"
+    files = _files_of(draft, place, folder, said, "use layout=native")
+    tensors = {theirs: draft.state_dict()[ours].detach().cpu() for ours, theirs in place.names.items()}
+    copies = sorted({files[name].name for name in tensors})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+    try:
+        for file in folder.iterdir():
+            if file.name in copies:
+                _copy_with(tensors, file, partial / file.name, said)
+            else:
+                (partial / file.name).symlink_to(file.resolve())
+        partial.chmod(0o755)
+        os.rename(partial, out)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"out={out}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # after success it was renamed
+    return copies
+
+
+def _copy_with(tensors: Mapping[str, torch.Tensor], file: Path, copy: Path, said: str) -> None:
+    """Write a safetensors file again, with `tensors` in the place of those of these names, in their dtypes."""
+    found = load_file(file)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    for name in found.keys() & tensors.keys():
+        new, old = tensors[name], found[name]
+        same = new.shape == old.shape and old.is_floating_point()
+        check(same, f"{said}: {name} is {tuple(old.shape)} of {old.dtype}, and the draft's is {tuple(new.shape)}")
+        found[name] = new.to(old.dtype).contiguous()
+    save_file(found, copy, metadata)
+    copy.chmod(0o644)
+
+
+def _place_of(
+    draft: Draft, hf_config: Any, field: str, instead: str = "give a directory that eagle-export wrote"
+) -> InTarget:
     place = draft.in_target(hf_config.get_text_config().num_hidden_layers)
-    kind = draft.config.kind
-    check(
-        place is not None, f"{field}: no target has a draft of draft={kind}; give a directory that eagle-export wrote"
-    )
+    check(place is not None, f"{field}: no target has a draft of draft={draft.config.kind}; {instead}")
     assert place is not None
     return place
 
 
-def _files_of(draft: Draft, place: InTarget, folder: Path, said: str) -> dict[str, Path]:
+def _files_of(
+    draft: Draft, place: InTarget, folder: Path, said: str, instead: str = "give train.init_from=null"
+) -> dict[str, Path]:
     """The file of each tensor below the draft's prefix. Raises UserError unless these are the draft's."""
     found: dict[str, Path] = {}
     for file in weight_files(folder, said):
         check(file.suffix == ".safetensors", f"{said}: {file.name} is no safetensors; give a checkpoint in safetensors")
         with foreign(f"{said}: {file.name}"), safe_open(file, "pt") as tensors:
             found |= {name: file for name in tensors.keys() if name.startswith(place.prefix)}  # noqa: SIM118, no mapping
-    check(bool(found), f"{said}: has no {place.prefix}*, so no draft of its own; give train.init_from=null")
+    check(bool(found), f"{said}: has no {place.prefix}*, so no draft of its own; {instead}")
     odd = min((found.keys() - place.shared.keys()) ^ set(place.names.values()), default=None)
     does, kind = "has" if odd in found else "lacks", draft.config.kind
-    check(odd is None, f"{said}: {does} {odd}, unlike draft={kind}; give train.init_from=null")
+    check(odd is None, f"{said}: {does} {odd}, unlike draft={kind}; {instead}")
     return found

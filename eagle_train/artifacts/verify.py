@@ -54,9 +54,10 @@ def verify(directory: Path, about: Artifact, draft: Draft, trained: Draft) -> fl
 def check_names(directory: Path, about: Artifact) -> None:
     """Assert that the file has the engine's names and no others, a matrix whole or in its packed parts."""
     shapes = layouts.expected_shapes(about.layout, about.draft, about.target)
-    names = {name.rpartition(".")[0] for name in read_tensors(directory)}
+    tensors = read_tensors(directory, file=layouts.weights_file(about.layout, about.draft))
+    names = {name.rpartition(".")[0] for name in tensors}
     assert names == {name.rpartition(".")[0] for name in shapes}, f"{directory}: not the names {about.layout} loads"
-    for name, tensor in read_tensors(directory).items():
+    for name, tensor in tensors.items():
         assert name not in shapes or tuple(tensor.shape) == shapes[name], f"{directory}: {name} {tuple(tensor.shape)}"
 
 
@@ -73,12 +74,14 @@ def _rounded(trained: Draft, dtype: torch.dtype) -> Draft:
 
 
 def _outputs(draft: Draft) -> torch.Tensor:
-    """States [1, _SAMPLE, W] for fixed random embeddings and target's states, and logits of the draft's own LM head."""
+    """States [1, _SAMPLE, W] for fixed random embeddings and target's states, and logits of LM heads of its own."""
     width, parts = draft.config.hidden_size, 2 + len(draft.config.target_layers)
     embeddings, states = _noise(1, _SAMPLE, parts * width).split((width, (parts - 1) * width), dim=-1)
     given = draft.eval().fuse(states), torch.arange(_SAMPLE)[None], packed_attention([[_SAMPLE]])
-    found, head = draft(embeddings, *given), draft.own_head()
-    return found if head is None else torch.cat((found, head(draft.read(found))), dim=-1)
+    found = draft(embeddings, *given)
+    heads = [draft.own_head(level) for level in range(draft.config.own_heads)]
+    read = draft.read(found).chunk(max(1, len(heads)), dim=-1)
+    return torch.cat((found, *(head(each) for head, each in zip(heads, read, strict=False) if head)), dim=-1)
 
 
 def _noise(*shape: int) -> torch.Tensor:

@@ -66,6 +66,8 @@ class EagleConfig(DraftConfig):
         check(
             is_power, f"draft.embedding_scale={self.embedding_scale}: must be a power of two, so that folding is exact"
         )
+        one = self.window is None or not self.irope
+        check(one, f"draft.window={self.window}: not with draft.irope=true, whose layers attend to chunks; give one")
         self.check_choice("norms", "eagle1", "full")
         self.check_choice("ffn", "dense", "moe")
         dense = not self.mlp_bias or self.ffn == "dense"
@@ -131,7 +133,7 @@ class EagleDraft(Draft):
 
     def fitted(self, shape: DraftConfig) -> Draft:
         assert isinstance(shape, EagleConfig)
-        return self.rescaled(shape.embedding_scale).with_first_token(shape.first_token)
+        return self.rescaled(shape.embedding_scale).attending(first_token=shape.first_token, window=shape.window)
 
     def forward(
         self,

@@ -47,7 +47,6 @@ class Eagle3Config(StepsConfig):
     kind: ClassVar[str] = "eagle3"
     layouts: ClassVar = LAYOUTS
     fed_hidden: ClassVar[bool] = False
-    head_products: ClassVar[int] = 4
 
     target_vocab_size: int = 0
     layers: list[int] | None = None  # states to fuse, behind so many of the target's layers; null: 2, half, all but 3
@@ -87,8 +86,8 @@ class Eagle3Config(StepsConfig):
         return len(self.target_layers) * self.hidden_size
 
     @property
-    def has_own_head(self) -> bool:
-        return True
+    def own_heads(self) -> int:
+        return 1
 
     def kept_beside_layers(self, itemsize: int) -> tuple[int, int]:
         # In each pass: the embedding and what the final norm reads, in fp32, the second half of what layer 0's products
@@ -179,7 +178,7 @@ class Eagle3Draft(LogitsDraft):
                 self.lm_head.weight.copy_(head.weight * head.scale)
         return self
 
-    def own_head(self) -> LMHead:
+    def own_head(self, level: int = 0) -> LMHead:
         return LMHead(self.lm_head.weight.detach())
 
     def forward(
@@ -219,7 +218,7 @@ class Eagle3Draft(LogitsDraft):
     def read(self, states: torch.Tensor) -> torch.Tensor:
         return states if self.config.norm_output else states[..., : self.config.hidden_size]
 
-    def logits(self, states: torch.Tensor, head: Head) -> torch.Tensor:
+    def logits(self, states: torch.Tensor, head: Head, level: int = 0) -> torch.Tensor:
         return self.lm_head(self.read(states))
 
     def unrolled(self, forward: Callable[..., torch.Tensor], rows: Rows, passes: int) -> list[torch.Tensor]:

@@ -1,7 +1,8 @@
 """EAGLE-3 drafts as vLLM and SGLang load them, and in the format of speculators.
 
 vLLM and SGLang load one directory: each reads the fused layers' ids in another place, counted from another layer, and
-each applies another norm before the layers behind the first.
+each applies another norm before the layers behind the first. A window is in config.json for vLLM, and an option of
+SGLang's, which counts the positions before a token's own.
 """
 
 import re
@@ -14,6 +15,7 @@ from eagle_train.drafts.layouts import (
     Shapes,
     Tensors,
     first_of,
+    has_sinks,
     layer_shapes,
     llama_config,
     quantised,
@@ -25,6 +27,7 @@ from eagle_train.models.target import Identity
 if TYPE_CHECKING:
     from eagle_train.drafts.eagle3 import Eagle3Config
 
+SLIDING = "sliding_attention"  # the type of a layer with a window
 FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 _TOKENS = 3  # that `vllm serve` drafts of a speculators' directory where it is not told
 # Layer 0's fused q, k and v have no `self_attn` in their name in either engine.
@@ -39,14 +42,14 @@ class Eagle3Layout(Layout):
     has_t2d = False
 
     def refusal(self, draft: "Eagle3Config", quant: Quant) -> str | None:
-        return first_of(rotated_in_part(draft) | self.own_reasons(draft, quant))
+        return first_of(rotated_in_part(draft) | has_sinks(draft) | self.own_reasons(draft, quant))
 
     def own_reasons(self, draft: "Eagle3Config", quant: Quant) -> dict[str, bool]:
         """Further reasons of one engine."""
         return {}
 
     def tensors(
-        self, draft: "Eagle3Config", tensors: Tensors, embedding: torch.Tensor | None
+        self, draft: "Eagle3Config", tensors: Tensors, repeated: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         found = {re.sub(r"^layers\.0\.", self.first, name): tensor for name, tensor in tensors.items()}
         for name, copied in self._copies(draft).items():
@@ -104,6 +107,8 @@ def _layers_config(draft: "Eagle3Config", quant: Quant, dtype: str, target: Iden
         "mlp_bias": False,
         "num_aux_hidden_states": len(draft.target_layers),
     }
+    if draft.window is not None:
+        values |= {"sliding_window": draft.window, "layer_types": [SLIDING] * draft.num_layers}
     return quantised(values, quant, [_ATTENTION, "re:.*fc$", "lm_head"])
 
 
@@ -142,7 +147,7 @@ class _Sglang(_OneForBoth):
 ```bash
 python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\
     --speculative-draft-model-path {here}{unquantised} \\
-    --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
+    --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4{window}
 ```"""
 
     def own_reasons(self, draft: "Eagle3Config", quant: Quant) -> dict[str, bool]:
@@ -152,6 +157,7 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm EAG
             "begins layer 0's residual before its norm, and this draft's begins behind it "
             "(draft.norm_before_residual)": draft.norm_before_residual,
             "leaves fc out where one layer alone is fused (draft.layers)": len(draft.target_layers) == 1,
+            "knows no window of the token's own position alone (draft.window=1)": draft.window == 1,
             "runs fc as it is, and quant.scope=all_linear quantises it (ffn does not)": whole,
         }
 

@@ -9,6 +9,7 @@ from eagle_train.drafts.layouts import (
     Shapes,
     Tensors,
     first_of,
+    has_sinks,
     layer_shapes,
     llama_config,
     quantised,
@@ -29,8 +30,12 @@ class EagleLayout(Layout):
 
     architectures: ClassVar[dict[str, str]]
     adds_bias = False
+    needs_embedding = False
     one_bias_switch = False
     """Whether one switch is for all four attention biases of a layer."""
+
+    def repeats(self, draft: "EagleConfig") -> str | None:
+        return "embedding" if self.needs_embedding else None
 
     def refusal(self, draft: "EagleConfig", quant: Quant) -> str | None:
         no_class = draft.norms not in self.architectures
@@ -38,6 +43,9 @@ class EagleLayout(Layout):
             {
                 "runs no draft with draft.ffn=moe": draft.ffn == "moe",
                 "runs no draft with draft.irope=true": draft.irope,
+                # vLLM looks for the types of an EAGLE draft's layers behind those of the target's.
+                "gives an EAGLE draft no window of its own, and this one has one (draft.window)": bool(draft.window),
+                **has_sinks(draft),
                 **rotated_in_part(draft),
                 "has no class that applies both the first layer's input norm and the final one, and this draft has "
                 "them (draft.norms=full)": no_class,
@@ -62,15 +70,13 @@ class EagleLayout(Layout):
         }
         return quantised(values, quant)
 
-    def tensors(
-        self, draft: "EagleConfig", tensors: Tensors, embedding: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def tensors(self, draft: "EagleConfig", tensors: Tensors, repeated: torch.Tensor | None) -> dict[str, torch.Tensor]:
         found = {self.prefix(draft) + name: tensor for name, tensor in tensors.items()}
         dtype = tensors["layers.0.post_attention_layernorm.weight"].dtype  # `fc` may be in few bits
         found |= {name: torch.zeros(size, dtype=dtype) for name, size in self._added(draft).items()}
         if self.needs_embedding:
-            assert embedding is not None
-            found["embed_tokens.weight"] = embedding.detach().to("cpu", dtype).contiguous()
+            assert repeated is not None
+            found["embed_tokens.weight"] = repeated.detach().to("cpu", dtype).contiguous()
         return found
 
     def ours(self, draft: "EagleConfig", tensors: Tensors) -> dict[str, torch.Tensor]:

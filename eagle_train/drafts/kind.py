@@ -20,7 +20,7 @@ from eagle_train.drafts.layouts import Layout
 from eagle_train.drafts.losses import Lesson, LossSums
 from eagle_train.drafts.rope import rope_parameters_of
 from eagle_train.errors import check
-from eagle_train.models.layers import Attention
+from eagle_train.models.layers import Attention, rule_of_layer
 from eagle_train.models.shapes import heads_of, widest
 from eagle_train.models.target import LMHead, TargetEnds
 from eagle_train.ops.rule import Attend
@@ -81,7 +81,9 @@ class DraftConfig:
     Sizes default to the target's, see `from_target`. `first_token`: self_fusion pairs the first token with its own
     hidden state; with skip it has no slot, as in EAGLE, vLLM and SGLang: the draft begins at (t_1, h_0), and what lies
     at position 0 is never seen. `vocab_size`: how many of the target's tokens the draft can propose, `vocabulary`
-    which, ascending; None is all.
+    which, ascending; None is all. `window`: each layer attends to the last so many positions, its own included; None:
+    to all. `sink`: each head has a learnt logit that takes part in its softmax and has no value, as gpt-oss's, so that
+    a query need not attend to what says nothing.
     """
 
     kind: ClassVar[str] = ""
@@ -89,7 +91,7 @@ class DraftConfig:
     # Settings of `train` that the kind does not read, with what to give in their place.
     unread: ClassVar[Mapping[str, str]] = {}
     # Fields in which a draft that training starts from may differ (`Draft.fitted`).
-    may_differ: ClassVar[tuple[str, ...]] = ("first_token", "vocabulary")
+    may_differ: ClassVar[tuple[str, ...]] = ("first_token", "vocabulary", "window")
     # Whether it drafts all levels at once, from what the target's LM head reads: it then has no attention and no cache.
     at_once: ClassVar[bool] = False
     # Whether it drafts all levels in one forward, by slots that stand for tokens which are not known yet.
@@ -97,8 +99,6 @@ class DraftConfig:
     # Whether it is fed what the target's LM head reads, at every slot; else its loss alone reads that, where it is
     # supervised.
     fed_hidden: ClassVar[bool] = True
-    # Products of the LM head with a supervised slot's states in a pass: the target's, the draft's, and gradients.
-    head_products: ClassVar[int] = 3
 
     hidden_size: int
     intermediate_size: int  # null, here and below: the target's
@@ -112,6 +112,8 @@ class DraftConfig:
     first_token: str = "self_fusion"  # self_fusion | skip: its own hidden state, or no slot, as serving engines have it
     vocab_size: int | None = None  # the most frequent tokens of the data, which alone the draft can propose; null: all
     vocabulary: list[int] | None = None
+    window: int | None = None  # positions that each layer attends to, the last ones, its own included; null: all
+    sink: bool = False  # a learnt logit per head in the softmax, without a value: what a query attends to nothing with
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "num_layers")
@@ -122,6 +124,7 @@ class DraftConfig:
         whole = tokens is None or (len(tokens) == size and tokens == sorted(set(tokens)))
         check(whole, f"draft.vocabulary: must be {size} different token ids in ascending order")
         self.check_choice("first_token", "self_fusion", "skip")
+        check(self.window is None or self.window >= 1, f"draft.window={self.window}: must be null or at least 1")
         even = self.head_dim % 2 == 0
         check(even, f"draft.head_dim={self.head_dim}: must be even, for rotary positions")
         heads = f"draft.num_heads={self.num_heads}, draft.num_kv_heads={self.num_kv_heads}"
@@ -146,6 +149,9 @@ class DraftConfig:
         check(size <= text.vocab_size, f"draft.vocab_size={size}: must be at most the target's, {text.vocab_size}")
         known = all(0 <= token < text.vocab_size for token in overrides.get("vocabulary") or [])
         check(known, f"draft.vocabulary: must be token ids of the target, below {text.vocab_size}")
+        long, wanted = text.max_position_embeddings, overrides.get("max_position_embeddings")
+        reaches = wanted is None or wanted >= long
+        check(reaches, f"draft.max_position_embeddings={wanted}: must be at least the target's, {long}")
         heads = heads_of(text)
         sizes = {
             "hidden_size": text.hidden_size,
@@ -153,7 +159,7 @@ class DraftConfig:
             "num_heads": heads.queries,
             "num_kv_heads": heads.keys,
             "head_dim": heads.width,
-            "max_position_embeddings": text.max_position_embeddings,
+            "max_position_embeddings": long,
             "rope_parameters": rope,
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-5,
         }
@@ -217,9 +223,14 @@ class DraftConfig:
         return 1
 
     @property
-    def has_own_head(self) -> bool:
-        """Whether it learns an LM head of its own."""
-        return False
+    def own_heads(self) -> int:
+        """How many LM heads of its own it learns."""
+        return 0
+
+    @property
+    def head_products(self) -> int:
+        """Products of LM heads with a supervised slot's states in a pass: the target's, the draft's, gradients."""
+        return 4 if self.own_heads else 3
 
     def loss_bytes(self, itemsize: int) -> int:
         """Bytes for each number of a supervised slot's states that the loss of a pass keeps: fp32 copies and a
@@ -243,6 +254,13 @@ class DraftConfig:
         """Whether the layer has rotary positions, and the chunk it attends within."""
         return True, None
 
+    def seen(self, context: int) -> float:
+        """To how many tokens one attends, the sum over the layers, on average over a row of `context` tokens."""
+        chunks = [self.rope_of_layer(layer)[1] for layer in range(self.num_layers)]
+        reaches = [min(context, self.window or context, chunk or context) for chunk in chunks]
+        # A window slides: all but its first tokens see as many. In a chunk one sees half of it, as of a whole row.
+        return sum(reach / 2 if self.window is None else reach - reach**2 / (2 * context) for reach in reaches)
+
     def described(self) -> str:
         """What it is, in words that begin a sentence."""
         return f"A draft head of {self.num_layers} layers that proposes"
@@ -253,7 +271,12 @@ class DraftConfig:
             "self_fusion": "t_0 is paired with its own hidden state",
             "skip": "t_0 has none: it begins at (t_1, h_0)",
         }
+        attention = {
+            "window": f"each layer attends to the last {self.window} positions, its own included",
+            "sink": "self_attn.sinks: a logit for each head that takes part in its softmax and has no value",
+        }
         return {
+            **{name: said for name, said in attention.items() if getattr(self, name)},
             "first_slot": first[self.first_token],
             "rope": "halves convention, as Hugging Face's Llama, on the first partial_rotary_factor of each head",
             "position_of_slot": "the position of its token t_j, so the draft's cache is as long as the target's",
@@ -290,13 +313,14 @@ class Draft(nn.Module):
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
     def init_weights(self, seed: int, lm_head: LMHead | None = None) -> Any:
-        """Fresh weights as Llama's: norms 1, a bias 0, the rest normal with INIT_STD. Reproducible on any device.
+        """Fresh weights as Llama's: norms 1, biases and sinks 0, the rest normal with INIT_STD. Reproducible on any
+        device.
 
         `lm_head`: the target's, from which a head of the draft's own begins.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 1:
                 nn.init.ones_(parameter)
@@ -308,26 +332,27 @@ class Draft(nn.Module):
         """The same draft as serving engines load it."""
         return copy.deepcopy(self)
 
-    def with_first_token(self, first_token: str) -> Any:
-        """The same weights in a draft whose first token has a slot or none (`DraftConfig.first_token`)."""
+    def attending(self, **changes: Any) -> Any:
+        """The same weights in a draft that sees other keys: with another `first_token` or `window`
+        (`DraftConfig`)."""
         draft = copy.deepcopy(self)
-        draft.config = replace(self.config, first_token=first_token)
+        draft.config = replace(self.config, **changes)
         for module in draft.modules():
             if isinstance(module, Attention):
-                module.rule = replace(module.rule, skip_first=draft.config.first_slot == 1)
+                module.rule = rule_of_layer(draft.config, module.layer)
         return draft
 
     def fitted(self, shape: DraftConfig) -> "Draft":
         """The same weights in a draft of the config `shape`, which differs in `may_differ` alone; the vocabulary
         stays."""
-        return self.with_first_token(shape.first_token)
+        return self.attending(first_token=shape.first_token, window=shape.window)
 
     def in_target(self, layers: int) -> InTarget | None:
         """Where checkpoints of targets with so many layers hold such a draft; None: targets have none."""
         return None
 
-    def own_head(self) -> LMHead | None:
-        """The draft's own LM head; None: it proposes with the target's."""
+    def own_head(self, level: int = 0) -> LMHead | None:
+        """The draft's own LM head, that of a level where each has one; None: it proposes with the target's."""
         return None
 
     def forward(
@@ -357,8 +382,9 @@ class Draft(nn.Module):
         """What the LM head reads [.., H] of the draft's states [.., W]."""
         return states
 
-    def logits(self, states: torch.Tensor, head: "Head") -> torch.Tensor:
-        """Logits [.., V'] of the draft's states [.., W], with its weights wherever a backend has them."""
+    def logits(self, states: torch.Tensor, head: "Head", level: int = 0) -> torch.Tensor:
+        """Logits [.., V'] of the draft's states [.., W] in pass `level`, with its weights wherever a backend has
+        them."""
         return head.lm_head(self.read(states))
 
     def unrolled(self, forward: Callable[..., torch.Tensor], rows: Rows, passes: int) -> list[torch.Tensor]:

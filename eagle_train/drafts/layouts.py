@@ -22,6 +22,7 @@ Shapes = dict[str, tuple[int, ...]]
 # Linear modules that stay unquantised, in the syntax of compressed-tensors. Expressions match from the start of an
 # engine's module name, which has prefixes, fuses q, k and v, and in vLLM adds the number of target layers.
 _KEPT = {"ffn": ["re:.*self_attn.*", "re:.*fc$", "lm_head"], "all_linear": ["lm_head"]}
+WEIGHTS = "model.safetensors"
 TOKEN_MAP = "token_map.pt"  # SGLang's --speculative-token-map
 
 
@@ -29,11 +30,16 @@ class Layout:
     """What an engine loads for a kind of draft. `draft`: of that kind."""
 
     serves = ""
-    """How it is served, in Markdown: {target}, {here}, {unquantised}, {token_map} and {levels} are put in."""
-    needs_embedding = False
-    """Whether the engine's file repeats the target's embedding."""
+    """How it is served, in Markdown: {target}, {here}, what SGLang is told with options ({unquantised}, {token_map},
+    {window}), how many {levels} are drafted at most, and of how many {blocks} each of Medusa's heads is, are put in."""
+    weights = WEIGHTS
+    """The file of the tensors."""
     has_token_map = False
     """Whether a file beside the weights says the draft's vocabulary."""
+
+    def repeats(self, draft: Any) -> str | None:
+        """What of the target's the engine's file repeats: its `embedding` or its `LM head`, or nothing."""
+        return None
 
     def refusal(self, draft: Any, quant: Quant) -> str | None:
         """Why the engine cannot run the draft, in words that follow its name; None if it can."""
@@ -43,8 +49,8 @@ class Layout:
         """The engine's config.json."""
         raise NotImplementedError
 
-    def tensors(self, draft: Any, tensors: Tensors, embedding: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Our tensors with the names of the engine's file. `embedding`: the target's [V, H]."""
+    def tensors(self, draft: Any, tensors: Tensors, repeated: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Our tensors with the names of the engine's file. `repeated` [V, H]: see `repeats`."""
         raise NotImplementedError
 
     def ours(self, draft: Any, tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -75,6 +81,11 @@ def rotated_in_part(draft: "DraftConfig") -> dict[str, bool]:
     """The reason that no engine's drafts turn a part of a head."""
     rotated = draft.rope_parameters.get("partial_rotary_factor", 1.0)
     return {f"rotates whole heads, and this draft's partial_rotary_factor is {rotated}": rotated != 1.0}
+
+
+def has_sinks(draft: "DraftConfig") -> dict[str, bool]:
+    """The reason that no engine's Llama has sinks."""
+    return {"has no sinks in its Llama layers, and this draft has them (draft.sink)": draft.sink}
 
 
 def llama_config(draft: "DraftConfig", dtype: str, vocab_size: int) -> dict[str, Any]:

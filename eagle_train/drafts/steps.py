@@ -87,7 +87,7 @@ class LogitsDraft(Draft):
 
     def fitted(self, shape: DraftConfig) -> Any:
         assert isinstance(shape, LogitsConfig)
-        draft = self.with_first_token(shape.first_token)
+        draft = super().fitted(shape)
         learnt = [name for name in shape.may_differ if name not in DraftConfig.may_differ]
         draft.config = replace(draft.config, **{name: getattr(shape, name) for name in learnt})
         return draft

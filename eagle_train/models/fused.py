@@ -39,7 +39,7 @@ class FusedAttention(nn.Module):
     def __init__(self, plain: Attention):
         super().__init__()
         self.layer, self.head_dim, self.uses_rope, self.rule = plain.layer, plain.head_dim, plain.uses_rope, plain.rule
-        self.num_heads, self.num_kv_heads = plain.num_heads, plain.num_kv_heads
+        self.num_heads, self.num_kv_heads, self.sinks = plain.num_heads, plain.num_kv_heads, plain.sinks
         self.qkv_proj = concat_outputs(plain.q_proj, plain.k_proj, plain.v_proj)
         self.o_proj = plain.o_proj
 
@@ -55,7 +55,8 @@ class FusedAttention(nn.Module):
         turned = self.num_heads + self.num_kv_heads
         qk, v = heads[:, :turned], heads[:, turned:]
         qk = rotate(qk, rotary) if self.uses_rope else qk
-        out = attend(self.layer, qk[:, : self.num_heads], qk[:, self.num_heads :], v, self.rule)
+        rule = self.rule.having(self.sinks)
+        out = attend(self.layer, qk[:, : self.num_heads], qk[:, self.num_heads :], v, rule)
         return self.o_proj(only(out.transpose(1, 2).flatten(2), wanted))
 
 

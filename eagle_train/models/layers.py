@@ -20,8 +20,20 @@ from eagle_train.ops.norm import rms_norm
 from eagle_train.ops.rule import Attend, Rule
 
 
-class LayerShape(Protocol):
-    """What layers read of a draft's config, of whatever kind."""
+class AttendingShape(Protocol):
+    """What a draft's config, of whatever kind, says of the keys that layers see."""
+
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def window(self) -> int | None: ...
+    @property
+    def first_slot(self) -> int: ...
+    def rope_of_layer(self, layer: int) -> tuple[bool, int | None]: ...
+
+
+class LayerShape(AttendingShape, Protocol):
+    """What layers read of a draft's config."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -31,8 +43,6 @@ class LayerShape(Protocol):
     def num_heads(self) -> int: ...
     @property
     def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
     @property
     def max_position_embeddings(self) -> int: ...
     @property
@@ -52,8 +62,7 @@ class LayerShape(Protocol):
     @property
     def mlp_bias(self) -> bool: ...
     @property
-    def first_slot(self) -> int: ...
-    def rope_of_layer(self, layer: int) -> tuple[bool, int | None]: ...
+    def sink(self) -> bool: ...
 
 
 class RMSNorm(nn.Module):
@@ -121,8 +130,16 @@ def rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.
     return torch.addcmul(x * cos, x.roll(width // 2, dims=-1), sin).to(x.dtype)
 
 
+def rule_of_layer(config: AttendingShape, layer: int) -> Rule:
+    """What a layer asks of attention, but for its sinks, which are parameters."""
+    _, chunk = config.rope_of_layer(layer)
+    return Rule(config.head_dim**-0.5, config.window, chunk, skip_first=config.first_slot == 1)
+
+
 class Attention(nn.Module):
     """Grouped-query self-attention; which keys are seen is decided by `attend`."""
+
+    sinks: nn.Parameter | None  # [Q]
 
     def __init__(self, config: LayerShape, layer: int, inputs: int | None = None):
         """`inputs`: what queries, keys and values read; None: H."""
@@ -130,12 +147,13 @@ class Attention(nn.Module):
         inputs = inputs or config.hidden_size
         self.layer, self.head_dim = layer, config.head_dim
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.uses_rope, chunk = config.rope_of_layer(layer)
-        self.rule = Rule(config.head_dim**-0.5, chunk=chunk, skip_first=config.first_slot == 1)
+        self.uses_rope, _ = config.rope_of_layer(layer)
+        self.rule = rule_of_layer(config, layer)
         self.q_proj = Linear(inputs, config.num_heads * config.head_dim, bias=config.qkv_bias)
         self.k_proj = Linear(inputs, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
         self.v_proj = Linear(inputs, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
+        self.register_parameter("sinks", nn.Parameter(torch.empty(config.num_heads)) if config.sink else None)
 
     def forward(
         self,
@@ -150,7 +168,8 @@ class Attention(nn.Module):
         )
         if self.uses_rope:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        return self.o_proj(only(attend(self.layer, q, k, v, self.rule).transpose(1, 2).flatten(2), wanted))
+        out = attend(self.layer, q, k, v, self.rule.having(self.sinks))
+        return self.o_proj(only(out.transpose(1, 2).flatten(2), wanted))
 
 
 class DenseFFN(nn.Module):

@@ -47,6 +47,13 @@ class Rule:
         """The same where position 0 is not among the keys."""
         return replace(self, skip_first=False)
 
+    def having(self, sinks: torch.Tensor | None) -> "Rule":
+        """The same with these sinks. Parameters are given anew in each call: a backend may put others in their
+        place."""
+        if sinks is None:
+            return self
+        return Rule(self.scale, self.window, self.chunk, self.softcap, sinks, self.skip_first)
+
     def sees(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
         """Which keys there are for a query, bool; causality is the caller's. Both arguments broadcast."""
         near = torch.ones((), dtype=torch.bool, device=query_positions.device)

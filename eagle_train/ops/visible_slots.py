@@ -46,7 +46,10 @@ class VisibleSlots:
         return self._by_rows[key]
 
     def behind(self, slots: int) -> "VisibleSlots":
-        """What is seen behind the first `slots` slots, which every row has; of rules that are not local."""
+        """What is seen behind the first `slots` slots, which every row has; of rules that have no chunks and skip no
+        first position, but for 0 slots."""
+        if slots == 0:
+            return self
         given = None if self.given is None else self.given - slots
         return VisibleSlots(self.positions - slots, given, self.count - slots, self.whole)
 

@@ -18,6 +18,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.artifacts.format import load_draft, read_artifact
+from eagle_train.artifacts.layouts import unserved
 from eagle_train.artifacts.of_target import check_in_target, load_in_target
 from eagle_train.corpus.preview import check_data
 from eagle_train.corpus.render import ChatRenderer
@@ -122,6 +123,8 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     backend = prepare(draft, optim, parallel, world, target.dtype)
     micro_batches = accumulation(optim, train, data.row_tokens, world.size)
     ahead = look_ahead(stream, target, draft.config, train, micro_batches, world, compiled)
+    if world.is_main:
+        tell_unserved(planned)  # when nothing more is refused
     return Trainer(train, optim, target, draft, backend, ahead, heldout, store)
 
 
@@ -130,6 +133,12 @@ def _loaded(config: TargetConfig, device: str, parallel: ParallelConfig, world: 
     if config.cached:
         return load_cached(config, device)
     return load_target(training_dtype(config, device), device, parallel.target, world)
+
+
+def tell_unserved(draft: DraftConfig) -> None:
+    """Log which serving engines cannot run what is about to be trained, and what to give for them."""
+    for line in unserved(draft):
+        _LOG.info("note: %s", line)
 
 
 def round_target(target: Target, world: World = ALONE) -> None:

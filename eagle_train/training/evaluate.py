@@ -65,9 +65,9 @@ def measure_heldout(
     return {**meter.means(world), "acceptance_per_depth": by_depth, "simulated_tpc": 1 + sum(by_depth)}
 
 
-def _choice(draft: Draft, head: Head, states: torch.Tensor) -> torch.Tensor:
-    """The draft's choice, a token of the target's int64 [B, T], for its states [B, T, W]."""
-    return head.tokens(most_likely(states, partial(draft.logits, head=head)))
+def _choice(draft: Draft, head: Head, states: torch.Tensor, depth: int) -> torch.Tensor:
+    """The draft's choice, a token of the target's int64 [B, T], for its states [B, T, W] at a depth."""
+    return head.tokens(most_likely(states, partial(draft.logits, head=head, level=depth)))
 
 
 def most_likely(hidden: torch.Tensor, lm_head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -79,15 +79,15 @@ def most_likely(hidden: torch.Tensor, lm_head: Callable[[torch.Tensor], torch.Te
 def chain_acceptance(
     states: list[torch.Tensor],
     best: torch.Tensor,
-    choose: Callable[[torch.Tensor], torch.Tensor],
+    choose: Callable[[torch.Tensor, int], torch.Tensor],
     supervised: torch.Tensor,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """How many simulated chains were accepted down to each depth, and how many there were: two float64 tensors [depth].
 
     `states`: the draft's states [B, T, W] of each pass. `best` [B, T]: the target's choice at each slot.
-    `choose`: the draft's choice for states. A chain counts if all its slots are supervised, so all depths count
-    the same chains, except those that a document's end cuts short.
+    `choose`: the draft's choice for states at a depth, 0 the first. A chain counts if all its slots are supervised, so
+    all depths count the same chains, except those that a document's end cuts short.
     """
     held = possible = torch.ones_like(supervised)
     accepted, chains = [], []
@@ -95,7 +95,7 @@ def chain_acceptance(
         if depth > 0:  # a chain at slot j continues the one at slot j-1
             held, possible = held.roll(1, dims=1), possible.roll(1, dims=1)
         possible = possible & supervised & (positions >= depth)
-        held = held & possible & (choose(state) == best)
+        held = held & possible & (choose(state, depth) == best)
         accepted.append(held.sum())
         chains.append(possible.sum())
     return torch.stack(accepted).double(), torch.stack(chains).double()

@@ -40,10 +40,11 @@ def ranks_of(target: Target, draft: Draft, prompt: list[int], answer: list[int],
     of_target = TargetStates.split(target.states(layers)(tokens, positions, packed_attention([[length]])), layers)
     rows = Rows(target.embed(tokens), of_target, positions, [[length]], target.embed)
     states = draft.unrolled(draft, rows, depth)
-    head, roots = Head(draft, target.lm_head), len(answer) - 1
+    roots = len(answer) - 1
     ranks = torch.full((roots, depth), children, dtype=torch.int64)
     for below, state in enumerate(states[: max(roots, 0)]):
         slots = slice(len(prompt) + below, -1)  # the slot `below` after each root reads the token there
+        head = Head(draft, target.lm_head, below)
         proposed = head.tokens(head.lm_head(draft.read(state[0, slots])).topk(children).indices)
         hit = proposed == tokens[0, slots.start + 1 :].unsqueeze(1)
         rank = torch.where(hit.any(1), hit.to(torch.uint8).argmax(1), children)

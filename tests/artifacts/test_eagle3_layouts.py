@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from eagle_train.artifacts import layouts
 from eagle_train.artifacts.card import card
@@ -91,6 +92,48 @@ def test_one_directory_is_for_both_engines(target, tmp_path):
         assert replay(engine, *read(one), served(target)).whole
 
 
+@pytest.mark.parametrize("kind", [{"window": 24}, {"window": 24, "num_layers": 2}], ids=str)
+@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+def test_a_window_is_vllms_and_ours(target, tmp_path, layout, kind):
+    draft = a_draft(target, **kind)
+    out = exported(target, draft, tmp_path / "out", layout)
+    loaded = replay("vllm-eagle3", *read(out), served(target))
+    assert loaded.whole
+    assert loaded.windows == [24] * draft.config.num_layers
+    assert load_draft(out, target.identity).config == draft.config
+    config = json.loads((out / "config.json").read_text())
+    del config["eagle_train"]
+    (out / "config.json").write_text(json.dumps(config))
+    assert load_foreign(out, target).config == draft.config
+    LlamaConfig.from_dict(config.get("transformer_layer_config", config))  # vLLM reads it so
+
+
+def test_a_window_is_an_option_of_sglangs(target, tmp_path):
+    """Which counts the positions before a token's own."""
+    out = exported(target, a_draft(target, window=24), tmp_path / "mine", "sglang")
+    told = card(read_artifact(out), load_file(out / "model.safetensors"), "mine")
+    assert "--speculative-num-draft-tokens 4 \\\n    --speculative-draft-window-size 23\n```" in told
+    assert replay("sglang-eagle3", *read(out), served(target)).whole
+    without = exported(target, a_draft(target), tmp_path / "other", "sglang")
+    assert "window" not in card(read_artifact(without), load_file(without / "model.safetensors"), "other")
+
+
+def test_the_longest_context_is_the_targets_at_least(target, tmp_path):
+    """Engines cut requests to the draft's; a shorter one is raised where no rotary angle hangs on it."""
+    out = exported(target, a_draft(target), tmp_path / "out", "vllm")
+    values = json.loads((out / "config.json").read_text())
+    del values["eagle_train"]
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    for stated, wanted in ((7, 128), (128, 128), (256, 256)):
+        (out / "config.json").write_text(json.dumps(values | {"max_position_embeddings": stated}))
+        assert load_foreign(out, target).config.max_position_embeddings == wanted
+    own = {"max_position_embeddings": 7, "rope_parameters": dynamic, "rope_scaling": dynamic}
+    (out / "config.json").write_text(json.dumps(values | own))
+    assert load_foreign(out, target).config.max_position_embeddings == 7
+    with pytest.raises(UserError, match=r"^draft\.max_position_embeddings=7: must be at least the target's, 128"):
+        a_draft(target, max_position_embeddings=7)
+
+
 def test_the_offsets_name_the_targets_tokens(target, tmp_path):
     out = exported(target, a_draft(target, **FEW), tmp_path / "out", "vllm")
     offsets = load_file(out / "model.safetensors")["d2t"]
@@ -170,6 +213,12 @@ def test_ids_of_sglang_alone_are_one_lower_and_rows_may_be_in_any_order(target, 
             r"draft\.layers=\[2, 4, 9\]: must be numbers from 1 to 7",
         ),
         ({}, {"norm_output": 1}, "norm_output is 1, and must be true or false"),
+        ({}, {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types is .*must be the same for all"),
+        (
+            {},
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 0},
+            "sliding_window is 0, and must be a whole",
+        ),
         ({"embed_tokens.weight": torch.zeros(96, 128)}, {}, "is not the embedding of tiny-wide"),
     ],
 )
@@ -189,6 +238,9 @@ def test_drafts_of_others_that_are_none(target, tmp_path, changes, config, messa
         ({"norm_before_fc": True}, "sglang", r"SGLang has no norm over all fused layers, .*draft\.norm_before_fc"),
         ({"norm_before_residual": True}, "sglang", r"SGLang begins layer 0's residual before its norm"),
         ({"layers": [3]}, "sglang", r"SGLang leaves fc out where one layer alone is fused"),
+        ({"window": 1}, "sglang", r"SGLang knows no window of the token's own position alone \(draft\.window=1\)"),
+        ({"sink": True}, "vllm", r"vLLM has no sinks in its Llama layers, and this draft has them \(draft\.sink\)"),
+        ({"sink": True}, "speculators", r"speculators has no sinks in its Llama layers"),
         (
             {},
             "trtllm",
@@ -200,7 +252,7 @@ def test_what_an_engine_cannot_run_is_refused(target, tmp_path, kind, layout, re
     draft = a_draft(target, **kind)
     with pytest.raises(UserError, match=reason):
         exported(target, draft, tmp_path / "out", layout)
-    if layout == "sglang":  # and computed differently, had it not been
+    if layout == "sglang" and "window" not in kind:  # and computed differently, had it not been
         config = layouts.layout_config("vllm", draft.config, Quant(), "float32", target.identity)
         shapes = layouts.expected_shapes("vllm", draft.config, target.identity)
         tensors = {name: (shape, torch.float32) for name, shape in shapes.items()}

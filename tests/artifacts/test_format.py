@@ -74,6 +74,7 @@ BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
         {"ffn": "moe", "num_experts": 2},
         {"irope": True, "attention_chunk": 8},
         {"fc_bias": True},
+        {"window": 9, "sink": True},
         BIASES,
     ],
 )

@@ -389,6 +389,7 @@ def test_tensor_names():
     assert names(qkv_bias=True) == eagle1 | {f"{i}.self_attn.{x}_proj.bias" for i in (0, 1) for x in "qkv"}
     assert names(o_bias=True) == eagle1 | {f"{i}.self_attn.o_proj.bias" for i in (0, 1)}
     assert names(mlp_bias=True) == eagle1 | {f"{i}.mlp.{x}_proj.bias" for i in (0, 1) for x in ("gate", "up", "down")}
+    assert names(sink=True, window=4) == eagle1 | {f"{i}.self_attn.sinks" for i in (0, 1)}
     assert names(norms="full") == eagle1 | {"0.input_layernorm.weight", "norm.weight"}
     expert = {f"{x}_proj.weight" for x in ("gate", "up", "down")}
     parts = {"router.weight"} | {f"{e}.{x}" for e in ("shared_expert", "experts.0", "experts.1") for x in expert}
@@ -408,9 +409,10 @@ def test_nothing_is_a_number_until_it_is_initialised():
 
 
 def test_fresh_weights_are_as_llamas():
-    draft = EagleDraft(EagleConfig.from_target(llama_config(), norms="full", fc_bias=True)).init_weights(0)
+    shape = EagleConfig.from_target(llama_config(), norms="full", fc_bias=True, sink=True)
+    draft = EagleDraft(shape).init_weights(0)
     for name, parameter in draft.named_parameters():
-        if name == "fc.bias":
+        if name == "fc.bias" or name.endswith("sinks"):
             assert (parameter == 0).all()
         elif parameter.ndim == 1:
             assert (parameter == 1).all()
@@ -442,6 +444,8 @@ def test_sizes_default_to_the_targets():
         {"num_layers": "three"},
         {"attention_chunk": 0},
         {"hidden_size": 16},
+        {"window": 0},
+        {"window": 8, "irope": True},
     ],
 )
 def test_impossible_values_are_refused(override):

@@ -22,12 +22,14 @@ KINDS = [
     {"num_layers": 2, "norm_output": True, "loss": "hard"},
     {"fc_norm": True, "norm_before_residual": True, "loss": "lk", "first_token": "self_fusion"},
     {"norm_before_fc": True, "vocab_size": 40, "vocabulary": list(range(3, 83, 2)), "layers": [2]},
+    {"num_layers": 2, "window": 5, "sink": True},
 ]
 IDS = [
     "default",
     "two layers, output normed, hard",
     "norms before, lk, self fusion",
     "draft vocabulary, one fused layer",
+    "two layers, window, sink",
 ]
 
 
@@ -195,9 +197,11 @@ def test_impossible_values_are_refused(override, message):
 
 def test_other_settings_of_training_fit_the_same_weights():
     draft = tiny_eagle3(shared_target(), first_token="skip")
-    shape = replace(draft.config, first_token="self_fusion", steps=3, decay=1.0, loss="lk")
+    shape = replace(draft.config, first_token="self_fusion", steps=3, decay=1.0, loss="lk", window=9)
     fitted = draft.fitted(shape)
     assert fitted.config == shape
     assert not fitted.layers[0].self_attn.rule.skip_first
+    assert fitted.layers[0].self_attn.rule.window == 9
     assert draft.layers[0].self_attn.rule.skip_first
+    assert draft.layers[0].self_attn.rule.window is None
     assert len(random_tokens(3)) == 1

@@ -10,6 +10,7 @@ from eagle_train.drafts import Head, Lesson, MedusaConfig, MedusaDraft, TargetSt
 from eagle_train.drafts.kind import Rows
 from eagle_train.errors import UserError
 from eagle_train.models.target import Target
+from eagle_train.training.optimizer import by_muon
 from eagle_train.training.parallelize import recomputed
 from tests.support.graph_recorder import no_values
 from tests.support.reference_chains import LENGTHS, documents, slot_loss
@@ -21,8 +22,10 @@ KINDS = [
     {"num_layers": 3, "heads": 2, "loss": "hard", "decay": 1.0},
     {"loss": "lk", "heads": 4},
     {"vocab_size": 40, "vocabulary": list(range(3, 83, 2))},
+    {"own_head": True, "heads": 3},
+    {"own_head": True, "heads": 2, "loss": "lk", "vocab_size": 40, "vocabulary": list(range(3, 83, 2))},
 ]
-IDS = ["default", "three blocks, hard", "lk", "draft vocabulary"]
+IDS = ["default", "three blocks, hard", "lk", "draft vocabulary", "own heads", "own heads, lk, draft vocabulary"]
 
 
 def exact_draft(target: Target, **kind) -> MedusaDraft:
@@ -54,6 +57,8 @@ def twin_loss(draft: MedusaDraft, target: Target, rows: Rows, supervised: torch.
                     name = f"layers.{head - 1}.mlp.{block}"
                     x = x + F.silu(w[f"{name}.weight"] @ x + w[f"{name}.bias"])
                 logits, of_target = (target.lm_head(each[None])[0, tokens] for each in (x, hidden[token + head]))
+                if c.own_head:
+                    logits = w[f"lm_head.{head - 1}.weight"] @ x
                 total = total + weights[head - 1] / sum(weights) * slot_loss(c.loss, of_target, logits)
     return total
 
@@ -136,6 +141,28 @@ def test_a_fresh_head_proposes_what_the_lm_head_says():
         assert torch.equal(state, before.roll(ahead, dims=1))
 
 
+@pytest.mark.parametrize("few", [{}, {"vocab_size": 3, "vocabulary": [3, 5, 90]}], ids=["all", "few"])
+def test_a_fresh_heads_own_lm_head_is_the_targets_rows(few):
+    target = shared_target()
+    draft = MedusaDraft(MedusaConfig.from_target(target.config, heads=3, own_head=True, **few))
+    draft.init_weights(0, target.lm_head)
+    rows = target.lm_head.weight[few.get("vocabulary", slice(None))]
+    for level in range(3):
+        own = draft.own_head(level)
+        assert own is not None
+        assert torch.equal(own.weight, rows)
+    assert not any(each.any() for each in draft.layers.parameters())
+    assert by_muon(draft) == [head.mlp[0].weight for head in draft.layers]
+
+
+def test_logits_are_of_the_levels_own_lm_head():
+    target = shared_target()
+    draft, states = tiny_medusa(target, own_head=True, heads=3), torch.randn(4, 32)
+    for level, own in enumerate(draft.lm_head):
+        found = draft.logits(states, Head(draft, target.lm_head), level)
+        torch.testing.assert_close(found, states @ own.get_parameter("weight").T)
+
+
 def test_what_is_wanted_is_as_if_all_were():
     draft, hidden = tiny_medusa(shared_target()), torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
     wanted = torch.tensor([[3, 8], [0, 5]])
@@ -153,6 +180,8 @@ def test_what_is_wanted_is_as_if_all_were():
         ({"loss": "ce"}, r"^draft\.loss=ce: must be soft or hard or lk$"),
         ({"first_token": "self_fusion"}, r"^draft\.first_token=self_fusion: must be skip$"),
         ({"num_heads": 2}, r"^draft\.num_heads=2: Medusa heads have no attention; leave it out$"),
+        ({"window": 8}, r"^draft\.window=8: Medusa heads have no attention; leave it out$"),
+        ({"sink": True}, r"^draft\.sink=True: Medusa heads have no attention; leave it out$"),
         ({"norms": "full"}, r"draft\.norms"),
     ],
 )

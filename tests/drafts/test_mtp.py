@@ -22,8 +22,9 @@ KINDS = [
     {},
     {"loss": "hard", "vocab_size": 40, "vocabulary": list(range(3, 83, 2))},
     {"loss": "lk", "first_token": "self_fusion", "decay": 0.5},
+    {"window": 3, "sink": True, "first_token": "self_fusion"},
 ]
-IDS = ["default", "hard, draft vocabulary", "lk, self fusion"]
+IDS = ["default", "hard, draft vocabulary", "lk, self fusion", "window, sink, self fusion"]
 
 
 def exact_draft(target: Target, **kind) -> MtpDraft:

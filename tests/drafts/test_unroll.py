@@ -23,8 +23,18 @@ from tests.support.tiny import shared_target, tiny_draft
 
 ROW = sum(LENGTHS[0])
 IROPE = {"irope": True, "attention_chunk": 4, "num_layers": 3}
-KINDS = [{}, {"first_token": "skip", "norms": "full"}, IROPE, IROPE | {"first_token": "skip"}]
-IDS = ["default", "skip, all norms", "irope", "skip, irope"]
+WINDOW, SINK = {"window": 6, "sink": True}, {"sink": True, "first_token": "skip"}
+KINDS = [
+    {},
+    {"first_token": "skip", "norms": "full"},
+    IROPE,
+    IROPE | {"first_token": "skip"},
+    WINDOW,
+    SINK,
+    {"window": 3, "first_token": "skip"},  # shorter than the deepest chains
+    {"window": 1, "sink": True},
+]
+IDS = ["default", "skip, all norms", "irope", "skip, irope", "window, sink", "sink", "window 3, skip", "window 1, sink"]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=IDS)
@@ -148,7 +158,12 @@ def test_acceptance_counts_chains():
     best = torch.randint(2, positions.shape, generator=generator)
     picks = [torch.where(torch.rand(best.shape, generator=generator) < 0.8, best, 1 - best) for _ in range(PASSES)]
     states = [pick.unsqueeze(-1).float() for pick in picks]
-    held, possible = chain_acceptance(states, best, lambda state: state.squeeze(-1).long(), supervised, positions)
+
+    def choose(state: torch.Tensor, depth: int) -> torch.Tensor:
+        assert state is states[depth]
+        return state.squeeze(-1).long()
+
+    held, possible = chain_acceptance(states, best, choose, supervised, positions)
     assert (held.tolist(), possible.tolist()) == counted_by_hand(picks, best, supervised, lengths)
     assert held[0] > held[-1] > 0
     assert held.dtype == possible.dtype == torch.float64
@@ -160,7 +175,7 @@ def test_acceptance_of_a_draft_that_is_always_right_and_of_one_that_is_right_onc
     right, wrong = torch.zeros(1, 6, 1), torch.ones(1, 6, 1)
 
     def shares(*states: torch.Tensor) -> list[float]:
-        held, possible = chain_acceptance(list(states), best, lambda state: state[..., 0], supervised, positions)
+        held, possible = chain_acceptance(list(states), best, lambda state, _: state[..., 0], supervised, positions)
         return (held / possible).tolist()
 
     assert shares(right, right, right) == [1.0, 1.0, 1.0]

@@ -23,19 +23,24 @@ KINDS = {
     "full": {"norms": "full"},
     "irope": {"irope": True, "attention_chunk": 4},
     "full, irope": {"norms": "full", "irope": True, "attention_chunk": 4},
+    "window, sink": {"window": 5, "sink": True},
 }
 
 
 def dense(positions: torch.Tensor) -> Attend:
-    """Causal attention of one document's tokens at `positions` [T]; of the rule it knows the chunk."""
+    """Causal attention of one document's tokens at `positions` [T]; of the rule it knows chunk, window and sinks."""
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         seen = positions[:, None] >= positions
         if rule.chunk is not None:
             seen = seen & (positions[:, None] // rule.chunk == positions // rule.chunk)
+        if rule.window is not None:
+            seen = seen & (positions[:, None] - positions < rule.window)
         scores = (q @ k.transpose(2, 3) * rule.scale).masked_fill(~seen, -torch.inf)
-        return scores.softmax(-1) @ v
+        sinks = -torch.inf if rule.sinks is None else rule.sinks.view(1, -1, 1, 1)
+        with_sink = torch.cat((scores, torch.zeros_like(scores[..., :1]) + sinks), dim=-1)
+        return with_sink.softmax(-1)[..., :-1] @ v
 
     return attend
 

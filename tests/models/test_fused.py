@@ -16,6 +16,7 @@ VARIANTS = {
     "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "experts": {"ffn": "moe", "num_experts": 3},
     "irope": {"irope": True, "attention_chunk": 4},
+    "window, sink": {"window": 3, "sink": True},
 }
 LENGTH = 9
 

@@ -157,8 +157,8 @@ PARAMS = [SamplingParams(max_tokens=size, ignore_eos=True) for size in (14, 3, 9
         ("qwen3", {"first_token": "skip"}),
         ("gpt_oss", {"irope": True, "attention_chunk": 6}),
         ("llama4", {"irope": True, "attention_chunk": 6, "first_token": "skip"}),
-        ("gemma2", {}),
-        ("deepseek_v3", {}),
+        ("gemma2", {"window": 4, "sink": True}),
+        ("deepseek_v3", {"window": 5, "first_token": "skip"}),
         ("gemma4", {}),
     ],
 )

@@ -11,7 +11,7 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *GUIDES, "data/tiny_tar
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FRAGMENT = re.compile(r"^ +```.*?^ +```", re.MULTILINE | re.DOTALL)  # of a file, below an item of a list
 # A command that no test runs says why, on its line or on a line of comment above it.
-MARK = re.compile(r"#.*\b(needs (a GPU|a cluster|a server|the hub|vLLM)|takes( \d+)? minutes)\b")
+MARK = re.compile(r"#.*\b(needs (a GPU|a cluster|a server|the hub|vLLM|an MTP module)|takes( \d+)? minutes)\b")
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def slot_loss(kind: str, wanted: torch.Tensor, logits: torch.Tensor) -> torch.Te
 def cached_attention(cache: dict[int, tuple[torch.Tensor, torch.Tensor]], begin: int = 0) -> Attend:
     """`attend` for one token after those in `cache`, to which its keys and values are added. Written out plainly.
 
-    `begin`: the position of the cache's first.
+    `begin`: the position of the cache's first. Of the rule it knows the chunk, the window and the sinks.
     """
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
@@ -68,7 +68,12 @@ def cached_attention(cache: dict[int, tuple[torch.Tensor, torch.Tensor]], begin:
         for key in range(last + 1):
             if rule.chunk is not None and (begin + key) // rule.chunk != (begin + last) // rule.chunk:
                 scores[..., key] = -torch.inf
-        return scores.softmax(-1) @ v
+            if rule.window is not None and last - key >= rule.window:
+                scores[..., key] = -torch.inf
+        if rule.sinks is None:
+            return scores.softmax(-1) @ v
+        with_sink = torch.cat((scores, rule.sinks.view(1, -1, 1, 1)), dim=-1)
+        return with_sink.softmax(-1)[..., :-1] @ v
 
     return attend
 

@@ -41,6 +41,7 @@ class Loaded:
     skipped: set[str] = field(default_factory=set)
     spoiled: set[str] = field(default_factory=set)
     errors: list[str] = field(default_factory=list)
+    windows: list[int | None] = field(default_factory=list)  # of the layers, where the engine looks for them
 
     @property
     def whole(self) -> bool:
@@ -206,7 +207,18 @@ def vllm_eagle3(config: Config, tensors: Tensors, target: Config, is_parallel: b
     def unknown(name: str) -> str | None:
         return None if "t2d" in name else f"{name}: KeyError"
 
-    return load(slots, tensors, rename, unknown, errors)
+    loaded = load(slots, tensors, rename, unknown, errors)
+    loaded.windows = windows(config, loaded.errors)
+    return loaded
+
+
+def windows(config: Config, errors: list[str]) -> list[int | None]:
+    """By layer, from models/llama.py: EAGLE-3's class says how many of the target's layers come before."""
+    count, types = config["num_hidden_layers"], config.get("layer_types")
+    if not types:
+        return [None] * count
+    errors += ["layer_types: out of bounds"] if len(types) < count else []
+    return [config["sliding_window"] if each == "sliding_attention" else None for each in types[:count]]
 
 
 def vllm_peagle(config: Config, tensors: Tensors, target: Config) -> Loaded:

@@ -83,8 +83,14 @@ class Twin:
         seen[layer] = [*seen.get(layer, []), (k, heads["v"])]
         groups, out = self.c.num_heads // self.c.num_kv_heads, []
         for head in range(self.c.num_heads):
-            keys, values = (torch.stack([pair[i][head // groups] for pair in seen[layer]]) for i in range(2))
-            out.append((keys @ q[head] / math.sqrt(self.c.head_dim)).softmax(0) @ values)
+            last = seen[layer][-self.c.window :] if self.c.window else seen[layer]
+            keys, values = (torch.stack([pair[i][head // groups] for pair in last]) for i in range(2))
+            scores = keys @ q[head] / math.sqrt(self.c.head_dim)
+            if self.c.sink:
+                sink = self.w[f"layers.{layer}.self_attn.sinks"][head : head + 1]
+                out.append(torch.cat((scores, sink)).softmax(0)[:-1] @ values)
+            else:
+                out.append(scores.softmax(0) @ values)
         return self.w[f"layers.{layer}.self_attn.o_proj.weight"] @ torch.cat(out)
 
     def behind_attention(self, layer: int, x: torch.Tensor) -> torch.Tensor:

@@ -177,6 +177,7 @@ def test_the_command_ends_when_its_time_is_up(tmp_path, data, capsys):
     told = capsys.readouterr()
     assert f"steps: {len(records):,}, of them 0 skipped" in told.out
     assert "second 3/3, 00:0" in told.err
+    assert "note: layout=vllm,sglang,trtllm: each has no slot for the first token, and accepts" in told.err
     tokens, padding = re.search(r"; ([\d,]+) tokens, ([\d,]+) padding", told.out).groups()
     read = sum(int(number.replace(",", "")) for number in (tokens, padding))
     assert 0 <= read - 256 * len(records) < 2 * 64  # of the steps that were made, not of those drawn ahead

@@ -87,6 +87,37 @@ def test_a_steps_flops_are_those_that_torch_counts(family):
     assert TOKENS * sum(said.values()) == pytest.approx(counter.get_total_flops(), rel=2e-3)
 
 
+@pytest.mark.parametrize("context", [7, 64])
+@pytest.mark.parametrize(
+    ("settings", "sees"),
+    [
+        ({}, lambda query, key: True),
+        ({"window": 9}, lambda query, key: query - key < 9),
+        ({"window": 100}, lambda query, key: True),
+        ({"irope": True, "attention_chunk": 16}, lambda query, key: query // 16 == key // 16),
+    ],
+    ids=["all", "window", "a long window", "chunks"],
+)
+def test_a_plan_knows_what_a_token_attends_to(settings, sees, context):
+    """But for half of a token in each layer: of its own no more than a half is counted."""
+    config = EagleConfig.from_target(tiny_target().config, num_layers=2, **settings)
+    causal = [(query, key) for query in range(context) for key in range(query + 1)]
+    local = sum(sees(query, key) for query, key in causal) / context
+    last = len(causal) / context if "irope" in settings else local  # iRoPE's last layer sees everything
+    assert 0 < local + last - config.seen(context) <= 1
+
+
+def test_a_window_is_in_a_plans_flops():
+    target = tiny_target(**WIDE)
+    shape, found = TargetShape.of(target.config), []
+    for window in (None, 16):
+        config = EagleConfig.from_target(target.config, window=window)
+        found.append(flops_of(shape, config, EagleDraft(config), 64, recomputed=False))
+    saved = found[0]["draft"] - found[1]["draft"]
+    assert saved == pytest.approx(3 * 3 * 4 * (32 - (16 - 2)) * config.attention_width)
+    assert found[0]["target"] == found[1]["target"]
+
+
 def test_an_unrolled_steps_flops_are_those_that_torch_counts():
     """With documents of two tokens, where attention is negligible."""
     target, lengths = tiny_target(**WIDE), [[2] * (TOKENS // 2)]
@@ -125,6 +156,7 @@ OF_STEPS = {"layers": [1, 2], "steps": 3}
         (PeagleConfig, OF_STEPS | FEW | {"num_layers": 2}, "kept"),
         *[(MedusaConfig, {"heads": 3}, way) for way in ("kept", "recomputed")],
         *[(MedusaConfig, {"heads": 2, "num_layers": 3, **FEW}, way) for way in ("kept", "recomputed")],
+        (MedusaConfig, {"heads": 3, "own_head": True, **FEW}, "kept"),
     ],
 )
 def test_another_kinds_steps_flops_are_those_that_torch_counts(kind, settings, way):
@@ -141,6 +173,13 @@ def test_another_kinds_steps_flops_are_those_that_torch_counts(kind, settings, w
         draft.losses(passes, slots, rows.states.hidden, head, Lesson(), 1.0).loss.backward()
     said = flops_of(TargetShape.of(target.config), draft.config, draft, 0, way == "recomputed", unroll=count)
     assert TOKENS * sum(said.values()) == pytest.approx(counter.get_total_flops(), rel=5e-3)
+
+
+def test_lm_heads_of_ones_own_have_gradients_until_the_backward_pass():
+    shape = TargetShape.of(tiny_target(**WIDE).config)
+    plain, own = (MedusaConfig.from_target(tiny_target(**WIDE).config, heads=3, own_head=own) for own in (False, True))
+    states, more = (memory.loss_memory(shape, each, TOKENS, torch.bfloat16, 3)[0] for each in (plain, own))
+    assert more - states == (2 + 3 * 4) * shape.vocabulary * shape.hidden
 
 
 class NormAsOnGpu(torch.autograd.Function):
@@ -451,7 +490,8 @@ def test_the_command_says_what_a_run_costs_without_reading_a_weight(tmp_path, ca
     (target / "model.safetensors").unlink()
     given = ("plan=true", f"target={target}", "data=messages", "data.path=none.jsonl", "data.row_tokens=64")
     assert call(train.main, *given, f"out={tmp_path / 'out'}", "optim.tokens_per_step=1024", "train.steps=10") == 0
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
+    assert "note: layout=vllm,sglang,trtllm: each has no slot for the first token" in told
     config = json.loads((target / "config.json").read_text())
     assert config["num_hidden_layers"] == 3
     for part in ("GFLOP a token", "target", "draft", "GiB on each of 1 GPUs", "10 steps of 1,024 tokens", "GPU-hours"):

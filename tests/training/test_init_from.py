@@ -1,7 +1,9 @@
 """train.init_from: training continues from an artifact's weights, for the same target and a draft of the same shape."""
 
+import json
 import shlex
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -222,6 +224,77 @@ def test_a_module_that_is_another_kinds_is_refused(root, tmp_path, capsys, chang
     given = for_mtp(root, f"out={tmp_path}/run", f"target={tmp_path}/target")
     said = refused(capsys, *given)
     assert said == f"train.init_from=target: target.path={tmp_path}/target: {message}"
+
+
+def exports(*arguments: str) -> list[str]:
+    return [*arguments, "layout=target", "device=cpu"]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_module_is_put_back_into_its_targets_checkpoint(root, tmp_path, capsys, shards):
+    with_own_module(root, tmp_path / "target")
+    if shards == 2:
+        split_in_two(tmp_path / "target")
+    given = for_mtp(root, f"out={tmp_path}/run", f"target={tmp_path}/target")
+    assert call(train.main, *given) == 0
+    capsys.readouterr()
+    out, draft = tmp_path / "new", read_trained(tmp_path / "run")[1]
+    arguments = exports(f"checkpoint={tmp_path}/run", f"target={tmp_path}/target", f"out={out}")
+    assert call(export.main, *arguments) == 0
+    before, after = (everything(folder) for folder in (tmp_path / "target", out))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"model.layers.3.{name}" for name in THEIRS}
+    assert {after[name].dtype for name in changed} == {before[name].dtype for name in changed}
+    links = {file.name for file in out.iterdir() if file.is_symlink()}
+    copies = {"model-00002-of-00002.safetensors"} if shards == 2 else {"model.safetensors"}
+    assert links == {file.name for file in (tmp_path / "target").iterdir()} - copies
+    assert f"but for {', '.join(copies)}, in which" in capsys.readouterr().out
+    again = dict(assembled(*for_mtp(root, f"out={tmp_path}/again", f"target={out}")).named_parameters())
+    for name, parameter in draft.named_parameters():
+        torch.testing.assert_close(again[name], parameter.to(before["model.layers.3.enorm.weight"].dtype).float())
+    assert call(export.main, *arguments) == 2
+    assert f"out={out}: exists and holds no draft; name another directory" in capsys.readouterr().err
+
+
+def split_in_two(directory: Path) -> None:
+    """The module's tensors, and some others, in a second file, with an index."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    second = {name for name in tensors if name.startswith(("model.layers.3.", "model.norm"))}
+    places = {name: f"model-0000{1 + (name in second)}-of-00002.safetensors" for name in tensors}
+    for file in set(places.values()):
+        save_file({name: x for name, x in tensors.items() if places[name] == file}, directory / file, {"format": "pt"})
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def everything(directory: Path) -> dict[str, torch.Tensor]:
+    files = (load_file(file) for file in sorted(directory.glob("*.safetensors")))
+    return {name: tensor for found in files for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("made", "more", "message"),
+    [
+        (tiny_draft, [], "layout=target: no target has a draft of draft=eagle; use layout=native"),
+        (
+            tiny_mtp,
+            [],
+            "layout=target: target.path={root}/target: has no model.layers.3.*, so no draft of its own; use",
+        ),
+        (partial(tiny_mtp, window=9), [], "layout=target: draft.window and draft.sink are not the target's module's"),
+        (tiny_mtp, ["quant=fp8"], "layout=target: keeps dtypes, and is not pushed; leave quant"),
+        (tiny_mtp, ["target=null"], "layout=target: is the target's checkpoint; give target=PATH"),
+    ],
+)
+def test_a_draft_that_has_no_place_in_the_target_is_refused(root, tmp_path, capsys, made, more, message):
+    target = target_of(root)
+    save_draft(made(target), tmp_path / "draft", target.identity)
+    given = exports(f"checkpoint={tmp_path}/draft", f"target={root}/target", f"out={tmp_path}/out")
+    given = [each for each in given if more != ["target=null"] or not each.startswith("target=")]
+    assert call(export.main, *given, *(each for each in more if each != "target=null")) == 2
+    assert message.format(root=root) in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_target_without_a_module(root, tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
-from eagle_train.artifacts.layouts import check_runs
+from eagle_train.artifacts.layouts import check_runs, unserved
 from eagle_train.drafts import planned_config
 from eagle_train.errors import UserError
 from eagle_train.models.draft_quantisation import Quant
@@ -179,6 +179,56 @@ def test_starting_from_a_peagle_draft(tmp_path):
     assert torch.equal(given.mask_hidden, draft.mask_hidden)
     with pytest.raises(UserError, match=r"^draft\.mask_token=5: not as train\.init_from=.*; give .*mask_token=95$"):
         _given_draft(str(out), replace(shape, mask_token=5), target)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [
+        (
+            {"kind": "eagle"},
+            [
+                "layout=vllm,sglang,trtllm: each has no slot for the first token, and accepts fewer tokens than our "
+                "engine (draft.first_token); for it, train with draft.first_token=skip"
+            ],
+        ),
+        ({"kind": "eagle", "first_token": "skip"}, []),
+        (
+            {"kind": "eagle", "norms": "full", "first_token": "skip"},
+            [
+                "layout=sglang,trtllm: each has no class that applies both the first layer's input norm and the final "
+                "one, and this draft has them (draft.norms=full); for it, train with draft.norms=eagle1"
+            ],
+        ),
+        (
+            {"kind": "eagle", "mlp_bias": True, "o_bias": True, "vocab_size": 9, "first_token": "skip"},
+            [
+                "layout=vllm,trtllm: each proposes from the target's whole vocabulary, and this draft has a part of it "
+                "(draft.vocab_size); for it, train with draft.vocab_size=null",
+                "layout=sglang: SGLang drops the biases of the feed-forward, and this draft has them (draft.mlp_bias); "
+                "for it, train with draft.mlp_bias=false",
+            ],
+        ),
+        ({**EAGLE3, "window": 64}, []),
+        (
+            {**EAGLE3, "layers": [1, 2], "sink": True},
+            [
+                "layout=vllm,sglang,speculators: each has no sinks in its Llama layers, and this draft has them "
+                "(draft.sink); for it, train with draft.sink=false"
+            ],
+        ),
+        (
+            MTP,
+            [
+                "layout=vllm,sglang,trtllm,speculators: each loads MTP modules of certain families' own blocks, and "
+                "this draft's is Llama's"
+            ],
+        ),
+    ],
+    ids=["first token", "plain", "norms", "two reasons", "eagle3, window", "eagle3, sink", "mtp"],
+)
+def test_what_engines_cannot_run_is_known_before_training(settings, lines):
+    settings = settings | ({"layers": [1, 2]} if settings["kind"] == "eagle3" else {})  # SGLang leaves one alone out
+    assert unserved(planned_config(shared_target().config, settings)) == lines
 
 
 def test_a_kind_that_is_none():

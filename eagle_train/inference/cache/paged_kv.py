@@ -30,6 +30,14 @@ _OverSlots = Callable[[int, torch.Tensor, Rule], tuple[torch.Tensor, torch.Tenso
 _OverPart = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
 
 
+def _unseen_slots(prefix: Prefix, slots: int, rule: Rule) -> int:
+    """So many first slots, whole blocks and not all `slots`, are behind the windows of all tokens after the prefix."""
+    if rule.window is None or rule.chunk is not None:
+        return 0
+    unseen = min(max(0, prefix.shortest - rule.window + 1), slots - 1)
+    return unseen // BLOCK * BLOCK
+
+
 class PagedKV:
     """A model's keys and values in all blocks. Layers may differ in heads and widths, and keys in width from values.
 
@@ -181,9 +189,9 @@ class PagedKV:
 
         It returns the output [A, Q, T, D] and the log-sum-exp [A, Q, T]. On a GPU and with few queries it is paged
         attention through the block table. On a CPU keys and values are read where they lie, see `_in_place`. Else they
-        are gathered first, see `_committed`.
+        are gathered first, see `_committed`; of a layer with a window, no blocks that none of the queries sees.
         """
-        committed: list[Callable[[int], tuple[torch.Tensor, torch.Tensor]]] = []  # made on first use
+        gathered: dict[int, tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], VisibleSlots]] = {}
         in_place = self._in_place(prefix, seen, slots, more)
 
         def attend(layer: int, q: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,9 +201,11 @@ class PagedKV:
                 return paged.paged_attention(q, keys, values, prefix.blocks, BLOCK, *runs, rule.scale, rule.softcap)
             if in_place is not None and not rule.is_local:
                 return in_place(layer, q, rule)
-            if not committed:
-                committed.append(self._committed(prefix, slots, more))
-            return slot_attention(q, *committed[0](layer), seen, rule)
+            first = _unseen_slots(prefix, slots, rule)
+            if first not in gathered:
+                gathered[first] = self._committed(prefix, slots, more, first), seen.behind(first)
+            read, visible = gathered[first]
+            return slot_attention(q, *read(layer), visible, rule.behind_first if first else rule)
 
         return attend
 
@@ -256,20 +266,21 @@ class PagedKV:
         return self._by_layer(views)
 
     def _committed(
-        self, prefix: Prefix, slots: int, more: int = 0
+        self, prefix: Prefix, slots: int, more: int = 0, first: int = 0
     ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-        """A function that returns a layer's keys and values in each row's first `slots` slots, [A, K, slots, D].
+        """A function that returns a layer's keys and values in each row's slots from `first`, a block's first, up to
+        `slots`, [A, K, slots - first, D].
 
         Views if the row's slots are a range; else gathered, with zeros after the prefix and `more` tokens.
         """
         if isinstance(prefix, ContiguousPrefix):
             assert slots <= prefix.capacity, (slots, prefix)
-            return self._views(prefix.first_slot, slots).__getitem__
+            return self._views(prefix.first_slot + first, slots - first).__getitem__
         self.gathers += 1
         held = prefix.lengths + more
         if held.device.type == "cpu":
-            return self._gathered_blocks(prefix.blocks, held, slots)
-        positions = torch.arange(slots, device=held.device).expand(len(held), -1)  # [A, slots]
+            return self._gathered_blocks(prefix.blocks[:, first // BLOCK :], held - first, slots - first)
+        positions = torch.arange(first, slots, device=held.device).expand(len(held), -1)
         index = prefix.slots(positions).masked_fill(positions >= held.unsqueeze(1), ZEROS * BLOCK)
         flat = index.flatten()
 

@@ -29,12 +29,12 @@ class _Levels(Nodes):
 
     def __init__(self, states: torch.Tensor):
         self.suffix = None
-        self._states, self._depth = states, 0
+        self._states, self.depth = states, 0
 
     def next_states(self, count: int) -> torch.Tensor:
         """[A, Q, H] of the next level, the same at each of `count` nodes."""
-        self._depth += 1
-        return self._states[:, self._depth].unsqueeze(1).expand(-1, count, -1)
+        self.depth += 1
+        return self._states[:, self.depth].unsqueeze(1).expand(-1, count, -1)
 
     def dynamic(self) -> "Nodes":
         return self
@@ -66,6 +66,7 @@ class ByLevels(Eagle):
         states = self.levels(round)
         if isinstance(plan.tree, Tree) and choice.mode == "greedy" and choice.guidance is None:
             return self._by_rank(plan.tree, pending.last, states)
+        self.head = self.heads[0]
         return self.grow(plan, states[:, :1], pending.last, _Levels(states), choice)
 
     def follow(self, round: DraftRound) -> Drafted:
@@ -73,15 +74,19 @@ class ByLevels(Eagle):
         return Drafted(round.pending.last)
 
     def _by_rank(self, tree: Tree, root_token: torch.Tensor, states: torch.Tensor) -> Drafted:
-        """A static tree of the most likely tokens, by one product with the LM head."""
-        most, states = max(tree.fanout), self.readable(states[:, : tree.max_depth])
-        best = self.head.tokens(self.head.lm_head.most_likely(states, most))  # [A, D, most]
+        """A static tree of the most likely tokens, by one product with each LM head."""
+        most, count = max(tree.fanout), len(self.heads)
+        read = self.readable(states[:, : tree.max_depth]).split(tree.max_depth if count == 1 else 1, dim=1)
+        columns = [head.lm_head.most_likely(each, most) for head, each in zip(self.heads, read, strict=False)]
+        best = self.head.tokens(torch.cat(columns, 1))  # [A, D, most]
         places = (tree.depth[1:] - 1) * most + tree.child_rank[1:]
         return Drafted(torch.cat((root_token, best.flatten(1).index_select(1, places)), 1))
 
     def level_states(self, tokens: torch.Tensor, above: torch.Tensor, level: Level, nodes: Nodes) -> torch.Tensor:
         assert isinstance(nodes, _Levels)
-        return nodes.next_states(tokens.shape[1])
+        states = nodes.next_states(tokens.shape[1])
+        self.head = self.heads[min(nodes.depth, len(self.heads) - 1)]
+        return states
 
 
 class AllAtOnce(ByLevels):

@@ -64,11 +64,20 @@ class Eagle(Growing[Nodes]):
         self.needs = replace(self.needs, layers=draft.config.target_layers)
         self.models = [self.draft]
         self.target, self.alignment = target, alignment
-        self.head, self.lm_head_kind = Head(self.draft, target.lm_head), "target"
-        optimize_for_decoding(self.draft, target.dtype, [self.head.lm_head.weight], drop_hooks=True)
+        self.lm_head_kind = "target"
+        self.use_heads(self.made_heads())
+        weights = [head.lm_head.weight for head in self.heads]
+        optimize_for_decoding(self.draft, target.dtype, weights, drop_hooks=True)
         self.use_cache(draft.config.num_kv_heads)
         self.run_forward: Forward = self.forward
         self.run_forward_at: Forward = self.forward_at
+
+    def made_heads(self) -> list[Head]:
+        """What is proposed with: one for all levels, or one for each."""
+        return [Head(self.draft, self.target.lm_head, level) for level in range(max(1, self.draft.config.own_heads))]
+
+    def use_heads(self, heads: list[Head]) -> None:
+        self.heads, self.head = heads, heads[0]
 
     def use_cache(self, num_kv_heads: int) -> None:
         """Have an empty cache for so many key/value heads."""
@@ -81,11 +90,14 @@ class Eagle(Growing[Nodes]):
         """Keep this rank's part of the draft, and multiply with its part of the LM head. All ranks call it, once,
         before anything is drafted."""
         divide_draft(self.draft, ranks)
-        whole = Head(self.draft, self.target.lm_head).lm_head
-        self.head.lm_head = divided = DividedHead(whole, ranks)
-        if self.lm_head_kind != "target":
-            divided.part = quantised(divided.part, SCHEMES[self.lm_head_kind])
-        optimize_for_decoding(self.draft, self.target.dtype, [divided.part.weight], drop_hooks=True)
+        heads = self.made_heads()
+        for head in heads:
+            head.lm_head = divided = DividedHead(head.lm_head, ranks)
+            if self.lm_head_kind != "target":
+                divided.part = quantised(divided.part, SCHEMES[self.lm_head_kind])
+        self.use_heads(heads)
+        weights = [head.lm_head.part.weight for head in heads]
+        optimize_for_decoding(self.draft, self.target.dtype, weights, drop_hooks=True)
         self.use_cache(self.draft.config.num_kv_heads // ranks.size)
 
     def forward(
@@ -107,9 +119,9 @@ class Eagle(Growing[Nodes]):
         """
         if kind == self.lm_head_kind:
             return
-        head = Head(self.draft, self.target.lm_head)
+        heads = self.made_heads()
         if kind != "target":
-            inputs, made = head.lm_head.weight.shape[1], SCHEMES[kind]
+            inputs, made = heads[0].lm_head.weight.shape[1], SCHEMES[kind]
             check(
                 inputs % made.inputs == 0,
                 f"draft_lm_head={kind}: the LM head has {inputs} inputs, no multiple of {made.inputs}; use target",
@@ -117,8 +129,10 @@ class Eagle(Growing[Nodes]):
             )
             if kind == "fp8":
                 warn_of_emulation("draft_lm_head", FP8, self.target.device, plain="target")
-            head.lm_head = quantised(head.lm_head, made)
-        self.head, self.lm_head_kind = head, kind
+            for head in heads:
+                head.lm_head = quantised(head.lm_head, made)
+        self.use_heads(heads)
+        self.lm_head_kind = kind
 
     def compile(self, sizes: Iterable[tuple[int, TreePlan]]) -> list[Callable[[], None]]:
         self.run_forward, self.run_forward_at = (

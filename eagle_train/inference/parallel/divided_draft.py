@@ -71,6 +71,8 @@ def _divide_attention(module: FusedAttention, ranks: Ranks) -> None:
     q, kv = module.num_heads * module.head_dim, module.num_kv_heads * module.head_dim
     parts = [_part(q, ranks), _part(kv, ranks, q), _part(kv, ranks, q + kv)]
     module.qkv_proj, module.o_proj = _outputs(module.qkv_proj, parts), _summed(module.o_proj, ranks)
+    if module.sinks is not None:
+        module.sinks = nn.Parameter(module.sinks[_part(module.num_heads, ranks)], requires_grad=False)
     module.num_heads //= ranks.size
     module.num_kv_heads //= ranks.size
 

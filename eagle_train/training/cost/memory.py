@@ -152,6 +152,6 @@ def loss_memory(
     chunk = default_chunk_rows(vocabulary, device) * vocabulary * (2 * dtype.itemsize + copied)
     if draft.vocab_size:  # its head is a copy
         states += dtype.itemsize * vocabulary * target.hidden
-    if draft.has_own_head:  # a copy in `dtype`, and its gradient
-        states += (dtype.itemsize + 4) * vocabulary * target.hidden
+    if draft.own_heads:  # a copy in `dtype` of one at a time, and the gradients of all
+        states += (dtype.itemsize + 4 * draft.own_heads) * vocabulary * target.hidden
     return states, chunk

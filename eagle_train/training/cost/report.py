@@ -14,7 +14,14 @@ from eagle_train.drafts import planned_config
 from eagle_train.hardware import computes_fp8, resolve_device
 from eagle_train.models.loading import DTYPES, TargetConfig, check_placement, load_config
 from eagle_train.settings import build
-from eagle_train.training.assembly import cached_dtype, check_drafted, check_job, check_lesson, check_planned_data
+from eagle_train.training.assembly import (
+    cached_dtype,
+    check_drafted,
+    check_job,
+    check_lesson,
+    check_planned_data,
+    tell_unserved,
+)
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.cost.estimate import GIB, USABLE, ClusterConfig, CostEstimate, PlannedRun
 from eagle_train.training.cost.this_machine import steps_here
@@ -46,6 +53,7 @@ def cost_report(config: DictConfig, ranks: int) -> str:
     for note in check_planned_data(target, data, hf_config):
         warnings.warn(note, stacklevel=1)
     cost = run.cost(parallel)
+    tell_unserved(draft)
     lines = text(cost, train, optim, cluster, advice(cost, parallel, train, cluster))
     if train.minutes is None and cluster.gpus is not None:  # a job for other machines
         return lines

@@ -28,7 +28,9 @@ from tests.support.tiny import shared_target, tiny_draft, tiny_target, trained_d
 
 
 @pytest.mark.parametrize(
-    "overrides", [{}, {"irope": True, "attention_chunk": 6, "first_token": "skip"}], ids=["plain", "irope"]
+    "overrides",
+    [{}, {"irope": True, "attention_chunk": 6, "first_token": "skip"}, {"window": 6, "sink": True}],
+    ids=["plain", "irope", "window, sink"],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("kv_tokens", [None, 4 * BLOCK], ids=["roomy", "tight"])
@@ -120,8 +122,9 @@ FEW = list(range(0, 96, 3))
         {},
         {"norms": "full", "irope": True, "attention_chunk": 6},
         {"vocab_size": len(FEW), "vocabulary": FEW, "first_token": "skip"},
+        {"window": 3, "sink": True},
     ],
-    ids=["plain", "irope", "few tokens, skip"],
+    ids=["plain", "irope", "few tokens, skip", "window, sink"],
 )
 @pytest.mark.parametrize("tree", TREES)
 def test_trees_are_drafted_and_validated_as_each_path_alone(tree, overrides):

@@ -1,6 +1,7 @@
 """Rows whose blocks follow one another: they get such blocks, and are attended without a copy. DESIGN section 3.6."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -81,11 +82,30 @@ def test_rows_are_attended_where_they_lie(lengths, places, nodes, skip_first, co
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("rule", [Rule(scale=0.4, window=9), Rule(scale=0.4, chunk=16)], ids=["window", "chunk"])
-def test_rules_that_are_local_read_a_copy(rule, copies):
+@pytest.mark.parametrize(
+    ("rule", "slots"), [(Rule(scale=0.4, window=9), 10), (Rule(scale=0.4, chunk=16), 42)], ids=["window", "chunk"]
+)
+def test_rules_that_are_local_read_a_copy(rule, slots, copies):
+    """Of a window, none of the blocks that all queries have behind it."""
     given = [40, 40], [list(range(2, 6)), list(range(6, 10))], 2, rule, False
     assert attend(*given).isfinite().all()
-    assert copies == [42]
+    assert copies == [slots]
+
+
+@pytest.mark.parametrize("skip_first", [False, True])
+@pytest.mark.parametrize("nodes", [1, 4, None], ids=["token", "chain", "tree"])
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 31, 33, 34, 100])
+@pytest.mark.parametrize("lengths", [[33], [40, 40], [33, 64, 48], [1, 50], [32]], ids=str)
+def test_a_window_is_the_end_of_what_is_there(lengths, window, nodes, skip_first, copies, monkeypatch):
+    """Against all slots, under a mask."""
+    blocks, rule = [list(range(2 + 6 * row, 7 + 6 * row)) for row in range(len(lengths))], Rule(0.4, window)
+    given = lengths, blocks, nodes or 0, replace(rule, skip_first=skip_first), nodes is None
+    found = attend(*given)
+    is_copied, last = len(lengths) > 1, max(lengths) + (nodes or 0)
+    assert not is_copied or copies[-1] < window + BLOCK + last - min(lengths)
+    monkeypatch.setattr(paged_kv, "_unseen_slots", lambda prefix, slots, rule: 0)
+    torch.testing.assert_close(found, attend(*given))
+    assert not is_copied or copies[-1] == last
 
 
 def test_ranges_are_found_in_any_order():

@@ -15,9 +15,11 @@ from eagle_train.inference.drafters.all_at_once import AllAtOnce, _Levels
 from eagle_train.inference.drafters.drafter import Choice
 from eagle_train.inference.drafters.trained import drafter_of, make_eagle
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
+from eagle_train.models.head import LMHead, QuantisedLMHead
 from eagle_train.models.target import Target
 from evals.bench.tree_search import ranks_of, tpc_of
 from tests.support.graph_recorder import recorded
+from tests.support.inside import drafter_of as drafter_inside
 from tests.support.inside import runner_of
 from tests.support.tiny import (
     random_tokens,
@@ -32,6 +34,8 @@ from tests.support.tiny import (
 
 PROMPTS = random_tokens(5, 21, 33, 9)
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+FEW = {"vocab_size": 80, "vocabulary": list(range(3, 83))}
+KINDS = {"plain": {}, "two blocks, few tokens": {"num_layers": 2, **FEW}, "own heads": {"own_head": True}}
 COMB = {"parents": [-1, 0, 0, 1, 1, 3, 3]}
 
 
@@ -41,10 +45,9 @@ def a_target() -> Target:
 
 
 @cache
-def trained(is_other: bool = False) -> MedusaDraft:
-    """Heads of one block, or of two, that propose some of the tokens."""
-    other = {"num_layers": 2, "vocab_size": 80, "vocabulary": list(range(3, 83))}
-    return trained_medusa(a_target(), 60, **(other if is_other else {}))
+def trained(kind: str = "plain") -> MedusaDraft:
+    """Heads of one block; or of two, that propose some of the tokens; or with LM heads of their own."""
+    return trained_medusa(a_target(), 60, **KINDS[kind])
 
 
 def tokens_of(outputs) -> list[list[int]]:
@@ -57,21 +60,22 @@ def plain_answers() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("tree", ["chain3", "d2_bf3", "n8", COMB, dynamic(6, 3, 2)], ids=str)
-@pytest.mark.parametrize("is_other", [False, True])
-def test_greedy_answers_are_the_targets(is_other, tree):
-    outputs = Engine(a_target(), trained(is_other), tree, max_batch_size=3).generate(PROMPTS, GREEDY)
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_are_the_targets(kind, tree):
+    outputs = Engine(a_target(), trained(kind), tree, max_batch_size=3).generate(PROMPTS, GREEDY)
     assert tokens_of(outputs) == plain_answers()
     assert sum(output.stats.accepted_per_depth[0] for output in outputs) > 0
 
 
+@pytest.mark.parametrize("kind", ["plain", "own heads"])
 @pytest.mark.parametrize("tree", ["chain3", "d2_bf3", "n8", COMB], ids=str)
-def test_a_rounds_drafts_are_those_of_trainings_passes(tree):
+def test_a_rounds_drafts_are_those_of_trainings_passes(tree, kind):
     """Tokens per call follow from the unrolled draft's proposals, in each pass, with no engine."""
     target = a_target()
-    engine = Engine(target, trained(), tree)
+    engine = Engine(target, trained(kind), tree)
     outputs = engine.generate(PROMPTS, GREEDY)
     ranks = [
-        ranks_of(target, trained(), prompt, output.token_ids, 5, 4)
+        ranks_of(target, trained(kind), prompt, output.token_ids, 5, 4)
         for prompt, output in zip(PROMPTS, outputs, strict=True)
     ]
     found = sum(output.stats.tokens for output in outputs) / sum(output.stats.calls for output in outputs)
@@ -79,14 +83,20 @@ def test_a_rounds_drafts_are_those_of_trainings_passes(tree):
     assert sum(output.stats.accepted_per_depth[1] for output in outputs) > 0, "heads beyond the first are right"
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("tree", [full(3, 2), load_tree("n8"), load_tree(COMB)], ids=["full", "pruned", "comb"])
-def test_one_product_drafts_what_level_by_level_does(tree):
-    drafter, hidden = AllAtOnce(tiny_medusa(shared_target()), shared_target()), torch.randn(3, 1, 32)
+def test_one_product_drafts_what_level_by_level_does(tree, own):
+    draft = tiny_medusa(shared_target(), own_head=own)
+    drafter, hidden = AllAtOnce(draft, shared_target()), torch.randn(3, 1, 32)
     states, root = drafter.run_levels(hidden, None), torch.tensor([[7], [8], [9]])
     at_once = drafter._by_rank(tree, root, states)
     by_level = drafter.grow(TreePlan(tree), states[:, :1], root, _Levels(states), Choice())
     assert torch.equal(at_once.tokens, by_level.tokens)
     assert at_once.q is None
+    if own:
+        head = (draft.layers[1](hidden) @ draft.lm_head[1].weight.T).topk(max(tree.fanout)).indices[:, 0]
+        second = (tree.depth == 2).nonzero().flatten()
+        assert torch.equal(at_once.tokens[:, second], head[:, tree.child_rank[second]])
     for rank, depth in {(int(r), int(d)) for r, d in zip(tree.child_rank[1:], tree.depth[1:], strict=True)}:
         alike = at_once.tokens[:, (tree.child_rank == rank) & (tree.depth == depth)]
         assert (alike == alike[:, :1]).all(), "the same below every parent"
@@ -155,9 +165,10 @@ def test_rounds_without_drafts_in_between():
     assert sum(outputs[1].stats.accepted_per_depth) > 0
 
 
+@pytest.mark.parametrize("kind", ["plain", "own heads"])
 @pytest.mark.parametrize("tree", ["chain3", "d2_bf3"])
-def test_rounds_can_be_recorded(tree):
-    eager, replayed = (Engine(a_target(), trained(), tree, max_batch_size=3) for _ in range(2))
+def test_rounds_can_be_recorded(tree, kind):
+    eager, replayed = (Engine(a_target(), trained(kind), tree, max_batch_size=3) for _ in range(2))
     wanted = eager.generate(PROMPTS, GREEDY)
     found = recorded(replayed).generate(PROMPTS, GREEDY)
     assert [(o.token_ids, o.rounds) for o in found] == [(o.token_ids, o.rounds) for o in wanted]
@@ -165,17 +176,20 @@ def test_rounds_can_be_recorded(tree):
 
 
 @pytest.mark.filterwarnings("ignore:draft_lm_head=fp8")
-@pytest.mark.parametrize("way", ["heads", "lm head"])
+@pytest.mark.parametrize("way", ["heads", "lm head", "own heads"])
 def test_few_bits_change_no_answer(way):
-    target, draft, options = a_target(), trained(), {}
+    target, draft, options = a_target(), trained("own heads" if way == "own heads" else "plain"), {}
     if way == "heads":
         draft = quantise_draft(draft, Quant("fp8"))
         assert not torch.equal(draft(None, torch.ones(1, 1, 32)), trained()(None, torch.ones(1, 1, 32)))
     else:
         options = {"draft_lm_head": "fp8"}
-    outputs = Engine(target, draft, "chain3", **options).generate(PROMPTS, GREEDY)
+    engine = Engine(target, draft, "chain3", **options)
+    outputs = engine.generate(PROMPTS, GREEDY)
     assert tokens_of(outputs) == plain_answers()
     assert sum(output.stats.accepted_per_depth[0] for output in outputs) > 0
+    heads = [type(head.lm_head) for head in drafter_inside(engine).heads]
+    assert heads == [LMHead if way == "heads" else QuantisedLMHead] * (5 if way == "own heads" else 1)
 
 
 @pytest.mark.parametrize("tree", ["chain6", AutoTree((6, 7)), {1: "chain2", 4: "d6_bf1"}, dynamic(20, 6, 2)], ids=str)

@@ -25,7 +25,7 @@ OTHERS = {
     "qwen3_moe": {},
     "gemma2": {},
 }  # gpt-oss's plan leaves a tiny model nearly whole on each rank, which is refused
-DRAFTS = {"qwen3": {"first_token": "skip"}}
+DRAFTS = {"qwen3": {"first_token": "skip", "window": 6, "sink": True}}
 # With heads that three ranks can share.
 THREE = {"three": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_train.errors import OptionError
-from eagle_train.inference import EngineConfig, parts
+from eagle_train.inference import EngineConfig, full, parts
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.drafters.trained import drafter_of
 from eagle_train.inference.parallel.cost import Speeds, measured_speeds, pays
@@ -142,8 +142,14 @@ def test_parts_make_up_a_draft(biases):
 
 @pytest.mark.parametrize(
     ("made", "kind"),
-    [(tiny_eagle3, {}), (tiny_eagle3, {"num_layers": 2, "norm_output": True}), (tiny_mtp, {}), (tiny_peagle, {})],
-    ids=["eagle3", "eagle3, two layers", "mtp", "peagle"],
+    [
+        (tiny_eagle3, {}),
+        (tiny_eagle3, {"num_layers": 2, "norm_output": True}),
+        (tiny_mtp, {}),
+        (tiny_mtp, {"window": 3, "sink": True}),
+        (tiny_peagle, {}),
+    ],
+    ids=["eagle3", "eagle3, two layers", "mtp", "mtp, window, sink", "peagle"],
 )
 def test_parts_make_up_a_draft_of_another_kind(made, kind):
     target = shared_target("llama")
@@ -163,20 +169,23 @@ def test_parts_make_up_a_draft_of_another_kind(made, kind):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_medusa_heads_are_whole_and_their_lm_head_is_divided():
+@pytest.mark.parametrize("own", [False, True])
+def test_medusa_heads_are_whole_and_their_lm_heads_are_divided(own):
     target = shared_target("llama")
-    draft, hidden = tiny_medusa(target), torch.randn(3, 1, target.embedding.shape[1])
+    draft, hidden = tiny_medusa(target, own_head=own), torch.randn(3, 1, target.embedding.shape[1])
     assert reason_against(draft, 3) is None
 
     def best(ranks: Ranks | None) -> torch.Tensor:
         drafter = drafter_of(draft, target)
         if ranks is not None:
             parts.divide(ranks, target, drafter, EngineConfig(divide_draft=True, divide_lm_head=False))
-            assert isinstance(drafter.head.lm_head, DividedHead)
-        return drafter.head.lm_head.most_likely(drafter.run_levels(hidden, None), 2)
+            assert all(isinstance(head.lm_head, DividedHead) for head in drafter.heads)
+        return drafter._by_rank(
+            full(5, 2), torch.zeros(3, 1, dtype=torch.long), drafter.run_levels(hidden, None)
+        ).tokens
 
     wanted = best(None)
-    assert wanted.shape == (3, 5, 2)
+    assert wanted.shape == (3, 63)
     assert all(torch.equal(found, wanted) for found in on_ranks(3, best))
 
 
