@@ -7,6 +7,7 @@ import errno
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.ops.weight_codes import dequantise
 from tests.support.command_line import call, chats, save_target, write_jsonl
 from tests.support.serving_engines import read, replay
-from tests.support.tiny import tiny_draft, tiny_medusa
+from tests.support.tiny import tiny_draft, tiny_eagle3, tiny_medusa, tiny_mtp, tiny_peagle
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 SERVED = [
@@ -249,6 +250,26 @@ def test_medusa_heads_are_for_our_engine(home, target, tmp_path, capsys, quant):
         assert line == f"error: layout={layout}: is for no draft of draft=medusa; use one of native, trtllm"
     line = refusal(capsys, f"checkpoint={tmp_path}/heads", f"out={tmp_path}/no", "layout=trtllm")
     assert line == "error: layout=trtllm: its file repeats the target's LM head; give target=PATH"
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (tiny_draft, "An EAGLE draft of 2 layers that proposes"),
+        (partial(tiny_eagle3, num_layers=1), "An EAGLE-3 draft of one layer that proposes"),
+        (partial(tiny_peagle, num_layers=2), "A P-EAGLE draft of 2 layers that proposes, 8 in one forward,"),
+        (tiny_mtp, "An MTP module of one layer that proposes"),
+        (partial(tiny_medusa, heads=3), "Medusa heads (3, blocks in each: 1) that propose"),
+    ],
+    ids=["eagle", "eagle3", "peagle", "mtp", "medusa"],
+)
+def test_a_card_says_what_kind_a_draft_is(target, tmp_path, made, said):
+    draft = made(target)
+    save_draft(draft, tmp_path / "draft", target.identity)
+    card = (exported(tmp_path, tmp_path / "out", source="draft") / "README.md").read_text()
+    assert f"tags: [{draft.config.kind}, " in card
+    assert f"\n# {draft.config.title} for " in card
+    assert f"\n{said} tokens for " in card
 
 
 # --- what is refused

@@ -44,7 +44,7 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
     served = _NATIVE if own is None else own.serves
     parts = [
         _front_matter(about),
-        f"# {'Medusa heads' if draft.at_once else 'An EAGLE draft'} for {plain(target.name)}",
+        f"# {draft.title} for {plain(target.name)}",
         f"{draft.described()} tokens for {code(target.name)}, which verifies them: "
         "the output stays the target's own, in fewer of its calls. "
         f"Layout: {about.layout}. Weights: {_weights(about)}.",
@@ -88,7 +88,7 @@ def caveat(about: Artifact) -> str | None:
 
 def _front_matter(about: Artifact) -> str:
     """The hub's metadata."""
-    lines = ["library_name: eagle_train", "tags: [eagle, speculative-decoding, draft-model]"]
+    lines = ["library_name: eagle_train", f"tags: [{about.draft.kind}, speculative-decoding, draft-model]"]
     if _HUB_ID.fullmatch(about.target.name) and not Path(about.target.name).exists():
         lines.append(f"base_model: {about.target.name}")
     if about.license is not None:

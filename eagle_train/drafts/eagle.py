@@ -43,6 +43,7 @@ class EagleConfig(DraftConfig):
     """
 
     kind: ClassVar[str] = "eagle"
+    title: ClassVar[str] = "An EAGLE draft"
     layouts: ClassVar = LAYOUTS
     may_differ: ClassVar[tuple[str, ...]] = (*DraftConfig.may_differ, "embedding_scale")
 

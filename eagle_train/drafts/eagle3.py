@@ -45,6 +45,7 @@ class Eagle3Config(StepsConfig):
     """
 
     kind: ClassVar[str] = "eagle3"
+    title: ClassVar[str] = "An EAGLE-3 draft"
     layouts: ClassVar = LAYOUTS
     fed_hidden: ClassVar[bool] = False
 

@@ -87,6 +87,7 @@ class DraftConfig:
     """
 
     kind: ClassVar[str] = ""
+    title: ClassVar[str] = ""  # of a model card
     layouts: ClassVar[Mapping[str, Layout]] = {}  # of serving engines, by name
     # Settings of `train` that the kind does not read, with what to give in their place.
     unread: ClassVar[Mapping[str, str]] = {}
@@ -263,7 +264,8 @@ class DraftConfig:
 
     def described(self) -> str:
         """What it is, in words that begin a sentence."""
-        return f"A draft head of {self.num_layers} layers that proposes"
+        layers = "one layer" if self.num_layers == 1 else f"{self.num_layers} layers"
+        return f"{self.title} of {layers} that proposes"
 
     def conventions(self) -> dict[str, str]:
         """What an implementation needs to know to run the draft, beside its tensors."""

@@ -53,6 +53,7 @@ class MedusaConfig(LogitsConfig):
     """
 
     kind: ClassVar[str] = "medusa"
+    title: ClassVar[str] = "Medusa heads"
     layouts: ClassVar = LAYOUTS
     at_once: ClassVar[bool] = True
     unread: ClassVar[Mapping[str, str]] = {**LogitsConfig.unread, "unroll": "give draft.heads"}

@@ -37,6 +37,7 @@ class MtpConfig(StepsConfig):
     """The shape and conventions of an MTP draft; see `DraftConfig`, and `StepsConfig` for what it learns from."""
 
     kind: ClassVar[str] = "mtp"
+    title: ClassVar[str] = "An MTP module"
     layouts: ClassVar = dict.fromkeys(_ENGINES, Refused(_NO_CLASS))
 
     steps: int = 3  # passes it learns from, each after the first on its own states

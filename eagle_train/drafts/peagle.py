@@ -36,6 +36,7 @@ class PeagleConfig(Eagle3Config):
     """
 
     kind: ClassVar[str] = "peagle"
+    title: ClassVar[str] = "A P-EAGLE draft"
     layouts: ClassVar = LAYOUTS
     in_one_pass: ClassVar[bool] = True
 
@@ -73,7 +74,7 @@ class PeagleConfig(Eagle3Config):
         return passes
 
     def described(self) -> str:
-        return f"A P-EAGLE draft head of {self.num_layers} layers that proposes, {self.steps} in one forward,"
+        return f"{super().described()}, {self.steps} in one forward,"
 
     def conventions(self) -> dict[str, str]:
         return {

@@ -182,5 +182,5 @@ def test_the_card_says_how_it_is_served(target, tmp_path, layout, command):
     out = exported(target, a_draft(target, **FEW), tmp_path / "mine", layout)
     told = card(read_artifact(out), load_file(out / "model.safetensors"), "mine")
     assert command in told
-    assert "A P-EAGLE draft head of 2 layers that proposes, 6 in one forward, tokens for `tiny-wide`" in told
+    assert "A P-EAGLE draft of 2 layers that proposes, 6 in one forward, tokens for `tiny-wide`" in told
     assert "fc of mask_hidden" in told
