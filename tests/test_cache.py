@@ -42,7 +42,7 @@ import os, signal
 from eagle_train import cache
 from eagle_train.caching import build, writer
 
-save, saved_before = writer.save_file, []
+save, saved_before = writer.write_tensors, []
 build.MIB = {size}
 
 def killed(*given):
@@ -51,7 +51,7 @@ def killed(*given):
         os.kill(os.getpid(), signal.SIGKILL)
     return save(*given)
 
-writer.save_file = killed
+writer.write_tensors = killed
 cache.main()
 """
 

@@ -185,7 +185,7 @@ def test_what_is_not_what_was_trained_gets_no_name(home, tmp_path, monkeypatch, 
     def damaged(tensors, *arguments, **options):
         save_file({name: x * damage[name] if name in damage else x for name, x in tensors.items()}, *arguments)
 
-    monkeypatch.setattr(format, "save_file", damaged)
+    monkeypatch.setattr(format, "write_tensors", damaged)
     with pytest.raises(AssertionError, match=r"up_proj.weight.* is not what was written"):
         call(export.main, f"checkpoint={home}/eagle1", f"out={tmp_path}/out", f"quant={quant}")
     assert not list(tmp_path.iterdir())

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from eagle_train.artifacts import layouts
 from eagle_train.artifacts.tensors import check_finite, file_tensors, load_tensors
@@ -26,6 +26,7 @@ from eagle_train.drafts.layouts import TOKEN_MAP, WEIGHTS
 from eagle_train.errors import UserError, check
 from eagle_train.models.draft_quantisation import Quant, quant_of
 from eagle_train.models.target import Identity
+from eagle_train.ops.tensor_files import write_tensors
 from eagle_train.results import write_json, write_text
 from eagle_train.settings import build
 
@@ -118,8 +119,7 @@ def write_artifact(
         partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
         partial.chmod(0o755)
         weights = partial / layouts.weights_file(about.layout, about.draft)
-        save_file(tensors, weights, metadata={"format": "pt"})
-        weights.chmod(0o644)  # safetensors writes it readable by its owner alone
+        write_tensors(tensors, weights, {"format": "pt"})
         write_json(partial / CONFIG, values)
         own = layouts.layout_of(about.layout, about.draft)
         if own is not None and own.has_token_map and about.draft.vocabulary is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from eagle_train.artifacts.tensors import load_tensors
 from eagle_train.drafts import Draft, DraftConfig
@@ -20,6 +20,7 @@ from eagle_train.drafts.kind import InTarget
 from eagle_train.errors import UserError, check, foreign
 from eagle_train.models.directory import folder_of, weight_files
 from eagle_train.models.target import TargetEnds
+from eagle_train.ops.tensor_files import write_tensors
 
 
 def check_in_target(shape: DraftConfig, hf_config: Any, path: str, field: str) -> None:
@@ -92,8 +93,7 @@ def _copy_with(tensors: Mapping[str, torch.Tensor], file: Path, copy: Path, said
         same = new.shape == old.shape and old.is_floating_point()
         check(same, f"{said}: {name} is {tuple(old.shape)} of {old.dtype}, and the draft's is {tuple(new.shape)}")
         found[name] = new.to(old.dtype).contiguous()
-    save_file(found, copy, metadata)
-    copy.chmod(0o644)
+    write_tensors(found, copy, metadata)
 
 
 def _place_of(

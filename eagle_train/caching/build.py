@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from eagle_train.caching.options import MIB, Run
 from eagle_train.caching.size import Size, check_room, layout_of, new_walk, size_of
@@ -31,6 +30,7 @@ from eagle_train.models.cached_target import copy_small_files, write_ends
 from eagle_train.models.loading import DTYPES, check_placement, load_target, training_dtype
 from eagle_train.models.state_files import HEADER, INDEX, Header, Shard, index_of, partial_of
 from eagle_train.models.target import Target
+from eagle_train.ops.tensor_files import write_tensors
 from eagle_train.progress import progress
 from eagle_train.results import in_words, write_json
 from eagle_train.training.assembly import divided, look_ahead, renderer_of, round_target, today, with_compiled_target
@@ -253,7 +253,7 @@ class _Build:
             made_of=self.made_of,
         )
         with writing(self.out):
-            save_file(index, self.partial / INDEX)
+            write_tensors(index, self.partial / INDEX)
             write_ends(self.target, self.partial)
             copy_small_files(self.run.target, self.partial)
             write_json(self.partial / HEADER, header.as_json())

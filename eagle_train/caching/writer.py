@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from eagle_train.drafts import TargetStates
 from eagle_train.errors import UserError, one_line
@@ -23,6 +22,7 @@ from eagle_train.models.state_files import (
     checksum_of,
     encoded,
 )
+from eagle_train.ops.tensor_files import write_tensors
 from eagle_train.training.checkpoint.format import flush
 
 Parts = dict[str, np.ndarray]
@@ -103,7 +103,7 @@ class ShardWriter:
         path = self._folder / shard_name(self._rank, number)
         hidden = path.with_name(f".{path.name}.partial")
         with writing(self._out):
-            save_file(tensors, hidden)
+            write_tensors(tensors, hidden)
             flush(hidden)
             os.replace(hidden, path)
             flush(self._folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from eagle_train.errors import UserError, check, foreign, shown
 from eagle_train.models.directory import folder_of
@@ -28,6 +28,7 @@ from eagle_train.models.state_files import (
     read_header,
 )
 from eagle_train.models.target import Identity, Target, TargetEnds
+from eagle_train.ops.tensor_files import write_tensors
 
 _ENDS = "ends.safetensors"
 _EMBEDDING, _WEIGHT, _BIAS = "embedding", "lm_head.weight", "lm_head.bias"
@@ -197,7 +198,7 @@ def write_ends(target: Target, folder: Path) -> None:
     if head.weight.shape != embedding.shape or not torch.equal(head.weight, embedding):
         ends[_WEIGHT] = head.weight
     there = {name: each.detach().cpu().contiguous() for name, each in ends.items() if each is not None}
-    save_file(there, folder / _ENDS)
+    write_tensors(there, folder / _ENDS)
 
 
 def ends_bytes(vocabulary: int, hidden: int, tied: bool, itemsize: int) -> int:

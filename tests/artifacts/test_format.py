@@ -187,7 +187,7 @@ def test_other_target(saved):
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["new", "replacing"])
-@pytest.mark.parametrize("what", ["save_file", "write_json"])
+@pytest.mark.parametrize("what", ["write_tensors", "write_json"])
 def test_full_disk_leaves_nothing_half_written(draft, tmp_path, monkeypatch, what, before):
     directory = tmp_path / "draft"
     if before:

@@ -50,7 +50,7 @@ def kill_at(point):
 
 def kill_in(writer):
     if writer == "draft":
-        format.save_file = lambda tensors, path, metadata: (path.write_bytes(b"half"), die())
+        format.write_tensors = lambda tensors, path, metadata: (path.write_bytes(b"half"), die())
     else:
         torch.save = lambda state, file: (file.write(b"half"), file.flush(), die())
 

@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from eagle_train.distributed import ALONE, World
+from eagle_train.ops.tensor_files import write_tensors
 from eagle_train.ops.torch_private import dtensor_offset
 from eagle_train.results import json_text
 
@@ -160,10 +161,10 @@ def write_rank_files(
     """
     shard = directory / f"optimizer-{rank + 1:05d}.safetensors"
     offsets = {name: {"saved_offsets": offset} for name, offset in tensors.offsets.items()}
-    save_file(tensors.optimizer, shard, metadata={"format": "pt", _OFFSETS: json.dumps(offsets)})
+    write_tensors(tensors.optimizer, shard, {"format": "pt", _OFFSETS: json.dumps(offsets)})
     written = [shard]
     if rank == 0:
-        save_file(tensors.draft, directory / _DRAFT, metadata={"format": "pt"})
+        write_tensors(tensors.draft, directory / _DRAFT, {"format": "pt"})
         (directory / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         _write_trainer(directory / _TRAINER, {"step": step, "state": state})
         written += [directory / _DRAFT, directory / _CONFIG, directory / _TRAINER]
