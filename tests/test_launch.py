@@ -99,9 +99,9 @@ def test_overrides_are_the_commands_and_not_the_set_ups(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".venv/bin/eagle-train").exists(), reason="launch/setup.sh has not made .venv")
-def test_the_quickstart_with_a_budget_of_half_a_minute(tmp_path):
+def test_the_quickstart_with_a_small_budget(tmp_path):
     """Set-up, data, training, export, evaluation: the script itself, on the bundled target."""
-    done = run(["bash", "launch/quickstart.sh", "train.minutes=0.5"], cwd=ROOT, env={"OUT": str(tmp_path / "quick")})
+    done = run(["bash", "launch/quickstart.sh", "train.minutes=0.25"], cwd=ROOT, env={"OUT": str(tmp_path / "quick")})
     assert done.returncode == 0, done.stderr
     assert "4/4  tokens per call" in done.stdout
     assert (tmp_path / "quick/report.md").exists()

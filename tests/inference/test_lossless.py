@@ -158,7 +158,7 @@ def p_value(
 
 def test_three_tokens_have_the_targets_joint_distribution(toy):
     """The prefill's token and two of decoding, with drafts that are the most likely tokens."""
-    assert p_value(toy, 30_000, 3, "d3_bf2") > 1e-3
+    assert p_value(toy, 10_000, 3, "d3_bf2") > 1e-3
 
 
 DRAWN = ["multinomial", "multinomial_without_replacement"]
@@ -189,8 +189,13 @@ DRAWING = {name: kind for name, kind in KINDS.items() if kind.draws} | {
 }
 
 
-@pytest.mark.parametrize("drafting", DRAWN)
-@pytest.mark.parametrize("kind", DRAWING)
+# Both ways for those that grow their trees each by other code.
+GROWING = ["eagle", "medusa", "peagle", "draft_model", "layer_skip"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafting"), [(kind, mode) for kind in DRAWING for mode in (DRAWN if kind in GROWING else DRAWN[1:])]
+)
 def test_drafts_that_every_kind_draws(toy, kind, drafting):
     """Those whose engine chooses the trees, with penalties."""
     given = DRAWING[kind]
