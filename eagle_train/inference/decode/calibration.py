@@ -12,6 +12,7 @@ from eagle_train.inference.decode.adaptive import Adaptive
 from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.recording import empty_round
 from eagle_train.inference.decode.round_costs import RoundCosts
+from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.row_trees import RowTrees
 from eagle_train.inference.decode.tree import Tree, chain
 from eagle_train.inference.drafters.drafter import TreePlan
@@ -30,21 +31,23 @@ def calibrated(runner: Runner, dispatcher: Dispatcher) -> Adaptive:
     plans.pop(plain, None)
 
     def seconds(plan: TreePlan, rows: int) -> float:
+        # As after a round whose drafts were accepted in part: the drafter has that many tokens to read.
+        pending = 1 + (plan.tree.max_depth + 1) // 2
+        inputs = empty_round(runner, plan, rows=rows, pending=pending, ragged=rows > 1)
         started = time.perf_counter()
-        _round(runner, plan, rows)
+        _run(runner, inputs)
         return time.perf_counter() - started
 
     costs = RoundCosts([plain, *plans], sizes, seconds)
     return Adaptive(dispatcher, plain, costs, runner.ranks, most)
 
 
-def _round(runner: Runner, plan: TreePlan, rows: int) -> None:
-    """A round of rows without tokens, to its end on the host. Drafters that read texts are left out."""
-    inputs = empty_round(runner, plan, rows=rows)
+def _run(runner: Runner, inputs: RoundInputs) -> None:
+    """A round, to its end on the host. Drafters that read texts are left out."""
     if inputs.draft_prefix is None or not runner.drafters.reads_texts(inputs.seats[0]):
         _, result = runner.run(inputs)
     else:
-        _, result = runner.complete(replace(inputs, draft_prefix=None), _undrafted(plan, inputs.pending.last))
+        _, result = runner.complete(replace(inputs, draft_prefix=None), _undrafted(inputs.plan, inputs.pending.last))
     result.gains()
 
 

@@ -120,17 +120,29 @@ def _gathers(runner: Runner, plan: TreePlan) -> bool:
 
 
 def empty_round(
-    runner: Runner, plan: TreePlan, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, rows: int = 1
+    runner: Runner,
+    plan: TreePlan,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    rows: int = 1,
+    pending: int = 1,
+    ragged: bool = True,
 ) -> RoundInputs:
-    """A round of rows without tokens, which write to the SCRATCH block; all have the default drafter."""
+    """A round of rows without tokens, which write to the SCRATCH block; all have the default drafter. `pending`: tokens
+    that each has for it to read. `ragged`: the rows' lengths may differ."""
     device = runner.target.device
     zeros = torch.zeros(rows, 1, dtype=torch.long, device=device)
-    prefix = PagedPrefix(zeros[:, 0], torch.full_like(zeros, SCRATCH), BLOCK, ragged=True)
-    hidden = torch.zeros(rows, 1, runner.width, dtype=runner.target.dtype, device=device)
-    pending = Pending(zeros, hidden, torch.ones_like(zeros[:, 0]), zeros[:, 0])
+    counts = torch.full_like(zeros[:, 0], pending)
+    prefix, read = (
+        PagedPrefix(length, torch.full_like(zeros, SCRATCH), BLOCK, ragged=ragged)
+        for length in (counts - 1, counts * 0)
+    )
+    hidden = torch.zeros(rows, pending, runner.width, dtype=runner.target.dtype, device=device)
+    waiting = Pending(zeros.repeat(1, pending), hidden, counts, counts - 1)
     sampling = SamplingTensors.from_lists([temperature] * rows, [top_k] * rows, [top_p] * rows, device)
     drawn = temperature > 0 and runner.config.drafting != "greedy" and plan.tree.num_nodes > 1
     draws = torch.zeros(rows, plan.num_draws, dtype=torch.float64, device=device) if drawn else None
-    drafts = prefix if runner.drafts(plan, pending) else None
+    drafts = read if runner.drafts(plan, waiting) else None
     seats = [runner.drafters.seat(None)] * rows
-    return RoundInputs(plan, prefix, drafts, pending, sampling, zeros[:, 0], runner.config.drafting, draws, None, seats)
+    return RoundInputs(plan, prefix, drafts, waiting, sampling, zeros[:, 0], runner.config.drafting, draws, None, seats)

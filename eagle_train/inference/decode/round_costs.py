@@ -10,7 +10,7 @@ from eagle_train.inference.drafters.drafter import TreePlan
 _SCALE_STEP, _OWN_STEP = 0.05, 0.1  # of what a round is off, by which a factor follows
 _SETTLING = 8  # rounds after a change of plan: what is off then is the new plan's own
 _OUTLIER = 1.5  # times what is expected, or over it: something else took the time
-_REPEATS = 3
+_TURNS, _IN_A_ROW = 2, 3
 
 
 class RoundCosts:
@@ -73,6 +73,8 @@ class RoundCosts:
 
 
 def _timed(plans: list[TreePlan], size: int, seconds: Callable[[TreePlan, int], float]) -> dict[TreePlan, float]:
-    """Each plan's least time of several, in turn: what else the machine does only adds to it."""
-    turns = [{plan: seconds(plan, size) for plan in plans} for _ in range(1 + _REPEATS)]
-    return {plan: min(turn[plan] for turn in turns[1:]) for plan in plans}  # the first warms up
+    """Each plan's least time of several, in turn: what else the machine does only adds to it. Some rounds of a plan
+    follow one another, and the first does not count: a round after one of another plan finds the caches of the
+    processor cold, which adds the most to the shortest."""
+    turns = [{plan: [seconds(plan, size) for _ in range(_IN_A_ROW)] for plan in plans} for _ in range(_TURNS)]
+    return {plan: min(time for turn in turns for time in turn[plan][1:]) for plan in plans}
