@@ -135,6 +135,19 @@ def test_what_becomes_better_is_found_and_what_becomes_worse_is_left():
     assert share[2] < 0.02
 
 
+def test_rounds_at_the_start_are_timed_as_they_come_later():
+    """Behind rounds of the same plan: the first one after another plan's takes longer."""
+    dispatcher, last = Dispatcher(AutoTree((1, 3))), [None]
+
+    def seconds(plan: TreePlan, rows: int) -> float:
+        changed, last[0] = plan is not last[0], plan
+        return 1.0 + plan.tree.max_depth + 5.0 * changed
+
+    plans = [PLAIN, *dispatcher.choices(1)]
+    costs = RoundCosts(plans, [1], seconds)
+    assert [costs.seconds(plan, 1) for plan in plans] == [1.0, 2.0, 4.0]
+
+
 def test_acceptance_is_what_was_seen():
     seen = Acceptance(100)
     assert seen.shares(2) == pytest.approx([0.7, 0.49])
