@@ -9,7 +9,7 @@ from eagle_train.inference.drafters.drafter import TreePlan
 
 _SCALE_STEP, _OWN_STEP = 0.05, 0.1  # of what a round is off, by which a factor follows
 _SETTLING = 8  # rounds after a change of plan: what is off then is the new plan's own
-_OUTLIER = 1.5  # times what is expected, or over it: something else took the time
+_OUTLIER = 1.2  # times what is expected, or over it: something else took the time
 _TURNS, _IN_A_ROW = 2, 3
 
 
