@@ -62,8 +62,8 @@ def main(values: DictConfig) -> None:
     for name in config.chosen:
         print(f"{name}: time of a step", flush=True)
         once(timing_file(config, name), study_runs.timing_asked(config, name), partial(study_runs.cost, config, name))
-    for done, (_, _, run) in enumerate(wanted := list(runs_of(config))):
-        print(f"{run} ({forecast(config, [each for _, _, each in wanted[done:]])})", flush=True)
+    for done, run in enumerate(wanted := runs_of(config)):
+        print(f"{run} ({forecast(config, wanted[done:])})", flush=True)
         train = partial(study_runs.train, config, run, target)
         once(run_file(config, run), study_runs.training_asked(config, run), train)
         for tree in config.study.trees:

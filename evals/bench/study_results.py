@@ -3,7 +3,7 @@
 Knows nothing of how it is measured or shown. DESIGN section 3.8.
 """
 
-from collections.abc import Iterator
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,10 @@ from evals.bench.study_runs import answers_asked, kept, timing_asked, training_a
 Found = dict[str, Any]
 
 
-def runs_of(config: StudyConfig) -> Iterator[tuple[int, str, Trained]]:
-    """What is to be trained, each with the reference's steps and what is equal: the shortest first, seed by seed. A
-    draft that stands in two places is the same file."""
-    for steps in sorted(config.study.steps):
-        for seed in config.seeds:
-            for equal in config.study.equal:
-                for name in config.chosen:
-                    yield steps, equal, trained(config, name, steps, equal, seed)
+def runs_of(config: StudyConfig) -> list[Trained]:
+    """What is to be trained, each once: the shortest first, seed by seed."""
+    orders = itertools.product(sorted(config.study.steps), config.seeds, config.study.equal, config.chosen)
+    return [*dict.fromkeys(trained(config, name, steps, equal, seed) for steps, seed, equal, name in orders)]
 
 
 def trained(config: StudyConfig, name: str, steps: int, equal: str, seed: int) -> Trained:
@@ -49,14 +45,20 @@ def answers_file(config: StudyConfig, run: Trained, tree: str) -> Path:
 
 def timing_of(config: StudyConfig, name: str) -> Found:
     """A variant's `cost`, which is there by now."""
-    timing = kept(timing_file(config, name), timing_asked(config, name))
-    assert timing is not None
+    timing = _there(timing_file(config, name), timing_asked(config, name))
     return {key: value for key, value in timing.items() if key != "asked"}
+
+
+def _there(path: Path, asked: Found) -> Found:
+    """A result that was made before."""
+    found = kept(path, asked)
+    assert found is not None
+    return found
 
 
 def forecast(config: StudyConfig, left: list[Trained]) -> str:
     """How long the rest of the study takes, by what was measured."""
-    fresh = [run for run in dict.fromkeys(left) if kept(run_file(config, run), training_asked(config, run)) is None]
+    fresh = [run for run in left if kept(run_file(config, run), training_asked(config, run)) is None]
     training = sum(run.steps * timing_of(config, run.variant)["step_s"] for run in fresh)
     return f"{len(fresh)} trainings left, {training / 60:.0f} min"
 
@@ -76,14 +78,14 @@ def variants_of(config: StudyConfig, steps: int, equal: str) -> Found:
     answers = {name: answers_of(config, own) for name, own in runs.items()}
     before, found = answers[config.study.reference], {}
     for name, own in runs.items():
-        made = [kept(run_file(config, run), training_asked(config, run)) or {} for run in own]
+        made = _there(run_file(config, own[0]), training_asked(config, own[0]))
         counts = {tree: [each["answers"] for each in by_seed] for tree, by_seed in answers[name].items()}
         theirs = {tree: [each["answers"] for each in by_seed] for tree, by_seed in before.items()}
         found[name] = {
             "steps": own[0].steps,
             "seeds": config.seeds,
-            "tokens": made[0]["tokens"],
-            "parameters": made[0]["parameters"],
+            "tokens": made["tokens"],
+            "parameters": made["parameters"],
             "tpc": {tree: statistics.tpc_interval(each) for tree, each in counts.items()},
             "tpc_by_seed": {tree: [each["tpc"] for each in by_seed] for tree, by_seed in answers[name].items()},
             "acceptance_per_depth": {
@@ -97,6 +99,6 @@ def variants_of(config: StudyConfig, steps: int, equal: str) -> Found:
 def answers_of(config: StudyConfig, runs: list[Trained]) -> dict[str, list[Found]]:
     """What runs answered, by tree and seed."""
     return {
-        tree: [kept(answers_file(config, run, tree), answers_asked(config, run, tree)) or {} for run in runs]
+        tree: [_there(answers_file(config, run, tree), answers_asked(config, run, tree)) for run in runs]
         for tree in config.study.trees
     }

@@ -197,6 +197,21 @@ def test_answers_are_those_of_plain_decoding(options, temperature):
     assert inside(engine).in_flight is None
 
 
+def test_rounds_at_the_start_are_like_later_ones():
+    """One row is not ragged, and the drafter has as many tokens to read as are accepted of half a chain, and one."""
+
+    class Noting(Eagle):
+        def propose(self, round):
+            rows, pending = round.pending.tokens.shape
+            seen.add((rows, round.plan.tree.max_depth, pending, round.draft_prefix.ragged))
+            return super().propose(round)
+
+    seen: set[tuple[int, int, int, bool]] = set()
+    target = shared_target("llama")
+    Engine(target, Noting(tiny_draft(target), target), AutoTree((1, 3)), max_batch_size=2)
+    assert seen == {(rows, depth, pending, rows > 1) for rows in (1, 2) for depth, pending in ((1, 2), (3, 3))}
+
+
 def test_drafting_is_part_of_what_a_round_takes():
     """Each length is timed with its drafts, those of a drafter that has the host wait too."""
 
