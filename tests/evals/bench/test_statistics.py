@@ -4,7 +4,7 @@ import pytest
 
 from eagle_train.errors import UserError
 from evals.bench import statistics
-from evals.bench.statistics import tpc_gain
+from evals.bench.statistics import tpc_gain, tpc_interval
 from tests.support.measuring import answer
 
 
@@ -111,3 +111,11 @@ def test_a_gain_is_over_all_answers_and_its_interval_over_the_questions():
     assert tpc_gain([base["answers"]], [base["answers"]]) == {"tpc": 0.0, "low": 0.0, "high": 0.0}
     both = tpc_gain([better["answers"], base["answers"]], [base["answers"]] * 2)
     assert both["tpc"] == pytest.approx(80 / 45 - 80 / 50)
+
+
+def test_intervals_are_over_seeds_too():
+    """Of one question, so that nothing but the seeds can differ; other seeds stand on either side of a gain."""
+    worse, better = [[10, 10]], [[20, 10]]
+    assert tpc_interval([worse, better]) == {"tpc": 1.5, "low": 1.0, "high": 2.0}
+    assert tpc_gain([worse, better], [worse, better]) == {"tpc": 0.0, "low": -1.0, "high": 1.0}
+    assert tpc_interval([worse, worse]) == {"tpc": 1.0, "low": 1.0, "high": 1.0}
