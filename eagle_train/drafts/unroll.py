@@ -16,7 +16,7 @@ import torch
 
 from eagle_train.ops.attention import chained_attention, documents_by_reach, packed_attention
 from eagle_train.ops.documents import Beside
-from eagle_train.ops.rule import Attend, Rule
+from eagle_train.ops.rule import Attend, Rule, Uncompiled
 
 _Keys = tuple[torch.Tensor, torch.Tensor]
 
@@ -57,7 +57,7 @@ def _recording(attend: Attend, kept: dict[int, _Keys]) -> Attend:
         kept[layer] = (k, v)
         return attend(layer, q, k, v, rule)
 
-    return wrapped
+    return Uncompiled(wrapped)
 
 
 def _chained(
@@ -70,12 +70,11 @@ def _chained(
     """
     over = _OverChains(positions, lengths, behind=len(seen))
 
-    @torch.compiler.disable  # as packed_attention's
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
         own[layer] = (k, v)
         return over(q, [kept[layer] for kept in (*seen, own)], rule)
 
-    return attend
+    return Uncompiled(attend)
 
 
 def all_passes(positions: torch.Tensor, lengths: list[list[int]], passes: int) -> Attend:
@@ -84,7 +83,6 @@ def all_passes(positions: torch.Tensor, lengths: list[list[int]], passes: int) -
     within = packed_attention(lengths)
     over = [_OverChains(positions, lengths, behind) for behind in range(1, passes)]
 
-    @torch.compiler.disable  # as packed_attention's
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
         first, *later = q.chunk(passes, dim=2)
         pairs = list(zip(k.chunk(passes, dim=2), v.chunk(passes, dim=2), strict=True))
@@ -93,7 +91,7 @@ def all_passes(positions: torch.Tensor, lengths: list[list[int]], passes: int) -
             out.append(over[behind - 1](own, pairs[: behind + 1], rule))
         return torch.cat(out, dim=2)
 
-    return attend
+    return Uncompiled(attend)
 
 
 class _OverChains:

@@ -30,7 +30,7 @@ from eagle_train.hardware import computes_bf16
 from eagle_train.ops import flash
 from eagle_train.ops.documents import Beside, Documents, Piece, document_attention
 from eagle_train.ops.kernels import is_plain
-from eagle_train.ops.rule import Attend, Rule, additive_mask
+from eagle_train.ops.rule import Attend, Rule, Uncompiled, additive_mask
 from eagle_train.ops.threads import threads_for_keys
 from eagle_train.ops.tiled import Scores
 from eagle_train.ops.torch_private import flash_attention_on_cpu
@@ -196,7 +196,6 @@ def packed_attention(lengths: list[list[int]]) -> Attend:
             made[key] = flash.Sequences(starts, starts, max(pieces), max(pieces), causal=True, window=rule.window)
         return made[key]
 
-    @torch.compiler.disable  # compiled, it would be so anew for every batch's lengths
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
         batch, _, length, _ = q.shape
         if rule.softcap is None and flash.supports(q, k, v):
@@ -210,7 +209,7 @@ def packed_attention(lengths: list[list[int]]) -> Attend:
         out = _attend_pieces(q, k, v, split_lengths(flat, rule), rule)
         return out.squeeze(0).unflatten(1, (batch, length)).transpose(0, 1)
 
-    return attend
+    return Uncompiled(attend)
 
 
 def chained_attention(

@@ -84,3 +84,15 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Rule], torch.T
 def additive_mask(seen: torch.Tensor) -> torch.Tensor:
     """A bool mask as fp32 numbers to add to scores: 0 where a key is seen, -inf where not."""
     return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
+
+
+class Uncompiled:
+    """An `Attend` that torch.compile calls and does not look into. It takes one for another: looked into, each batch's
+    lengths would be compiled anew, and so would each of the ways to attend."""
+
+    def __init__(self, attend: Attend):
+        self._attend = attend
+
+    @torch.compiler.disable
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+        return self._attend(layer, q, k, v, rule)

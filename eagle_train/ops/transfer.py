@@ -13,7 +13,7 @@ PORTABLE = 1  # for all GPUs of the process
 
 def to_device(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`torch.tensor` of numbers the host has."""
-    return host_to_device(torch.tensor(values, dtype=dtype), device)
+    return host_to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)  # also where another is the default
 
 
 def host_to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -4,6 +4,7 @@ The draft and the training loop know nothing of it.
 """
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from eagle_train.distributed import World
 from eagle_train.drafts import Draft
+from eagle_train.models.layers import Attention
+from eagle_train.ops.torch_private import with_own_graphs
 from eagle_train.training.backend import Backend, ParallelConfig, Torch
 from eagle_train.training.optimizer import OptimConfig
 
@@ -25,6 +28,8 @@ def prepare(draft: Draft, optim: OptimConfig, parallel: ParallelConfig, world: W
     says (`World.divided`).
     """
     for layer in draft.layers:
+        if parallel.compile:
+            _keep_own_graphs(layer)
         if parallel.activation_checkpointing:
             layer.forward = recomputed(layer.forward)
         if parallel.compile:
@@ -42,6 +47,13 @@ def prepare(draft: Draft, optim: OptimConfig, parallel: ParallelConfig, world: W
         whole = DistributedDataParallel(draft, process_group=world.mesh.get_group(), broadcast_buffers=False)
     keeps_whole = parallel.backend == "fsdp2" and parallel.reshard_after_forward is False
     return Torch(draft, whole, optim, world.size, keeps_whole)
+
+
+def _keep_own_graphs(layer: nn.Module) -> None:
+    """Have torch.compile keep a layer's graphs for itself: those of all layers together exceed the number that it
+    keeps, and the last ones would not be compiled. Attention has graphs too, before and after `attend`."""
+    for module in (layer, *(each for each in layer.modules() if isinstance(each, Attention))):
+        module.forward = MethodType(with_own_graphs(type(module).forward), module)
 
 
 def _shard(draft: Draft, parallel: ParallelConfig, world: World, dtype: torch.dtype) -> None:
