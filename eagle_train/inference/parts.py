@@ -132,14 +132,15 @@ def _uses_graphs(graphs: bool | None, target: Target, drafters: Drafters) -> boo
     """Whether CUDA graphs are recorded: as `graphs` says; None: where nothing is known to prevent it.
 
     That is on a GPU, for a target that is whole on it; of one that is divided no recording was tried on several GPUs
-    yet. Weights that a library quantised and experts prevent it, in the target and in what drafts: some implementations
-    synchronise, to count the tokens of each expert, say. A drafter may wait as well.
+    yet. Weights that a library quantised and experts prevent it, in the target and in what drafts by a recording: some
+    implementations synchronise, to count the tokens of each expert, say.
     """
     if graphs is not None:
         return graphs
-    models = [target.model, *(model for each in drafters.by_name.values() for model in each.models)]
+    only = drafters.only if drafters.recordable else None
+    models = [target.model, *(() if only is None else only.models)]
     is_whole = target.together is None and not target.is_offloaded
-    return target.device.type == "cuda" and is_whole and drafters.recordable and not any(map(_may_wait, models))
+    return target.device.type == "cuda" and is_whole and not any(map(_may_wait, models))
 
 
 def _may_wait(model: torch.nn.Module) -> bool:
@@ -181,7 +182,7 @@ def record(runner: Runner, memory: BlockMemory, dispatcher: Dispatcher, recorder
     # As a sequence may have: its context, a round in flight and the next one, and the block that admission keeps free.
     each = blocks_for(runner.target.max_positions + 2 * (dispatcher.deepest + 1)) + 1
     memory.reserve(runner.config.max_batch_size * each)
-    record_rounds(runner, dispatcher, memory.pool.total, recorder)
+    record_rounds(runner, dispatcher, memory.pool.total, recorder, Requests(runner.target).stop_masks)
 
 
 def _compile(runner: Runner, dispatcher: Dispatcher, config: EngineConfig) -> None:

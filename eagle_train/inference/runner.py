@@ -50,7 +50,7 @@ from eagle_train.inference.drafters.drafter import (
     TreePlan,
 )
 from eagle_train.inference.drafters.drafters import Drafters, Part, Proposed, Seats
-from eagle_train.inference.grammar.guided import Guidance
+from eagle_train.inference.grammar.guided import Guidance, NodeMasks
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.models.target import Target
@@ -171,9 +171,11 @@ class Runner:
         """
         if adjustments is not None:
             logits = adjustments.apply(logits, tokens, tree, self.ranks)
-        if guidance is not None:
-            logits = restrict(logits, self.ranks.own(guidance.allowed(list(range(tree.num_nodes)))))
-        return logits
+        return self._restricted(logits, tree, guidance)
+
+    def _restricted(self, logits: torch.Tensor, tree: AnyTree, masks: NodeMasks | None) -> torch.Tensor:
+        """Logits [R, N, V] without what grammars forbid."""
+        return logits if masks is None else restrict(logits, self.ranks.own(masks.allowed(list(range(tree.num_nodes)))))
 
     def drafts(self, plan: TreePlan, pending: Pending) -> bool:
         """Whether drafters run in a round.
@@ -191,8 +193,7 @@ class Runner:
             return Proposed(inputs.pending.last, None, inputs.plan.tree, [], None, {})
         with self.times.stage("drafting"):
             guidance, round = inputs.guidance, self.draft_round(inputs)
-            # With a grammar the host computes masks in between.
-            key = None if self.graphs is None or guidance is not None else self.graphs.drafting_key(inputs)
+            key = None if self.graphs is None else self.graphs.drafting_key(inputs)
             if self.graphs is not None and key is not None:
                 drafted = self._proposed(inputs, self.graphs.propose(key, inputs), checks=True)
             else:
@@ -218,27 +219,31 @@ class Runner:
     def _proposed(self, inputs: RoundInputs, drafted: Drafted, checks: bool) -> Proposed:
         """The drafts of the only drafter, or of none. `checks`: they are checked, where that drafter is to be."""
         drafter, wrong, parts = self.drafters.only, None, list[Part]()
-        assert isinstance(inputs.plan.tree, Tree)
+        tree = inputs.plan.tree if drafted.trees is None else drafted.trees
+        assert isinstance(tree, AnyTree)
         if drafter is not None and inputs.draft_prefix is not None:
             round = self.draft_round(inputs)
             if checks and drafter.needs.checks:
                 drafted, wrong = checked_drafts(drafter, drafted, round)
             parts = [Part(drafter, None, round, drafted)]
-        return Proposed(drafted.tokens, drafted.q, inputs.plan.tree, parts, wrong, {})
+        return Proposed(drafted.tokens, drafted.q, tree, parts, wrong, {})
 
     def propose(self, round: DraftRound) -> Drafted:
         """The only drafter's trees, rank 0's on all ranks, without a wait for the device. To be recorded."""
         assert self.drafters.only is not None
         drafted = self.drafters.only.propose(round)
-        q = None if drafted.q is None else self.ranks.agreed(drafted.q)
-        return drafted._replace(tokens=self.ranks.agreed(drafted.tokens), q=q)
+        agreed, trees = self.ranks.agreed, drafted.trees
+        q = None if drafted.q is None else agreed(drafted.q)
+        if trees is not None and self.ranks.group is not None:
+            trees = RowTrees(agreed(trees.parents), agreed(trees.real.long()).bool(), trees.max_depth)
+        return drafted._replace(tokens=agreed(drafted.tokens), q=q, trees=trees)
 
     def validate(self, inputs: RoundInputs, drafted: Proposed) -> Validated:
         """The target's forward of the drafted trees."""
         with self.times.stage("validation"):
             if inputs.guidance is not None:  # before the launch: the host walks the trees while the target runs
                 inputs.guidance.set_trees(drafted.tokens, drafted.tree)
-            key = None if self.graphs is None else self.graphs.validation_key(inputs)
+            key = None if self.graphs is None else self.graphs.validation_key(inputs, drafted.tree)
             ends_recorded = self._end_key(inputs) is not None
             # A rank's share of the logits is one of the padded batch, which the host does not divide.
             if self.graphs is None or key is None or (self.ranks.divided and not ends_recorded):
@@ -246,7 +251,7 @@ class Runner:
                     given = (self.cache, inputs.prefix, inputs.plan, drafted.tokens, self.ranks)
                     return Validated(*validate_rest(self.target, computed, *given))
                 return self.forward(inputs.prefix, drafted.tree, drafted.tokens)
-            validated = self.graphs.validate(key, inputs, drafted.tokens)
+            validated = self.graphs.validate(key, inputs, drafted.tokens, drafted.tree)
             if ends_recorded:
                 return validated
             # The drafter may use the hidden states rounds later, when the graph has run again.
@@ -303,18 +308,23 @@ class Runner:
             if inputs.logprobs is not None:
                 path = drafted.tree.paths_to(verified.node)
                 logprobs = inputs.logprobs.compute(validated.logits, path, committed.tokens, self.ranks)
-            return self._results(inputs, drafted.tree, pending, report_of(committed), at_fault, reasons, logprobs)
+            report, row_depth = report_of(committed), _row_depth(drafted.tree)
+            return self._results(inputs, pending, report, row_depth, at_fault, reasons, logprobs)
 
-    def finish(self, inputs: RoundInputs, drafted: Drafted, validated: Validated) -> tuple[Pending, torch.Tensor]:
+    def finish(
+        self, inputs: RoundInputs, drafted: Drafted, validated: Validated, masks: NodeMasks | None
+    ) -> tuple[Pending, torch.Tensor, torch.Tensor | None]:
         """`sample` and `commit` up to where the host takes part: what the drafter may process next of the round's
-        tokens, and `report_of` them. To be recorded, with the only drafter or none."""
+        tokens, `report_of` them, and how deep each row's tree is, None where all have the plan's.
+
+        `masks`: of the rows' grammars. To be recorded, with the only drafter or none."""
         proposed = self._proposed(inputs, drafted, checks=False)
-        verified = self.verify(inputs, proposed, validated.logits)
+        verified = self.verify(inputs, proposed, self._restricted(validated.logits, proposed.tree, masks))
         committed = pending = self._kept(inputs, proposed, validated, verified)
         for part in proposed.parts:
             outcome = self._outcome(proposed, validated, verified, committed)
             pending = part.drafter.rewind(part.round, part.drafted, outcome)
-        return pending, report_of(committed)
+        return pending, report_of(committed), _row_depth(proposed.tree)
 
     def _kept(self, inputs: RoundInputs, drafted: Proposed, validated: Validated, verified: Verified) -> Pending:
         """The round's tokens, which are in the target's cache now but for the last one."""
@@ -341,9 +351,9 @@ class Runner:
     def _results(
         self,
         inputs: RoundInputs,
-        tree: AnyTree,
         pending: Pending,
         report: torch.Tensor,
+        row_depth: torch.Tensor | None,
         at_fault: torch.Tensor | None = None,
         reasons: dict[int, str] | None = None,
         logprobs: LogprobCopy | None = None,
@@ -351,7 +361,6 @@ class Runner:
         """The next round's pending tokens, and the round's results."""
         if inputs.draft_prefix is None and any(map(self.drafters.caching, inputs.seats)):
             pending = inputs.pending.append_token(pending)
-        row_depth = tree.row_depth if isinstance(tree, RowTrees) else None
         reasons = reasons or {}
         undrafted = [row for row, name in enumerate(inputs.seats) if name is None or row in reasons]
         depth = inputs.plan.tree.max_depth
@@ -359,22 +368,28 @@ class Runner:
         return pending, result
 
     def _end_key(self, inputs: RoundInputs) -> EndKey | None:
-        """The recording of a round's end; None where there is none. With a grammar the host computes masks before."""
+        """The recording of a round's end; None where there is none."""
         return None if self.graphs is None or not inputs.has_plain_end else self.graphs.end_key(inputs)
 
     def _replay_end(self, inputs: RoundInputs, drafted: Proposed, key: EndKey) -> tuple[Pending, RoundResult]:
         assert self.graphs is not None
         with self.times.stage("sampling"):
-            pending, report = self.graphs.finish(key, inputs)
+            pending, report, row_depth = self.graphs.finish(key, inputs)
+            if inputs.guidance is not None:
+                inputs.guidance.rewind()
         with self.times.stage("bookkeeping"):
-            assert isinstance(inputs.plan.tree, Tree)
-            return self._results(inputs, inputs.plan.tree, pending, report, drafted.wrong)
+            return self._results(inputs, pending, report, row_depth, drafted.wrong)
 
     @contextmanager
     def resources(self, rows: int) -> Iterator[None]:
         """Number of threads and choice of kernels for forwards of `rows` tokens."""
         with kernels.plain(*self._plain), threads_for(rows, self._elements):
             yield
+
+
+def _row_depth(tree: AnyTree) -> torch.Tensor | None:
+    """int64 [A]: the depth of each row's tree; None where all are alike."""
+    return tree.row_depth if isinstance(tree, RowTrees) else None
 
 
 def _mean_elements(target: Target) -> float:

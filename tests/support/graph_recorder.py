@@ -77,7 +77,8 @@ class Tape(NoWaiting):
 
     def __init__(self):
         super().__init__()
-        self.operations: list[tuple[Callable[[], Any], list[torch.Tensor | None]]] = []
+        # with what each makes; None: a task of the host's, in a pause
+        self.operations: list[tuple[Callable[[], Any], list[torch.Tensor | None] | None]] = []
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         if any(kind.__name__ in BY_RANKS for kind in types):
@@ -93,6 +94,8 @@ class Tape(NoWaiting):
     def replay(self) -> None:
         for operation, made in self.operations:
             result = operation()
+            if made is None:
+                continue
             wait_for_ranks(operation.func, result)
             for old, new in zip(made, leaves(result), strict=True):
                 if old is not None:
@@ -100,7 +103,7 @@ class Tape(NoWaiting):
 
     def spoil(self) -> None:
         """Nothing is left in the memory that it took."""
-        for tensor in (x for _, made in self.operations for x in made if x is not None):
+        for tensor in (x for _, made in self.operations for x in made or () if x is not None):
             tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
 
 
@@ -126,14 +129,20 @@ class Recorder:
 
     def __init__(self) -> None:
         self.last: Tape | None = None
+        self.recorded: Tape | None = None  # now
         self.replays = 0
 
     def __call__(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         work()
-        tape = Tape()
+        tape = self.recorded = Tape()
         with no_values(), tape:
             result = work()
+        self.recorded = None
         return result, partial(self.replay, tape)
+
+    def pause(self, task: Callable[[], None]) -> None:
+        if self.recorded is not None:
+            self.recorded.operations.append((task, None))
 
     def replay(self, tape: Tape) -> None:
         self.replays += 1

@@ -1,9 +1,11 @@
 """Rounds as CUDA graphs, all of them recorded before the first request. Paper section 3.4.
 
-A round is three graphs: drafting, validation, and its end, which samples and commits; three, because sampling has
-several variants, and the target's forward is then recorded once for them all. Each reads what the one before left.
+A round is three recordings: drafting, validation, and its end, which samples and commits; three, because sampling has
+several variants, and the target's forward is then recorded once for them all. Each reads what the one before left. With
+a grammar drafting and the end have pauses, in which the host computes masks.
 
-A graph is recorded for each tree and number of rows, and for several numbers of slots only where attention copies them.
+They are made for each tree and number of rows, and for several numbers of slots only where attention copies them. Trees
+that differ by row are inputs: there is one recording for all of a plan's, and one for all of its chains.
 What differs between rounds of equal sizes is in tensors, which are copied to the graph's inputs before it is replayed.
 recording.py says which sizes there are. Knows nothing of requests.
 
@@ -21,17 +23,21 @@ from eagle_train.errors import OptionError, check
 from eagle_train.inference.cache.prefix import BLOCK, SCRATCH, PagedPrefix, Prefix
 from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.rounds import RoundInputs, Validated
-from eagle_train.inference.decode.row_trees import AnyTree
-from eagle_train.inference.decode.tree import Tree
+from eagle_train.inference.decode.row_trees import AnyTree, OpenTree, RowTrees
+from eagle_train.inference.decode.tree_forms import TreeForm
 from eagle_train.inference.drafters.drafter import Choice, Drafted, DraftRound, Pending, TreePlan
+from eagle_train.inference.grammar.guided import NodeMasks, StopMasks
+from eagle_train.inference.grammar.recorded import RecordedMasks
 from eagle_train.ops.graphs import Padded, Record, Recordings
 
 Propose = Callable[[DraftRound], Drafted]
 Validate = Callable[[Prefix, AnyTree, torch.Tensor], Validated]
 Size = tuple[int, int]  # rows and slots of a row
-Finish = Callable[[RoundInputs, Drafted, Validated], tuple[Pending, torch.Tensor]]
-DraftingKey = tuple[Size, TreePlan, str]  # with the drafting mode
-ValidationKey = tuple[Size, Tree]
+Finish = Callable[
+    [RoundInputs, Drafted, Validated, NodeMasks | None], tuple[Pending, torch.Tensor, torch.Tensor | None]
+]
+DraftingKey = tuple[Size, TreePlan, str, bool]  # with the drafting mode, and whether it asks a grammar
+ValidationKey = tuple[Size, TreeForm]
 
 
 class Kind(NamedTuple):
@@ -42,12 +48,13 @@ class Kind(NamedTuple):
     any_top_k: bool
     any_min_p: bool  # rounds with it are not recorded
     is_drawn: bool  # drafts are drawn
+    is_guided: bool  # some rows have a grammar
 
     @classmethod
     def of(cls, inputs: RoundInputs) -> "Kind":
         sampling = inputs.sampling
         flags = (sampling.all_greedy, sampling.any_top, sampling.any_top_k, sampling.any_min_p)
-        return cls(*flags, inputs.draws is not None)
+        return cls(*flags, inputs.draws is not None, inputs.guidance is not None)
 
 
 EndKey = tuple[Size, TreePlan, Kind]
@@ -78,13 +85,14 @@ class Graphs:
     The next replay of the same method overwrites what one returned. Suffixes have the padding rows too.
     """
 
-    def __init__(self, recorder: Callable[[], Record], pending: int):
+    def __init__(self, recorder: Callable[[], Record], pending: int, masks: StopMasks | None = None):
         """`recorder`: returns an object that records. `pending`: the most tokens that a round leaves for the drafter to
-        process in the next one."""
-        self.pending = pending
+        process in the next one. `masks`: for rounds with grammars; None: they are not recorded."""
+        self.pending, self.masks = pending, masks
         # Separate memory: validation must not overwrite what was drafted, nor a round's end what it reads.
         self.drafting, self.validation, self.ends = (Recordings(recorder()) for _ in range(3))
-        self._sizes: dict[Tree, list[Size]] = {}  # recorded ones, by validation
+        self._sizes: dict[TreeForm, list[Size]] = {}  # recorded ones, by validation
+        self._of_grammars: dict[DraftingKey | EndKey, RecordedMasks] = {}
         self._logits: dict[tuple[int, int], torch.Tensor] = {}  # by N and V: [rows, N, V], for all recordings
 
     def drafting_key(self, inputs: RoundInputs) -> DraftingKey | None:
@@ -93,44 +101,48 @@ class Graphs:
         There is none for a round in which the drafter catches up on more than `pending` tokens, or a row has no
         drafter: it is rare.
         """
-        size = self._size(inputs)
+        size = self._size(inputs, _planned(inputs))
         if size is None or inputs.draft_prefix is None or inputs.pending.tokens.shape[1] > self.pending:
             return None
         if None in inputs.seats:
             return None
-        key = size, inputs.plan, inputs.choice.mode
+        is_guided = _asks_grammars(inputs.plan, inputs.guidance is not None)
+        key = size, inputs.plan, inputs.choice.mode, is_guided
         return key if key in self.drafting.made else None
 
-    def validation_key(self, inputs: RoundInputs) -> ValidationKey | None:
-        """The recording that a round's validation fits; None where there is none."""
-        size = self._size(inputs)
-        return (size, inputs.plan.tree) if size is not None and isinstance(inputs.plan.tree, Tree) else None
+    def validation_key(self, inputs: RoundInputs, tree: AnyTree) -> ValidationKey | None:
+        """The recording that a round's validation fits, with this tree; None where there is none."""
+        form = TreeForm.of(inputs.plan.tree, tree)
+        size = self._size(inputs, form) if tree.num_nodes <= form.num_nodes else None
+        return None if size is None else (size, form)
 
     def end_key(self, inputs: RoundInputs) -> EndKey | None:
         """The recording that a round's end fits, if drafting, where there is any, and validation fit theirs; else None.
 
         It reads what they leave, so that they must run before it.
         """
-        size = self._size(inputs)
+        size = self._size(inputs, _planned(inputs))
         if size is None or (inputs.draft_prefix is not None and self.drafting_key(inputs) is None):
             return None
         key = size, inputs.plan, Kind.of(inputs)
         return key if key in self.ends.made else None
 
-    def _size(self, inputs: RoundInputs) -> Size | None:
+    def _size(self, inputs: RoundInputs, form: TreeForm) -> Size | None:
         """The least recorded size that has room for a round's rows and block table."""
         rows, slots = len(inputs.prefix.lengths), inputs.prefix.blocks.shape[1] * BLOCK
-        tree = inputs.plan.tree
-        recorded = self._sizes.get(tree, []) if isinstance(tree, Tree) else []
-        fits = [size for size in recorded if size[0] >= rows and size[1] >= slots]
+        fits = [size for size in self._sizes.get(form, []) if size[0] >= rows and size[1] >= slots]
         return min(fits, default=None)
 
-    def record_drafting(self, size: Size, inputs: RoundInputs, propose: Propose, vocab_size: int) -> None:
+    def record_drafting(
+        self, size: Size, inputs: RoundInputs, propose: Propose, vocab_size: int, is_guided: bool
+    ) -> None:
         """Record `propose` for rounds of this size and of the inputs' plan and drafting mode.
 
-        `inputs`: of any round; its tensors are used once.
+        `inputs`: of any round without grammars; its tensors are used once. `is_guided`: for rounds with grammars.
         """
         plan, mode = inputs.plan, inputs.choice.mode
+        key = (size, plan, mode, _asks_grammars(plan, is_guided))
+        masks = self._masks(key, self.drafting) if key[-1] else None
 
         def work(
             lengths: torch.Tensor,  # int64 [rows]
@@ -144,15 +156,30 @@ class Graphs:
             whole, last = _prefix(lengths, blocks), Pending(tokens, hidden, counts, lengths)
             temperature, noise = drawn or (None, None)
             before = whole.with_device_lengths(draft_lengths, whole.longest)
-            return propose(DraftRound(plan, whole, before, last, Choice(mode, temperature, noise), vocab_size))
+            return propose(DraftRound(plan, whole, before, last, Choice(mode, temperature, noise, masks), vocab_size))
 
-        self.drafting.add((size, plan, mode), work, self._drafting_inputs(size, inputs))
+        self.drafting.add(key, work, self._drafting_inputs(size, inputs))
+
+    def _masks(self, key: DraftingKey | EndKey, recordings: Recordings) -> RecordedMasks:
+        """Grammars' masks for the recording of this key, which is about to be made."""
+        assert self.masks is not None
+        return self._of_grammars.setdefault(key, RecordedMasks(self.masks, key[0][0], recordings.record))
+
+    def _use_grammars(self, key: DraftingKey | EndKey, inputs: RoundInputs) -> None:
+        if key in self._of_grammars:
+            assert inputs.guidance is not None
+            self._of_grammars[key].use(inputs.guidance)
 
     def propose(self, key: DraftingKey, inputs: RoundInputs) -> Drafted:
         """What `propose` returns for a round that fits this recording."""
         active = len(inputs.prefix.lengths)
-        tokens, q, suffix, *_ = self.drafting(key, self._drafting_inputs(key[0], inputs))
-        return Drafted(tokens[:active], None if q is None else q[:active], suffix)
+        self._use_grammars(key, inputs)
+        drafted: Drafted = self.drafting(key, self._drafting_inputs(key[0], inputs))
+        tokens, q, suffix, trees, places, *_ = drafted
+        if trees is not None:  # another object each time, since it keeps what follows from its tables
+            trees = RowTrees(trees.parents[:active], trees.real[:active], trees.max_depth)
+        q, places = (None if x is None else x[:active] for x in (q, places))
+        return Drafted(tokens[:active], q, suffix, trees, places)
 
     def _drafting_inputs(self, size: Size, inputs: RoundInputs) -> list[Padded]:
         (rows, _), pending, choice, draft_prefix = size, inputs.pending, inputs.choice, inputs.draft_prefix
@@ -166,37 +193,40 @@ class Graphs:
             *(Padded(x, (rows, *x.shape[1:])) for x in (choice.temperature, choice.noise) if x is not None),
         ]
 
-    def record_validation(self, size: Size, inputs: RoundInputs, validate: Validate) -> None:
-        """Record `validate` for rounds of this size and of the inputs' tree. `inputs`: as for `record_drafting`."""
-        tree = inputs.plan.tree
-        assert isinstance(tree, Tree)
+    def record_validation(self, size: Size, inputs: RoundInputs, form: TreeForm, validate: Validate) -> None:
+        """Record `validate` for rounds of this size and trees of this form. `inputs`: as for `record_drafting`."""
 
         def work(
-            lengths: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor
+            lengths: torch.Tensor,
+            blocks: torch.Tensor,
+            tokens: torch.Tensor,
+            *tables: torch.Tensor,  # see TreeForm.tables
         ) -> tuple[torch.Tensor, torch.Tensor, Suffix | None]:
-            hidden, logits, suffix = validate(_prefix(lengths, blocks), tree, tokens)
+            hidden, logits, suffix = validate(_prefix(lengths, blocks), form.tree(tables), tokens)
             return hidden, self._kept(logits), suffix
 
+        tree = form.example(inputs.pending.tokens.device)
         tokens = inputs.pending.tokens.new_zeros(1, tree.num_nodes)
-        self.validation.add((size, tree), work, _validation_inputs(size, inputs, tokens))
-        self._sizes.setdefault(tree, []).append(size)
+        self.validation.add((size, form), work, _validation_inputs((size, form), inputs, tokens, tree))
+        self._sizes.setdefault(form, []).append(size)
 
-    def validate(self, key: ValidationKey, inputs: RoundInputs, tokens: torch.Tensor) -> Validated:
+    def validate(self, key: ValidationKey, inputs: RoundInputs, tokens: torch.Tensor, tree: AnyTree) -> Validated:
         """What `validate` returns for a round that fits this recording."""
-        active = len(inputs.prefix.lengths)
-        hidden, logits, suffix = self.validation(key, _validation_inputs(key[0], inputs, tokens))
-        return Validated(hidden[:active], logits[:active], suffix)
+        active, nodes = tokens.shape
+        hidden, logits, suffix = self.validation(key, _validation_inputs(key, inputs, tokens, tree))
+        return Validated(hidden[:active, :nodes], logits[:active, :nodes], suffix)
 
-    def record_end(self, size: Size, inputs: RoundInputs, finish: Finish) -> None:
+    def record_end(self, size: Size, inputs: RoundInputs, finish: Finish, is_guided: bool) -> None:
         """Record `finish` for rounds of this size and of the inputs' plan and kind, whose drafting and validation are
-        recorded. `inputs`: as for `record_drafting`."""
-        plan, drafts = inputs.plan, inputs.draft_prefix is not None
-        assert isinstance(plan.tree, Tree)
-        validation = self.validation.made[size, plan.tree]
-        lengths, blocks, tokens = validation.inputs
+        recorded. `inputs`, `is_guided`: as for `record_drafting`."""
+        plan, form, drafts = inputs.plan, _planned(inputs), inputs.draft_prefix is not None
+        key: EndKey = (size, plan, Kind.of(inputs)._replace(is_guided=is_guided))
+        masks = self._masks(key, self.ends) if is_guided else None
+        validation = self.validation.made[size, form]
+        lengths, blocks, tokens, *tables = validation.inputs
         drafted = Drafted(tokens)
         if drafts:
-            drafted = self.drafting.made[size, plan, inputs.choice.mode].result._replace(tokens=tokens)
+            drafted = self.drafting.made[size, plan, inputs.choice.mode, _asks_grammars(plan, is_guided)].result
 
         def work(
             seeds: torch.Tensor,  # int64 [rows]
@@ -204,8 +234,9 @@ class Graphs:
             top_k: torch.Tensor,  # int64 [rows]
             top_p: torch.Tensor,  # float32 [rows]
             *draws: torch.Tensor,  # float64 [rows, draws], or none
-        ) -> tuple[Pending, torch.Tensor]:
-            prefix = _prefix(lengths, blocks)
+        ) -> tuple[Pending, torch.Tensor, torch.Tensor | None]:
+            prefix, tree = _prefix(lengths, blocks), form.tree(tables)
+            trees = tree if isinstance(tree, RowTrees) else None
             own = replace(
                 inputs,
                 prefix=prefix,
@@ -213,18 +244,22 @@ class Graphs:
                 sampling=replace(inputs.sampling, temperature=temperature, top_k=top_k, top_p=top_p),
                 seeds=seeds,
                 draws=draws[0] if draws else None,
+                guidance=None,
             )
-            return finish(own, drafted, Validated(*validation.result))
+            read = drafted._replace(tokens=tokens, trees=trees)  # as validation has them
+            return finish(own, read, Validated(*validation.result), masks)
 
-        self.ends.add((size, plan, Kind.of(inputs)), work, _end_inputs(size, inputs))
+        self.ends.add(key, work, _end_inputs(size, inputs))
 
-    def finish(self, key: EndKey, inputs: RoundInputs) -> tuple[Pending, torch.Tensor]:
+    def finish(self, key: EndKey, inputs: RoundInputs) -> tuple[Pending, torch.Tensor, torch.Tensor | None]:
         """What `finish` returns for a round that fits this recording, after its drafting and validation."""
         active = len(inputs.prefix.lengths)
-        pending, report = self.ends(key, _end_inputs(key[0], inputs))
+        self._use_grammars(key, inputs)
+        pending, report, row_depth = self.ends(key, _end_inputs(key[0], inputs))
         tensors = (pending.tokens, pending.hidden, pending.counts, pending.lengths)
         # Copied: the drafter may use them rounds later, when the graph has run again.
-        return Pending(*(x[:active].clone() for x in tensors)), report[:active]
+        kept = Pending(*(x[:active].clone() for x in tensors))
+        return kept, report[:active], None if row_depth is None else row_depth[:active]
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [R, N, V] in the memory of those of all sizes: they would be the largest part of every recording."""
@@ -246,8 +281,20 @@ def _padded_prefix(prefix: Prefix, size: Size) -> tuple[Padded, Padded]:
     return Padded(prefix.lengths, (rows,)), Padded(prefix.blocks, (rows, slots // BLOCK), fill=SCRATCH)
 
 
-def _validation_inputs(size: Size, inputs: RoundInputs, tokens: torch.Tensor) -> list[Any]:
-    return [*_padded_prefix(inputs.prefix, size), Padded(tokens, (size[0], tokens.shape[1]))]
+def _planned(inputs: RoundInputs) -> TreeForm:
+    """The form of the trees of a round that is drafted by a recording."""
+    return TreeForm.all_of(inputs.plan.tree)[0]
+
+
+def _asks_grammars(plan: TreePlan, is_guided: bool) -> bool:
+    """Whether drafting reads grammars' masks. Trees that grow by confidence do not."""
+    return is_guided and not isinstance(plan.tree, OpenTree)
+
+
+def _validation_inputs(key: ValidationKey, inputs: RoundInputs, tokens: torch.Tensor, tree: AnyTree) -> list[Padded]:
+    (size, form), rows = key, key[0][0]
+    tables = [Padded(x, (rows, form.num_nodes)[: x.ndim]) for x in form.tables(tree)]
+    return [*_padded_prefix(inputs.prefix, size), Padded(tokens, (rows, form.num_nodes)), *tables]
 
 
 def _end_inputs(size: Size, inputs: RoundInputs) -> list[Padded]:

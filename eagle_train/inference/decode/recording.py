@@ -16,8 +16,10 @@ from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.graphs import Graphs, Size
 from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.sampling import SamplingTensors
-from eagle_train.inference.decode.tree import Tree, chain
+from eagle_train.inference.decode.tree import chain
+from eagle_train.inference.decode.tree_forms import TreeForm
 from eagle_train.inference.drafters.drafter import Pending, TreePlan
+from eagle_train.inference.grammar.guided import StopMasks
 from eagle_train.inference.runner import Runner
 from eagle_train.ops.graphs import Record
 from eagle_train.progress import progress
@@ -27,20 +29,21 @@ _ROWS_STEP = 8  # between numbers of rows; below it they are powers of two
 _LOG = logging.getLogger(__name__)
 
 
-def record_rounds(runner: Runner, dispatcher: Dispatcher, blocks: int, recorder: Callable[[], Record]) -> None:
+def record_rounds(
+    runner: Runner, dispatcher: Dispatcher, blocks: int, recorder: Callable[[], Record], masks: StopMasks | None
+) -> None:
     """Record all parts of rounds for batches of every size, each with the trees that the dispatcher may give it.
 
-    `blocks`: in the cache, whose tensors must stay where they are; `recorder`: as for `Graphs`.
+    `blocks`: in the cache, whose tensors must stay where they are; `recorder`, `masks`: as for `Graphs`.
     """
-    runner.graphs = Graphs(recorder, dispatcher.deepest + 1)
+    runner.graphs = Graphs(recorder, dispatcher.deepest + 1, masks)
     most = runner.config.max_batch_size
     steps = row_steps(most, [size for size, _ in dispatcher.table])
-    plans = [(rows, plan) for rows, plan in dispatcher.plans(steps) if isinstance(plan.tree, Tree)]
-    if runner.drafters.by_name and (runner.config.gate or dispatcher.auto):  # any batch may go without drafts
-        plain = TreePlan(chain(0).to(runner.target.device))
+    plans = dispatcher.plans(steps)
+    if runner.drafters.by_name and (runner.config.gate or dispatcher.auto or not runner.drafters.recordable):
+        plain = TreePlan(chain(0).to(runner.target.device))  # any batch may go without drafts
         plans += [(rows, plain) for rows in steps if (rows, plain) not in plans]
-    if plans:  # trees that differ by row are not recorded
-        _record(runner, plans, blocks)
+    _record(runner, plans, blocks)
 
 
 @torch.inference_mode()
@@ -90,32 +93,34 @@ def _jobs(runner: Runner, size: Size, plan: TreePlan) -> list[Callable[[], None]
     assert graphs is not None
     sampled = [empty_round(runner, plan, *each) for each in ((1.0, 0, 1.0), (1.0, 0, 0.5), (1.0, 1, 0.5))]
     jobs: list[Callable[[], None]] = []
+    guided = [False] if graphs.masks is None else [False, True]
     if greedy.draft_prefix is not None and runner.drafters.recordable:
         modes = {inputs.choice.mode: inputs for inputs in (greedy, *sampled)}
-        vocabulary = runner.target.identity.vocab_size
-        jobs += [partial(graphs.record_drafting, size, each, runner.propose, vocabulary) for each in modes.values()]
-    jobs.append(partial(graphs.record_validation, size, greedy, runner.forward))
+        draft = partial(
+            graphs.record_drafting, size, propose=runner.propose, vocab_size=runner.target.identity.vocab_size
+        )
+        jobs += [partial(draft, each, is_guided=asked) for each in modes.values() for asked in guided]
+    for form in TreeForm.all_of(plan.tree):
+        jobs.append(partial(graphs.record_validation, size, greedy, form, runner.forward))
     if runner.drafters.recordable and runner.acceptance is None:
         checked = any(each.needs.checks for each in runner.drafters.by_name.values())
         kinds = [each for each in (greedy, *sampled) if each.draws is None or not checked]  # q is to be checked before
-        jobs += [partial(graphs.record_end, size, each, runner.finish) for each in kinds]
+        jobs += [partial(graphs.record_end, size, each, runner.finish, asked) for each in kinds for asked in guided]
     return jobs
 
 
 def _gathers(runner: Runner, plan: TreePlan) -> bool:
     """Whether attention copies slots in rounds of this plan, so that their number matters. Found out by a round.
 
-    Where it reads them through the block table, it costs as much as the rows are long, however wide the table. What a
-    drafter that may wait does is not known.
+    Where it reads them through the block table, it costs as much as the rows are long, however wide the table.
     """
-    assert isinstance(plan.tree, Tree)
     inputs, caches = empty_round(runner, plan), [runner.cache, *runner.drafters.caches]
     before = sum(cache.gathers for cache in caches)
-    if not runner.drafters.recordable:
-        return True
-    if inputs.draft_prefix is not None:
+    if inputs.draft_prefix is not None and runner.drafters.recordable:
         runner.propose(runner.draft_round(inputs))
-    runner.forward(inputs.prefix, plan.tree, inputs.pending.tokens.new_zeros(1, plan.tree.num_nodes))
+    for form in TreeForm.all_of(plan.tree):
+        tree = form.example(runner.target.device)
+        runner.forward(inputs.prefix, tree, inputs.pending.tokens.new_zeros(1, tree.num_nodes))
     return sum(cache.gathers for cache in caches) > before
 
 

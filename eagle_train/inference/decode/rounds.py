@@ -49,8 +49,9 @@ class RoundInputs:
 
     @property
     def has_plain_end(self) -> bool:
-        """Whether the target's logits are sampled as they are, and nothing else is read from them."""
-        return not any((self.guidance, self.adjustments, self.logprobs, self.relaxed))
+        """Whether the target's logits are sampled as they are, but for what grammars forbid, and nothing else is read
+        from them."""
+        return not any((self.adjustments, self.logprobs, self.relaxed))
 
     @property
     def choice(self) -> Choice:

@@ -122,7 +122,7 @@ class RowTrees:
         """int64 [A]: the deepest node of which it and all its ancestors but the root match, bool [A, N]; the first
         among equals. Padding never matches."""
         missed = ~(match & self.real)
-        missed[:, 0] = False
+        missed[:, 0].zero_()
         whole = ~(self.ancestors & missed.unsqueeze(1)).any(2)  # [A, N]
         return (self.depth + 1).masked_fill(~whole, 0).argmax(1)
 

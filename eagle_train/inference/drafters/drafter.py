@@ -21,7 +21,7 @@ from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.row_trees import AnyTree, PlanTree, RowTrees
 from eagle_train.inference.decode.tree import Tree
-from eagle_train.inference.grammar.guided import Guidance
+from eagle_train.inference.grammar.guided import NodeMasks
 from eagle_train.models.stages import Stages
 from eagle_train.ops.transfer import to_device
 
@@ -114,7 +114,7 @@ class Choice:
     mode: str = "greedy"
     temperature: torch.Tensor | None = None
     noise: torch.Tensor | None = None
-    guidance: Guidance | None = None
+    guidance: NodeMasks | None = None
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,8 @@ class Level:
     Q nodes of the level have children, at most `most` each. `None` stands for the identity.
     """
 
-    parents: torch.Tensor  # int64 [Q]: the nodes with children, as nodes of the tree
+    numbers: list[int]  # [Q]: the nodes with children, as nodes of the tree
+    parents: torch.Tensor  # int64 [Q]: the same on the device
     inner: torch.Tensor | None  # int64 [Q]: the same as indices into the level
     above: torch.Tensor | None  # int64 [Q]: the parent of each, as an index into `parents` of the level before
     ancestors: torch.Tensor  # bool [Q, nodes with children in this and earlier levels, the root excluded]
@@ -376,6 +377,7 @@ def _levels_of(tree: Tree) -> list[Level]:
         places = [parents.index(parent[node]) * most + rank for node, rank in zip(children, ranks, strict=True)]
         levels.append(
             Level(
+                numbers=parents,
                 parents=torch.tensor(parents, device=device),
                 inner=_index([node - first for node in parents], end - first, device),
                 above=_index([before.index(max(parent[node], 0)) for node in parents], len(before), device),

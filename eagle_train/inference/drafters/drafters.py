@@ -91,7 +91,7 @@ class Drafters:
     def recordable(self) -> bool:
         """Whether drafting, and what drafters are told, may be recorded."""
         only = self.only
-        return not self.by_name or (only is not None and not self.varies and not only.needs.waits)
+        return not self.by_name or (only is not None and not only.needs.by_row and not only.needs.waits)
 
     def seat(self, wanted: str | None) -> str | None:
         """The name of a request's drafter: the wanted one, or the default for None; None for "none", and without any.

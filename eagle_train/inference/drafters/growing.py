@@ -159,7 +159,7 @@ class Growing(Drafter, Generic[N]):
     ) -> Drafted:
         """As `grow`, of a tree that grows where the draft is confident."""
         places = torch.arange(tree.top_k, device=root_token.device)
-        level = Level(places, None, None, places, None, tree.top_k, slice(0, 0))
+        level = Level([], places, None, None, places, None, tree.top_k, slice(0, 0))
 
         def states_at(tokens: torch.Tensor, above: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
             nodes.ancestors = ancestors
@@ -181,7 +181,7 @@ class Growing(Drafter, Generic[N]):
             return self.head.tokens(self.head.lm_head.most_likely(states, level.most)), None
         logits = self.head.lm_head(states)
         if choice.guidance is not None:
-            logits = restrict(logits, self.head.columns(choice.guidance.allowed(level.parents.tolist())))
+            logits = restrict(logits, self.head.columns(choice.guidance.allowed(level.numbers)))
         proposed, q = propose(logits, level.most, choice.mode, choice.temperature, noise)
         return self.head.tokens(proposed), None if q is None else self.head.spread(q)
 

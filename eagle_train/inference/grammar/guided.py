@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -22,7 +22,7 @@ from eagle_train.inference.grammar.ebnf import literal
 from eagle_train.inference.grammar.expressions import as_ebnf, check_length, kept_ebnf
 from eagle_train.inference.grammar.json_schema import check_schema, read_schema, schema_text
 from eagle_train.inference.grammar.json_text import WHITESPACE, write_schema
-from eagle_train.ops.transfer import HostCopy, host_to_device
+from eagle_train.ops.transfer import HostCopy, host_to_device, to_device
 
 _KINDS = ("json_schema", "regex", "choice", "ebnf")
 _CACHE_BYTES = 512 << 20  # of compiled grammars, which xgrammar caches
@@ -71,6 +71,36 @@ def _is_choice(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(text, str) for text in value)
 
 
+class NodeMasks(Protocol):
+    """What a drafter asks while it grows trees: which tokens the rows' grammars allow."""
+
+    def set_tokens(self, tokens: torch.Tensor) -> None:
+        """Give the trees' tokens int64 [A, nodes drafted so far]."""
+
+    def allowed(self, nodes: list[int]) -> torch.Tensor:
+        """bool [A, len(nodes), V]: the tokens allowed after each node."""
+
+
+class StopMasks(NamedTuple):
+    """Bitmasks int32 [W] on the device, of the stop tokens and of all others."""
+
+    stop: torch.Tensor
+    others: torch.Tensor
+    vocab_size: int
+
+    @classmethod
+    def of(cls, stop_ids: Iterable[int], vocab_size: int, device: torch.device | str) -> "StopMasks":
+        is_stop = torch.zeros(vocab_size, dtype=torch.bool)
+        is_stop[list(stop_ids)] = True
+        return cls(_as_bitmask(is_stop).to(device), _as_bitmask(~is_stop).to(device), vocab_size)
+
+    def allowed(self, bits: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """Grammars' masks int32 [A, n, W] as bool [A, n, V]. `text` [A, 1, W]: the tokens that a mask with other than
+        stop tokens keeps. Where the grammar allows nothing but the end, or nothing at all, the stop tokens are."""
+        going_on = (bits & self.others).any(-1, keepdim=True)
+        return _as_flags(torch.where(going_on, bits & text, self.stop), self.vocab_size)
+
+
 class Guide:
     """Compiles grammars over a target's tokens. A stop token ends an answer, and only where the grammar may end."""
 
@@ -92,9 +122,7 @@ class Guide:
         self.compiler = xgrammar.GrammarCompiler(
             info, max_threads=torch.get_num_threads(), cache_limit_bytes=_CACHE_BYTES
         )
-        is_stop = torch.zeros(vocab_size, dtype=torch.bool)
-        is_stop[stop_ids] = True
-        self.stop, self.others = _as_bitmask(is_stop).to(device), _as_bitmask(~is_stop).to(device)
+        self.masks = StopMasks.of(stop_ids, vocab_size, device)
 
     def matcher(self, grammar: Mapping[str, Any], longest: bool = False) -> "Matcher":
         """The initial state of a grammar that `check_grammar` accepts. Raises UserError for one that is invalid, or for
@@ -108,7 +136,7 @@ class Guide:
             state = self.matcher_of(self.compiled(grammar))
         except Exception as error:  # xgrammar raises several kinds
             raise UserError(f"grammar.{kind}={shown(value)}: {_reason(error)}") from error
-        bits = torch.zeros(1, len(self.stop), dtype=torch.int32)
+        bits = torch.zeros(1, len(self.masks.stop), dtype=torch.int32)
         state.fill_next_token_bitmask(bits)
         possible = bool(_as_flags(bits, self.vocab_size).any())
         possible &= kind != "json_schema" or not state.is_completed()  # no JSON is empty: its content was lost
@@ -241,11 +269,11 @@ class Guidance:
         self.walks = [_Walk(matcher, tree.parents) for _, matcher in guided]
         self.tokens = HostCopy(torch.zeros(len(matchers), tree.num_nodes, dtype=torch.long))
         # int32 [A, N, W], on the CPU: the grammars' masks; all ones where a row has no grammar
-        self.bits = torch.full((len(matchers), tree.num_nodes, len(guide.stop)), -1, dtype=torch.int32)
+        self.bits = torch.full((len(matchers), tree.num_nodes, len(guide.masks.stop)), -1, dtype=torch.int32)
         longest = [matcher is not None and matcher.longest for matcher in matchers]
-        ends = torch.tensor(longest, device=guide.stop.device)[:, None, None]
+        masks, ends = guide.masks, to_device(longest, guide.masks.stop.device)[:, None, None]
         # [A, 1, W]: the tokens that a mask with other than stop tokens keeps; with `longest` no stop token
-        self.text = torch.where(ends, guide.others, guide.others | guide.stop)
+        self.text = torch.where(ends, masks.others, masks.others | masks.stop)
 
     def set_tokens(self, tokens: torch.Tensor) -> None:
         """Give the trees' tokens int64 [A, nodes drafted so far]. Their copy to the host begins here, so that the
@@ -272,14 +300,16 @@ class Guidance:
     def allowed(self, nodes: list[int]) -> torch.Tensor:
         """bool [A, len(nodes), V]: the tokens allowed after each node. After a node that is itself forbidden, all are.
 
-        Where the grammar allows nothing but the end, or nothing at all, the stop tokens are allowed. The host waits for
-        the tokens alone, not for what the device was told since.
+        Where the grammar allows nothing but the end, or nothing at all, the stop tokens are allowed.
         """
+        return self.guide.masks.allowed(self.bits_after(nodes), self.text)
+
+    def bits_after(self, nodes: list[int]) -> torch.Tensor:
+        """int32 [A, len(nodes), W], on the device: the grammars' masks after each node. The host waits for the tokens
+        alone, not for what the device was told since."""
         if not self.known.issuperset(nodes):
             self._walk([node for node in nodes if node not in self.known])
-        bits = host_to_device(self.bits[:, nodes], self.text.device)
-        going_on = (bits & self.guide.others).any(-1, keepdim=True)
-        return _as_flags(torch.where(going_on, bits & self.text, self.guide.stop), self.guide.vocab_size)
+        return host_to_device(self.bits[:, nodes], self.text.device)
 
     def _walk(self, nodes: list[int]) -> None:
         """Ask the grammars for these nodes' masks."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import replace
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any, TypeGuard
 
 import torch
@@ -17,7 +18,7 @@ from eagle_train.errors import HALF, SURROGATE, UserError, check, shown
 from eagle_train.inference.decode.adjustments import Adjustment
 from eagle_train.inference.decode.row_trees import OpenTree
 from eagle_train.inference.decode.tree import Tree
-from eagle_train.inference.grammar.guided import Guidance, Guide, Matcher
+from eagle_train.inference.grammar.guided import Guidance, Guide, Matcher, StopMasks
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.requests.detokenizer import Detokenizer, Texts
 from eagle_train.inference.requests.sampling_params import SamplingParams
@@ -186,6 +187,14 @@ class Requests:
     def guide(self) -> Guide:
         """The compiler of grammars. Raises UserError where the target or the installation cannot do it."""
         return Guide(self.target.tokenizer, self.target.identity.vocab_size, self.stop_ids, self.target.device)
+
+    @cached_property
+    def stop_masks(self) -> StopMasks | None:
+        """Of rounds with grammars; None where there can be none."""
+        vocab_size = self.target.identity.vocab_size
+        stop_ids = [token for token in self.stop_ids if 0 <= token < vocab_size]
+        possible = self.target.tokenizer is not None and bool(stop_ids) and find_spec("xgrammar") is not None
+        return StopMasks.of(stop_ids, vocab_size, self.target.device) if possible else None
 
     @cached_property
     def texts(self) -> Texts | None:

@@ -4,6 +4,7 @@ import copy
 import random
 import re
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -18,11 +19,14 @@ from eagle_train.inference import Engine, Output, SamplingParams, SimulatedAccep
 from eagle_train.inference.cache.prefix import BLOCK, ZEROS
 from eagle_train.inference.decode import graphs, recording
 from eagle_train.inference.decode.recording import block_steps, row_steps
+from eagle_train.inference.decode.row_trees import DynamicTree
 from eagle_train.inference.decode.sampling import DRAFT_MODES
 from eagle_train.inference.decode.tree import chain, full
 from eagle_train.inference.drafters.drafter import Drafter, Needs
 from eagle_train.inference.drafters.drafters import Drafters
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
+from eagle_train.inference.drafters.ngram import make_ngram
+from eagle_train.inference.drafters.suffix import make_suffix
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.runner import Runner
@@ -208,8 +212,8 @@ def test_all_is_recorded_at_the_start():
     engine = recorded(Engine(target, a_draft(), table, max_batch_size=5, drafting="multinomial", kv_tokens=30 * BLOCK))
     drafting, validation = runner_of(engine).graphs.drafting, runner_of(engine).graphs.validation
     wanted = {(rows, engine.dispatcher.dispatch(rows).tree) for rows in (1, 2, 3, 4, 5)}
-    assert {(rows, tree) for (rows, _), tree in validation.made} == wanted
-    assert {(rows, plan.tree) for (rows, _), plan, _ in drafting.made} == wanted
+    assert {(rows, form.plan) for (rows, _), form in validation.made} == wanted
+    assert {(rows, plan.tree) for (rows, _), plan, *_ in drafting.made} == wanted
     assert len(drafting.made) == 2 * len(validation.made)
     assert len({slots for (_, slots), _ in validation.made}) > 1
     made, draft = list(drafting.made), runner_of(engine).draft
@@ -343,7 +347,7 @@ def test_a_round_that_was_recorded_is_copies_and_replays():
     ):  # nobody calls them any more
         assert all_of(engine.generate(PROMPTS, PARAMS)) == all_of(wanted)
     sent = {"lift_fresh", "detach_", "to"}  # where nothing is under way, the host tells how much the draft has read
-    assert launches.names <= {"slice", "copy_", "clone", "fill_", "add", "sub"} | sent, launches.names
+    assert launches.names <= {"slice", "alias", "copy_", "clone", "fill_", "add", "sub"} | sent, launches.names
 
 
 def test_the_cache_stays_where_it_is():
@@ -373,18 +377,66 @@ def test_how_many_there_are_is_told(caplog):
 # --- where the host has a part in it
 
 
-@pytest.mark.parametrize("tree", TREES)
-def test_of_rounds_with_a_grammar_validation_is_recorded(tree):
-    """Before and after it the host computes masks; a row without a grammar goes on alone in recorded rounds."""
-    target = tiny_target("llama", tiny_tokenizer())
-    draft, params = tiny_draft(target), [SamplingParams(max_tokens=20, temperature=1.0), SamplingParams(max_tokens=9)]
-    params[1] = SamplingParams(max_tokens=9, grammar={"regex": "[a-z]{3,9}"})
-    eager, replayed = (Engine(target, draft, tree, max_batch_size=2) for _ in range(2))
-    wanted = eager.generate(PROMPTS[:2], params)
-    assert all_of(recorded(replayed).generate(PROMPTS[:2], params)) == all_of(wanted)
-    calls, graphs = [output.stats.calls for output in wanted], runner_of(replayed).graphs
-    assert graphs.validation.record.replays == calls[0]
-    assert graphs.drafting.record.replays == graphs.ends.record.replays == calls[0] - calls[1] > 0
+def guided(*temperatures: float) -> list[SamplingParams]:
+    """A row without a grammar, which goes on alone at the end, and rows with one; one of them to its longest answer."""
+    grammar = {"regex": "[a-z]{3,9}"}
+    own = [SamplingParams(max_tokens=9, temperature=t, seed=3, grammar=grammar) for t in temperatures]
+    return [SamplingParams(max_tokens=20, temperature=1.0, seed=7), *own, replace(own[-1], ignore_eos=True)]
+
+
+@pytest.mark.parametrize("tree", [None, *TREES, DynamicTree(6, 3, 2)], ids=str)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rounds_with_a_grammar_are_recorded(tree, overlap):
+    """The host computes masks in pauses."""
+    target, params = tiny_target("llama", tiny_tokenizer()), guided(0.0, 1.0)
+    draft = None if tree is None else tiny_draft(target)
+    eager, replayed = (Engine(target, draft, tree or "chain3", max_batch_size=4, overlap=overlap) for _ in range(2))
+    wanted, graphs = eager.generate(PROMPTS[:4], params), runner_of(recorded(replayed)).graphs
+    with patch.object(Runner, "forward"), patch.object(Runner, "propose"), patch.object(Runner, "sample"):
+        assert all_of(replayed.generate(PROMPTS[:4], params)) == all_of(wanted)  # nobody calls them any more
+    rounds = graphs.validation.record.replays
+    assert rounds == graphs.ends.record.replays > 0
+    assert graphs.drafting.record.replays == (0 if tree is None else rounds)
+
+
+@pytest.mark.parametrize("drafting", DRAFT_MODES)
+def test_drafts_under_a_grammar_are_drawn_as_without_graphs(drafting):
+    target, params = tiny_target("llama", tiny_tokenizer()), guided(1.0, 0.7)
+    eager, replayed = (Engine(target, tiny_draft(target), "n8", max_batch_size=4, drafting=drafting) for _ in range(2))
+    wanted = eager.generate(PROMPTS[:4], params)
+    assert all_of(recorded(replayed).generate(PROMPTS[:4], params)) == all_of(wanted)
+
+
+def row_drafters(target: Target) -> dict[str, Any]:
+    """By name, drafters whose trees differ by row: chains, trees, several in one batch, and trees that grow."""
+    ngram = {"max_draft_len": 4, "max_matching_ngram_size": 2}
+    return {
+        "ngram": (make_ngram(target, None, **ngram), "chain3"),
+        "suffix": (make_suffix(target, None, max_nodes=6), "chain3"),
+        "both": ({"eagle": Eagle(a_draft(), target), "ngram": make_ngram(target, None, **ngram)}, "n8"),
+        "dynamic": (Eagle(a_draft(), target), DynamicTree(7, 3, 2)),
+    }
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix", "both", "dynamic"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_trees_that_differ_by_row_are_inputs_of_a_recording(name, overlap):
+    """The target's forward is recorded with every drafter, and the whole round where drafting is on the device."""
+    target, prompts = shared_target("llama"), [prompt * 3 for prompt in PROMPTS]
+    params = [replace(each, max_tokens=14) for each in PARAMS]
+    if name == "both":
+        params = [replace(each, drafter=(None, "ngram", "none")[row % 3]) for row, each in enumerate(params)]
+    engines = []
+    for _ in range(2):
+        drafter, tree = row_drafters(target)[name]
+        engines.append(Engine(target, drafter, tree, max_batch_size=3, overlap=overlap))
+    eager, replayed = engines
+    wanted, graphs = eager.generate(prompts, params), runner_of(recorded(replayed)).graphs
+    with patch.object(Runner, "forward"):  # nobody calls it any more
+        assert all_of(replayed.generate(prompts, params)) == all_of(wanted)
+    assert any(gain > 1 for output in wanted for gain in output.rounds)
+    rounds = graphs.validation.record.replays if name == "dynamic" else 0
+    assert graphs.drafting.record.replays == graphs.ends.record.replays == rounds
 
 
 def test_graphs_need_a_gpu():
@@ -448,7 +500,9 @@ def test_they_are_recorded_on_a_gpu_unless_something_prevents_it(case):
     ):
         assert parts._uses_graphs(None, target, ours) is case.graphs
         assert parts._uses_graphs(not case.graphs, target, ours) is not case.graphs
-        assert not parts._uses_graphs(None, target, Drafters({"own": Drafter()}, Ranks(), 32)), "it may wait"
+        alone, waiting = Drafters({}, Ranks(), 32), Drafters({"own": Drafter()}, Ranks(), 32)
+        of_target = parts._uses_graphs(None, target, alone)
+        assert parts._uses_graphs(None, target, waiting) is of_target, "the target's forward is recorded alone"
 
 
 # --- what is beside the rows
@@ -529,6 +583,48 @@ def test_gpu_gives_what_it_gives_without_graphs(tree, drafting, overlap):
         wanted = all_of(eager.generate(PROMPTS, PARAMS))
         for _ in range(2):
             assert all_of(replayed.generate(PROMPTS, PARAMS)) == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["ngram", "suffix", "both", "dynamic"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gpu_records_trees_that_differ_by_row(name, overlap):
+    target, prompts = on_gpu("llama"), [prompt * 3 for prompt in PROMPTS]
+    wanted = None
+    for is_recorded in (False, True, True):
+        drafter, tree = row_drafters(target)[name]
+        engine = Engine(target, drafter, tree, max_batch_size=3, overlap=overlap, graphs=is_recorded)
+        found = [(one.token_ids, one.rounds) for one in engine.generate(prompts, GREEDY)]
+        wanted = wanted or found
+        assert found == wanted
+    assert runner_of(engine).graphs.validation.made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tree", [*TREES, DynamicTree(6, 3, 2)], ids=str)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gpu_records_rounds_with_a_grammar(tree, overlap):
+    whole = tiny_target("llama", tiny_tokenizer())
+    target = Target(copy.deepcopy(whole.model).cuda(), tokenizer=whole.tokenizer)
+    params, draft = guided(0.0, 1.0), tiny_draft(whole)
+    eager, replayed = (
+        Engine(target, copy.deepcopy(draft).cuda(), tree, max_batch_size=4, overlap=overlap, graphs=graphs)
+        for graphs in (False, True)
+    )
+    wanted = all_of(eager.generate(PROMPTS[:4], params))
+    for _ in range(2):
+        with patch.object(Runner, "forward"), patch.object(Runner, "sample"):  # nobody calls them any more
+            assert all_of(replayed.generate(PROMPTS[:4], params)) == wanted
+
+
+@pytest.mark.gpu
+def test_gpu_forgets_an_engine_while_another_one_is_recorded():
+    """Graphs that are garbage must not be destroyed in a recording."""
+    target = on_gpu("llama")
+    for _ in range(6):
+        engine = Engine(target, copy.deepcopy(a_draft()), "n8", max_batch_size=3, graphs=True)
+        engine.itself = engine  # so that it waits for the collector
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
 
 
 @pytest.mark.gpu
