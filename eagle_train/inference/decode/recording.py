@@ -139,10 +139,9 @@ def empty_round(
     device = runner.target.device
     zeros = torch.zeros(rows, 1, dtype=torch.long, device=device)
     counts = torch.full_like(zeros[:, 0], pending)
-    prefix, read = (
-        PagedPrefix(length, torch.full_like(zeros, SCRATCH), BLOCK, ragged=ragged)
-        for length in (counts - 1, counts * 0)
-    )
+    blocks = zeros.new_full((rows, blocks_for(pending + plan.tree.num_nodes)), SCRATCH)
+    longest = blocks_for(pending) * BLOCK
+    prefix, read = (PagedPrefix(length, blocks, longest, ragged=ragged) for length in (counts - 1, counts * 0))
     hidden = torch.zeros(rows, pending, runner.width, dtype=runner.target.dtype, device=device)
     waiting = Pending(zeros.repeat(1, pending), hidden, counts, counts - 1)
     sampling = SamplingTensors.from_lists([temperature] * rows, [top_k] * rows, [top_p] * rows, device)

@@ -18,7 +18,7 @@ from eagle_train.errors import UserError
 from eagle_train.inference import Engine, Output, SamplingParams, SimulatedAcceptance, parts
 from eagle_train.inference.cache.prefix import BLOCK, ZEROS
 from eagle_train.inference.decode import graphs, recording
-from eagle_train.inference.decode.recording import block_steps, row_steps
+from eagle_train.inference.decode.recording import block_steps, empty_round, row_steps
 from eagle_train.inference.decode.row_trees import DynamicTree
 from eagle_train.inference.decode.sampling import DRAFT_MODES
 from eagle_train.inference.decode.tree import chain, full
@@ -416,6 +416,23 @@ def row_drafters(target: Target) -> dict[str, Any]:
         "both": ({"eagle": Eagle(a_draft(), target), "ngram": make_ngram(target, None, **ngram)}, "n8"),
         "dynamic": (Eagle(a_draft(), target), DynamicTree(7, 3, 2)),
     }
+
+
+@pytest.mark.parametrize("name", ["chain", "ngram", "suffix"])
+def test_trees_may_be_longer_than_a_block(name):
+    target, most = shared_target("llama"), 2 * BLOCK + 3
+    drafters = {
+        "chain": lambda: Eagle(a_draft(), target),
+        "ngram": lambda: make_ngram(target, None, max_draft_len=most),
+        "suffix": lambda: make_suffix(target, None, max_nodes=most),
+    }
+    eager, replayed = (Engine(target, drafters[name](), f"chain{most}", max_batch_size=2) for _ in range(2))
+    wanted = eager.generate(PROMPTS[:2], GREEDY)
+    assert all_of(recorded(replayed).generate(PROMPTS[:2], GREEDY)) == all_of(wanted)
+    plan = replayed.dispatcher.dispatch(1)
+    for pending in (1, BLOCK):  # a GPU's attention reads the table as far as the tree's nodes see
+        prefix = empty_round(runner_of(replayed), plan, pending=pending).prefix
+        assert prefix.blocks.shape[1] * BLOCK >= pending + plan.tree.num_nodes
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix", "both", "dynamic"])
