@@ -17,11 +17,11 @@ from omegaconf import DictConfig
 from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
 from eagle_train.models.loading import DTYPES, default_dtype
-from eagle_train.results import prepared_file, provenance, write_json
+from eagle_train.results import prepared_file, write_json
 from eagle_train.settings import build
 from evals.bench.config import check_least, check_sizes
 from evals.bench.device_times import seconds_of
-from evals.bench.evaluation import evaluation_alone
+from evals.bench.evaluation import evaluation_alone, origin
 from evals.bench.head_times import most_likely
 from evals.bench.random_models import ShapesConfig
 
@@ -64,7 +64,7 @@ def main(values: DictConfig) -> None:
         "most_likely": most_likely(head, config.rows, config.repeats),
         "dtype": str(dtype).removeprefix("torch."),
         "config": asdict(config),
-        "provenance": provenance(),
+        **origin(),
     }
     write_json(out, found)
     print(text(found))

@@ -25,10 +25,10 @@ from eagle_train.inference import Dispatcher, Requests
 from eagle_train.inference.requests.readable import chats
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
-from eagle_train.results import prepared, provenance
+from eagle_train.results import prepared
 from eagle_train.settings import build
 from evals.bench import study_runs
-from evals.bench.evaluation import evaluation_alone
+from evals.bench.evaluation import evaluation_alone, origin
 from evals.bench.questions import read_questions
 from evals.bench.report import write_report
 from evals.bench.requests import check_fit
@@ -79,7 +79,7 @@ def main(values: DictConfig) -> None:
         "timings": {name: timing_of(config, name) for name in config.chosen},
         "speedups": speedups,
         "config": asdict(config),
-        "provenance": provenance(),
+        **origin(),
     }
     write_report(out, found, markdown(found))
     plot(found, out / "tpc.png")

@@ -14,11 +14,11 @@ from omegaconf import DictConfig
 
 from eagle_train.errors import check
 from eagle_train.inference import SamplingParams
-from eagle_train.results import json_text, provenance, redact
+from eagle_train.results import json_text, redact
 from eagle_train.settings import build
 from evals.bench.answering import Run, batches_of
 from evals.bench.config import BenchConfig, check_decodes, check_least
-from evals.bench.evaluation import evaluation_alone
+from evals.bench.evaluation import evaluation_alone, origin
 from evals.bench.layer_search import Judge, search
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
@@ -56,7 +56,7 @@ def main(values: DictConfig) -> None:
         "layers.yaml", f"# By python -m evals.layer_skip; for drafter.layers.\nlayers: {list(found[0].layers)}\n"
     )
     tried = [each._asdict() for each in found]
-    written = {"tried": tried, "config": redact(asdict(config)), "provenance": provenance()}
+    written = {"tried": tried, "config": redact(asdict(config)), **origin()}
     session.write("layer_skip.json", json_text(written, indent=2) + "\n")
     for each in found[:5]:
         print(

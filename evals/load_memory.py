@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from eagle_train import distributed
 from eagle_train.errors import UserError, check, report
 from eagle_train.models.loading import TargetConfig, load_target
-from eagle_train.results import prepared_file, provenance, write_json
+from eagle_train.results import prepared_file, write_json
+from evals.bench.evaluation import origin
 from evals.bench.memory import options, peak_bytes, resident_bytes, status
 
 RANK = "rank"  # the first argument of what `measure` starts
@@ -124,7 +125,7 @@ def main() -> int:
         "peak_share": shares,
         "ranks": found,
         "config": asdict(config),
-        "provenance": provenance(),
+        **origin("load_memory"),
     }
     write_json(out, results)
     for placement, share in shares.items():

@@ -18,7 +18,8 @@ from eagle_train.drafts.losses import default_chunk_rows, distillation_loss
 from eagle_train.errors import UserError, check, report
 from eagle_train.hardware import low_precision, warn_of_emulation
 from eagle_train.models.target import LMHead
-from eagle_train.results import prepared_file, provenance, write_json
+from eagle_train.results import prepared_file, write_json
+from evals.bench.evaluation import origin
 from evals.bench.memory import options, peak_bytes, resident_bytes
 
 DTYPES = {"auto": low_precision("cpu"), "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -72,7 +73,7 @@ def main() -> int:
         "chunk_rows": default_chunk_rows(config.vocab, "cpu"),
         "dtype": str(dtype).removeprefix("torch."),
         "config": asdict(config),
-        "provenance": provenance(),
+        **origin("loss_memory"),
     }
     write_json(out, results)
     print(f"the loss took {extra / 1e9:.3f} GB at most, in {seconds:.1f} s; asked: below {config.limit_gb:g} GB")

@@ -22,10 +22,10 @@ from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Stream
 from eagle_train.progress import progress
-from eagle_train.results import prepared_file, provenance, write_json
+from eagle_train.results import prepared_file, write_json
 from eagle_train.settings import build
 from evals.bench.config import check_least
-from evals.bench.evaluation import evaluation_alone
+from evals.bench.evaluation import evaluation_alone, origin
 from evals.bench.memory import resident_bytes
 
 WORDS = ("first", "list", "number", "return", "where", "value", "every", "string", "often", "between", "answer", "a")
@@ -60,7 +60,7 @@ def main(values: DictConfig) -> None:
         paths = [Path(source.path) for source in data.sources.values() if source.path is not None]
         size = sum(path.stat().st_size for path in paths if path.is_file())
         found = {"bytes": size, **streamed(data, config.tokenizer)}
-    found |= {"limit_mb": config.limit_mb, "config": asdict(config), "provenance": provenance()}
+    found |= {"limit_mb": config.limit_mb, "config": asdict(config), **origin()}
     write_json(out, found)
     print(f"{size / 1e6:.1f} MB, {found['documents']:,} documents, {found['seconds']:.0f} s; written to {config.out}")
     print("MB during the epoch: " + " ".join(f"{held:.0f}" for held in found["held_mb"]))

@@ -18,11 +18,11 @@ from omegaconf import DictConfig
 
 from eagle_train.drafts import EagleConfig, EagleDraft
 from eagle_train.hardware import resolve_device
-from eagle_train.results import prepared_file, provenance, write_json
+from eagle_train.results import prepared_file, write_json
 from eagle_train.settings import build
 from eagle_train.training.cost.flops import flops_of
 from eagle_train.training.cost.target_shape import TargetShape
-from evals.bench.evaluation import evaluation_alone
+from evals.bench.evaluation import evaluation_alone, origin
 from evals.bench.statistics import median_ratio
 from evals.bench.training_steps import StepConfig, llama, work, write_documents
 from evals.bench.worker import Worker
@@ -38,7 +38,7 @@ def main(values: DictConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_documents(Path(folder) / "documents.jsonl", config)
         found = compared(config, folder)
-    found |= {"device": resolve_device(config.device), "config": asdict(config), "provenance": provenance()}
+    found |= {"device": resolve_device(config.device), "config": asdict(config), **origin()}
     write_json(out, found)
     print(text(found))
     print(f"written to {config.out}")

@@ -17,11 +17,11 @@ from eagle_train.inference import EngineConfig, full
 from eagle_train.inference.decode.tree import MAX_NODES
 from eagle_train.models.draft_quantisation import Quant
 from eagle_train.progress import progress
-from eagle_train.results import json_text, provenance, redact
+from eagle_train.results import json_text, redact
 from eagle_train.settings import build
 from evals.bench.answering import Run, batches_of
 from evals.bench.config import SampledConfig, check_decodes, check_least, check_sizes
-from evals.bench.evaluation import evaluation
+from evals.bench.evaluation import evaluation, origin
 from evals.bench.requests import check_fit
 from evals.bench.round_times import AT_ONCE, TreeInTurn, best_of, round_seconds, two_chains
 from evals.bench.session import Session
@@ -93,7 +93,7 @@ def main(values: DictConfig) -> None:
         "answers": len(answers),
         "draft_source": session.artifact.source,
         "config": redact(asdict(config)),
-        "provenance": provenance(),
+        **origin(),
     }
     session.write("table.yaml", table_yaml(tried, seconds, config.options))
     session.write("tune_trees.json", json_text(found, indent=2) + "\n")

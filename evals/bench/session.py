@@ -26,8 +26,9 @@ from eagle_train.inference.requests.readable import chats
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import load_target
 from eagle_train.models.target import Target
-from eagle_train.results import prepared, provenance, redact, write_text
+from eagle_train.results import prepared, redact, write_text
 from evals.bench.config import BenchConfig
+from evals.bench.evaluation import origin
 from evals.bench.questions import Question, read_questions
 from evals.bench.report import Found, write_report
 from evals.bench.requests import room_for
@@ -138,7 +139,7 @@ class Session(Generic[C]):
             "ranks": self.world.size,
             "lossy": params is not None and params.is_lossy,
             "config": redact(asdict(self.config)),
-            "provenance": provenance(),
+            **origin(),
         }
 
 

@@ -45,6 +45,7 @@ def test_the_whole_command_without_a_checkpoint(tmp_path, capsys):
     assert rows == [(size, length, name) for size in (1, 2) for length in (12, 20) for name in names[size]]
     assert len(found["breakdown"]) == 4 * len(engines)
     assert all(0 < each["outside"] < 1 for each in found["breakdown"])
+    assert (found["evaluation"], found["date"][:2]) == ("latency", "20")
     assert found["provenance"]["load_average"]
     assert found["config"]["engine"]["drafting"] == "multinomial_without_replacement"
     assert {(row["decoding"], row["threads"] is None) for row in found["rows"] if row["batch_size"] == 2} == {

@@ -17,6 +17,7 @@ def test_made_up_chats_are_read_to_the_end(tmp_path):
     assert found["bytes"] >= 10**6
     assert found["documents"] <= found["counts"]["documents"] < found["documents"] + 100  # the last batch's may be more
     assert found["grown_mb"] < 20
+    assert found["evaluation"] == "stream_memory"
     assert 5 < len(found["held_mb"]) <= stream_memory.MARKS
 
 
