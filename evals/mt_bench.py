@@ -76,6 +76,7 @@ def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
     """The figures, in seconds unless a name says otherwise. Raises UserError where nothing was decoded."""
     answers, engine = speculative.answers, speculative.engine
     compared = statistics.compare(plain.batches, speculative.batches)
+    compared["speedup_interval"] = statistics.speedup_interval(plain.batches, speculative.batches)
     acceptance = statistics.acceptance(answers)
     check(len(acceptance) > 0, NO_DRAFTS if config.is_eagle else NOTHING_DRAFTED)
     if config.temperature > 0 and config.options.drafting != "greedy":
@@ -129,6 +130,9 @@ def answer_rows(plain: list[Answer], answers: list[Answer]) -> str:
             "answer": answer.output.text,
             "tokens": answer.output.stats.tokens,
             "calls": answer.output.stats.calls,
+            "decode_s": sum(answer.output.stats.intervals_s),
+            "plain_tokens": other.output.stats.tokens,
+            "plain_decode_s": sum(other.output.stats.intervals_s),
             "finish_reason": answer.output.finish_reason,
             "same_as_plain": answer.output.token_ids == other.output.token_ids,
         }

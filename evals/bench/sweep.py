@@ -157,6 +157,7 @@ def rows_of(
             "tpc": statistics.tpc(answers),
             "acceptance_per_depth": statistics.acceptance(answers),
             **statistics.compare(answered[PLAIN], theirs),  # before the times: it raises where nothing was decoded
+            "speedup_interval": statistics.speedup_interval(answered[PLAIN], theirs),
             **statistics.times(answers),
             "tokens_per_s": median(speeds[name]),
             "over": {
@@ -186,7 +187,7 @@ def headline(rows: Rows, breakdowns: Rows, tree: str) -> dict[str, Any]:
     """The first tree's figures in the first cell, under the names of evals.mt_bench. DESIGN section 3.10."""
     own, plain = (next(row for row in rows if row["decoding"] == name) for name in (tree, PLAIN))
     stages = next(each for each in breakdowns if each["decoding"] == tree)
-    keys = ("tpc", "acceptance_per_depth", "speedup", "speedup_batch_median", "differing_answers")
+    keys = ("tpc", "acceptance_per_depth", "speedup", "speedup_batch_median", "speedup_interval", "differing_answers")
     times = [key for key in own if key.startswith(("ttft", "ttit"))]
     return {
         "tree": tree,

@@ -239,5 +239,12 @@ def test_the_whole_command(home, tmp_path):
     rows = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     assert Counter(row["turn"] for row in rows) == {1: 3, 2: 3}
     assert sum(row["tokens"] for row in rows) / sum(row["calls"] for row in rows) == found["tpc"]
+    for seconds, tokens, ttit in (
+        ("decode_s", "tokens", found["ttit_s"]),
+        ("plain_decode_s", "plain_tokens", found["plain_ttit_s"]),
+    ):
+        assert sum(row[seconds] for row in rows) / sum(row[tokens] for row in rows) == pytest.approx(ttit)
+    low, high = found["speedup_interval"]
+    assert low < found["speedup"] < high
     assert "| writing | 4 |" in (out / "report.md").read_text()
     assert (out / "acceptance.png").read_bytes().startswith(b"\x89PNG")

@@ -49,6 +49,7 @@ def test_rows_by_hand():
     assert chain3["over"] == {PLAIN: pytest.approx(1.75), TRANSFORMERS: pytest.approx((9 / 4 + 3) / 2)}
     assert plain["over"][TRANSFORMERS] == pytest.approx((9 / 6 + 30 / 20) / 2)
     assert chain3["speedup"] == pytest.approx(4.0 / 2.5)
+    assert chain3["speedup_interval"] is None  # both are of one question
     assert chain3["differing_answers"] == 1
     assert (chain3["tpc"], chain3["ttft_s"], theirs["ttit_s"]) == (2.0, 2.0, 6.5)
 
