@@ -56,11 +56,16 @@ class Meter:
 
 
 class Tracker(Protocol):
-    """Where records go besides `metrics.jsonl`: `instantiate(config.tracking)(directory=..., config=...)`."""
+    """Where records go besides `metrics.jsonl`: `instantiate(config.tracking)(directory=..., config=...)`.
+
+    `show` is given a whole page of HTML, by evals.report alone.
+    """
 
     def start(self, resumed: bool) -> None: ...
 
     def log(self, step: int, record: Record) -> None: ...
+
+    def show(self, name: str, page: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -75,6 +80,9 @@ class NoTracker:
         pass
 
     def log(self, step: int, record: Record) -> None:
+        pass
+
+    def show(self, name: str, page: str) -> None:
         pass
 
     def close(self) -> None:
@@ -133,6 +141,10 @@ class WandbTracker:
         # After a kill the resumed run repeats steps that the server already has, and W&B would warn of each.
         if step >= self.run.step:
             self.run.log(dict(_flatten(record)), step=step)
+
+    def show(self, name: str, page: str) -> None:
+        """A page of HTML, under this name."""
+        self.run.log({name: self.wandb.Html(page, inject=False)})
 
     def close(self) -> None:
         self.run.finish()

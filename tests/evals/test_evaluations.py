@@ -11,7 +11,7 @@ from eagle_train import inference
 ROOT = Path(__file__).parents[2]
 EVALS = ROOT / "evals"
 EVALUATIONS = sorted(path for path in EVALS.glob("*.py") if path.stem not in ("__init__", "vllm_job"))
-FILES = [*EVALUATIONS, *sorted((EVALS / "bench").glob("*.py"))]
+FILES = [*EVALUATIONS, *sorted((EVALS / "bench").rglob("*.py"))]
 MOST_LINES = 150
 ENGINE = {name for name in dir(inference.Engine) if not name.startswith("_")} | {"config", "target", "dispatcher"}
 

@@ -187,6 +187,7 @@ for resumed_step in (None, 1):
     for step in (1, 2):
         log.log(step, {"loss": float("nan"), "acceptance": [0.5, 0.25]})
         log.log(step, {"heldout_loss": 1.0})
+    tracker.show("report", "<p>all figures</p>")
     log.close()
 """
 
@@ -207,6 +208,7 @@ def test_wandb_without_a_key_records_offline_and_asks_nothing(tmp_path):
     kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"heldout_loss" in kept
     assert b"acceptance/2" in kept
+    assert b"<p>all figures</p>" in kept
     assert HF_KEY.encode() not in kept
     assert [line["step"] for line in lines(directory)] == [1, 1, 1, 1, 2, 2]
 

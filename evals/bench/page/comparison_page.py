@@ -1,0 +1,52 @@
+"""The page on two results, old and new: each figure better, worse, or within chance."""
+
+from collections.abc import Sequence
+
+from evals.bench.page.blocks import Block, Facts, Headline, Notes, Page, Table
+from evals.bench.page.gather import Source
+from evals.bench.page.guard import BETTER, NOISE, UNKNOWN, WORSE, Judged, judge, pairs, plain_changes
+from evals.bench.page.shown import hardware, spread
+
+ORDER = (WORSE, BETTER, UNKNOWN, NOISE)
+HOW = (
+    "Worse and better: the 95 % interval of the difference excludes zero. It is paired by prompt where both kept their "
+    "answers; else the two intervals must not overlap, which is stricter.",
+    "Among twenty figures that did not change, one is called better or worse by chance.",
+    "Cannot tell: no interval, or other hardware, or for times another load. Such a difference is none of the code.",
+    "Times without a pair in the same run (TTIT, TTFT) also follow the machine's own drift; speed-ups do not.",
+)
+
+
+def comparison(old: Sequence[Source], new: Sequence[Source]) -> tuple[Page, list[Judged]]:
+    """The page, and what it says of each figure, the worse ones first."""
+    matched, alone = pairs(old, new)
+    judged = sorted((each for pair in matched for each in judge(*pair)), key=lambda each: ORDER.index(each.verdict))
+    blocks: list[Block] = []
+    if judged:
+        header = ["figure", "of", "old", "new", "verdict", "why"]
+        blocks.append(Table("Figures, old and new", header, [_row(each) for each in judged], texts=True))
+    if alone:
+        blocks.append(Notes("Not compared", alone))
+    blocks.append(Notes("How to read it", [*HOW, *plain_changes(matched)]))
+    made = [(each.name, f"{hardware(each)}; {each.found.get('date') or 'no date'}") for each in (*old, *new)]
+    blocks.append(Facts("Where these were measured", made))
+    return Page("Old against new", sentence(judged), headlines(judged), blocks), judged
+
+
+def sentence(judged: Sequence[Judged]) -> str:
+    """What is said of all figures together."""
+    worse = [f"{each.evaluation}, {each.new.of}: {each.new.name}" for each in judged if each.verdict == WORSE]
+    if not judged:
+        return "No result of the same evaluation and config is in both."
+    return f"Worse: {'; '.join(worse)}." if worse else "Nothing is shown to be worse."
+
+
+def headlines(judged: Sequence[Judged]) -> list[Headline]:
+    """How many figures of each verdict."""
+    counts = {verdict: sum(each.verdict == verdict for each in judged) for verdict in ORDER}
+    return [Headline(str(count), verdict, f"of {len(judged)} figures") for verdict, count in counts.items()]
+
+
+def _row(each: Judged) -> list[str]:
+    old, new = (spread(figure.value, figure.interval, 3) for figure in (each.old, each.new))
+    return [each.new.name, f"{each.evaluation}, {each.new.of}", old, new, each.verdict, each.why]

@@ -1,0 +1,104 @@
+"""Tables and plots of rows that tell one decoding each: its TPC, times, acceptance and speed-up."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from evals.bench.page import plots
+from evals.bench.page.blocks import Block, Plot, Table
+from evals.bench.page.shown import percents, spread
+
+Row = Mapping[str, Any]
+MOST_SERIES = 12  # of a plot; what is beyond stands in the table
+
+
+def decodings(caption: str, rows: Iterable[Row]) -> Table:
+    """A row for each decoding: TPC, speed-up, TTIT, TTFT and tokens/s."""
+    header = ["decoding", "TPC", "speed-up", "TTIT, ms", "p50", "p99", "TTFT, ms", "tokens/s"]
+    told = [
+        [
+            row["decoding"] + (" (LOSSY)" if row.get("lossy") else ""),
+            spread(row["tpc"], None),
+            spread(row["speedup"], row.get("speedup_interval")),
+            *(f"{1e3 * row[key]:.2f}" for key in ("ttit_s", "ttit_p50_s", "ttit_p99_s", "ttft_s")),
+            f"{row['tokens_per_s']:,.0f}" if row.get("tokens_per_s") else "",
+        ]
+        for row in rows
+    ]
+    used = [place for place in range(len(header)) if any(row[place] for row in told)]
+    return Table(caption, [header[place] for place in used], [[row[place] for place in used] for row in told])
+
+
+def acceptance(shares: Mapping[str, Sequence[float]]) -> Plot:
+    """Acceptance by depth, a line for each decoding."""
+    shares = dict(list(shares.items())[:MOST_SERIES])
+    deepest = max(map(len, shares.values()))
+    rows = [[name, *percents(each), *[""] * (deepest - len(each))] for name, each in shares.items()]
+    numbers = Table("Acceptance by depth, %", ["decoding", *(str(depth) for depth in range(1, deepest + 1))], rows)
+    points = {name: list(enumerate(each, 1)) for name, each in shares.items()}
+    said = "; ".join(f"{name}: {' '.join(percents(each))} %" for name, each in shares.items())
+    drawn = plots.lines(points, "depth in the tree", "share of rounds accepted", percent=True)
+    return Plot("Acceptance by depth", f"Share of rounds that accept drafts to each depth. {said}.", drawn, numbers)
+
+
+def by_context(rows: Sequence[Row]) -> list[Block]:
+    """Acceptance at depth 1 by context, where there are several contexts."""
+    found: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        if row["context_length"] and row["arrivals"] == "together":
+            own = found.setdefault(f"{row['decoding']}, batch size {row['batch_size']}", {})
+            own[row["context_length"]] = row
+    contexts = sorted({context for own in found.values() for context in own})
+    if len(contexts) < 2:
+        return []
+    points = {name: [(float(c), own[c]["acceptance_per_depth"][0]) for c in sorted(own)] for name, own in found.items()}
+    told = [
+        [name, *(f"{percents(own[c]['acceptance_per_depth'][:1])[0]} % ({own[c]['tpc']:.2f})" if c in own else ""
+                 for c in contexts)]
+        for name, own in found.items()
+    ]  # fmt: skip
+    numbers = Table("Acceptance at depth 1, and TPC, by context", ["decoding", *map(str, contexts)], told)
+    drawn = plots.lines(points, "context, tokens", "share accepted at depth 1", percent=True, log=True)
+    return [Plot("Acceptance by context", "Share of rounds whose first draft is accepted, by context.", drawn, numbers)]
+
+
+def tpc_against_ttit(rows: Iterable[Row], where: str) -> Plot:
+    """TPC against TTIT: what lies lower is faster, what lies to the right has more tokens a call."""
+    points = [(row["decoding"], row["tpc"], 1e3 * row["ttit_s"]) for row in rows]
+    told = [[name, f"{tpc:.2f}", f"{ttit:.2f}"] for name, tpc, ttit in points]
+    numbers = Table(f"TPC and TTIT, {where}", ["decoding", "TPC", "TTIT, ms"], told)
+    fastest = min(points, key=lambda point: point[2])
+    said = f"Tokens per call against ms per token, {where}. The lowest TTIT is {fastest[0]}'s, {fastest[2]:.2f} ms."
+    return Plot(f"TPC against TTIT, {where}", said, plots.marked(points, "TPC", "TTIT, ms (lower is faster)"), numbers)
+
+
+def speedups(rows: Iterable[Row], where: str) -> Plot:
+    """Speed-ups over plain decoding with their intervals, the largest first."""
+    own = sorted((row for row in rows if row["decoding"] != "plain"), key=lambda row: -row["speedup"])
+    drawn = [(row["decoding"], row["speedup"], row.get("speedup_interval")) for row in own]
+    told = [[name, spread(value, interval)] for name, value, interval in drawn]
+    numbers = Table(f"Speed-up, {where}", ["decoding", "speed-up (95 %)"], told)
+    said = f"Speed-up over plain decoding with 95 % intervals, {where}. The largest is {told[0][0]}'s, {told[0][1]}."
+    return Plot(f"Speed-up, {where}", said, plots.intervals(drawn, "speed-up over plain decoding", 1), numbers)
+
+
+def speed_map(cells: Mapping[str, Sequence[Row]]) -> Plot:
+    """Speed-up of each decoding in each cell."""
+    names = list(dict.fromkeys(row["decoding"] for own in cells.values() for row in own if row["decoding"] != "plain"))
+    values = [
+        [next((r["speedup"] for r in own if r["decoding"] == name), None) for own in cells.values()] for name in names
+    ]
+    told = [[name, *(spread(value, None) for value in row)] for name, row in zip(names, values, strict=True)]
+    numbers = Table("Speed-up over plain decoding", ["decoding", *cells], told)
+    short = [name.replace("batch size ", "b").replace("context ", "c").replace(", ", "\n") for name in cells]
+    drawn = plots.heat(names, short, values, "b: batch size; c: context")
+    return Plot("Speed-up, map", "Speed-up of each decoding at each batch size and context.", drawn, numbers)
+
+
+def by_stage(bars: Mapping[str, Mapping[str, float]]) -> Plot:
+    """Milliseconds of a round by stage."""
+    parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
+    told = [[name, *(spread(bar.get(part), None) for part in parts)] for name, bar in bars.items()]
+    numbers = Table("Time by stage, ms a round", ["decoding", *parts], told)
+    said = "; ".join(f"{name}: {sum(bar.values()):.1f} ms" for name, bar in bars.items())
+    drawn = plots.stacked(bars, "ms a round")
+    return Plot("Time by stage", f"Milliseconds of a round by stage. Whole rounds: {said}.", drawn, numbers)

@@ -1,0 +1,143 @@
+"""Whether figures became better or worse between two results of the same evaluation and config, or differ by chance.
+
+A difference is called one of the code only where hardware and load are the same and an interval excludes chance.
+DESIGN section 3.8.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evals.bench.page.cautions import SPARE_LOAD, other_work
+from evals.bench.page.figures import Figure, figures_of
+from evals.bench.page.gather import Source
+from evals.bench.page.shown import overrides
+from evals.bench.statistics import RESAMPLES
+
+BETTER, WORSE, NOISE, UNKNOWN = "better", "worse", "noise", "cannot tell"
+HARDWARE = ("cpu", "instructions", "cores", "threads", "gpu")
+COLUMNS = ("tokens", "calls", "decode_s", "plain_tokens", "plain_decode_s")  # of answers.jsonl, in this order
+# Figures as functions of these columns' sums [..., 5].
+OF_ANSWERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "TPC": lambda sums: sums[..., 0] / sums[..., 1],
+    "TTIT, ms": lambda sums: 1e3 * sums[..., 2] / sums[..., 0],
+    "speed-up": lambda sums: sums[..., 4] / sums[..., 3] * sums[..., 0] / sums[..., 2],
+}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A figure in both results, what is said of the difference, and why."""
+
+    evaluation: str
+    old: Figure
+    new: Figure
+    verdict: str
+    why: str
+
+
+def pairs(old: Sequence[Source], new: Sequence[Source]) -> tuple[list[tuple[Source, Source]], list[str]]:
+    """Results of the same evaluation and config, and for each of the others why it has no pair."""
+    found, alone, left = [], [], list(old)
+    for source in new:
+        same = [each for each in left if each.evaluation == source.evaluation]
+        match = next((each for each in same if not different(each, source)), None)
+        if match is not None:
+            left.remove(match)
+            found.append((match, source))
+            continue
+        if not same:
+            alone.append(f"{source.name}: no result of evals.{source.evaluation} is in OLD.")
+            continue
+        alone.append(
+            f"{source.name}: made with another config than {same[0].name}: {', '.join(different(same[0], source))}."
+        )
+    alone += [f"{each.name}: nothing in NEW is of the same evaluation and config." for each in left]
+    return found, alone
+
+
+def different(one: Source, other: Source) -> list[str]:
+    """The settings in which two configs differ; where results are written is none."""
+    mine, theirs = (dict(overrides({k: v for k, v in each.config.items() if k != "out"})) for each in (one, other))
+    return sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+
+
+def judge(old: Source, new: Source) -> list[Judged]:
+    """Every figure that both have."""
+    before = {(figure.of, figure.name): figure for figure in figures_of(old)}
+    found = []
+    for figure in figures_of(new):
+        if (was := before.get((figure.of, figure.name))) is not None:
+            found.append(Judged(new.evaluation, was, figure, *_verdict(old, new, was, figure)))
+    return found
+
+
+def _verdict(old: Source, new: Source, was: Figure, now: Figure) -> tuple[str, str]:
+    if was.value == now.value:
+        return NOISE, "the same value"
+    if reason := _elsewhere(old, new, now):
+        return UNKNOWN, reason
+    kind, why = _by_interval(old, new, was, now)
+    changed = old.found.get("draft_source") != new.found.get("draft_source")
+    return kind, f"{why}; another draft" if changed and kind in (BETTER, WORSE) else why
+
+
+def _elsewhere(old: Source, new: Source, figure: Figure) -> str:
+    """Why a difference need not be the code's; empty where it is."""
+    if not old.provenance or not new.provenance:
+        return "hardware was not written"
+    changed = [key for key in HARDWARE if old.provenance.get(key) != new.provenance.get(key)]
+    if changed:
+        said = (f"{key} {old.provenance.get(key)}, now {new.provenance.get(key)}" for key in changed)
+        return f"other hardware: {'; '.join(said)}"
+    loads = [other_work(each) for each in (old, new)]
+    if figure.is_time and abs(loads[0] - loads[1]) > SPARE_LOAD:
+        return f"other load: {loads[0]:.1f} other processes, now {loads[1]:.1f}"
+    return ""
+
+
+def _by_interval(old: Source, new: Source, was: Figure, now: Figure) -> tuple[str, str]:
+    columns = paired_columns(old.answers, new.answers) if now.name in OF_ANSWERS else None
+    if columns is not None:
+        low, high = paired_interval(*columns, OF_ANSWERS[now.name])
+        return _signed(low, high, now), f"difference {low:+.3f} to {high:+.3f}, paired by prompt"
+    if was.interval is None or now.interval is None:
+        return UNKNOWN, "no interval"
+    low, high = now.interval[0] - was.interval[1], now.interval[1] - was.interval[0]
+    return _signed(low, high, now), "intervals overlap" if low <= 0 <= high else "intervals do not overlap"
+
+
+def _signed(low: float, high: float, figure: Figure) -> str:
+    if low <= 0 <= high:
+        return NOISE
+    return BETTER if (low > 0) == figure.more_is_better else WORSE
+
+
+def paired_columns(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor] | None:
+    """COLUMNS of the same prompts in both, float64 [prompts, 5] each; None where prompts differ or were not kept."""
+    before, after = ({(row["question_id"], row["turn"]): row for row in rows} for rows in (old, new))
+    if not before or before.keys() != after.keys():
+        return None
+    both = ([[rows[key][name] for name in COLUMNS] for key in before] for rows in (before, after))
+    one, other = (torch.tensor(rows, dtype=torch.float64) for rows in both)
+    return one, other
+
+
+def paired_interval(old: Tensor, new: Tensor, figure: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+    """The 95 % bootstrap interval of a figure's difference, new less old, the same prompts drawn for both."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(old), (RESAMPLES, len(old)), generator=generator)
+    change = figure(new[drawn].sum(1)) - figure(old[drawn].sum(1))
+    low, high = change.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def plain_changes(judged: Sequence[tuple[Source, Source]]) -> Iterator[str]:
+    """How plain decoding's own time changed: a machine that became slower looks the same."""
+    for old, new in judged:
+        before, after = (each.found.get("plain_ttit_s") for each in (old, new))
+        if before and after:
+            yield f"{new.name}: plain decoding's TTIT changed by {100 * (after / before - 1):+.1f} %."

@@ -1,0 +1,101 @@
+"""The top of the report: the verdict in a few figures, and a row for each result."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from evals.bench.page.blocks import Block, Headline, Notes, Page, Table
+from evals.bench.page.cautions import is_lossy, is_simulated
+from evals.bench.page.figures import Figure, figures_of
+from evals.bench.page.gather import Source
+from evals.bench.page.sections import sections_of
+from evals.bench.page.shown import hardware, spread
+
+# Where the verdict is taken from, the first that is there: a comparison has the most drafters and intervals.
+JUDGED = ("compare", "latency", "mt_bench")
+TERMS = (
+    "TPC: tokens committed in decoding, divided by calls of the target in decoding.",
+    "Speed-up: plain decoding's mean time between tokens, divided by that with drafts, on the same prompts in turn.",
+    "TTIT: time between one token and the next. TTFT: time to the first token.",
+    "Intervals in brackets are of 95 %.",
+    "Published figures are of other targets on other machines: they show the order of magnitude, and rank nothing.",
+)
+
+
+def page_of(sources: Sequence[Source], title: str = "Report") -> Page:
+    """The report on these results."""
+    verdict, headlines = _verdict(sources)
+    blocks: list[Block] = [Table("Results on this page", _HEADER, [_row(each) for each in sources], texts=True)]
+    return Page(title, verdict, headlines, [*blocks, Notes("How to read it", TERMS)], sections_of(sources))
+
+
+_HEADER = ["result", "evaluation", "best by speed-up", "TPC", "speed-up (95 %)", "hardware"]
+
+
+def _row(source: Source) -> list[str]:
+    figures = figures_of(source)
+    best, tpc = _best(figures, least=True), ""
+    if best is not None:
+        tpc = next((spread(each.value, None) for each in figures if (each.of, each.name) == (best.of, "TPC")), "")
+    marks = [mark for mark, there in (("LOSSY", is_lossy(source)), ("simulated", is_simulated(source))) if there]
+    of = "" if best is None else " ".join([best.of, *(f"({mark})" for mark in marks)])
+    speed = "" if best is None else spread(best.value, best.interval)
+    return [_short(source.name), source.evaluation, of, tpc, speed, hardware(source)]
+
+
+def _short(name: str) -> str:
+    """The last two parts of a path."""
+    path, colon, key = name.partition(": ")
+    return "/".join(Path(path).parts[-2:]) + colon + key
+
+
+def _best(figures: Sequence[Figure], least: bool) -> Figure | None:
+    """The largest speed-up at the least batch size, or at the largest one."""
+    speeds = [each for each in figures if each.name == "speed-up" and each.batch_size is not None]
+    if not speeds:
+        return None
+    sizes = [each.batch_size for each in speeds if each.batch_size is not None]
+    size = min(sizes) if least else max(sizes)
+    return max((each for each in speeds if each.batch_size == size), key=lambda each: each.value)
+
+
+def judged(sources: Sequence[Source]) -> Source | None:
+    """The result that the verdict is of: of the first kind that is there the newest, or the first where none has a
+    date; never one whose acceptance is simulated or lossy."""
+    for evaluation in JUDGED:
+        own = [
+            each for each in sources if each.evaluation == evaluation and not is_lossy(each) and not is_simulated(each)
+        ]
+        if own:
+            return max(own, key=lambda each: each.found.get("date") or "")
+    return None
+
+
+def _verdict(sources: Sequence[Source]) -> tuple[str, list[Headline]]:
+    source = judged(sources)
+    best = None if source is None else _best(figures_of(source), least=True)
+    if source is None or best is None:
+        return "No result here measures a speed-up with real acceptance.", []
+    figures = figures_of(source)
+    headlines = [Headline(spread(best.value, None), f"times as fast{_between(best)}", best.of)]
+    headlines += [Headline(spread(e.value, e.interval), "tokens per call", e.of) for e in figures
+                  if (e.of, e.name) == (best.of, "TPC")]  # fmt: skip
+    headlines += [Headline(f"{e.value:.2f} ms", "between tokens", e.of) for e in figures
+                  if (e.of, e.name) == (best.of, "TTIT, ms")]  # fmt: skip
+    large = _best(figures, least=False)
+    if large is not None and large.batch_size != best.batch_size:
+        headlines.append(Headline(spread(large.value, None), f"times as fast{_between(large)}", large.of))
+    return f"{_sentence(best)} From {_short(source.name)}, on {hardware(source) or 'unnamed hardware'}.", headlines
+
+
+def _between(figure: Figure) -> str:
+    return "" if figure.interval is None else f" ({figure.interval[0]:.2f} to {figure.interval[1]:.2f})"
+
+
+def _sentence(best: Figure) -> str:
+    if best.interval is None:
+        return f"The largest speed-up is that of {best.of}; it has no interval."
+    if best.interval[0] > 1:
+        return f"The largest speed-up is that of {best.of}, and its interval lies above 1."
+    if best.interval[1] < 1:
+        return f"No drafter is faster than plain decoding: the best, {best.of}, is slower."
+    return f"No drafter is shown to be faster than plain decoding: the interval of the best, {best.of}, contains 1."

@@ -1,0 +1,65 @@
+"""The sections of the report, one for each evaluation, in the order of the page."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from evals.bench.page import decoding, others, published, training
+from evals.bench.page.blocks import Block, Entry, Section
+from evals.bench.page.gather import TRAINING, Source
+from evals.bench.page.shown import origin_of
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A section: its title, what it measures, the blocks of one result, and those on all results together."""
+
+    title: str
+    about: str
+    blocks: Callable[[Source], Sequence[Block]]
+    closing: Callable[[Sequence[Source]], Sequence[Block]] | None = None
+
+
+KINDS = {
+    "doctor": Kind("The doctor", "What keeps the draft from being accepted, or from paying.", others.doctor),
+    "mt_bench": Kind("What a draft is worth", "One draft against plain decoding.", decoding.mt_bench, published.tpc),
+    "compare": Kind(
+        "Drafters beside one another",
+        "On the same prompts, batch by batch in turn.",
+        decoding.compare,
+        published.speedup,
+    ),
+    "latency": Kind(
+        "Latency", "Times over batch sizes, contexts and trees, all decodings in turn.", decoding.latency, published.tpc
+    ),
+    "tune_trees": Kind("Trees", "Which tree pays at which batch size: expected of measured rounds.", others.tune_trees),
+    "quantisation": Kind(
+        "Quantised drafts",
+        "A draft as it is, in FP8 and in INT4, in turn.",
+        others.quantisation,
+        published.quantised_drafts,
+    ),
+    "switches": Kind("Optimisations", "Each turned off and on, on the same prompts in turn.", others.switches),
+    "gating": Kind("Whether to draft", "The gate and tree=auto against fixed choices.", others.gating),
+    "serving": Kind("In vLLM", "The same draft and prompts in this engine and in vLLM.", decoding.serving),
+    "experiments": Kind(
+        "Drafts trained otherwise", "At equal time or equal tokens.", training.experiments, published.tpc
+    ),
+    TRAINING: Kind("Training runs", "Loss by step, and held-out figures.", training.training),
+    "train_throughput": Kind(
+        "Cost of a training step", "Against a naive step, in turn.", training.train_throughput, published.step
+    ),
+}
+OTHERS = "others"
+REST = Kind("Other results", "Results without a section of their own, as their files have them.", others.any_other)
+
+
+def sections_of(sources: Sequence[Source]) -> list[Section]:
+    """Those that have results, each with its results in the order given."""
+    found = []
+    for name, kind in {**KINDS, OTHERS: REST}.items():
+        own = [each for each in sources if (each.evaluation if each.evaluation in KINDS else OTHERS) == name]
+        if own:
+            entries = [Entry(each.name, [*kind.blocks(each), *origin_of(each)]) for each in own]
+            closing = [] if kind.closing is None else kind.closing(own)
+            found.append(Section(name, kind.title, kind.about, entries, closing))
+    return found

@@ -1,0 +1,109 @@
+"""How results are told on the page: numbers with intervals, configs as overrides, captions. Texts are plain."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evals.bench.page.blocks import Block, Facts, Notes, Table
+from evals.bench.page.cautions import cautions, prompts_of
+from evals.bench.page.gather import TRAINING, Source
+from evals.bench.report import several
+
+ABOUT: tuple[str, ...] = (
+    "draft",
+    "drafter",
+    "drafters",
+    "tree",
+    "trees",
+    "study",
+    "batch_size",
+    "batch_sizes",
+    "context_lengths",
+)
+ABOUT += ("questions", "tasks", "temperature", "max_tokens", "acceptance")  # what of a config its caption tells
+EVALS = Path(__file__).parents[2]
+LONGEST = 120  # characters of a value in a caption
+
+
+def spread(value: float | None, interval: Sequence[float] | None, digits: int = 2) -> str:
+    """`1.19 (1.05 to 1.38)`, or the value alone, or nothing."""
+    if value is None:
+        return ""
+    told = f"{value:,.{digits}f}"
+    return told if interval is None else f"{told} ({interval[0]:,.{digits}f} to {interval[1]:,.{digits}f})"
+
+
+def percents(shares: Sequence[float]) -> list[str]:
+    """Shares in percent, without the sign."""
+    return [f"{100 * share:.1f}" for share in shares]
+
+
+def overrides(config: Any, key: str = "") -> list[tuple[str, str]]:
+    """A config as dotted keys with values as an override has them; what is null or empty is left out."""
+    if isinstance(config, Mapping) and config:
+        return [pair for name, value in config.items() for pair in overrides(value, f"{key}.{name}" if key else name)]
+    if config is None or config in ({}, []):
+        return []
+    if isinstance(config, bool):
+        return [(key, str(config).lower())]
+    return [(key, f"[{', '.join(map(str, config))}]" if isinstance(config, list) else str(config))]
+
+
+def command(source: Source) -> str:
+    """The command that makes such a result, with the settings that matter most; empty where no single one does."""
+    if source.evaluation != TRAINING and not (EVALS / f"{source.evaluation}.py").is_file():
+        return ""
+    config = {key: source.config.get(key) for key in ABOUT}
+    config |= {"study": (config["study"] or {}).get("name"), "tree": _tree(config["tree"])}
+    said = [f"{key.replace('draft.path', 'draft')}={value}" for key, value in overrides(config)]
+    said = [each if len(each) <= LONGEST else each[: LONGEST - 3] + "..." for each in said]
+    name = "eagle-train" if source.evaluation == TRAINING else f"python -m evals.{source.evaluation}"
+    return " ".join([name, *said])
+
+
+def _tree(tree: Any) -> Any:
+    """A chain by its name; any other tree as it is."""
+    is_chain = isinstance(tree, Mapping) and str(tree.get("_target_", "")).endswith(".chain")
+    return f"chain{tree['length']}" if is_chain else tree
+
+
+def hardware(source: Source) -> str:
+    """The processor that did the work, in a few words; empty where it was not written."""
+    made = source.provenance
+    if made.get("gpu"):
+        return str(made["gpu"])
+    said = [made.get("cpu"), made.get("instructions"), made and f"{made.get('threads')} of {made.get('cores')} cores"]
+    return ", ".join(str(each) for each in said if each)
+
+
+def count_of(source: Source) -> str:
+    """How many prompts and repeats a result is over; empty where it does not say."""
+    prompts, repeats = prompts_of(source), source.config.get("repeats")
+    said = [] if prompts is None else [several(prompts, "prompt")]
+    return ", ".join(said + ([several(repeats, "repeat")] if repeats else []))
+
+
+def origin_of(source: Source) -> list[Block]:
+    """How a result was made, and what not to conclude from it; what stands below each result."""
+    made = source.provenance
+    load = " ".join(f"{each:g}" for each in made.get("load_average") or [])
+    top = [
+        ("command, in the main", command(source)),
+        ("date", str(source.found.get("date") or "not written")),
+        ("hardware", hardware(source) or "not written"),
+        ("over", count_of(source)),
+    ]
+    more = [(name, str(value)) for name, value in made.items() if value is not None and name != "load_average"]
+    blocks: list[Block] = []
+    if said := cautions(source):
+        blocks.append(Notes("What not to conclude", said))
+    blocks.append(Facts("How it was made", [pair for pair in top if pair[1]], folded=False))
+    blocks.append(Facts("Versions and hardware", [*more, ("load average", load)] if made else []))
+    blocks.append(Facts("Config", overrides(source.config)))
+    return [block for block in blocks if not (isinstance(block, Facts) and not block.items)]
+
+
+def in_columns(caption: str, first: str, columns: Mapping[str, Sequence[str]], names: Sequence[str]) -> Table:
+    """A table from its columns, of which the first names the rows."""
+    rows = [[name, *(column[place] for column in columns.values())] for place, name in enumerate(names)]
+    return Table(caption, [first, *columns], rows)

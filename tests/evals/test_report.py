@@ -1,0 +1,245 @@
+"""evals/report.py: the published results on one page, which everyone can read and which loads nothing."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from evals import report
+from evals.bench.page.plots import SERIES
+from tests.support.command_line import call, write_jsonl
+from tests.support.html_structure import Element, contrast, page, schemes
+
+PUBLISHED = Path(report.__file__).parent / "results"
+HEADINGS = ("h1", "h2", "h3", "h4")
+STEPS = [{"step": n, "loss": 2 / n, "l1": 1 / n, "ce": 10 / n} for n in range(1, 500)]
+STEPS[-1] |= {
+    "heldout_l1": 0.1,
+    "heldout_ce": 0.4,
+    "heldout_simulated_tpc": 2.5,
+    "heldout_acceptance_per_depth": [0.7, 0.4],
+}
+PROBLEM = {"cause": "<the rope> & base", "measured": "depth 1: 0.12", "remedy": "export again"}
+DOCTOR = {"evaluation": "doctor", "verdict": "The draft is served otherwise than trained.", "problems": [PROBLEM]}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    """The report on all published results, a training run and a doctor's findings."""
+    home = tmp_path_factory.mktemp("report")
+    (home / "run").mkdir()
+    write_jsonl(home / "run/metrics.jsonl", STEPS)
+    (home / "run/config.yaml").write_text("seed: 3\nhub: {token: abc}\n")
+    (home / "doctor.json").write_text(json.dumps(DOCTOR))
+    places = f"results=[{PUBLISHED},{home}/run,{home}/doctor.json]"
+    assert call(report.main, places, f"out={home}/out") == 0
+    return home / "out"
+
+
+@pytest.fixture(scope="module")
+def text(out) -> str:
+    return (out / "report.html").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def root(text) -> Element:
+    return page(text)
+
+
+def ids_of(root: Element) -> list[str]:
+    return [each.attributes["id"] for each in root.all() if "id" in each.attributes]
+
+
+def test_every_published_result_has_its_place(out, root):
+    titles = {each.text for each in root.all("h3")}
+    for path in PUBLISHED.glob("*.json"):
+        assert any(path.name in title for title in titles), path.name
+    assert len({"none", "fp8"} & {title.rpartition(": ")[2] for title in titles if "target_fp8" in title}) == 2
+    assert (out / "report.md").read_text().count("\n### ") >= len(titles) - 1
+
+
+def test_the_page_is_small_and_loads_nothing(text, root):
+    assert len(text.encode()) < 10**6
+    assert re.findall(r"https?:|@import|src=", text) == []
+    links = [value for each in root.all() for name, value in each.attributes.items() if name.endswith(("href", "src"))]
+    assert links
+    assert [link for link in links if not link.startswith(("#", "data:"))] == []
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids_of(root))
+    assert set(re.findall(r"url\(#?([^)]*)\)", text)) <= set(ids_of(root))
+
+
+def test_headings_are_in_order(root):
+    levels = [int(each.tag[1]) for each in root.all(*HEADINGS)]
+    assert levels.count(1) == 1
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+
+
+def test_ids_are_there_once(root):
+    found = ids_of(root)
+    assert len(found) == len(set(found))
+
+
+def test_tables_tell_what_their_headers_are_of(root):
+    tables = root.all("table")
+    assert len(tables) > 50
+    for table in tables:
+        assert [each.tag for each in table.children[:1]] == ["caption"]
+        assert table.children[0].text.strip()
+        assert {each.attributes.get("scope") for each in table.all("th")} <= {"col", "row"}
+        columns = len(table.all("thead")[0].all("th"))
+        assert all(len(row.children) == columns for row in table.all("tr"))
+
+
+def test_what_scrolls_can_be_reached_by_keyboard(root):
+    scrolls = [each for each in root.all("div") if "scroll" in each.attributes.get("class", "")]
+    assert len(scrolls) == len(root.all("table"))
+    assert all(each.attributes["tabindex"] == "0" and each.attributes["aria-labelledby"] for each in scrolls)
+    assert root.all("a")[0].attributes["class"] == "skip"
+
+
+def test_plots_have_a_text_and_their_numbers(root):
+    figures = root.all("figure")
+    assert len(figures) > 30
+    for figure in figures:
+        svg, ids = figure.all("svg")[0], ids_of(figure)
+        assert svg.attributes["role"] == "img"
+        title, description = svg.children[0], svg.children[1]
+        assert (title.tag, description.tag) == ("title", "desc")
+        assert svg.attributes["aria-labelledby"] == f"{title.attributes['id']} {description.attributes['id']}"
+        assert len(description.text) > 20
+        assert ids
+        assert figure.all("details")[0].all("td")
+        assert "var(--" in str([each.attributes for each in svg.all()])
+        assert not re.search(r"#[0-9a-f]{6}\b", str([each.attributes.get("style") for each in svg.all()]))
+
+
+def test_texts_are_read_in_both_schemes(text):
+    found = schemes(text)
+    assert set(found["light"]) == set(found["dark"])
+    for name, colors in found.items():
+        for ink in ("ink", "soft", "link"):
+            for ground in ("paper", "panel"):
+                assert contrast(colors[ink], colors[ground]) >= 4.5, (name, ink, ground)
+        for series in range(1, SERIES + 1):
+            assert contrast(colors[f"series-{series}"], colors["paper"]) >= 4.5, (name, series)
+
+
+def test_the_contrast_is_that_of_wcag():
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
+
+
+def test_the_verdict_is_of_the_newest_comparison(root):
+    said = root.all("header")[0].text
+    assert "ngram, heldout, batch size 1" in said
+    assert "1.13 to 1.56" in said
+    assert "From results/compare.json" in said
+
+
+def test_a_run_and_the_doctor_are_told(text, root):
+    found = {each.attributes["aria-labelledby"]: each for each in root.all("section")}
+    assert "Cross-entropy by step" in found["training"].text
+    assert "2.500" in found["training"].text
+    assert "hub.token<redacted>" in found["training"].text.replace("\n", "")
+    assert DOCTOR["verdict"] in found["doctor"].text
+    assert PROBLEM["cause"] in found["doctor"].text
+    assert "&lt;the rope&gt; &amp; base" in text
+
+
+def test_published_figures_are_marked_as_of_other_targets(root):
+    captions = [each.text for each in root.all("caption") if "TPC of a chain of 3" in each.text]
+    assert len(captions) == 3  # one draft, latency, drafts trained otherwise
+    assert all("of other targets on other machines" in caption for caption in captions)
+
+
+def test_cautions_follow_from_the_results(root):
+    by_title, title = {}, ""
+    for each in root.all("h3", "li"):
+        title = each.text if each.tag == "h3" else title
+        by_title.setdefault(title, []).append(each.text)
+    said = {name: " ".join(notes) for name, notes in by_title.items()}
+    of = {name: next(notes for title, notes in said.items() if title.endswith(f"/{name}.json")) for name in NOTED}
+    for name, expected in NOTED.items():
+        assert expected in of[name], name
+    assert "One seed" not in of["compare"]
+    assert "busy with other work" not in of["latency_one_layer"]
+    assert "prompts a figure" not in of["tune_trees"]
+
+
+NOTED = {
+    "compare": "Intervals overlap: ngram, heldout, batch size 1 is not shown to be faster than eagle",
+    "draft_kinds": "One seed of training",
+    "latency_growth": "1 prompt a figure",
+    "latency_one_layer": "Speed-ups without an interval",
+    "draft_lm_head": "busy with other work: 2.77 running processes, where this evaluation has 1 thread.",
+    "tune_trees": "The target is the bundled one",
+}
+
+
+def test_what_is_lossy_or_simulated_is_marked(tmp_path):
+    found = json.loads((PUBLISHED / "latency_one_layer.json").read_text())
+    for name, change in (("lossy", {"lossy": True}), ("simulated", {"config": {"acceptance": [0.8]}})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(found | change))
+    assert call(report.main, f"results=[{tmp_path}]", f"out={tmp_path}/out") == 0
+    said = (tmp_path / "out/report.md").read_text()
+    assert "chain3, batch size 1 (LOSSY)" in said
+    assert "chain3, batch size 1 (simulated)" in said
+    assert "answers need not be the target's own" in said
+    assert "Acceptance was simulated" in said
+    assert "No result here measures a speed-up with real acceptance." in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["results=[nowhere]"], "results=nowhere: not there"),
+        (["results=[.]"], "results=.: no evaluation's result is there"),
+        (["compare=[nowhere,nowhere]"], "compare=nowhere: not there"),
+        (["compare=[a]"], "compare=['a']: must be two directories or files"),
+        (["fail_on_worse=true"], "fail_on_worse=true: needs compare=[OLD,NEW]"),
+        (["compare=[a,b]", "results=[a]"], "leave out results"),
+        ([], "results: nothing was found below outputs/ or evals/results"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert call(report.main, *arguments) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+def test_a_broken_result_is_named(tmp_path, capsys):
+    (tmp_path / "found.json").write_text('{"evaluation"')
+    assert call(report.main, f"results=[{tmp_path}]") == 2
+    assert f"{tmp_path}/found.json: no JSON: Expecting" in capsys.readouterr().err
+
+
+def test_the_tracker_is_given_the_figures_and_the_page(tmp_path, monkeypatch):
+    kept = {}
+
+    class Kept:
+        def __init__(self, directory, config):
+            kept["config"] = config
+
+        def start(self, resumed):
+            kept["resumed"] = resumed
+
+        def log(self, step, record):
+            kept["figures"] = record
+
+        def show(self, name, page):
+            kept["page"] = page
+
+        def close(self):
+            kept["closed"] = True
+
+    monkeypatch.setattr("eagle_train.training.metrics.NoTracker", Kept)
+    assert call(report.main, f"results=[{PUBLISHED}/compare.json]", f"out={tmp_path}") == 0
+    assert kept["figures"]["compare/ngram, heldout, batch size 1/speed-up"] == pytest.approx(1.3089, abs=1e-3)
+    assert kept["page"] == (tmp_path / "report.html").read_text()
+    assert kept["closed"]

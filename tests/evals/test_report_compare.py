@@ -1,0 +1,149 @@
+"""evals.report compare=[OLD,NEW]: better, worse or noise, by intervals; and nothing of other hardware or load."""
+
+import copy
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from evals import report
+from evals.bench.page.gather import gather
+from evals.bench.page.guard import COLUMNS, OF_ANSWERS, paired_interval
+from tests.support.command_line import call, write_jsonl
+
+PUBLISHED = Path(report.__file__).parent / "results"
+PROMPTS = 60
+
+
+def answers(seed: int, calls: float = 1.0, seconds: float = 1.0) -> list[dict]:
+    """Rows of answers.jsonl: the same prompts for each seed, with other small chance. `calls`, `seconds`: times as
+    many."""
+    prompts, chance = random.Random(0), random.Random(seed)
+    rows = []
+    for number in range(PROMPTS):
+        tokens = prompts.randint(20, 90)
+        rounds = tokens / prompts.uniform(1.5, 3.5)
+        row = {"question_id": number, "turn": 1, "tokens": tokens, "plain_tokens": tokens}
+        row["calls"] = max(1, round(rounds * calls))
+        row["decode_s"] = 0.01 * rounds * seconds * chance.gauss(1, 0.03)
+        row["plain_decode_s"] = 0.006 * tokens * chance.gauss(1, 0.03)
+        rows.append(row)
+    return rows
+
+
+def result(directory: Path, rows: list[dict], **changes) -> Path:
+    """An evals.mt_bench result of these answers; `changes`: of the provenance."""
+    directory.mkdir()
+    found = json.loads((PUBLISHED / "quickstart_avx512.json").read_text())
+    sums = torch.tensor([[row[name] for name in COLUMNS] for row in rows], dtype=torch.float64).sum(0)
+    found["tpc"], found["speedup"] = (OF_ANSWERS[name](sums).item() for name in ("TPC", "speed-up"))
+    found["ttit_s"] = OF_ANSWERS["TTIT, ms"](sums).item() / 1e3
+    found["provenance"] |= changes
+    write_jsonl(directory / "answers.jsonl", rows)
+    (directory / "results.json").write_text(json.dumps(found))
+    return directory
+
+
+def verdicts(out: Path, old: Path, new: Path, *more: str, status: int = 0) -> dict[str, tuple[str, str]]:
+    """What is said of each figure, and why."""
+    assert call(report.main, f"compare=[{old},{new}]", f"out={out}", *more) == status
+    found = json.loads((out / "comparison.json").read_text())
+    return {each["new"]["name"]: (each["verdict"], each["why"]) for each in found}
+
+
+def test_a_slower_and_worse_run_is_called_worse_and_fails(tmp_path, capsys):
+    old, new = result(tmp_path / "old", answers(1)), result(tmp_path / "new", answers(2, calls=1.1, seconds=1.1))
+    found = verdicts(tmp_path / "out", old, new, "fail_on_worse=true", status=1)
+    assert {name: found[name][0] for name in OF_ANSWERS} == dict.fromkeys(OF_ANSWERS, "worse")
+    assert "paired by prompt" in found["TPC"][1]
+    assert "Worse: mt_bench, chain3, batch size 1: TPC; " in capsys.readouterr().out
+    found = verdicts(tmp_path / "back", new, old, "fail_on_worse=true")
+    assert {name: found[name][0] for name in OF_ANSWERS} == dict.fromkeys(OF_ANSWERS, "better")
+
+
+def test_chance_is_called_noise(tmp_path):
+    old = result(tmp_path / "old", answers(1))
+    found = verdicts(tmp_path / "out", old, result(tmp_path / "new", answers(2)), "fail_on_worse=true")
+    assert found["TTIT, ms"][0] == found["speed-up"][0] == "noise"
+    assert found["TPC"] == ("noise", "the same value")
+
+
+def test_pairs_see_what_intervals_of_their_own_do_not(tmp_path):
+    """3 % more calls are within the interval of either TPC, and beyond that of their difference."""
+    old, new = result(tmp_path / "old", answers(1)), result(tmp_path / "new", answers(1, calls=1.03))
+    assert verdicts(tmp_path / "out", old, new)["TPC"][0] == "worse"
+    write_jsonl(new / "answers.jsonl", [row | {"turn": 2} for row in answers(1, calls=1.03)])
+    assert verdicts(tmp_path / "alone", old, new)["TPC"] == ("noise", "intervals overlap")
+
+
+def test_other_hardware_and_other_load_are_never_the_code(tmp_path):
+    old, rows = result(tmp_path / "old", answers(1)), answers(2, calls=1.1, seconds=1.5)
+    found = verdicts(tmp_path / "a", old, result(tmp_path / "gpu", rows, gpu="NVIDIA H100"), "fail_on_worse=true")
+    assert {verdict for verdict, _ in found.values()} == {"cannot tell", "noise"}
+    assert found["TPC"] == ("cannot tell", "other hardware: gpu None, now NVIDIA H100")
+    found = verdicts(tmp_path / "b", old, result(tmp_path / "busy", rows, load_average=[6.0, 6.0, 6.0]))
+    assert found["speed-up"][0] == found["TTIT, ms"][0] == "cannot tell"
+    assert "other load" in found["speed-up"][1]
+    assert found["TPC"][0] == "worse"  # which no load changes
+
+
+def test_without_intervals_nothing_is_told(tmp_path):
+    new = json.loads((PUBLISHED / "latency.json").read_text())
+    new["rows"][1]["speedup"] *= 0.5
+    (tmp_path / "new.json").write_text(json.dumps(new))
+    verdicts(tmp_path / "out", PUBLISHED / "latency.json", tmp_path / "new.json")
+    judged = json.loads((tmp_path / "out/comparison.json").read_text())
+    assert [each["why"] for each in judged if each["verdict"] == "cannot tell"] == ["no interval"]
+    assert {each["verdict"] for each in judged} == {"cannot tell", "noise"}
+
+
+def test_intervals_that_do_not_overlap(tmp_path):
+    found = json.loads((PUBLISHED / "compare.json").read_text())
+    for row, ends in ((found["rows"][1], [0.8, 0.9]), (found["rows"][2], [1.5, 1.6])):
+        row["speedup"], row["speedup_interval"] = sum(ends) / 2, ends
+    (tmp_path / "new.json").write_text(json.dumps(found))
+    assert call(report.main, f"compare=[{PUBLISHED}/compare.json,{tmp_path}/new.json]", f"out={tmp_path}/out") == 0
+    judged = json.loads((tmp_path / "out/comparison.json").read_text())
+    said = {each["new"]["of"]: each["verdict"] for each in judged if each["verdict"] in ("better", "worse")}
+    assert said == {"eagle, heldout, batch size 1": "worse", "eagle2, heldout, batch size 1": "better"}
+
+
+def test_another_config_is_not_compared_and_named(tmp_path):
+    old = result(tmp_path / "old", answers(1))
+    new = json.loads((old / "results.json").read_text())
+    other = copy.deepcopy(new)
+    other["config"]["max_tokens"], other["config"]["out"] = 5, "elsewhere"
+    (tmp_path / "new.json").write_text(json.dumps(other))
+    assert call(report.main, f"compare=[{old},{tmp_path}/new.json]", f"out={tmp_path}/out") == 0
+    said = (tmp_path / "out/report.md").read_text()
+    assert "made with another config than" in said
+    assert f"{old}/results.json: max" in said.replace("\\", "")  # and `out` is none
+    assert json.loads((tmp_path / "out/comparison.json").read_text()) == []
+
+
+def test_where_results_are_written_does_not_matter(tmp_path):
+    old = result(tmp_path / "old", answers(1))
+    new = json.loads((old / "results.json").read_text())
+    new["config"]["out"] = "elsewhere"
+    (tmp_path / "new.json").write_text(json.dumps(new))
+    assert len(verdicts(tmp_path / "out", old, tmp_path / "new.json")) == 4
+
+
+def test_the_paired_interval_is_that_of_the_difference():
+    """Of prompts whose TPC differs by the same factor the difference hangs on the prompts alone."""
+    rows = torch.tensor([[row[name] for name in COLUMNS] for row in answers(1)], dtype=torch.float64)
+    more = rows * torch.tensor([1, 1.25, 1, 1, 1], dtype=torch.float64)
+    low, high = paired_interval(rows, more, OF_ANSWERS["TPC"])
+    tpc = OF_ANSWERS["TPC"](rows.sum(0)).item()
+    assert low < tpc / 1.25 - tpc < high < 0
+    assert high - low < 0.2 * tpc
+
+
+@pytest.mark.parametrize("name", ["compare", "latency", "tune_trees", "switches", "draft_kinds", "train_throughput"])
+def test_a_result_against_itself_is_the_same_value(tmp_path, name):
+    path = PUBLISHED / f"{name}.json"
+    found = verdicts(tmp_path, path, path, "fail_on_worse=true")
+    assert set(found.values()) == {("noise", "the same value")}
+    assert len(gather([str(path)])) == 1
