@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evals import report
-from evals.bench.page.plots import SERIES
+from evals.bench.page.canvas import SERIES
 from tests.support.command_line import call, write_jsonl
 from tests.support.html_structure import Element, contrast, page, schemes
 
@@ -190,6 +190,27 @@ def test_what_is_lossy_or_simulated_is_marked(tmp_path):
     assert "answers need not be the target's own" in said
     assert "Acceptance was simulated" in said
     assert "No result here measures a speed-up with real acceptance." in said
+
+
+def test_what_a_short_run_lacks_is_left_out(tmp_path):
+    """No draft accepted at all, no interval for want of repeats, null for NaN."""
+    latency, switches = (json.loads((PUBLISHED / f"{name}.json").read_text()) for name in ("latency", "switches"))
+    for row in latency["rows"]:
+        row["acceptance_per_depth"] = []
+    for row in switches["rows"]:
+        row["ttit_speedup_interval"] = row["ttft_speedup_interval"] = row["wait_speedup_interval"] = None
+    share = {"best": "chain3", "share": 0.93, "interval": None}
+    rows = [{"batch_size": 1, "load": "half", "gate": share, "auto": share}]
+    gating = {"evaluation": "gating", "rows": rows, "config": {"acceptance": 0.8}}
+    empty = {"evaluation": "train_throughput", **json.loads((PUBLISHED / "train_throughput.json").read_text())}
+    empty |= {"naive": None, "ours": empty["ours"] | {"peak_memory": None}}
+    for name, found in {"latency": latency, "switches": switches, "gating": gating, "step": empty}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    assert call(report.main, f"results=[{tmp_path}]", f"out={tmp_path}/out") == 0
+    text = (tmp_path / "out/report.html").read_text()
+    assert "Acceptance by depth" not in text
+    assert "0.930 of chain3" in text
+    page(text)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def result(directory: Path, rows: list[dict], **changes) -> Path:
     sums = torch.tensor([[row[name] for name in COLUMNS] for row in rows], dtype=torch.float64).sum(0)
     found["tpc"], found["speedup"] = (OF_ANSWERS[name](sums).item() for name in ("TPC", "speed-up"))
     found["ttit_s"] = OF_ANSWERS["TTIT, ms"](sums).item() / 1e3
+    found["plain_ttit_s"] = (sums[4] / sums[3]).item()
     found["provenance"] |= changes
     write_jsonl(directory / "answers.jsonl", rows)
     (directory / "results.json").write_text(json.dumps(found))
@@ -87,6 +88,15 @@ def test_other_hardware_and_other_load_are_never_the_code(tmp_path):
     assert found["speed-up"][0] == found["TTIT, ms"][0] == "cannot tell"
     assert "other load" in found["speed-up"][1]
     assert found["TPC"][0] == "worse"  # which no load changes
+
+
+def test_times_are_not_compared_where_plain_decoding_changed_too(tmp_path):
+    """All times 1.2 as long: the speed-up is the same, and TTIT says nothing of drafting."""
+    slower = [row | {key: 1.2 * row[key] for key in ("decode_s", "plain_decode_s")} for row in answers(2)]
+    found = verdicts(tmp_path / "out", result(tmp_path / "old", answers(1)), result(tmp_path / "new", slower))
+    assert found["speed-up"][0] == "noise"
+    assert found["TTIT, ms"][0] == "cannot tell"
+    assert "plain decoding's own changed by +20 %" in found["TTIT, ms"][1]
 
 
 def test_without_intervals_nothing_is_told(tmp_path):

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from eagle_train.settings import BUNDLED
-from evals.bench.page.figures import Figure, figures_of
+from evals.bench.page.figure import Figure
+from evals.bench.page.figures import figures_of
 from evals.bench.page.gather import TRAINING, Source
 from evals.bench.report import several
 

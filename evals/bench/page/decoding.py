@@ -4,14 +4,16 @@ from evals.bench.page.blocks import Block, Table
 from evals.bench.page.decoding_blocks import (
     Row,
     acceptance,
+    acceptance_of,
     by_context,
     by_stage,
     decodings,
+    drafts,
     speed_map,
     speedups,
     tpc_against_ttit,
 )
-from evals.bench.page.figures import PLAIN, tree_and_drafter
+from evals.bench.page.figures import tree_and_drafter
 from evals.bench.page.gather import Source
 from evals.bench.page.shown import spread
 
@@ -42,8 +44,8 @@ def latency(source: Source) -> list[Block]:
     blocks: list[Block] = [decodings(cell_name(cell), of[cell]) for cell in cells]
     first = of[cells[0]]
     blocks.append(tpc_against_ttit(first, cell_name(cells[0])))
-    blocks.append(acceptance({row["decoding"]: row["acceptance_per_depth"] for row in first if _drafts(row)}))
-    blocks += by_context([row for row in rows if _drafts(row)])
+    blocks += acceptance_of(first)
+    blocks += by_context([row for row in rows if drafts(row)])
     if len(cells) > 1:
         blocks.append(speed_map({cell_name(cell): of[cell] for cell in cells}))
     own = [each for each in source.found["breakdown"] if (each["batch_size"], each["context_length"]) == cells[0][:2]]
@@ -62,7 +64,7 @@ def compare(source: Source) -> list[Block]:
         blocks += [decodings(name, own), speedups(own, name)]
     first = next(iter(of))
     blocks.append(tpc_against_ttit(of[first], first))
-    blocks.append(acceptance({row["decoding"]: row["acceptance_per_depth"] for row in of[first] if _drafts(row)}))
+    blocks += acceptance_of(of[first])
     if len(of) > 1:
         blocks.append(speed_map(of))
     stages = {row["decoding"]: row["stage_ms_per_round"] for row in of[first]}
@@ -86,10 +88,6 @@ def serving(source: Source) -> list[Block]:
 
 def _cell(row: Row) -> tuple[int, int | None, str]:
     return row["batch_size"], row["context_length"], row["arrivals"]
-
-
-def _drafts(row: Row) -> bool:
-    return row["decoding"] not in PLAIN and bool(row["acceptance_per_depth"])
 
 
 def cell_name(cell: tuple[int, int | None, str]) -> str:

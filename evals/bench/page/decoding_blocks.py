@@ -5,6 +5,7 @@ from typing import Any
 
 from evals.bench.page import plots
 from evals.bench.page.blocks import Block, Plot, Table
+from evals.bench.page.figures import PLAIN
 from evals.bench.page.shown import percents, spread
 
 Row = Mapping[str, Any]
@@ -26,6 +27,17 @@ def decodings(caption: str, rows: Iterable[Row]) -> Table:
     ]
     used = [place for place in range(len(header)) if any(row[place] for row in told)]
     return Table(caption, [header[place] for place in used], [[row[place] for place in used] for row in told])
+
+
+def acceptance_of(rows: Iterable[Row]) -> list[Block]:
+    """The same of rows that draft; nothing where none does, as with a table that never pays."""
+    shares = {row["decoding"]: row["acceptance_per_depth"] for row in rows if drafts(row)}
+    return [acceptance(shares)] if shares else []
+
+
+def drafts(row: Row) -> bool:
+    """Whether a row is of a drafter of ours that drafted."""
+    return row["decoding"] not in PLAIN and bool(row["acceptance_per_depth"])
 
 
 def acceptance(shares: Mapping[str, Sequence[float]]) -> Plot:

@@ -4,7 +4,7 @@ A difference is called one of the code only where hardware and load are the same
 DESIGN section 3.8.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from evals.bench.page.cautions import SPARE_LOAD, other_work
-from evals.bench.page.figures import Figure, figures_of
+from evals.bench.page.figure import Figure
+from evals.bench.page.figures import figures_of
 from evals.bench.page.gather import Source
 from evals.bench.page.shown import overrides
 from evals.bench.statistics import RESAMPLES
 
 BETTER, WORSE, NOISE, UNKNOWN = "better", "worse", "noise", "cannot tell"
+MOST_DRIFT = 0.05  # of plain decoding's time between two runs, beyond which other times are not compared
 HARDWARE = ("cpu", "instructions", "cores", "threads", "gpu")
 COLUMNS = ("tokens", "calls", "decode_s", "plain_tokens", "plain_decode_s")  # of answers.jsonl, in this order
 # Figures as functions of these columns' sums [..., 5].
@@ -78,14 +80,14 @@ def judge(old: Source, new: Source) -> list[Judged]:
 def _verdict(old: Source, new: Source, was: Figure, now: Figure) -> tuple[str, str]:
     if was.value == now.value:
         return NOISE, "the same value"
-    if reason := _elsewhere(old, new, now):
+    if reason := _elsewhere(old, new, was, now):
         return UNKNOWN, reason
     kind, why = _by_interval(old, new, was, now)
     changed = old.found.get("draft_source") != new.found.get("draft_source")
     return kind, f"{why}; another draft" if changed and kind in (BETTER, WORSE) else why
 
 
-def _elsewhere(old: Source, new: Source, figure: Figure) -> str:
+def _elsewhere(old: Source, new: Source, was: Figure, now: Figure) -> str:
     """Why a difference need not be the code's; empty where it is."""
     if not old.provenance or not new.provenance:
         return "hardware was not written"
@@ -94,8 +96,11 @@ def _elsewhere(old: Source, new: Source, figure: Figure) -> str:
         said = (f"{key} {old.provenance.get(key)}, now {new.provenance.get(key)}" for key in changed)
         return f"other hardware: {'; '.join(said)}"
     loads = [other_work(each) for each in (old, new)]
-    if figure.is_time and abs(loads[0] - loads[1]) > SPARE_LOAD:
+    if now.is_time and abs(loads[0] - loads[1]) > SPARE_LOAD:
         return f"other load: {loads[0]:.1f} other processes, now {loads[1]:.1f}"
+    drift = now.control / was.control - 1 if now.control and was.control else 0.0
+    if abs(drift) > MOST_DRIFT:
+        return f"plain decoding's own changed by {100 * drift:+.0f} %: the machine, or code that both share"
     return ""
 
 
@@ -133,11 +138,3 @@ def paired_interval(old: Tensor, new: Tensor, figure: Callable[[Tensor], Tensor]
     change = figure(new[drawn].sum(1)) - figure(old[drawn].sum(1))
     low, high = change.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
-
-
-def plain_changes(judged: Sequence[tuple[Source, Source]]) -> Iterator[str]:
-    """How plain decoding's own time changed: a machine that became slower looks the same."""
-    for old, new in judged:
-        before, after = (each.found.get("plain_ttit_s") for each in (old, new))
-        if before and after:
-            yield f"{new.name}: plain decoding's TTIT changed by {100 * (after / before - 1):+.1f} %."

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from evals.bench.page import plots
+from evals.bench.page import plots, tree_plot
 from evals.bench.page.blocks import Block, Facts, Notes, Plot, Table
 from evals.bench.page.gather import Source
 from evals.bench.page.shown import overrides, spread
@@ -58,7 +58,7 @@ def tree(name: str, parents: list[int], acceptance: list[list[float]]) -> Plot:
     rows = [[path[node], str(depth[node]), f"{100 * shares[node]:.1f}"] for node in range(1, len(parents))]
     numbers = Table("Nodes, by the rank of each choice on the path", ["node", "depth", "accepted, % of rounds"], rows)
     said = f"The tree {name}: {len(parents) - 1} nodes. Thick lines are accepted often."
-    return Plot(f"The tree {name}", said, plots.tree(parents, shares), numbers)
+    return Plot(f"The tree {name}", said, tree_plot.tree(parents, shares), numbers)
 
 
 def switches(source: Source) -> list[Block]:
@@ -105,7 +105,7 @@ def gating(source: Source) -> list[Block]:
 def doctor(source: Source) -> list[Block]:
     """What the doctor found: a verdict, and each problem with what was measured and the remedy."""
     found = source.found
-    rows = [[each["cause"], each["measured"], each["remedy"]] for each in found["problems"]]
+    rows = [[str(each[key]) for key in ("cause", "measured", "remedy")] for each in found["problems"]]
     blocks: list[Block] = [Notes("Verdict", [found["verdict"]])]
     if rows:
         blocks.append(Table("Problems", ["cause", "measured", "remedy"], rows, texts=True))

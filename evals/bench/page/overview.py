@@ -5,7 +5,8 @@ from pathlib import Path
 
 from evals.bench.page.blocks import Block, Headline, Notes, Page, Table
 from evals.bench.page.cautions import is_lossy, is_simulated
-from evals.bench.page.figures import Figure, figures_of
+from evals.bench.page.figure import Figure
+from evals.bench.page.figures import figures_of
 from evals.bench.page.gather import Source
 from evals.bench.page.sections import sections_of
 from evals.bench.page.shown import hardware, spread

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from evals.bench.page.blocks import Block
-from evals.bench.page.figures import Figure, figures_of
+from evals.bench.page.figure import Figure
+from evals.bench.page.figures import figures_of
 from evals.bench.page.gather import Source
 from evals.bench.page.references import SPEEDUP, STEP, beside, of_drafted, quantised
 

@@ -55,6 +55,7 @@ def command(source: Source) -> str:
         return ""
     config = {key: source.config.get(key) for key in ABOUT}
     config |= {"study": (config["study"] or {}).get("name"), "tree": _tree(config["tree"])}
+    config["drafter"] = source.found.get("drafter")  # by its name; all its options are in the config
     said = [f"{key.replace('draft.path', 'draft')}={value}" for key, value in overrides(config)]
     said = [each if len(each) <= LONGEST else each[: LONGEST - 3] + "..." for each in said]
     name = "eagle-train" if source.evaluation == TRAINING else f"python -m evals.{source.evaluation}"
