@@ -31,7 +31,7 @@ def out(tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("report")
     (home / "run").mkdir()
     write_jsonl(home / "run/metrics.jsonl", STEPS)
-    (home / "run/config.yaml").write_text("seed: 3\nhub: {token: abc}\n")
+    (home / "run/config.yaml").write_text("draft: {kind: eagle}\ntrain: {steps: 499}\nhub: {token: abc}\n")
     (home / "doctor.json").write_text(json.dumps(DOCTOR))
     places = f"results=[{PUBLISHED},{home}/run,{home}/doctor.json]"
     assert call(report.main, places, f"out={home}/out") == 0
@@ -143,6 +143,7 @@ def test_a_run_and_the_doctor_are_told(text, root):
     found = {each.attributes["aria-labelledby"]: each for each in root.all("section")}
     assert "Cross-entropy by step" in found["training"].text
     assert "2.500" in found["training"].text
+    assert "eagle-train draft=eagle train.steps=499" in found["training"].text
     assert "hub.token<redacted>" in found["training"].text.replace("\n", "")
     assert DOCTOR["verdict"] in found["doctor"].text
     assert PROBLEM["cause"] in found["doctor"].text

@@ -21,6 +21,9 @@ ABOUT: tuple[str, ...] = (
     "context_lengths",
 )
 ABOUT += ("questions", "tasks", "temperature", "max_tokens", "acceptance")  # what of a config its caption tells
+# Keys of a training run's config that its caption tells, and how an override says them.
+OF_TRAINING = {"target.path": "target", "draft.kind": "draft", "draft.num_layers": "draft.num_layers"}
+OF_TRAINING |= {key: key for key in ("data.path", "optim.lr", "optim.tokens_per_step", "train.steps", "train.minutes")}
 EVALS = Path(__file__).parents[2]
 LONGEST = 120  # characters of a value in a caption
 
@@ -53,13 +56,15 @@ def command(source: Source) -> str:
     """The command that makes such a result, with the settings that matter most; empty where no single one does."""
     if source.evaluation != TRAINING and not (EVALS / f"{source.evaluation}.py").is_file():
         return ""
+    if source.evaluation == TRAINING:
+        given = dict(overrides(source.config))
+        return " ".join(["eagle-train", *(f"{name}={given[key]}" for key, name in OF_TRAINING.items() if key in given)])
     config = {key: source.config.get(key) for key in ABOUT}
     config |= {"study": (config["study"] or {}).get("name"), "tree": _tree(config["tree"])}
     config["drafter"] = source.found.get("drafter")  # by its name; all its options are in the config
     said = [f"{key.replace('draft.path', 'draft')}={value}" for key, value in overrides(config)]
     said = [each if len(each) <= LONGEST else each[: LONGEST - 3] + "..." for each in said]
-    name = "eagle-train" if source.evaluation == TRAINING else f"python -m evals.{source.evaluation}"
-    return " ".join([name, *said])
+    return " ".join([f"python -m evals.{source.evaluation}", *said])
 
 
 def _tree(tree: Any) -> Any:
