@@ -17,8 +17,8 @@ TERMS = (
     "TPC: tokens committed in decoding, divided by calls of the target in decoding.",
     "Speed-up: plain decoding's mean time between tokens, divided by that with drafts, on the same prompts in turn.",
     "TTIT: time between one token and the next. TTFT: time to the first token.",
-    "Intervals in brackets are of 95 %. The largest of several speed-ups is flattered by chance, which its own interval "
-    "does not count: measure it again before you quote it.",
+    "Intervals in brackets are of 95 %.",
+    "The largest of several speed-ups owes some of it to chance, which its interval does not count: measure it again.",
     "Published figures are of other targets on other machines: they show the order of magnitude, and rank nothing.",
 )
 
