@@ -33,6 +33,10 @@ def cache() -> None:
     _run("cache")
 
 
+def doctor() -> None:
+    _run("doctor")
+
+
 def _run(name: str) -> None:
     parse_arguments(name)
     handler = signal.getsignal(signal.SIGINT)

@@ -31,6 +31,7 @@ FLOORS = {
     "eagle_train.regeneration": 5,
     "eagle_train.retrieval": 5,
     "eagle_train.caching": 5,
+    "eagle_train.diagnosis": 5,
     "eagle_train.usage": 5,
     "eagle_train.cli": 5,
     "eagle_train.hydra_private": 5,
@@ -41,6 +42,7 @@ FLOORS = {
     "eagle_train.regenerate": 6,
     "eagle_train.datastore": 6,
     "eagle_train.cache": 6,
+    "eagle_train.doctor": 6,
     "evals": 7,
     "data": 7,
 }

@@ -19,6 +19,9 @@ TESTED_IN = {
     "corpus/test_preview.py": "models/stops",
     "corpus/test_templates.py": "corpus/answer_starts corpus/content_checks corpus/reasoning corpus/render "
     "corpus/template corpus/tokens corpus/turns",
+    "diagnosis/test_run.py": "diagnosis/compare diagnosis/conventions diagnosis/files diagnosis/learning "
+    "diagnosis/overflow diagnosis/reading diagnosis/replay diagnosis/template diagnosis/texts diagnosis/tracing "
+    "diagnosis/variants",
     "distributed/test_ranks.py": "training/deepspeed",
     "inference/cache/test_paged_kv.py": "inference/cache/prefix inference/cache/suffix",
     "inference/lookup/test_datastore.py": "inference/lookup/datastore_format",
@@ -69,6 +72,7 @@ TESTED_IN = {
     "test_cli.py": "errors settings",
     "test_commands.py": "generate train",
     "test_datastore.py": "retrieval/build retrieval/documents retrieval/options retrieval/size",
+    "test_doctor.py": "diagnosis/causes diagnosis/options diagnosis/report",
     "test_export.py": "artifacts/card artifacts/convert artifacts/foreign artifacts/hub artifacts/layouts "
     "drafts/eagle_layouts drafts/layouts "
     "artifacts/tensors artifacts/verify training/trained_draft",

@@ -17,6 +17,9 @@ PUBLIC = {
     "corpus": """
         Batch ChatRenderer ChatTemplate Conversation DataConfig Document SourceConfig Stream open_source
     """,
+    "diagnosis": """
+        CAUSES Diagnosis DoctorConfig Finding examine
+    """,
     "drafts": """
         Draft DraftConfig Eagle3Config Eagle3Draft EagleConfig EagleDraft Head Lesson LossSums MedusaConfig MedusaDraft
         MtpConfig MtpDraft PeagleConfig PeagleDraft TargetStates distillation_loss kind_named planned_config

@@ -33,6 +33,7 @@ COMMANDS = {f"python -m evals.{name}": name for name in CONFIGS if (ROOT / "eval
     "eagle-regenerate": "regenerate",
     "eagle-datastore": "datastore",
     "eagle-cache": "cache",
+    "eagle-doctor": "doctor",
     "bash launch/quickstart.sh": "train",
     "bash launch/torchrun.sh": "train",
     "launch/slurm/train.sbatch": "train",

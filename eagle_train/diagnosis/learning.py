@@ -1,0 +1,146 @@
+"""What a draft has learnt, and from which texts: enough or not, of the target's own or others', in short ones alone.
+
+Asked of a draft whose conventions are right: else its figures say nothing of its training. Knows nothing of files or
+engines.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from eagle_train.diagnosis.causes import Finding, NotChecked
+from eagle_train.diagnosis.measure import Interval, Measured, between, interval, measured, unexplained
+from eagle_train.diagnosis.texts import Part
+from eagle_train.drafts import Draft
+from eagle_train.models.target import Target
+
+# Thresholds, each with the reason for it.
+POLICY_GAP = 0.05  # the target's own greedy answers are the easier text: healthy drafts agree with it more often there
+CONTEXT_DROP = 0.15  # along an answer acceptance drifts by less, as far as the target's certainty does not explain it
+LEAST_OVER_TABLE = 0.0  # a table of token pairs knows nothing of the text before: whatever reads it must be better
+_SHORTEST = 16  # tokens: the first length at which acceptance is divided
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """Findings, what could not be checked, and figures for results.json."""
+
+    findings: list[Finding]
+    not_checked: list[NotChecked]
+    figures: dict[str, Any]
+
+
+def off_policy(target: Target, draft: Draft, own: Measured, given: Sequence[Part], depth: int, seed: int) -> Learnt:
+    """Whether the draft agrees with the target more often on the file's answers than on the target's own."""
+    if not given:
+        reason = "the data have no answers behind these prompts; give conversations with the training data's answers"
+        return Learnt([], [NotChecked("off-policy data", reason)], {})
+    on_file = measured(target, draft, given, depth)
+    gap = between(on_file.first, on_file.owner, own.first, own.owner, seed)
+    figures = {"agreement_on_own_answers": own.agreement, "agreement_on_given_answers": on_file.agreement}
+    if gap.low <= POLICY_GAP:
+        return Learnt([], [], figures)
+    said = (
+        f"Draft and target choose the same next token at {on_file.agreement:.1%} of the tokens of the file's answers, "
+        f"and at {own.agreement:.1%} of those of the target's own ({_in_points(gap)})."
+    )
+    return Learnt([Finding("off_policy", said, on_file.tokens - own.tokens)], [], figures)
+
+
+def context(target: Target, draft: Draft, parts: Sequence[Part], own: Measured, depth: int, seed: int) -> Learnt:
+    """Whether acceptance falls beyond some length of the text, and whether a window brings it back."""
+    falls = []
+    for length in _lengths(own):
+        short = own.position < length
+        if (drop := unexplained(own.where(~short), own.where(short), seed)) is not None:
+            drop = Interval(-drop.mean, -drop.high, -drop.low)
+            falls.append((drop.low, length, drop, short))
+    figures: dict[str, Any] = {"agreement_by_length": _by_length(own)}
+    if not falls:
+        reason = (
+            f"no text is longer than {_SHORTEST} tokens" if int(own.position.max()) <= _SHORTEST else "too few tokens"
+        )
+        return Learnt([], [NotChecked("long contexts", reason)], figures)
+    low, length, drop, short = max(falls, key=lambda each: each[0])
+    if low <= CONTEXT_DROP:
+        return Learnt([], [], figures)
+    before, behind = own.first[short].mean().item(), own.first[~short].mean().item()
+    said = (
+        f"Acceptance at depth 1 falls from {before:.2f} below {length} tokens to {behind:.2f} above; where the target "
+        f"is as sure of its choice, by {drop.mean:.2f} ({_in_points(drop)})."
+    )
+    if draft.config.attention_width and draft.config.window is None:
+        windowed = measured(target, draft.attending(window=length), parts, depth)
+        far = windowed.first[windowed.position >= length].mean().item()
+        figures["agreement_above_with_window"] = far
+        said += f" With a window of {length} it is {far:.2f} there."
+    return Learnt([Finding("context", said, own.taken[short].mean().item() - own.tokens)], [], figures)
+
+
+def undertrained(own: Measured, parts: Sequence[Part], training: dict[str, Any], seed: int) -> Learnt:
+    """Whether the draft is no better than a table of which token follows which in the other prompts' texts."""
+    table = table_hits(parts)
+    counted = torch.cat([each.counted[0] & (each.rows.positions[0] >= 1) for each in parts]).cpu()
+    hit = table[counted].double()
+    over = interval(own.first - hit, own.owner, seed)
+    figures = {"agreement": own.agreement, "agreement_of_table": hit.mean().item()}
+    if over.low > LEAST_OVER_TABLE:
+        return Learnt([], [], figures)
+    steps, tokens = training.get("steps"), training.get("tokens")
+    seen = [f"{steps:,} steps" if steps else "", f"{tokens:,} tokens" if tokens else ""]
+    told = f" Its artifact says {', '.join(filter(None, seen))}." if any(seen) else ""
+    said = (
+        f"It proposes the target's next token at {own.agreement:.1%} of the tokens; a table of which token follows "
+        f"which in the other texts is right at {hit.mean().item():.1%}.{told}"
+    )
+    return Learnt([Finding("undertrained", said)], [], figures)
+
+
+def table_hits(parts: Sequence[Part]) -> torch.Tensor:
+    """bool [slots of all parts]: whether the target's choice is what most often follows the slot's token in the texts
+    of the other prompts, or the most frequent token where none has it."""
+    pairs: dict[int, Counter[int]] = defaultdict(Counter)
+    texts = [text for part in parts for text in part.texts]
+    for text in texts:
+        for token, after in pairwise(text.tokens):
+            pairs[token][after] += 1
+    frequent = Counter(token for text in texts for token in text.answer)
+    usual = frequent.most_common(1)[0][0]
+    hit: list[bool] = []
+    for part in parts:
+        best = iter(part.best[0].tolist())
+        for text in part.texts:
+            own = Counter(pairwise(text.tokens))
+            for token in text.tokens:
+                others = {after: count - own[token, after] for after, count in pairs[token].items()}
+                likely = max(others, key=lambda after: (others[after], -after), default=usual)
+                known = others.get(likely, 0) > 0
+                hit.append((likely if known else usual) == next(best))
+    return torch.tensor(hit)
+
+
+def _lengths(own: Measured) -> list[int]:
+    """Lengths at which acceptance is divided: powers of two and the halves between."""
+    longest, found, length = int(own.position.max()), [], _SHORTEST
+    while length <= longest:
+        found += [length, length * 3 // 2]
+        length *= 2
+    return found
+
+
+def _by_length(own: Measured) -> dict[str, float]:
+    """Acceptance at depth 1 by the position of the token that is proposed from: the names are the ranges."""
+    edges, found = [0, *(each for each in _lengths(own) if (each & (each - 1)) == 0)], {}
+    for low, high in zip(edges, [*edges[1:], int(own.position.max()) + 1], strict=True):
+        inside = (own.position >= low) & (own.position < high)
+        if inside.any():
+            found[f"{low} to {high - 1}"] = own.first[inside].mean().item()
+    return found
+
+
+def _in_points(gap: Interval) -> str:
+    return f"99 % interval of the difference: {gap.low:.2f} to {gap.high:.2f}"

@@ -1,0 +1,178 @@
+"""An examination from start to end: what is read, asked and measured, and which check follows from which.
+
+What the files show comes first, then whether the draft is served as it was trained, then its conventions, and what it
+has learnt last: each is asked of a draft in which nothing before was found.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle_train.diagnosis.causes import Finding, NotChecked, in_order
+from eagle_train.diagnosis.compare import compared
+from eagle_train.diagnosis.conventions import gained
+from eagle_train.diagnosis.learning import Learnt, context, off_policy, undertrained
+from eagle_train.diagnosis.measure import Measured, interval, measured
+from eagle_train.diagnosis.options import DoctorConfig
+from eagle_train.diagnosis.overflow import overflow
+from eagle_train.diagnosis.reading import Reading, plain, read_draft
+from eagle_train.diagnosis.replay import MOST_ROUNDS, answers, differing, rounds
+from eagle_train.diagnosis.template import other_templates
+from eagle_train.diagnosis.texts import Part, Text, read_by_target, read_questions
+from eagle_train.diagnosis.tracing import parting
+from eagle_train.diagnosis.variants import wanted_layers
+from eagle_train.drafts import Draft
+from eagle_train.errors import check
+from eagle_train.hardware import resolve_device
+from eagle_train.inference import Output, Requests
+from eagle_train.inference.requests.readable import chats
+from eagle_train.models.loading import load_target
+from eagle_train.models.target import Target
+
+
+@dataclass
+class Diagnosis:
+    """What was found, the most serious first; what could not be checked; figures for results.json."""
+
+    findings: list[Finding]
+    not_checked: list[NotChecked]
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_healthy(self) -> bool:
+        return not self.findings
+
+    def add(self, learnt: Learnt) -> None:
+        self.findings += learnt.findings
+        self.not_checked += learnt.not_checked
+        self.figures |= learnt.figures
+
+
+def examine(config: DoctorConfig) -> Diagnosis:
+    """The diagnosis of the draft in `config.draft.path`. Raises UserError."""
+    device = resolve_device(config.device)
+    target = load_target(config.target, device, reads=chats)
+    target.template_kwargs = {**(target.template_kwargs or {}), **(config.data.template_kwargs or {})}
+    reading = read_draft(config.path, target)
+    trained = reading.trained if config.trained is None else read_draft(config.trained, target, "trained").served
+    check(config.trained is None or trained is not None, f"trained={config.trained}: cannot be read; give a checkpoint")
+    found = Diagnosis(list(reading.findings), list(reading.not_checked))
+    served = reading.served or trained
+    if served is None:
+        found.not_checked.append(NotChecked("all that runs the draft", "its files cannot be read"))
+    else:
+        trained = None if trained is None else plain(trained).to(device)
+        Examination(config, target, served.to(device).eval(), trained, reading).run(found)
+    found.findings = in_order(found.findings)
+    return found
+
+
+class Examination:
+    """A draft that can run, and the target's answers to the questions."""
+
+    def __init__(self, config: DoctorConfig, target: Target, draft: Draft, trained: Draft | None, reading: Reading):
+        self.config, self.target, self.served, self.reading = config, target, draft, reading
+        self.draft, self.trained = plain(draft), trained
+        self.requests = Requests(target)
+        self.questions = read_questions(config.data, config.limit, self.requests, config.max_tokens)
+        layers = wanted_layers(self.draft, target.config.num_hidden_layers)
+        own = self.draft.config.target_layers if trained is None else trained.config.target_layers
+        self.layers = tuple(sorted({*layers, *own, *self.draft.config.target_layers}))
+        self.depth = min(config.depth, self.draft.config.levels or config.depth)
+        self.outputs, self.own = self.answered([question.prompt for question in self.questions])
+        self.base = self.measured(self.own)
+
+    def answered(self, prompts: Sequence[list[int]]) -> tuple[dict[int, Output], list[Part]]:
+        """The target's answers by their questions' numbers, and what it computed on them. Raises UserError where fewer
+        than two have a second token."""
+        config = self.config
+        found = answers(self.target, self.served, prompts, config.depth, config.max_tokens, config.batch_size)
+        outputs = {number: output for number, output in enumerate(found) if len(output.token_ids) > 1}
+        check(len(outputs) >= 2, "fewer than two answers have a second token, so nothing was drafted; give other data")
+        texts = [Text(number, prompts[number], output.token_ids) for number, output in outputs.items()]
+        return outputs, read_by_target(self.target, texts, self.layers)
+
+    def measured(self, parts: Sequence[Part]) -> Measured:
+        return measured(self.target, self.draft, parts, self.depth)
+
+    def run(self, found: Diagnosis) -> None:
+        found.figures |= self.figures()
+        self.as_trained(found)
+        self.as_served(found)
+        self.conventions(found)
+        found.add(overflow(self.target, self.draft, self.own[0], self.config.serving_dtype))
+        self.learnt(found)
+
+    def figures(self) -> dict[str, Any]:
+        """What the draft is worth, as served and in the training graph."""
+        stats = [output.stats for output in self.outputs.values()]
+        calls = sum(each.calls for each in stats)
+        taken = interval(self.base.taken, self.base.owner, self.config.seed)
+        return {
+            "prompts": len(self.outputs),
+            "tokens": len(self.base.taken),
+            "tokens_per_call": 1 + taken.mean,
+            "tokens_per_call_interval": [1 + taken.low, 1 + taken.high],
+            "acceptance_per_depth": self.base.per_depth(self.depth),
+            "served_tokens_per_call": (sum(each.tokens for each in stats) - len(stats)) / calls if calls else None,
+        }
+
+    def as_trained(self, found: Diagnosis) -> None:
+        """The draft as it is served against the draft as it was trained, where both are known."""
+        if self.trained is None:
+            reason = "there is one draft alone; give trained=DIR, the run or the native draft that it was made from"
+            found.not_checked.append(NotChecked("the files against what was trained", reason))
+            return
+        found.findings += compared(self.target, self.trained, self.served, self.own[0])
+        best = measured(self.target, self.trained, self.own, self.depth)
+        found.figures["tokens_per_call_as_trained"] = 1 + best.tokens
+
+    def as_served(self, found: Diagnosis) -> None:
+        """Our engine against the training graph."""
+        every = rounds(self.target, self.draft, self.own, self.outputs, self.depth)
+        wrong = differing(every)
+        found.figures |= {"rounds": len(every), "rounds_that_differ": len(wrong)}
+        if len(wrong) <= MOST_ROUNDS * len(every):
+            return
+        first = wrong[0]
+        said = (
+            f"In {len(wrong)} of {len(every)} rounds the engine has other drafts accepted than the training graph: in "
+            f"prompt {first.number + 1}, behind token {first.position}, {first.served} in place of {first.trained}."
+        )
+        text = next(text for part in self.own for text in part.texts if text.number == first.number)
+        (part,) = read_by_target(self.target, [text], self.layers)
+        found.findings.append(parting(self.target, self.draft, part, text, said))
+
+    def conventions(self, found: Diagnosis) -> None:
+        """Of a draft in which something was found before, a gain confirms that, or follows from it."""
+        config = self.config
+        finding, rows = gained(self.target, self.draft, self.own, self.base, self.depth, config.seed)
+        found.figures["changes"] = rows
+        known = {each.cause for each in found.findings}
+        if finding is not None and (not known or finding.cause in known):
+            found.findings.append(finding)
+
+    def learnt(self, found: Diagnosis) -> None:
+        target, draft, base, seed = self.target, self.draft, self.base, self.config.seed
+        if found.findings:
+            names = "template, off-policy data, long contexts, training"
+            found.not_checked.append(NotChecked(names, "first repair what was found; run this again then"))
+            return
+        given = [Text(number, each.prompt, each.given) for number, each in enumerate(self.questions) if each.given]
+        room = target.max_positions
+        parts = read_by_target(target, [text for text in given if len(text.tokens) <= room], self.layers)
+        found.add(self.templates())
+        found.add(off_policy(target, draft, base, parts, self.depth, seed))
+        found.add(context(target, draft, self.own, base, self.depth, seed))
+        if not found.findings:
+            found.add(undertrained(base, self.own, self.reading.training, seed))
+
+    def templates(self) -> Learnt:
+        """Other renderings of the same questions."""
+
+        def examine(prompts: Sequence[list[int]]) -> Measured:
+            return self.measured(self.answered(prompts)[1])
+
+        return other_templates(
+            self.requests, self.questions, self.base, self.reading.training, examine, self.config.seed
+        )

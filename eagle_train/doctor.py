@@ -1,0 +1,44 @@
+"""eagle-doctor: is a draft healthy, and if not, why?
+
+The target answers prompts with the draft; the same texts are run through the training graph, as the draft was trained
+and as its files are read. What differs, and what a change of a convention gains, names the cause.
+
+    eagle-doctor draft=DIR target=DIR data.path=FILE.jsonl
+    eagle-doctor draft=EXPORT trained=RUN target=DIR data.path=FILE.jsonl
+
+The exit status is 0 for a healthy draft, 1 where a problem was found, and 2 for a mistake in what was given.
+"""
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from eagle_train import distributed
+from eagle_train.cli import command
+from eagle_train.corpus.source import check_found
+from eagle_train.diagnosis import DoctorConfig, examine
+from eagle_train.diagnosis.report import summary, write_diagnosis
+from eagle_train.results import prepared
+from eagle_train.settings import build
+
+
+@command("doctor")
+def main(values: DictConfig) -> None:
+    distributed.run(lambda: job(values))
+
+
+def job(values: DictConfig) -> int:
+    """Returns the exit status."""
+    distributed.check_alone("eagle-doctor")
+    config = build(DoctorConfig, values, "")
+    check_found(config.data)
+    out = prepared(config.out)
+    found = examine(config)
+    given: Any = OmegaConf.to_container(values)
+    write_diagnosis(out, found, given)
+    print(summary(found), f"written to {out}: report.md, results.json", sep="\n")
+    return 0 if found.is_healthy else 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Chains from every slot against a plain loop, and intervals over prompts."""
+
+import pytest
+import torch
+
+from eagle_train.diagnosis.measure import Measured, between, difference, hits, interval, measured, unexplained
+from eagle_train.diagnosis.texts import Text, read_by_target
+from eagle_train.drafts import Head
+from tests.support.tiny import random_tokens, shared_target, trained_draft
+
+
+@pytest.fixture(scope="module")
+def part():
+    prompts, answers = random_tokens(5, 3, 7), random_tokens(9, 12, 2, seed=1)
+    texts = [Text(number, *pair) for number, pair in enumerate(zip(prompts, answers, strict=True))]
+    (part,) = read_by_target(shared_target(), texts, ())
+    return part
+
+
+def test_chains_are_those_of_a_plain_loop(part):
+    target = shared_target()
+    draft = trained_draft(target)
+    found = measured(target, draft, [part], depth=3)
+    right = [each[0].tolist() for each in hits(draft, Head(draft, target.lm_head), part, 3)]
+    taken, owners = [], []
+    for text, start in zip(part.texts, part.starts, strict=True):
+        for slot in range(len(text.prompt) - 1, len(text.tokens) - 1):
+            count = 0
+            while count < 3 and slot + count < len(text.tokens) - 1 and right[count][start + slot + count]:
+                count += 1
+            taken.append(count)
+            owners.append(text.number)
+    assert (found.taken.tolist(), found.owner.tolist()) == (taken, owners)
+    assert 0 < found.tokens < 3
+    assert found.agreement == pytest.approx(sum(each > 0 for each in taken) / len(taken))
+    assert found.per_depth(3) == [
+        pytest.approx(sum(each >= depth for each in taken) / len(taken)) for depth in (1, 2, 3)
+    ]
+
+
+def test_an_interval_is_over_prompts_and_not_over_slots():
+    """A hundred slots of two prompts are no more than two prompts."""
+    values = torch.cat((torch.zeros(50), torch.ones(50))).double()
+    few = interval(values, torch.arange(100) // 50)
+    many = interval(values, torch.arange(100))
+    assert (few.low, few.high) == (0.0, 1.0)
+    assert few.mean == many.mean == 0.5
+    assert 0.3 < many.low < 0.45 < 0.55 < many.high < 0.7
+
+
+def made(first: list[float], sure: list[float]) -> Measured:
+    right, count = torch.tensor(first).double(), len(first)
+    return Measured(right, right, torch.arange(count) % 10, torch.arange(count), torch.tensor(sure))
+
+
+def test_what_an_easier_text_explains_is_no_gain():
+    """Both drafts are right where the target is sure, and one text has more of such slots."""
+    easy = made([1.0] * 90 + [0.0] * 30, [0.9] * 90 + [0.3] * 30)
+    hard = made([1.0] * 30 + [0.0] * 90, [0.9] * 30 + [0.3] * 90)
+    assert difference(easy, hard).mean == pytest.approx(0.5)
+    assert unexplained(easy, hard).mean == pytest.approx(0.0)
+    worse = made([1.0] * 45 + [0.0] * 75, [0.9] * 90 + [0.3] * 30)
+    assert unexplained(worse, hard).mean == pytest.approx(-0.375)
+    assert unexplained(made([1.0] * 5, [0.9] * 5), hard) is None
+
+
+def test_texts_of_other_lengths_are_compared_prompt_by_prompt():
+    one, other = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 1.0])
+    found = between(one, torch.tensor([0, 0, 1]), other, torch.tensor([0, 1, 1, 2]))
+    assert found.mean == 0.5  # of prompt 0 alone: 1, of prompt 1: 0

@@ -1,0 +1,333 @@
+"""Each cause is planted in a real draft and found, before any other; healthy drafts raise no alarm."""
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from eagle_train.artifacts.format import load_draft, save_draft
+from eagle_train.drafts import planned_config
+from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.drafters.growing import Nodes
+from eagle_train.models.loading import TargetConfig, load_target
+from tests.support.doctor_models import PLACE
+from tests.support.planted import TARGET, causes, edited, examined, exported, native, rewritten
+
+HALF = 64  # columns of fc for the embedding: the width of hidden states
+
+
+def as_it_is(draft) -> None:
+    """No change of the module."""
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp"])
+def test_a_healthy_draft_raises_no_alarm(name):
+    found = examined(PLACE / name)
+    assert causes(found) == []
+    assert found.is_healthy
+    assert found.figures["rounds_that_differ"] == 0
+    assert found.figures["tokens_per_call"] > 2.5
+
+
+@pytest.mark.parametrize(("name", "layout"), [("eagle", "vllm"), ("eagle", "trtllm"), ("eagle3", "speculators")])
+def test_a_healthy_export_raises_no_alarm(tmp_path, name, layout):
+    found = examined(exported(tmp_path / "out", name, layout), trained=str(PLACE / name))
+    assert causes(found) == []
+    assert found.figures["tokens_per_call_as_trained"] == pytest.approx(found.figures["tokens_per_call"], abs=0.05)
+
+
+# --- in a draft alone: a change of the convention gains
+
+
+def swapped(draft) -> None:
+    draft.fc.weight.copy_(draft.fc.weight.roll(HALF, 1))
+
+
+def transposed(draft) -> None:
+    weight = draft.layers[0].self_attn.o_proj.weight
+    weight.copy_(weight.t().clone())
+
+
+def scaled(draft) -> None:
+    draft.fc.weight[:, :HALF] *= 8
+
+
+NATIVE: dict[str, tuple[str, str, Callable, dict]] = {
+    "rope": ("rope", "eagle", as_it_is, {"rope_parameters": {"rope_type": "default", "rope_theta": 20.0}}),
+    "rope scaling": (
+        "rope",
+        "mtp",
+        as_it_is,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0}},
+    ),
+    "layers": ("layer", "eagle3", as_it_is, {"layers": [2, 3]}),
+    "embedding": ("embedding", "eagle", scaled, {}),
+    "fc": ("tensor", "eagle", swapped, {}),
+    "o_proj": ("tensor", "eagle3", transposed, {}),
+}
+
+
+@pytest.mark.parametrize("planted", NATIVE)
+def test_a_wrong_convention_is_found_without_another_draft(tmp_path, planted):
+    cause, name, change, config = NATIVE[planted]
+    found = examined(native(tmp_path / "draft", name, change, **config))
+    assert causes(found) == [cause]
+    assert found.findings[0].costs > 0.5
+
+
+def test_a_shifted_vocabulary_is_found_without_another_draft(tmp_path):
+    tokens = load_draft(PLACE / "eagle3").config.vocabulary
+    place = native(tmp_path / "draft", "eagle3", as_it_is)
+    path = place / "config.json"
+    values = json.loads(path.read_text())
+    values["eagle_train"]["draft"]["vocabulary"] = [token + 1 for token in tokens]
+    path.write_text(json.dumps(values))
+    found = examined(place)
+    assert causes(found) == ["vocabulary"]
+    assert "every token one lower" in found.findings[0].measured
+
+
+@pytest.mark.parametrize(("name", "cause"), [("own_states", "positions"), ("before_norm", "norm")])
+def test_a_draft_that_was_trained_with_another_convention_is_found(name, cause):
+    assert causes(examined(PLACE / name)) == [cause]
+
+
+# --- in an export: what its files say, and what they hold
+
+
+def with_theta(values: dict) -> None:
+    values["rope_theta"] = values["rope_parameters"]["rope_theta"] = 20.0
+
+
+def with_layers(values: dict) -> None:
+    values["eagle_aux_hidden_state_layer_ids"] = [2, 3]
+
+
+def with_residual(values: dict) -> None:
+    values["norm_before_residual"] = True
+
+
+def short_context(values: dict) -> None:
+    values["max_position_embeddings"] = 32
+
+
+def ids(tensors: dict) -> None:
+    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+
+
+def shifted(tensors: dict) -> None:
+    tensors["d2t"] += 1
+
+
+def zeroed(tensors: dict) -> None:
+    tensors["layers.0.self_attn.o_proj.weight"].zero_()
+
+
+def infinite(tensors: dict) -> None:
+    tensors["fc.weight"][0, 0] = float("inf")
+
+
+def other_embedding(tensors: dict) -> None:
+    tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].roll(1, 0)
+
+
+def louder_embedding(tensors: dict) -> None:
+    tensors["embed_tokens.weight"] *= 8
+
+
+EXPORTED = {
+    "theta": ("rope", "eagle", "vllm", edited, with_theta, "rope_theta"),
+    "ids": ("layer", "eagle3", "vllm", edited, with_layers, "eagle_aux_hidden_state_layer_ids"),
+    "residual": ("norm", "eagle3", "vllm", edited, with_residual, "norm_before_residual"),
+    "context": ("context", "eagle", "vllm", edited, short_context, "max_position_embeddings"),
+    "d2t as ids": ("vocabulary", "eagle3", "vllm", rewritten, ids, "token ids"),
+    "d2t shifted": ("vocabulary", "eagle3", "vllm", rewritten, shifted, "+1"),
+    "zeros": ("tensor", "eagle", "vllm", rewritten, zeroed, "is zero throughout"),
+    "infinity": ("precision", "eagle", "vllm", rewritten, infinite, "not finite"),
+    "embedding": ("embedding", "eagle", "trtllm", rewritten, other_embedding, "off the embedding"),
+    "embedding scaled": ("embedding", "eagle", "trtllm", rewritten, louder_embedding, "times 8"),
+}
+
+
+@pytest.mark.parametrize("planted", EXPORTED)
+def test_a_broken_export_is_found_by_itself(tmp_path, planted):
+    cause, name, layout, how, change, said = EXPORTED[planted]
+    found = examined(how(exported(tmp_path / "out", name, layout), change))
+    assert causes(found) == [cause]
+    assert said in found.findings[0].measured
+
+
+# --- against the draft that was trained: the first module that differs
+
+
+def halves(tensors: dict) -> None:
+    tensors["fc.weight"] = tensors["fc.weight"].roll(HALF, 1)
+
+
+def turned(tensors: dict) -> None:
+    tensors["layers.0.self_attn.o_proj.weight"] = tensors["layers.0.self_attn.o_proj.weight"].t().contiguous()
+
+
+def without_norm(tensors: dict) -> None:
+    tensors["layers.0.post_attention_layernorm.weight"].fill_(1.0)
+
+
+def half_scales(tensors: dict) -> None:
+    for name in [each for each in tensors if each.endswith("weight_scale")]:
+        tensors[name] = tensors[name].roll(1, 0)
+
+
+def coarse(tensors: dict) -> None:
+    weight = tensors["layers.0.mlp.down_proj.weight"].float()
+    step = weight.abs().max() / 2
+    tensors["layers.0.mlp.down_proj.weight"] = ((weight / step).round() * step).bfloat16()
+
+
+AGAINST = {
+    "halves": ("tensor", "none", halves, "at fc, token 0"),
+    "turned": ("tensor", "none", turned, "the weight is transposed"),
+    "norm": ("norm", "none", without_norm, "layers.0.post_attention_layernorm"),
+    "fp8 scales": ("precision", "fp8", half_scales, "fp8 codes and scales"),
+    "coarse": ("precision", "none", coarse, "coarse rounding"),
+}
+
+
+@pytest.mark.parametrize("planted", AGAINST)
+def test_the_first_divergence_is_named(tmp_path, planted):
+    cause, quant, change, said = AGAINST[planted]
+    place = rewritten(exported(tmp_path / "out", "eagle", "vllm", quant), change)
+    found = examined(place, trained=str(PLACE / "eagle"))
+    assert causes(found)[0] == cause
+    assert "First divergence at " in found.findings[0].measured
+    assert said in found.findings[0].measured
+
+
+def test_a_quantised_export_raises_no_alarm(tmp_path):
+    assert causes(examined(exported(tmp_path / "out", "eagle", "vllm", "fp8"), trained=str(PLACE / "eagle"))) == []
+
+
+# --- in the engine: what it computes otherwise than the training graph
+
+
+def shift_level(patch: pytest.MonkeyPatch) -> None:
+    """Chains one position too far."""
+    own = Nodes.next_level
+
+    def next_level(self, active, level):
+        positions, attend = own(self, active, level)
+        return positions + 1, attend
+
+    patch.setattr(Nodes, "next_level", next_level)
+
+
+def shift_pending(patch: pytest.MonkeyPatch) -> None:
+    """Committed tokens one position too far."""
+    own = Eagle.forward_at
+
+    def forward_at(self, tokens, hidden, positions, wanted, attend):
+        return own(self, tokens, hidden, positions + (wanted.numel() > 0), wanted, attend)
+
+    patch.setattr(Eagle, "forward_at", forward_at)
+
+
+def other_hidden(patch: pytest.MonkeyPatch) -> None:
+    """Hidden states of a norm too many."""
+    own = Eagle.forward_at
+    patch.setattr(Eagle, "forward_at", lambda self, tokens, hidden, *rest: own(self, tokens, 3 * hidden, *rest))
+
+
+FAULTS = {
+    "chain": (shift_level, "positions", "is given position"),
+    "pending": (shift_pending, "positions", "the engine has position"),
+    "hidden": (other_hidden, "layer", "hidden state"),
+}
+
+
+@pytest.mark.parametrize("planted", FAULTS)
+def test_a_fault_of_the_engine_is_found(monkeypatch, planted):
+    fault, cause, said = FAULTS[planted]
+    fault(monkeypatch)
+    found = examined(PLACE / "eagle")
+    assert causes(found)[0] == cause
+    assert said in found.findings[0].measured
+
+
+# --- in what it has learnt
+
+
+def test_a_draft_of_few_steps_is_found():
+    assert causes(examined(PLACE / "few_steps")) == ["undertrained"]
+
+
+def test_a_fresh_draft_is_found(tmp_path):
+    def fresh(draft) -> None:
+        draft.init_weights(1)
+
+    assert causes(examined(native(tmp_path / "draft", "mtp", fresh))) == ["undertrained"]
+
+
+@pytest.mark.parametrize("kind", [{"kind": "medusa"}, {"kind": "peagle", "layers": [1, 2]}])
+def test_kinds_that_draft_all_levels_at_once_are_examined_too(tmp_path, kind):
+    target = load_target(copy.copy(TARGET))
+    draft = planned_config(target.config, kind).module().init_weights(0, target.lm_head)
+    found = examined(save_draft(draft, tmp_path / "draft", target.identity, dtype=torch.float32))
+    assert causes(found) == ["undertrained"]
+    assert found.figures["rounds_that_differ"] == 0
+
+
+def test_texts_of_others_are_found():
+    found = examined(PLACE / "others_texts", questions="others")
+    assert causes(found) == ["off_policy"]
+    # Without the texts that it knows it is a draft that might be better, and no more can be said.
+    assert causes(examined(PLACE / "others_texts")) == []
+
+
+def test_another_template_is_found():
+    found = examined(PLACE / "eagle", target=replace(TARGET, template_kwargs={"shout": True}))
+    assert causes(found) == ["template"]
+    assert "shout=False" in found.findings[0].measured
+
+
+def test_contexts_that_are_too_long_are_found():
+    found = examined(PLACE / "short_texts")
+    assert causes(found) == ["context"]
+
+
+def test_another_target_is_found(tmp_path):
+    target = load_target(copy.copy(TARGET))
+    model, place = copy.deepcopy(target.model), tmp_path / "target"
+    with torch.no_grad():
+        nn.init.normal_(model.model.layers[0].mlp.down_proj.weight, std=1e-4)
+    model.save_pretrained(place)
+    target.tokenizer.save_pretrained(place)
+    found = examined(PLACE / "eagle3", target=TargetConfig(str(place), dtype="float32"))
+    assert causes(found)[0] == "target"
+
+
+def test_an_overflow_is_found(tmp_path):
+    def loud(draft) -> None:
+        draft.layers[0].mlp.up_proj.weight *= 1e5
+        draft.layers[0].mlp.down_proj.weight /= 1e5
+
+    place = native(tmp_path / "draft", "eagle", loud)
+    assert causes(examined(place, serving_dtype="bfloat16")) == []
+    found = examined(place, serving_dtype="float16")
+    assert causes(found) == ["precision"]
+    assert "layers.0.mlp.up_proj" in found.findings[0].measured
+    assert [each.check for each in examined(place).not_checked].count("overflow") == 1
+
+
+def test_what_comes_after_is_not_checked_in_a_broken_draft(tmp_path):
+    found = examined(native(tmp_path / "draft", "eagle", swapped))
+    assert any(each.reason.startswith("first repair") for each in found.not_checked)
+
+
+def test_a_file_that_cannot_be_read_is_a_finding_and_no_mistake(tmp_path):
+    place = rewritten(exported(tmp_path / "out", "eagle", "vllm"), lambda tensors: tensors.pop("fc.weight"))
+    found = examined(place)
+    assert causes(found) == ["tensor"]
+    assert "fc.weight" in found.findings[0].measured

@@ -1,0 +1,101 @@
+"""eagle-doctor as a command: what it prints and writes, its exit status, and users' mistakes."""
+
+import json
+import shutil
+
+import pytest
+
+from eagle_train import doctor
+from eagle_train.diagnosis.causes import CAUSES, Finding, NotChecked, in_order
+from eagle_train.diagnosis.report import report, summary
+from eagle_train.diagnosis.run import Diagnosis
+from tests.support.command_line import call
+from tests.support.doctor_models import PLACE
+from tests.support.planted import edited, exported
+
+SMALL = ["limit=8", "max_tokens=40", "device=cpu", f"data.path={PLACE}/questions.jsonl", f"target={PLACE}/target"]
+
+
+def run(out, *arguments: str) -> int:
+    return call(doctor.main, *SMALL, f"out={out}", *arguments)
+
+
+def test_a_healthy_draft_ends_with_status_0(tmp_path, capsys):
+    assert run(tmp_path / "out", f"draft={PLACE}/eagle3") == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "healthy: nothing was found"
+    assert "tokens per call" in told[1]
+    assert len(told) <= 25
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (found["healthy"], found["findings"]) == (True, [])
+    assert {"config", "provenance", "changes", "acceptance_per_depth", "rounds"} <= found.keys()
+    assert (tmp_path / "out" / "report.md").read_text().startswith("# Healthy")
+
+
+def test_a_problem_ends_with_status_1_and_says_what_to_do(tmp_path, capsys):
+    def with_theta(values: dict) -> None:
+        values["rope_theta"] = values["rope_parameters"]["rope_theta"] = 20.0
+
+    place = edited(exported(tmp_path / "draft", "eagle", "vllm"), with_theta)
+    assert run(tmp_path / "out", f"draft={place}", f"trained={PLACE}/eagle") == 1
+    told = capsys.readouterr().out
+    assert told.startswith("1 problem\n")
+    assert f"1. {CAUSES['rope'].title}" in told
+    assert f"do: {CAUSES['rope'].remedy}" in told
+    assert "As trained it has" in told
+    assert len(told.splitlines()) <= 25
+    (finding,) = json.loads((tmp_path / "out" / "results.json").read_text())["findings"]
+    assert (finding["cause"], finding["remedy"]) == ("rope", CAUSES["rope"].remedy)
+    assert finding["costs"] > 0.5
+    assert CAUSES["rope"].remedy in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["draft=nowhere"], "draft=nowhere: no checkpoint there"),
+        (["draft={place}/eagle", "limit=1"], "limit=1: must be at least 2"),
+        (["draft={place}/eagle", "max_tokens=1"], "max_tokens=1: must be at least 4"),
+        (["draft={place}/eagle", "depth=0"], "depth=0: must be at least 1"),
+        (["draft={place}/eagle", "serving_dtype=int8"], "serving_dtype=int8: must be null or one of bfloat16"),
+        (
+            ["draft={place}/eagle", "data=text", "data.path={place}/questions.jsonl"],
+            "data.format=text: it has no prompts",
+        ),
+        (["draft={place}/eagle", "target.cached=true"], "target=cached: has no layers to answer with"),
+        (["draft={place}/eagle", "max_tokens=250"], "fewer than two rows hold a prompt of less than 6 tokens"),
+        (["draft={place}/eagle", "trained=nowhere"], "trained=nowhere: no checkpoint there"),
+        (["draft={place}/eagle", "data.path=nowhere.jsonl"], "nowhere.jsonl"),
+        ([], "draft.path is needed"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, capsys, given, said):
+    assert run(tmp_path / "out", *[each.format(place=PLACE) for each in given]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said in line
+
+
+def test_a_draft_for_a_target_of_other_sizes_is_a_mistake(tmp_path, capsys):
+    place = shutil.copytree(PLACE / "eagle", tmp_path / "draft")
+
+    def wider(values: dict) -> None:
+        values["eagle_train"]["target"]["hidden_size"] = 128
+
+    assert run(tmp_path / "out", f"draft={edited(place, wider)}") == 2
+    assert "made for target" in capsys.readouterr().err
+
+
+def test_findings_are_in_the_order_of_their_causes():
+    found = in_order([Finding("undertrained", "a"), Finding("rope", "b", 1.0), Finding("rope", "c", 2.0)])
+    assert found == [Finding("rope", "b c", 2.0), Finding("undertrained", "a")]
+
+
+def test_a_long_diagnosis_is_short_on_the_terminal():
+    every = [Finding(cause, "measured") for cause in CAUSES]
+    found = Diagnosis(every, [NotChecked("a check", "a reason")])
+    told = summary(found).splitlines()
+    assert told[0] == f"{len(CAUSES)} problems, the most serious first"
+    assert len(told) == 24
+    whole = report(found, "DIR")
+    assert all(cause.title in whole and cause.remedy in whole for cause in CAUSES.values())
+    assert "a reason" in whole
