@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from eagle_train.artifacts.card import caveat
 from eagle_train.artifacts.markdown import aligned, code
+from eagle_train.diagnosis.vllm import VLLM, Counts, run_job, version_of
 from eagle_train.errors import check
 from eagle_train.inference import Dispatcher, SamplingParams
 from eagle_train.settings import build
@@ -27,7 +28,7 @@ from evals.bench.requests import check_fit
 from evals.bench.session import Session
 from evals.bench.statistics import Answer
 from evals.bench.trees import tree_name
-from evals.bench.vllm import VLLM, Counts, counted, job_of, run_job, version_of
+from evals.bench.vllm import counted, job_of
 
 
 @dataclass(kw_only=True)
@@ -100,10 +101,9 @@ def compared(own: Counts, served: Counts) -> dict[str, Any]:
 
 def summary(found: Mapping[str, Any]) -> str:
     """For the terminal."""
-    own, served = found["eagle_train"], found["vllm"]
     return "\n".join(
         [
-            aligned(comparison(own, served)),
+            aligned(comparison(found["eagle_train"], found["vllm"])),
             f"acceptance length in vLLM against ours: {change(found['relative_difference'], 2)}",
             f"answers with the same tokens: {found['equal_answers']} of {found['prompts']}",
         ]

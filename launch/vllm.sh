@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# vLLM for CPUs in a virtual environment of its own, .venv-vllm, for evals.serving; installs nothing twice.
+# vLLM for CPUs in a virtual environment of its own, .venv-vllm, for evals.serving and eagle-doctor; installs nothing twice.
 # Usage: bash launch/vllm.sh
 # PyTorch, Triton and vLLM are most of the download; 3 GB on disk, a minute or two. Where there is a GPU, give evals.serving
 # the Python that has your own vLLM instead.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from eagle_train.corpus.source import DataConfig
+from eagle_train.diagnosis.vllm import VLLM
 from eagle_train.errors import check
 from eagle_train.models.loading import TargetConfig
 
@@ -28,6 +29,7 @@ class DoctorConfig:
     limit: int
     max_tokens: int
     depth: int
+    vllm: VLLM
     batch_size: int
     serving_dtype: str | None
     device: str

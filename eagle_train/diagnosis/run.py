@@ -17,6 +17,7 @@ from eagle_train.diagnosis.options import DoctorConfig
 from eagle_train.diagnosis.overflow import overflow
 from eagle_train.diagnosis.reading import Reading, plain, read_draft
 from eagle_train.diagnosis.replay import MOST_ROUNDS, answers, differing, rounds
+from eagle_train.diagnosis.served_by_vllm import in_vllm
 from eagle_train.diagnosis.template import other_templates
 from eagle_train.diagnosis.texts import Part, Text, read_by_target, read_questions
 from eagle_train.diagnosis.tracing import parting
@@ -99,6 +100,7 @@ class Examination:
         found.figures |= self.figures()
         self.as_trained(found)
         self.as_served(found)
+        self.in_vllm(found)
         self.conventions(found)
         found.add(overflow(self.target, self.draft, self.own[0], self.config.serving_dtype))
         self.learnt(found)
@@ -142,6 +144,12 @@ class Examination:
         text = next(text for part in self.own for text in part.texts if text.number == first.number)
         (part,) = read_by_target(self.target, [text], self.layers)
         found.findings.append(parting(self.target, self.draft, part, text, said))
+
+    def in_vllm(self, found: Diagnosis) -> None:
+        """The same prompts in vLLM, of which those count that both engines answered with drafts."""
+        asked = [question for number, question in enumerate(self.questions) if number in self.outputs]
+        about, outputs = self.reading.about, list(self.outputs.values())
+        found.add(in_vllm(self.config, self.config.vllm, about, self.requests, asked, outputs, self.depth))
 
     def conventions(self, found: Diagnosis) -> None:
         """Of a draft in which something was found before, a gain confirms that, or follows from it."""

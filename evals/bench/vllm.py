@@ -1,91 +1,19 @@
-"""vLLM as a program: it is given a job, and its counts of drafts and accepted tokens are read.
+"""The job of an evaluation for vLLM, and our engine's counts beside vLLM's. Nothing is timed.
 
-It runs in its own interpreter (evals/vllm_job.py). Nothing is timed. Knows nothing of targets or reports.
+Knows nothing of reports.
 """
 
-import json
-import os
-import shutil
-import signal
-import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from eagle_train.errors import UserError, check
-from eagle_train.results import write_json
+from eagle_train.diagnosis.vllm import Counts, counts_of, job_for
 from evals.bench.session import Session
 from evals.bench.statistics import Answer
-
-LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""A launcher's variables: vLLM starts processes of its own."""
-JOB = Path(__file__).parents[1] / "vllm_job.py"
-IMPORT_TIMEOUT_S = 300  # the first import of vLLM compiles its modules
-
-
-@dataclass
-class VLLM:
-    """conf/commands/serving.yaml, `vllm`: which vLLM, how long it may take, and more arguments of its `LLM`."""
-
-    python: str
-    timeout_s: float
-    cpu_kv_gib: int
-    arguments: dict[str, Any] | None
-
-    def __post_init__(self) -> None:
-        check(self.timeout_s > 0, f"vllm.timeout_s={self.timeout_s}: must be above 0")
-        check(self.cpu_kv_gib >= 1, f"vllm.cpu_kv_gib={self.cpu_kv_gib}: must be at least 1")
-        for name in ("model", "speculative_config"):
-            check(name not in (self.arguments or {}), f"vllm.arguments.{name}: follows from target, draft and tree")
-
-
-@dataclass(frozen=True)
-class Counts:
-    """An engine's counts over all prompts. `accepted`: rounds that accepted the token at depth 1, 2, ..."""
-
-    drafts: int
-    accepted: list[int]
-    token_ids: list[list[int]]
-
-    @property
-    def acceptance_length(self) -> float:
-        """Mean tokens of a round, the target's own included, whether or not the answer had room for them."""
-        return 1 + sum(self.accepted) / self.drafts
-
-    @property
-    def tpc(self) -> float:
-        """As in DESIGN section 3.8: tokens that the answers kept, without the prefill's, per round."""
-        return sum(len(tokens) - 1 for tokens in self.token_ids) / self.drafts
-
-    @property
-    def acceptance(self) -> list[float]:
-        """Shares of the rounds that accepted down to depth 1, 2, ..."""
-        return [rounds / self.drafts for rounds in self.accepted]
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        """What results.json says of an engine."""
-        return {
-            "acceptance_length": self.acceptance_length,
-            "tpc": self.tpc,
-            "acceptance_per_depth": self.acceptance,
-            "drafts": self.drafts,
-            "accepted_tokens": sum(self.accepted),
-            "tokens": sum(map(len, self.token_ids)),
-        }
 
 
 def counted(answers: Sequence[Answer]) -> Counts:
     """Our engine's counts. Raises UserError where nothing was decoded."""
-    stats = [answer.output.stats for answer in answers]
-    accepted = [sum(rounds) for rounds in zip(*(each.accepted_per_depth for each in stats if each.calls), strict=True)]
-    drafts = sum(each.calls for each in stats)
-    check(drafts > 0, "no answer has a second token, so nothing was drafted; raise max_tokens")
-    return Counts(drafts, accepted, [answer.output.token_ids for answer in answers])
+    return counts_of([answer.output for answer in answers])
 
 
 def job_of(session: Session, prompts: list[list[int]]) -> dict[str, Any]:
@@ -93,95 +21,17 @@ def job_of(session: Session, prompts: list[list[int]]) -> dict[str, Any]:
     config, target, depth = session.config, session.target, session.config.chain.max_depth
     longest = max(map(len, prompts)) + config.max_tokens + depth + 1
     kind = session.artifact.draft.kind  # vLLM's names of methods are ours of kinds
-    llm = {
-        "model": config.target.path,
-        "trust_remote_code": config.target.trust_remote_code,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "max_model_len": min(longest, target.max_positions),
-        "max_num_seqs": config.batch_size,
-        "tensor_parallel_size": session.world.size,
-        "enforce_eager": True,  # nothing is timed, so nothing is compiled
-        "disable_log_stats": False,  # the counters are among them
-        "skip_tokenizer_init": True,
-        "speculative_config": {"method": kind, "model": config.draft.path, "num_speculative_tokens": depth},
-    }
-    stops = [] if config.ignore_eos else sorted(session.requests.stop_ids)
-    sampling = {"temperature": 0.0, "max_tokens": config.max_tokens, "detokenize": False}
-    return {
-        "llm": llm | (config.vllm.arguments or {}),
-        "sampling": sampling | {"ignore_eos": True, "stop_token_ids": stops},
-        "prompts": prompts,
-        "answer": str(session.out / "vllm_answer.json"),
-    }
-
-
-def run_job(job: Mapping[str, Any], vllm: VLLM, out: Path) -> Counts:
-    """vLLM's counts for a job. Raises UserError, in one line, where it fails; its output is in `out`/vllm.log."""
-    answer, log = Path(job["answer"]), out / "vllm.log"
-    write_json(out / "vllm_job.json", job)
-    answer.unlink(missing_ok=True)
-    variables = environment(vllm.cpu_kv_gib)
-    with log.open("wb") as file:
-        status = _run([vllm.python, str(JOB), str(out / "vllm_job.json")], file, variables, vllm.timeout_s)
-    check(status is not None, f"vLLM took longer than vllm.timeout_s={vllm.timeout_s:g} and was ended; see {log}")
-    lines = log.read_text("utf-8", "replace").split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-    check(status == 0, f"vLLM failed with status {status}: {last} (all of it in {log})")
-    return _counts_of(answer, len(job["prompts"]), job["llm"]["speculative_config"]["num_speculative_tokens"])
-
-
-def environment(cpu_kv_gib: int) -> dict[str, str]:
-    """vLLM's environment variables. What the user has set is kept."""
-    ours = {
-        "VLLM_CPU_KVCACHE_SPACE": str(cpu_kv_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise it binds threads to cores
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a failure then ends the process that is waited for
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",  # our engine has loaded the target, so it is there
-    }
-    not_vllms = ("PYTHONPATH", "PYTHONHOME", *LAUNCHED)
-    users = {name: value for name, value in os.environ.items() if name not in not_vllms}
-    return ours | users | {"PYTHONSAFEPATH": "1"}  # the modules beside vllm_job.py are not vLLM's
-
-
-def _run(program: list[str], log: Any, variables: dict[str, str], timeout_s: float) -> int | None:
-    """The exit status of a program, None after the timeout. All processes that it started end with it."""
-    process = subprocess.Popen(program, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
-    try:
-        return process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _counts_of(path: Path, prompts: int, depth: int) -> Counts:
-    """The answer of vllm_job.py. Raises UserError for one that is missing, or does not fit the job."""
-    check(path.is_file(), f"vLLM ended without an answer: there is no {path}")
-    try:
-        answer = json.loads(path.read_text("utf-8"))
-        counts = Counts(answer["drafts"], answer["accepted_tokens_per_pos"], answer["token_ids"])
-        right = len(counts.token_ids) == prompts and len(counts.accepted) == depth
-        right = right and sum(counts.accepted) == answer["accepted_tokens"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: no answer to the job: {type(error).__name__} {error}") from error
-    check(right, f"{path}: no answer to the job: {prompts} prompts, {depth} tokens a draft")
-    check(counts.drafts > 0, f"{path}: vLLM drafted nothing")
-    return counts
-
-
-def version_of(python: str) -> str:
-    """The version of an interpreter's vLLM. Raises UserError where it has none that can be imported."""
-    help = "`bash launch/vllm.sh` makes .venv-vllm; or name the Python that has your vLLM"
-    check(shutil.which(python) is not None, f"vllm.python={python}: no such program; {help}")
-    program = [python, "-c", "import vllm; print(vllm.__version__)"]
-    try:
-        done = subprocess.run(program, capture_output=True, text=True, env=environment(1), timeout=IMPORT_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise UserError(f"vllm.python={python}: importing vllm took longer than {IMPORT_TIMEOUT_S} s") from error
-    said = (done.stdout if done.returncode == 0 else done.stderr).strip().split("\n")[-1]
-    check(done.returncode == 0, f"vllm.python={python}: cannot import vllm: {said}; {help}")
-    return said
+    return job_for(
+        config.target.path,
+        {"method": kind, "model": config.draft.path, "num_speculative_tokens": depth},
+        prompts,
+        session.out / "vllm_answer.json",
+        dtype=target.dtype,
+        max_model_len=min(longest, target.max_positions),
+        max_num_seqs=config.batch_size,
+        max_tokens=config.max_tokens,
+        stop_ids=[] if config.ignore_eos else session.requests.stop_ids,
+        more=config.vllm.arguments,
+        ranks=session.world.size,
+        trust_remote_code=config.target.trust_remote_code,
+    )

@@ -10,7 +10,7 @@ from eagle_train import inference
 
 ROOT = Path(__file__).parents[2]
 EVALS = ROOT / "evals"
-EVALUATIONS = sorted(path for path in EVALS.glob("*.py") if path.stem not in ("__init__", "vllm_job"))
+EVALUATIONS = sorted(path for path in EVALS.glob("*.py") if path.stem != "__init__")
 FILES = [*EVALUATIONS, *sorted((EVALS / "bench").rglob("*.py"))]
 MOST_LINES = 150
 ENGINE = {name for name in dir(inference.Engine) if not name.startswith("_")} | {"config", "target", "dispatcher"}

@@ -15,6 +15,7 @@ from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
 from eagle_train.corpus.source import DataConfig
 from eagle_train.diagnosis import Diagnosis, DoctorConfig, examine
 from eagle_train.diagnosis.options import DraftPath
+from eagle_train.diagnosis.vllm import VLLM
 from eagle_train.drafts import Draft
 from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.loading import TargetConfig, load_target
@@ -34,6 +35,7 @@ def examined(
         "limit": 16,
         "max_tokens": 40,
         "depth": 3,
+        "vllm": VLLM("no-such-python", 60.0, 1, None),
         "batch_size": 16,
         "serving_dtype": None,
         "device": "cpu",

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from eagle_train.diagnosis import Diagnosis
+from eagle_train.diagnosis.vllm import VLLM, Counts, run_job, version_of
 from eagle_train.errors import UserError
-from evals.bench.vllm import VLLM, Counts, run_job, version_of
+from tests.support.doctor_models import PLACE
 from tests.support.fake_vllm import GOOD, giving, interpreter
+from tests.support.planted import causes, examined, exported
 
 
 def served(directory: Path, answering: str, timeout_s: float = 60) -> Counts:
@@ -72,3 +75,43 @@ def test_vllm_and_its_children_are_ended_after_the_timeout(tmp_path):
 def test_a_python_without_vllm_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"cannot import vllm: ModuleNotFoundError: No module named 'vllm'; `bash"):
         version_of(sys.executable)
+
+
+def counts(*accepted: int) -> str:
+    """Code that answers as vLLM would: 10 rounds, of which so many accepted depth 1, 2, 3, and two tokens an answer."""
+    answer = {"drafts": 10, "draft_tokens": 30, "accepted_tokens": sum(accepted)}
+    answer |= {"accepted_tokens_per_pos": list(accepted), "token_ids": None}
+    return f"answer = {answer!r}\nanswer['token_ids'] = [[4, 5] for _ in job['prompts']]\n" + (
+        "json.dump(answer, open(job['answer'], 'w'))"
+    )
+
+
+def test_the_doctor_asks_vllm_where_it_is(tmp_path):
+    place = exported(tmp_path / "draft", "eagle3", "vllm")
+    given = {"out": str(tmp_path / "out"), "limit": 4}
+    (tmp_path / "out").mkdir()
+
+    def asked(answering: str) -> Diagnosis:
+        return examined(place, vllm=VLLM(str(interpreter(tmp_path, answering)), 60.0, 1, None), **given)
+
+    found = asked(counts(10, 10, 10))
+    assert causes(found) == []
+    assert found.figures["vllm"]["version"] == "0.32.0"
+    found = asked(counts(3, 1, 0))
+    assert causes(found) == ["engine"]
+    assert "by depth 0.30 for " in found.findings[0].measured
+    assert "0 of 4 answers are the same; the first other token is number 1 of answer 1" in found.findings[0].measured
+    job = json.loads((tmp_path / "out" / "vllm_job.json").read_text())
+    assert len(job["prompts"]) == 4
+    assert job["llm"]["speculative_config"] == {"method": "eagle3", "model": str(place), "num_speculative_tokens": 3}
+    with pytest.raises(UserError, match="vLLM failed with status 1"):
+        asked("sys.exit(1)")
+
+
+def test_why_vllm_is_not_asked(tmp_path):
+    def reason(draft: Path) -> str:
+        (found,) = [each for each in examined(draft, limit=2).not_checked if each.check.endswith("vLLM")]
+        return found.reason
+
+    assert "not in vLLM's layout" in reason(PLACE / "eagle3")
+    assert "no such program" in reason(exported(tmp_path / "draft", "eagle3", "vllm"))

@@ -1,9 +1,9 @@
-"""vLLM on token ids: run by vLLM's own interpreter, for evals/bench/vllm.py. Imports nothing of eagle_train.
+"""vLLM on token ids: run by vLLM's own interpreter, for vllm.py. Imports nothing of eagle_train.
 
 The job is a JSON file: `llm` are `LLM`'s keyword arguments, `sampling` those of `SamplingParams`, `prompts` lists of
 token ids, `answer` the JSON file for the result, which is whole or not there.
 
-    PYTHON evals/vllm_job.py JOB.json
+    PYTHON eagle_train/diagnosis/vllm_job.py JOB.json
 """
 
 import json

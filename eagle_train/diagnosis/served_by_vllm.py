@@ -1,0 +1,80 @@
+"""The same prompts in vLLM, where it is installed: the same files must have as many drafts accepted there as in our
+engine. Nothing is timed.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle_train.artifacts.format import Artifact
+from eagle_train.diagnosis.causes import Finding, NotChecked
+from eagle_train.diagnosis.learning import Learnt
+from eagle_train.diagnosis.options import DoctorConfig
+from eagle_train.diagnosis.texts import Question
+from eagle_train.diagnosis.vllm import VLLM, Counts, counts_of, job_for, run_job, version_of
+from eagle_train.inference import Output, Requests
+
+LAYOUTS = ("vllm", "speculators")
+LEAST_LOSS = 0.05
+"""Of tokens a round, relative: both engines decode greedily, and where rounding lets answers differ, so do the rounds
+behind. In fp32 24 prompts had the same counts in both."""
+
+
+def in_vllm(
+    config: DoctorConfig,
+    vllm: VLLM,
+    about: Artifact | None,
+    requests: Requests,
+    questions: Sequence[Question],
+    outputs: Sequence[Output],
+    depth: int,
+) -> Learnt:
+    """What vLLM accepts of the draft's files against our engine's counts. `outputs`: our answers, a question each.
+    Raises UserError where vLLM fails."""
+    if about is None or about.layout not in LAYOUTS:
+        return _not_asked("the draft is not in vLLM's layout; eagle-export layout=vllm writes it")
+    if shutil.which(vllm.python) is None:
+        return _not_asked(f"vllm.python={vllm.python}: no such program; `bash launch/vllm.sh` makes it")
+    version, own, target = version_of(vllm.python), counts_of(outputs), requests.target
+    prompts = [question.prompt for question in questions]
+    job = job_for(
+        config.target.path,
+        {"method": about.draft.kind, "model": config.path, "num_speculative_tokens": depth},
+        prompts,
+        Path(config.out) / "vllm_answer.json",
+        dtype=target.dtype,
+        max_model_len=min(max(map(len, prompts)) + config.max_tokens + depth + 1, target.max_positions),
+        max_num_seqs=config.batch_size,
+        max_tokens=config.max_tokens,
+        stop_ids=requests.stop_ids,
+        more=vllm.arguments,
+        trust_remote_code=config.target.trust_remote_code,
+    )
+    served = run_job(job, vllm, Path(config.out))
+    figures: dict[str, Any] = {"vllm": {**served.figures, "version": version}, "engine": own.figures}
+    if served.acceptance_length >= (1 - LEAST_LOSS) * own.acceptance_length:
+        return Learnt([], [], figures)
+    lost = own.acceptance_length - served.acceptance_length
+    return Learnt([Finding("engine", _said(own, served), lost)], [], figures)
+
+
+def _not_asked(reason: str) -> Learnt:
+    return Learnt([], [NotChecked("the same prompts in vLLM", reason)], {})
+
+
+def _said(own: Counts, served: Counts) -> str:
+    """Both engines' acceptance, and the first token in which an answer differs."""
+    depths = zip(served.acceptance, own.acceptance, strict=True)
+    told = ", ".join(f"{theirs:.2f} for {ours:.2f}" for theirs, ours in depths)
+    pairs = list(enumerate(zip(own.token_ids, served.token_ids, strict=True), 1))
+    differs = next(((number, ours, theirs) for number, (ours, theirs) in pairs if ours != theirs), None)
+    said = f"vLLM accepts fewer drafts of the same files than our engine: by depth {told}."
+    if differs is None:
+        return f"{said} All answers have the same tokens, so that the target is the same, and the draft is not."
+    number, ours, theirs = differs
+    length = min(len(ours), len(theirs))
+    place = next((place for place in range(length) if ours[place] != theirs[place]), length)
+    same = sum(ours == theirs for _, (ours, theirs) in pairs)
+    where = f"the first other token is number {place + 1} of answer {number}"
+    return f"{said} {same} of {len(pairs)} answers are the same; {where}."
