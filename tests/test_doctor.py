@@ -65,6 +65,7 @@ def test_a_problem_ends_with_status_1_and_says_what_to_do(tmp_path, capsys):
         (["draft={place}/eagle", "target.cached=true"], "target=cached: has no layers to answer with"),
         (["draft={place}/eagle", "max_tokens=250"], "fewer than two rows hold a prompt of less than 6 tokens"),
         (["draft={place}/eagle", "trained=nowhere"], "trained=nowhere: no checkpoint there"),
+        (["draft={place}/eagle", "trained={place}/mtp"], "mtp: is the draft "),
         (["draft={place}/eagle", "data.path=nowhere.jsonl"], "nowhere.jsonl"),
         ([], "draft.path is needed"),
     ],

@@ -20,7 +20,7 @@ TESTED_IN = {
     "corpus/test_templates.py": "corpus/answer_starts corpus/content_checks corpus/reasoning corpus/render "
     "corpus/template corpus/tokens corpus/turns",
     "diagnosis/test_vllm.py": "diagnosis/served_by_vllm diagnosis/vllm_job",
-    "diagnosis/test_run.py": "diagnosis/compare diagnosis/conventions diagnosis/files diagnosis/learning "
+    "diagnosis/test_run.py": "diagnosis/compare diagnosis/conventions diagnosis/files "
     "diagnosis/overflow diagnosis/reading diagnosis/replay diagnosis/template diagnosis/texts diagnosis/tracing "
     "diagnosis/variants",
     "distributed/test_ranks.py": "training/deepspeed",

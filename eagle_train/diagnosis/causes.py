@@ -73,6 +73,10 @@ CAUSES: Mapping[str, Cause] = {
         "The draft fails in contexts longer than those of its training",
         "train with a larger data.row_tokens, or give the draft a window (draft.window)",
     ),
+    "drift": Cause(
+        "The draft cannot go on from its own states",
+        "train it on them: more draft.steps, or train.unroll for draft=eagle, and longer",
+    ),
     "undertrained": Cause(
         "The draft has learnt too little",
         "train it longer, on more conversations like these",

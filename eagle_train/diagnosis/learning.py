@@ -21,7 +21,9 @@ from eagle_train.models.target import Target
 # Thresholds, each with the reason for it.
 POLICY_GAP = 0.05  # the target's own greedy answers are the easier text: healthy drafts agree with it more often there
 CONTEXT_DROP = 0.15  # along an answer acceptance drifts by less, as far as the target's certainty does not explain it
-LEAST_OVER_TABLE = 0.0  # a table of token pairs knows nothing of the text before: whatever reads it must be better
+LEAST_OVER_TABLE = 0.05  # a table of token pairs knows nothing of the text before, which a draft reads
+MOST_DRIFT = 0.5  # slots whose first token is right are the easier ones, so the second is right more often there
+_FEW = 24  # slots below which nothing is said
 _SHORTEST = 16  # tokens: the first length at which acceptance is divided
 
 
@@ -81,14 +83,35 @@ def context(target: Target, draft: Draft, parts: Sequence[Part], own: Measured, 
     return Learnt([Finding("context", said, own.taken[short].mean().item() - own.tokens)], [], figures)
 
 
-def undertrained(own: Measured, parts: Sequence[Part], training: dict[str, Any], seed: int) -> Learnt:
-    """Whether the draft is no better than a table of which token follows which in the other prompts' texts."""
+def drift(own: Measured, seed: int) -> Learnt:
+    """Whether the second token of a chain, which the draft proposes from its own states, is right much less often than
+    the first, which it proposes from the target's."""
+    right = own.taken[own.first > 0] >= 2
+    if len(right) < _FEW:
+        return Learnt([], [], {})
+    second = interval(right.double(), own.owner[own.first > 0], seed)
+    figures = {"acceptance_of_second_after_first": second.mean}
+    if second.high >= MOST_DRIFT * own.agreement:
+        return Learnt([], [], figures)
+    said = (
+        f"The first token of a chain is right at {own.agreement:.1%} of the slots; where it is, the second is right at "
+        f"{second.mean:.1%} (99 % interval {second.low:.2f} to {second.high:.2f})."
+    )
+    return Learnt([Finding("drift", said)], [], figures)
+
+
+def undertrained(
+    own: Measured, parts: Sequence[Part], reads_token: bool, training: dict[str, Any], seed: int
+) -> Learnt:
+    """Whether the draft is hardly better than a table of which token follows which in the other prompts' texts.
+    `reads_token`: whether it knows the token that it goes on from, as the table does; Medusa heads do not, and need not
+    be better by as much."""
     table = table_hits(parts)
     counted = torch.cat([each.counted[0] & (each.rows.positions[0] >= 1) for each in parts]).cpu()
     hit = table[counted].double()
     over = interval(own.first - hit, own.owner, seed)
     figures = {"agreement": own.agreement, "agreement_of_table": hit.mean().item()}
-    if over.low > LEAST_OVER_TABLE:
+    if over.low > (LEAST_OVER_TABLE if reads_token else 0):
         return Learnt([], [], figures)
     steps, tokens = training.get("steps"), training.get("tokens")
     seen = [f"{steps:,} steps" if steps else "", f"{tokens:,} tokens" if tokens else ""]

@@ -70,7 +70,7 @@ def measured(
     head, found = Head(draft, target.lm_head), []
     depth = min(depth, draft.config.levels or depth)
     for part in parts:
-        right = hits(draft, head, part, depth, change)
+        right = hits(draft, head, part, part.best, depth, change)
         alive = right[0] & part.counted
         first, taken = alive, alive.double()
         for ahead in range(1, depth):
@@ -84,10 +84,12 @@ def measured(
     return Measured(*(torch.cat(each) for each in zip(*found, strict=True)))
 
 
-def hits(draft: Draft, head: Head, part: Part, depth: int, change: Change = lambda rows: rows) -> list[torch.Tensor]:
-    """For each pass, bool [1, T]: whether the draft's choice at a slot is the target's."""
+def hits(
+    draft: Draft, head: Head, part: Part, wanted: torch.Tensor, depth: int, change: Change = lambda rows: rows
+) -> list[torch.Tensor]:
+    """For each pass, bool [1, T]: whether the draft's choice at a slot is the `wanted` token, int64 [1, T]."""
     states = draft.unrolled(draft, change(part.rows), depth)
-    return [chosen(draft, head, each, level) == part.best for level, each in enumerate(states)]
+    return [chosen(draft, head, each, level) == wanted for level, each in enumerate(states)]
 
 
 def chosen(draft: Draft, head: Head, states: torch.Tensor, level: int = 0) -> torch.Tensor:

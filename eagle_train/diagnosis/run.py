@@ -5,25 +5,25 @@ has learnt last: each is asked of a draft in which nothing before was found.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_train.diagnosis.causes import Finding, NotChecked, in_order
 from eagle_train.diagnosis.compare import compared
 from eagle_train.diagnosis.conventions import gained
-from eagle_train.diagnosis.learning import Learnt, context, off_policy, undertrained
+from eagle_train.diagnosis.learning import Learnt, context, drift, off_policy, undertrained
 from eagle_train.diagnosis.measure import Measured, interval, measured
 from eagle_train.diagnosis.options import DoctorConfig
 from eagle_train.diagnosis.overflow import overflow
 from eagle_train.diagnosis.reading import Reading, plain, read_draft
-from eagle_train.diagnosis.replay import MOST_ROUNDS, answers, differing, rounds
+from eagle_train.diagnosis.replay import answers, differing, is_rounding, rounds
 from eagle_train.diagnosis.served_by_vllm import in_vllm
 from eagle_train.diagnosis.template import other_templates
 from eagle_train.diagnosis.texts import Part, Text, read_by_target, read_questions
 from eagle_train.diagnosis.tracing import parting
 from eagle_train.diagnosis.variants import wanted_layers
 from eagle_train.drafts import Draft
-from eagle_train.errors import check
+from eagle_train.errors import UserError, check
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Output, Requests
 from eagle_train.inference.requests.readable import chats
@@ -55,8 +55,7 @@ def examine(config: DoctorConfig) -> Diagnosis:
     target = load_target(config.target, device, reads=chats)
     target.template_kwargs = {**(target.template_kwargs or {}), **(config.data.template_kwargs or {})}
     reading = read_draft(config.path, target)
-    trained = reading.trained if config.trained is None else read_draft(config.trained, target, "trained").served
-    check(config.trained is None or trained is not None, f"trained={config.trained}: cannot be read; give a checkpoint")
+    trained = reading.trained if config.trained is None else _trained(config.trained, reading, target)
     found = Diagnosis(list(reading.findings), list(reading.not_checked))
     served = reading.served or trained
     if served is None:
@@ -66,6 +65,17 @@ def examine(config: DoctorConfig) -> Diagnosis:
         Examination(config, target, served.to(device).eval(), trained, reading).run(found)
     found.findings = in_order(found.findings)
     return found
+
+
+def _trained(name: str, reading: Reading, target: Target) -> Draft:
+    """The draft that the examined one was made from. Raises UserError for another one, as far as both say it."""
+    found = read_draft(name, target, "trained")
+    if found.served is None:
+        raise UserError(f"trained={name}: cannot be read: {found.findings[0].measured}")
+    if found.about is not None and reading.about is not None:
+        own, made_from = found.about.source, reading.about.source
+        check(own == made_from, f"trained={name}: is the draft {own}, and draft was made from {made_from}; give that")
+    return found.served
 
 
 class Examination:
@@ -125,8 +135,10 @@ class Examination:
             reason = "there is one draft alone; give trained=DIR, the run or the native draft that it was made from"
             found.not_checked.append(NotChecked("the files against what was trained", reason))
             return
-        found.findings += compared(self.target, self.trained, self.served, self.own[0])
         best = measured(self.target, self.trained, self.own, self.depth)
+        lost = max(0.0, best.tokens - self.base.tokens)
+        parted = compared(self.target, self.trained, self.served, self.own[0])
+        found.findings += [replace(each, costs=lost) for each in parted]
         found.figures["tokens_per_call_as_trained"] = 1 + best.tokens
 
     def as_served(self, found: Diagnosis) -> None:
@@ -134,7 +146,7 @@ class Examination:
         every = rounds(self.target, self.draft, self.own, self.outputs, self.depth)
         wrong = differing(every)
         found.figures |= {"rounds": len(every), "rounds_that_differ": len(wrong)}
-        if len(wrong) <= MOST_ROUNDS * len(every):
+        if is_rounding(len(wrong), len(every), self.target.dtype):
             return
         first = wrong[0]
         said = (
@@ -172,8 +184,9 @@ class Examination:
         found.add(self.templates())
         found.add(off_policy(target, draft, base, parts, self.depth, seed))
         found.add(context(target, draft, self.own, base, self.depth, seed))
+        found.add(drift(base, seed))
         if not found.findings:
-            found.add(undertrained(base, self.own, self.reading.training, seed))
+            found.add(undertrained(base, self.own, not draft.config.at_once, self.reading.training, seed))
 
     def templates(self) -> Learnt:
         """Other renderings of the same questions."""

@@ -21,7 +21,7 @@ def test_chains_are_those_of_a_plain_loop(part):
     target = shared_target()
     draft = trained_draft(target)
     found = measured(target, draft, [part], depth=3)
-    right = [each[0].tolist() for each in hits(draft, Head(draft, target.lm_head), part, 3)]
+    right = [each[0].tolist() for each in hits(draft, Head(draft, target.lm_head), part, part.best, 3)]
     taken, owners = [], []
     for text, start in zip(part.texts, part.starts, strict=True):
         for slot in range(len(text.prompt) - 1, len(text.tokens) - 1):

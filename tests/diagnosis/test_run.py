@@ -172,8 +172,8 @@ def turned(tensors: dict) -> None:
     tensors["layers.0.self_attn.o_proj.weight"] = tensors["layers.0.self_attn.o_proj.weight"].t().contiguous()
 
 
-def without_norm(tensors: dict) -> None:
-    tensors["layers.0.post_attention_layernorm.weight"].fill_(1.0)
+def other_norm(tensors: dict) -> None:
+    tensors["layers.0.post_attention_layernorm.weight"].mul_(6.0)
 
 
 def half_scales(tensors: dict) -> None:
@@ -190,7 +190,7 @@ def coarse(tensors: dict) -> None:
 AGAINST = {
     "halves": ("tensor", "none", halves, "at fc, token 0"),
     "turned": ("tensor", "none", turned, "the weight is transposed"),
-    "norm": ("norm", "none", without_norm, "layers.0.post_attention_layernorm"),
+    "norm": ("norm", "none", other_norm, "layers.0.post_attention_layernorm"),
     "fp8 scales": ("precision", "fp8", half_scales, "fp8 codes and scales"),
     "coarse": ("precision", "none", coarse, "coarse rounding"),
 }
@@ -204,6 +204,9 @@ def test_the_first_divergence_is_named(tmp_path, planted):
     assert causes(found)[0] == cause
     assert "First divergence at " in found.findings[0].measured
     assert said in found.findings[0].measured
+    assert found.findings[0].costs == pytest.approx(
+        found.figures["tokens_per_call_as_trained"] - found.figures["tokens_per_call"]
+    )
 
 
 def test_a_quantised_export_raises_no_alarm(tmp_path):
