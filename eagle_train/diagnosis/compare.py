@@ -115,14 +115,10 @@ def _angles(call: Call, module: Any, own: Any) -> Iterator[Finding]:
     if len(wrong):
         at = int(wrong[0])
         place = int(positions[0, at])
-        said = f"{_rope(module)} in place of {_rope(own)}: angles differ from position {place} on, cos and sin by up to"
-        yield Finding("rope", f"First divergence at {call.name}, token {at}, position {place}: {said} {off.max():.2g}.")
-
-
-def _rope(module: Any) -> str:
-    """Its slowest angle, by which settings are told apart whatever they are called."""
-    slowest = module.frequencies.view(torch.float32).abs().min().item()
-    return f"angles down to {slowest:.3g} a position"
+        slowest = [each.frequencies.view(torch.float32).abs().min().item() for each in (module, own)]
+        said = f"First divergence at {call.name}, token {at}, position {place}"
+        turns = f"cos and sin are off by up to {off.max():.2g}; the slowest angle is {slowest[0]:.3g} a position, and was {slowest[1]:.3g} in training"
+        yield Finding("rope", f"{said}: {turns}.")
 
 
 def _told(

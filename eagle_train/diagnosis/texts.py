@@ -97,7 +97,8 @@ def read_questions(data: DataConfig, limit: int, requests: Requests, longest: in
 
 
 def _question_of(placed: PlacedRow, data: DataConfig, requests: Requests, renderer: ChatRenderer) -> Question | None:
-    """A row up to its first answer; None for one without a user's turn, or malformed where these are skipped."""
+    """A row up to its first answer; None for one without a user's turn, with tools, or malformed where these are
+    skipped."""
     place = placed[0]
     try:
         conversation = conversation_of(parse(*placed), data.format, data.columns, data.speakers)

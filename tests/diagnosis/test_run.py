@@ -96,6 +96,13 @@ def test_a_draft_that_was_trained_with_another_convention_is_found(name, cause):
     assert causes(examined(PLACE / name)) == [cause]
 
 
+def test_a_slot_that_training_left_out_is_found(tmp_path):
+    """Its keys are seen by all that follow."""
+    found = examined(native(tmp_path / "draft", "eagle", as_it_is, first_token="self_fusion"), limit=24)
+    assert causes(found) == ["first_token"]
+    assert "first_token=skip" in found.findings[0].measured
+
+
 # --- in an export: what its files say, and what they hold
 
 
@@ -159,6 +166,30 @@ def test_a_broken_export_is_found_by_itself(tmp_path, planted):
     found = examined(how(exported(tmp_path / "out", name, layout), change))
     assert causes(found) == [cause]
     assert said in found.findings[0].measured
+
+
+def of_others(values: dict) -> None:
+    """As engines know it, without our description."""
+    del values["eagle_train"]
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_a_healthy_draft_of_others_raises_no_alarm(tmp_path, name):
+    found = examined(edited(exported(tmp_path / "out", name, "vllm"), of_others), trained=str(PLACE / name))
+    assert causes(found) == []
+
+
+def test_a_draft_of_others_is_examined_by_its_files_and_conventions(tmp_path):
+    place = edited(exported(tmp_path / "ids", "eagle3", "vllm"), of_others)
+    found = examined(rewritten(place, ids))
+    assert causes(found) == ["vocabulary"]
+    assert "d2t holds token ids" in found.findings[0].measured
+
+    def without_our_name(values: dict) -> None:
+        of_others(values)
+        with_theta(values)
+
+    assert causes(examined(edited(exported(tmp_path / "theta", "eagle", "vllm"), without_our_name))) == ["rope"]
 
 
 # --- against the draft that was trained: the first module that differs
