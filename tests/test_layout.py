@@ -20,9 +20,9 @@ TESTED_IN = {
     "corpus/test_templates.py": "corpus/answer_starts corpus/content_checks corpus/reasoning corpus/render "
     "corpus/template corpus/tokens corpus/turns",
     "diagnosis/test_vllm.py": "diagnosis/served_by_vllm diagnosis/vllm_job",
-    "diagnosis/test_run.py": "diagnosis/compare diagnosis/conventions diagnosis/files "
+    "diagnosis/test_run.py": "diagnosis/compare diagnosis/conventions diagnosis/fed_variants diagnosis/files "
     "diagnosis/overflow diagnosis/reading diagnosis/replay diagnosis/template diagnosis/texts diagnosis/tracing "
-    "diagnosis/variants",
+    "diagnosis/own_variants",
     "distributed/test_ranks.py": "training/deepspeed",
     "inference/cache/test_paged_kv.py": "inference/cache/prefix inference/cache/suffix",
     "inference/lookup/test_datastore.py": "inference/lookup/datastore_format",

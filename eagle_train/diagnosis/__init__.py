@@ -6,7 +6,8 @@
 - `compare`: the draft as it is served against the draft as it was trained, module by module
 - `replay`: our engine against the training graph, round by round; `tracing`: where they part
 - `served_by_vllm`: the same in vLLM; `vllm`: vLLM as a program, and `vllm_job`, what its interpreter runs
-- `conventions`: ablations that show a wrong convention by what its change gains; `variants`: the changes
+- `conventions`: ablations that show a wrong convention by what its change gains: of what it is fed
+  (`fed_variants`), and of itself (`own_variants`)
 - `overflow`: whether its numbers fit the type that it is served in
 - `learning`: what the draft has learnt, and from which texts; `template`: under which chat template
 - `run`: all of it; `report`: how it is told

@@ -117,7 +117,8 @@ def _angles(call: Call, module: Any, own: Any) -> Iterator[Finding]:
         place = int(positions[0, at])
         slowest = [each.frequencies.view(torch.float32).abs().min().item() for each in (module, own)]
         said = f"First divergence at {call.name}, token {at}, position {place}"
-        turns = f"cos and sin are off by up to {off.max():.2g}; the slowest angle is {slowest[0]:.3g} a position, and was {slowest[1]:.3g} in training"
+        turns = f"the slowest angle is {slowest[0]:.3g} a position, and was {slowest[1]:.3g} in training"
+        turns = f"cos and sin are off by up to {off.max():.2g}; {turns}"
         yield Finding("rope", f"{said}: {turns}.")
 
 

@@ -4,12 +4,14 @@ A healthy draft loses by each change, or gains nothing. Knows nothing of files, 
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from eagle_train.diagnosis.causes import Finding
-from eagle_train.diagnosis.measure import Interval, Measured, difference, measured
+from eagle_train.diagnosis.fed_variants import fed_variants
+from eagle_train.diagnosis.measure import Measured, difference, measured
+from eagle_train.diagnosis.own_variants import own_variants
 from eagle_train.diagnosis.texts import Part
-from eagle_train.diagnosis.variants import Variant, variants
 from eagle_train.drafts import Draft
 from eagle_train.models.target import Target
 
@@ -23,25 +25,19 @@ def gained(
 ) -> tuple[Finding | None, list[dict[str, Any]]]:
     """The finding of the change that gains the most, where one gains more than `LEAST_GAIN`, and what each change
     gains, for results.json. A second wrong convention shows when the first is right."""
-    tried: list[tuple[Variant, Measured, Interval]] = []
-    for variant in variants(target, draft):
+    least, good, rows = max(LEAST_GAIN, LEAST_GAIN * base.tokens), [], []
+    for variant in chain(fed_variants(target, draft), own_variants(target, draft)):  # one copy of the draft at a time
+        cause, change = variant.cause, variant.said
         found = measured(target, variant.draft, parts, depth, variant.change)
-        tried.append((variant, found, difference(found, base, seed)))
-    rows = [
-        {"cause": each.cause, "change": each.said, "tokens": found.tokens, "gain": gain.mean, "gain_low": gain.low}
-        for each, found, gain in tried
-    ]
-    least = max(LEAST_GAIN, LEAST_GAIN * base.tokens)
-    good = [
-        (variant, found, gain)
-        for variant, found, gain in tried
-        if gain.low > 0 and gain.mean > least and found.agreement >= variant.least
-    ]
+        gain = difference(found, base, seed)
+        rows.append({"cause": cause, "change": change, "tokens": found.tokens, "gain": gain.mean, "gain_low": gain.low})
+        if gain.low > 0 and gain.mean > least and found.agreement >= variant.least:
+            good.append((gain, found.tokens, cause, change))
     if not good:
         return None, rows
-    variant, found, gain = max(good, key=lambda each: each[2].mean)
+    gain, tokens, cause, change = max(good, key=lambda each: each[0].mean)
     said = (
-        f"With {variant.said}, {found.tokens:.2f} tokens of a chain are accepted in place of {base.tokens:.2f} "
+        f"With {change}, {tokens:.2f} tokens of a chain are accepted in place of {base.tokens:.2f} "
         f"(99 % interval of the gain: {gain.low:.2f} to {gain.high:.2f})."
     )
-    return Finding(variant.cause, said, gain.mean), rows
+    return Finding(cause, said, gain.mean), rows

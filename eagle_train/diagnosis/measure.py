@@ -53,6 +53,18 @@ class Measured:
         return Measured(*(getattr(self, each.name)[slots] for each in fields(self)))
 
 
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A draft, and a change of what it is fed, that differ from the examined draft in one convention. `said`: what was
+    changed, in words that follow "with". `least`: the acceptance at depth 1 below which it is not told."""
+
+    cause: str
+    said: str
+    draft: Draft
+    change: Change = lambda rows: rows
+    least: float = 0.0
+
+
 @dataclass(frozen=True)
 class Interval:
     """A mean and its 99 % interval over prompts."""

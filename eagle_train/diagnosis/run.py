@@ -11,6 +11,7 @@ from typing import Any
 from eagle_train.diagnosis.causes import Finding, NotChecked, in_order
 from eagle_train.diagnosis.compare import compared
 from eagle_train.diagnosis.conventions import gained
+from eagle_train.diagnosis.fed_variants import wanted_layers
 from eagle_train.diagnosis.learning import Learnt, context, drift, off_policy, undertrained
 from eagle_train.diagnosis.measure import Measured, interval, measured
 from eagle_train.diagnosis.options import DoctorConfig
@@ -21,7 +22,6 @@ from eagle_train.diagnosis.served_by_vllm import in_vllm
 from eagle_train.diagnosis.template import other_templates
 from eagle_train.diagnosis.texts import Part, Text, read_by_target, read_questions
 from eagle_train.diagnosis.tracing import parting
-from eagle_train.diagnosis.variants import wanted_layers
 from eagle_train.drafts import Draft
 from eagle_train.errors import UserError, check
 from eagle_train.hardware import resolve_device
