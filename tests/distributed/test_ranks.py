@@ -5,6 +5,7 @@ import itertools
 import re
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from tests.support.trainers import a_target, assert_same, make_trainer, run_trai
 
 pytestmark = pytest.mark.ranks
 
-STEPS, SAVED = 20, 10
+STEPS, SAVED = 12, 6
 TRAIN = {"steps": STEPS, "rows": 1, "rows_per_step": 6, "save_every": SAVED, "eval_every": SAVED, "keep": 0}
 CASES = {
     "ddp": {"backend": "ddp"},
@@ -40,10 +41,10 @@ MEDUSA = TRAIN | {"shape": {"kind": "medusa", "heads": 3, "num_layers": 2, "loss
 MTP = TRAIN | {"shape": {"kind": "mtp", "steps": 3, "window": 7, "sink": True}}
 PEAGLE = TRAIN | {"shape": EAGLE3["shape"] | {"kind": "peagle"}}
 MUON = TRAIN | {"optim": {"name": "muon", "lr": 1e-3}}
-LEFT_OUT = [3, 11, 12]  # steps
-SPOILT = [6]  # steps whose gradients are no numbers
-DROPPED = [1, 4, 12]  # steps that begin with gradients that are dropped
-TOLD = [1, 13, 1]  # rank 1 to stop, after the first of step 14's three micro-batches
+LEFT_OUT = [3, 8, 9]  # steps
+SPOILT = [5]  # steps whose gradients are no numbers
+DROPPED = [1, 4, 9]  # steps that begin with gradients that are dropped
+TOLD = [1, 9, 1]  # rank 1 to stop, after the first of step 10's three micro-batches
 BF16_NOISE = 1e-3  # relative; FSDP2 rounds elsewhere than autocast, and 20 steps differ by 1e-4 at most
 DEEPSPEED = {f"zero{stage}": {"backend": "deepspeed", "zero": {"stage": stage}} for stage in (1, 2, 3)}
 DEEPSPEED |= {f"{name}-offloaded": {**DEEPSPEED[name], "offload_optimizer": True} for name in ("zero2", "zero3")}
@@ -52,6 +53,11 @@ if importlib.util.find_spec("deepspeed") and shutil.which("c++"):  # it compiles
 FEW = [name for name in CASES if name not in ("fsdp2", "fsdp2-offloaded")]
 
 WITH_MUON = ["ddp", "fsdp2"]
+OF_KINDS = ["eagle3-", "medusa-", "mtp-", "peagle-"]
+TWO = [name for name in ("fsdp2-recomputed", "zero2") if name in CASES]  # the others have the same backends under them
+UNROLLED = [name for name in FEW if name != "zero1" and "offloaded" not in name]  # where states lie is not of a loss
+NAMES = {"beyond-": UNROLLED, "low-": FEW, "muon-": WITH_MUON, "resumed-muon-": WITH_MUON, "told-": ["fsdp2"]}
+NAMES |= {"eagle3-": UNROLLED} | dict.fromkeys(OF_KINDS[1:], TWO)  # by kind; of others all
 MUON_NOISE = 5e-4  # relative; its products are in bf16 where the CPU has them, and 20 steps differ by 5e-5 at most
 
 
@@ -104,16 +110,38 @@ def case_of(kind: str, name: str, out: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def together(data, alone, alone_with_muon, tmp_path_factory) -> Callable[..., Path]:
-    """Two ranks' runs by kind and name (`case_of`), each made when it is first asked for: one costs one test."""
+    """Two ranks' runs by kind and name (`case_of`); those of a kind are made in one start when one is asked for."""
     root = tmp_path_factory.mktemp("together")
 
-    def made(name: str, kind: str = "") -> Path:
-        out = root / f"{kind}{name}"
-        if not out.exists():
+    @cache
+    def start(kind: str) -> None:
+        cases = []
+        for name in NAMES.get(kind, CASES):
+            out = root / f"{kind}{name}"
             if kind.startswith("resumed-"):
                 first_half((alone_with_muon if "muon" in kind else alone)[0], out)
-            start_ranks(2, "ranks_job", data, [case_of(kind, name, out)])
-        return out
+            cases.append(case_of(kind, name, out))
+        start_ranks(2, "ranks_job", data, cases)
+
+    def made(name: str, kind: str = "") -> Path:
+        start(kind)
+        return root / f"{kind}{name}"
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(data, tmp_path_factory) -> Callable[[str], list[dict]]:
+    """What one process reports of a kind's run."""
+
+    @cache
+    def made(kind: str) -> list[dict]:
+        target = a_target(dtype=torch.bfloat16) if kind == "low-" else None
+        trainer = make_trainer(tmp_path_factory.mktemp("expected"), data, target=target, **KINDS[kind])
+        if kind in ("beyond-", "low-"):
+            leave_out(trainer, LEFT_OUT)
+            spoil(trainer, SPOILT)
+        return run_training(trainer)
 
     return made
 
@@ -144,35 +172,22 @@ def test_two_ranks_go_on_from_one_processs_checkpoint(alone, together, name):
     assert_same_run(metrics_without_times(together(name, "resumed-")), alone[1])
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_two_ranks_train_beyond_the_paper_as_one_process_does(data, together, tmp_path, name):
-    trainer = make_trainer(tmp_path, data, **BEYOND)
-    leave_out(trainer, LEFT_OUT)
-    spoil(trainer, SPOILT)
-    assert_same_run(known(metrics_without_times(together(name, "beyond-"))), known(run_training(trainer)))
+@pytest.mark.parametrize("name", UNROLLED)
+def test_two_ranks_train_beyond_the_paper_as_one_process_does(expected, together, name):
+    assert_same_run(known(metrics_without_times(together(name, "beyond-"))), known(expected("beyond-")))
 
 
-OF_KINDS = [("eagle3-", name) for name in FEW]  # the others have the same backends under them
-OF_KINDS += [
-    (kind, name) for kind in ("medusa-", "mtp-", "peagle-") for name in ("fsdp2-recomputed", "zero2") if name in CASES
-]
-
-
-@pytest.mark.parametrize(("kind", "name"), OF_KINDS)
-def test_two_ranks_train_a_draft_of_another_kind_as_one_process_does(data, together, tmp_path, kind, name):
-    expected = run_training(make_trainer(tmp_path, data, **KINDS[kind]))
-    assert_same_run(metrics_without_times(together(name, kind)), expected)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in OF_KINDS for name in NAMES[kind]])
+def test_two_ranks_train_a_draft_of_another_kind_as_one_process_does(expected, together, kind, name):
+    assert_same_run(metrics_without_times(together(name, kind)), expected(kind))
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_two_ranks_train_in_bf16_as_one_process_does(data, together, tmp_path, name):
-    trainer = make_trainer(tmp_path, data, target=a_target(dtype=torch.bfloat16), **TRAIN)
-    leave_out(trainer, LEFT_OUT)
-    spoil(trainer, SPOILT)
-    found, expected = (
-        continuous(known(rows)) for rows in (metrics_without_times(together(name, "low-")), run_training(trainer))
+def test_two_ranks_train_in_bf16_as_one_process_does(expected, together, name):
+    found, alone = (
+        continuous(known(rows)) for rows in (metrics_without_times(together(name, "low-")), expected("low-"))
     )
-    assert_same_run(found, expected, BF16_NOISE)
+    assert_same_run(found, alone, BF16_NOISE)
 
 
 @pytest.mark.parametrize("name", WITH_MUON)

@@ -155,6 +155,7 @@ def main(data: Path, cases: list[dict]) -> None:
     with patch("socket.gethostname", return_value=host):
         world = distributed.start("cpu", shard_size=cases[0].get("shard_size"), group=True)
     for case in cases:
+        print(f"case {case}", flush=True)  # the last one in the output is the one that failed
         if "samples" in case:
             samples(world)
         elif "target" in case:
