@@ -6,7 +6,7 @@ answers repeat themselves, and drafters of all kinds are right at times and wron
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -100,7 +100,7 @@ def eagle(target: Target, texts: list[list[int]], alignment: str = "accepted") -
 def draft_for(target: Target) -> Draft:
     """A new copy of one that is right at times."""
     if id(target) not in DRAFTS:
-        DRAFTS[id(target)] = target, trained_draft(in_fp32(target), steps=40)
+        DRAFTS[id(target)] = target, trained_draft(in_fp32(target), steps=24)
     return copy.deepcopy(DRAFTS[id(target)][1])
 
 
@@ -116,7 +116,8 @@ def of_kind(made: Callable[..., Draft], target: Target, alignment: str = "accept
     """The same with a draft of another kind."""
     key = (made.__name__, id(target), str(kind))
     if key not in OF_KINDS:
-        OF_KINDS[key] = target, made(in_fp32(target), 40, **kind)
+        steps = 40 if made in (trained_medusa, trained_peagle) else 24  # of which it takes more to be right at all
+        OF_KINDS[key] = target, made(in_fp32(target), steps, **kind)
     return drafter_of(copy.deepcopy(OF_KINDS[key][1]), target, alignment)
 
 
@@ -202,3 +203,12 @@ KINDS = {
     "own, of texts": Kind(lambda *_: LastPlace(1), "chain3"),
     "own, on the device": Kind(lambda *_: PromptLookup()),
 }
+
+# Those that can be drafters of one engine: its tree is theirs too.
+TOGETHER = [name for name, kind in KINDS.items() if not kind.is_moody and kind.tree != KINDS["tree=dynamic"].tree]
+
+
+def with_several(target: Target, texts: list[list[int]], names: Iterable[str] = TOGETHER, **options: Any) -> Engine:
+    """An engine with these drafters, of TOGETHER, by name."""
+    drafters = {name: KINDS[name].make(target, texts) for name in names}
+    return Engine(target, drafters, "d3_bf2", **{"max_batch_size": 9} | options)

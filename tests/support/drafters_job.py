@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from eagle_train import distributed
-from eagle_train.inference import SamplingParams
+from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
-from tests.support.drafters import KINDS, LENGTH, PROMPTS, WHOLE
+from tests.support.drafters import KINDS, LENGTH, PROMPTS, TOGETHER, WHOLE, with_several
 from tests.support.reference_answers import token_ids
 
 OF_ITS_OWN = ["layer_skip", "tree=auto"]  # where each rank has the whole target, engines are those of one process
@@ -17,17 +17,33 @@ GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 
 
 def outcomes(target: Target, kinds: Iterable[str] = KINDS) -> dict[str, list[dict]]:
-    """By kind what is answered at temperature 0 and at others, and in how many rounds."""
-    drawn = [replace(GREEDY, temperature=float(i != 2), seed=i, max_tokens=LENGTH - i) for i in range(len(PROMPTS))]
-    drawn[3] = replace(drawn[3], repetition_penalty=1.3, logit_bias={5: 1.5}, min_p=0.02)
-    drawn[4] = replace(drawn[4], grammar={"regex": "[a-f]{2,9}(xy|z)?"})
+    """By kind what is answered at temperature 0 and at others, and in how many rounds: of one engine for those of
+    TOGETHER, and an engine for each other."""
+    texts, found = [prompt * 3 for prompt in PROMPTS], {}
+    several = [name for name in kinds if name in TOGETHER]
+    engines = {(name,): KINDS[name].engine(target, texts) for name in kinds if name not in TOGETHER}
+    engines[(*several,)] = with_several(target, texts, several)
+    for names, engine in engines.items():
+        cases = [answered(engine, names, params) for params in ([GREEDY] * len(PROMPTS), drawn())]
+        found |= {name: [case[name] for case in cases] for name in names}
+    return found
+
+
+def drawn() -> list[SamplingParams]:
+    params = [replace(GREEDY, temperature=float(i != 2), seed=i, max_tokens=LENGTH - i) for i in range(len(PROMPTS))]
+    params[3] = replace(params[3], repetition_penalty=1.3, logit_bias={5: 1.5}, min_p=0.02)
+    params[4] = replace(params[4], grammar={"regex": "[a-f]{2,9}(xy|z)?"})
+    return params
+
+
+def answered(engine: Engine, names: tuple[str, ...], params: list[SamplingParams]) -> dict[str, dict]:
+    """By drafter: what PROMPTS are answered by it."""
+    asked = [replace(own, drafter=name if name in TOGETHER else None) for name in names for own in params]
+    outputs = engine.generate(PROMPTS * len(names), asked)
     found = {}
-    for name in kinds:
-        engine, cases = KINDS[name].engine(target, [prompt * 3 for prompt in PROMPTS]), []
-        for params in ([GREEDY] * len(PROMPTS), drawn):
-            outputs = engine.generate(PROMPTS, params)
-            cases.append({"tokens": token_ids(outputs), "rounds": [output.rounds for output in outputs]})
-        found[name] = cases
+    for place, name in enumerate(names):
+        own = outputs[place * len(PROMPTS) :][: len(PROMPTS)]
+        found[name] = {"tokens": token_ids(own), "rounds": [output.rounds for output in own]}
     return found
 
 
