@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle_train.errors import check, shown
+from eagle_train.errors import UserError, check, shown
 from eagle_train.inference.decode.acceptance import Acceptance
 from eagle_train.inference.decode.adjustments import Adjustment
 from eagle_train.inference.decode.logprobs import TokenLogprobs
@@ -27,9 +27,11 @@ def check_prompt(prompt: Any, name: str) -> None:
     if not isinstance(prompt, str):
         is_chat = len(prompt) > 0 and isinstance(prompt[0], dict)
         for each in prompt:
-            check(isinstance(each, dict) if is_chat else is_whole(each, 0), f"{name} holds {shown(each)}: {wanted}")
+            if not (isinstance(each, dict) if is_chat else is_whole(each, 0)):  # a long prompt has no message made
+                raise UserError(f"{name} holds {shown(each)}: {wanted}")
             role = each.get("role", "") if is_chat else ""
-            check(isinstance(role, str), f"{name} holds a message with role={shown(role)}: must be a text")
+            if not isinstance(role, str):
+                raise UserError(f"{name} holds a message with role={shown(role)}: must be a text")
 
 
 @dataclass
