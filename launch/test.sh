@@ -8,5 +8,6 @@ ruff format --check .
 mypy
 shellcheck .ci/run examples/*.sh launch/*.sh launch/slurm/*
 NO_MKDOCS_2_WARNING=1 mkdocs build --strict # a broken link or a page without a place is an error
-# A process for each core, four at most: what one of them waits for, another does not.
-pytest --numprocesses logical --maxprocesses 4 --dist worksteal "$@"
+# A process for each core, four at most: what one of them waits for, another does not. What the tests of a file share
+# (trained drafts, runs of several ranks) is made in one process; files come in their order, the last ones are short.
+pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
