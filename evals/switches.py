@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from eagle_train.artifacts.format import read_artifact
 from eagle_train.artifacts.markdown import aligned, code
 from eagle_train.distributed import place
 from eagle_train.errors import check
@@ -63,6 +64,9 @@ class Config(SwitchesConfig):
 
     def lack(self, name: str) -> str | None:
         """What the switch needs and this job does not have; None where it has all."""
+        aligned = "last" in (SWITCHES[name].on.alignment, SWITCHES[name].off.alignment)
+        if aligned and self.draft.path is not None and read_artifact(self.draft.path).draft.levels is not None:
+            return "a draft that reads tokens again"
         return SWITCHES[name].lack(resolve_device(self.device), place()[1])
 
     @property

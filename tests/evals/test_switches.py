@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from eagle_train.artifacts.format import save_draft
 from eagle_train.errors import UserError, check
-from eagle_train.models.loading import TargetConfig
+from eagle_train.inference.options import DraftOptions
+from eagle_train.models.loading import TargetConfig, load_target
 from evals import switches
 from evals.bench import session as session_module
 from evals.bench.switching import compared
@@ -15,6 +17,7 @@ from evals.switches import columns, comparison
 from tests.support.command_line import call
 from tests.support.eval_inputs import arguments
 from tests.support.switches import make_switches_home, switches_config, timed_answers
+from tests.support.tiny import tiny_medusa
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +128,18 @@ def test_switches_of_a_gpu_are_left_out_on_a_cpu(home):
     assert "cuda_graphs" not in {name for _, name in switches_config(home).cells}
     with pytest.raises(UserError, match=r"^switches: cuda_graphs needs a GPU; name others$"):
         switches_config(home, switches=["cuda_graphs"])
+
+
+def test_switches_that_a_kind_of_draft_lacks_are_left_out(home, tmp_path):
+    target = load_target(TargetConfig(str(home / "target")), "cpu")
+    save_draft(tiny_medusa(target, heads=2), tmp_path, target.identity)
+    of_heads = {"draft": DraftOptions(str(tmp_path))}
+    assert "last_alignment" in {name for _, name in switches_config(home).cells}
+    assert "last_alignment" not in {name for _, name in switches_config(home, **of_heads).cells}
+    with pytest.raises(
+        UserError, match=r"^switches: last_alignment needs a draft that reads tokens again; name others$"
+    ):
+        switches_config(home, switches=["last_alignment"], **of_heads)
 
 
 @pytest.mark.parametrize("name", ["disaggregated_prefill", "divided_sampling", "fast_linear"])
