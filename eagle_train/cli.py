@@ -37,7 +37,8 @@ COMMANDS = "commands"  # where in conf/ their YAMLs are; all other folders are g
 PLACEHOLDER = re.compile(r"(\\*)\$\{")  # what OmegaConf would fill in
 
 TEXTS = ("prompt", "grammar.regex", "grammar.ebnf", "data.assistant_pattern")
-OPEN = ("data.template_kwargs.", "target.template_kwargs.", "data.roles.")  # mappings whose keys are the user's own
+# Mappings whose keys are the user's own.
+OPEN = ("data.template_kwargs.", "target.template_kwargs.", "data.roles.", "suite.columns.")
 
 BESIDE = {  # what a group takes besides its YAMLs
     "target": "or a directory or hub id",

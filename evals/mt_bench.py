@@ -4,6 +4,7 @@ Plain and speculative decoding share the target and the engine's code, and answe
 turn. Paper sections 2.2 and 2.4 (table 1); DESIGN sections 3.8 and 3.10.
 
     python -m evals.mt_bench draft=DIR questions=FILE.jsonl tree=chain3 temperature=0 top_p=0.9 out=DIR
+    python -m evals.mt_bench draft=DIR suite=humaneval suite.path=HumanEval.jsonl out=DIR
     python -m evals.mt_bench drafter=ngram questions=FILE.jsonl out=DIR
 """
 
@@ -19,7 +20,9 @@ from eagle_train.results import json_text
 from eagle_train.settings import build
 from evals.bench import statistics
 from evals.bench.answering import Run, run_in_turn, seeded
-from evals.bench.config import DrafterConfig, check_least
+from evals.bench.asked import AskedConfig, prepared
+from evals.bench.config import check_least
+from evals.bench.contexts import by_context
 from evals.bench.draft_report import markdown, summary
 from evals.bench.evaluation import evaluation
 from evals.bench.report import plot_acceptance
@@ -32,12 +35,11 @@ from evals.bench.trees import check_tree, have_one_depth, tree_names
 
 
 @dataclass(kw_only=True)
-class Config(DrafterConfig):
+class Config(AskedConfig):
     """conf/commands/mt_bench.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     tree: Any
     quant: Quant
-    limit: int | None
     batch_size: int
 
     def __post_init__(self) -> None:
@@ -49,12 +51,12 @@ class Config(DrafterConfig):
 
 @evaluation("mt_bench")
 def main(values: DictConfig) -> None:
-    session = Session(build(Config, values, ""))
-    config = session.config
+    config = build(Config, values, "")
+    session, too_long = prepared(config)
     plain, speculative = variants(session, check_fit(session.requests, session.questions, config.max_tokens))
     run_in_turn([plain, speculative], session.questions, config.params, config.batch_size)
     about = {"draft_training": session.artifact.training if config.draft.path else None, **session.about()}
-    found = {**measured(plain, speculative, config), **about}
+    found = {**measured(plain, speculative, config), "too_long": too_long, **config.about_questions(), **about}
     if config.batch_size == 1:
         statistics.check_timing(found)
     session.write("answers.jsonl", answer_rows(plain.answers, speculative.answers))
@@ -92,7 +94,8 @@ def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
         **{f"plain_{name}": value for name, value in other.items()},
         "repeated_8grams": statistics.repeated_ngrams(answer.output.token_ids for answer in answers),
         **statistics.counts(answers, config.max_tokens),
-        "per_category_and_turn": statistics.groups(answers),
+        "per_category_and_turn": statistics.groups(answers, plain.answers),
+        "by_context": by_context(answers, engine.target.max_positions),
         "train_serve_check": train_serve_check(speculative, config.batch_size) if config.is_eagle else None,
         "alignment": config.draft.alignment if config.is_eagle else None,
         "quant": str(quant_of(speculative.draft)) if config.is_eagle else None,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from eagle_train.errors import UserError, check
@@ -20,6 +20,7 @@ from evals.bench.answering import TURN_SEEDS, Answering, backwards, serve, take_
 from evals.bench.baselines import Transformers, stock_model
 from evals.bench.config import RelaxedConfig, check_decodes, check_least, check_sizes
 from evals.bench.contestants import Contestant
+from evals.bench.contexts import by_context
 from evals.bench.expected import depth_shares, expected_speedup, expected_tpc, mean_depth
 from evals.bench.footprint import cache_bytes_per_token, file_bytes, traced_bytes, weight_bytes
 from evals.bench.questions import Question
@@ -285,6 +286,7 @@ def row_of(cell: Cell, name: str, plain: list[AnswerBatch], theirs: list[AnswerB
         "answers": len(answers),
         "lossy": name in cell.sides and any(answer.output.is_lossy for answer in answers),
         "equal_answers": len(answers) - differing if is_same else None,
+        "by_context": by_context(answers, cell.plain.target.max_positions),
         "by_category": by_category,
         "by_group": by_group if by_group != by_category else [],
     }
@@ -303,21 +305,10 @@ def _parts(key: Callable[[Question], str | None], plain: list[AnswerBatch], thei
             pair[0].append(before)
             pair[1].append(answer)
     return [
-        {
-            "category": value,
-            "answers": len(own),
-            "tpc": statistics.tpc(own),
-            "acceptance_per_depth": statistics.acceptance(own),
-            "speedup": _speedup(before, own),
-        }
+        {"category": value, "answers": len(own), **{key: each for key, each in found.items() if key != "prompts"}}
         for value, (before, own) in sorted(parts.items())
+        if (found := statistics.group(own, before))
     ]
-
-
-def _speedup(plain: list[Answer], own: list[Answer]) -> float | None:
-    """The ratio of the mean times between tokens; None where nothing was decoded."""
-    before, after = statistics.intervals(plain), statistics.intervals(own)
-    return fmean(before) / fmean(after) if before and after else None
 
 
 def _costs(name: str, stages: Mapping[str, dict[str, float]], theirs: list[AnswerBatch], row: Row) -> Row:

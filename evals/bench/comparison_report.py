@@ -10,6 +10,7 @@ from typing import Any
 from eagle_train.artifacts.markdown import code, plain
 from evals.bench.report import (
     TERMS,
+    contexts,
     decoding,
     document,
     lossy,
@@ -17,10 +18,12 @@ from evals.bench.report import (
     marked,
     ms,
     number,
+    of_suite,
     percent,
     sampling,
     several,
     table,
+    with_interval,
 )
 
 Found = Mapping[str, Any]
@@ -116,11 +119,14 @@ def of_task(task: Found, rows: Sequence[Found], grouped: str | None) -> str:
         f"{code(task['path'])}: {task['format']}, {several(task['questions'], 'question')}{too_long}; licence: "
         f"{plain(task['licence'])}."
     ]
+    parts += [of_suite(task["suite"])] if task["suite"] else []
     parts += [measures(rows), expectations(rows)]
     for size in dict.fromkeys(row["batch_size"] for row in rows):
         parts.append(categories([row for row in rows if row["batch_size"] == size], f"batches of {size}"))
     if task["format"] == "Spec-Bench" and grouped:
         parts.append(grouped)
+    first = [row for row in rows if row["memory"] is not None and row["batch_size"] == rows[0]["batch_size"]]
+    parts += [f"{plain(row['decoding'])}, by context:\n\n{contexts(row['by_context'])}" for row in first]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -181,12 +187,17 @@ def categories(rows: Sequence[Found], where: str) -> str:
         [
             plain(category),
             str(count),
-            *(f"{number(own[category]['speedup'])} ({number(own[category]['tpc'])})" for own in by_name.values()),
+            *(_of_category(own[category]) for own in by_name.values()),
         ]
         for category, count in named.items()
     ]
     header = [f"category, {where}", "answers", *(plain(name) for name in by_name)]
-    return f"{table(header, cells)}\n\nSpeed-up, and TPC in brackets."
+    return f"{table(header, cells)}\n\nSpeed-up, and TPC, each with its 95 % interval over the questions."
+
+
+def _of_category(row: Found) -> str:
+    spreads = [with_interval(row[key], row[f"{key}_interval"]) for key in ("speedup", "tpc")]
+    return ", TPC ".join(spreads)
 
 
 def of_drafters(found: Found) -> str:

@@ -10,20 +10,29 @@ from evals.bench.diagnosis import diagnosis
 from evals.bench.report import (
     TERMS,
     Found,
+    contexts,
     document,
     made_on,
     marked,
     ms,
     number,
+    of_suite,
     percent,
     sampling,
     several,
     subject,
     table,
+    with_interval,
 )
 
 LONGEST_NAME = 60  # characters of a category in a table
 
+BRACKETS = "In brackets: 95 % intervals, by bootstrap over the questions."
+CONTEXT = (
+    "The context of a round: the tokens before it, prompt and answer so far. Acceptance is of all rounds in the "
+    "bucket; drafts behind an answer's end do not count. The questions of one bucket need not be those of the "
+    "next, unless `context_lengths` asks the same ones at each."
+)
 ENDS = {
     "stop": "at a stop",
     "length": "at max_tokens",
@@ -54,14 +63,17 @@ def markdown(found: Found) -> str:
     quant = "" if found["quant"] in (None, "none") else f", {found['quant']}"
     setting = (
         f"{subject(found)}{quant}; {found['tree']}; {sampling(config)}; batches of "
-        f"{found['batch_size']}; {several(found['questions'], 'question')} of {code(config['questions'])}, "
+        f"{found['batch_size']}; {several(found['questions'], 'question')} of {code(found['asked'])}, "
         f"{several(found['prompts'], 'prompt')}."
     )
+    setting += f" {several(found['too_long'], 'more question')} too long." if found["too_long"] else ""
+    setting += f"\n\n{of_suite(found['suite'])}" if found["suite"] else ""
     sections = {
         marked(f"TPC {found['tpc']:.2f}, {found['speedup']:.2f} times as fast as plain decoding", found): setting,
         "Headline": headline(found),
-        "By category and turn": by_category_and_turn(found["per_category_and_turn"]),
+        "By category and turn": f"{by_category_and_turn(found['per_category_and_turn'])}\n\n{BRACKETS}",
         "Acceptance by depth": by_depth(found),
+        "By context": f"{contexts(found['by_context'])}\n\n{CONTEXT}",
         "Time by stage": by_stage(found),
     }
     if findings := diagnosis(found):
@@ -104,12 +116,13 @@ def by_category_and_turn(groups: Sequence[Found]) -> str:
         of_turn = {group["turn"]: group for group in groups if group["category"] == category}
         every = of_turn[None]
         shares = " ".join(number(share) for share in every["acceptance_per_depth"])
-        values = [number(of_turn[turn]["tpc"]) for turn in turns]
+        values = [with_interval(of_turn[turn]["tpc"], of_turn[turn]["tpc_interval"]) for turn in turns]
         name = total if category is None else plain(category, LONGEST_NAME)
-        rows.append([name, str(every["prompts"]), *values, shares])
+        gain = with_interval(every["speedup"], every["speedup_interval"])
+        rows.append([name, str(every["prompts"]), *values, shares, gain])
         counted[category] = every["prompts"]
     names = ["TPC" if turn is None else f"TPC, turn {turn}" for turn in turns]
-    text = table(["category", "prompts", *names, "acceptance by depth"], rows)
+    text = table(["category", "prompts", *names, "acceptance by depth", "speed-up"], rows)
     without = counted.pop(None) - sum(counted.values())
     return text + (f"\n\n{without} of the prompts have no category." if counted and without > 0 else "")
 

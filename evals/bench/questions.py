@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ class Question:
     """`turns`: the user's messages, each of which follows the target's answer to the one before.
 
     `history`: the messages before the first turn. `reference`: the file's own answer, where it has one; the target
-    never sees it. `line`: the question's place in the file, from 1: its line, or its element of an array.
+    never sees it. `line`: the question's place in the file, from 1: its line, or its element of an array. `variables`:
+    what the chat template is told beside the messages.
     """
 
     line: int
@@ -29,20 +30,27 @@ class Question:
     history: list[Message]
     turns: list[str]
     reference: str | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
 
 
-def read_questions(path: str, limit: int | None = None) -> list[Question]:
+def read_questions(path: str, limit: int | None = None, key: str = "questions") -> list[Question]:
     """The questions of a JSON file (an object a line, or an array), or `limit` of them, taken evenly over the file.
 
     A row has `turns` (MT-Bench, Spec-Bench), `messages` (the last user turn is the question, the assistant's answer to
     it the reference), `prompt` (HumanEval), or `question` and maybe `answer` (GSM8K); and may have `question_id`,
     `task_id` or `id`, and `category`. In a file whose name ends in .txt each line is a prompt, but for empty ones.
+    `key`: the config's, for errors.
     Raises UserError for a file that is missing or empty and, with its line, for a row that is malformed or empty.
     """
-    check(Path(path).is_file(), f"questions={path}: no such file{hint(path) or '; give a JSON file'}")
+    check(Path(path).is_file(), f"{key}={path}: no such file{hint(path) or '; give a JSON file'}")
+    questions = _lines_of(path) if path.endswith(".txt") else [question_of(row, place) for place, row in rows_of(path)]
+    check(len(questions) > 0, f"{key}={path}: the file is empty; give a question a line")
+    return evenly(questions, limit)
+
+
+def evenly(questions: list[Question], limit: int | None) -> list[Question]:
+    """`limit` of the questions, taken evenly, or all. Raises UserError for a limit below 1."""
     check(limit is None or limit >= 1, f"limit={limit}: must be at least 1, or null for all questions")
-    questions = _lines_of(path) if path.endswith(".txt") else [_question_of(row, place) for place, row in rows_of(path)]
-    check(len(questions) > 0, f"questions={path}: the file is empty; give a question a line")
     count = min(limit or len(questions), len(questions))
     return [questions[i * len(questions) // count] for i in range(count)]
 
@@ -60,8 +68,8 @@ def _lines_of(path: str) -> list[Question]:
     return [Question(number, number, None, [], [line]) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _question_of(row: Row, place: str) -> Question:
-    """The question of a row; `place` is FILE:LINE. Raises UserError that begins with the place."""
+def question_of(row: Row, place: str) -> Question:
+    """The question of a row; `place` ends with its number, as FILE:LINE does. Raises UserError that begins with it."""
     try:
         history, turns, reference = _parts_of(row)
     except UserError as error:

@@ -46,6 +46,35 @@ def number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
+def with_interval(value: float | None, interval: Sequence[float] | None) -> str:
+    """A number, with its interval in brackets where there is one: `2.31 (2.25 to 2.38)`."""
+    return number(value) + ("" if interval is None else f" ({' to '.join(number(end) for end in interval)})")
+
+
+def contexts(rows: Iterable[Found]) -> str:
+    """A table of `contexts.by_context`'s buckets."""
+    cells = [
+        [
+            f"{row['from']:,} to {row['to']:,}",
+            str(row["questions"]),
+            str(row["rounds"]),
+            with_interval(row["tpc"], row["tpc_interval"]),
+            " ".join(number(share) for share in row["acceptance_per_depth"]),
+        ]
+        for row in rows
+    ]
+    return table(["context, tokens", "questions", "rounds", "TPC (95 %)", "acceptance by depth"], cells)
+
+
+def of_suite(suite: Found) -> str:
+    """What a suite is and what it was asked with, for a report."""
+    thinking = {None: "not given", True: "on", False: "off"}[suite["thinking"]]
+    parts = [f"Suite {suite['title']}", f"read from {code(suite['place'])}", f"thinking {thinking}"]
+    parts.append("no template" if suite["template"] is None else f"template {code(suite['template'])}")
+    parts.append(f"licence {plain(suite['licence'] or 'not stated')}")
+    return "; ".join(parts) + "."
+
+
 def percent(value: float | None) -> str:
     """A share in percent; an empty text for None."""
     return "" if value is None else f"{100 * value:.1f} %"

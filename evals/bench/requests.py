@@ -23,7 +23,7 @@ def turn_tokens(requests: Requests, question: Question, turn: int, messages: lis
     `before`: how many tokens earlier answers, not known yet, may take up.
     """
     name, target = f"question {question.id}, turn {turn}", requests.target
-    tokens = requests.tokens_of(messages, name)
+    tokens = chat_tokens(requests, question, messages, name)
     answers = f", {before} of them for earlier answers (lower max_tokens)" if before else ""
     check(
         len(tokens) + before < target.max_positions,
@@ -31,6 +31,17 @@ def turn_tokens(requests: Requests, question: Question, turn: int, messages: lis
         f"{target.context}, one of them for the answer",
     )
     return tokens
+
+
+def chat_tokens(requests: Requests, question: Question, messages: list[dict], name: str) -> list[int]:
+    """The token ids of a chat, rendered with the question's variables. Raises UserError where nothing reads them."""
+    for variable, value in question.variables.items():
+        check(
+            variable in requests.template.variables(),
+            f"suite.thinking={str(value).lower()}: the chat template of {requests.target.name} reads no {variable}; "
+            "leave it out, or set the template's own variable by target.template_kwargs",
+        )
+    return requests.tokens_of(messages, name, question.variables)
 
 
 def room_for(rows: int, longest: int, tree: Any) -> int:
@@ -61,7 +72,7 @@ def fits(requests: Requests, question: Question, max_tokens: int) -> bool:
     messages = list(question.history)
     for turn, text in enumerate(question.turns, 1):
         messages.append({"role": "user", "content": text})
-        tokens = requests.tokens_of(messages, f"question {question.id}, turn {turn}")
+        tokens = chat_tokens(requests, question, messages, f"question {question.id}, turn {turn}")
         if len(tokens) + (2 * turn - 1) * max_tokens > requests.target.max_positions:
             return False
         messages.append({"role": "assistant", "content": ""})

@@ -123,6 +123,15 @@ def tpc_gain(ours: Runs, theirs: Runs) -> dict[str, float]:
     return _with_interval(_tpc_of(ours) - _tpc_of(theirs), spread)
 
 
+def question_interval(counts: Sequence[Sequence[int]]) -> tuple[float, float] | None:
+    """The 95 % bootstrap interval over questions of TPC, from [tokens, calls] of each; None for fewer than two."""
+    decoded = [[*each] for each in counts if each[1]]
+    if len(decoded) < 2:
+        return None
+    found = tpc_interval([decoded])
+    return found["low"], found["high"]
+
+
 def _tpc_of(runs: Runs) -> float:
     tokens, calls = torch.tensor(runs).sum((0, 1)).tolist()
     return tokens / calls
@@ -149,7 +158,8 @@ def _with_interval(tpc: float, spread: torch.Tensor) -> dict[str, float]:
 
 
 def speedup_interval(plain: Sequence[AnswerBatch], other: Sequence[AnswerBatch]) -> tuple[float, float] | None:
-    """The 95 % bootstrap interval over the questions of `compare`'s `speedup`; None for fewer than two questions."""
+    """The 95 % bootstrap interval over the questions of `compare`'s `speedup`; None for fewer than two questions with
+    decoding."""
     sums: dict[int, list[float]] = {}
     for place, batches in enumerate((plain, other)):
         for answer in chain.from_iterable(batches):
@@ -157,11 +167,12 @@ def speedup_interval(plain: Sequence[AnswerBatch], other: Sequence[AnswerBatch])
             own = sums.setdefault(answer.question.line, [0.0] * 4)
             own[2 * place] += sum(times)
             own[2 * place + 1] += len(times)
-    if len(sums) < 2:
+    decoded = [own for own in sums.values() if own[1] and own[3]]
+    if len(decoded) < 2:
         return None
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(sums), (RESAMPLES, len(sums)), generator=generator)
-    before, tokens, after, own_tokens = torch.tensor([*sums.values()]).double()[drawn].sum(1).unbind(-1)
+    drawn = torch.randint(len(decoded), (RESAMPLES, len(decoded)), generator=generator)
+    before, tokens, after, own_tokens = torch.tensor(decoded).double()[drawn].sum(1).unbind(-1)
     ratios = (before / tokens) / (after / own_tokens)
     low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
@@ -230,18 +241,47 @@ def counts(answers: list[Answer], max_tokens: int) -> dict[str, Any]:
     }
 
 
-def groups(answers: list[Answer]) -> list[dict[str, Any]]:
-    """TPC and acceptance by category, by turn, and by turn of a category; None stands for all of them."""
+def _by_question(answers: Iterable[Answer]) -> list[list[int]]:
+    """[tokens, calls] of each question, over its turns."""
+    found: dict[int, list[int]] = {}
+    for answer in answers:
+        own, stats = found.setdefault(answer.question.line, [0, 0]), answer.output.stats
+        own[:] = own[0] + stats.tokens, own[1] + stats.calls
+    return [*found.values()]
+
+
+def groups(answers: list[Answer], plain: list[Answer]) -> list[dict[str, Any]]:
+    """TPC, acceptance and speed-up by category, by turn, and by turn of a category; None stands for all of them.
+
+    Intervals are of 95 %, by bootstrap over the questions; None for fewer than two. `plain`: plain decoding's answers
+    to the same prompts.
+    """
     named = {answer.question.category for answer in answers if answer.question.category is not None}
     categories = sorted(named)
     turns = sorted({answer.turn for answer in answers})
     found = []
     for category in [*categories, None]:
         for turn in [*turns, None]:
-            among = [a for a in answers if category in (None, a.question.category) and turn in (None, a.turn)]
-            measured = {"prompts": len(among), "tpc": tpc(among), "acceptance_per_depth": acceptance(among)}
-            found.append({"category": category, "turn": turn, **measured})
+            own, other = (
+                [a for a in side if category in (None, a.question.category) and turn in (None, a.turn)]
+                for side in (answers, plain)
+            )
+            found.append({"category": category, "turn": turn, **group(own, other)})
     return found
+
+
+def group(answers: list[Answer], plain: list[Answer]) -> dict[str, Any]:
+    """The figures of one of `groups`."""
+    before, after = intervals(plain), intervals(answers)
+    is_decoded = bool(before and after)
+    return {
+        "prompts": len(answers),
+        "tpc": tpc(answers),
+        "tpc_interval": question_interval(_by_question(answers)),
+        "acceptance_per_depth": acceptance(answers),
+        "speedup": fmean(before) / fmean(after) if is_decoded else None,
+        "speedup_interval": speedup_interval([plain], [answers]) if is_decoded else None,
+    }
 
 
 def compare(plain: list[AnswerBatch], speculative: list[AnswerBatch]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The tasks of a comparison: files of questions, the format that their rows show, and their licence.
+"""The tasks of a comparison: files of questions, the format that their rows show, and their licence; or suites.
 
 Knows nothing of who answers.
 """
@@ -12,19 +12,15 @@ from typing import Any
 from eagle_train.corpus.rows import Row
 from eagle_train.errors import check, shown
 from evals.bench.questions import Question, read_questions, rows_of
+from evals.bench.suites import suite_named, suite_names
 
-MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-SPEC_BENCH = ("translation", "summarization", "qa", "math_reasoning", "rag")  # and those of MT-Bench
+_SUITES = {suite.title: suite for suite in map(suite_named, suite_names())}
+MT_BENCH = tuple(_SUITES["MT-Bench"].categories or ())
+SPEC_BENCH = tuple(each for each in _SUITES["Spec-Bench"].categories or () if each not in MT_BENCH)
 GROUPED = (
     "Spec-Bench's 13 categories are its 6 subtasks: those of MT-Bench (" + ", ".join(MT_BENCH) + ") are its multi-turn "
-    "conversation, `mt_bench`; translation, summarization, qa, math_reasoning and rag are one each."
+    f"conversation, `mt_bench`; {', '.join(SPEC_BENCH[:-1])} and {SPEC_BENCH[-1]} are one each."
 )
-LICENCES = {  # as their publishers say
-    "Spec-Bench": "Apache-2.0",
-    "MT-Bench": "CC BY 4.0 (questions); Apache-2.0, as published in FastChat",
-    "HumanEval": "MIT",
-    "GSM8K": "MIT",
-}
 NOT_STATED = "not stated"
 
 _SAID = re.compile(r"^[#>*_ \t-]*licen[cs]e[*_ \t]*:[*_ \t]*(\w[^|*\n]*?)[\W_]*$", re.IGNORECASE | re.MULTILINE)
@@ -33,7 +29,8 @@ _SAID = re.compile(r"^[#>*_ \t-]*licen[cs]e[*_ \t]*:[*_ \t]*(\w[^|*\n]*?)[\W_]*$
 @dataclass(frozen=True)
 class Task:
     """`format`: a benchmark's name, or what the rows have. `licence`: as a row, a README beside the file, or the
-    benchmark's publisher says. `too_long`: how many questions were left out."""
+    benchmark's publisher says. `too_long`: how many questions were left out. `suite`: what it was asked with, if it was
+    named."""
 
     name: str
     path: str
@@ -41,6 +38,7 @@ class Task:
     licence: str
     questions: list[Question]
     too_long: int = 0
+    suite: dict[str, Any] | None = None
 
     def group(self, question: Question) -> str | None:
         """The question's category; of Spec-Bench, the subtask that it belongs to."""
@@ -56,15 +54,20 @@ class Task:
             "licence": self.licence,
             "questions": len(self.questions),
             "too_long": self.too_long,
+            "suite": self.suite,
         }
 
 
 def read_tasks(given: Any) -> list[Task]:
-    """The tasks of a file or a list of files, named as these, or of a mapping of names to files. Raises UserError."""
+    """The tasks of a file or a list of files, named as these, or of a mapping of names to files. Raises UserError.
+
+    In the place of a file there may be a suite's name, or {suite: NAME, path: FILE} with other keys of `Suite`.
+    """
     files = given if isinstance(given, Mapping) else _named(given)
-    wrong = f"tasks={shown(given)}: must be a file, a list of files, or a mapping of names to files"
-    check(bool(files) and all(isinstance(each, str) for pair in files.items() for each in pair), wrong)
-    return [_read(name, path) for name, path in files.items()]
+    wrong = f"tasks={shown(given)}: must be a file or a suite, a list of these, or a mapping of names to them"
+    fits = all(isinstance(name, str) and isinstance(each, str | Mapping) for name, each in files.items())
+    check(bool(files) and fits, wrong)
+    return [_read(name, each) for name, each in files.items()]
 
 
 def _named(given: Any) -> dict[str, str]:
@@ -74,7 +77,25 @@ def _named(given: Any) -> dict[str, str]:
     return {name if names.count(name) == 1 else path: path for name, path in zip(names, paths, strict=True)}
 
 
-def _read(name: str, path: str) -> Task:
+def _read(name: str, given: str | Mapping[str, Any]) -> Task:
+    if isinstance(given, Mapping):
+        keys = dict(given)
+        return _read_suite(name, str(keys.pop("suite", "own")), keys)
+    return _read_suite(name, given, {}) if _is_suite(given) else _read_file(name, given)
+
+
+def _is_suite(given: str) -> bool:
+    return given in suite_names() and not Path(given).exists()
+
+
+def _read_suite(name: str, suite: str, keys: Mapping[str, Any]) -> Task:
+    chosen = suite_named(suite, keys, f"tasks.{name}")
+    questions = chosen.read()
+    licence = chosen.licence or NOT_STATED
+    return Task(name, chosen.place, str(chosen.title), licence, questions, suite=chosen.about())
+
+
+def _read_file(name: str, path: str) -> Task:
     questions = read_questions(path)
     if path.endswith(".txt"):
         return Task(name, path, "a prompt a line", _licence({}, path, ""), questions)
@@ -105,4 +126,5 @@ def _licence(row: Row, path: str, form: str) -> str:
     for readme in sorted(Path(path).parent.glob("[Rr][Ee][Aa][Dd][Mm][Ee]*")):
         if readme.is_file() and (said := _SAID.search(readme.read_text("utf-8", errors="replace"))):
             return said[1]
-    return LICENCES.get(form, NOT_STATED)
+    suite = _SUITES.get(form)
+    return (suite and suite.licence) or NOT_STATED

@@ -19,7 +19,7 @@ from evals import mt_bench, quantisation
 from evals.bench import stage_clock, statistics
 from evals.bench.questions import read_questions
 from tests.support.command_line import call
-from tests.support.eval_inputs import arguments, make_home, write_rows
+from tests.support.eval_inputs import TEMPLATE, arguments, make_home, write_rows
 from tests.support.measuring import drafting_run
 
 
@@ -135,6 +135,26 @@ def test_an_error_where_no_batch_had_a_size_that_is_drafted_for(home, tmp_path, 
         (["batch_size=0"], "error: batch_size=0: must be at least 1"),
         (["threads=0"], "error: threads=0: must be at least 1, or null"),
         (["engine.max_batch_size=4"], "error: engine.max_batch_size=4: follows from the batch size here; leave it out"),
+        (
+            ["suite=gsm8k"],
+            "error: questions={home}/questions.jsonl: give a file of questions, or a suite; now suite is G",
+        ),
+        (["questions=null"], "error: questions=None: give a file of questions, or a suite; now suite is None"),
+        (["suite.thinking=false"], "error: suite.thinking: needs suite=NAME"),
+        (
+            ["suite=gsm8k", "questions=null", "suite.path=nowhere"],
+            "error: suite.path=nowhere: no such file; give GSM8K's",
+        ),
+        (
+            ["suite=own", "questions=null", "suite.path={home}/questions.jsonl", "suite.thinking=true"],
+            "error: suite.thinking=true: the chat template of {home}/target reads no enable_thinking; leave it out",
+        ),
+        (["too_long=cut"], "error: too_long=cut: must be refuse or leave_out"),
+        (["too_long=leave_out", "max_tokens=256"], "error: max_tokens=256: no question fits the context of"),
+        (["context_lengths=[0]"], "error: context_lengths=[0]: must be numbers from 1 on"),
+        (["context_lengths=[256]"], "error: context_lengths=256: with max_tokens=12 beyond the 256 of"),
+        (["documents=a.jsonl"], "error: documents=a.jsonl: needs context_lengths"),
+        (["context_lengths=[64]", "documents=a.jsonl"], "error: documents=a.jsonl: no such file"),
         (["max_tokens=1"], "error: no answer has a second token"),
         (["depth=3"], "error: Could not override 'depth'"),
         (["out={home}/draft/config.json"], "error: out="),
@@ -146,7 +166,7 @@ def test_mistakes_are_one_line(home, tmp_path, capsys, overrides, message):
     progress = re.compile(r"Loading weights|batch \d+/\d+, ")
     lines = [line for line in capsys.readouterr().err.splitlines() if line and not progress.search(line)]
     assert len(lines) == 1
-    assert lines[0].startswith(message)
+    assert lines[0].startswith(message.format(home=home))
     assert not (tmp_path / "out" / "results.json").exists()
 
 
@@ -212,6 +232,55 @@ def test_drafts_that_are_drawn(home, tmp_path):
 
     assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", *drawn[1:])) == 0
     assert json.loads((tmp_path / "out" / "results.json").read_text())["differing_answers"] == 0
+
+
+@pytest.mark.usefixtures("noisy")
+def test_a_suite_with_thinking_on_and_off(home, tmp_path):
+    """The template's variable is rendered, so that prompts differ; both are told in the report."""
+    template = tmp_path / "thinking.jinja"
+    template.write_text(TEMPLATE.replace("<a>", "<a>{{ '' if enable_thinking else '<think></think>' }}"))
+    rows = [{"text": f"Hallo {place}", "language": language} for place, language in enumerate(("de", "fr", "de", "fr"))]
+    write_rows(tmp_path / "own.jsonl", rows)
+    given = ["suite=own", "questions=null", f"suite.path={tmp_path}/own.jsonl", "suite.category=language"]
+    given += ["suite.columns.prompt=text", f"target.chat_template={template}"]
+    found = {}
+    for thinking in ("true", "false"):
+        out = tmp_path / thinking
+        assert call(mt_bench.main, *arguments(home, *given, f"suite.thinking={thinking}", f"out={out}")) == 0
+        found[thinking] = json.loads((out / "results.json").read_text())
+        assert found[thinking]["suite"]["thinking"] is (thinking == "true")
+        assert f"thinking {'on' if thinking == 'true' else 'off'};" in (out / "report.md").read_text()
+    answers = [(tmp_path / thinking / "answers.jsonl").read_text() for thinking in found]
+    assert answers[0] != answers[1]
+    groups = {each["category"]: each for each in found["true"]["per_category_and_turn"] if each["turn"] is None}
+    assert set(groups) == {"de", "fr", None}
+    for each in groups.values():
+        low, high = each["tpc_interval"]
+        assert low <= each["tpc"] <= high
+        assert each["speedup_interval"][0] <= each["speedup"] <= each["speedup_interval"][1]
+
+
+@pytest.mark.usefixtures("noisy")
+def test_questions_at_several_contexts(home, tmp_path):
+    """Each question at each length, and rounds in the buckets of these."""
+    write_rows(tmp_path / "documents.jsonl", [{"question": f"ask {i}", "answer": "x" * 20} for i in range(9)])
+    given = ["context_lengths=[60,180]", f"documents={tmp_path}/documents.jsonl", f"out={tmp_path}/out"]
+    assert call(mt_bench.main, *arguments(home, *given)) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["prompts"] == 12
+    assert [row["to"] for row in found["by_context"]] == [64, 128, 256]
+    assert sum(row["rounds"] for row in found["by_context"]) == found["calls"]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
+    assert {row["question_id"] for row in rows} == {f"{name} at {n}" for name in (81, 82, 101) for n in (60, 180)}
+
+
+@pytest.mark.usefixtures("noisy")
+def test_questions_that_are_too_long_are_left_out(home, tmp_path):
+    write_rows(tmp_path / "q.jsonl", [{"prompt": "a"}, {"prompt": "b" * 250}])
+    given = [f"questions={tmp_path}/q.jsonl", "too_long=leave_out", f"out={tmp_path}/out"]
+    assert call(mt_bench.main, *arguments(home, *given)) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (found["questions"], found["too_long"]) == (1, 1)
 
 
 def test_the_whole_command(home, tmp_path):

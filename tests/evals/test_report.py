@@ -9,6 +9,7 @@ import pytest
 
 from evals import report
 from evals.bench.page.canvas import SERIES
+from evals.bench.page.decoding_blocks import along_context
 from tests.support.command_line import call, write_jsonl
 from tests.support.html_structure import Element, contrast, page, schemes
 
@@ -212,6 +213,18 @@ def test_what_a_short_run_lacks_is_left_out(tmp_path):
     assert "Acceptance by depth" not in text
     assert "0.930 of chain3" in text
     page(text)
+
+
+def test_acceptance_by_context_is_drawn_where_there_are_several():
+    rows = [
+        {"to": end, "tpc": 2.0 + place, "tpc_interval": (1.5, 3.5), "acceptance_per_depth": [0.5 + place / 4, 0.1]}
+        for place, end in enumerate((64, 128))
+    ]
+    (plot,) = along_context({"chain2": rows, "plain": [{**row, "acceptance_per_depth": []} for row in rows]})
+    assert plot.numbers.header == ["decoding", "64", "128"]
+    assert plot.numbers.rows == [["chain2", "50.0 %; TPC 2.00 (1.50 to 3.50)", "75.0 %; TPC 3.00 (1.50 to 3.50)"]]
+    assert plot.svg.startswith("<svg")
+    assert along_context({"chain2": rows[:1]}) == along_context({}) == []
 
 
 @pytest.mark.parametrize(

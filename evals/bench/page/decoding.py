@@ -5,6 +5,7 @@ from evals.bench.page.decoding_blocks import (
     Row,
     acceptance,
     acceptance_of,
+    along_context,
     by_context,
     by_stage,
     decodings,
@@ -31,9 +32,13 @@ def mt_bench(source: Source) -> list[Block]:
     blocks.append(acceptance({name: found["acceptance_per_depth"]}))
     blocks.append(by_stage(stages))
     if groups:
-        rows = [[row["category"], str(row["prompts"]), spread(row["tpc"], None)] for row in groups]
-        blocks.append(Table("By category", ["category", "prompts", "TPC"], rows))
-    return blocks
+        rows = [
+            [row["category"], str(row["prompts"])]
+            + [spread(row[key], row.get(f"{key}_interval")) for key in ("tpc", "speedup") if row.get(key)]
+            for row in groups
+        ]
+        blocks.append(Table("By category", ["category", "prompts", "TPC", "speed-up"][: len(rows[0])], rows))
+    return [*blocks, *along_context({name: found.get("by_context", [])})]
 
 
 def latency(source: Source) -> list[Block]:
@@ -65,6 +70,7 @@ def compare(source: Source) -> list[Block]:
     first = next(iter(of))
     blocks.append(tpc_against_ttit(of[first], first))
     blocks += acceptance_of(of[first])
+    blocks += along_context({row["decoding"]: row.get("by_context", []) for row in of[first] if drafts(row)})
     if len(of) > 1:
         blocks.append(speed_map(of))
     stages = {row["decoding"]: row["stage_ms_per_round"] for row in of[first]}

@@ -73,6 +73,33 @@ def by_context(rows: Sequence[Row]) -> list[Block]:
     return [Plot("Acceptance by context", "Share of rounds whose first draft is accepted, by context.", drawn, numbers)]
 
 
+def along_context(series: Mapping[str, Sequence[Row]]) -> list[Block]:
+    """The same of real questions, in buckets of the context of each round; nothing where no series has two of them.
+
+    `series`: rows of `contexts.by_context` by decoding.
+    """
+    series = {name: rows for name, rows in series.items() if any(row["acceptance_per_depth"] for row in rows)}
+    if max((len(rows) for rows in series.values()), default=0) < 2:
+        return []
+    ends = sorted({row["to"] for rows in series.values() for row in rows})
+    points = {
+        name: [(float(row["to"]), row["acceptance_per_depth"][0]) for row in rows] for name, rows in series.items()
+    }
+    told = []
+    for name, rows in series.items():
+        of = {row["to"]: row for row in rows}
+        cells = [_bucket(of[end]) if end in of else "" for end in ends]
+        told.append([name, *cells])
+    numbers = Table("Acceptance at depth 1, and TPC (95 %), by context up to", ["decoding", *map(str, ends)], told)
+    drawn = plots.lines(points, "context up to, tokens", "share accepted at depth 1", percent=True, log=True)
+    said = "Share of rounds whose first draft is accepted, by the tokens before the round."
+    return [Plot("Acceptance by context", said, drawn, numbers)]
+
+
+def _bucket(row: Row) -> str:
+    return f"{percents(row['acceptance_per_depth'][:1])[0]} %; TPC {spread(row['tpc'], row['tpc_interval'])}"
+
+
 def tpc_against_ttit(rows: Iterable[Row], where: str) -> Plot:
     """TPC against TTIT: what lies lower is faster, what lies to the right has more tokens a call."""
     points = [(row["decoding"], row["tpc"], 1e3 * row["ttit_s"]) for row in rows]

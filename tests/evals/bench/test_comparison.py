@@ -59,7 +59,8 @@ def cell_of(tmp_path):
         {"question_id": 2, "category": "writing", "turns": ["b"]},
     ]
     (task,) = read_tasks({"bench": str(write_rows(tmp_path / "q.jsonl", rows))})
-    return SimpleNamespace(task=task, batch_size=1, sides={"own": None}, baselines={"transformers": None})
+    plain = SimpleNamespace(target=SimpleNamespace(max_positions=256))
+    return SimpleNamespace(task=task, batch_size=1, plain=plain, sides={"own": None}, baselines={"transformers": None})
 
 
 def config_of(temperature=0.0, drafting="greedy"):
@@ -126,7 +127,10 @@ def test_the_tables(row):
         "| own | 1 | 0.67 | 1.50 | 0.200 | 1.83 | 1.50 | 1.41 | 1.33 |"
     ]
     text = categories([plain, row], "batches of 1")
-    assert text.splitlines()[2:4] == ["| mt_bench | 1 | 0.80 (1.00) |", "| rag | 1 | 2.00 (2.00) |"]
+    assert text.splitlines()[2:4] == ["| mt_bench | 1 | 0.80, TPC 1.00 |", "| rag | 1 | 2.00, TPC 2.00 |"]
+    spread = {**row["by_group"][0], "speedup_interval": (0.5, 1.0), "tpc_interval": (0.9, 1.1)}
+    text = categories([{**row, "by_group": [spread, row["by_group"][1]]}], "batches of 1")
+    assert text.splitlines()[2] == "| mt_bench | 1 | 0.80 (0.50 to 1.00), TPC 1.00 (0.90 to 1.10) |"
 
 
 def test_later_turns_follow_plain_decodings_answers(tmp_path):

@@ -22,6 +22,7 @@ def found_figures(**changes) -> dict:
     stages = {"drafting": 2.0, "validation": 5.0}
     latency = {f"{key}_{suffix}": 0.004 for key in ("ttft", "ttit") for suffix in ("s", "p50_s", "p99_s")}
     group = {"category": None, "turn": None, "prompts": 64, "tpc": 2.98, "acceptance_per_depth": [0.8, 0.64]}
+    group |= {"tpc_interval": (2.9, 3.1), "speedup": 1.7, "speedup_interval": None}
     after = statistics.conditional(changes.get("acceptance_per_depth", [0.8, 0.64]))
     return {
         "tpc": 2.98,
@@ -40,6 +41,11 @@ def found_figures(**changes) -> dict:
         **{"questions": 64, "prompts": 64, "tokens": 298, "calls": 100, "mean_answer_tokens": 40},
         "finish_reasons": {"stop": 60, "length": 4},
         "per_category_and_turn": [{**group, "turn": 1}, group],
+        "by_context": [
+            {"from": 1, "to": 64, "rounds": 9, "questions": 2, "tpc": 2.5, "tpc_interval": (2.25, 2.75)}
+            | {"acceptance_per_depth": [0.7, 0.5]}
+        ],
+        **{"too_long": 0, "asked": "q.jsonl", "suite": None},
         "train_serve_check": {
             "depth_1_served": 0.8,
             "depth_1_as_trained": 0.8,
@@ -106,31 +112,35 @@ def test_trees_of_several_depths_have_no_column_for_the_depth_before():
     assert "drift" not in "\n".join(diagnosis(several))
 
 
+SPREADS = {"tpc_interval": None, "speedup": 1.5, "speedup_interval": (1.25, 1.75)}
+
+
 def test_the_table_of_categories_and_turns():
-    shares = {"acceptance_per_depth": [0.5]}
+    shares = {"acceptance_per_depth": [0.5], **SPREADS, "tpc_interval": (1.0, 4.0)}
     groups = [
         {"category": category, "turn": turn, "prompts": 4, "tpc": tpc, **shares}
         for category, values in {"maths": (3.0, None, 2.5), None: (2.0, 1.5, 1.75)}.items()
         for turn, tpc in zip((1, 2, None), values, strict=True)
     ]
+    groups[1]["tpc_interval"] = None
     assert draft_report.by_category_and_turn(groups).splitlines() == [
-        "| category | prompts | TPC, turn 1 | TPC, turn 2 | TPC | acceptance by depth |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-        "| maths | 4 | 3.00 |  | 2.50 | 0.50 |",
-        "| all | 4 | 2.00 | 1.50 | 1.75 | 0.50 |",
+        "| category | prompts | TPC, turn 1 | TPC, turn 2 | TPC | acceptance by depth | speed-up |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| maths | 4 | 3.00 (1.00 to 4.00) |  | 2.50 (1.00 to 4.00) | 0.50 | 1.50 (1.25 to 1.75) |",
+        "| all | 4 | 2.00 (1.00 to 4.00) | 1.50 (1.00 to 4.00) | 1.75 (1.00 to 4.00) | 0.50 | 1.50 (1.25 to 1.75) |",
     ]
 
 
 def test_any_category_stays_in_its_cell():
     """The table keeps its columns, whatever a category is called."""
     groups = [
-        {"category": name, "turn": None, "prompts": 4, "tpc": 3.0, "acceptance_per_depth": [0.5]}
+        {"category": name, "turn": None, "prompts": 4, "tpc": 3.0, "acceptance_per_depth": [0.5], **SPREADS}
         for name in ("a|b", "c\\|d", "e\nf", "|", None)
     ]
     header, _, *rows = draft_report.by_category_and_turn(groups).splitlines()
     assert len(rows) == len(groups)
     cells = [re.split(r"(?<!\\)(?:\\\\)*\|", row) for row in (header, *rows)]
-    assert {len(row) for row in cells} == {6}
+    assert {len(row) for row in cells} == {7}
     assert [row[1].strip() for row in cells[1:]] == [r"a\|b", r"c\\\|d", "e f", r"\|", "all"]
     assert card.table(["a"], [["b|c\nd"]]).splitlines()[2] == r"| b\|c d |"
 
@@ -138,7 +148,7 @@ def test_any_category_stays_in_its_cell():
 def test_categories_differ_from_the_row_of_all_prompts():
     """Whatever they are called; prompts without a category are counted."""
     groups = [
-        {"category": name, "turn": None, "prompts": count, "tpc": 3.0, "acceptance_per_depth": [0.5]}
+        {"category": name, "turn": None, "prompts": count, "tpc": 3.0, "acceptance_per_depth": [0.5], **SPREADS}
         for name, count in {"all": 3, "*x* <b>": 2, "y" * 200: 1, None: 8}.items()
     ]
     _, _, *rows = draft_report.by_category_and_turn(groups).splitlines()
@@ -147,9 +157,18 @@ def test_categories_differ_from_the_row_of_all_prompts():
     assert rows[-1] == "2 of the prompts have no category."
 
 
+def test_a_report_tells_the_suite_and_acceptance_by_context():
+    suite = {"title": "GSM8K", "place": "g.jsonl", "template": "{prompt}!", "thinking": False, "licence": "MIT"}
+    text = draft_report.markdown(found_figures(suite=suite, too_long=2))
+    told = "Suite GSM8K; read from `g.jsonl`; thinking off; template `{prompt}!`; licence MIT."
+    assert told in text
+    assert "64 prompts. 2 more questions too long." in text
+    assert "| 1 to 64 | 2 | 9 | 2.50 (2.25 to 2.75) | 0.70 0.50 |" in text
+
+
 def test_a_report_defines_its_terms():
-    config = {**found_figures()["config"], "draft": {"path": "d|*"}, "questions": "q_"}
-    text = draft_report.markdown(found_figures(target="a`b", config=config))
+    config = {**found_figures()["config"], "draft": {"path": "d|*"}}
+    text = draft_report.markdown(found_figures(target="a`b", config=config, asked="q_"))
     assert "Target ``a`b``, bfloat16 on cpu; draft `d|*`; chain2;" in text
     assert all(f"{word}: " in text for word in ("TPC", "TTFT", "TTIT"))
     assert "Answers ended: 4 at max_tokens, 60 at a stop." in text

@@ -1,8 +1,11 @@
 """Statistics against numbers worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from eagle_train.errors import UserError
+from eagle_train.inference import Stats
 from evals.bench import statistics
 from evals.bench.statistics import tpc_gain, tpc_interval
 from tests.support.measuring import answer
@@ -82,7 +85,7 @@ def test_counts_and_groups():
         "mean_answer_tokens": 7,
         "finish_reasons": {"stop": 1, "context": 1, "length": 1},
     }
-    tpc = {(group["category"], group["turn"]): group["tpc"] for group in statistics.groups(answers)}
+    tpc = {(group["category"], group["turn"]): group["tpc"] for group in statistics.groups(answers, answers)}
     assert tpc == {
         ("art", 1): 3,
         ("art", 2): None,
@@ -94,6 +97,26 @@ def test_counts_and_groups():
         (None, 2): 5 / 4,
         (None, None): 18 / 8,
     }
+
+
+def test_a_group_has_intervals_over_its_own_questions():
+    """Of one question there is none; plain decoding takes 2 s a token, drafts 1 s and 0.5 s."""
+    own = [
+        answer([1] * 5, "maths", 1, line, calls=calls, tokens=4, intervals_s=[seconds] * 4)
+        for line, calls, seconds in ((1, 1, 0.5), (2, 4, 1.0))
+    ] + [answer([1] * 5, "art", 1, 3, calls=2, tokens=4, intervals_s=[1.0] * 4)]
+    plain = [
+        replace(each, output=replace(each.output, stats=Stats(calls=4, tokens=4, intervals_s=[2.0] * 4)))
+        for each in own
+    ]
+    found = {(group["category"], group["turn"]): group for group in statistics.groups(own, plain)}
+    maths, art = found["maths", None], found["art", None]
+    assert (maths["tpc"], maths["tpc_interval"]) == (8 / 5, (1, 4))
+    assert maths["speedup"] == pytest.approx(2 / 0.75)
+    assert maths["speedup_interval"] == pytest.approx((2, 4))
+    assert (art["tpc"], art["tpc_interval"], art["speedup"], art["speedup_interval"]) == (2, None, 2, None)
+    low, high = found[None, None]["tpc_interval"]
+    assert low < 12 / 7 < high
 
 
 def test_a_speed_up_beyond_tpc_is_an_error():

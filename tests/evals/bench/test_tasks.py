@@ -80,10 +80,12 @@ def test_names(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([], r"tasks=\[\]: must be a file, a list of files, or a mapping of names to files"),
-        (None, r"tasks=None: must be a file, a list"),
-        ([3], r"tasks=\[3\]: must be a file, a list"),
-        ({"a": None}, r"tasks=\{'a': None\}: must be a file, a list"),
+        ([], r"tasks=\[\]: must be a file or a suite, a list of these, or a mapping"),
+        (None, r"tasks=None: must be a file or a suite, a list"),
+        ([3], r"tasks=\[3\]: must be a file or a suite, a list"),
+        ({"a": None}, r"tasks=\{'a': None\}: must be a file or a suite, a list"),
+        ({"a": {"suite": "b"}}, r"tasks\.a='b': must be one of gsm8k, "),
+        ({"a": {"suite": "gsm8k", "paths": "b"}}, r"tasks\.a\.?\S*: Key 'paths' not in 'Suite'"),
         (["nowhere.jsonl"], r"questions=nowhere.jsonl: no such file"),
     ],
 )

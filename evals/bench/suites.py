@@ -1,0 +1,130 @@
+"""Suites: public sets of questions by name (conf/suite), read from a file or from the hub, with what is usual of each.
+
+None comes with the project. Knows nothing of targets or tokens. DESIGN section 3.8.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+
+from eagle_train.corpus.arrow_files import Hub
+from eagle_train.corpus.rows import PlacedRow, Row, parse
+from eagle_train.corpus.source import SourceConfig, open_source
+from eagle_train.errors import UserError, check, shown
+from eagle_train.settings import CONF_DIR, build
+from evals.bench.questions import Question, evenly, question_of
+
+THINKING = "enable_thinking"  # the variable of chat templates that Qwen3, GLM and others read
+PROMPT = "{prompt}"
+NO_SUITE = "needs suite=NAME, suite=own say"
+
+
+@dataclass(kw_only=True)
+class HubData:
+    """Where a suite lies in the hub. `columns`: fields of a row to the columns that have them there."""
+
+    path: str | None = None
+    name: str | None = None
+    split: str = "train"
+    columns: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Suite:
+    """A set of questions. Raises UserError for values that cannot be.
+
+    `title`: its name; None: no suite was chosen. `path`: a file or directory; None: it is read from `hub`. `columns`:
+    fields of a row (`question_id`, `turns`, `prompt`, `question`, `answer`, `messages`) to the file's columns.
+    `category`: the column of categories, if another than `category`. `fields`: what each row must have. `categories`:
+    all there are; None: any. `template`: the text around a first turn, which stands for {prompt}. `thinking`: given to
+    the chat template as `enable_thinking`; None: it is not given. `licence`, `source`: for reports and errors.
+    """
+
+    title: str | None = None
+    path: str | None = None
+    hub: HubData = field(default_factory=HubData)
+    columns: dict[str, str] = field(default_factory=dict)
+    category: str | None = None
+    fields: list[str] = field(default_factory=list)
+    categories: list[str] | None = None
+    template: str | None = None
+    thinking: bool | None = None
+    licence: str | None = None
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.title is None:
+            given = [f"suite.{key}={shown(value)}" for key, value in asdict(self).items() if key in KEYS and value]
+            check(not given and self.thinking is None, f"{given[0] if given else 'suite.thinking'}: {NO_SUITE}")
+        wrong = f"suite.template={shown(self.template)}: must hold {PROMPT}, where the question stands"
+        check(self.template is None or PROMPT in self.template, wrong)
+
+    @property
+    def place(self) -> str:
+        """Where it is read: the path, or the hub's name."""
+        return str(self.path or self.hub.path)
+
+    def read(self, limit: int | None = None) -> list[Question]:
+        """Its questions, or `limit` of them, taken evenly. Raises UserError for what is missing, and with its place for
+        a row of another schema or an unknown category."""
+        return evenly([self._question(place, parse(place, row)) for place, row in self._rows()], limit)
+
+    def about(self) -> dict[str, Any]:
+        """For results.json."""
+        keys = ("title", "template", "thinking", "licence", "source")
+        return {"place": self.place, **{key: getattr(self, key) for key in keys}}
+
+    def _rows(self) -> Iterator[PlacedRow]:
+        told = f", from {self.source}" if self.source else ""
+        if self.path is not None:
+            check(Path(self.path).exists(), f"suite.path={self.path}: no such file; give {self.title}'s{told}")
+            return open_source(SourceConfig(path=self.path)).rows()
+        give = f"give suite.path=FILE{told}"
+        check(self.hub.path is not None, f"suite.path is needed: {self.title} is not read from the hub; {give}")
+        hub = self.hub
+        try:
+            return Hub(str(hub.path), hub.name, hub.split, "suite.hub.path").rows()
+        except UserError as error:
+            raise UserError(f"{error}; {give}") from error
+
+    def _question(self, place: str, row: Row) -> Question:
+        """A row's question, with the template and what the chat template is told."""
+        question = question_of(self._renamed(place, row), place)
+        known = self.categories is None or question.category in self.categories
+        check(known, f"{place}: category={question.category}: {self.title} has {', '.join(self.categories or [])}")
+        first, *later = question.turns
+        turns = [first if self.template is None else self.template.replace(PROMPT, first), *later]
+        variables = {} if self.thinking is None else {THINKING: self.thinking}
+        return replace(question, turns=turns, variables=variables)
+
+    def _renamed(self, place: str, row: Row) -> Row:
+        """The row with the fields that questions are read from. Raises UserError for columns that it lacks."""
+        has = f"the row has {', '.join(row) or 'nothing'}"
+        columns = self.columns if self.path is not None else self.hub.columns
+        columns = columns | ({} if self.category is None else {"category": self.category})
+        for name, column in columns.items():
+            key = f"suite.category={column}" if name == "category" else f"suite.columns.{name}={column}"
+            check(column in row, f"{place}: {key}: no such column; {has}")
+        named = row | {name: row[column] for name, column in columns.items()}
+        lacks = [name for name in self.fields if name not in named]
+        check(not lacks, f"{place}: no row of {self.title}, it lacks {', '.join(lacks)}; {has}")
+        return named
+
+
+KEYS = ("path", "columns", "category", "template")  # that users give
+
+
+def suite_names() -> list[str]:
+    """Those of conf/suite."""
+    return sorted(path.stem for path in (CONF_DIR / "suite").glob("*.yaml"))
+
+
+def suite_named(name: str, given: Mapping[str, Any] | None = None, key: str = "suite") -> Suite:
+    """A suite of conf/suite, some of its keys replaced by `given`. Raises UserError, which names `key`."""
+    check(name in suite_names(), f"{key}={shown(name)}: must be one of {', '.join(suite_names())}")
+    values = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "suite" / f"{name}.yaml"))
+    own = cast(dict[str, Any], values)["suite"]
+    return build(Suite, own | dict(given or {}), key)
