@@ -81,8 +81,9 @@ def prepared(tmp_path_factory) -> Path:
         (home / name).parent.mkdir(exist_ok=True, parents=True)
         write_jsonl(home / f"{name}.jsonl", rows)
     write_jsonl(
-        home / "question.jsonl", [{"question_id": 1, "category": "a", "turns": ["What is `len`?", "And `str`?"]}]
+        home / "question.jsonl", [{"question_id": 1, "category": "math", "turns": ["What is `len`?", "And `str`?"]}]
     )
+    write_jsonl(home / "languages.jsonl", [{"prompt": "Was ist `len`?", "language": "de"}] * 2)
     write_jsonl(home / "rows.jsonl", [{"question": "What is `len`?", "answer": "A function."}] * 40)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
