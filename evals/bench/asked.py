@@ -7,7 +7,7 @@ from eagle_train.errors import check
 from eagle_train.settings import build
 from evals.bench.config import DrafterConfig, check_sizes
 from evals.bench.contexts import packed
-from evals.bench.questions import read_questions
+from evals.bench.questions import Question, read_questions
 from evals.bench.requests import fits
 from evals.bench.session import Session
 from evals.bench.suites import Suite
@@ -57,15 +57,20 @@ def prepared(config: C) -> tuple[Session[C], int]:
     session.questions = questions or session.questions
     if config.context_lengths is not None:
         _check_lengths(session)
-        given = config.documents
-        documents = session.questions if given is None else read_questions(given, key="documents")
-        session.questions = packed(session.requests, session.questions, documents, config.context_lengths)
+        session.questions = packed(session.requests, session.questions, _documents(config), config.context_lengths)
     if config.too_long == "refuse":
         return session, 0
     kept = [each for each in session.questions if fits(session.requests, each, config.max_tokens)]
     check(len(kept) > 0, f"max_tokens={config.max_tokens}: no question fits the context of {session.target.name}")
     left_out, session.questions = len(session.questions) - len(kept), kept
     return session, left_out
+
+
+def _documents(config: AskedConfig) -> list[Question]:
+    """What stands before the questions: another file, or all of their own, whatever `limit` takes."""
+    if config.documents is not None:
+        return read_questions(config.documents, key="documents")
+    return config.chosen.read() if config.questions is None else read_questions(config.questions)
 
 
 def _check_lengths(session: Session[Any]) -> None:

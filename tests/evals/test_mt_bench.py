@@ -235,7 +235,7 @@ def test_drafts_that_are_drawn(home, tmp_path):
 
 
 @pytest.mark.usefixtures("noisy")
-def test_a_suite_with_thinking_on_and_off(home, tmp_path):
+def test_a_suite_with_thinking_on_and_off(home, target, tmp_path, monkeypatch):
     """The template's variable is rendered, so that prompts differ; both are told in the report."""
     template = tmp_path / "thinking.jinja"
     template.write_text(TEMPLATE.replace("<a>", "<a>{{ '' if enable_thinking else '<think></think>' }}"))
@@ -243,15 +243,21 @@ def test_a_suite_with_thinking_on_and_off(home, tmp_path):
     write_rows(tmp_path / "own.jsonl", rows)
     given = ["suite=own", "questions=null", f"suite.path={tmp_path}/own.jsonl", "suite.category=language"]
     given += ["suite.columns.prompt=text", f"target.chat_template={template}"]
-    found = {}
+    found, asked, measure = {}, [], mt_bench.run_in_turn
+
+    def watched(runs, *rest):
+        measure(runs, *rest)
+        asked.append([target.tokenizer.decode(answer.prompt) for answer in runs[1].answers])
+
+    monkeypatch.setattr(mt_bench, "run_in_turn", watched)
     for thinking in ("true", "false"):
         out = tmp_path / thinking
         assert call(mt_bench.main, *arguments(home, *given, f"suite.thinking={thinking}", f"out={out}")) == 0
         found[thinking] = json.loads((out / "results.json").read_text())
         assert found[thinking]["suite"]["thinking"] is (thinking == "true")
         assert f"thinking {'on' if thinking == 'true' else 'off'};" in (out / "report.md").read_text()
-    answers = [(tmp_path / thinking / "answers.jsonl").read_text() for thinking in found]
-    assert answers[0] != answers[1]
+    assert asked[0] == [f"<u>Hallo {place}<a>" for place in range(4)]
+    assert asked[1] == [f"<u>Hallo {place}<a><think></think>" for place in range(4)]
     groups = {each["category"]: each for each in found["true"]["per_category_and_turn"] if each["turn"] is None}
     assert set(groups) == {"de", "fr", None}
     for each in groups.values():
@@ -272,6 +278,17 @@ def test_questions_at_several_contexts(home, tmp_path):
     assert sum(row["rounds"] for row in found["by_context"]) == found["calls"]
     rows = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
     assert {row["question_id"] for row in rows} == {f"{name} at {n}" for name in (81, 82, 101) for n in (60, 180)}
+
+
+@pytest.mark.usefixtures("noisy")
+def test_documents_are_all_questions_of_the_file(home, tmp_path):
+    """Whatever the limit: the one that is asked stands behind the others."""
+    write_rows(tmp_path / "q.jsonl", [{"question": f"ask {i}", "answer": "x" * 20} for i in range(5)])
+    given = [f"questions={tmp_path}/q.jsonl", "context_lengths=[120]", "limit=1", f"out={tmp_path}/out"]
+    assert call(mt_bench.main, *arguments(home, *given)) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["prompts"] == 1
+    assert [row["to"] for row in found["by_context"]] == [128]
 
 
 @pytest.mark.usefixtures("noisy")

@@ -22,14 +22,14 @@ def decoded(prompt: int, rounds: list[int], line: int = 1):
 
 def test_a_round_is_in_the_bucket_of_the_tokens_before_it():
     """The prompt's and the first token, which no round commits: 63 + 1 is the last context of the first bucket."""
-    found = by_context([decoded(63, [3, 1, 62, 2]), decoded(127, [4], line=2)], limit=300)
+    found = by_context([decoded(63, [1, 3, 62, 2]), decoded(127, [4], line=2)], limit=300)
     assert [(row["from"], row["to"], row["rounds"], row["questions"]) for row in found] == [
         (1, 64, 1, 1),
         (65, 128, 3, 2),
         (129, 256, 1, 1),
     ]
-    assert [row["tpc"] for row in found] == [3, (1 + 62 + 4) / 3, 2]
-    assert found[1]["acceptance_per_depth"][:3] == pytest.approx([2 / 3, 2 / 3, 2 / 3])
+    assert [row["tpc"] for row in found] == [1, (3 + 62 + 4) / 3, 2]
+    assert found[1]["acceptance_per_depth"][:3] == pytest.approx([1, 1, 2 / 3])
     low, high = found[1]["tpc_interval"]
     assert low <= found[1]["tpc"] <= high
     assert found[0]["tpc_interval"] is None
@@ -76,7 +76,7 @@ def test_a_question_is_no_document_of_itself(requests):
     own = replace(DOCUMENTS[1], line=9)
     (found,) = packed(requests, [own], DOCUMENTS, [250])
     assert "ask 2" not in {message["content"] for message in found.history}
-    first, second = packed(requests, DOCUMENTS[:2], DOCUMENTS, [60])
+    first, second = packed(requests, [QUESTION, replace(QUESTION, line=2)], DOCUMENTS, [60])
     assert first.history != second.history
 
 
