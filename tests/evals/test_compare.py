@@ -66,6 +66,8 @@ def test_the_whole_command(home, tmp_path, capsys):
         assert row["speedup"] == pytest.approx(rows[row["batch_size"], row["task"], "plain"]["ttit_s"] / row["ttit_s"])
     eagle, own = (rows[1, "questions", name] for name in ("eagle", "own"))
     assert len(eagle["acceptance_per_depth"]) == 3
+    assert [row["to"] for row in eagle["by_context"]] == [64, 128]
+    assert all("tpc_interval" in each and "speedup_interval" in each for each in eagle["by_category"])
     assert eagle["expected"]["tpc"] > 1
     assert 0 < eagle["drafting_share"] < 1
     weights = (home / "draft" / "model.safetensors").stat().st_size
@@ -82,10 +84,20 @@ def test_the_whole_command(home, tmp_path, capsys):
         assert [report.count(f"| {name} | {size} |") for size in (1, 2)] == [4, 4]
     assert "| eagle | `make_eagle` | chain3 |" in report
     assert "trained: tokens 12,345" in report
+    assert [report.count(f"{name}, by context:") for name in ("eagle", "own")] == [2, 2]
     assert "HumanEval, 4 questions; licence: MIT." in report
     assert "so far" not in report
     assert f"written to {out}: report.md, results.json, pareto.png" in printed
     assert (out / "pareto.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("noisy")
+def test_a_task_may_be_a_suite(home, tmp_path):
+    task = f"tasks={{code: {{suite: humaneval, path: {home}/human_eval.jsonl}}}}"
+    assert call(compare.main, *arguments(home, tmp_path, task, "max_tokens=4", "repeats=1")) == 0
+    (task,) = json.loads((tmp_path / "results.json").read_text())["tasks"]
+    assert (task["name"], task["format"], task["questions"]) == ("code", "HumanEval", 4)
+    assert "Suite HumanEval; read from " in (tmp_path / "report.md").read_text()
 
 
 def test_a_speed_up_beyond_tokens_per_call_is_an_error_at_single_prompts(home, tmp_path, capsys, monkeypatch):
@@ -159,7 +171,7 @@ def test_where_the_host_runs_ahead_stages_are_of_other_rounds(home, tmp_path, mo
             "so it must take them by name; it takes least",
         ),
         (["tasks=[nowhere.jsonl]"], "questions=nowhere.jsonl: no such file"),
-        (["tasks=[]"], "tasks=[]: must be a file, a list of files, or a mapping of names to files"),
+        (["tasks=[]"], "tasks=[]: must be a file or a suite, a list of these, or a mapping of names to them"),
         (["batch_sizes=[0]"], "batch_sizes=[0]: must be numbers from 1 on"),
         (["repeats=0"], "repeats=0: must be at least 1"),
         (["too_long=skip"], "too_long=skip: must be refuse or leave_out"),
