@@ -1,17 +1,20 @@
-"""Drafts that were trained otherwise, beside one another: TPC and speed-up at equal time, or at equal tokens.
+"""Drafts that were trained or decode otherwise, beside one another: TPC and speed-up at equal time, or equal tokens.
 
-A study (conf/study) names variants of a training. A variant's step is timed against the reference's, each in its own
-process, in turn; by their ratio it gets fewer or more steps at equal time. Drafts are trained by eagle-train, with
-several seeds, and answer held-out questions with each of the study's trees. Results are files, so that a study can be
-run in parts, and goes on where it was stopped. Paper section 2.3; DESIGN section 3.8.
+A study (conf/study) names variants of a training, of decoding, or of both. A variant's step is timed against the
+reference's, each in its own process, in turn; by their ratio it gets fewer or more steps at equal time. Drafts are
+trained by eagle-train, with several seeds, once for all variants that are trained alike, and answer held-out questions
+with each of the study's trees. Results are files, so that a study can be run in parts, and goes on where it was
+stopped. Paper sections 2.3 and 3; DESIGN section 3.8.
 
-    python -m evals.experiments study=kinds
+    python -m evals.experiments study=kinds plan=true
+    python -m evals.experiments study=alignment draft=DIR
     python -m evals.experiments only=[unroll2] 'study.steps=[280]' seeds=[0] limit=120
     python -m evals.experiments "+study.variants.wider=['draft.intermediate_size=1536']" only=[wider]
 """
 
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -27,13 +30,14 @@ from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.results import prepared
 from eagle_train.settings import build
-from evals.bench import study_runs
+from evals.bench import study_answers, study_runs
 from evals.bench.evaluation import evaluation_alone, origin
-from evals.bench.questions import read_questions
+from evals.bench.questions import Question, read_questions
 from evals.bench.report import write_report
 from evals.bench.requests import check_fit
 from evals.bench.study import StudyConfig
-from evals.bench.study_report import gains_table, markdown, plot, speed_table, tpc_table
+from evals.bench.study_plan import planned
+from evals.bench.study_report import markdown, part_tables, plot, speed_table
 from evals.bench.study_results import (
     answers_file,
     forecast,
@@ -59,34 +63,47 @@ def main(values: DictConfig) -> None:
     target = load_target(given, resolve_device(config.device), reads=chats)
     check_levels(config, composed, target)
     longest = check_fit(Requests(target), questions, config.max_tokens)
-    for name in config.chosen:
-        print(f"{name}: time of a step", flush=True)
-        once(timing_file(config, name), study_runs.timing_asked(config, name), partial(study_runs.cost, config, name))
-    for done, run in enumerate(wanted := runs_of(config)):
-        print(f"{run} ({forecast(config, wanted[done:])})", flush=True)
-        train = partial(study_runs.train, config, run, target)
-        once(run_file(config, run), study_runs.training_asked(config, run), train)
-        for tree in config.study.trees:
-            answer = partial(study_runs.answered, config, run, tree, target, questions, longest)
-            once(answers_file(config, run, tree), study_runs.answers_asked(config, run, tree), answer)
-    speedups = None
-    if config.timed_questions > 0:
-        runs = timed_runs(config)
-        time_all = partial(study_runs.speed, config, runs, target, questions, longest)
-        speedups = once(out / "speed.json", study_runs.speed_asked(config, runs), time_all)["speedups"]
+    print(planned(config, target, questions, longest), flush=True)
+    if config.plan:
+        return
+    make_drafts_and_answers(config, target, questions, longest)
     found: Found = {
         "parts": parts_of(config),
-        "timings": {name: timing_of(config, name) for name in config.chosen},
-        "speedups": speedups,
+        "timings": {name: timing_of(config, name) for name in config.chosen} if config.trainings else {},
+        "speedups": speedups_of(config, target, questions, longest) if config.timed_questions > 0 else None,
+        "target": target.name,
         "config": asdict(config),
         **origin(),
     }
     write_report(out, found, markdown(found))
     plot(found, out / "tpc.png")
-    tables = [text for part in found["parts"] for text in (tpc_table(part), gains_table(found, part))]
-    tables.append(speed_table(speedups) if speedups else "")
+    tables = [text for part in found["parts"] for text in part_tables(found, part)]
+    tables.append(speed_table(found["speedups"]) if found["speedups"] else "")
     print(*(aligned(text) for text in tables if text), sep="\n\n")
     print(f"written to {out}: report.md, results.json, tpc.png")
+
+
+def make_drafts_and_answers(config: StudyConfig, target: Target, questions: list[Question], longest: int) -> None:
+    """What is not there yet: the times of steps, drafts, and their answers with each tree."""
+    for name in config.trainings:
+        print(f"{name}: time of a step", flush=True)
+        once(timing_file(config, name), study_runs.timing_asked(config, name), partial(study_runs.cost, config, name))
+    for done, run in enumerate(wanted := runs_of(config)):
+        print(f"{run} ({forecast(config, wanted[done:])})", flush=True)
+        train = partial(study_runs.train, config, config.draft_run(run), target)
+        once(run_file(config, run), study_runs.training_asked(config, run), train)
+        for tree in config.study.trees:
+            answer = partial(study_answers.answered, config, run, tree, target, questions, longest)
+            once(answers_file(config, run, tree), study_answers.answers_asked(config, run, tree), answer)
+
+
+def speedups_of(config: StudyConfig, target: Target, questions: list[Question], longest: int) -> Found:
+    """The speed-ups, by variant and tree, which are measured where they are not there yet."""
+    runs = timed_runs(config)
+    time_all = partial(study_answers.speed, config, runs, target, questions, longest)
+    found = once(Path(config.out) / "speed.json", study_answers.speed_asked(config, runs), time_all)
+    speedups: Found = found["speedups"]
+    return speedups
 
 
 def check_levels(config: StudyConfig, composed: dict[str, DictConfig], target: Target) -> None:

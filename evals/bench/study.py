@@ -1,30 +1,54 @@
-"""What an experiment compares: variants of a training, for how long, with which seeds, decoded with which trees.
+"""What an experiment compares: variants of a training or of decoding, for how long, with which seeds and trees.
 
 Knows nothing of how drafts are trained, decoded or shown.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from eagle_train.errors import check
-from eagle_train.inference import Dispatcher, SamplingParams
+from eagle_train.artifacts.format import read_artifact
+from eagle_train.errors import OptionError, check
+from eagle_train.inference import Dispatcher, EngineConfig, SamplingParams
+from eagle_train.inference.options import DraftOptions
+from eagle_train.models.draft_quantisation import Quant
 from eagle_train.settings import build
 from evals.bench.config import check_decodes, check_least, check_sizes
 
 EQUALS = ("time", "tokens")
+GIVEN = "draft"  # what is equal where no draft is trained
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A draft of a study: the variant, its own steps, and the seed."""
+    """A draft of a study: the variant, its own steps, and the seed; None: of the draft that is given."""
 
     variant: str
     steps: int
-    seed: int
+    seed: int | None
 
     def __str__(self) -> str:
-        return f"{self.variant}-{self.steps}-{self.seed}"
+        return f"{self.variant}-{self.steps}-{'given' if self.seed is None else self.seed}"
+
+
+@dataclass
+class Decoding:
+    """How a variant decodes. `drafting` as of EngineConfig, `alignment` of DraftOptions, `temperature` and `top_p` of
+    SamplingParams; `quant`: of the draft. Raises UserError for values that cannot be."""
+
+    drafting: str = "greedy"
+    alignment: str = "accepted"
+    temperature: float = 0.0
+    top_p: float = 0.9
+    quant: Quant = field(default_factory=Quant)
+
+    def __post_init__(self) -> None:
+        EngineConfig(drafting=self.drafting)
+        DraftOptions(alignment=self.alignment)
+        SamplingParams(self.temperature, self.top_p)
+        drawn = self.drafting != "greedy"
+        said = f"drafting={self.drafting}: changes nothing at temperature 0; give a temperature"
+        check(not drawn or self.temperature > 0, said, OptionError)
 
 
 @dataclass
@@ -38,11 +62,15 @@ class Study:
     steps: list[int]
     equal: list[str]
     trees: dict[str, Any]
+    decoding: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check(len(self.variants) > 0, "study.variants={}: give at least one")
         known = ", ".join(self.variants)
         check(self.reference in self.variants, f"study.reference={self.reference}: is none of {known}")
+        for name, values in self.decoding.items():
+            check(name in self.variants, f"study.decoding.{name}: is none of the variants {known}")
+            self.decoding[name] = build(Decoding, values, f"study.decoding.{name}")
         check_sizes("study.steps", self.steps)
         right = bool(self.equal) and all(each in EQUALS for each in self.equal)
         check(right, f"study.equal={self.equal}: must be a list of {' and '.join(EQUALS)}")
@@ -52,13 +80,22 @@ class Study:
 
 
 @dataclass
+class GivenDraft:
+    """`path`: a directory that eagle-export wrote; None: drafts are trained."""
+
+    path: str | None
+
+
+@dataclass
 class StudyConfig:
     """conf/commands/experiments.yaml, which says what each key is. Raises UserError for values that cannot be.
 
-    `chosen`: the variants that take part, the reference among them, since all are compared with it.
+    `chosen`: the variants that take part, the reference among them, since all are compared with it. With `draft`
+    nothing is trained: the study has one length, which is the draft's, and no seeds.
     """
 
     study: Any
+    draft: GivenDraft
     seeds: list[int]
     only: list[str] | None
     rounds: int
@@ -68,6 +105,7 @@ class StudyConfig:
     max_tokens: int
     batch_size: int
     timed_questions: int
+    plan: bool
     device: str
     out: str
 
@@ -81,14 +119,51 @@ class StudyConfig:
         for name in self.only or []:
             check(name in names, f"only={self.only}: {name} is none of {', '.join(names)}")
         self.chosen = [name for name in names if name == self.study.reference or name in (self.only or names)]
-        self.params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
+        if self.draft.path is not None:
+            self._use_draft(self.draft.path)
+
+    def _use_draft(self, draft: str) -> None:
+        for name in self.chosen:
+            own = self.study.variants[name]
+            said = f"draft={draft}: {name} is trained otherwise ({' '.join(own)}); leave draft out, or choose others"
+            check(self.overrides(name) == self.overrides(self.study.reference), f"{said} with only")
+        self.study.steps = [read_artifact(draft).training.get("steps", 0)]
+        self.study.equal, self.seeds = [GIVEN], [0]
 
     def overrides(self, name: str) -> list[str]:
         """A variant's overrides of eagle-train."""
         return [*self.study.base, *self.study.variants[name], f"device={self.device}"]
 
+    @property
+    def trainings(self) -> list[str]:
+        """The variants that are trained, one for all that are trained alike; none where a draft is given."""
+        return [] if self.draft.path is not None else [*dict.fromkeys(map(self.trained_as, self.chosen))]
+
+    def trained_as(self, name: str) -> str:
+        """The first variant that is trained alike: they share its draft."""
+        own = self.study.variants[name]
+        return next(other for other, theirs in self.study.variants.items() if theirs == own)
+
+    def draft_run(self, run: Trained) -> Trained:
+        """The training that a variant's draft comes from."""
+        return replace(run, variant=self.trained_as(run.variant))
+
+    def decoding(self, name: str) -> Decoding:
+        """How a variant decodes."""
+        return self.study.decoding.get(name) or Decoding()
+
+    def sampling(self, name: str) -> SamplingParams:
+        """How a variant's answers are sampled; each question's has a seed of its own, the same for all variants."""
+        decoding = self.decoding(name)
+        return SamplingParams(decoding.temperature, decoding.top_p, max_tokens=self.max_tokens, seed=0)
+
     def own_steps(self, steps: int, equal: str, timing: Mapping[str, Any]) -> int:
         """A variant's steps where the reference makes `steps`. `timing`: of its step, see `study_runs.cost`."""
         low, high = timing["interval"] or (timing["ratio"], timing["ratio"])
-        ratio = 1.0 if equal == "tokens" or low <= 1 <= high else timing["ratio"]
+        ratio = timing["ratio"] if equal == "time" and not low <= 1 <= high else 1.0
         return max(1, round(steps / ratio))
+
+
+def part_title(part: Mapping[str, Any]) -> str:
+    """What is the same for all variants of a part of the results."""
+    return "the draft as given" if part["equal"] == GIVEN else f"{part['steps']:,} steps, equal {part['equal']}"

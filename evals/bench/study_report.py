@@ -3,7 +3,7 @@
 Knows nothing of engines or models.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from eagle_train.artifacts.markdown import code, plain
 from eagle_train.results import write_bytes
 from evals.bench.report import Found, document, made_on, number, table
+from evals.bench.study import part_title
 
 COLORS = 10  # of a plot
 
@@ -21,8 +22,7 @@ def markdown(found: Found) -> str:
     """report.md."""
     sections = {f"Experiment {found['config']['study']['name']}": setting(found)}
     for part in found["parts"]:
-        tables = [runs_table(found, part), tpc_table(part), gains_table(found, part)]
-        sections[title_of(part)] = "\n\n".join(filter(None, tables))
+        sections[part_title(part)] = "\n\n".join([runs_table(found, part), *part_tables(found, part)])
     if found["speedups"] is not None:
         sections["Speed-up over plain decoding"] = "\n\n".join([speed_note(found), speed_table(found["speedups"])])
     return document(sections | {"Made on": made_on(found)})
@@ -37,36 +37,51 @@ def setting(found: Found) -> str:
         " At equal time a variant makes as many steps as take the reference's time, by the ratio of the times of a "
         "step, which were measured in turn; and just as many where the interval of that ratio contains 1."
     )
+    drafts = (
+        code(" ".join(study["base"]))
+        if config["draft"]["path"] is None
+        else f"the draft {code(config['draft']['path'])}"
+    )
     return (
-        f"All variants: {code(' '.join(study['base']))}. Reference: {plain(study['reference'])}."
-        f"{time if 'time' in study['equal'] else ''} TPC (tokens committed in decoding, by calls of the target) at "
-        f"temperature 0 over {asked} of {code(config['questions'])}, {config['max_tokens']} tokens an answer at most. "
+        f"All variants: {drafts}. Reference: {plain(study['reference'])}."
+        f"{time if 'time' in study['equal'] else ''} TPC (tokens committed in decoding, by calls of the target) over "
+        f"{asked} of {code(config['questions'])}, {config['max_tokens']} tokens an answer at most; at temperature 0 "
+        "unless a variant says otherwise. "
         "Intervals are of 95 %, by bootstrap over questions and over seeds; with few seeds they say little of other "
         "seeds."
     )
-
-
-def title_of(part: Found) -> str:
-    """A part's title."""
-    return f"{part['steps']:,} steps, equal {part['equal']}"
 
 
 def runs_table(found: Found, part: Found) -> str:
     """What each variant is and how long it was trained."""
     rows = []
     for name, one in part["variants"].items():
-        own = found["config"]["study"]["variants"][name]
-        step = step_time(found["timings"][name])
-        tokens = f"{one['tokens'] / 1e6:.2f}"
-        said = " ".join([plain(name), *map(code, own)])
+        said = " ".join([plain(name), *map(code, of_variant(found["config"]["study"], name))])
+        step = step_time(found["timings"][name]) if name in found["timings"] else ""
+        tokens = "" if one["tokens"] is None else f"{one['tokens'] / 1e6:.2f}"
         rows.append([said, f"{one['parameters'] / 1e6:.1f}", step, str(one["steps"]), tokens, str(len(one["seeds"]))])
     return table(["variant", "M parameters", "step time (95 %)", "steps", "M tokens", "seeds"], rows)
+
+
+def of_variant(study: Found, name: str) -> list[str]:
+    """What makes a variant: its overrides of eagle-train, and how it decodes."""
+    decoding = study["decoding"].get(name)
+    if decoding is None:
+        return list(study["variants"][name])
+    keys = ("temperature", "top_p", "drafting", "alignment") if decoding["temperature"] > 0 else ("alignment",)
+    own = [f"{key}={decoding[key]}" for key in keys]
+    return [*study["variants"][name], *own, f"quant={decoding['quant']['scheme']} ({decoding['quant']['scope']})"]
+
+
+def part_tables(found: Found, part: Found) -> list[str]:
+    """TPC, and its gain over the reference and over the first tree, where there are others."""
+    return [text for text in (tpc_table(part), gains_table(found, part), trees_table(part)) if text]
 
 
 def tpc_table(part: Found) -> str:
     """TPC by variant and tree."""
     return _by_tree(
-        part, f"TPC, {title_of(part)}", {name: one["tpc"] for name, one in part["variants"].items()}, signed=False
+        part, f"TPC, {part_title(part)}", {name: one["tpc"] for name, one in part["variants"].items()}, signed=False
     )
 
 
@@ -74,7 +89,14 @@ def gains_table(found: Found, part: Found) -> str:
     """TPC above the reference's, by variant and tree."""
     reference = found["config"]["study"]["reference"]
     gains = {name: one["gain"] for name, one in part["variants"].items() if name != reference}
-    return _by_tree(part, f"TPC above {plain(reference)}, {title_of(part)}", gains, signed=True) if gains else ""
+    return _by_tree(part, f"TPC above {plain(reference)}, {part_title(part)}", gains, signed=True) if gains else ""
+
+
+def trees_table(part: Found) -> str:
+    """TPC above the same draft's with the first tree."""
+    gains = {name: one["gain_over_first_tree"] for name, one in part["variants"].items()}
+    first, *others = next(iter(gains.values()))
+    return _by_tree(part, f"TPC above {plain(first)}, {part_title(part)}", gains, signed=True) if others else ""
 
 
 def _by_tree(part: Found, title: str, figures: Mapping[str, Mapping[str, Found]], signed: bool) -> str:
@@ -93,10 +115,11 @@ def _by_tree(part: Found, title: str, figures: Mapping[str, Mapping[str, Found]]
 def speed_note(found: Found) -> str:
     """What the speed-ups are of."""
     config = found["config"]
-    longest = max(config["study"]["steps"])
+    part = {"steps": max(config["study"]["steps"]), "equal": config["study"]["equal"][0]}
+    seed = "" if config["draft"]["path"] is not None else f", seed {config['seeds'][0]}"
     return (
-        f"Single prompts, {config['timed_questions']} questions, plain decoding and all drafts in turn; drafts of "
-        f"{longest:,} steps of the reference, equal {config['study']['equal'][0]}, seed {config['seeds'][0]}."
+        f"Single prompts, {config['timed_questions']} questions, plain decoding and all drafts that sample alike in "
+        f"turn; {part_title(part)}{seed}."
     )
 
 
@@ -119,7 +142,8 @@ def step_time(found: Found) -> str:
 
 
 def plot(found: Found, path: Path) -> None:
-    """TPC by the reference's steps, a row of panels for each way to be equal and a panel for each tree, as a PNG."""
+    """TPC by the reference's steps, or by variant where there is one number of steps, as a PNG: a row of panels for
+    each way to be equal and a panel for each tree."""
     study = found["config"]["study"]
     trees, equals = list(study["trees"]), list(study["equal"])
     size = (1 + 3.2 * len(trees), 0.9 + 2.9 * len(equals))
@@ -128,32 +152,33 @@ def plot(found: Found, path: Path) -> None:
     for row, equal in enumerate(equals):
         parts = [part for part in found["parts"] if part["equal"] == equal]
         for axes, tree in zip(panels[row], trees, strict=True):
-            for place, name in enumerate(_names(parts)):
-                points = [
-                    (part["steps"], part["variants"][name]["tpc"][tree]) for part in parts if name in part["variants"]
-                ]
-                steps, values = zip(*points, strict=True)
-                spread = [
-                    [each["tpc"] - each["low"] for each in values],
-                    [each["high"] - each["tpc"] for each in values],
-                ]
-                look: dict[str, Any] = {"fmt": "o-", "markersize": 4, "capsize": 2, "color": f"C{place % COLORS}"}
-                axes.errorbar(steps, [each["tpc"] for each in values], yerr=spread, label=name, **look)
-            axes.set_title(f"{tree}, equal {equal}", fontsize="medium")
-            axes.set_xscale("log")
-            axes.set_xticks(sorted({part["steps"] for part in parts}), labels=[f"{part['steps']}" for part in parts])
-            axes.minorticks_off()
-            axes.grid(axis="y", color="0.92")
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
+            _panel(axes, parts, tree)
+            axes.set_title(tree if len(equals) == 1 else f"{tree}, equal {equal}", fontsize="medium")
         panels[row][0].set_ylabel("tokens per call")
-    for axes in panels[-1]:
-        axes.set_xlabel("steps of the reference")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside upper left", fontsize="small", ncols=6)
+    if len(study["steps"]) > 1:
+        for axes in panels[-1]:
+            axes.set_xlabel("steps of the reference")
+        handles, labels = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, frameon=False, loc="outside upper left", fontsize="small", ncols=6)
     figure.savefig(picture, dpi=150, format="png")
     write_bytes(path, picture.getvalue())
 
 
-def _names(parts: Iterable[Found]) -> list[str]:
-    return list(dict.fromkeys(name for part in parts for name in part["variants"]))
+def _panel(axes: Any, parts: list[Found], tree: str) -> None:
+    names = list(dict.fromkeys(name for part in parts for name in part["variants"]))
+    for place, name in enumerate(names):
+        points = [(part["steps"], part["variants"][name]["tpc"][tree]) for part in parts if name in part["variants"]]
+        steps, values = zip(*points, strict=True)
+        ends = [[each["tpc"] - each["low"] for each in values], [each["high"] - each["tpc"] for each in values]]
+        at = steps if len(parts) > 1 else [place]
+        look: dict[str, Any] = {"fmt": "o-", "markersize": 4, "capsize": 2, "color": f"C{place % COLORS}"}
+        axes.errorbar(at, [each["tpc"] for each in values], yerr=ends, label=name, **look)
+    if len(parts) > 1:
+        axes.set_xscale("log")
+        axes.set_xticks(sorted({part["steps"] for part in parts}), labels=[f"{part['steps']}" for part in parts])
+    else:
+        axes.set_xticks(range(len(names)), labels=names, rotation=45, ha="right")
+    axes.minorticks_off()
+    axes.grid(axis="y", color="0.92")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

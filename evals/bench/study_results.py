@@ -9,19 +9,22 @@ from typing import Any
 
 from evals.bench import statistics
 from evals.bench.study import StudyConfig, Trained
-from evals.bench.study_runs import answers_asked, kept, timing_asked, training_asked
+from evals.bench.study_answers import answers_asked
+from evals.bench.study_runs import kept, timing_asked, training_asked
 
 Found = dict[str, Any]
 
 
 def runs_of(config: StudyConfig) -> list[Trained]:
-    """What is to be trained, each once: the shortest first, seed by seed."""
+    """The drafts of all variants, each once: the shortest first, seed by seed."""
     orders = itertools.product(sorted(config.study.steps), config.seeds, config.study.equal, config.chosen)
     return [*dict.fromkeys(trained(config, name, steps, equal, seed) for steps, seed, equal, name in orders)]
 
 
 def trained(config: StudyConfig, name: str, steps: int, equal: str, seed: int) -> Trained:
     """A variant's draft where the reference makes so many steps."""
+    if config.draft.path is not None:
+        return Trained(name, steps, None)
     return Trained(name, config.own_steps(steps, equal, timing_of(config, name)), seed)
 
 
@@ -32,11 +35,11 @@ def timed_runs(config: StudyConfig) -> dict[str, Trained]:
 
 
 def timing_file(config: StudyConfig, name: str) -> Path:
-    return Path(config.out) / f"step-{name}.json"
+    return Path(config.out) / f"step-{config.trained_as(name)}.json"
 
 
 def run_file(config: StudyConfig, run: Trained) -> Path:
-    return Path(config.out) / f"{run}.json"
+    return Path(config.out) / f"{config.draft_run(run)}.json"
 
 
 def answers_file(config: StudyConfig, run: Trained, tree: str) -> Path:
@@ -45,7 +48,7 @@ def answers_file(config: StudyConfig, run: Trained, tree: str) -> Path:
 
 def timing_of(config: StudyConfig, name: str) -> Found:
     """A variant's `cost`, which is there by now."""
-    timing = _there(timing_file(config, name), timing_asked(config, name))
+    timing = _there(timing_file(config, name), timing_asked(config, config.trained_as(name)))
     return {key: value for key, value in timing.items() if key != "asked"}
 
 
@@ -56,9 +59,17 @@ def _there(path: Path, asked: Found) -> Found:
     return found
 
 
+def trainings_left(config: StudyConfig, runs: list[Trained]) -> list[Trained]:
+    """What is still to be trained, each draft once."""
+    if config.draft.path is not None:
+        return []
+    drafts = dict.fromkeys(config.draft_run(run) for run in runs)
+    return [run for run in drafts if kept(run_file(config, run), training_asked(config, run)) is None]
+
+
 def forecast(config: StudyConfig, left: list[Trained]) -> str:
-    """How long the rest of the study takes, by what was measured."""
-    fresh = [run for run in left if kept(run_file(config, run), training_asked(config, run)) is None]
+    """How long the rest of the trainings takes, by what was measured."""
+    fresh = trainings_left(config, left)
     training = sum(run.steps * timing_of(config, run.variant)["step_s"] for run in fresh)
     return f"{len(fresh)} trainings left, {training / 60:.0f} min"
 
@@ -76,7 +87,7 @@ def variants_of(config: StudyConfig, steps: int, equal: str) -> Found:
     """Each variant's figures over its seeds, and its gain over the reference."""
     runs = {name: [trained(config, name, steps, equal, seed) for seed in config.seeds] for name in config.chosen}
     answers = {name: answers_of(config, own) for name, own in runs.items()}
-    before, found = answers[config.study.reference], {}
+    before, found, first = answers[config.study.reference], {}, next(iter(config.study.trees))
     for name, own in runs.items():
         made = _there(run_file(config, own[0]), training_asked(config, own[0]))
         counts = {tree: [each["answers"] for each in by_seed] for tree, by_seed in answers[name].items()}
@@ -92,6 +103,7 @@ def variants_of(config: StudyConfig, steps: int, equal: str) -> Found:
                 tree: by_seed[0]["acceptance_per_depth"] for tree, by_seed in answers[name].items()
             },
             "gain": {tree: statistics.tpc_gain(each, theirs[tree]) for tree, each in counts.items()},
+            "gain_over_first_tree": {tree: statistics.tpc_gain(each, counts[first]) for tree, each in counts.items()},
         }
     return found
 

@@ -1,7 +1,7 @@
-"""What an experiment does: a step is timed, drafts are trained, they answer for TPC, and in turn for the speed-up.
+"""How an experiment comes by its drafts: a step is timed, drafts are trained, or one is given.
 
 Each result is a file that also says what it follows from; it is made once. A training that was stopped goes on. Knows
-nothing of what the variants are. DESIGN section 3.8.
+nothing of what the variants are, and of decoding. DESIGN section 3.8.
 """
 
 import json
@@ -11,8 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from itertools import chain
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -21,12 +20,10 @@ from typing import Any
 import torch
 
 from eagle_train import distributed
-from eagle_train.artifacts.format import load_draft, save_draft
+from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
 from eagle_train.cli import compose
 from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
-from eagle_train.inference import Engine, Requests
-from eagle_train.inference.drafters.trained import drafter_of
 from eagle_train.models.target import Target
 from eagle_train.results import write_json
 from eagle_train.settings import build
@@ -35,9 +32,6 @@ from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.lookahead import DRAWN_AHEAD
 from eagle_train.training.trained_draft import read_trained
 from evals.bench import statistics
-from evals.bench.answering import Run, answer_questions, batches_of, run_in_turn
-from evals.bench.questions import Question
-from evals.bench.requests import room_for
 from evals.bench.study import StudyConfig, Trained
 from evals.bench.worker import ALLOCATOR, Worker
 
@@ -73,7 +67,7 @@ def timing_asked(config: StudyConfig, name: str) -> Found:
 def cost(config: StudyConfig, name: str) -> Found:
     """`ratio`: a variant's step time divided by the reference's, the median of the rounds; `interval`: its 95 %
     interval, None for fewer than 6 rounds; and the seconds of both."""
-    reference = config.study.reference
+    reference = config.trained_as(config.study.reference)
     workers = {which: Worker(train_steps, config.overrides(which)) for which in dict.fromkeys((reference, name))}
     rounds = []
     for number in range(config.rounds + 1):
@@ -117,12 +111,18 @@ def train_steps(overrides: list[str], line: Connection) -> None:
 
 
 def training_asked(config: StudyConfig, run: Trained) -> Found:
-    """What a draft follows from: eagle-train's overrides."""
+    """What a draft follows from: eagle-train's overrides, or the draft that is given."""
+    if config.draft.path is not None:
+        return {"draft": config.draft.path, "source": read_artifact(config.draft.path).source}
     return {"overrides": [*config.overrides(run.variant), f"seed={run.seed}", f"train.steps={run.steps}"]}
 
 
 def train(config: StudyConfig, run: Trained, target: Target) -> Found:
-    """Train a draft and keep it in `drafts`. Raises UserError where that fails."""
+    """Train a draft and keep it in `drafts`; nothing of the kind where one is given. Raises UserError where that
+    fails."""
+    if config.draft.path is not None:
+        draft = load_draft(config.draft.path, target.identity)
+        return {"tokens": read_artifact(config.draft.path).training.get("tokens"), "parameters": draft.num_parameters}
     asked, folder = training_asked(config, run), Path(config.out) / "training" / str(run)
     if kept(folder / "asked.json", asked) is None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -134,78 +134,12 @@ def train(config: StudyConfig, run: Trained, target: Target) -> Found:
     checkpoint, draft = read_trained(folder)
     same = checkpoint.state["target"]["fingerprint"] == target.identity.fingerprint
     check(same, f"{run}: trained for another target than the first variant; variants share one")
-    save_draft(draft, draft_of(config, run), target.identity, dtype=torch.float32)
+    tokens = checkpoint.state["tokens"]
+    save_draft(draft, draft_of(config, run), target.identity, {"steps": run.steps, "tokens": tokens}, torch.float32)
     shutil.rmtree(folder)
-    return {"tokens": checkpoint.state["tokens"], "parameters": draft.num_parameters}
+    return {"tokens": tokens, "parameters": draft.num_parameters}
 
 
 def draft_of(config: StudyConfig, run: Trained) -> Path:
-    """Where a trained draft is kept."""
-    return Path(config.out) / "drafts" / str(run)
-
-
-# --- tokens per call
-
-
-def answers_asked(config: StudyConfig, run: Trained, tree: str) -> Found:
-    """What the answers with a draft and a tree follow from."""
-    questions = {key: getattr(config, key) for key in ("questions", "limit", "max_tokens")}
-    return {"training": training_asked(config, run), "tree": config.study.trees[tree], **questions}
-
-
-def answered(
-    config: StudyConfig, run: Trained, tree: str, target: Target, questions: list[Question], longest: int
-) -> Found:
-    """TPC and acceptance over the questions; tokens and calls of each answer, by which drafts are compared, and the
-    seconds that it took. `longest`: the most tokens of a prompt and its answer."""
-    rows, started = config.batch_size, time.perf_counter()
-    engine = engine_of(config, run, tree, target, rows, longest)
-    requests, answers = Requests(target), []
-    for batch in batches_of(questions, rows):
-        answers += list(chain.from_iterable(answer_questions(engine, requests, batch, config.params)))
-    return {
-        "tpc": statistics.decoded_tpc(answers),
-        "acceptance_per_depth": statistics.acceptance(answers),
-        "answers": [[answer.output.stats.tokens, answer.output.stats.calls] for answer in answers],
-        "seconds": time.perf_counter() - started,
-    }
-
-
-def engine_of(config: StudyConfig, run: Trained, tree: str, target: Target, rows: int, longest: int) -> Engine:
-    """An engine with a trained draft."""
-    drafter = drafter_of(load_draft(draft_of(config, run), target.identity), target)
-    spec = config.study.trees[tree]
-    return Engine(target, drafter, spec, max_batch_size=rows, kv_tokens=room_for(rows, longest, spec))
-
-
-# --- speed
-
-
-def speed_asked(config: StudyConfig, runs: Mapping[str, Trained]) -> Found:
-    """What the speed-ups follow from."""
-    answers = {name: [answers_asked(config, run, tree) for tree in config.study.trees] for name, run in runs.items()}
-    return {"answers": answers, "timed_questions": config.timed_questions}
-
-
-def speed(
-    config: StudyConfig, runs: Mapping[str, Trained], target: Target, questions: list[Question], longest: int
-) -> Found:
-    """The speed-up over plain decoding of each variant's draft with each tree, single prompts, all in turn.
-
-    Raises UserError where one exceeds its TPC.
-    """
-    count = min(config.timed_questions, len(questions))
-    asked = [questions[place * len(questions) // count] for place in range(count)]
-    requests = Requests(target)
-    plain = Run(Engine(target, max_batch_size=1, kv_tokens=room_for(1, longest, "chain1")), requests)
-    pairs = [(name, tree) for name in runs for tree in config.study.trees]
-    others = [Run(engine_of(config, runs[name], tree, target, 1, longest), requests) for name, tree in pairs]
-    run_in_turn([plain, *others], asked, config.params, 1)
-    found: Found = {name: {} for name in runs}
-    for (name, tree), other in zip(pairs, others, strict=True):
-        measured = statistics.compare(plain.batches, other.batches)
-        measured |= {"tpc": statistics.decoded_tpc(other.answers)}
-        statistics.check_timing(measured)
-        measured["interval"] = statistics.speedup_interval(plain.batches, other.batches)
-        found[name][tree] = measured
-    return {"speedups": found}
+    """Where a draft is kept; variants that are trained alike share it."""
+    return Path(config.draft.path or Path(config.out) / "drafts" / str(config.draft_run(run)))

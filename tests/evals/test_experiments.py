@@ -5,13 +5,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 
 from eagle_train import train
 from eagle_train.cli import compose
+from eagle_train.drafts import Draft
 from eagle_train.errors import UserError
+from eagle_train.inference import Eagle
+from eagle_train.inference.drafters.trained import drafter_of
+from eagle_train.models.draft_quantisation import quant_of
+from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.target import Target
 from eagle_train.settings import CONF_DIR, build
 from evals import experiments
-from evals.bench import study_runs
+from evals.bench import study_answers, study_plan, study_runs
 from evals.bench.study import StudyConfig, Trained
 from evals.bench.worker import Worker
 from tests.support.command_line import call, chats, write_jsonl
@@ -57,6 +65,7 @@ def in_process(monkeypatch) -> list[list[str]]:
         return {"ratio": timed[name], "interval": None, "reference_s": 1.0, "step_s": timed[name]}
 
     monkeypatch.setattr(study_runs, "cost", cost)
+    monkeypatch.setattr(study_plan, "step_seconds", lambda config: 1.0)
     return runs
 
 
@@ -126,6 +135,87 @@ def test_a_tree_deeper_than_a_draft_is_refused_before_training(home, in_process,
     assert in_process == []
 
 
+SAMPLED = {"temperature": 1, "drafting": "multinomial"}
+
+
+def test_variants_of_decoding_share_a_draft(home, in_process, tmp_path, capsys):
+    """Trained once, also where the reference is not the first; each answers as it decodes, and is timed."""
+    names = "+study.variants={exact: [], last: [], drawn: [], alike: []}"
+    asked = [names, "+study.decoding={last: {alignment: last}, drawn: {temperature: 1, drafting: multinomial}}"]
+    asked += ["study.reference=exact", "only=[last,drawn,alike]", f"out={tmp_path}", "timed_questions=1"]
+    assert call(experiments.main, *given(home, *asked)) == 0
+    assert [path.name for path in (tmp_path / "drafts").iterdir()] == ["base-8-0"]
+    assert len(in_process) == 1
+    found = json.loads((tmp_path / "results.json").read_text())
+    variants = found["parts"][0]["variants"]
+    assert variants["alike"]["gain"]["chain3"] == {"tpc": 0, "low": 0, "high": 0}
+    answers = {name: json.loads((tmp_path / f"{name}-8-0-chain3.json").read_text()) for name in variants}
+    assert answers["alike"]["answers"] == answers["exact"]["answers"]
+    assert answers["drawn"]["answers"] != answers["exact"]["answers"]
+    assert answers["drawn"]["asked"]["decoding"]["drafting"] == "multinomial"
+    assert found["speedups"].keys() == variants.keys()
+    report = (tmp_path / "report.md").read_text()
+    assert "| last `alignment=last` `quant=none (ffn)` |" in report
+    assert "| drawn `temperature=1.0` `top_p=0.9` `drafting=multinomial` " in report
+
+
+def test_engines_decode_as_variants_do(home, tmp_path, monkeypatch):
+    made = []
+
+    def recorded(draft: Draft, target: Target, alignment: str) -> Eagle:
+        made.append((alignment, str(quant_of(draft))))
+        return drafter_of(draft, target, alignment)
+
+    monkeypatch.setattr(study_answers, "drafter_of", recorded)
+    decoding = {"base": {"alignment": "last", "quant": {"scheme": "fp8", "scope": "all_linear"}}, "lk": SAMPLED}
+    values = compose("experiments", given(home, f"draft.path={home}/draft", "only=[base]"))
+    OmegaConf.update(values, "study.decoding", decoding, force_add=True)
+    config = build(StudyConfig, values, "")
+    target = load_target(TargetConfig(path=str(home / "target")), torch.device("cpu"))
+    engines = [
+        study_answers.engine_of(config, Trained(name, 8, None), "chain3", target, 2, 64) for name in ("base", "lk")
+    ]
+    assert made == [("last", "fp8 (all_linear)"), ("accepted", "none")]
+    assert [engine.config.drafting for engine in engines] == ["greedy", "multinomial"]
+    assert [config.sampling(name).temperature for name in ("base", "lk")] == [0, 1]
+
+
+def test_a_draft_that_is_given_is_not_trained(home, in_process, tmp_path, capsys):
+    asked = ["only=[base]", f"out={tmp_path}/out", f"draft={home}/draft", "+study.trees.chain1=chain1", "seeds=[0,1]"]
+    assert call(experiments.main, *given(home, *asked)) == 0
+    assert in_process == []
+    found = results(tmp_path)
+    (part,) = found["parts"]
+    base = part["variants"]["base"]
+    assert base["seeds"] == [0]
+    assert base["gain_over_first_tree"]["chain3"] == {"tpc": 0, "low": 0, "high": 0}
+    gain = base["gain_over_first_tree"]["chain1"]
+    assert gain["tpc"] == pytest.approx(base["tpc"]["chain1"]["tpc"] - base["tpc"]["chain3"]["tpc"])
+    assert gain["low"] <= gain["tpc"] <= gain["high"]
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| TPC above chain3, the draft as given |" in report
+    capsys.readouterr()
+    assert call(experiments.main, *given(home, f"draft={home}/draft", "only=[lk]", f"out={tmp_path}/out")) == 2
+    assert f"error: draft={home}/draft: lk is trained otherwise (train.logits_loss=lk)" in capsys.readouterr().err
+
+
+def test_a_plan_trains_nothing_and_counts_what_is_left(home, in_process, tmp_path, capsys):
+    def planned() -> dict[str, float]:
+        assert call(experiments.main, *given(home, f"out={tmp_path}", "plan=true", "timed_questions=1")) == 0
+        lines = [line.rsplit(": ", 1) for line in capsys.readouterr().out.splitlines()]
+        return {what: float(said.removesuffix(" min")) for what, said in lines}
+
+    before = planned()
+    assert in_process == []
+    assert not (tmp_path / "results.json").exists()
+    names = ["time of a step of 3 variants", "3 drafts", "3 times 3 answers", "4 times 1 answers, one by one", "all"]
+    assert list(before) == names
+    assert before["3 drafts"] == pytest.approx(3 * (8 + study_plan.STARTING_S) / 60, abs=0.06)
+    assert call(experiments.main, *given(home, f"out={tmp_path}", "only=[lk]")) == 0
+    capsys.readouterr()
+    assert list(planned()) == ["time of a step of 1 variants", "1 drafts", "1 times 3 answers", *names[3:]]
+
+
 @pytest.mark.parametrize("study", STUDIES)
 def test_the_studies_of_the_project_hold(study):
     """Every variant's overrides are eagle-train's, and every tree is one."""
@@ -156,15 +246,15 @@ def test_a_step_time_within_noise_gives_as_many_steps(home, ratio, interval, equ
 
 def test_a_draft_is_kept_for_other_answers(home, in_process, tmp_path, monkeypatch, capsys):
     """A run with other questions uses the same training, also after one that failed."""
-    answered, arguments = study_runs.answered, ["only=[base]", f"out={tmp_path}"]
+    answered, arguments = study_answers.answered, ["only=[base]", f"out={tmp_path}"]
 
     def failing(*_):
         raise UserError("an answer that cannot be")
 
-    monkeypatch.setattr(study_runs, "answered", failing)
+    monkeypatch.setattr(study_answers, "answered", failing)
     assert call(experiments.main, *given(home, *arguments)) == 2
     assert "step 8/8" in capsys.readouterr().err
-    monkeypatch.setattr(study_runs, "answered", answered)
+    monkeypatch.setattr(study_answers, "answered", answered)
     assert call(experiments.main, *given(home, *arguments, "max_tokens=11")) == 0
     assert "step " not in capsys.readouterr().err
     assert json.loads((tmp_path / "base-8-0.json").read_text())["tokens"] > 0
@@ -196,6 +286,7 @@ def test_steps_are_timed_in_turn_in_two_processes(home, capsys):
     assert found["ratio"] == pytest.approx(found["step_s"] / found["reference_s"])
     assert 0.001 < found["step_s"] < 5
     assert found["interval"] is None  # of one round
+    assert study_plan.step_seconds(config) > 0.001
     broken = Worker(study_runs.train_steps, [*config.overrides("lk"), "train.unroll=0"])
     with pytest.raises(UserError, match=r"^train\.unroll=0"):
         broken.ask(1)
@@ -211,6 +302,9 @@ def test_steps_are_timed_in_turn_in_two_processes(home, capsys):
         ("seeds=[]", "seeds=[]"),
         ("only=[other]", "only=['other']: other is none of base, unroll2, "),
         ("study.variants.lk=['train.nothing=1']", "Could not override 'train.nothing'"),
+        ("+study.decoding={other: {}}", "study.decoding.other: is none of the variants base, unroll2, "),
+        ("+study.decoding={lk: {drafting: multinomial}}", "study.decoding.lk.drafting=multinomial: changes nothing at"),
+        ("+study.decoding={lk: {quant: {scheme: int3}}}", "quant.scheme=int3: must be one of none, "),
     ],
 )
 def test_mistakes_are_one_line(home, capsys, override, message):
@@ -221,5 +315,6 @@ def test_mistakes_are_one_line(home, capsys, override, message):
 def test_a_failed_run_is_an_error(home, monkeypatch, capsys):
     monkeypatch.setattr(study_runs.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2))
     monkeypatch.setattr(study_runs, "cost", lambda *_: {"ratio": 1.0, "interval": None, "step_s": 1.0})
+    monkeypatch.setattr(study_plan, "step_seconds", lambda config: 1.0)
     assert call(experiments.main, *given(home, "only=[base]", "seeds=[7]", f"out={home}/failed")) == 2
     assert "error: base-8-7: eagle-train ended with status 2" in capsys.readouterr().err

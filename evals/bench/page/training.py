@@ -8,6 +8,7 @@ from evals.bench.page.blocks import Block, Facts, Plot, Table
 from evals.bench.page.decoding_blocks import acceptance
 from evals.bench.page.gather import Source
 from evals.bench.page.shown import spread
+from evals.bench.study import part_title
 
 MOST_POINTS = 240  # of a curve: more are not seen, and the page stays small
 ROWS = 12  # of a curve's table
@@ -87,7 +88,7 @@ def experiments(source: Source) -> list[Block]:
     """Drafts that were trained otherwise: TPC by variant and tree, the gain over the reference, speed-ups."""
     blocks: list[Block] = []
     for part in source.found["parts"]:
-        title, variants = f"{part['steps']:,} steps, equal {part['equal']}", part["variants"]
+        title, variants = part_title(part), part["variants"]
         trees = list(next(iter(variants.values()))["tpc"])
         rows = [[name, *(_tpc(one["tpc"][tree]) for tree in trees)] for name, one in variants.items()]
         numbers = Table(f"TPC (95 %), {title}", ["variant", *trees], rows)

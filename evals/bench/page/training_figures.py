@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from evals.bench.page.figure import Figure
 from evals.bench.page.gather import Source
+from evals.bench.study import part_title
 
 
 def experiments(source: Source) -> Iterator[Figure]:
@@ -11,8 +12,7 @@ def experiments(source: Source) -> Iterator[Figure]:
     for part in source.found["parts"]:
         for name, one in part["variants"].items():
             for tree, each in one["tpc"].items():
-                of = f"{name}, {tree}, {part['steps']} steps, equal {part['equal']}"
-                yield Figure(of, "TPC", each["tpc"], (each["low"], each["high"]))
+                yield Figure(f"{name}, {tree}, {part_title(part)}", "TPC", each["tpc"], (each["low"], each["high"]))
     for name, by_tree in (source.found["speedups"] or {}).items():
         for tree, each in by_tree.items():
             yield Figure(f"{name}, {tree}", "speed-up", each["speedup"], each["interval"], is_time=True, batch_size=1)
