@@ -39,14 +39,14 @@ def planned(config: StudyConfig, target: Target, questions: list[Question], long
     each = 2 * (steps * step_s + STARTING_S)  # the reference's process and the variant's
     plain = len({str(config.sampling(name)) for name in config.chosen})
     speedups = len(config.chosen) * len(config.study.trees) + plain if config.timed_questions > 0 else 0
-    batches = len(batches_of(questions, config.batch_size))
+    batches, timed = len(batches_of(questions, config.batch_size)), min(config.timed_questions, len(questions))
     left = {
         f"time of a step of {len(untimed)} variants": len(untimed) * each,
         f"{len(drafts)} drafts": sum(drafts.values()) + len(drafts) * STARTING_S,
         f"{answers} times {len(questions)} answers": answers
         and answers * batches * _answering_s(config, target, questions[: config.batch_size], longest),
-        f"{speedups} times {config.timed_questions} answers, one by one": speedups
-        and speedups * config.timed_questions * _answering_s(config, target, questions[:1], longest),
+        f"{speedups} times {timed} answers, one by one": speedups
+        and speedups * timed * _answering_s(config, target, questions[:1], longest),
     }
     lines = {what: seconds for what, seconds in left.items() if seconds} | {"all": sum(left.values())}
     return "\n".join(f"{what}: {seconds / 60:.1f} min" for what, seconds in lines.items())

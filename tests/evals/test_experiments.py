@@ -201,14 +201,14 @@ def test_a_draft_that_is_given_is_not_trained(home, in_process, tmp_path, capsys
 
 def test_a_plan_trains_nothing_and_counts_what_is_left(home, in_process, tmp_path, capsys):
     def planned() -> dict[str, float]:
-        assert call(experiments.main, *given(home, f"out={tmp_path}", "plan=true", "timed_questions=1")) == 0
+        assert call(experiments.main, *given(home, f"out={tmp_path}", "plan=true", "timed_questions=9")) == 0
         lines = [line.rsplit(": ", 1) for line in capsys.readouterr().out.splitlines()]
         return {what: float(said.removesuffix(" min")) for what, said in lines}
 
     before = planned()
     assert in_process == []
     assert not (tmp_path / "results.json").exists()
-    names = ["time of a step of 3 variants", "3 drafts", "3 times 3 answers", "4 times 1 answers, one by one", "all"]
+    names = ["time of a step of 3 variants", "3 drafts", "3 times 3 answers", "4 times 3 answers, one by one", "all"]
     assert list(before) == names
     assert before["3 drafts"] == pytest.approx(3 * (8 + study_plan.STARTING_S) / 60, abs=0.06)
     assert call(experiments.main, *given(home, f"out={tmp_path}", "only=[lk]")) == 0

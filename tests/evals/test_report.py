@@ -9,7 +9,7 @@ import pytest
 
 from evals import report
 from evals.bench.page.canvas import SERIES
-from evals.bench.page.decoding_blocks import along_context
+from evals.bench.page.decoding_blocks import along_context, tpc_against_ttit
 from tests.support.command_line import call, write_jsonl
 from tests.support.html_structure import Element, contrast, page, schemes
 
@@ -155,6 +155,14 @@ def test_published_figures_are_marked_as_of_other_targets(root):
     captions = [each.text for each in root.all("caption") if "TPC of a chain of 3" in each.text]
     assert len(captions) == 3  # one draft, latency, drafts trained otherwise
     assert all("of other targets on other machines" in caption for caption in captions)
+
+
+def test_the_pareto_front_is_what_nothing_exceeds_in_both():
+    """A tie in both is on it; less in one, and no more in the other, is not."""
+    found = {"fast": (2.0, 1.0), "many": (3.0, 2.0), "as_many": (3.0, 2.0), "slower": (2.0, 1.5), "less": (1.9, 1.0)}
+    rows = [{"decoding": name, "tpc": tpc, "ttit_s": ms / 1e3} for name, (tpc, ms) in found.items()]
+    table = tpc_against_ttit(rows, "batch size 1").numbers
+    assert {row[0] for row in table.rows if row[-1] == "yes"} == {"fast", "many", "as_many"}
 
 
 def test_cautions_follow_from_the_results(root):

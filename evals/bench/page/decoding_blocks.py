@@ -101,10 +101,16 @@ def _bucket(row: Row) -> str:
 
 
 def tpc_against_ttit(rows: Iterable[Row], where: str) -> Plot:
-    """TPC against TTIT: what lies lower is faster, what lies to the right has more tokens a call."""
+    """TPC against TTIT: what lies lower is faster, what lies to the right has more tokens a call. The Pareto front is
+    what no other decoding exceeds in both."""
     points = [(row["decoding"], row["tpc"], 1e3 * row["ttit_s"]) for row in rows]
-    told = [[name, f"{tpc:.2f}", f"{ttit:.2f}"] for name, tpc, ttit in points]
-    numbers = Table(f"TPC and TTIT, {where}", ["decoding", "TPC", "TTIT, ms"], told)
+    front = {
+        name
+        for name, tpc, ttit in points
+        if not any(more >= tpc and less <= ttit and (more, less) != (tpc, ttit) for _, more, less in points)
+    }
+    told = [[name, f"{tpc:.2f}", f"{ttit:.2f}", "yes" if name in front else ""] for name, tpc, ttit in points]
+    numbers = Table(f"TPC and TTIT, {where}", ["decoding", "TPC", "TTIT, ms", "on the Pareto front"], told)
     fastest = min(points, key=lambda point: point[2])
     said = f"Tokens per call against ms per token, {where}. The lowest TTIT is {fastest[0]}'s, {fastest[2]:.2f} ms."
     return Plot(f"TPC against TTIT, {where}", said, plots.marked(points, "TPC", "TTIT, ms (lower is faster)"), numbers)

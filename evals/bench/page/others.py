@@ -6,6 +6,7 @@ from typing import Any
 
 from evals.bench.page import plots, tree_plot
 from evals.bench.page.blocks import Block, Facts, Notes, Plot, Table
+from evals.bench.page.decoding_blocks import tpc_against_ttit
 from evals.bench.page.gather import Source
 from evals.bench.page.shown import overrides, spread
 
@@ -32,6 +33,9 @@ def tune_trees(source: Source) -> list[Block]:
     numbers = Table("Speed-up of each tree", ["tree", "nodes", "TPC", *(f"batch size {size}" for size in sizes)], rows)
     drawn = plots.heat(list(trees), sizes, values, "batch size")
     blocks.append(Plot("Speed-up by tree and batch size", "Speed-up over plain decoding of each tree.", drawn, numbers))
+    least, by_tree = next(iter(found["round_s"].items()))
+    timed = [{"decoding": n, "tpc": each["tpc"], "ttit_s": by_tree[n] / each["tpc"]} for n, each in trees.items()]
+    blocks.append(tpc_against_ttit(timed, f"batch size {least}, expected"))
     branching = [name for name, each in trees.items() if len(set(each["parents"])) < len(each["parents"])]
     drawable = [name for name in branching if len(trees[name]["parents"]) <= MOST_NODES + 1]
     best = [row["tree"] for row in found["table"] if row["tree"] in trees][:1]
