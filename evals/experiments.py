@@ -14,7 +14,6 @@ stopped. Paper sections 2.3 and 3; DESIGN section 3.8.
 
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -44,6 +43,7 @@ from evals.bench.study_results import (
     parts_of,
     run_file,
     runs_of,
+    speed_file,
     timed_runs,
     timing_file,
     timing_of,
@@ -101,7 +101,7 @@ def speedups_of(config: StudyConfig, target: Target, questions: list[Question], 
     """The speed-ups, by variant and tree, which are measured where they are not there yet."""
     runs = timed_runs(config)
     time_all = partial(study_answers.speed, config, runs, target, questions, longest)
-    found = once(Path(config.out) / "speed.json", study_answers.speed_asked(config, runs), time_all)
+    found = once(speed_file(config), study_answers.speed_asked(config, runs), time_all)
     speedups: Found = found["speedups"]
     return speedups
 

@@ -46,6 +46,10 @@ def answers_file(config: StudyConfig, run: Trained, tree: str) -> Path:
     return Path(config.out) / f"{run}-{tree}.json"
 
 
+def speed_file(config: StudyConfig) -> Path:
+    return Path(config.out) / "speed.json"
+
+
 def timing_of(config: StudyConfig, name: str) -> Found:
     """A variant's `cost`, which is there by now."""
     timing = _there(timing_file(config, name), timing_asked(config, config.trained_as(name)))

@@ -200,8 +200,8 @@ def test_a_draft_that_is_given_is_not_trained(home, in_process, tmp_path, capsys
 
 
 def test_a_plan_trains_nothing_and_counts_what_is_left(home, in_process, tmp_path, capsys):
-    def planned() -> dict[str, float]:
-        assert call(experiments.main, *given(home, f"out={tmp_path}", "plan=true", "timed_questions=9")) == 0
+    def planned(*more: str) -> dict[str, float]:
+        assert call(experiments.main, *given(home, f"out={tmp_path}", "plan=true", "timed_questions=9", *more)) == 0
         lines = [line.rsplit(": ", 1) for line in capsys.readouterr().out.splitlines()]
         return {what: float(said.removesuffix(" min")) for what, said in lines}
 
@@ -211,8 +211,9 @@ def test_a_plan_trains_nothing_and_counts_what_is_left(home, in_process, tmp_pat
     names = ["time of a step of 3 variants", "3 drafts", "3 times 3 answers", "4 times 3 answers, one by one", "all"]
     assert list(before) == names
     assert before["3 drafts"] == pytest.approx(3 * (8 + study_plan.STARTING_S) / 60, abs=0.06)
-    assert call(experiments.main, *given(home, f"out={tmp_path}", "only=[lk]")) == 0
+    assert call(experiments.main, *given(home, f"out={tmp_path}", "only=[lk]", "timed_questions=9")) == 0
     capsys.readouterr()
+    assert planned("only=[lk]") == {"all": 0}
     assert list(planned()) == ["time of a step of 1 variants", "1 drafts", "1 times 3 answers", *names[3:]]
 
 
