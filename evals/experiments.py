@@ -36,7 +36,8 @@ from evals.bench.report import write_report
 from evals.bench.requests import check_fit
 from evals.bench.study import StudyConfig
 from evals.bench.study_plan import planned
-from evals.bench.study_report import markdown, part_tables, plot, speed_table
+from evals.bench.study_plot import plot
+from evals.bench.study_report import markdown, part_tables, speed_table
 from evals.bench.study_results import (
     answers_file,
     forecast,

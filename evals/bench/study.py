@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_train.artifacts.format import read_artifact
-from eagle_train.errors import OptionError, check
-from eagle_train.inference import Dispatcher, EngineConfig, SamplingParams
-from eagle_train.inference.options import DraftOptions
-from eagle_train.models.draft_quantisation import Quant
+from eagle_train.errors import check
+from eagle_train.inference import Dispatcher, SamplingParams
 from eagle_train.settings import build
 from evals.bench.config import check_decodes, check_least, check_sizes
+from evals.bench.study_decoding import Decoding
 
 EQUALS = ("time", "tokens")
 GIVEN = "draft"  # what is equal where no draft is trained
@@ -29,26 +28,6 @@ class Trained:
 
     def __str__(self) -> str:
         return f"{self.variant}-{self.steps}-{'given' if self.seed is None else self.seed}"
-
-
-@dataclass
-class Decoding:
-    """How a variant decodes. `drafting` as of EngineConfig, `alignment` of DraftOptions, `temperature` and `top_p` of
-    SamplingParams; `quant`: of the draft. Raises UserError for values that cannot be."""
-
-    drafting: str = "greedy"
-    alignment: str = "accepted"
-    temperature: float = 0.0
-    top_p: float = 0.9
-    quant: Quant = field(default_factory=Quant)
-
-    def __post_init__(self) -> None:
-        EngineConfig(drafting=self.drafting)
-        DraftOptions(alignment=self.alignment)
-        SamplingParams(self.temperature, self.top_p)
-        drawn = self.drafting != "greedy"
-        said = f"drafting={self.drafting}: changes nothing at temperature 0; give a temperature"
-        check(not drawn or self.temperature > 0, said, OptionError)
 
 
 @dataclass

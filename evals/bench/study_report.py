@@ -1,21 +1,13 @@
-"""The report of an experiment: tables of TPC, gains and speed-ups, and TPC by the length of training as a picture.
+"""The report of an experiment: tables of TPC, gains and speed-ups.
 
 Knows nothing of engines or models.
 """
 
 from collections.abc import Mapping
-from io import BytesIO
-from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
 
 from eagle_train.artifacts.markdown import code, plain
-from eagle_train.results import write_bytes
 from evals.bench.report import Found, document, made_on, number, table
 from evals.bench.study import part_title
-
-COLORS = 10  # of a plot
 
 
 def markdown(found: Found) -> str:
@@ -139,46 +131,3 @@ def step_time(found: Found) -> str:
     """A variant's step time as a multiple of the reference's."""
     spread = "" if found["interval"] is None else " ({:.2f} to {:.2f})".format(*found["interval"])
     return f"{found['ratio']:.2f}{spread}"
-
-
-def plot(found: Found, path: Path) -> None:
-    """TPC by the reference's steps, or by variant where there is one number of steps, as a PNG: a row of panels for
-    each way to be equal and a panel for each tree."""
-    study = found["config"]["study"]
-    trees, equals = list(study["trees"]), list(study["equal"])
-    size = (1 + 3.2 * len(trees), 0.9 + 2.9 * len(equals))
-    figure, picture = Figure(figsize=size, layout="constrained"), BytesIO()
-    panels = figure.subplots(len(equals), len(trees), squeeze=False, sharex=True, sharey="col")
-    for row, equal in enumerate(equals):
-        parts = [part for part in found["parts"] if part["equal"] == equal]
-        for axes, tree in zip(panels[row], trees, strict=True):
-            _panel(axes, parts, tree)
-            axes.set_title(tree if len(equals) == 1 else f"{tree}, equal {equal}", fontsize="medium")
-        panels[row][0].set_ylabel("tokens per call")
-    if len(study["steps"]) > 1:
-        for axes in panels[-1]:
-            axes.set_xlabel("steps of the reference")
-        handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, frameon=False, loc="outside upper left", fontsize="small", ncols=6)
-    figure.savefig(picture, dpi=150, format="png")
-    write_bytes(path, picture.getvalue())
-
-
-def _panel(axes: Any, parts: list[Found], tree: str) -> None:
-    names = list(dict.fromkeys(name for part in parts for name in part["variants"]))
-    for place, name in enumerate(names):
-        points = [(part["steps"], part["variants"][name]["tpc"][tree]) for part in parts if name in part["variants"]]
-        steps, values = zip(*points, strict=True)
-        ends = [[each["tpc"] - each["low"] for each in values], [each["high"] - each["tpc"] for each in values]]
-        at = steps if len(parts) > 1 else [place]
-        look: dict[str, Any] = {"fmt": "o-", "markersize": 4, "capsize": 2, "color": f"C{place % COLORS}"}
-        axes.errorbar(at, [each["tpc"] for each in values], yerr=ends, label=name, **look)
-    if len(parts) > 1:
-        axes.set_xscale("log")
-        axes.set_xticks(sorted({part["steps"] for part in parts}), labels=[f"{part['steps']}" for part in parts])
-    else:
-        axes.set_xticks(range(len(names)), labels=names, rotation=45, ha="right")
-    axes.minorticks_off()
-    axes.grid(axis="y", color="0.92")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
