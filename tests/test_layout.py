@@ -89,7 +89,7 @@ TESTED_IN = {
     "training/test_init_from.py": "artifacts/of_target training/assembly",
     "training/test_metrics.py": "results",
     "training/test_optimizer.py": "training/muon",
-    "training/test_trainer.py": "training/backend training/evaluate training/parallelize training/resume "
+    "training/test_trainer.py": "training/backend training/evaluate training/resume "
     "training/runaway training/state training/train_config",
 }
 
