@@ -114,7 +114,8 @@ def training_asked(config: StudyConfig, run: Trained) -> Found:
     """What a draft follows from: eagle-train's overrides, or the draft that is given."""
     if config.draft.path is not None:
         return {"draft": config.draft.path, "source": read_artifact(config.draft.path).source}
-    return {"overrides": [*config.overrides(run.variant), f"seed={run.seed}", f"train.steps={run.steps}"]}
+    seeds = [f"seed={run.seed}", f"data.seed={run.seed}"]
+    return {"overrides": [*config.overrides(run.variant), *seeds, f"train.steps={run.steps}"]}
 
 
 def train(config: StudyConfig, run: Trained, target: Target) -> Found:

@@ -242,7 +242,7 @@ def test_a_step_time_within_noise_gives_as_many_steps(home, ratio, interval, equ
     own = config.own_steps(8, equal, {"ratio": ratio, "interval": interval})
     assert own == steps
     asked = study_runs.training_asked(config, Trained("lk", own, 3))
-    assert asked["overrides"][-2:] == ["seed=3", f"train.steps={steps}"]
+    assert asked["overrides"][-3:] == ["seed=3", "data.seed=3", f"train.steps={steps}"]
 
 
 def test_a_draft_is_kept_for_other_answers(home, in_process, tmp_path, monkeypatch, capsys):

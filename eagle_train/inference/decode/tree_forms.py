@@ -13,6 +13,8 @@ import torch
 from eagle_train.inference.decode.row_trees import AnyTree, DynamicTree, PlanTree, RowChains, RowTrees
 from eagle_train.inference.decode.tree import Tree, chain
 
+_ROOT = chain(0)
+
 
 @dataclass(frozen=True)
 class TreeForm:
@@ -25,7 +27,7 @@ class TreeForm:
     def of(cls, plan: PlanTree, tree: AnyTree) -> "TreeForm":
         """The form of a tree that was proposed by this plan. Rows without drafts are a root alone, as a static tree."""
         if isinstance(tree, Tree) or (tree.is_chain and tree.num_nodes == 1):
-            tree = tree if isinstance(tree, Tree) else chain(0)
+            tree = tree if isinstance(tree, Tree) else _ROOT
             return cls(tree, tree.is_chain)
         return cls(plan, tree.is_chain)
 
