@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What only a machine with a GPU can show: ceilings, GPU tests, a training step, latency, profiles, a training run.
+# What only a machine with a GPU can show: ceilings, GPU tests, a training step, latency, profiles, a training run, and
+# with its draft: grammars, all drafters and all kinds of drafts beside one another.
 # Each part is a command with a budget in seconds and writes JSON to OUT; when one fails the next one runs, and the end
 # says which. The Python is PYTHON, with torch and transformers there; WHEELS: a directory of wheels of what else is
 # missing, which go to a directory of their own.
@@ -8,7 +9,8 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 OUT="${OUT:-outputs/gpu_day}" PYTHON="${PYTHON:-python3}" SHAPES="${SHAPES:-llama3_1_8b}"
-PARTS=(ceilings tests step fp8 eager plain drafts compiled batches quantised run)
+DYNAMIC=eagle_train.inference.decode.row_trees.dynamic
+PARTS=(ceilings tests step fp8 eager plain drafts compiled batches quantised run grammar drafters kinds)
 failed=()
 mkdir -p "$OUT"
 
@@ -63,6 +65,20 @@ run_part() {
       part export 60 "$PYTHON" -c 'from eagle_train.commands import export; export()' "checkpoint=$OUT/run" \
         layout=native "out=$OUT/draft"
       part answers 120 "$PYTHON" -m evals.mt_bench "draft=$OUT/draft" device=cuda limit=48 max_tokens=96 "out=$OUT/answers"
+      ;;
+    grammar) # of the part `run`: its draft
+      part grammar 120 "$PYTHON" -m evals.switches "draft=$OUT/draft" device=cuda 'switches=[guided_speculation]' \
+        "out=$OUT/grammar"
+      ;;
+    drafters) # likewise; trees that differ by row among them
+      part drafters 420 "$PYTHON" -m evals.compare device=cuda 'batch_sizes=[1,8]' repeats=6 max_tokens=64 \
+        "drafters={eagle: {draft: $OUT/draft}, auto: {drafter: eagle, draft: $OUT/draft, tree: auto}, dynamic: {drafter: \
+        eagle, draft: $OUT/draft, tree: {_target_: $DYNAMIC, nodes: 24, depth: 5, top_k: 4}}, ngram: {}, suffix: {}, \
+        lookahead: {}}" "out=$OUT/drafters"
+      ;;
+    kinds)
+      part kinds 480 "$PYTHON" -m evals.experiments study=kinds 'study.steps=[200]' 'study.equal=[time]' 'seeds=[0]' \
+        rounds=6 timed_steps=8 batch_size=64 timed_questions=0 device=cuda "out=$OUT/kinds"
       ;;
     *)
       echo "error: $1: must be one of ${PARTS[*]}" >&2
