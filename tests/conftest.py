@@ -33,7 +33,12 @@ log_to_stderr()  # as commands do
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
 
+# Files that take minutes, which come first: the last ones that processes are given should be short.
+LONG = ("test_launch", "test_every_drafter", "test_ranks", "test_lossless", "test_tensor_parallel")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     names = slow_tests()
     for item in items:
         if f"{item.path.relative_to(TESTS).as_posix()}::{item.originalname}" in names:

@@ -269,9 +269,9 @@ def test_a_signal_to_the_whole_group_leaves_the_tokenisers_at_work(tmp_path):
     assert len(read_jsonl(out / "metrics.jsonl")) == int(checkpoint.name.removeprefix("step-")) < 600
 
 
-def two_nodes(torchrun: Launcher, steps: int, out: Path) -> list[subprocess.Popen]:
+def two_nodes(torchrun: Launcher, steps: int, out: Path, **more: str) -> list[subprocess.Popen]:
     """The same line twice, as on two nodes that share a file system; each holds half of the target."""
-    variables = {"PROCESSES": "1", "NODES": "2", "MASTER": f"127.0.0.1:{free_port()}", "JOB": out.name}
+    variables = {"PROCESSES": "1", "NODES": "2", "MASTER": f"127.0.0.1:{free_port()}", "JOB": out.name, **more}
     return [
         torchrun(steps, out, "parallel.target=fsdp2", "parallel.target_shard_size=2", **variables) for _ in range(2)
     ]
@@ -316,7 +316,8 @@ def test_a_directory_that_ranks_do_not_share_is_told_before_the_first_step(torch
 
 
 def test_a_node_that_dies_ends_the_other(torchrun, tmp_path):
-    dead, other = nodes = two_nodes(torchrun, 6000, tmp_path / "run")
+    # Now and then gloo does not notice that a peer is gone; then the launcher ends what still waits after GRACE.
+    dead, other = nodes = two_nodes(torchrun, 6000, tmp_path / "run", GRACE="20")
     wait_for_steps(tmp_path / "run", 2, *nodes)
     for process in descendants(dead.pid):
         os.kill(process, signal.SIGKILL)

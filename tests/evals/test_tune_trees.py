@@ -201,8 +201,8 @@ def test_timed_rounds_are_recorded_as_graphs(home, tmp_path, monkeypatch):
     assert found["config"]["engine"]["graphs"] is True
     plain, drafting = (runner_of(engine).graphs for engine in engines)
     trees = {tuple(tree["parents"]) for tree in found["trees"][1:]}
-    assert {plan.tree.parents for _, plan, _ in drafting.drafting.made} == trees
-    assert {size[0] for size, tree in drafting.validation.made if tree.parents in trees} == {1, 2, 3}
+    assert {plan.tree.parents for _, plan, *_ in drafting.drafting.made} == trees
+    assert {size[0] for size, form in drafting.validation.made if form.plan.parents in trees} == {1, 2, 3}
     rounds = drafting.validation.record.replays
     assert rounds == drafting.drafting.record.replays == 2 * len(trees) * 2 * 3  # of each tree, size and turn
     assert plain.validation.record.replays > 0
