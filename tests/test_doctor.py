@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from html import unescape
 
 import pytest
 
@@ -9,6 +10,7 @@ from eagle_train import doctor
 from eagle_train.diagnosis.causes import CAUSES, Finding, NotChecked, in_order
 from eagle_train.diagnosis.report import report, summary
 from eagle_train.diagnosis.run import Diagnosis
+from evals import report as evals_report
 from tests.support.command_line import call
 from tests.support.doctor_models import PLACE
 from tests.support.planted import edited, exported
@@ -27,7 +29,7 @@ def test_a_healthy_draft_ends_with_status_0(tmp_path, capsys):
     assert "tokens per call" in told[1]
     assert len(told) <= 25
     found = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert (found["healthy"], found["findings"]) == (True, [])
+    assert (found["healthy"], found["problems"]) == (True, [])
     assert {"config", "provenance", "changes", "acceptance_per_depth", "rounds"} <= found.keys()
     assert (tmp_path / "out" / "report.md").read_text().startswith("# Healthy")
 
@@ -44,10 +46,12 @@ def test_a_problem_ends_with_status_1_and_says_what_to_do(tmp_path, capsys):
     assert f"do: {CAUSES['rope'].remedy}" in told
     assert "As trained it has" in told
     assert len(told.splitlines()) <= 25
-    (finding,) = json.loads((tmp_path / "out" / "results.json").read_text())["findings"]
+    (finding,) = json.loads((tmp_path / "out" / "results.json").read_text())["problems"]
     assert (finding["cause"], finding["remedy"]) == ("rope", CAUSES["rope"].remedy)
     assert finding["costs"] > 0.5
     assert CAUSES["rope"].remedy in (tmp_path / "out" / "report.md").read_text()
+    assert call(evals_report.main, f"results=[{tmp_path}/out]", f"out={tmp_path}/page") == 0
+    assert CAUSES["rope"].remedy in unescape((tmp_path / "page" / "report.html").read_text())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Knows nothing of how it was made.
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ def write_diagnosis(out: Path, found: Diagnosis, config: Any) -> None:
     write_json(
         out / "results.json",
         {
+            "evaluation": "doctor",  # by which evals.report knows it
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "healthy": found.is_healthy,
-            "findings": [{**asdict(each), "title": each.title, "remedy": each.remedy} for each in found.findings],
+            "verdict": verdict(found),
+            "problems": [{**asdict(each), "title": each.title, "remedy": each.remedy} for each in found.findings],
             "not_checked": [asdict(each) for each in found.not_checked],
             **found.figures,
             "config": redact(config),
