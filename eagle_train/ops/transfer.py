@@ -28,7 +28,7 @@ def empty_pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
     For what is large and stays: torch's own pinned memory takes the next power of two.
     """
-    host = torch.empty(shape, dtype=dtype)
+    host = torch.empty(shape, dtype=dtype, device="cpu")
     if torch.device(device).type == "cuda":
         runtime, address = torch.cuda.cudart(), host.data_ptr()
         torch.cuda.check_error(int(runtime.cudaHostRegister(address, host.nbytes, PORTABLE)))

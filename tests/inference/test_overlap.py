@@ -244,3 +244,9 @@ def test_nothing_in_a_round_waits_for_the_gpu(tree):
     requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
     finish_without_waiting(engine)
     assert [request.generated for request in requests] == cut(answers("llama"))
+
+
+def test_what_the_host_has_is_in_its_memory_whatever_device_is_the_default():
+    with torch.device("meta"):
+        made = transfer.to_device([1, 2], "cpu"), transfer.empty_pinned((2,), torch.long, "cpu")
+    assert [x.device.type for x in made] == ["cpu", "cpu"]

@@ -136,7 +136,7 @@ class Guide:
             state = self.matcher_of(self.compiled(grammar))
         except Exception as error:  # xgrammar raises several kinds
             raise UserError(f"grammar.{kind}={shown(value)}: {_reason(error)}") from error
-        bits = torch.zeros(1, len(self.masks.stop), dtype=torch.int32)
+        bits = torch.zeros(1, len(self.masks.stop), dtype=torch.int32, device="cpu")
         state.fill_next_token_bitmask(bits)
         possible = bool(_as_flags(bits, self.vocab_size).any())
         possible &= kind != "json_schema" or not state.is_completed()  # no JSON is empty: its content was lost
@@ -269,7 +269,8 @@ class Guidance:
         self.walks = [_Walk(matcher, tree.parents) for _, matcher in guided]
         self.tokens = HostCopy(torch.zeros(len(matchers), tree.num_nodes, dtype=torch.long))
         # int32 [A, N, W], on the CPU: the grammars' masks; all ones where a row has no grammar
-        self.bits = torch.full((len(matchers), tree.num_nodes, len(guide.masks.stop)), -1, dtype=torch.int32)
+        shape = (len(matchers), tree.num_nodes, len(guide.masks.stop))
+        self.bits = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         longest = [matcher is not None and matcher.longest for matcher in matchers]
         masks, ends = guide.masks, to_device(longest, guide.masks.stop.device)[:, None, None]
         # [A, 1, W]: the tokens that a mask with other than stop tokens keeps; with `longest` no stop token
