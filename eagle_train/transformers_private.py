@@ -5,11 +5,14 @@ symbol is for and which public API is missing. All were tested with transformers
 or templates of ours. tests/test_private_api.py finds private API that is used anywhere else.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import _compile_jinja_template
+
+if TYPE_CHECKING:  # it imports torch's compiler, SciPy and SymPy: two seconds in each process that only tokenises
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = ["compiled_template", "decodes_as_usual", "is_stateful", "model_from_config", "supports_sdpa"]
 
@@ -24,8 +27,8 @@ def compiled_template(source: str) -> Any:
 
 
 def model_from_config(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype | None = None
-) -> PreTrainedModel:
+    model_class: "type[PreTrainedModel]", config: "PreTrainedConfig", dtype: torch.dtype | None = None
+) -> "PreTrainedModel":
     """A model with fresh weights, by default in the config's dtype, where the current default device is.
 
     Missing: `AutoModel.from_config` calls this, and chooses the class itself; the constructor alone leaves out the
@@ -39,7 +42,7 @@ def is_stateful(model_class: type | None) -> bool:
     return bool(getattr(model_class, "_is_stateful", False))
 
 
-def supports_sdpa(model: PreTrainedModel) -> bool:
+def supports_sdpa(model: "PreTrainedModel") -> bool:
     """Whether a model runs with torch's attention. Missing: `set_attn_implementation` says so by an exception."""
     return model._supports_sdpa
 

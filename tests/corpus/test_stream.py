@@ -449,6 +449,8 @@ DRAW = """
 import multiprocessing, sys
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Stream
+
+assert "transformers.modeling_utils" not in sys.modules  # each worker would spend seconds on it
 from tests.support.word_chats import make_renderer
 
 renderer = make_renderer()
