@@ -164,12 +164,14 @@ class Examination:
         found.add(in_vllm(self.config, self.config.vllm, about, self.requests, asked, outputs, self.depth))
 
     def conventions(self, found: Diagnosis) -> None:
-        """Of a draft in which something was found before, a gain confirms that, or follows from it."""
+        """Of a draft in which something was found before, a gain confirms that, or follows from it. A draft that agrees
+        with the one that was trained has its conventions: what a change gains there is for want of training."""
         config = self.config
         finding, rows = gained(self.target, self.draft, self.own, self.base, self.depth, config.seed)
         found.figures["changes"] = rows
         known = {each.cause for each in found.findings}
-        if finding is not None and (not known or finding.cause in known):
+        agrees = not known and config.trained is not None
+        if finding is not None and not agrees and (not known or finding.cause in known):
             found.findings.append(finding)
 
     def learnt(self, found: Diagnosis) -> None:

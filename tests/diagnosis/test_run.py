@@ -96,6 +96,13 @@ def test_a_draft_that_was_trained_with_another_convention_is_found(name, cause):
     assert causes(examined(PLACE / name)) == [cause]
 
 
+def test_a_gain_is_no_wrong_convention_of_a_draft_that_agrees_with_the_trained_one():
+    """As of a draft of few steps that is better with embeddings of another scale."""
+    found = examined(PLACE / "own_states", trained=str(PLACE / "own_states"))
+    assert max(each["gain"] for each in found.figures["changes"]) > 0.1
+    assert "positions" not in causes(found)
+
+
 def test_a_slot_that_training_left_out_is_found(tmp_path):
     """Its keys are seen by all that follow."""
     found = examined(native(tmp_path / "draft", "eagle", as_it_is, first_token="self_fusion"), limit=24)
