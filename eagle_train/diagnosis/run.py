@@ -55,19 +55,21 @@ def examine(config: DoctorConfig) -> Diagnosis:
     target = load_target(config.target, device, reads=chats)
     target.template_kwargs = {**(target.template_kwargs or {}), **(config.data.template_kwargs or {})}
     reading = read_draft(config.path, target)
-    trained = reading.trained if config.trained is None else _trained(config.trained, reading, target)
+    given = None if config.trained is None else _trained(config.trained, reading, target)
+    trained = reading.trained if given is None else given.served
     found = Diagnosis(list(reading.findings), list(reading.not_checked))
     served = reading.served or trained
     if served is None:
         found.not_checked.append(NotChecked("all that runs the draft", "its files cannot be read"))
     else:
         trained = None if trained is None else plain(trained).to(device)
-        Examination(config, target, served.to(device).eval(), trained, reading).run(found)
+        is_ours = given is not None and "steps" in given.training
+        Examination(config, target, served.to(device).eval(), trained, reading, is_ours).run(found)
     found.findings = in_order(found.findings)
     return found
 
 
-def _trained(name: str, reading: Reading, target: Target) -> Draft:
+def _trained(name: str, reading: Reading, target: Target) -> Reading:
     """The draft that the examined one was made from. Raises UserError for another one, as far as both say it."""
     found = read_draft(name, target, "trained")
     if found.served is None:
@@ -75,14 +77,17 @@ def _trained(name: str, reading: Reading, target: Target) -> Draft:
     if found.about is not None and reading.about is not None:
         own, made_from = found.about.source, reading.about.source
         check(own == made_from, f"trained={name}: is the draft {own}, and draft was made from {made_from}; give that")
-    return found.served
+    return found
 
 
 class Examination:
-    """A draft that can run, and the target's answers to the questions."""
+    """A draft that can run, and the target's answers to the questions. `is_ours`: whether `trained` was given, and is
+    of a run of eagle-train."""
 
-    def __init__(self, config: DoctorConfig, target: Target, draft: Draft, trained: Draft | None, reading: Reading):
-        self.config, self.target, self.served, self.reading = config, target, draft, reading
+    def __init__(
+        self, config: DoctorConfig, target: Target, draft: Draft, trained: Draft | None, reading: Reading, is_ours: bool
+    ):
+        self.config, self.target, self.served, self.reading, self.is_ours = config, target, draft, reading, is_ours
         self.draft, self.trained = plain(draft), trained
         self.requests = Requests(target)
         self.questions = read_questions(config.data, config.limit, self.requests, config.max_tokens)
@@ -165,12 +170,12 @@ class Examination:
 
     def conventions(self, found: Diagnosis) -> None:
         """Of a draft in which something was found before, a gain confirms that, or follows from it. A draft that agrees
-        with the one that was trained has its conventions: what a change gains there is for want of training."""
+        with its run of eagle-train has the conventions of its training: a gain is for want of training then."""
         config = self.config
         finding, rows = gained(self.target, self.draft, self.own, self.base, self.depth, config.seed)
         found.figures["changes"] = rows
         known = {each.cause for each in found.findings}
-        agrees = not known and config.trained is not None
+        agrees = not known and self.is_ours
         if finding is not None and not agrees and (not known or finding.cause in known):
             found.findings.append(finding)
 
