@@ -39,6 +39,7 @@ class Config(SweepConfig):
     target: TargetConfig | None = None  # type: ignore[assignment]
     questions: str | None  # type: ignore[assignment]
     ignore_eos: bool
+    transformers: bool
     prompt_lookup: int
     profile: bool
     shapes: ShapesConfig | None = None
@@ -109,10 +110,11 @@ def open_session(config: Config) -> Session[Config]:
 
 
 def variants(session: Session[Config], longest: int) -> Variants:
-    """Plain decoding, each tree with each quantised draft, and transformers with and without prompt lookup.
+    """Plain decoding, each tree with each quantised draft, and, if asked, transformers with and without prompt lookup.
 
     `longest`: as for `Session.engine`."""
-    config, model = session.config, stock_model(session.target)
+    config = session.config
+    model = stock_model(session.target) if config.transformers else None
     acceptance = None if config.acceptance is None else SimulatedAcceptance(config.acceptance)
 
     def engines(batch_size: int) -> dict[str, Engine]:
@@ -123,6 +125,8 @@ def variants(session: Session[Config], longest: int) -> Variants:
         return made
 
     def baselines(batch: Batch) -> dict[str, Transformers]:
+        if model is None:
+            return {}
         made = {TRANSFORMERS: Transformers(model, session.requests.stop_ids)}
         if len(batch) == 1:  # its prompt lookup is for single prompts
             made[LOOKUP] = Transformers(model, session.requests.stop_ids, config.prompt_lookup)

@@ -71,12 +71,14 @@ def test_a_profile_of_each_decoding(tmp_path, capsys):
     """When all is measured: what is measured is as without it."""
     given = ["shapes=tiny", "acceptance=[0.8,0.6,0.3]", "batch_sizes=[1,2]", "context_lengths=[12]", "max_tokens=6"]
     out = tmp_path / "out"
-    assert call(latency.main, *given, "repeats=1", f"out={out}", "device=cpu", "profile=true") == 0
+    given += ["repeats=1", "device=cpu", "profile=true", "transformers=false"]
+    assert call(latency.main, *given, f"out={out}") == 0
     found, (printed, _), report = (
         json.loads((out / "results.json").read_text()),
         capsys.readouterr(),
         (out / "report.md"),
     )
+    assert [row["decoding"] for row in found["rows"]] == ["plain", "chain3"] * 2  # and not transformers
     profiles = {(each["decoding"], each["batch_size"]): each for each in found["profiles"]}
     assert [*profiles] == [("plain", 1), ("chain3", 1), ("plain", 2), ("chain3", 2)]
     names = [f"trace_{number}_{name}.json.gz" for number, (name, _) in enumerate(profiles, 1)]
