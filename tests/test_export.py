@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle_train import export
 from eagle_train.artifacts import format, hub
-from eagle_train.artifacts.card import read_evaluations
+from eagle_train.artifacts.card import card, read_evaluations
 from eagle_train.artifacts.foreign import load_foreign, refuse_other
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft, write_artifact
 from eagle_train.artifacts.layouts import expected_shapes, from_layout
@@ -133,7 +133,7 @@ def test_sglang_is_given_the_tokens_of_a_draft_that_knows_a_part(home, target, t
     save_draft(draft, tmp_path / "draft", target.identity)
     out = exported(tmp_path, tmp_path / "out", "layout=sglang", source="draft")
     assert torch.load(out / "token_map.pt", weights_only=True) == tokens
-    assert "--speculative-token-map out/token_map.pt" in (out / "README.md").read_text()
+    assert "--speculative-token-map /path/to/draft/token_map.pt" in (out / "README.md").read_text()
     assert load_draft(out).config.vocabulary == tokens
 
 
@@ -241,10 +241,10 @@ def test_medusa_heads_are_for_our_engine(home, target, tmp_path, capsys, quant):
     out = exported(tmp_path, tmp_path / "out", f"quant={quant}", "dtype=float32", source="heads")
     assert read_artifact(out).draft == draft.config
     assert quant_of(load_draft(out)).scheme == quant
-    card = (out / "README.md").read_text()
-    assert "\n# Medusa heads for " in card
-    assert "\nMedusa heads (3, blocks in each: 2) that propose tokens for " in card
-    assert "rotary" not in card
+    text = (out / "README.md").read_text()
+    assert "\n# Medusa heads for " in text
+    assert "\nMedusa heads (3, blocks in each: 2) that propose tokens for " in text
+    assert "rotary" not in text
     for layout in ("vllm", "sglang"):
         line = refusal(capsys, f"checkpoint={tmp_path}/heads", f"out={tmp_path}/no", f"layout={layout}")
         assert line == f"error: layout={layout}: is for no draft of draft=medusa; use one of native, trtllm"
@@ -266,10 +266,10 @@ def test_medusa_heads_are_for_our_engine(home, target, tmp_path, capsys, quant):
 def test_a_card_says_what_kind_a_draft_is(target, tmp_path, made, said):
     draft = made(target)
     save_draft(draft, tmp_path / "draft", target.identity)
-    card = (exported(tmp_path, tmp_path / "out", source="draft") / "README.md").read_text()
-    assert f"tags: [{draft.config.kind}, " in card
-    assert f"\n# {draft.config.title} for " in card
-    assert f"\n{said} tokens for " in card
+    text = (exported(tmp_path, tmp_path / "out", source="draft") / "README.md").read_text()
+    assert f"tags: [{draft.config.kind}, " in text
+    assert f"\n# {draft.config.title} for " in text
+    assert f"\n{said} tokens for " in text
 
 
 # --- what is refused
@@ -647,7 +647,7 @@ def test_the_front_matter_names_the_licence_that_the_user_gives(home, tmp_path):
 def test_the_card_tells_what_the_artifact_knows(home, tmp_path):
     measured = results(home, tmp_path / "results.json")
     out = exported(home, tmp_path / "out", "layout=vllm", "quant=int4", f"evaluations=[{measured}]")
-    card = (out / "README.md").read_text()
+    text = (out / "README.md").read_text()
     target, source = read_artifact(out).target, read_artifact(out).source
     for words in (
         f"weights' fingerprint {target.fingerprint}",
@@ -659,15 +659,45 @@ def test_the_card_tells_what_the_artifact_knows(home, tmp_path):
         "- steps: 7",
         "| not quantised | chain3 | 0 | 9 of questions.jsonl | 2.500 |",
         "| int4 | chain3 | 0 | 9 of questions.jsonl | 2.250 | 0.70 0.50 0.30 |",
-        '"method": "eagle", "model": "out"',
+        '"method": "eagle", "model": "/path/to/draft"',
     ):
-        assert words in card
-    sizes = {row.split(" | ")[0]: row.split(" | ")[1:] for row in card.splitlines() if row.count("|") == 4}
+        assert words in text
+    sizes = {row.split(" | ")[0]: row.split(" | ")[1:] for row in text.splitlines() if row.count("|") == 4}
     bytes_of = sum(x.nbytes for x in load_file(out / "model.safetensors").values())
     assert sizes["| all"][1] == f"{bytes_of / 1e6:.3f} |"
     # what was measured stays known
     again = exported(tmp_path, tmp_path / "again", source="out")
     assert "| 2.250 |" in (again / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("layout", "target", "hub_id", "command", "told"),
+    [
+        ("vllm", "me/target", None, "vllm serve me/target --speculative-config", ["/path/to/draft"]),
+        (
+            "vllm",
+            "runs/target",
+            None,
+            "vllm serve /path/to/target --speculative",
+            ["/path/to/draft", "/path/to/target"],
+        ),
+        ("vllm", "me/target", "me/draft", '"model": "me/draft"', []),
+        ("vllm", "/models/target", "me/draft", "vllm serve /models/target --speculative", []),
+        ("sglang", "me/target", "me/draft", "--speculative-draft-model-path me/draft", []),
+        ("trtllm", "me/target", "me/draft", "--model_dir /path/to/target", ["/path/to/draft", "/path/to/target"]),
+        ("native", "me/target", "me/draft", "eagle-generate target=me/target draft=/path/to/draft", ["/path/to/draft"]),
+    ],
+)
+def test_commands_of_a_card_run_in_any_directory(home, tmp_path, monkeypatch, layout, target, hub_id, command, told):
+    """Of what a reader has to replace, it is said what it stands for."""
+    (tmp_path / "runs" / "target").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    about = read_artifact(home / "eagle1")
+    about = replace(about, layout=layout, target=replace(about.target, name=target))
+    text = card(about, load_file(home / "eagle1" / "model.safetensors"), hub_id)
+    assert command in text
+    for place in ("/path/to/draft", "/path/to/target"):
+        assert (f"`{place}` stands for " in text) == (place in told)
 
 
 def test_what_an_engine_leaves_out_is_told(home, target, tmp_path, capsys):

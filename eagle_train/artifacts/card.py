@@ -18,30 +18,37 @@ from eagle_train.drafts.layouts import TOKEN_MAP
 from eagle_train.errors import UserError, check
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_DRAFT, _TARGET = "/path/to/draft", "/path/to/target"  # for a reader to replace
 _NATIVE = """\
 ```bash
 eagle-generate target={target} draft={here} prompt="..."
-python -m evals.mt_bench target={target} draft={here} questions=question.jsonl
-```"""
+python -m evals.mt_bench target={target} draft={here} questions=/path/to/questions.jsonl
+```
+
+The second runs in a clone of eagle_train, which has `evals`."""
 
 
-def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str:
-    """The card of an artifact whose file holds `tensors`; `name` is the draft's path in its commands."""
+def card(about: Artifact, tensors: Mapping[str, torch.Tensor], hub_id: str | None = None) -> str:
+    """The card of an artifact whose file holds `tensors`, and whose place on the hub is `hub_id`."""
     draft, target = about.draft, about.target
-    token_map = "" if draft.vocabulary is None else f" \\\n    --speculative-token-map {name}/{TOKEN_MAP}"
+    own = layout_of(about.layout, draft)
+    here = hub_id if hub_id and own and own.reads_hub else _DRAFT
+    read = _target_of(target.name, reads_hub=own is None or own.reads_hub)
+    token_map = "" if draft.vocabulary is None else f" \\\n    --speculative-token-map {here}/{TOKEN_MAP}"
     # Without the option SGLang would quantise the draft as it does the target.
     unquantised = " --speculative-draft-model-quantization unquant" if about.quant.scheme == "none" else ""
     window = "" if draft.window is None else f" \\\n    --speculative-draft-window-size {draft.window - 1}"
     told = {
-        "target": target.name,
-        "here": name,
+        "target": read,
+        "named": target.name,
+        "here": here,
         "heads": draft.levels,
         "blocks": draft.num_layers,
         "levels": draft.levels,
     }
     told |= {"token_map": token_map, "unquantised": unquantised, "window": window}
-    own = layout_of(about.layout, draft)
-    served = _NATIVE if own is None else own.serves
+    serve = (_NATIVE if own is None else own.serves).format(**told)
+    stands_for = {_DRAFT: "the directory with these files", _TARGET: f"that of the target, {code(target.name)}"}
     parts = [
         _front_matter(about),
         f"# {draft.title} for {plain(target.name)}",
@@ -49,10 +56,11 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
         "the output stays the target's own, in fewer of its calls. "
         f"Layout: {about.layout}. Weights: {_weights(about)}.",
         "## Serve it",
-        served.format(**told),
+        serve,
+        *(f"`{place}` stands for {what}." for place, what in stands_for.items() if place in serve),
         *([f"Note: {caveat(about)}."] if caveat(about) else []),
         "## What it is worth",
-        _worth(about.evaluations),
+        _worth(about.evaluations, read),
         "## What it was made for",
         _listing(
             {
@@ -74,6 +82,17 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], name: str) -> str
     return "\n\n".join(parts) + "\n"
 
 
+def _target_of(name: str, reads_hub: bool) -> str:
+    """A target in commands that run in any directory; `name` leads to it from where the draft was trained.
+    `reads_hub`: whether they take names of the hub."""
+    leads_there = Path(name).is_absolute() or (reads_hub and _is_hub(name))
+    return name if leads_there else _TARGET
+
+
+def _is_hub(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
+
+
 def caveat(about: Artifact) -> str | None:
     """What a draft loses in an engine without the first token's slot, if it was trained with one; else None."""
     trained = about.training.get("first_token", about.draft.first_token)
@@ -89,7 +108,7 @@ def caveat(about: Artifact) -> str | None:
 def _front_matter(about: Artifact) -> str:
     """The hub's metadata."""
     lines = ["library_name: eagle_train", f"tags: [{about.draft.kind}, speculative-decoding, draft-model]"]
-    if _HUB_ID.fullmatch(about.target.name) and not Path(about.target.name).exists():
+    if _is_hub(about.target.name):
         lines.append(f"base_model: {about.target.name}")
     if about.license is not None:
         lines.append(f"license: {about.license}")
@@ -114,12 +133,13 @@ def _weights(about: Artifact) -> str:
     return f"{what} in {how[about.quant.scheme]}, {rounded[about.rounding]}; the rest {about.dtype}"
 
 
-def _worth(evaluations: Sequence[Mapping[str, Any]]) -> str:
+def _worth(evaluations: Sequence[Mapping[str, Any]], target: str) -> str:
     """The table of evaluations, a row for each measurement."""
     if not evaluations:
         return (
-            "Not measured yet: `python -m evals.quantisation draft=DIR` of an export without quantisation, then export "
-            "again with `evaluations=[FILE]`."
+            f"Not measured yet: in a clone of eagle_train, `python -m evals.quantisation target={target} draft=DIR "
+            "questions=FILE`, DIR an export without quantisation and FILE your questions, then export again with "
+            "`evaluations=[outputs/quantisation/results.json]`."
         )
     header = ["weights", "tree", "temperature", "prompts", "TPC", "acceptance by depth"]
     rows = [

@@ -101,7 +101,7 @@ def convert(
     if not writes:
         return []
     out, errors = Path(config.out), []
-    text = card(about, file_tensors(draft, getattr(torch, about.dtype)), config.push_to or out.name)
+    text = card(about, file_tensors(draft, getattr(torch, about.dtype)), config.push_to)
 
     def check_written(place: Path) -> None:
         errors.append(verify(place, about, draft, trained))

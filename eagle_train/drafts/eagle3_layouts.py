@@ -171,7 +171,8 @@ class Speculators(Eagle3Layout):
 vllm serve {here}
 ```
 
-The directory names its target, {target}, which vLLM loads beside it."""
+Its config.json names the target, {named}, which vLLM loads beside it: a name on the hub, or a path from where the
+command runs."""
 
     def config(self, draft: "Eagle3Config", quant: Quant, dtype: str, target: Identity) -> dict[str, Any]:
         proposal = {"proposal_type": "greedy", "speculative_tokens": draft.levels or _TOKENS}

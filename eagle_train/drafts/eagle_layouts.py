@@ -174,13 +174,14 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm EAG
 class _Trtllm(EagleLayout):
     architectures: ClassVar[dict[str, str]] = {"eagle1": "LlamaForCausalLM"}
     adds_bias = needs_embedding = True
+    reads_hub = False
     serves = """\
 ```bash
 python examples/eagle/convert_checkpoint.py --model_dir {target} --eagle_model_dir {here} \\
     --num_eagle_layers 4 --max_draft_len 63 --max_non_leaves_per_layer 10 --output_dir converted
 ```
 
-This is for TensorRT-LLM's TensorRT backend, which releases up to 1.2 have."""
+This is for TensorRT-LLM's TensorRT backend, and runs in a clone of it, of a release up to 1.2."""
 
     def own_reasons(self, draft: "EagleConfig", quant: Quant) -> dict[str, bool]:
         biased = draft.qkv_bias or draft.o_bias or draft.mlp_bias

@@ -30,8 +30,11 @@ class Layout:
     """What an engine loads for a kind of draft. `draft`: of that kind."""
 
     serves = ""
-    """How it is served, in Markdown: {target}, {here}, what SGLang is told with options ({unquantised}, {token_map},
-    {window}), how many {levels} are drafted at most, and of how many {blocks} each of Medusa's heads is, are put in."""
+    """How it is served, in Markdown: {target} and {here}, which lead to both from anywhere, the target as it was
+    {named} in training, what SGLang is told with options ({unquantised}, {token_map}, {window}), how many {levels} are
+    drafted at most, and of how many {blocks} each of Medusa's heads is, are put in."""
+    reads_hub = True
+    """Whether its commands take names of the hub; else directories alone."""
     weights = WEIGHTS
     """The file of the tensors."""
     has_token_map = False

@@ -22,6 +22,7 @@ class _Medusa(Layout):
     the target's where the draft has none of its own."""
 
     weights = HEADS_FILE
+    reads_hub = False
     serves = """\
 ```bash
 python examples/medusa/convert_checkpoint.py --model_dir {target} --medusa_model_dir {here} \\
@@ -29,7 +30,8 @@ python examples/medusa/convert_checkpoint.py --model_dir {target} --medusa_model
 trtllm-build --checkpoint_dir converted --speculative_decoding_mode medusa --output_dir engine
 ```
 
-This is for TensorRT-LLM's TensorRT backend, which releases up to 1.2 have, and for targets of Llama's layers."""
+This is for TensorRT-LLM's TensorRT backend and for targets of Llama's layers, and runs in a clone of TensorRT-LLM, of a
+release up to 1.2."""
 
     def repeats(self, draft: "MedusaConfig") -> str | None:
         return None if draft.own_head else "LM head"

@@ -111,11 +111,11 @@ def test_a_window_is_vllms_and_ours(target, tmp_path, layout, kind):
 def test_a_window_is_an_option_of_sglangs(target, tmp_path):
     """Which counts the positions before a token's own."""
     out = exported(target, a_draft(target, window=24), tmp_path / "mine", "sglang")
-    told = card(read_artifact(out), load_file(out / "model.safetensors"), "mine")
+    told = card(read_artifact(out), load_file(out / "model.safetensors"))
     assert "--speculative-num-draft-tokens 4 \\\n    --speculative-draft-window-size 23\n```" in told
     assert replay("sglang-eagle3", *read(out), served(target)).whole
     without = exported(target, a_draft(target), tmp_path / "other", "sglang")
-    assert "window" not in card(read_artifact(without), load_file(without / "model.safetensors"), "other")
+    assert "window" not in card(read_artifact(without), load_file(without / "model.safetensors"))
 
 
 def test_the_longest_context_is_the_targets_at_least(target, tmp_path):
@@ -269,14 +269,14 @@ def test_speculators_has_no_layout_for_eagle(target):
 @pytest.mark.parametrize(
     ("layout", "command"),
     [
-        ("vllm", '"method": "eagle3", "model": "mine"'),
+        ("vllm", '"method": "eagle3", "model": "/path/to/draft"'),
         ("sglang", "--speculative-algorithm EAGLE3"),
-        ("speculators", "vllm serve mine\n"),
-        ("native", "eagle-generate target=tiny-wide draft=mine"),
+        ("speculators", "vllm serve /path/to/draft\n"),
+        ("native", "eagle-generate target=/path/to/target draft=/path/to/draft"),
     ],
 )
 def test_the_card_says_how_it_is_served(target, tmp_path, layout, command):
     out = exported(target, a_draft(target, **FEW), tmp_path / "mine", layout)
-    told = card(read_artifact(out), load_file(out / "model.safetensors"), "mine")
+    told = card(read_artifact(out), load_file(out / "model.safetensors"))
     assert command in told
     assert "token-map" not in told

@@ -173,14 +173,17 @@ def test_what_an_engine_cannot_run_is_refused(target, kind, layout, reason):
 @pytest.mark.parametrize(
     ("layout", "command"),
     [
-        ("vllm", '"method": "eagle3", "model": "mine", "num_speculative_tokens": 6, "parallel_drafting": true}'),
-        ("speculators", "vllm serve mine\n"),
-        ("native", "eagle-generate target=tiny-wide draft=mine"),
+        (
+            "vllm",
+            '"method": "eagle3", "model": "/path/to/draft", "num_speculative_tokens": 6, "parallel_drafting": true}',
+        ),
+        ("speculators", "vllm serve /path/to/draft\n"),
+        ("native", "eagle-generate target=/path/to/target draft=/path/to/draft"),
     ],
 )
 def test_the_card_says_how_it_is_served(target, tmp_path, layout, command):
     out = exported(target, a_draft(target, **FEW), tmp_path / "mine", layout)
-    told = card(read_artifact(out), load_file(out / "model.safetensors"), "mine")
+    told = card(read_artifact(out), load_file(out / "model.safetensors"))
     assert command in told
     assert "A P-EAGLE draft of 2 layers that proposes, 6 in one forward, tokens for `tiny-wide`" in told
     assert "fc of mask_hidden" in told
