@@ -27,6 +27,7 @@ from evals.bench.round_times import AT_ONCE, TreeInTurn, best_of, round_seconds,
 from evals.bench.session import Session
 from evals.bench.statistics import NO_DECODING
 from evals.bench.tree_search import Candidate, acceptance, candidates, ranks_of
+from evals.bench.trees import unpaid
 
 
 @dataclass(kw_only=True)
@@ -82,8 +83,8 @@ def main(values: DictConfig) -> None:
     shares = acceptance(ranks, config.depth, config.children)
     tried = candidates(config.depth, config.full, config.nodes, shares, ranks)
     trees = TreeInTurn(two_chains(config.depth), target.device, tried)
-    prompts = [prompt for prompt, _ in answers]
     engines = (plain, session.engine(drafter, trees, **options))
+    prompts = [prompt for prompt, _ in answers]
     seconds = round_seconds(*engines, trees, tried, prompts, config.batch_sizes, config.rounds, config.tokens)
     found = {
         "acceptance": shares,
@@ -97,7 +98,7 @@ def main(values: DictConfig) -> None:
     }
     session.write("table.yaml", table_yaml(tried, seconds, config.options))
     session.write("tune_trees.json", json_text(found, indent=2) + "\n")
-    session.say(text(tried, seconds), "batch N: how many times as fast as plain decoding; *: the table's, the fastest")
+    session.say(text(tried, seconds), "batch N: times as fast as plain; *: the table's", *unpaid(found["table"]))
     session.say(f"written to {out}: table.yaml (tree={out / 'table.yaml'}), tune_trees.json")
 
 
@@ -109,9 +110,8 @@ def plain_answers(session: Session[Config], run: Run) -> list[tuple[list[int], l
         run.ask(batch, config.params)
         bar.update(number)
     bar.close()
-    answers = [(answer.prompt, answer.output.token_ids) for answer in run.answers]
-    check(any(len(tokens) > 1 for _, tokens in answers), NO_DECODING)
-    return answers
+    check(any(len(answer.output.token_ids) > 1 for answer in run.answers), NO_DECODING)
+    return [(answer.prompt, answer.output.token_ids) for answer in run.answers]
 
 
 def table(tried: list[Candidate], seconds: dict[int, list[float]]) -> list[dict[str, Any]]:

@@ -90,12 +90,15 @@ def markdown(found: Found) -> str:
 
 
 def title(found: Found) -> str:
-    """The fastest drafter at the first batch size."""
+    """The fastest drafter at the first batch size, or that none is faster than plain decoding."""
     means = speedups(found, found["config"]["batch_sizes"][0])
     if not means:
         return "No drafter could be measured"
     best = max(means, key=lambda name: means[name][0])
-    return f"{plain(best)} is the fastest: {means[best][0]:.2f} times plain decoding"
+    name, times = plain(best), f"{means[best][0]:.2f} times"
+    if means[best][0] <= 1:
+        return f"No drafter is faster than plain decoding: {name}, the best, has {times} its speed"
+    return f"{name} is the fastest: {times} plain decoding"
 
 
 def speedups(found: Found, batch_size: int) -> dict[str, tuple[float, float, float]]:

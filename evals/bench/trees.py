@@ -1,5 +1,6 @@
 """The trees of an evaluation: whether they draft at all, and their names in a report."""
 
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -51,6 +52,15 @@ def tree_name(tree: PlanTree) -> str:
     if tree.is_chain:
         return f"chain{tree.max_depth}"
     return f"tree of {tree.num_nodes - 1} nodes, depth {tree.max_depth}"
+
+
+def unpaid(table: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A sentence on the batch sizes at which no tree pays, of the rows of `evals.tune_trees`; none where some pays."""
+    sizes = [str(row["batch_size"]) for row in table if row["speedup"] <= 1]
+    if not sizes:
+        return []
+    at = f"batch size{'s' if len(sizes) > 1 else ''} {', '.join(sizes)}"
+    return [f"No tree pays at {at}: none is faster than plain decoding, so the table drafts nothing there."]
 
 
 def _ends(sizes: list[int]) -> list[int]:

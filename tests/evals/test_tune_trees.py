@@ -13,8 +13,12 @@ from eagle_train.inference.decode.named_trees import load_tree
 from eagle_train.settings import CONF_DIR
 from evals import mt_bench, tune_trees
 from evals.bench import session
+from evals.bench.page import others
+from evals.bench.page.blocks import Notes
+from evals.bench.page.gather import Source
 from evals.bench.round_times import best_of, round_seconds
 from evals.bench.tree_search import Candidate
+from evals.bench.trees import unpaid
 from evals.tune_trees import table, table_yaml, text
 from tests.support.command_line import call
 from tests.support.eval_inputs import arguments, make_home
@@ -42,6 +46,24 @@ def test_the_fastest_tree_of_each_batch_size():
         "chain2         2   2.00       1.25        0.67 ",
         "n3             3   1.50       1.50*       0.75 ",
     ]
+
+
+@pytest.mark.parametrize(
+    ("speedups", "said"),
+    [
+        ({1: 1.5, 8: 1.0}, "No tree pays at batch size 8: none is faster than plain decoding, "),
+        ({1: 1.0, 8: 1.0}, "No tree pays at batch sizes 1, 8: "),
+        ({1: 1.5, 8: 1.001}, None),
+    ],
+)
+def test_where_no_tree_pays_it_is_said(speedups, said):
+    rows = [{"batch_size": size, "tree": "chain1", "tpc": 2.0, "speedup": value} for size, value in speedups.items()]
+    published = json.loads((Path(tune_trees.__file__).parent / "results" / "tune_trees.json").read_text())
+    blocks = others.tune_trees(Source("mine", "tune_trees", published | {"table": rows}))
+    notes = [block for block in blocks if isinstance(block, Notes)]
+    assert [note.items for note in notes] == ([] if said is None else [unpaid(rows)])
+    assert "".join(unpaid(rows)).startswith(said or "")
+    assert len(unpaid(rows)) == (said is not None)
 
 
 def test_of_trees_that_are_as_fast_the_smallest_is_taken():

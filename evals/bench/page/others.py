@@ -9,6 +9,7 @@ from evals.bench.page.blocks import Block, Facts, Notes, Plot, Table
 from evals.bench.page.decoding_blocks import tpc_against_ttit
 from evals.bench.page.gather import Source
 from evals.bench.page.shown import overrides, spread
+from evals.bench.trees import unpaid
 
 _DECIMAL = re.compile(r"-?\d+\.\d+(e[+-]\d+)?")
 MOST_NODES = 16  # of a tree that is drawn: more texts do not fit
@@ -19,7 +20,9 @@ def tune_trees(source: Source) -> list[Block]:
     """Which tree pays at which batch size, all that were tried, and trees with their acceptance."""
     found = source.found
     table = [[str(r["batch_size"]), r["tree"], f"{r['tpc']:.2f}", f"{r['speedup']:.2f}"] for r in found["table"]]
-    blocks: list[Block] = [Table("The table", ["batch size", "tree", "TPC", "speed-up"], table)]
+    said = unpaid(found["table"])
+    blocks: list[Block] = [Notes("What pays", said)] if said else []
+    blocks.append(Table("The table", ["batch size", "tree", "TPC", "speed-up"], table))
     trees = {each["name"]: each for each in found["trees"] if each["name"] != "plain"}
     sizes = list(found["round_s"])
     values = [

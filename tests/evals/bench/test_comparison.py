@@ -9,7 +9,7 @@ from eagle_train.inference import Engine, Output, Requests, SamplingParams, Stat
 from eagle_train.models.loading import TargetConfig, load_target
 from evals.bench import comparison
 from evals.bench.comparison import ask, row_of
-from evals.bench.comparison_report import categories, expectations, measures, speedups
+from evals.bench.comparison_report import categories, expectations, measures, speedups, title
 from evals.bench.pareto import front, plot_pareto, points
 from evals.bench.requests import PromptSource
 from evals.bench.tasks import read_tasks
@@ -166,6 +166,18 @@ def found_of(*rows: tuple[str, str, int, float, float]) -> dict:
             for task, name, size, speedup, mb in rows
         ],
     }
+
+
+@pytest.mark.parametrize(
+    ("speedups", "said"),
+    [
+        ((1.5, 0.9), "eagle is the fastest: 1.50 times plain decoding"),
+        ((0.8, 0.9), "No drafter is faster than plain decoding: ngram, the best, has 0.90 times its speed"),
+    ],
+)
+def test_the_title_says_what_pays(speedups, said):
+    found = found_of(("a", "eagle", 1, speedups[0], 9), ("a", "ngram", 1, speedups[1], 0))
+    assert title(found | {"config": {"batch_sizes": [1]}}) == said
 
 
 def test_points_and_their_front(tmp_path):
