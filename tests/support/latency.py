@@ -36,6 +36,7 @@ def latency_config(**changes) -> Config:
         },
         **{
             "seed": 0,
+            "transformers": True,
             "prompt_lookup": 10,
             "profile": False,
             "engine": {},
