@@ -32,7 +32,7 @@ from eagle_train.settings import build
 from evals.bench import study_answers, study_runs
 from evals.bench.evaluation import evaluation_alone, origin
 from evals.bench.questions import Question, read_questions
-from evals.bench.report import write_report
+from evals.bench.report import loops, write_report
 from evals.bench.requests import check_fit
 from evals.bench.study import StudyConfig
 from evals.bench.study_plan import planned
@@ -68,8 +68,10 @@ def main(values: DictConfig) -> None:
     if config.plan:
         return
     make_drafts_and_answers(config, target, questions, longest)
+    parts = parts_of(config)
     found: Found = {
-        "parts": parts_of(config),
+        "parts": parts,
+        "looping_answers": max(one["looping_answers"] for part in parts for one in part["variants"].values()),
         "timings": {name: timing_of(config, name) for name in config.chosen} if config.trainings else {},
         "speedups": speedups_of(config, target, questions, longest) if config.timed_questions > 0 else None,
         "target": target.name,
@@ -81,7 +83,7 @@ def main(values: DictConfig) -> None:
     tables = [text for part in found["parts"] for text in part_tables(found, part)]
     tables.append(speed_table(found["speedups"]) if found["speedups"] else "")
     print(*(aligned(text) for text in tables if text), sep="\n\n")
-    print(f"written to {out}: report.md, results.json, tpc.png")
+    print(*loops(found), f"written to {out}: report.md, results.json, tpc.png", sep="\n")
 
 
 def make_drafts_and_answers(config: StudyConfig, target: Target, questions: list[Question], longest: int) -> None:

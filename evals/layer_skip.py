@@ -20,9 +20,10 @@ from evals.bench.answering import Run, batches_of
 from evals.bench.config import BenchConfig, check_decodes, check_least
 from evals.bench.evaluation import evaluation_alone, origin
 from evals.bench.layer_search import Judge, search
+from evals.bench.report import loops
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
-from evals.bench.statistics import NO_DECODING
+from evals.bench.statistics import NO_DECODING, looping, token_ids
 
 
 @dataclass(kw_only=True)
@@ -56,13 +57,22 @@ def main(values: DictConfig) -> None:
         "layers.yaml", f"# By python -m evals.layer_skip; for drafter.layers.\nlayers: {list(found[0].layers)}\n"
     )
     tried = [each._asdict() for each in found]
-    written = {"tried": tried, "config": redact(asdict(config)), **origin()}
+    written = {
+        "tried": tried,
+        "looping_answers": looping(token_ids(run.answers)),
+        "config": redact(asdict(config)),
+        **origin(),
+    }
     session.write("layer_skip.json", json_text(written, indent=2) + "\n")
     for each in found[:5]:
         print(
             f"{each.speedup:.2f} times, chain{each.chain}: agreement {each.agreement:.2f}, layers {list(each.layers)}"
         )
-    print(f"written to {out}: layers.yaml (drafter.layers={out / 'layers.yaml'}), layer_skip.json")
+    print(
+        *loops(written),
+        f"written to {out}: layers.yaml (drafter.layers={out / 'layers.yaml'}), layer_skip.json",
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

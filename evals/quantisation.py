@@ -23,7 +23,7 @@ from evals.bench.answering import run_in_turn
 from evals.bench.config import SampledConfig, check_least
 from evals.bench.evaluation import evaluation
 from evals.bench.quantised_drafts import TimedRun, export_names, feed_forward_bytes
-from evals.bench.report import change, document, made_on, number, sampling, several, subject, table
+from evals.bench.report import change, document, loops, made_on, number, sampling, several, subject, table
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
 from evals.bench.statistics import NO_DRAFTS
@@ -70,10 +70,13 @@ def main(values: DictConfig) -> None:
         "temperature": config.temperature,
         "batch_size": config.batch_size,
         "prompts": len(runs["none"].answers),
+        "looping_answers": statistics.looping(statistics.token_ids(runs["none"].answers)),
         **session.about(),
     }
     session.report(found, markdown(found))
-    session.say(aligned(comparison(found["schemes"])), f"written to {session.out}: report.md, results.json")
+    session.say(
+        aligned(comparison(found["schemes"])), *loops(found), f"written to {session.out}: report.md, results.json"
+    )
 
 
 def variants(session: Session[Config], longest: int) -> dict[str, TimedRun]:

@@ -23,10 +23,10 @@ from eagle_train.settings import build
 from evals.bench.answering import answer_questions
 from evals.bench.config import BenchConfig, check_least
 from evals.bench.evaluation import evaluation
-from evals.bench.report import change, document, made_on, number, percent, several, subject, table
+from evals.bench.report import change, document, loops, made_on, number, percent, several, subject, table
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
-from evals.bench.statistics import Answer
+from evals.bench.statistics import Answer, looping, token_ids
 from evals.bench.trees import tree_name
 from evals.bench.vllm import counted, job_of
 
@@ -62,6 +62,7 @@ def main(values: DictConfig) -> None:
     job = job_of(session, [answer.prompt for answer in answers])
     found = {
         "prompts": len(answers),
+        "looping_answers": looping(token_ids(answers)),
         "tree": tree_name(config.chain),
         "quant": str(about.quant),
         "caveat": caveat(about),
@@ -101,13 +102,10 @@ def compared(own: Counts, served: Counts) -> dict[str, Any]:
 
 def summary(found: Mapping[str, Any]) -> str:
     """For the terminal."""
-    return "\n".join(
-        [
-            aligned(comparison(found["eagle_train"], found["vllm"])),
-            f"acceptance length in vLLM against ours: {change(found['relative_difference'], 2)}",
-            f"answers with the same tokens: {found['equal_answers']} of {found['prompts']}",
-        ]
-    )
+    table = aligned(comparison(found["eagle_train"], found["vllm"]))
+    differs = f"acceptance length in vLLM against ours: {change(found['relative_difference'], 2)}"
+    same = f"answers with the same tokens: {found['equal_answers']} of {found['prompts']}"
+    return "\n".join([table, differs, same, *loops(found)])
 
 
 def comparison(own: Mapping[str, Any], served: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from eagle_train.progress import progress
 from eagle_train.settings import build
 from evals.bench.config import check_sizes
 from evals.bench.evaluation import evaluation
-from evals.bench.report import TERMS, document, made_on, number, several, subject, table
+from evals.bench.report import TERMS, document, loops, made_on, number, several, subject, table
 from evals.bench.session import Session
 from evals.bench.switching import FIGURES, answer_both, check_switch, compared, verdict
 from evals.bench.trees import check_tree, tree_names
@@ -92,7 +92,7 @@ def main(values: DictConfig) -> None:
     for rows in measured(session):  # each is written at once: a later one may fail
         found = {"rows": rows, "left": len(cells) - len(rows), "tree": tree, **session.about()}
         session.report(found, markdown(found))
-    session.say(aligned(comparison(rows)), f"written to {session.out}: report.md, results.json")
+    session.say(aligned(comparison(rows)), *loops(found), f"written to {session.out}: report.md, results.json")
 
 
 def measured(session: Session[Config]) -> Iterator[list[dict[str, Any]]]:

@@ -7,7 +7,7 @@ tokens per call (evals/bench/tree_search.py); their rounds are then timed at eac
     python -m evals.tune_trees draft=DIR questions=FILE.jsonl batch_sizes=[1,4,16] out=DIR
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig
@@ -17,15 +17,16 @@ from eagle_train.inference import EngineConfig, full
 from eagle_train.inference.decode.tree import MAX_NODES
 from eagle_train.models.draft_quantisation import Quant
 from eagle_train.progress import progress
-from eagle_train.results import json_text, redact
+from eagle_train.results import json_text
 from eagle_train.settings import build
 from evals.bench.answering import Run, batches_of
 from evals.bench.config import SampledConfig, check_decodes, check_least, check_sizes
-from evals.bench.evaluation import evaluation, origin
+from evals.bench.evaluation import evaluation
+from evals.bench.report import loops
 from evals.bench.requests import check_fit
 from evals.bench.round_times import AT_ONCE, TreeInTurn, best_of, round_seconds, two_chains
 from evals.bench.session import Session
-from evals.bench.statistics import NO_DECODING
+from evals.bench.statistics import NO_DECODING, looping
 from evals.bench.tree_search import Candidate, acceptance, candidates, ranks_of
 from evals.bench.trees import unpaid
 
@@ -92,14 +93,13 @@ def main(values: DictConfig) -> None:
         "trees": [{"name": each.name, "parents": list(each.tree.parents), "tpc": each.tpc} for each in tried],
         "round_s": {size: dict(zip([each.name for each in tried], row, strict=True)) for size, row in seconds.items()},
         "answers": len(answers),
-        "draft_source": session.artifact.source,
-        "config": redact(asdict(config)),
-        **origin(),
+        "looping_answers": looping(tokens for _, tokens in answers),
+        **session.about(),
     }
     session.write("table.yaml", table_yaml(tried, seconds, config.options))
     session.write("tune_trees.json", json_text(found, indent=2) + "\n")
     session.say(text(tried, seconds), "batch N: times as fast as plain; *: the table's", *unpaid(found["table"]))
-    session.say(f"written to {out}: table.yaml (tree={out / 'table.yaml'}), tune_trees.json")
+    session.say(*loops(found), f"written to {out}: table.yaml (tree={out / 'table.yaml'}), tune_trees.json")
 
 
 def plain_answers(session: Session[Config], run: Run) -> list[tuple[list[int], list[int]]]:

@@ -13,6 +13,7 @@ from evals.bench.report import (
     contexts,
     decoding,
     document,
+    loops,
     lossy,
     made_on,
     marked,
@@ -61,7 +62,7 @@ def summary(found: Found) -> str:
         )
     if found["lossy"]:
         lines.append(f"{lossy(found['config'])}: answers may be others than the target's own")
-    return "\n".join(lines)
+    return "\n".join([*lines, *loops(found)])
 
 
 def markdown(found: Found) -> str:

@@ -3,7 +3,7 @@
 `found` is what evals/mt_bench.py writes to results.json.
 """
 
-from evals.bench.report import Found, percent
+from evals.bench.report import Found, loops, percent
 
 # Limits beyond which a figure gets a sentence. They are rules of thumb, not measurements.
 LOW_DEPTH_1 = 0.7
@@ -76,7 +76,7 @@ def _cost_findings(found: Found) -> list[str]:
 def _answer_findings(found: Found) -> list[str]:
     """What makes the figures doubtful."""
     findings = []
-    if found["repeated_8grams"] > REPEATED:
+    if found["repeated_8grams"] > REPEATED and not loops(found):  # which a warning tells
         findings.append("The target repeats itself, so this TPC says little about text that does not.")
     if found["differing_answers"]:
         cause = "which fp32 should not bring about" if found["dtype"] == "float32" else f"rounding in {found['dtype']}"

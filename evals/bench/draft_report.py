@@ -12,6 +12,7 @@ from evals.bench.report import (
     Found,
     contexts,
     document,
+    loops,
     made_on,
     marked,
     ms,
@@ -54,7 +55,7 @@ def summary(found: Found) -> str:
     ]
     if found["differing_answers"] is not None:
         lines.append(f"answers that differ from plain decoding's: {found['differing_answers']} of {found['prompts']}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *loops(found)])
 
 
 def markdown(found: Found) -> str:

@@ -13,6 +13,7 @@ from evals.bench.report import (
     TERMS,
     decoding,
     document,
+    loops,
     lossy,
     made_on,
     marked,
@@ -55,7 +56,7 @@ def summary(found: Found) -> str:
             f"{ms(row['ttft_s']):>12}{ms(row['ttit_s']):>11}{row['tokens_per_s']:>10,.1f}{over(row, 'plain'):>7}"
         )
     said = [f"{lossy(found['config'])}: answers may be others than the target's own"] if found["lossy"] else []
-    return "\n".join([*lines, outside(found), *said])
+    return "\n".join([*lines, outside(found), *said, *loops(found)])
 
 
 def outside(found: Found) -> str:

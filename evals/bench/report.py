@@ -24,9 +24,25 @@ TERMS = (
 )
 
 
+LOOPING = 0.1  # of the answers; beyond it there is a warning
+
+
+def loops(found: Found) -> list[str]:
+    """A sentence where many answers end in a loop, by `looping_answers` of a result or of its rows; else none."""
+    shares = [each["looping_answers"] for each in (found, *found.get("rows", [])) if "looping_answers" in each]
+    if not shares or max(shares) <= LOOPING:
+        return []
+    most = "up to " if min(shares) < max(shares) else ""
+    return [
+        f"Warning: {most}{percent(max(shares))} of the answers end in a loop, the same tokens again and again. Loops "
+        "are easy to draft, so TPC and speed-ups say nothing of text without them."
+    ]
+
+
 def write_report(out: Path, found: Found, report: str) -> None:
-    """report.md and results.json, each whole or not there."""
-    write_text(out / "report.md", report)
+    """report.md, with a warning of `loops` below its title, and results.json, each whole or not there."""
+    title, rest = report.split("\n\n", 1)
+    write_text(out / "report.md", "\n\n".join([title, *loops(found), rest]))
     write_json(out / "results.json", found)
 
 

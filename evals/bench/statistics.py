@@ -4,7 +4,7 @@ Knows nothing of how answers are made or shown. DESIGN section 3.8; paper sectio
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise, zip_longest
 from math import comb
@@ -18,6 +18,7 @@ from eagle_train.inference import Output
 from evals.bench.questions import Question
 
 NGRAM = 8  # repeated sequences of so many tokens are counted
+LOOP = 16  # tokens: shorter answers are not called loops
 RESAMPLES = 2000  # of the questions, for a bootstrap interval
 NO_DRAFTS = "tree: no round was of a batch size that it drafts for, so there is nothing to measure; try chain3"
 NOTHING_DRAFTED = "drafter: it drafted nothing for these questions, so there is nothing to measure; ask others"
@@ -83,6 +84,27 @@ def repeated_ngrams(texts: Iterable[Sequence[int]], n: int = NGRAM) -> float:
         total += len(ngrams)
         repeated += len(ngrams) - len(set(ngrams))
     return repeated / total if total else 0.0
+
+
+def looping(texts: Iterable[Sequence[int]]) -> float:
+    """Share of the texts that end in a loop, see `ends_in_loop`; 0 for no texts."""
+    ends = list(map(ends_in_loop, texts))
+    return fmean(ends) if ends else 0.0
+
+
+def token_ids(answers: Iterable[Answer]) -> Iterator[list[int]]:
+    """The answers as texts of tokens."""
+    return (answer.output.token_ids for answer in answers)
+
+
+def ends_in_loop(tokens: Sequence[int]) -> bool:
+    """Whether the last half of a text is one sequence of tokens again and again, at least twice. Texts of less than
+    `LOOP` tokens are too short to tell."""
+    half = len(tokens) - len(tokens) // 2
+    return len(tokens) >= LOOP and any(
+        all(tokens[-i] == tokens[-i - period] for i in range(1, half - period + 1))
+        for period in range(1, half // 2 + 1)
+    )
 
 
 def percentile(values: Sequence[float], share: float) -> float:

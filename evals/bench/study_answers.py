@@ -49,6 +49,7 @@ def answered(
     return {
         "tpc": statistics.decoded_tpc(answers),
         "acceptance_per_depth": statistics.acceptance(answers),
+        "looping_answers": statistics.looping(statistics.token_ids(answers)),
         "answers": [[answer.output.stats.tokens, answer.output.stats.calls] for answer in answers],
         "seconds": time.perf_counter() - started,
     }

@@ -106,6 +106,7 @@ def variants_of(config: StudyConfig, steps: int, equal: str) -> Found:
             "acceptance_per_depth": {
                 tree: by_seed[0]["acceptance_per_depth"] for tree, by_seed in answers[name].items()
             },
+            "looping_answers": max(each["looping_answers"] for one in answers[name].values() for each in one),
             "gain": {tree: statistics.tpc_gain(each, theirs[tree]) for tree, each in counts.items()},
             "gain_over_first_tree": {tree: statistics.tpc_gain(each, counts[first]) for tree, each in counts.items()},
         }

@@ -164,6 +164,7 @@ def rows_of(
                 other: statistics.median_ratio(speeds[name], speeds[other]) for other in answered if other != name
             },
             "answers": len(answers),
+            "looping_answers": 0.0 if config.acceptance else statistics.looping(statistics.token_ids(answers)),
             "threads": (threads or {}).get(name),
         }
         found["lossy"] = any(answer.output.is_lossy for answer in answers) if name in config.drafters else False

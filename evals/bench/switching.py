@@ -92,7 +92,8 @@ def compared(answered: dict[str, list[AnswerBatch]], newcomers: int = 0) -> dict
 
     `newcomers`: see `Workload`.
     """
-    found: dict[str, Any] = {}
+    texts = statistics.token_ids(chain.from_iterable(answered["on"]))
+    found: dict[str, Any] = {"looping_answers": statistics.looping(texts)}
     times: dict[str, dict[str, list[float]]] = {}
     for side, batches in answered.items():
         answers = list(chain.from_iterable(batches))

@@ -29,6 +29,27 @@ def test_repeated_ngrams():
     assert statistics.repeated_ngrams([range(7)]) == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "is_loop"),
+    [
+        ([7] * 16, True),
+        ([7] * 15, False),  # too short to tell
+        ([*range(8), *[1, 2] * 4], True),  # the last half alone
+        ([*range(9), *[1, 2] * 3, 1], False),  # less than half
+        ([*range(9), *range(9), *range(9)], False),  # half of it is no two times nine
+        ([*range(10), *range(5), *range(5)], True),
+        ([*[1, 2] * 8, 3], False),  # it got out
+        (range(200), False),
+        ([], False),
+    ],
+)
+def test_texts_that_end_in_a_loop(text, is_loop):
+    """The last half is the same again and again, at least twice."""
+    assert statistics.looping([text]) == is_loop
+    assert statistics.looping([text, range(20)]) == is_loop / 2
+    assert statistics.looping([]) == 0
+
+
 def test_latency():
     batches = [
         [
