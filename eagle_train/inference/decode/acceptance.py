@@ -59,7 +59,3 @@ class Acceptance:
     def shares(self, depth: int) -> list[float]:
         """The share of rounds in which a draft at depth 1 to `depth` will be accepted."""
         return list(accumulate(self.rates(depth), mul))
-
-    def tokens(self, depth: int) -> float:
-        """Tokens that a round with drafts of this depth will commit: the accepted ones and the target's own."""
-        return 1 + sum(self.shares(depth))

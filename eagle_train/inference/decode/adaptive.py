@@ -8,6 +8,7 @@ Knows nothing of tensors or of how trees are drafted.
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from eagle_train.inference.decode.acceptance import Acceptance
@@ -17,7 +18,7 @@ from eagle_train.inference.drafters.drafter import TreePlan
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 
 _CLEARLY_WORSE = 0.97  # of plain decoding's tokens a second: drafts are on their way out
-_BETTER = 1.02  # times as many tokens a second, for another plan to be taken
+_BETTER = 1.02
 _FIRST_RETRY, _LAST_RETRY = 128, 2048  # plain rounds before drafts are tried again
 _TRY = 3  # rounds of a trial
 _PLAIN_FIRST, _PLAIN_EVERY = 24, 512  # rounds after which one is plain, so that its time is known, and is known again
@@ -76,10 +77,10 @@ class Adaptive:
 
     def _would_pay(self) -> bool:
         """Whether drafts would pay if all rows of a full batch had them, by what all requests accepted."""
+        plans = self._plans(self._rows)
+        tokens = self._promised(plans, [self._all] * self._rows, self._rows)
         plain = self._rows / self._costs.seconds(self._plain, self._rows)
-        return any(
-            self._expected(plan, [self._all] * self._rows, self._rows) > plain for plan in self._plans(self._rows)
-        )
+        return any(tokens[plan.tree.max_depth] / self._costs.seconds(plan, self._rows) > plain for plan in plans)
 
     def new(self) -> Acceptance:
         """What a new request is believed to accept."""
@@ -105,16 +106,20 @@ class Adaptive:
         """The plans with drafts that such a batch may have."""
         return self._dispatcher.choices(rows)
 
-    def _expected(self, plan: TreePlan, drafting: Sequence[Acceptance], rows: int, hope: float = 0.0) -> float:
-        """Tokens a second of a batch, some of whose rows draft. `hope`: that new requests are good ones, 0 to 1."""
-        depth = plan.tree.max_depth
-        tokens = sum(each.tokens(depth) for each in drafting) + rows - len(drafting)
-        if depth > 0 and self._variance > 0:
-            # Where requests differ, a new one may be a good one: else the end of a good one could end all drafting.
-            first, *others = self._all.shares(depth)
-            relative = 1 + sum(others) / max(first, 1e-3)
-            tokens += hope * math.sqrt(self._variance) * relative * sum(each.novelty for each in drafting)
-        return tokens / self._costs.seconds(plan, rows)
+    def _promised(self, plans: Sequence[TreePlan], drafting: Sequence[Acceptance], rows: int) -> list[float]:
+        """Tokens of a round of a batch, some of whose rows draft, by how deep drafts are, from 0 on."""
+        deepest = max((plan.tree.max_depth for plan in plans), default=0)
+        by_depth = map(sum, zip(*(each.shares(deepest) for each in drafting), strict=True))
+        return list(accumulate(by_depth, initial=float(rows)))
+
+    def _hoped(self, depth: int, drafting: Sequence[Acceptance]) -> float:
+        """Tokens that such drafts bring besides, if new requests are good ones. Where requests differ, one may be,
+        and else the end of a good one could end all drafting."""
+        if depth == 0 or self._variance <= 0:
+            return 0.0
+        first, *others = self._all.shares(depth)
+        relative = 1 + sum(others) / max(first, 1e-3)
+        return math.sqrt(self._variance) * relative * sum(each.novelty for each in drafting)
 
     def observe(self, plan: TreePlan, told: list[Told], rows: int, seconds: float | None) -> bool:
         """A round has ended; `seconds`: None where it is not known how long it took. Returns whether its rows lose
@@ -130,9 +135,17 @@ class Adaptive:
 
     def _best(self, plans: list[TreePlan], drafting: Sequence[Acceptance], rows: int) -> int:
         """The place of the plan with the most tokens a second; the current one's where none is clearly better."""
-        rates = [self._expected(plan, drafting, rows, self._hope) for plan in plans]
+        tokens = self._promised(plans, drafting, rows)
+        rates = [tokens[plan.tree.max_depth] / self._costs.seconds(plan, rows) for plan in plans]
+        if len(plans) > 1:  # hope says whether to draft, and not how deep
+            first = max(range(1, len(plans)), key=rates.__getitem__)
+            depth = plans[first].tree.max_depth
+            lift = 1 + self._hope * self._hoped(depth, drafting) / tokens[depth]
+            if lift * rates[first] > rates[0]:
+                # It fades in rounds that it alone has drafts for, and comes back where drafts pay without it.
+                self._hope = min(1.0, self._hope * (_RISES if rates[first] > rates[0] else _FADES))
+            rates[1:] = [lift * rate for rate in rates[1:]]
         best = max(range(len(plans)), key=rates.__getitem__)
-        self._note_hope(plans[best], drafting, rows)
         if (probed := self._tried_out(plans, rates, rows)) is not None:
             return probed
         self._pays = max(rates[1:], default=0.0) > _CLEARLY_WORSE * rates[0]
@@ -140,12 +153,6 @@ class Adaptive:
             return best or max(range(1, len(plans)), key=rates.__getitem__)
         stays = plans.index(self._current) if self._current in plans else best
         return best if rates[best] > _BETTER * rates[stays] else stays
-
-    def _note_hope(self, best: TreePlan, drafting: Sequence[Acceptance], rows: int) -> None:
-        """Hope fades in rounds with drafts that it alone was for, and comes back where drafts pay without it."""
-        if best.tree.max_depth > 0:
-            pays = self._expected(best, drafting, rows) > self._expected(self._plain, drafting, rows)
-            self._hope = min(1.0, self._hope * (_RISES if pays else _FADES))
 
     def _tried_out(self, plans: list[TreePlan], rates: list[float], rows: int) -> int | None:
         """The place of a plan that is to be timed now: now and then the least known of those that are nearly the best,
