@@ -9,6 +9,7 @@ from eagle_train.inference.drafters.drafter import TreePlan
 
 _SCALE_STEP, _OWN_STEP = 0.05, 0.1  # of what a round is off, by which a factor follows
 _SETTLING = 8  # rounds after a change of plan: what is off then is the new plan's own
+_FIRST = 16  # rounds of a batch size that tell the factor of all plans, and no plan's own
 _OUTLIER = 1.2  # times what is expected, or over it: something else took the time
 _TURNS, _IN_A_ROW = 2, 3
 
@@ -27,6 +28,7 @@ class RoundCosts:
         self._base = {(plan, size): time for size in sizes for plan, time in _timed(plans, size, seconds).items()}
         self._seen = dict.fromkeys(self._base, 0)
         self._scale = dict.fromkeys(sizes, 0.0)  # of all plans; 0: nothing was observed
+        self._rounds = dict.fromkeys(sizes, 0)
         self._own = dict.fromkeys(self._base, 1.0)
         self._last: tuple[TreePlan, int] | None = None
         self._since = 0  # rounds since the plan or the batch size changed
@@ -46,10 +48,14 @@ class RoundCosts:
         ratio = seconds / (self._between(plan, rows) * self._own[plan, size])
         self._since = self._since + 1 if self._last == (plan, size) else 1
         self._last = plan, size
+        self._rounds[size] += 1
         if self._scale[size] == 0:
             self._scale[size] = ratio
             return
         off = max(1 / _OUTLIER, min(_OUTLIER, ratio / self._scale[size]))
+        if self._rounds[size] <= _FIRST:  # the first round may be slow: it says nothing of one plan beside another
+            self._scale[size] *= off ** (1 / self._rounds[size])
+            return
         if self._since > _SETTLING:
             self._scale[size] *= off**_SCALE_STEP
             return

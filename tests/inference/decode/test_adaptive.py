@@ -150,6 +150,18 @@ def test_that_a_request_may_be_a_good_one_makes_no_draft_deeper():
     assert adaptive.choose([Request(0.5, acceptance=adaptive.new())]) is plans[1]
 
 
+def test_a_slow_first_round_makes_no_plan_cheaper_than_the_others():
+    times = {0: 1.0, 1: 2.0, 3: 4.0}
+    dispatcher = Dispatcher(AutoTree((1, 3)))
+    plans = [PLAIN, *dispatcher.choices(1)]
+    costs = RoundCosts(plans, [1], lambda plan, rows: times[plan.tree.max_depth])
+    for number in range(24):
+        costs.observe(plans[1], 1, 1.1 * times[1] * (1.6 if number == 0 else 1.0))
+    plain, *others = (costs.seconds(plan, 1) for plan in plans)
+    assert plain == pytest.approx(1.1, rel=0.1)
+    assert [each / plain for each in others] == pytest.approx([2.0, 4.0], rel=0.02)
+
+
 def test_rounds_at_the_start_are_timed_as_they_come_later():
     """Behind rounds of the same plan: the first one after another plan's takes longer."""
     dispatcher, last = Dispatcher(AutoTree((1, 3))), [None]
