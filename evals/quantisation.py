@@ -18,7 +18,7 @@ from eagle_train.artifacts.markdown import aligned, code, plain
 from eagle_train.errors import check
 from eagle_train.models.draft_quantisation import SCOPES, Quant
 from eagle_train.settings import build
-from evals.bench import statistics
+from evals.bench import report, statistics
 from evals.bench.answering import run_in_turn
 from evals.bench.config import SampledConfig, check_least
 from evals.bench.evaluation import evaluation
@@ -31,7 +31,7 @@ from evals.bench.trees import check_tree, tree_names
 
 LABELS = {"none": "as it is", "fp8": "FP8", "int4": "INT4"}
 SCOPE = {"ffn": "its feed-forward", "all_linear": "all its matrices"}
-COLUMNS = ["draft", "TPC", "change", "acceptance by depth", "drafting, ms a round", "relative", "feed-forward, MB"]
+COLUMNS = ["draft", "TPC", "change", report.BY_DEPTH, "drafting, ms a round", "relative", "feed-forward, MB"]
 NOTE = (
     "TPC: tokens committed in decoding, by calls of the target; its change is against the draft as it is. Drafting "
     "takes the median over the batches of questions, which all drafts answered in turn; relative is the median of "
@@ -121,7 +121,7 @@ def comparison(schemes: Mapping[str, Mapping[str, Any]]) -> str:
             LABELS.get(scheme) or plain(scheme),
             number(found["tpc"], 3),
             change(found["tpc_change"]),
-            " ".join(number(share) for share in found["acceptance_per_depth"]),
+            report.depths(found["acceptance_per_depth"]),
             number(found["draft_latency_ms"]),
             number(found["relative_draft_latency"]),
             number(found["feed_forward_bytes"] / 1e6),

@@ -153,7 +153,11 @@ def _worth(evaluations: Sequence[Mapping[str, Any]], target: str) -> str:
         ]
         for found in evaluations
     ]
-    return table(header, rows) + "\n\nTPC, tokens per call: tokens committed per target call, its own token included."
+    note = (
+        "TPC, tokens per call: tokens committed per target call, its own token included. Acceptance by depth: of the "
+        "rounds that draft to depth 1, 2, ..., the share that accepts down to it."
+    )
+    return f"{table(header, rows)}\n\n{note}"
 
 
 def read_evaluations(paths: Iterable[str], source: str) -> list[dict[str, Any]]:

@@ -9,9 +9,11 @@ from typing import Any
 
 from eagle_train.artifacts.markdown import code, plain
 from evals.bench.report import (
+    BY_DEPTH,
     TERMS,
     contexts,
     decoding,
+    depths,
     document,
     loops,
     lossy,
@@ -136,14 +138,14 @@ def of_task(task: Found, rows: Sequence[Found], grouped: str | None) -> str:
 
 def measures(rows: Iterable[Found]) -> str:
     """A row for each batch size and decoding."""
-    header = ["decoding", "batch", "TPC", "acceptance by depth", "TTIT p50", "TTIT mean", "tokens/s", "speed-up"]
+    header = ["decoding", "batch", "TPC", BY_DEPTH, "TTIT p50", "TTIT mean", "tokens/s", "speed-up"]
     header += ["95 %", "drafting", "memory, MB", "made in, s", "equal answers"]
     cells = [
         [
             plain(decoding(row)),
             str(row["batch_size"]),
             number(row["tpc"]),
-            " ".join(number(share) for share in row["acceptance_per_depth"]),
+            "" if row["memory"] is None else depths(row["acceptance_per_depth"]),
             ms(row["ttit_p50_s"]),
             ms(row["ttit_s"]),
             number(row["tokens_per_s"], 1),
@@ -190,7 +192,7 @@ def categories(rows: Sequence[Found], where: str) -> str:
     cells = [
         [
             plain(category),
-            str(count),
+            f"{count:,}",
             *(_of_category(own[category]) for own in by_name.values()),
         ]
         for category, count in named.items()
@@ -249,4 +251,4 @@ def interval(row: Found) -> str:
 
 def equal(row: Found) -> str:
     """How many answers are plain decoding's; an empty text where two samples may differ."""
-    return "" if row["equal_answers"] is None else f"{row['equal_answers']} of {row['answers']}"
+    return "" if row["equal_answers"] is None else f"{row['equal_answers']:,} of {row['answers']:,}"

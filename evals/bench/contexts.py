@@ -5,7 +5,7 @@ DESIGN section 3.8.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 from eagle_train.corpus.conversations import Message
@@ -22,32 +22,39 @@ def by_context(answers: Iterable[Answer], limit: int) -> list[dict[str, Any]]:
     """TPC and acceptance by context, in buckets whose ends are powers of two, the last one `limit`.
 
     The context of a round is the tokens before it: the prompt, and what was answered so far. `acceptance_per_depth`:
-    the share of the bucket's rounds that committed so many drafted tokens; drafts behind the answer's end do not count,
-    so that it may lie a little below acceptance by depth. `tpc_interval`: 95 %, over the questions.
+    as `statistics.acceptance`, of the bucket's rounds. `tpc_interval`: 95 %, over the questions.
     """
-    rounds: dict[int, list[int]] = {}
+    rounds: dict[int, list[tuple[int, int, int]]] = {}
     counts: dict[int, dict[int, list[int]]] = {}
     for answer in answers:
         context = len(answer.prompt) + 1
-        for kept in answer.output.rounds:
+        stats = answer.output.stats
+        for kept, drafted, accepted in zip_longest(answer.output.rounds, stats.drafted, stats.accepted, fillvalue=0):
             end = _end(context, limit)
-            rounds.setdefault(end, []).append(kept)
+            rounds.setdefault(end, []).append((kept, drafted, accepted))
             own = counts.setdefault(end, {}).setdefault(answer.question.line, [0, 0])
             own[:] = own[0] + kept, own[1] + 1
             context += kept
-    deepest = max((max(kept) for kept in rounds.values()), default=1) - 1
     return [
         {
             "from": _start(end),
             "to": end,
-            "rounds": len(kept),
+            "rounds": len(own),
             "questions": len(counts[end]),
-            "tpc": sum(kept) / len(kept),
+            "tpc": sum(kept for kept, _, _ in own) / len(own),
             "tpc_interval": question_interval(list(counts[end].values())),
-            "acceptance_per_depth": [sum(k > depth for k in kept) / len(kept) for depth in range(1, deepest + 1)],
+            "acceptance_per_depth": _acceptance([pair for _, *pair in own]),
         }
-        for end, kept in sorted(rounds.items())
+        for end, own in sorted(rounds.items())
     ]
+
+
+def _acceptance(rounds: Sequence[Sequence[int]]) -> list[float]:
+    """The share of the rounds that draft so deep which accept down to depth 1, 2, ...; each round: how deep it drafts,
+    and how many drafts are accepted."""
+    reached = [[accepted >= depth for drafted, accepted in rounds if drafted >= depth]
+               for depth in range(1, max(drafted for drafted, _ in rounds) + 1)]  # fmt: skip
+    return [sum(each) / len(each) for each in reached]
 
 
 def _end(context: int, limit: int) -> int:

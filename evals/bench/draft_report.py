@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from eagle_train.artifacts.markdown import code, plain
 from evals.bench.diagnosis import diagnosis
 from evals.bench.report import (
+    BY_DEPTH,
     TERMS,
     Found,
     contexts,
+    depths,
     document,
     loops,
     made_on,
@@ -30,9 +32,8 @@ LONGEST_NAME = 60  # characters of a category in a table
 
 BRACKETS = "In brackets: 95 % intervals, by bootstrap over the questions."
 CONTEXT = (
-    "The context of a round: the tokens before it, prompt and answer so far. Acceptance is of all rounds in the "
-    "bucket; drafts behind an answer's end do not count. The questions of one bucket need not be those of the "
-    "next, unless `context_lengths` asks the same ones at each."
+    "The context of a round: the tokens before it, prompt and answer so far. The questions of one bucket need not be "
+    "those of the next, unless `context_lengths` asks the same ones at each."
 )
 ENDS = {
     "stop": "at a stop",
@@ -54,7 +55,9 @@ def summary(found: Found) -> str:
         f"(plain {ms(found['plain_ttit_s'])})",
     ]
     if found["differing_answers"] is not None:
-        lines.append(f"answers that differ from plain decoding's: {found['differing_answers']} of {found['prompts']}")
+        lines.append(
+            f"answers that differ from plain decoding's: {found['differing_answers']:,} of {found['prompts']:,}"
+        )
     return "\n".join([*lines, *loops(found)])
 
 
@@ -94,7 +97,7 @@ def headline(found: Found) -> str:
         ["speed-up, median of the batches'", number(found["speedup_batch_median"]), "1.00"],
     ]
     differing, repeated = found["differing_answers"], percent(found["repeated_8grams"])
-    ends = ", ".join(f"{count} {ENDS.get(end, end)}" for end, count in sorted(found["finish_reasons"].items()))
+    ends = ", ".join(f"{count:,} {ENDS.get(end, end)}" for end, count in sorted(found["finish_reasons"].items()))
     notes = [
         TERMS,
         f"{found['tokens']:,} tokens decoded in {found['calls']:,} target calls, the prefill's token and call not "
@@ -102,7 +105,7 @@ def headline(found: Found) -> str:
         f"Repeated 8-grams in the answers: {repeated}. A target that repeats itself makes TPC cheap.",
     ]
     if differing is not None:
-        notes.append(f"Answers whose tokens differ from plain decoding's: {differing} of {found['prompts']}.")
+        notes.append(f"Answers whose tokens differ from plain decoding's: {differing:,} of {found['prompts']:,}.")
     return "\n\n".join([table(["", "speculative", "plain"], rows), *notes])
 
 
@@ -116,16 +119,15 @@ def by_category_and_turn(groups: Sequence[Found]) -> str:
     for category in categories:
         of_turn = {group["turn"]: group for group in groups if group["category"] == category}
         every = of_turn[None]
-        shares = " ".join(number(share) for share in every["acceptance_per_depth"])
         values = [with_interval(of_turn[turn]["tpc"], of_turn[turn]["tpc_interval"]) for turn in turns]
         name = total if category is None else plain(category, LONGEST_NAME)
         gain = with_interval(every["speedup"], every["speedup_interval"])
-        rows.append([name, str(every["prompts"]), *values, shares, gain])
+        rows.append([name, f"{every['prompts']:,}", *values, depths(every["acceptance_per_depth"]), gain])
         counted[category] = every["prompts"]
     names = ["TPC" if turn is None else f"TPC, turn {turn}" for turn in turns]
-    text = table(["category", "prompts", *names, "acceptance by depth", "speed-up"], rows)
+    text = table(["category", "prompts", *names, BY_DEPTH, "speed-up"], rows)
     without = counted.pop(None) - sum(counted.values())
-    return text + (f"\n\n{without} of the prompts have no category." if counted and without > 0 else "")
+    return text + (f"\n\n{without:,} of the prompts have no category." if counted and without > 0 else "")
 
 
 def by_depth(found: Found) -> str:

@@ -24,6 +24,7 @@ TERMS = (
 )
 
 
+BY_DEPTH = "accepted to depth 1, 2, ..., of rounds that draft so deep"
 LOOPING = 0.1  # of the answers; beyond it there is a warning
 
 
@@ -62,24 +63,31 @@ def number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
+def depths(shares: Sequence[float]) -> str:
+    """Acceptance by depth, under `BY_DEPTH`."""
+    return " ".join(number(share) for share in shares) or "nothing drafted"
+
+
 def with_interval(value: float | None, interval: Sequence[float] | None) -> str:
     """A number, with its interval in brackets where there is one: `2.31 (2.25 to 2.38)`."""
     return number(value) + ("" if interval is None else f" ({' to '.join(number(end) for end in interval)})")
 
 
-def contexts(rows: Iterable[Found]) -> str:
-    """A table of `contexts.by_context`'s buckets."""
+def contexts(rows: Sequence[Found]) -> str:
+    """A table of `contexts.by_context`'s buckets; of one bucket, which other tables tell already, a sentence."""
+    if len(rows) == 1:
+        return f"All {rows[0]['rounds']:,} rounds have contexts of {rows[0]['from']:,} to {rows[0]['to']:,} tokens."
     cells = [
         [
             f"{row['from']:,} to {row['to']:,}",
-            str(row["questions"]),
-            str(row["rounds"]),
+            f"{row['questions']:,}",
+            f"{row['rounds']:,}",
             with_interval(row["tpc"], row["tpc_interval"]),
-            " ".join(number(share) for share in row["acceptance_per_depth"]),
+            depths(row["acceptance_per_depth"]),
         ]
         for row in rows
     ]
-    return table(["context, tokens", "questions", "rounds", "TPC (95 %)", "acceptance by depth"], cells)
+    return table(["context, tokens", "questions", "rounds", "TPC (95 %)", BY_DEPTH], cells)
 
 
 def of_suite(suite: Found) -> str:

@@ -44,6 +44,8 @@ class Stats:
     cached_tokens: int = 0  # of the prompt, found by prefix caching and not prefilled
     accepted_per_depth: list[int] = field(default_factory=list)  # rounds that accepted a node at depth 1, 2, ...
     drafted_per_depth: list[int] = field(default_factory=list)  # rounds that drafted a node at depth 1, 2, ...
+    accepted: list[int] = field(default_factory=list)  # drafts of each round, those behind the answer's end too
+    drafted: list[int] = field(default_factory=list)  # of each round: how deep its tree was
     intervals_s: list[float] = field(default_factory=list)  # seconds between successive tokens
 
     @property
@@ -213,6 +215,8 @@ class Sequence:
         for depth in range(max_depth):
             stats.drafted_per_depth[depth] += 1
             stats.accepted_per_depth[depth] += depth < num_accepted
+        stats.accepted.append(num_accepted)
+        stats.drafted.append(max_depth)
         kept = self.append(tokens, logprobs)
         stats.calls += 1
         stats.tokens += kept

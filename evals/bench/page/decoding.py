@@ -33,7 +33,7 @@ def mt_bench(source: Source) -> list[Block]:
     blocks.append(by_stage(stages))
     if groups:
         rows = [
-            [row["category"], str(row["prompts"])]
+            [row["category"], f"{row['prompts']:,}"]
             + [spread(row[key], row.get(f"{key}_interval")) for key in ("tpc", "speedup") if row.get(key)]
             for row in groups
         ]

@@ -9,6 +9,7 @@ from evals.bench.page.figures import PLAIN
 from evals.bench.page.shown import percents, spread
 
 Row = Mapping[str, Any]
+OF_ROUNDS = "Acceptance by depth, of the rounds that draft so deep"
 MOST_SERIES = 12  # of a plot; what is beyond stands in the table
 
 
@@ -45,11 +46,11 @@ def acceptance(shares: Mapping[str, Sequence[float]]) -> Plot:
     shares = dict(list(shares.items())[:MOST_SERIES])
     deepest = max(map(len, shares.values()))
     rows = [[name, *percents(each), *[""] * (deepest - len(each))] for name, each in shares.items()]
-    numbers = Table("Acceptance by depth, %", ["decoding", *(str(depth) for depth in range(1, deepest + 1))], rows)
+    numbers = Table(f"{OF_ROUNDS}, %", ["decoding", *(str(depth) for depth in range(1, deepest + 1))], rows)
     points = {name: list(enumerate(each, 1)) for name, each in shares.items()}
     said = "; ".join(f"{name}: {' '.join(percents(each))} %" for name, each in shares.items())
     drawn = plots.lines(points, "depth in the tree", "share of rounds accepted", percent=True)
-    return Plot("Acceptance by depth", f"Share of rounds that accept drafts to each depth. {said}.", drawn, numbers)
+    return Plot("Acceptance by depth", f"{OF_ROUNDS}. {said}.", drawn, numbers)
 
 
 def by_context(rows: Sequence[Row]) -> list[Block]:
@@ -70,7 +71,14 @@ def by_context(rows: Sequence[Row]) -> list[Block]:
     ]  # fmt: skip
     numbers = Table("Acceptance at depth 1, and TPC, by context", ["decoding", *map(str, contexts)], told)
     drawn = plots.lines(points, "context, tokens", "share accepted at depth 1", percent=True, log=True)
-    return [Plot("Acceptance by context", "Share of rounds whose first draft is accepted, by context.", drawn, numbers)]
+    return [
+        Plot(
+            "Acceptance by context",
+            "Of the rounds that draft, the share whose first draft is accepted, by context.",
+            drawn,
+            numbers,
+        )
+    ]
 
 
 def along_context(series: Mapping[str, Sequence[Row]]) -> list[Block]:
@@ -83,7 +91,8 @@ def along_context(series: Mapping[str, Sequence[Row]]) -> list[Block]:
         return []
     ends = sorted({row["to"] for rows in series.values() for row in rows})
     points = {
-        name: [(float(row["to"]), row["acceptance_per_depth"][0]) for row in rows] for name, rows in series.items()
+        name: [(float(row["to"]), row["acceptance_per_depth"][0]) for row in rows if row["acceptance_per_depth"]]
+        for name, rows in series.items()
     }
     told = []
     for name, rows in series.items():
@@ -92,12 +101,13 @@ def along_context(series: Mapping[str, Sequence[Row]]) -> list[Block]:
         told.append([name, *cells])
     numbers = Table("Acceptance at depth 1, and TPC (95 %), by context up to", ["decoding", *map(str, ends)], told)
     drawn = plots.lines(points, "context up to, tokens", "share accepted at depth 1", percent=True, log=True)
-    said = "Share of rounds whose first draft is accepted, by the tokens before the round."
+    said = "Of the rounds that draft, the share whose first draft is accepted, by the tokens before the round."
     return [Plot("Acceptance by context", said, drawn, numbers)]
 
 
 def _bucket(row: Row) -> str:
-    return f"{percents(row['acceptance_per_depth'][:1])[0]} %; TPC {spread(row['tpc'], row['tpc_interval'])}"
+    first = percents(row["acceptance_per_depth"][:1])
+    return f"{f'{first[0]} %' if first else 'no draft'}; TPC {spread(row['tpc'], row['tpc_interval'])}"
 
 
 def tpc_against_ttit(rows: Iterable[Row], where: str) -> Plot:

@@ -11,6 +11,7 @@ from evals.bench import comparison
 from evals.bench.comparison import ask, row_of
 from evals.bench.comparison_report import categories, expectations, measures, speedups, title
 from evals.bench.pareto import front, plot_pareto, points
+from evals.bench.report import BY_DEPTH
 from evals.bench.requests import PromptSource
 from evals.bench.tasks import read_tasks
 from tests.support.eval_inputs import make_home, write_rows
@@ -114,7 +115,7 @@ def test_the_tables(row):
     header, _, first, second = measures([plain, row]).splitlines()
     columns = dict(zip(header.split(" | "), second.split(" | "), strict=True))
     assert columns["TPC"] == "1.50"
-    assert columns["acceptance by depth"] == "0.67 0.00"
+    assert columns[BY_DEPTH] == "0.67 0.00"
     assert columns["speed-up"] == "1.33"
     assert columns["95 %"] == "0.80 to 2.00"
     assert columns["drafting"] == "20.0 %"

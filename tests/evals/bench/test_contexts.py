@@ -7,16 +7,18 @@ import pytest
 from eagle_train.errors import UserError
 from eagle_train.inference import Requests
 from eagle_train.models.loading import TargetConfig, load_target
+from evals.bench import statistics
 from evals.bench.contexts import by_context, packed
 from evals.bench.questions import Question
+from evals.bench.report import contexts
 from evals.bench.requests import chat_tokens
 from tests.support.eval_inputs import make_home
 from tests.support.measuring import answer
 
 
-def decoded(prompt: int, rounds: list[int], line: int = 1):
+def decoded(prompt: int, rounds: list[int], line: int = 1, **stats: list[int]):
     """An answer to a prompt of so many tokens."""
-    made = answer(line=line)
+    made = answer(line=line, **stats)
     return replace(made, prompt=[7] * prompt, output=replace(made.output, rounds=rounds))
 
 
@@ -29,10 +31,22 @@ def test_a_round_is_in_the_bucket_of_the_tokens_before_it():
         (129, 256, 1, 1),
     ]
     assert [row["tpc"] for row in found] == [1, (3 + 62 + 4) / 3, 2]
-    assert found[1]["acceptance_per_depth"][:3] == pytest.approx([1, 1, 2 / 3])
     low, high = found[1]["tpc_interval"]
     assert low <= found[1]["tpc"] <= high
     assert found[0]["tpc_interval"] is None
+
+
+def test_acceptance_is_of_the_rounds_that_draft_so_deep():
+    """As elsewhere: a round without a draft counts for TPC alone, drafts behind an answer's end count as accepted."""
+    answers = [decoded(63, [1, 3, 62, 2], drafted=[0, 2, 1, 2], accepted=[0, 2, 0, 2])]
+    assert [row["acceptance_per_depth"] for row in by_context(answers, limit=300)] == [[], [1 / 2, 1], [1, 1]]
+    stats = {"accepted_per_depth": [2, 2], "drafted_per_depth": [3, 2]}
+    assert statistics.acceptance([decoded(63, [], **stats)]) == [2 / 3, 1]
+    (one,) = by_context([decoded(63, [1, 1], drafted=[1, 1], accepted=[1, 0])], limit=64)
+    assert contexts([one]) == "All 2 rounds have contexts of 1 to 64 tokens."
+    many = [one | {"rounds": 12345, "questions": 1000}, one | {"acceptance_per_depth": []}]
+    assert "| 1,000 | 12,345 | 1.00 | 0.50 |" in contexts(many)
+    assert "| nothing drafted |" in contexts(many)
 
 
 def test_the_last_bucket_ends_with_the_context():
