@@ -20,6 +20,7 @@ from evals.bench.comparison_report import markdown, summary
 from evals.bench.contestants import contestants
 from evals.bench.evaluation import evaluation
 from evals.bench.pareto import plot_pareto
+from evals.bench.questions import tell_bundled
 from evals.bench.session import Session
 from evals.bench.tasks import GROUPED, read_tasks
 
@@ -41,6 +42,8 @@ def main(values: DictConfig) -> None:
     config = build(Config, values, "")
     tasks, drafters = read_tasks(config.tasks), contestants(config.drafters, config.tree)
     session = Session(config)
+    for task in tasks if session.world.is_main else []:
+        tell_bundled(task.path, config.target.path, key="tasks")
     session.questions = [question for task in tasks for question in task.questions]
     tasks = [asked_of(task, session.requests, config) for task in tasks]
     about: dict[str, Any] = {

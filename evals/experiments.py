@@ -31,7 +31,7 @@ from eagle_train.results import prepared
 from eagle_train.settings import build
 from evals.bench import study_answers, study_runs
 from evals.bench.evaluation import evaluation_alone, origin
-from evals.bench.questions import Question, read_questions
+from evals.bench.questions import Question, read_questions, tell_bundled
 from evals.bench.report import loops, write_report
 from evals.bench.requests import check_fit
 from evals.bench.study import StudyConfig
@@ -64,6 +64,7 @@ def main(values: DictConfig) -> None:
     target = load_target(given, resolve_device(config.device), reads=chats)
     check_levels(config, composed, target)
     longest = check_fit(Requests(target), questions, config.max_tokens)
+    tell_bundled(config.questions, given.path)
     print(planned(config, target, questions, longest), flush=True)
     if config.plan:
         return

@@ -268,9 +268,12 @@ def _remedy(path: str, key: str) -> str:
     return hint(path) + ("; data.heldout=null leaves it out" if key == "heldout" else "")
 
 
+BUNDLED_DATA = "outputs/stdlib_chat/"
+
+
 def hint(path: str) -> str:
     """What to do about a missing path, where that is known; else empty."""
-    if path.startswith("outputs/stdlib_chat/"):  # the bundled data
+    if path.startswith(BUNDLED_DATA):
         return "; python data/stdlib_chat.py outputs/stdlib_chat makes it, in a clone of the repository"
     if "://" in path:
         return "; download the file first, or give the name of a hub data set: OWNER/NAME"

@@ -1,5 +1,6 @@
 """Files of questions: of a benchmark, or any file of prompts. Knows nothing of targets or tokens."""
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,8 +12,11 @@ from eagle_train.corpus.conversations import Message, to_messages
 from eagle_train.corpus.file_formats import check_contents
 from eagle_train.corpus.json_files import JsonFiles
 from eagle_train.corpus.rows import Row, parse
-from eagle_train.corpus.source import hint
+from eagle_train.corpus.source import BUNDLED_DATA, hint
 from eagle_train.errors import SURROGATE, UserError, check, foreign, shown
+from eagle_train.settings import BUNDLED
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,17 @@ def read_questions(path: str, limit: int | None = None, key: str = "questions") 
     `key`: the config's, for errors.
     Raises UserError for a file that is missing or empty and, with its line, for a row that is malformed or empty.
     """
-    check(Path(path).is_file(), f"{key}={path}: no such file{hint(path) or '; give a JSON file'}")
+    known = f"{said}; or give {key}=FILE" if (said := hint(path)) else "; give a JSON file"
+    check(Path(path).is_file(), f"{key}={path}: no such file{known}")
     questions = _lines_of(path) if path.endswith(".txt") else [question_of(row, place) for place, row in rows_of(path)]
     check(len(questions) > 0, f"{key}={path}: the file is empty; give a question a line")
     return evenly(questions, limit)
+
+
+def tell_bundled(path: str, target: str, key: str = "questions") -> None:
+    """Log a line where another target is asked what the bundled one was trained for."""
+    if path.startswith(BUNDLED_DATA) and BUNDLED not in target:
+        _LOG.info("note: %s=%s: questions for the bundled target; give %s=FILE with your own", key, path, key)
 
 
 def evenly(questions: list[Question], limit: int | None) -> list[Question]:

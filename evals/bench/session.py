@@ -29,7 +29,7 @@ from eagle_train.models.target import Target
 from eagle_train.results import prepared, redact, write_text
 from evals.bench.config import BenchConfig
 from evals.bench.evaluation import origin
-from evals.bench.questions import Question, read_questions
+from evals.bench.questions import Question, read_questions, tell_bundled
 from evals.bench.report import Found, write_report
 from evals.bench.requests import room_for
 
@@ -56,6 +56,8 @@ class Session(Generic[C]):
         self.questions: list[Question] = []
         if config.questions is not None:
             self.questions = read_questions(config.questions, getattr(config, "limit", None))
+            if self.world.is_main:
+                tell_bundled(config.questions, config.target.path)
         self.out = prepared(config.out) if self.world.is_main else Path(config.out)
 
     @cached_property

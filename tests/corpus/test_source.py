@@ -184,7 +184,7 @@ def test_files_of_no_known_kind_are_refused(tmp_path):
 
 def test_how_the_bundled_data_are_made_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    told = r"; python data/stdlib_chat\.py outputs/stdlib_chat makes it, in a clone of the repository$"
+    told = r"; python data/stdlib_chat\.py outputs/stdlib_chat makes it, in a clone of the repository"
     with pytest.raises(UserError, match=told):
         check_found(DataConfig("outputs/stdlib_chat/train.jsonl"))
     with pytest.raises(UserError, match=told):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from eagle_train.errors import UserError
-from evals.bench.questions import Question, read_questions
+from evals.bench.questions import Question, read_questions, tell_bundled
 from tests.support.eval_inputs import write_rows
 
 
@@ -76,3 +76,18 @@ def test_a_limit_takes_questions_evenly_over_the_file(tmp_path):
 def test_rows_without_a_question_are_refused(tmp_path, rows, message):
     with pytest.raises(UserError, match=message):
         read_questions(str(write_rows(tmp_path / "q.jsonl", rows)))
+
+
+def test_questions_for_the_bundled_target_are_told_of(caplog):
+    """They may be asked of any other, but not by oversight; a missing file says what makes it, and what to give."""
+    caplog.set_level("INFO", "evals")
+    path = "outputs/stdlib_chat/nothing.jsonl"
+    tell_bundled(path, "/anywhere/data/tiny_target")
+    tell_bundled("mine.jsonl", "me/target")
+    assert caplog.messages == []
+    tell_bundled(path, "me/target", key="tasks")
+    said = f"note: tasks={path}: questions for the bundled target; give tasks=FILE with your own"
+    assert caplog.messages == [said]
+    makes = "python data/stdlib_chat.py outputs/stdlib_chat makes it, in a clone of the repository"
+    with pytest.raises(UserError, match=f"questions={path}: no such file; {makes}; or give questions=FILE"):
+        read_questions(path)
