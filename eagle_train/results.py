@@ -104,9 +104,18 @@ def finite(values: Any) -> Any:
     return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
-def in_words(size: int) -> str:
-    """Bytes in MiB or GiB."""
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+def in_words(size: float) -> str:
+    """Bytes in KiB, MiB or GiB."""
+    units = ((30, "GiB"), (20, "MiB"))
+    unit, name = next(((2**power, each) for power, each in units if size >= 2**power), (2**10, "KiB"))
+    return f"{size / unit:,.1f} {name}"
+
+
+def time_in_words(seconds: float) -> str:
+    """Seconds as they are, or in minutes or hours."""
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:,.1f} hours"
 
 
 def provenance() -> dict[str, Any]:

@@ -374,7 +374,7 @@ def test_a_plan_writes_nothing_and_a_full_disk_is_refused(root, tmp_path, monkey
     monkeypatch.setattr(size.shutil, "disk_usage", lambda folder: usage(2**20, 2**20 - 2**16, 2**16))
     monkeypatch.setattr(build, "load_target", lambda *given: pytest.fail("it is refused before"))
     assert run_cache(root, tmp_path / "cache") == 2
-    assert "and its disk has 0.1 MiB left; give another directory" in capsys.readouterr().err
+    assert "and its disk has 64.0 KiB left; give another directory" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

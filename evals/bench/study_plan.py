@@ -11,6 +11,7 @@ from typing import Any
 
 from eagle_train.inference import Engine, Requests
 from eagle_train.models.target import Target
+from eagle_train.results import time_in_words
 from eagle_train.training.lookahead import DRAWN_AHEAD
 from evals.bench.answering import answer_questions, batches_of
 from evals.bench.questions import Question
@@ -48,7 +49,7 @@ def planned(config: StudyConfig, target: Target, questions: list[Question], long
         and speedups * timed * _answering_s(config, target, questions[:1], longest),
     }
     lines = {what: seconds for what, seconds in left.items() if seconds} | {"all": sum(left.values())}
-    return "\n".join(f"{what}: {seconds / 60:.1f} min" for what, seconds in lines.items())
+    return "\n".join(f"{what}: {time_in_words(seconds)}" for what, seconds in lines.items())
 
 
 def _timing(config: StudyConfig, name: str) -> Found | None:

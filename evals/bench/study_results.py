@@ -7,6 +7,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from eagle_train.results import time_in_words
 from evals.bench import statistics
 from evals.bench.study import StudyConfig, Trained
 from evals.bench.study_answers import answers_asked
@@ -75,7 +76,7 @@ def forecast(config: StudyConfig, left: list[Trained]) -> str:
     """How long the rest of the trainings takes, by what was measured."""
     fresh = trainings_left(config, left)
     training = sum(run.steps * timing_of(config, run.variant)["step_s"] for run in fresh)
-    return f"{len(fresh)} trainings left, {training / 60:.0f} min"
+    return f"{len(fresh)} trainings left, {time_in_words(training)}"
 
 
 def parts_of(config: StudyConfig) -> list[Found]:

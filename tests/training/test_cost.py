@@ -494,7 +494,14 @@ def test_the_command_says_what_a_run_costs_without_reading_a_weight(tmp_path, ca
     assert "note: layout=vllm,sglang,trtllm: each has no slot for the first token" in told
     config = json.loads((target / "config.json").read_text())
     assert config["num_hidden_layers"] == 3
-    for part in ("GFLOP a token", "target", "draft", "GiB on each of 1 GPUs", "10 steps of 1,024 tokens", "GPU-hours"):
+    for part in (
+        "GFLOP a token",
+        "target",
+        "draft",
+        "memory on each of 1 GPUs",
+        "10 steps of 1,024 tokens",
+        " s of GPUs",
+    ):
         assert part in said
     assert "does not fit" not in said
     assert not (tmp_path / "out").exists()
@@ -831,12 +838,12 @@ def test_a_plan_of_a_run_from_a_cache_has_no_target(tmp_path, capsys):
     given = ["target=cached", f"target.path={tmp_path / 'cache'}", "plan=true", "cluster.gpus=1"]
     assert call(train.main, *given, *data, "cluster.disk_gib_s=1e-6") == 0
     said = capsys.readouterr().out
-    flops, memory = said.split("GiB on each of")
+    flops, memory = said.split("memory on each of")
     assert "no layers" in flops
     assert "  target  " not in flops
-    assert "  target's weights                                0.00" in memory
+    assert re.search(r"  target's weights +0\.0 KiB\n", memory)
     width = SIZES["hidden_size"] * 4
-    assert f"reading from disk: {width / 2**10:g} KiB a token, 0.0 GiB/s in all, at 1e-06 GiB/s, which takes" in said
+    assert f"reading from disk: {width / 2**10:g} KiB a token, 1.0 KiB/s in all, at 1e-06 GiB/s, which takes" in said
     assert f"{1e-6 * GIB / width:,.0f} tokens/s" in said  # the disk's
     assert call(train.main, *given, *data, "draft=eagle3", "draft.layers=[1]") == 2
     assert "holds final hidden states alone" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from eagle_train.errors import OptionError, UserError, check, one_line
 from eagle_train.inference.cache.block_pool import BlockPool
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.parallel.tensor_parallel import Ranks
+from eagle_train.results import in_words
 
 _MEMORY_SHARE = 0.9  # fraction of a GPU's free memory for the cache without `kv_tokens`; forwards need the rest
 
@@ -110,11 +111,11 @@ class BlockMemory:
             grown = [store.grown(blocks) for store in self.stores]
         except RuntimeError as error:  # of the allocator
             reason = one_line(error)
-        gib = blocks * self._block_bytes / 2**30
+        size = in_words(blocks * self._block_bytes)
         if self.ranks.least(len(grown)) == 0:
             raise OptionError(
                 f"kv_tokens={self.kv_tokens}: no memory for the keys and values of {blocks * BLOCK} tokens, "
-                f"{gib:.1f} GiB; give a smaller max_tokens or kv_tokens: {reason}",
+                f"{size}; give a smaller max_tokens or kv_tokens: {reason}",
                 "kv_tokens",
             )
         return grown

@@ -4,7 +4,7 @@ speed. Knows nothing of files.
 
 from dataclasses import dataclass
 
-GIB = 2**30
+from eagle_train.results import in_words
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,16 @@ class Offline:
 
     def advice(self, disk: str) -> str:
         """Of a run with the target, in a line. `disk`: the speed that is reckoned with, in words."""
-        size = f"{self.token_bytes / 2**10:,.4g} KiB a token, {self.token_bytes * 1e6 / GIB:,.1f} GiB a million"
+        size = f"{self.token_bytes / 2**10:,.4g} KiB a token, {in_words(self.token_bytes * 1e6)} a million"
         first = self.first_epoch
         pays = "reading them takes longer than the target" if first is None else f"faster from {first} epochs on"
         return f"the target's states on disk (eagle-cache): {size}; {pays}, {disk}"
 
     def reading(self, disk: str) -> str:
         """Of a run from a cache, in a line."""
-        rate = self.token_bytes / max(self.draft, self.disk) / GIB
+        rate = self.token_bytes / max(self.draft, self.disk)
         slower = self.disk > self.draft
         said = f", which takes {self.disk / self.draft:.2g} times as long as the draft" if slower else ""
-        return f"reading from disk: {self.token_bytes / 2**10:,.4g} KiB a token, {rate:,.1f} GiB/s in all, {disk}{said}"
+        return (
+            f"reading from disk: {self.token_bytes / 2**10:,.4g} KiB a token, {in_words(rate)}/s in all, {disk}{said}"
+        )

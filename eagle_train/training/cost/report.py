@@ -13,6 +13,7 @@ from eagle_train.corpus.source import DataConfig
 from eagle_train.drafts import planned_config
 from eagle_train.hardware import computes_fp8, resolve_device
 from eagle_train.models.loading import DTYPES, TargetConfig, check_placement, load_config
+from eagle_train.results import in_words, time_in_words
 from eagle_train.settings import build
 from eagle_train.training.assembly import (
     cached_dtype,
@@ -23,7 +24,7 @@ from eagle_train.training.assembly import (
     tell_unserved,
 )
 from eagle_train.training.backend import ParallelConfig
-from eagle_train.training.cost.estimate import GIB, USABLE, ClusterConfig, CostEstimate, PlannedRun
+from eagle_train.training.cost.estimate import USABLE, ClusterConfig, CostEstimate, PlannedRun
 from eagle_train.training.cost.this_machine import steps_here
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.placement import chosen
@@ -95,7 +96,7 @@ def advice(cost: CostEstimate, parallel: ParallelConfig, train: TrainConfig, clu
 def text(cost: CostEstimate, train: TrainConfig, optim: OptimConfig, cluster: ClusterConfig, changes: list[str]) -> str:
     """The estimate as lines to read."""
     total = sum(cost.memory.values())
-    all_flops, hours = sum(cost.flops.values()), cost.seconds / 3600
+    all_flops = sum(cost.flops.values())
     target, steps = cost.target, train.steps or int(cost.seconds * cost.tokens_per_s / optim.tokens_per_step)
     run = f"{steps:,} steps of {optim.tokens_per_step:,} tokens"
     width = max(map(len, [*cost.flops, *cost.memory])) + 2
@@ -109,14 +110,14 @@ def text(cost: CostEstimate, train: TrainConfig, optim: OptimConfig, cluster: Cl
         *(f"  {part:<{width}}{each / 1e9:10.3f}  {each / all_flops:4.0%}" for part, each in cost.flops.items() if each),
         f"  {'all':<{width}}{all_flops / 1e9:10.3f}",
         "",
-        f"GiB on each of {cost.gpus} GPUs" + (f", and {cost.host / GIB:.1f} of its host" if cost.host else ""),
-        *(f"  {part:<{width}}{value / GIB:10.2f}" for part, value in cost.memory.items()),
-        f"  {'all, at most':<{width}}{total / GIB:10.2f}  of {cluster.memory_gib:g}"
+        f"memory on each of {cost.gpus} GPUs" + (f", and {in_words(cost.host)} of its host" if cost.host else ""),
+        *(f"  {part:<{width}}{in_words(value):>14}" for part, value in cost.memory.items()),
+        f"  {'all, at most':<{width}}{in_words(total):>14}  of {cluster.memory_gib:g} GiB"
         + ("" if not changes else f": does not fit below {USABLE:.0%}"),
         *(f"  try {change}" for change in changes),
         "",
         f"on these GPUs, at {cluster.mfu:.0%} of {cluster.tflops:g} TFLOP/s each: {cost.tokens_per_s:,.0f} tokens/s",
-        f"{run}: {hours:,.1f} hours, {hours * cost.gpus:,.1f} GPU-hours",
+        f"{run}: {time_in_words(cost.seconds)}, {time_in_words(cost.seconds * cost.gpus)} of GPUs",
         *_offline(cost, cluster),
     ]
     return "\n".join(lines)

@@ -6,6 +6,7 @@ import torch
 
 from eagle_train.drafts import DraftConfig
 from eagle_train.hardware import cpu_name, low_precision, measured_speed
+from eagle_train.results import time_in_words
 from eagle_train.training import muon
 from eagle_train.training.optimizer import OptimConfig, by_muon
 from eagle_train.training.train_config import TrainConfig
@@ -53,7 +54,7 @@ def steps_here(train: TrainConfig, flops: float, draft: DraftConfig, optim: Opti
     seconds = step_flops(flops, draft, optim, dtype) / (_REACH * speed)
     name = torch.cuda.get_device_name() if device == "cuda" else f"{cpu_name()}, {torch.get_num_threads()} threads"
     if train.steps is not None:
-        run = f"{train.steps * seconds / 3600:,.1f} hours for train.steps={train.steps}"
+        run = f"{time_in_words(train.steps * seconds)} for train.steps={train.steps}"
     else:
         assert train.minutes is not None  # one of them is given
         run = f"{max(1, round(60 * train.minutes / seconds)):,} steps in train.minutes={train.minutes:g}"
