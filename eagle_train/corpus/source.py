@@ -182,10 +182,11 @@ def check_found(config: DataConfig) -> None:
         _files_of(config, "heldout", field_of("", "heldout"))
 
 
-def absent(config: DataConfig) -> dict[str, str]:
-    """The data that are not on this machine: what to say of each, by its field.
+def absent(config: DataConfig, instead: str | None) -> dict[str, str]:
+    """The data that are not on this machine: what to say of each, by its field. The hub is not asked.
 
-    Raises UserError for unknown formats of those that are.
+    `instead`: what to do about a file that is missing, where it must be here; None where it may lie elsewhere. Raises
+    UserError for such a file, and for unknown formats of those that are here.
     """
     named = [(field_of(name, "path"), source, "path") for name, source in config.sources.items()]
     named += [] if config.heldout is None else [(field_of("", "heldout"), config, "heldout")]
@@ -194,8 +195,10 @@ def absent(config: DataConfig) -> dict[str, str]:
         path = getattr(source, kind)
         if os.path.exists(path) or glob.glob(path, recursive=True):
             _files_of(source, kind, key)
-        else:
-            told[key] = f"{key} is {path}; it is not here{_remedy(path, kind)}"
+            continue
+        may_lack = instead is None or _is_hub_name(path)
+        check(may_lack, f"{key} is {path}; there is no such file{_remedy(path, kind)}; {instead}")
+        told[key] = f"{key} is {path}; it is not here{_remedy(path, kind)}"
     return told
 
 

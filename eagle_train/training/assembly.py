@@ -61,6 +61,7 @@ from eagle_train.training.train_config import OF_TARGET, TrainConfig, accumulati
 from eagle_train.training.trainer import Trainer
 
 _LOG = logging.getLogger(__name__)
+_UNSEEN = "the first rows were not looked at, and the run may refuse them"  # by a plan
 _INIT_FROM, _TARGET_QUANT = "train.init_from", "train.target_quant"
 
 
@@ -238,16 +239,16 @@ def today() -> str:
     return str(datetime.date.today())
 
 
-def check_planned_data(target: TargetConfig, data: DataConfig, hf_config: Any) -> list[str]:
-    """`check_data` for `plan=true`, which may be for data and a tokenizer that are not on this machine; what is here is
-    looked at.
+def check_planned_data(target: TargetConfig, data: DataConfig, hf_config: Any, elsewhere: bool) -> list[str]:
+    """`check_data` for `plan=true`, without the hub's data and a tokenizer that are not on this machine; what is here
+    is looked at. `elsewhere`: the job is for other machines, and so may its files be.
 
-    Returns warnings. Raises UserError where the first rows cannot be trained on.
+    Returns warnings. Raises UserError for files that are missing, and where the first rows cannot be trained on.
     """
-    missing = absent(data)
+    missing = absent(data, None if elsewhere else "cluster.gpus=N plans for machines that have it")
     if load_tokenizer(target) is None:
-        return [f"the first rows were not looked at: target.path is {target.path}; its tokenizer is not here"]
-    notes = [f"first rows were not looked at: {told}" for told in missing.values()]
+        return [f"target.path is {target.path}; its tokenizer is not here; {_UNSEEN}"]
+    notes = [f"{told}; {_UNSEEN}" for told in missing.values()]
     return [*notes, *check_data(data, renderer_of(target, data, hf_config), missing)]
 
 

@@ -83,14 +83,45 @@ def test_a_plan_looks_at_what_is_here_and_names_what_is_not(home, monkeypatch):
     """As the default group names held-out data that nobody has made yet."""
     monkeypatch.chdir(home)  # the quickstart may have made it elsewhere
     missing = "data.heldout=outputs/stdlib_chat/heldout.jsonl"
-    told = r"not looked at: data\.heldout is \S+/heldout\.jsonl; it is not here; .*; data\.heldout=null leaves it out$"
+    plan = ("plan=true", "data.row_tokens=64", "cluster.gpus=1")
+    told = r"^data\.heldout is \S+/heldout\.jsonl; it is not here; .*; data\.heldout=null leaves it out; the first r"
     with pytest.warns(UserWarning, match=told):
-        assert call(train.main, *given(home, [row(*TURNS)], missing, "plan=true", "data.row_tokens=64")) == 0
+        assert call(train.main, *given(home, [row(*TURNS)], missing, *plan)) == 0
     with pytest.raises(UserError, match=r"; there is no such file; .*; data\.heldout=null leaves it out$"):
         check_found(DataConfig(str(home / "rows.jsonl"), heldout="outputs/stdlib_chat/heldout.jsonl"))
-    assert call(train.main, *given(home, [row(("user", "q"))], missing, "plan=true", "data.row_tokens=64")) == 2
+    assert call(train.main, *given(home, [row(("user", "q"))], missing, *plan)) == 2
     mix = f"data.mix={{a: {{path: nowhere.jsonl}}, b: {{path: {home}/rows.jsonl}}}}"
-    assert call(train.main, *given(home, [{}]), "data.path=null", mix, "plan=true", "data.row_tokens=64") == 2
+    assert call(train.main, *given(home, [{}]), "data.path=null", mix, *plan) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        (["data.path={home}/none.jsonl"], "data.path"),
+        (["data.path=none.jsonl"], "data.path"),
+        (["data.path=./none"], "data.path"),
+        (["data.heldout={home}/*.parquet"], "data.heldout"),
+        (["data.path=null", "data.mix={{a: {{path: OWNER/NAME}}, b: {{path: none.json.gz}}}}"], "data.mix.b.path"),
+    ],
+)
+def test_a_plan_for_this_machine_needs_its_files(home, capsys, overrides, field):
+    """One for others (`cluster.gpus`) may lack them, and says so."""
+    more = [text.format(home=home) for text in overrides]
+    plan = given(home, [row(*TURNS)], "plan=true", "data.row_tokens=64", *more)
+    assert call(train.main, *plan) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"error: {field} is ")
+    assert "; there is no such file; " in err
+    assert err.endswith("; cluster.gpus=N plans for machines that have it\n")
+    with pytest.warns(UserWarning, match=rf"^{field} is \S+; it is not here; .*the first rows were not looked at"):
+        assert call(train.main, *plan, "cluster.gpus=1") == 0
+
+
+def test_a_plan_does_not_ask_the_hub(home):
+    plan = given(home, [row(*TURNS)], "plan=true", "data.row_tokens=64", "data.path=OWNER/NAME")
+    with pytest.warns(UserWarning, match="^data.path is OWNER/NAME; it is not here; the first rows were not looked at"):
+        assert call(train.main, *plan) == 0
 
 
 def test_the_first_row_may_be_left_out_too(home, capsys):

@@ -203,7 +203,8 @@ def test_a_plan_says_how_many_steps_there_are_on_this_machine(monkeypatch):
     assert dense == 1e9 < muon
 
 
-def test_the_plan_of_minutes(capsys):
-    assert call(train.main, "experiment=quickstart", "train.minutes=2", "plan=true", "device=cpu") == 0
+def test_the_plan_of_minutes(capsys, tmp_path):
+    data = ("data.mix=null", f"data.path={write_jsonl(tmp_path / 'chats.jsonl', chats(20))}", "data.heldout=null")
+    assert call(train.main, "experiment=quickstart", *data, "train.minutes=2", "plan=true", "device=cpu") == 0
     told = capsys.readouterr().out.strip().splitlines()[-1]
     assert re.fullmatch(r"on this machine \(.*\): about \S+ s a step, [\d,]+ steps in train\.minutes=2", told)

@@ -488,7 +488,8 @@ def test_what_is_divided_shrinks_and_what_is_offloaded_moves():
 def test_the_command_says_what_a_run_costs_without_reading_a_weight(tmp_path, capsys):
     target = save_target(tmp_path / "target")
     (target / "model.safetensors").unlink()
-    given = ("plan=true", f"target={target}", "data=messages", "data.path=none.jsonl", "data.row_tokens=64")
+    data = write_jsonl(tmp_path / "train.jsonl", chats(20))
+    given = ("plan=true", f"target={target}", "data=messages", f"data.path={data}", "data.row_tokens=64")
     assert call(train.main, *given, f"out={tmp_path / 'out'}", "optim.tokens_per_step=1024", "train.steps=10") == 0
     said, told = capsys.readouterr()
     assert "note: layout=vllm,sglang,trtllm: each has no slot for the first token" in told

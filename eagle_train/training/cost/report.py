@@ -51,7 +51,7 @@ def cost_report(config: DictConfig, ranks: int) -> str:
     run = PlannedRun(target, hf_config, draft, train, optim, cluster, data.row_tokens, ranks, dtype)
     parallel = chosen(parallel, ranks, cluster.node_of(ranks), run.fits)
     check_placement(target, hf_config, parallel.target, parallel.target_shard_size_of(ranks))
-    for note in check_planned_data(target, data, hf_config):
+    for note in check_planned_data(target, data, hf_config, elsewhere=cluster.gpus is not None):
         warnings.warn(note, stacklevel=1)
     cost = run.cost(parallel)
     tell_unserved(draft)
