@@ -25,8 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eagle_train.errors import UserError, check, one_line, report
-from eagle_train.fields import FIELDS, bases, defaults_of
+from eagle_train.fields import bases, defaults_of
 from eagle_train.hydra_private import argument_parser
+from eagle_train.misread import HELP, SHORT, added, misread, one_of
 from eagle_train.settings import CONF_DIR, PACKAGE
 from eagle_train.terminal import log_to_stderr, printable
 from eagle_train.tree_names import ANY_TREE, TREES, tree_of
@@ -38,7 +39,10 @@ PLACEHOLDER = re.compile(r"(\\*)\$\{")  # what OmegaConf would fill in
 
 TEXTS = ("prompt", "grammar.regex", "grammar.ebnf", "data.assistant_pattern")
 # Mappings whose keys are the user's own.
-OPEN = ("data.template_kwargs.", "target.template_kwargs.", "data.roles.", "suite.columns.")
+OPEN = (
+    *("data.template_kwargs.", "target.template_kwargs.", "data.roles.", "suite.columns."),
+    *("study.variants.", "study.decoding.", "study.trees."),
+)
 
 BESIDE = {  # what a group takes besides its YAMLs
     "target": "or a directory or hub id",
@@ -46,8 +50,6 @@ BESIDE = {  # what a group takes besides its YAMLs
     "drafter": "or FILE.yaml",
 }
 TRAINING = ("train", "cache")  # commands whose `draft` is a kind and its settings, not a directory
-# Keys that have a short name, see `named_path`.
-SHORT = {"target.path": "target", "draft.path": "draft", "tree.table": "tree", "drafter.file": "drafter"}
 FORMAT_WARNING = warnings.formatwarning  # Python's own
 OWN = (PACKAGE, PACKAGE.parent / "evals", PACKAGE.parent / "data")  # where our code is
 
@@ -68,7 +70,7 @@ def as_typed(override: str, parser: OverridesParser) -> str:
     if key in TEXTS and value:  # text, whatever it looks like: 42, null, {a: b}, ${x}
         value = PLACEHOLDER.sub(lambda m: m[1] * 2 + "\\${", value)
         return f"{key}={quoted(value)}"
-    key = f"++{key}" if key.startswith(OPEN) else key
+    key = f"++{key}" if f"{key}.".startswith(OPEN) and value not in ("null", "{}") else key
     return f"{key}={value}" if is_value(override, parser) else f"{key}={quoted(value)}"
 
 
@@ -169,38 +171,31 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
     offer_trees(overrides)
     place = config_name if "/" in config_name else f"{COMMANDS}/{config_name}"  # Hydra's --config-name has the folder
     try:
-        if GlobalHydra.instance().is_initialized():  # a command is running
-            return hydra.compose(place, overrides)
-        with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
-            return hydra.compose(place, overrides)
+        config = composed(place, overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise UserError(misread(overrides, config_name) or refused(error)) from error
+        raise UserError(told_of(overrides, config_name, place) or f"{one_line(error)} {HELP}") from error
+    wrong = added(overrides, lambda right: composed(place, right))
+    check(wrong is None, str(wrong))
+    return config
 
 
-def misread(overrides: list[str], config_name: str) -> str | None:
-    """What is wrong with the first override of a kind that Hydra refuses in words of its own."""
+def composed(place: str, overrides: list[str], return_hydra_config: bool = False) -> DictConfig:
+    """What Hydra makes of a YAML in conf/ and overrides."""
+    if GlobalHydra.instance().is_initialized():  # a command is running
+        return hydra.compose(place, overrides, return_hydra_config)
+    with hydra.initialize_config_dir(str(CONF_DIR.resolve()), version_base="1.3"):
+        return hydra.compose(place, overrides, return_hydra_config)
+
+
+def told_of(overrides: list[str], config_name: str, place: str) -> str | None:
+    """What is wrong with the first override that does not fit the config at `place`, where that is known."""
     for override in overrides:
-        key, equals, value = override.partition("=")
+        key, _, value = override.partition("=")
         if key == "draft.path" and config_name in TRAINING:  # see `named_path`
-            kinds = ", ".join(sorted(path.stem for path in (CONF_DIR / "draft").glob("*.yaml")))
-            return f"draft={value}: must be one of {kinds}; what gives weights to begin with is train.init_from=DIR"
-        if not key or (not equals and not key.startswith("~")):
-            return f"{override}: must be KEY=VALUE (--help tells the keys)"
-        if value == "null" and (CONF_DIR / key).is_dir():
-            options = sorted(path.stem for path in (CONF_DIR / key).glob("*.yaml") if path.stem != "base")
-            return f"{override}: must be one of {', '.join(options)}, or left out"
-    return None
-
-
-def refused(error: Exception) -> str:
-    """What Hydra says of an override, and what would be right."""
-    options = getattr(error, "options", None)  # of a group that has none of that name
-    hidden = [name for name in options or () if name.startswith(FIELDS) or (name not in TREES and tree_of(name))]
-    options = options and [name for name in options if name not in hidden]
-    hint = f"there are {', '.join(options)}" if options else "--help tells the keys"
-    hint += f", and {ANY_TREE}" if options and TREES[0] in options else ""
-    said = one_line(error).rstrip(".").replace(f"In '{COMMANDS}/", "In '")
-    return f"{said} ({hint})"
+            return f"draft={value}: {one_of('draft', value)}; what gives weights to begin with is train.init_from=DIR"
+    if not (CONF_DIR / f"{place}.yaml").is_file():
+        return f"--config-name {config_name}: there is no {place}.yaml in {CONF_DIR}"
+    return misread(overrides, lambda right: composed(place, right, return_hydra_config=True))
 
 
 def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:

@@ -2,10 +2,11 @@
 but how a terminal is written to. DESIGN section 3.11.
 """
 
+import difflib
 import re
 import reprlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,6 +60,15 @@ def within(group: str) -> Iterator[None]:
 def one_line(error: BaseException | None) -> str:
     """The first line of a library's message, which is the one that says what is wrong."""
     return " ".join(str(error).strip().split("\n")[0].split())
+
+
+def did_you_mean(name: str, known: Iterable[str], above: str = "", least: float = 0.6) -> str:
+    """The one of `known` that a misspelt name is nearest to, as the end of a message; empty where none is near.
+
+    `above` stands before it in the message; `least`: see `difflib.get_close_matches`.
+    """
+    found = difflib.get_close_matches(name, sorted(known), 1, least)
+    return f"; did you mean {above}{found[0]}?" if found else ""
 
 
 @contextmanager

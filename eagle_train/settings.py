@@ -40,7 +40,8 @@ def build(cls: type[T], values: Any, field: str) -> T:
     except OmegaConfBaseException as error:
         own = error.full_key or misfit(cls, values)
         key = ".".join(part for part in (field, own) if part)
-        said = no_list(key, values.get(own)) if "is not a ListConfig" in str(error) else one_line(error)
+        wants_list = re.search(r"is not a ListConfig|type hint 'typing\.List", str(error))
+        said = no_list(key, OmegaConf.select(OmegaConf.create(values), own)) if wants_list else one_line(error)
         if found := MISTYPED.match(said):
             raise UserError(f"{key}={found[1]}: {RIGHT[found[2]]}") from error
         raise UserError(f"{key}: {said}") from error

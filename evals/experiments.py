@@ -9,7 +9,7 @@ stopped. Paper sections 2.3 and 3; DESIGN section 3.8.
     python -m evals.experiments study=kinds plan=true
     python -m evals.experiments study=alignment draft=DIR
     python -m evals.experiments only=[unroll2] 'study.steps=[280]' seeds=[0] limit=120
-    python -m evals.experiments "+study.variants.wider=['draft.intermediate_size=1536']" only=[wider]
+    python -m evals.experiments "study.variants.wider=['draft.intermediate_size=1536']" only=[wider]
 """
 
 from dataclasses import asdict

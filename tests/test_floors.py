@@ -33,6 +33,7 @@ FLOORS = {
     "eagle_train.caching": 5,
     "eagle_train.diagnosis": 5,
     "eagle_train.usage": 5,
+    "eagle_train.misread": 5,
     "eagle_train.cli": 5,
     "eagle_train.hydra_private": 5,
     "eagle_train.commands": 6,

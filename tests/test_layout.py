@@ -70,7 +70,7 @@ TESTED_IN = {
     "models/test_target.py": "models/experts models/forward models/loading models/shapes models/weights",
     "test_cache.py": "caching/build caching/options caching/size caching/verify caching/walk caching/writer "
     "models/cached_target models/state_files",
-    "test_cli.py": "errors settings",
+    "test_cli.py": "errors misread settings",
     "test_commands.py": "generate train",
     "test_datastore.py": "retrieval/build retrieval/documents retrieval/options retrieval/size",
     "test_doctor.py": "diagnosis/causes diagnosis/options diagnosis/report",

@@ -140,8 +140,8 @@ SAMPLED = {"temperature": 1, "drafting": "multinomial"}
 
 def test_variants_of_decoding_share_a_draft(home, in_process, tmp_path, capsys):
     """Trained once, also where the reference is not the first; each answers as it decodes, and is timed."""
-    names = "+study.variants={exact: [], last: [], drawn: [], alike: []}"
-    asked = [names, "+study.decoding={last: {alignment: last}, drawn: {temperature: 1, drafting: multinomial}}"]
+    names = "study.variants={exact: [], last: [], drawn: [], alike: []}"
+    asked = [names, "study.decoding={last: {alignment: last}, drawn: {temperature: 1, drafting: multinomial}}"]
     asked += ["study.reference=exact", "only=[last,drawn,alike]", f"out={tmp_path}", "timed_questions=1"]
     assert call(experiments.main, *given(home, *asked)) == 0
     assert [path.name for path in (tmp_path / "drafts").iterdir()] == ["base-8-0"]
@@ -303,7 +303,12 @@ def test_steps_are_timed_in_turn_in_two_processes(home, capsys):
         ("study.reference=other", "study.reference=other: is none of base, unroll2, "),
         ("seeds=[]", "seeds=[]"),
         ("only=[other]", "only=['other']: other is none of base, unroll2, "),
-        ("study.variants.lk=['train.nothing=1']", "Could not override 'train.nothing'"),
+        ("study.variants.lk=['train.nothing=1']", "train.nothing=1: no such key"),
+        (
+            "study.variants.lk=[draft.heads=1]",
+            "study.variants.lk: no list is read in '[draft.heads=1]': texts in it with = or other marks stand",
+        ),
+        ("+study.variants=4", "+study.variants=4: the key is there already; give study.variants=4"),
         ("+study.decoding={other: {}}", "study.decoding.other: is none of the variants base, unroll2, "),
         ("+study.decoding={lk: {drafting: multinomial}}", "study.decoding.lk.drafting=multinomial: changes nothing at"),
         ("+study.decoding={lk: {quant: {scheme: int3}}}", "quant.scheme=int3: must be one of none, "),

@@ -173,7 +173,7 @@ def test_a_drafter_without_a_draft(home, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["shapes=huge"], "Could not find 'shapes/huge'"),
+        (["shapes=huge"], "shapes=huge: must be one of "),
         ([*SHAPES, "batch_sizes=2"], "batch_sizes: must be a list, as batch_sizes=[...]"),
         ([*SHAPES, "batch_sizes=[[2]]"], "batch_sizes=[[2]]: must be numbers from 1 on"),
         ([*SHAPES, "shapes.config.model_type=lama"], "shapes.config: Unrecognized model identifier: lama"),

@@ -156,7 +156,7 @@ def test_an_error_where_no_batch_had_a_size_that_is_drafted_for(home, tmp_path, 
         (["documents=a.jsonl"], "error: documents=a.jsonl: needs context_lengths"),
         (["context_lengths=[64]", "documents=a.jsonl"], "error: documents=a.jsonl: no such file"),
         (["max_tokens=1"], "error: no answer has a second token"),
-        (["depth=3"], "error: Could not override 'depth'"),
+        (["depth=3"], "error: depth=3: no such key"),
         (["out={home}/draft/config.json"], "error: out="),
     ],
 )
