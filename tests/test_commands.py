@@ -592,7 +592,7 @@ def test_bad_exports(made, tmp_path, capsys, arguments, message):
         (["prompt=" + 200 * "x"], "the context of "),
         (["prompt="], "prompt is empty"),
         (["draft={made}/nowhere"], "/nowhere: no config.json there"),
-        (["draft={made}/run"], "/run: no config.json there"),
+        (["draft={made}/run"], "/run: a training run; make a draft of it: eagle-export checkpoint="),
         (["tree=nosuch"], "tree=nosuch: must be one of "),
         (["~tree", "+tree.parents=[-1,3]"], "node 1 has parent 3"),
         (["~tree", "+tree={{parents:[0,0]}}"], "node 0 is the root"),

@@ -189,6 +189,11 @@ def read_tensors(directory: str | Path, field: str = "draft", file: str = WEIGHT
 def read_config(directory: str | Path, field: str = "draft") -> dict[str, Any]:
     """An artifact's config.json. Raises UserError if there is none, or if it is no JSON object."""
     path, place = Path(directory).expanduser() / CONFIG, f"{field}={directory}"
+    runs = not path.is_file() and (any(path.parent.glob("step-*")) or (path.parent / "manifest.json").is_file())
+    check(
+        not runs,
+        f"{place}: a training run; make a draft of it: eagle-export checkpoint={directory} layout=native out=DIR",
+    )
     check(path.is_file(), f"{place}: no {CONFIG} there; give a directory that eagle-export wrote")
     try:
         values = json.loads(path.read_text("utf-8"))
