@@ -120,12 +120,13 @@ def _checked(draft: list[int] | TextTree, most: int, vocab_size: int) -> TextTre
     """The first `most` nodes of what `draft` returned. Raises UserError where it is no tree of the target's tokens."""
     if isinstance(draft, list):
         draft = TextTree(draft, list(range(len(draft))))
-    check(isinstance(draft, TextTree), f"it drafted {shown(draft)}; it must be a list of token ids or a TextTree")
+    if not isinstance(draft, TextTree):
+        raise UserError(f"it drafted {shown(draft)}; it must be a list of token ids or a TextTree")
     tokens, parents = list(draft.tokens)[:most], list(draft.parents)[:most]
     check(len(draft.tokens) == len(draft.parents), f"{len(draft.tokens)} tokens with {len(draft.parents)} parents")
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        right = is_whole(token, 0) and token < vocab_size
-        check(right, f"it drafted the token {shown(token)}; tokens must be from 0 to {vocab_size - 1}")
-        fits = is_whole(parent, 0) and parent <= node
-        check(fits, f"node {node + 1} has the parent {shown(parent)}; it must be a node from 0 to {node}")
+        if not (is_whole(token, 0) and token < vocab_size):  # no `check`: most of the time would go into its messages
+            raise UserError(f"it drafted the token {shown(token)}; tokens must be from 0 to {vocab_size - 1}")
+        if not (is_whole(parent, 0) and parent <= node):
+            raise UserError(f"node {node + 1} has the parent {shown(parent)}; it must be a node from 0 to {node}")
     return TextTree(tokens, parents)
