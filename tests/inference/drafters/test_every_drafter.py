@@ -215,17 +215,27 @@ def test_where_texts_end_and_without_a_seed(kind):
 # --- grammars
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
-def test_grammars_hold_and_answers_are_plain_decodings(kind, temperature):
-    """Beside requests that have none, and with a penalty and a preemption."""
-    target = target_of("llama")
+def spelt(temperature: float) -> list[SamplingParams]:
+    """Of PROMPTS, one each: all but one with a grammar, and one with a penalty."""
     params = [
         replace(GREEDY, temperature=temperature, seed=row, grammar=None if row == 3 else SPELT)
         for row in range(len(PROMPTS))
     ]
     params[1] = replace(params[1], presence_penalty=1.5, logprobs=1)
-    plain = Engine(target).generate(PROMPTS, params)
+    return params
+
+
+@cache
+def spelt_plainly(temperature: float) -> list[Output]:
+    """Without drafts."""
+    return Engine(target_of("llama")).generate(PROMPTS, spelt(temperature))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_grammars_hold_and_answers_are_plain_decodings(kind, temperature):
+    """Beside requests that have none, and with a penalty and a preemption."""
+    target, params, plain = target_of("llama"), spelt(temperature), spelt_plainly(temperature)
     texts = [prompt + output.token_ids for prompt, output in zip(PROMPTS, plain, strict=True)]
     engine = KINDS[kind].engine(target, texts, **EVERYTHING)
     for _ in range(2):
