@@ -13,7 +13,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from eagle_train.distributed import check_alone
 from eagle_train.errors import check
 from eagle_train.inference import Dispatcher, Engine, SimulatedAcceptance
 from eagle_train.inference.drafters import drafter_name
@@ -24,7 +23,7 @@ from evals.bench.config import check_least
 from evals.bench.evaluation import evaluation
 from evals.bench.latency_report import markdown, profile_text, summary
 from evals.bench.profiled_rounds import profiles, tokens_of
-from evals.bench.random_models import ShapesConfig, check_random, described, random_models
+from evals.bench.random_models import RandomDraftOptions, ShapesConfig, check_random, described, random_models
 from evals.bench.requests import PromptSource
 from evals.bench.session import Session
 from evals.bench.sweep import LOOKUP, PLAIN, TRANSFORMERS, Batch, SweepConfig, Variants, sweep
@@ -38,6 +37,7 @@ class Config(SweepConfig):
     # This evaluation alone has neither where its models are random.
     target: TargetConfig | None = None  # type: ignore[assignment]
     questions: str | None  # type: ignore[assignment]
+    draft: RandomDraftOptions
     ignore_eos: bool
     transformers: bool
     prompt_lookup: int
@@ -63,6 +63,7 @@ class Config(SweepConfig):
             told = "draft is needed: give draft=DIR, or shapes, or drafter=ngram, say"
             check(self.draft.path is not None or not self.is_eagle, told)
             self.check_draft(*quants)
+            self.draft.check_read()
             check(self.acceptance is None, f"acceptance={self.acceptance}: needs shapes; a real draft has its own")
             return
         for name, value in (("target", self.target), ("draft.path", self.draft.path), ("questions", self.questions)):
@@ -101,11 +102,10 @@ def main(values: DictConfig) -> None:
 
 def open_session(config: Config) -> Session[Config]:
     """With random models where there are shapes."""
-    if config.shapes is not None:
-        check_alone("evals.latency with shapes")
     session = Session(config)
     if config.shapes is not None:
-        session.target, session.draft = random_models(config.shapes, session.device, config.seed)
+        given = config.shapes, config.draft, session.device, config.seed
+        session.target, session.draft = random_models(*given, session.world)
     return session
 
 

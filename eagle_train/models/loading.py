@@ -231,9 +231,6 @@ def load_target(
     tokenizer = load_tokenizer(config)
     if reads is not None:
         reads(config, tokenizer, hf_config.get_text_config().vocab_size)
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    if placement == "replicated":
-        options |= placed(config, torch.device(device))
     dtype = DTYPES[config.dtype] or default_dtype(device)
     warn_of_emulation("target.dtype", dtype, device)
     auto = auto_class(hf_config, f"target.path={config.path}")
@@ -243,8 +240,8 @@ def load_target(
             config=hf_config,
             dtype=dtype,
             output_loading_info=True,
-            **options,
-            **_sharding_options(placement, world),
+            trust_remote_code=config.trust_remote_code,
+            **placement_options(config, torch.device(device), placement, world),
         )
     except Exception as error:  # of transformers, safetensors, pickle, and the library of a quantisation
         raise UserError(f"target.path={config.path}: {_loading_error(error)}{one_line(error)}") from error
@@ -254,12 +251,7 @@ def load_target(
         f"target.path={config.path}: {len(missing)} weights are missing or of the wrong shape, {missing[:1]} first; "
         "give a complete checkpoint",
     )
-    if placement == "tensor":
-        _check_divided(model, world.shard_size)
-    together = None
-    if placement == "tensor" and world.shard_size > 1:
-        assert world.shard_mesh is not None, "ranks that hold a target together have a mesh"
-        together = world.shard_mesh["shard"].get_group()
+    together = together_of(model, placement, world)
     try:
         return Target(model, tokenizer, config.path, together, config.template_kwargs)
     except ImportError as error:  # transformers looks for kernels when a model first runs
@@ -276,10 +268,11 @@ def _loading_error(error: Exception) -> str:
     return known or f"its weights cannot be loaded: {kind}"
 
 
-def _sharding_options(placement: str, world: World) -> dict[str, Any]:
-    """What tells transformers to load each rank's part of the weights and nothing else, if they are divided."""
+def placement_options(config: TargetConfig, device: torch.device, placement: str, world: World) -> dict[str, Any]:
+    """What tells transformers to load each weight straight to where it belongs: if they are divided, each rank's part
+    and nothing else. Raises UserError."""
     if placement == "replicated":
-        return {}
+        return placed(config, device)
     sizes: dict[str, Any] = {"tp_size" if placement == "tensor" else "fsdp_size": world.shard_size}
     if world.shard_size < world.size:
         sizes["dp_replicate_size"] = world.size // world.shard_size
@@ -311,7 +304,18 @@ def placed(config: TargetConfig, device: torch.device) -> dict[str, Any]:
     return {"device_map": "auto", "max_memory": room, "offload_folder": folder}
 
 
-def _check_divided(model: PreTrainedModel, shard_size: int) -> None:
+def together_of(model: PreTrainedModel, placement: str, world: World) -> Any:
+    """The process group of the ranks that compute a loaded model's forwards together; None for one alone. Raises
+    UserError as `check_divided`."""
+    if placement == "tensor":
+        check_divided(model, world.shard_size)
+    if placement != "tensor" or world.shard_size == 1:
+        return None
+    assert world.shard_mesh is not None, "ranks that hold a target together have a mesh"
+    return world.shard_mesh["shard"].get_group()
+
+
+def check_divided(model: PreTrainedModel, shard_size: int) -> None:
     """Raise UserError unless the family's tensor-parallel plan divides at least half of the weights."""
     parameters = list(model.parameters())
     size = sum(parameter.numel() for parameter in parameters)

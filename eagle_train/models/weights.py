@@ -59,7 +59,7 @@ def sample_of(tensor: torch.Tensor) -> torch.Tensor:
     wanted = torch.arange(0, tensor.numel(), step, device=own.device)[:16]
     is_own, index = torch.ones_like(wanted, dtype=torch.bool), []
     for dim, places in enumerate(torch.unravel_index(wanted, tensor.shape)):
-        held = _indices_held(tensor, dim)
+        held = indices_held(tensor, dim)
         place_of = torch.full((tensor.shape[dim],), -1, device=own.device)
         place_of[held] = torch.arange(len(held), device=own.device)
         index.append(place_of[places])
@@ -72,7 +72,7 @@ def sample_of(tensor: torch.Tensor) -> torch.Tensor:
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
-def _indices_held(tensor: DTensor, dim: int) -> torch.Tensor:
+def indices_held(tensor: DTensor, dim: int) -> torch.Tensor:
     """Which indices of a dimension a rank's part has, in its order: those of a vector divided as the dimension is."""
 
     def placed(placement: Any) -> Placement:

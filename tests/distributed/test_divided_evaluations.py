@@ -42,9 +42,11 @@ def commands(home: Path, out: Path) -> list[tuple[str, list[str]]]:
     data = ["device=cpu", "data=messages", f"data.path={home}/chats.jsonl", "data.row_tokens=64"]
     calibrated = ["layout=vllm", "quant=int4", "quant.scope=all_linear", "rounding=gptq", "calibration_tokens=40"]
     once = ["rate=60", "requests=3"]
+    shapes = ["shapes=tiny", "acceptance=[0.8,0.6]", "context_lengths=[12]", "trees=[chain2]", "draft.window=8"]
     return [
         asked("mt_bench", "tree=d2_bf2", "batch_size=2"),
         asked("latency", *few, *once, "batch_sizes=[1,2]", "context_lengths=[20]", "trees=[chain2]", "profile=true"),
+        ("evals.latency", [*shapes, *few, "transformers=false", f"out={out}/shapes", "device=cpu"]),
         asked("tune_trees", "batch_sizes=[1,2]", "depth=2", "children=2", "nodes=[3]", "full=[]", "rounds=1"),
         asked("quantisation", "tree=chain2", "batch_size=2", "scope=all_linear", "limit=2"),
         asked("switches", *few, *lengths, f"switches=[{names}]", "batch_sizes=[2]"),
@@ -118,6 +120,16 @@ def test_latency(home):
     traces = [f"trace_{number}_{name}.json.gz" for number, name in enumerate(["plain", "chain2"] * 2, 1)]
     assert sorted(path.name for path in (home / "two/latency").glob("trace*")) == traces
     assert all(each["operations_per_round"] > 0 for each in two["profiles"])
+
+
+@pytest.mark.ranks
+def test_latency_without_a_checkpoint(home):
+    """Acceptance is simulated by seed and position, and models are those of one process (test_random_models.py)."""
+    one, two = found(home, read_json, "shapes", "results.json")
+    assert (two["ranks"], two["target"]) == (2, one["target"])
+    assert [row["decoding"] for row in two["rows"]] == ["plain", "chain2"]
+    for alone, divided in zip(one["rows"], two["rows"], strict=True):
+        assert (alone["tpc"], alone["acceptance_per_depth"]) == (divided["tpc"], divided["acceptance_per_depth"])
 
 
 @pytest.mark.ranks

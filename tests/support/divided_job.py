@@ -11,10 +11,10 @@ from tests.support.command_line import call
 
 def main(commands: list[tuple[str, list[str]]]) -> None:
     """What a rank does: all commands in the job's one process group, each with a target that the ranks divide."""
-    world, check = distributed.start("cpu", shard_size=None), Mock(wraps=loading._check_divided)
+    world, check = distributed.start("cpu", shard_size=None), Mock(wraps=loading.check_divided)
     with (
         patch.multiple(distributed, start=lambda *_, **__: world, run=lambda job: job()),
-        patch.object(loading, "_check_divided", check),  # which whole targets do not go through
+        patch.object(loading, "check_divided", check),  # which whole targets do not go through
     ):
         for each in commands:
             check.reset_mock()

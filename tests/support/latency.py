@@ -3,9 +3,9 @@
 import tempfile
 
 from eagle_train.inference.drafters import EAGLE
-from eagle_train.inference.options import DraftOptions
 from eagle_train.models.loading import TargetConfig
 from eagle_train.models.target import Target
+from evals.bench.random_models import RandomDraftOptions
 from evals.bench.session import Session
 from evals.latency import Config
 from tests.support.tiny import tiny_draft
@@ -14,7 +14,7 @@ from tests.support.tiny import tiny_draft
 def latency_config(**changes) -> Config:
     values = {
         **{
-            "draft": DraftOptions("somewhere"),
+            "draft": RandomDraftOptions("somewhere", window=None, sink=False),
             "target": TargetConfig("t"),
             "acceptance": None,
             "drafter": {"_target_": EAGLE, "alignment": "accepted"},
@@ -27,6 +27,7 @@ def latency_config(**changes) -> Config:
             "out": str(tempfile.gettempdir()),
             "max_tokens": 9,
             "ignore_eos": False,
+            "transformers": True,
             "temperature": 0.0,
             "top_p": 1.0,
             "top_k": 0,
