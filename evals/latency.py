@@ -6,77 +6,38 @@ Paper sections 2.4, 3.3 and figure 4b; DESIGN sections 3.8 and 3.10.
     python -m evals.latency draft=DIR batch_sizes=[1,2,4] context_lengths=[512,1024] trees=[chain3] out=DIR
     python -m evals.latency drafter=ngram batch_sizes=[1,2,4] out=DIR
     python -m evals.latency shapes=llama3_1_8b acceptance=[0.8,0.65,0.55] context_lengths=[2048] out=DIR
+    python -m evals.latency shapes=llama3_3_70b context_lengths=[2048] cluster.gpus=8 plan=true
 """
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig
 
-from eagle_train.errors import check
+from eagle_train.distributed import check_alone
 from eagle_train.inference import Dispatcher, Engine, SimulatedAcceptance
 from eagle_train.inference.drafters import drafter_name
-from eagle_train.models.loading import TargetConfig
 from eagle_train.settings import build
 from evals.bench.baselines import Transformers, stock_model
-from evals.bench.config import check_least
+from evals.bench.decoding_plan_text import plan_text
 from evals.bench.evaluation import evaluation
+from evals.bench.latency_config import Config
 from evals.bench.latency_report import markdown, profile_text, summary
 from evals.bench.profiled_rounds import profiles, tokens_of
-from evals.bench.random_models import RandomDraftOptions, ShapesConfig, check_random, described, random_models
+from evals.bench.random_models import described, random_models
 from evals.bench.requests import PromptSource
 from evals.bench.session import Session
-from evals.bench.sweep import LOOKUP, PLAIN, TRANSFORMERS, Batch, SweepConfig, Variants, sweep
+from evals.bench.sweep import LOOKUP, PLAIN, TRANSFORMERS, Batch, Variants, sweep
 from evals.bench.trees import tree_names
-
-
-@dataclass(kw_only=True)
-class Config(SweepConfig):
-    """conf/commands/latency.yaml, which says what each key is. Raises UserError for values that cannot be."""
-
-    # This evaluation alone has neither where its models are random.
-    target: TargetConfig | None = None  # type: ignore[assignment]
-    questions: str | None  # type: ignore[assignment]
-    draft: RandomDraftOptions
-    ignore_eos: bool
-    transformers: bool
-    prompt_lookup: int
-    profile: bool
-    shapes: ShapesConfig | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, 1, "prompt_lookup")
-        self.check_models()
-        unknown = self.questions is None and self.context_lengths is None
-        check(not unknown, "context_lengths is needed: random tokens have no length of their own; give [512], say")
-        self.params = replace(self.params, ignore_eos=self.ignore_eos)
-
-    def check_models(self) -> None:
-        """A checkpoint and a draft, or shapes and their acceptance; and trees that draft."""
-        deepest = [Dispatcher(tree).deepest for tree, _ in self.drafters.values()]
-        drafts = min(deepest, default=0) > 0
-        check(drafts, f"trees={self.trees}: must be trees that draft; plain decoding is always there")
-        quants = [quant for _, quant in self.drafters.values()]
-        if self.shapes is None:
-            check(self.target is not None, "target is needed: give target=DIR, or shapes")
-            told = "draft is needed: give draft=DIR, or shapes, or drafter=ngram, say"
-            check(self.draft.path is not None or not self.is_eagle, told)
-            self.check_draft(*quants)
-            self.draft.check_read()
-            check(self.acceptance is None, f"acceptance={self.acceptance}: needs shapes; a real draft has its own")
-            return
-        for name, value in (("target", self.target), ("draft.path", self.draft.path), ("questions", self.questions)):
-            check(value is None, f"{name}: leave it out with shapes, whose weights and prompts are random")
-        check(self.is_eagle, f"drafter={drafter_name(self.spec)}: leave it out with shapes, whose draft is random")
-        check(self.relaxed_topk == 0, f"relaxed_topk={self.relaxed_topk}: leave it out with shapes, which simulate it")
-        check_random(self.acceptance or [], max(deepest), f"acceptance={self.acceptance}", f"trees={self.trees}")
 
 
 @evaluation("latency")
 def main(values: DictConfig) -> None:
-    session = open_session(build(Config, values, ""))
-    config = session.config
+    config = build(Config, values, "")
+    if config.plan:
+        check_alone("evals.latency plan=true")
+        print(plan_text(config))
+        return
+    session = open_session(config)
     prompts = PromptSource(session.requests, session.questions, config.params)
     tables = [tree for tree in config.trees if tree.endswith(".yaml")]
     about: dict[str, Any] = {"tables": {path: tree_names(Dispatcher(path), max(config.batch_sizes)) for path in tables}}

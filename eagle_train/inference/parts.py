@@ -31,8 +31,8 @@ from eagle_train.inference.drafters.drafters import Drafters
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.drafters.trained import drafter_of
 from eagle_train.inference.options import EngineConfig
-from eagle_train.inference.parallel.cost import measured_speeds, pays
-from eagle_train.inference.parallel.divided_draft import check_divides, collectives, divided_bytes, reason_against
+from eagle_train.inference.parallel.cost import measured_speeds
+from eagle_train.inference.parallel.divided_draft import check_divides, division
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.parallel.vocabulary import DividedHead
 from eagle_train.inference.requests.prefiller import LocalPrefiller
@@ -158,20 +158,15 @@ def divide(ranks: Ranks, target: Target, drafter: Drafter | None, config: Engine
     if draft is not None:
         check_divides(config.divide_draft, draft, ranks.size)
     weight, speeds = target.lm_head.weight, None
-    if None in (config.divide_draft, config.divide_lm_head):
+    wanted = config.divide_lm_head, config.divide_draft
+    if None in wanted:
         speeds = measured_speeds(ranks, weight.shape[1], weight.dtype)
-
-    def is_divided(wanted: bool | None, num_bytes: int, waits: int) -> bool:
-        return pays(num_bytes, waits, ranks.size, speeds) if wanted is None and speeds is not None else bool(wanted)
-
-    of_head = weight.numel() * weight.itemsize
-    if is_divided(config.divide_lm_head, of_head, 1):
+    divided = division(draft, weight.numel() * weight.itemsize, ranks.size, *wanted, speeds)
+    if divided.lm_head:
         ranks.divided_head = DividedHead(target.lm_head, ranks)
         keep_fp16_copy(ranks.divided_head.part.weight)
-    if isinstance(drafter, Eagle) and reason_against(drafter.draft, ranks.size) is None:
-        of_draft = divided_bytes(drafter.draft)
-        if is_divided(config.divide_draft, of_head + of_draft, 1 + collectives(drafter.draft)):
-            drafter.divide(ranks)
+    if divided.draft and isinstance(drafter, Eagle):
+        drafter.divide(ranks)
 
 
 def record(runner: Runner, memory: BlockMemory, dispatcher: Dispatcher, recorder: Callable[[], Record]) -> None:

@@ -38,7 +38,7 @@ from eagle_train.models.weights import full_tensor, indices_held
 from eagle_train.settings import CONF_DIR
 
 _BLOCK = 2**24  # numbers that are drawn at once, or a row of the weight where that has more
-_AS_TARGET = TargetConfig("random")
+AS_TARGET = TargetConfig("random")
 
 
 @dataclass(kw_only=True)
@@ -96,13 +96,13 @@ def random_target(
     Weights are normal, as wide as the config says its class begins them; what that begins as a constant stays. Raises
     UserError for a config that is no target's, or that so many ranks cannot divide."""
     placement = "tensor" if world.size > 1 else "replicated"
-    check_placement(_AS_TARGET, config, placement, world.shard_size)
+    check_placement(AS_TARGET, config, placement, world.shard_size)
     model_class = AUTO_CLASSES[auto_class(config, "shapes.config")][type(config)]
-    options = placement_options(_AS_TARGET, torch.device(device), placement, world)
+    options = placement_options(AS_TARGET, torch.device(device), placement, world)
     with _told_nothing():  # that all weights are missing
         model = model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype, **options)
     _draw(model, seed)
-    return Target(model, tokenizer, _AS_TARGET.path, together_of(model, placement, world))
+    return Target(model, tokenizer, AS_TARGET.path, together_of(model, placement, world))
 
 
 @contextmanager

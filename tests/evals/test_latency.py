@@ -170,6 +170,38 @@ def test_a_drafter_without_a_draft(home, tmp_path):
     assert "Drafter: `eagle_train.inference.drafters.ngram.make_ngram` (" in (tmp_path / "report.md").read_text()
 
 
+def planned(capsys, *given: str) -> tuple[str, dict[str, list[float]]]:
+    """What is said, and the figures of the first batch size, context and tree."""
+    assert call(latency.main, "plan=true", "context_lengths=[1024]", *given) == 0
+    said = capsys.readouterr().out
+    lines = [line.rsplit(maxsplit=6) for line in said.split("chain3\n")[1].splitlines()[:4]]
+    return said, {name.strip(): [float(each) for each in figures] for name, *figures in lines}
+
+
+def test_a_plan_of_decoding(tmp_path, capsys, monkeypatch):
+    """Of Llama 3.1 8B and 3.3 70B, by hand: billions of weights in bf16, 3 TB/s; no model is made."""
+    monkeypatch.setattr(latency, "open_session", None)
+    out = f"out={tmp_path / 'out'}"
+    said, rows = planned(capsys, "shapes=llama3_1_8b", out)
+    head, layers, draft = 2 * 0.12826 * 4.096, 2 * 6.979, 2 * 0.6879  # GB
+    assert rows["plain step"] == pytest.approx([layers, head, 0.134, layers + head + 0.134, 0, 5.05], abs=6e-3)
+    assert rows["drafting"] == pytest.approx([3 * draft, 3 * head, 0.038, 7.32, 0, 2.44], abs=6e-3)
+    assert rows["round"][-1] == pytest.approx(5.05 + 2.44, abs=0.01)
+    assert "tokens a round" not in said
+    assert not (tmp_path / "out").exists()
+    given = ["shapes=llama3_3_70b", out, "cluster.gpus=8", "acceptance=[0.8,0.65,0.55]"]
+    _, whole = planned(capsys, *given, "engine.divide_draft=false", "engine.divide_lm_head=false")
+    assert (whole["drafting"][3], whole["validation"][3]) == pytest.approx((22.55, 19.26), abs=6e-3)
+    assert (whole["drafting"][4], whole["validation"][4]) == (1, 162)
+    said, divided = planned(capsys, *given)
+    assert divided["drafting"][:2] == pytest.approx([each / 8 for each in whole["drafting"][:2]], abs=6e-3)
+    assert (divided["drafting"][4], divided["validation"][4]) == (25, 163)
+    assert "2.50 ms whole, 0.47 ms divided, with 8 sums; divided\n" in said
+    assert "3.00 tokens a round: 3.50 ms a token, 2.59 times plain\n" in said
+    assert "does not fit" not in said
+    assert "of 20: does not fit below 92%" in planned(capsys, *given, "cluster.memory_gib=20")[0]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -202,6 +234,10 @@ def test_a_drafter_without_a_draft(home, tmp_path):
         ([*SHAPES, "repeats=0"], "repeats=0: must be at least 1"),
         ([*SHAPES, "max_tokens=1"], "max_tokens=1: must be at least 2"),
         ([], "draft is needed: give draft=DIR, or shapes"),
+        (["draft=d", "plan=true"], "plan=true: needs shapes"),
+        ([*SHAPES, "plan=true", "quants=[fp8]"], "quants=['fp8']: leave it out with plan=true"),
+        ([*SHAPES, "plan=true", "cluster.gpus=3"], "2 key/value heads cannot be divided between 3 processes"),
+        ([*SHAPES, "plan=true", "cluster.sum_us=0"], "cluster.sum_us=0.0: must be above 0"),
         ([*SHAPES, "draft.window=0"], "draft.window=0: must be null or at least 1"),
         (["draft=d", "draft.window=9"], "draft.window=9: needs shapes; a real draft has its own"),
         (["draft=d", "draft.sink=true"], "draft.sink=true: needs shapes; a real draft has its own"),

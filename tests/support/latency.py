@@ -5,9 +5,10 @@ import tempfile
 from eagle_train.inference.drafters import EAGLE
 from eagle_train.models.loading import TargetConfig
 from eagle_train.models.target import Target
+from eagle_train.training.cost.estimate import ClusterConfig
+from evals.bench.latency_config import Config
 from evals.bench.random_models import RandomDraftOptions
 from evals.bench.session import Session
-from evals.latency import Config
 from tests.support.tiny import tiny_draft
 
 
@@ -40,6 +41,8 @@ def latency_config(**changes) -> Config:
             "transformers": True,
             "prompt_lookup": 10,
             "profile": False,
+            "plan": False,
+            "cluster": ClusterConfig(),
             "engine": {},
             "device": "cpu",
             "threads": None,

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from eagle_train import distributed
 from eagle_train.inference import Engine, SamplingParams
@@ -42,9 +43,12 @@ def computed(config: dict[str, Any], world: distributed.World) -> dict[str, Any]
     weights = list(target.model.parameters())
     own = sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in weights)
     positions = torch.arange(LENGTH)[None]
+    with CommDebugMode() as sums:
+        hidden = target.hidden_states(positions, positions, packed_attention([[LENGTH]]))
     found = {
         "share": own / sum(each.numel() for each in weights),
-        "logits": target.lm_head(target.hidden_states(positions, positions, packed_attention([[LENGTH]]))),
+        "sums": sums.get_total_counts(),
+        "logits": target.lm_head(hidden),
         "draft": draft,
     }
     divided = {} if world.size == 1 else {"divide_draft": True, "divide_lm_head": True}

@@ -5,11 +5,14 @@ that proposes all levels at once is small beside the LM head, and stays whole on
 trees or requests.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
 from eagle_train.drafts import Draft
 from eagle_train.errors import OptionError
+from eagle_train.inference.parallel.cost import Speeds, pays
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.models.fused import FusedAttention, FusedFFN
 from eagle_train.models.layers import MoEFFN
@@ -48,6 +51,28 @@ def collectives(draft: Draft) -> int:
 def divided_bytes(draft: Draft) -> int:
     """Bytes of a draft's weights of which each rank keeps a part."""
     return 0 if draft.config.at_once else sum(each.numel() * each.itemsize for each in draft.parameters())
+
+
+class Division(NamedTuple):
+    """What is divided over the ranks."""
+
+    lm_head: bool  # of validation
+    draft: bool  # with the LM head that proposes its tokens
+
+
+def division(
+    draft: Draft | None, head_bytes: int, size: int, lm_head: bool | None, of_draft: bool | None, speeds: Speeds | None
+) -> Division:
+    """What `size` ranks divide of an LM head of so many bytes, and of a draft where it can be: as `lm_head` and
+    `of_draft` say (`EngineConfig`); None: where that is faster by `speeds`."""
+
+    def is_divided(wanted: bool | None, num_bytes: int, waits: int) -> bool:
+        return pays(num_bytes, waits, size, speeds) if wanted is None and speeds is not None else bool(wanted)
+
+    divides = False
+    if draft is not None and reason_against(draft, size) is None:
+        divides = is_divided(of_draft, head_bytes + divided_bytes(draft), 1 + collectives(draft))
+    return Division(is_divided(lm_head, head_bytes, 1), divides)
 
 
 @torch.no_grad()

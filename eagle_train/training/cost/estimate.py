@@ -41,8 +41,8 @@ _CUDA_GIB = 1.0  # what CUDA and its libraries take before anything is computed
 class ClusterConfig:
     """The group `cluster`: the GPUs that `plan=true` computes for. Raises UserError for values that cannot be.
 
-    The defaults are H100s: 80 GB, 989 dense bf16 TFLOP/s (NVIDIA's data sheet). `mfu`: the share of their FLOP/s that
-    the job reaches.
+    The defaults are H100s: 80 GB, 989 dense bf16 TFLOP/s, 3.35 TB/s (NVIDIA's data sheet), of which copies reach 3.0.
+    `mfu`: the share of their FLOP/s that the job reaches. `memory_tb_s` and `sum_us` are for plans of decoding.
     """
 
     gpus: int | None = None  # null: as many as there are processes
@@ -50,12 +50,14 @@ class ClusterConfig:
     memory_gib: float = 80.0  # of a GPU
     tflops: float = 989.0  # of a GPU, dense bf16; an H100's
     mfu: float = 0.4  # the share of them that the job reaches
+    memory_tb_s: float = 3.0  # TB a second that a GPU reads of its memory
+    sum_us: float = 20.0  # microseconds of a sum of a few rows over the GPUs, of a node by NCCL, say
     disk_gib_s: float = 5.0  # GiB a second that a node reads from its storage, or writes: of target=cached, eagle-cache
 
     def __post_init__(self) -> None:
         check(self.gpus is None or self.gpus >= 1, f"cluster.gpus={self.gpus}: must be at least 1, or null")
         check(self.gpus_per_node >= 1, f"cluster.gpus_per_node={self.gpus_per_node}: must be at least 1")
-        for key in ("memory_gib", "tflops", "disk_gib_s"):
+        for key in ("memory_gib", "tflops", "memory_tb_s", "sum_us", "disk_gib_s"):
             check(getattr(self, key) > 0, f"cluster.{key}={getattr(self, key)}: must be above 0")
         check(0 < self.mfu <= 1, f"cluster.mfu={self.mfu}: must be above 0 and at most 1")
 

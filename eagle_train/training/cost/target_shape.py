@@ -32,13 +32,18 @@ class TargetShape:
     rounded: int = 0  # weights that train.target_quant=fp8 rounds
     rounded_rows: int = 0  # outputs of these, each of which has a scale
     bits: float | None = None  # of a layer's weight where the checkpoint is quantised, its scales included
+    in_experts: int = 0  # the decoder's weights in routed experts
+    chosen: float = 1.0  # the share of the experts that a token goes through
+
+    def read_by(self, tokens: int) -> float:
+        """The decoder's weights that a forward of so many tokens reads, each of which chooses its experts by chance."""
+        return self.active + self.in_experts * (1 - (1 - self.chosen) ** tokens - self.chosen)
 
     def without_layers(self) -> "TargetShape":
         """Of a target whose states are on disk: embedding and LM head."""
         ends = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        none: dict[str, Any] = dict.fromkeys(
-            ("active", "largest_layer", "layers", "attention", "intermediate", "rounded", "rounded_rows"), 0
-        )
+        of_layers = ("active", "largest_layer", "layers", "attention", "intermediate")
+        none: dict[str, Any] = dict.fromkeys((*of_layers, "rounded", "rounded_rows", "in_experts"), 0)
         return replace(self, parameters=ends, bits=None, **none)
 
     @classmethod
@@ -54,14 +59,16 @@ class TargetShape:
         ends = {id(model.get_input_embeddings().weight), id(head.weight)}
         looked_up = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
         ours = {id(parameter) for parameter in decoder_of(model).parameters()} - ends - looked_up  # no vision tower's
-        active, layers = 0.0, dict[str | None, int]()
+        active, in_experts, layers = 0.0, 0, dict[str | None, int]()
         for name, parameter in model.named_parameters():
             if id(parameter) not in ours:
                 continue
             number = next((part for part in name.split(".") if part.isdigit()), None)
             layers[number] = layers.get(number, 0) + parameter.numel()
             if parameter.ndim >= 2:
-                active += parameter.numel() * (chosen / experts if ".experts." in name else 1)
+                routed = ".experts." in name
+                active += parameter.numel() * (chosen / experts if routed else 1)
+                in_experts += parameter.numel() if routed else 0
         heads = [heads_of(text, layer) for layer in range(text.num_hidden_layers)]
         rounded = [module.weight for module in rounded_to_fp8(model).values()]
         return cls(
@@ -77,6 +84,8 @@ class TargetShape:
             rounded=sum(weight.numel() for weight in rounded),
             rounded_rows=sum(len(weight) for weight in rounded),
             bits=_bits_of(quantization_config_of(config)),
+            in_experts=in_experts,
+            chosen=chosen / experts,
         )
 
 

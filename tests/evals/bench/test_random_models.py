@@ -23,6 +23,7 @@ def test_two_ranks_have_the_models_of_one_process(of_two, name):
     one, two = computed(CONFIGS[name], ALONE), of_two[name]
     assert one["share"] == 1
     assert two["share"] < 0.85  # the rest are embedding, LM head, norms
+    assert (one["sums"], two["sums"]) == (0, 7)  # of the embedding and of both halves of three layers
     torch.testing.assert_close(one["logits"], two["logits"], rtol=1e-4, atol=1e-5)
     assert one["logits"].std() > 0.1
     assert one["plain"] == one["drafted"] == two["plain"] == two["drafted"]
