@@ -487,7 +487,7 @@ def test_a_bad_row_costs_no_step(root, tmp_path, capsys):
     [
         (["nosuch=1"], "nosuch=1: no such key"),
         (["draft.nosuch=1"], "draft.nosuch=1: no such key"),
-        (["draft=eagle3", "draft.step=2"], "draft.step=2: no such key; did you mean draft.steps?"),
+        (["draft.num_layer=2"], "draft.num_layer=2: no such key; did you mean draft.num_layers?"),
         (["draft=eagel3"], "peagle; did you mean eagle3?; what gives weights"),
         (["lr=1e-3"], "lr=1e-3: no such key; did you mean optim.lr?"),
         (["data=nosuch"], "data=nosuch: must be one of gsm8k, "),

@@ -701,7 +701,7 @@ def test_a_plan_counts_fp8s_memory_and_speed(tmp_path, capsys):
     numbers = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
     rows = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
     assert whole - rounded == pytest.approx((numbers - 4 * rows) / GIB, abs=0.011)
-    per_token = float(re.search(r"  all +([\d.]+)\n\nGiB", said)[1]) * 1e9
+    per_token = float(re.search(r"  all +([\d.]+)\n\nmemory", said)[1]) * 1e9
     assert slow / fast == pytest.approx((per_token - numbers) / per_token, rel=1e-3)
     assert 1.2 < fast / slow < 2
     loading = float(re.search(r"loading the target, beyond these +([\d.]+)", said)[1])
