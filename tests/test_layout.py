@@ -26,6 +26,7 @@ TESTED_IN = {
     "distributed/test_ranks.py": "training/deepspeed",
     "inference/cache/test_paged_kv.py": "inference/cache/prefix inference/cache/suffix",
     "inference/lookup/test_datastore.py": "inference/lookup/datastore_format",
+    "inference/parallel/test_disaggregated.py": "inference/parallel/lines inference/parallel/prefill_server",
     "inference/parallel/test_vocabulary.py": "inference/parallel/cost inference/parallel/divided_draft",
     "inference/cache/test_prefix_cache.py": "inference/cache/block_ends",
     "inference/drafters/test_checks.py": "inference/drafters/text_drafter",

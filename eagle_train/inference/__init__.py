@@ -25,7 +25,9 @@ from eagle_train.inference.drafters.layer_skip import LayerSkip
 from eagle_train.inference.drafters.text_drafter import TextDrafter, TextTree
 from eagle_train.inference.engine import Engine
 from eagle_train.inference.options import EngineConfig
-from eagle_train.inference.parallel.disaggregated import PrefillServer, RemotePrefill, connect
+from eagle_train.inference.parallel.disaggregated import RemotePrefill
+from eagle_train.inference.parallel.lines import connect
+from eagle_train.inference.parallel.prefill_server import PrefillServer
 from eagle_train.inference.requests.requests import Requests
 from eagle_train.inference.requests.sampling_params import SamplingParams
 from eagle_train.inference.requests.sequence import Output, Sequence, Stats, Update

@@ -51,3 +51,19 @@ class HostCopy:
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.host
+
+
+class SideStream:
+    """Copies to the host that the device's other work does not wait for."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        """A tensor of the current stream on its way to the host."""
+        if self.stream is None or not tensor.is_cuda:
+            return HostCopy(tensor)
+        self.stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        tensor.record_stream(self.stream)  # its memory is used again when it is copied
+        with torch.cuda.stream(self.stream):
+            return HostCopy(tensor)

@@ -250,3 +250,12 @@ def test_what_the_host_has_is_in_its_memory_whatever_device_is_the_default():
     with torch.device("meta"):
         made = transfer.to_device([1, 2], "cpu"), transfer.empty_pinned((2,), torch.long, "cpu")
     assert [x.device.type for x in made] == ["cpu", "cpu"]
+
+
+@pytest.mark.gpu
+def test_copies_beside_the_devices_work_have_what_was_computed_before():
+    """And the memory of what is copied is not used again before."""
+    side, copies = transfer.SideStream(torch.device("cuda")), []
+    for number in range(50):
+        copies.append(side.to_host(torch.full((1 << 20,), number, device="cuda")))
+    assert [copy.wait().unique().tolist() for copy in copies] == [[number] for number in range(50)]

@@ -15,19 +15,19 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
-from threading import Event
 
 import pytest
 import torch
 
-from eagle_train.inference import Engine, Output, SamplingParams
+from eagle_train.inference import Engine, Output, PrefillServer, SamplingParams
 from eagle_train.inference.cache.block_pool import BlockPool
 from eagle_train.inference.cache.prefix import BLOCK, SCRATCH
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.drafter import Drafted, DraftRound, Needs, Outcome, Pending, RowText
 from eagle_train.inference.drafters.eagle import ALIGNMENTS, Eagle
 from eagle_train.inference.drafters.text_drafter import TextDrafter, TextTree
-from eagle_train.inference.parallel.disaggregated import PrefillServer, RemotePrefill
+from eagle_train.inference.parallel.disaggregated import RemotePrefill
+from eagle_train.inference.parallel.lines import Header
 from eagle_train.inference.requests.sequence import Sequence
 from tests.support.inside import pool_of
 from tests.support.local_prefill import LocalPrefill
@@ -97,31 +97,21 @@ class Faulty(LocalPrefill):
     answer something else, and is dropped."""
 
     def __init__(self, rng: random.Random, other: int, mortal: bool):
-        self.other, self.rng, self.met = other, rng, Counter()
+        self.rng, self.met = rng, Counter()
         self.often = {"none": 0.7, "unread": 0.3} | dict.fromkeys(DEADLY, mortal * 3 / COUNT)
-        self.server = PrefillServer(models()[0], drafter(), prefill_tokens=8, prefix_cache=True)
-        self.open, self.changed = Event(), {}
+        super().__init__(other, server=PrefillServer(models()[0], drafter(), prefill_tokens=8, prefix_cache=True))
 
     def send(self, message, timeout):
         super().send(message, timeout)
         (self.fault,) = self.rng.choices(list(self.often), self.often.values())
         self.met[self.fault] += 1
-        self.fail("deaf")
-
-    def recv(self, timeout):
-        answer = super().recv(timeout)
-        self.fail("silent")
-        if self.fault == "unread":
-            return {"number": answer["number"]}
-        return answer | ({"number": -1} if self.fault == "astray" else {})
-
-    def recv_tensor(self, tensor, timeout):
-        self.fail("torn")
-        return super().recv_tensor(tensor, timeout)
-
-    def fail(self, fault: str) -> None:
-        if self.fault == fault:
+        self.fails_at = self.rng.randrange(6) if self.fault == "unread" else None
+        self.breaks_at = {"silent": 0, "torn": self.rng.randrange(1, 6)}.get(self.fault)
+        if self.fault == "deaf":
             raise RuntimeError("Connection closed by peer")
+
+    def changed(self, header, body):
+        return Header(-1, *header[1:]) if self.fault == "astray" else header, body
 
 
 def shake(rng: random.Random, lines: list[Faulty]) -> None:

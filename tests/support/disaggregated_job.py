@@ -5,18 +5,23 @@ import os
 import random
 import time
 import warnings
+from datetime import timedelta
+from itertools import count
 from pathlib import Path
+
+import pytest
 
 from eagle_train import distributed
 from eagle_train.artifacts.format import load_draft
-from eagle_train.inference import Engine, SamplingParams
-from eagle_train.inference.parallel.disaggregated import Line, PrefillServer, RemotePrefill, connect
+from eagle_train.inference import Engine, PrefillServer, RemotePrefill, SamplingParams, connect
+from eagle_train.inference.parallel.lines import Line, Outbox
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.ops.torch_private import default_store
 from tests.support.inside import pool_of
 from tests.support.reference_answers import LENGTH, PROMPTS
 
 TEXTS = [*PROMPTS, *PROMPTS]
+ARRIVED = "a piece"
 
 
 def params_of(sampled: bool) -> list[SamplingParams]:
@@ -40,36 +45,63 @@ def answers(engine: Engine, stage: dict) -> tuple[list[list[int]], list[list[int
 
 
 def break_down(server: PrefillServer, fault: str, rng: random.Random) -> None:
-    """Let a prefill process fail at random after its prefill, or always before it; be too late with its first answer,
-    or die with it; or be a little late with every answer."""
+    """Let a prefill process fail at random after its prefill, or always before it; be too late with the first message
+    that it sends, or with an answer of which each part comes in time; die instead of a message; be a little late with
+    every answer; answer another request; or wait in its last layer until the decode process has a piece."""
     prefiller = server._parts.prefiller
-    first_tokens, send, sent = prefiller.first_tokens, Line.send, []
+    first_tokens, send, messages = prefiller.first_tokens, Line.send_tensor, count()
 
     def raising(sequences):
+        if fault == "is late":
+            time.sleep(0.02 * rng.random())
         tokens = first_tokens(sequences)
-        if rng.random() < 0.5:
+        if fault == "raises" and rng.random() < 0.5:
             raise RuntimeError("out of memory")
         return tokens
 
-    def missing(*_):
+    def missing(*_, **__):
         raise RuntimeError("out of memory")
 
-    def last(line, message):
-        sent.append(message)
-        if fault == "is late":
-            time.sleep(0.02 * rng.random())
-        if fault == "is slow" and len(sent) == 1:
-            time.sleep(600)
-        send(line, message)
-        if fault == "dies" and len(sent) == 1:
-            os._exit(1)  # with what it announced unsent
+    def faulty(line, tensor):
+        message = next(messages)
+        if fault == f"dies at {message}":
+            os._exit(1)
+        time.sleep(600 if fault == "is slow" and message == 0 else 0.5 if fault == "drips" else 0)
+        send(line, tensor)
 
-    if fault == "raises":
-        prefiller.first_tokens = raising
-    elif fault == "raises early":
+    def late_in_the_end(prefix, positions):
+        attend, last = extend(prefix, positions), max(cache.layers)
+
+        def waiting(layer, *arguments):
+            if layer == last:
+                default_store().wait([ARRIVED], timedelta(seconds=60))
+            return attend(layer, *arguments)
+
+        return waiting
+
+    if fault == "answers another":
+        put = Outbox.put
+        Outbox.put = lambda outbox, number, *part: put(outbox, number + 1, *part)
+    cache = server._parts.runner.cache
+    extend = cache.extend
+    if fault == "waits for a piece":
+        cache.extend = late_in_the_end
+    prefiller.first_tokens, Line.send_tensor = raising, faulty
+    if fault == "raises early":
         prefiller.prefill = missing
-    else:
-        Line.send = last
+
+
+def tell_of_pieces() -> None:
+    """The decode process says when a piece is announced."""
+    receive = Line.recv_header
+
+    def telling(line, timeout):
+        header = receive(line, timeout)
+        if header.what >= 0:
+            default_store().set(ARRIVED, "")
+        return header
+
+    Line.recv_header = telling
 
 
 def decode(target, draft, stage: dict, lines) -> dict:
@@ -113,8 +145,11 @@ def main(root: Path, job: dict) -> None:
     draft = load_draft(root / "draft", target.identity)
     lines = connect(world)
     if world.rank < world.shard_size:
+        tell_of_pieces()
         found = [decode(target, draft, stage, lines) for stage in job["stages"]]
         (root / f"found-{world.rank}.json").write_text(json.dumps(found))
+        if "answers another" in job["faults"].values():
+            default_store().wait(["refused"], timedelta(seconds=60))  # it ends although this process goes on
         default_store().set(f"found/{world.rank}", "")  # one that ends may break what another still receives
         default_store().wait([f"found/{rank}" for rank in range(world.shard_size)])
         os._exit(0)  # whatever became of the others
@@ -122,7 +157,12 @@ def main(root: Path, job: dict) -> None:
     if fault := job["faults"].get(str(world.rank)):
         break_down(server, fault, random.Random(world.rank))
     for _ in job["stages"]:
-        server.serve(lines)
+        if fault == "answers another":
+            with pytest.raises(RuntimeError):
+                server.serve(lines)
+            default_store().set("refused", "")
+        else:
+            server.serve(lines)
         pool = server._parts.scheduler.pool
         assert len(pool.free) == pool.total
     os._exit(0)

@@ -43,6 +43,7 @@ class PagedKV:
 
     `memory`: for each (K, D) one tensor [n, slots, K, D] of the n keys and values, of any layers, that have this shape.
     `layers`: each layer's keys and values as views [slots, K, D].
+    `on_write`: called with a layer that has written its keys and values of a prefill, before it attends.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class PagedKV:
         `joint`: tree attention over prefix and nodes in one product under one mask; False: over each apart, merged.
         """
         self.given = given or {}
+        self.on_write: Callable[[int], None] | None = None
         self._is_joint = joint
         self.gathers = 0  # how often attention read copies of slots, which take time and memory by the table's width
         self._workspaces: dict[tuple[int, int, int], torch.Tensor] = {}  # see `_workspace`
@@ -182,7 +184,15 @@ class PagedKV:
                     for stored, x in zip(self.layers[layer], pair, strict=True):
                         stored[slots] = x.transpose(1, 2)  # [A, T, K, D]
 
-        return write
+        if (tell := self.on_write) is None:
+            return write
+
+        def write_and_tell(layer: int, *pair: torch.Tensor) -> None:
+            write(layer, *pair)
+            if layer not in self.given:
+                tell(layer)
+
+        return write_and_tell
 
     def _over_slots(self, prefix: Prefix, seen: VisibleSlots, slots: int, more: int = 0) -> _OverSlots:
         """A function of layer, q [A, Q, T, D] and rule: attention over the rows' first `slots` slots, masked by `seen`.

@@ -21,99 +21,41 @@ which answers have arrived. If one rank of a prefill group fails or times out, a
 
 With S > 1 and a draft, the engine and the server are given one `divide_draft`, true or false.
 
-Messages are JSON, then one tensor, over Gloo and host memory on any device, because a timeout in NCCL ends the waiting
-process. torchrun ends all processes when one dies; processes that are started one by one, with RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT set, keep running.
+A layer's keys and values leave as soon as it has written them, while the rest of the forward runs (kv_pieces.py says
+what is sent). The decode rank has them in host memory until the answer is whole, and only then in its cache: what
+comes of an answer that fails, or that nobody waits for any more, is discarded. `timeout_s` is for the whole answer.
 
-Shapes: A sequences, T tokens of a text, H hidden.
+Messages go over Gloo and host memory on any device (lines.py). torchrun ends all processes when one dies; processes
+that are started one by one, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, keep running.
 """
 
 import itertools
-import json
-import math
 import warnings
-from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from eagle_train.distributed import World
-from eagle_train.errors import OptionError, check, one_line, shown
-from eagle_train.inference.cache.block_pool import blocks_for
+from eagle_train.errors import check, one_line, shown
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.decode.bookkeeping import FirstToken
 from eagle_train.inference.decode.logprobs import TokenLogprobs
-from eagle_train.inference.options import EngineConfig
-from eagle_train.inference.parts import AnyDraft, Parts, build_parts
-from eagle_train.inference.requests.admission import enqueue, seat
+from eagle_train.inference.parallel.kv_pieces import Answer, first_blocks, layout, units_of, unpack
+from eagle_train.inference.parallel.lines import Deadline, Line
+from eagle_train.inference.parallel.prefill_server import check_draft
+from eagle_train.inference.parts import Parts
 from eagle_train.inference.requests.prefiller import Chunk
-from eagle_train.inference.requests.sampling_params import SamplingParams, is_number
+from eagle_train.inference.requests.sampling_params import is_number
 from eagle_train.inference.requests.sequence import Sequence
-from eagle_train.models.target import Target
 
-FOREVER = timedelta(days=365)
 _LONGEST_S = 10**9  # the largest timeout
 _POLL_S = 0.01
 _NUMBERS = itertools.count()
 _FAILED, _AWAITED, _ARRIVED = range(3)  # answers; the least over the decode ranks is what all of them go by
-
-
-@dataclass(frozen=True, eq=False)
-class Line:
-    """The connection between the decode process and one prefill process. It has its own process group, because Gloo
-    closes all connections of a group after a timeout. Methods raise RuntimeError on a timeout, or if the other process
-    has ended."""
-
-    other: int  # rank
-    group: Any
-
-    def send_tensor(self, tensor: torch.Tensor, timeout: timedelta = FOREVER) -> None:
-        self._wait(dist.isend(tensor, self.other, self.group), timeout)
-
-    def recv_tensor(self, tensor: torch.Tensor, timeout: timedelta = FOREVER) -> torch.Tensor:
-        """Receive into `tensor` and return it."""
-        self._wait(dist.irecv(tensor, self.other, self.group), timeout)
-        return tensor
-
-    @staticmethod
-    def _wait(work: dist.Work | None, timeout: timedelta) -> None:
-        assert work is not None  # it is None only for a process outside the group
-        work.wait(timeout)
-
-    def send(self, message: Any, timeout: timedelta = FOREVER) -> None:
-        """Send a value that JSON can represent."""
-        text = torch.frombuffer(bytearray(_as_json(message).encode()), dtype=torch.uint8)
-        self.send_tensor(torch.tensor([len(text)]), timeout)
-        self.send_tensor(text, timeout)
-
-    def recv(self, timeout: timedelta = FOREVER) -> Any:
-        """Receive a value that the other process sent with `send`."""
-        length = self.recv_tensor(torch.empty(1, dtype=torch.int64), timeout)
-        return json.loads(self.recv_tensor(torch.empty(int(length), dtype=torch.uint8), timeout).numpy().tobytes())
-
-
-def _as_json(message: Any) -> str:
-    """Mappings of any kind as objects, other iterables as arrays."""
-    return json.dumps(message, default=lambda value: dict(value) if isinstance(value, Mapping) else list(value))
-
-
-def connect(world: World) -> list[Line]:
-    """A decode rank's lines, one to each prefill group, or a prefill rank's one line to its decode rank. The first
-    `world.shard_size` ranks decode. Collective: all ranks must call it, once. Raises UserError if none is left for
-    prefill."""
-    each = world.shard_size
-    started = "1 process was" if world.size == 1 else f"{world.size} processes were"
-    parts = "one for decoding and one for prefill" if each == 1 else f"{each} for decoding and {each} for prefill"
-    check(world.size > each, f"{started} started: start at least {2 * each}, {parts}")
-    groups = {rank: dist.new_group([rank % each, rank], backend="gloo") for rank in range(each, world.size)}
-    if world.rank < each:
-        return [Line(rank, group) for rank, group in groups.items() if rank % each == world.rank]
-    return [Line(world.rank % each, groups[world.rank])]
 
 
 @dataclass(eq=False)
@@ -122,7 +64,7 @@ class _Task:
 
     sequences: list[Sequence]
     starts: list[int]
-    sizes: list[int]  # elements that `_serialize_kv` returns for each
+    first: list[int]  # of `first_blocks`
     answer: Future
 
     @property
@@ -151,7 +93,7 @@ class RemotePrefill:
     def attach(self, parts: Parts) -> "RemotePrefill":
         """Prefill for the engine with these parts. Raises OptionError for a divided target with a draft
         where `divide_draft` is None."""
-        _check_draft(parts)
+        check_draft(parts)
         self._parts, self._local = parts, parts.prefiller
         return self
 
@@ -181,6 +123,8 @@ class RemotePrefill:
         for line, task in self._tasks.items():
             if task is None or task.answer.exception() is None:
                 self._end(line)
+            else:
+                line.close()
 
     def _end(self, line: Line) -> None:
         """End a prefill process."""
@@ -190,41 +134,39 @@ class RemotePrefill:
     def _hand_out(self, sequences: list[Sequence]) -> None:
         """Divide sequences between the idle prefill processes, round-robin."""
         idle = [line for line, task in self._tasks.items() if task is None]
-        target = self._parts.target
+        target, runner = self._parts.target, self._parts.runner
         for place, line in enumerate(idle[: len(sequences)]):
             some = sequences[place :: len(idle)]
             starts = [sequence.num_computed for sequence in some]
-            sizes = [_size_of(self._parts, sequence.num_computed, len(sequence.to_prefill)) for sequence in some]
             request = {
                 "number": next(_NUMBERS),
                 "target": target.identity.fingerprint,
                 "dtype": str(target.dtype),
+                "layout": layout(runner.stores, runner.width),
                 "texts": [sequence.to_prefill for sequence in some],
                 "starts": starts,
                 # The texts are rendered already, and the values of a template's variables may be no JSON.
                 "params": [vars(sequence.params) | {"chat_template_kwargs": None} for sequence in some],
-                "size": sum(sizes),
             }
-            task = _Task(some, starts, sizes, self._threads.submit(self._ask, line, request))
+            first = first_blocks([len(sequence.to_prefill) for sequence in some], starts)
+            answer = Answer(units_of(runner.stores), first[-1], len(some), runner.width, target.dtype)
+            task = _Task(some, starts, first, self._threads.submit(self._ask, line, request, answer))
             del self._tasks[line]  # moves the line to the end of the order
             self._tasks[line] = task
             for sequence in some:
                 sequence.remote_task = task
 
-    def _ask(self, line: Line, request: dict) -> tuple[list[FirstToken], torch.Tensor] | None:
-        """A prefill process's answer: each prompt's first token, and the serialised rest (`_serialize_kv`); None where
-        its prefill failed and its target is whole. Runs in a thread, so that decoding goes on."""
-        line.send(request, self._timeout)
-        answer = line.recv(self._timeout)
-        if answer["number"] != request["number"]:  # of a request that an earlier engine abandoned
-            raise RuntimeError("its answer is to another request")
-        target = self._parts.target
-        if "tokens" not in answer:
-            if target.together is not None:  # it has ended, see `PrefillServer.serve`
-                raise RuntimeError("its prefill failed")
-            return None
-        payload = torch.empty(request["size"], dtype=target.dtype, pin_memory=target.device.type == "cuda")
-        return list(map(_as_first_token, answer["tokens"])), line.recv_tensor(payload, self._timeout)
+    @torch.inference_mode()
+    def _ask(self, line: Line, request: dict, answer: Answer) -> Answer | None:
+        """A prefill process's answer; None where its prefill failed and its target is whole. Runs in a thread, so that
+        decoding goes on."""
+        deadline = Deadline(self._timeout)
+        line.send(request, deadline.left)
+        if answer.receive(line, request["number"], deadline):
+            return answer
+        if self._parts.target.together is not None:  # it has ended, see `PrefillServer.serve`
+            raise RuntimeError("its prefill failed")
+        return None
 
     def _collect(self) -> None:
         """Collect the answers that are there on all decode ranks, and drop prefill processes that failed for one."""
@@ -246,9 +188,9 @@ class RemotePrefill:
         error = task.answer.exception() if task.answer.done() else None
         reason = "another rank of its group failed" if error is None else one_line(error)
         warnings.warn(f"prefill process {line.other} is dropped: {reason}", stacklevel=2)
-        task.answer.add_done_callback(lambda answer: None if answer.exception() else self._end(line))
+        task.answer.add_done_callback(lambda answer: line.close() if answer.exception() else self._end(line))
 
-    def _take(self, task: _Task, answer: tuple[list[FirstToken], torch.Tensor] | None) -> None:
+    def _take(self, task: _Task, answer: Answer | None) -> None:
         """A task's sequences are prefilled, or will be here if there is no answer. Sequences that were cancelled or
         preempted in the meantime are ignored."""
         rows = [row for row, each in enumerate(task.sequences) if each.remote_task is task and not each.finish_reason]
@@ -258,84 +200,23 @@ class RemotePrefill:
         if answer is None or not new:
             self._returned.update(new)
             return
-        tokens, payload = answer
-        pieces = payload.to(self._parts.target.device, non_blocking=True).split(task.sizes)
+        self._write(task, answer, new)
+        hidden = answer.hidden.to(self._parts.target.device, non_blocking=True)
         for row, sequence in zip(rows, new, strict=True):
-            sequence.last_hidden = _load_kv(self._parts, sequence, task.starts[row], pieces[row])
-            self._first_tokens[sequence] = tokens[row]
+            sequence.num_computed, sequence.last_hidden = len(sequence.to_prefill), hidden[row]
+            self._parts.scheduler.register(sequence)
+            self._first_tokens[sequence] = _as_first_token(answer.tokens[row])
 
-
-class PrefillServer:
-    """Prefills for the decode process; each rank of a divided target for its own decode rank."""
-
-    def __init__(
-        self,
-        target: Target,
-        draft: AnyDraft = None,
-        config: EngineConfig | None = None,
-        **options: Any,
-    ):
-        """Arguments as for `Engine`; target, draft, `divide_draft` and `prefix_cache` must be those of the decode
-        process. Raises OptionError for a divided target with a draft where `divide_draft` is None."""
-        config = replace(config or EngineConfig(), **options)
-        self._parts = build_parts(target, draft, "chain3", "cpu", config, None)
-        _check_draft(self._parts)
-
-    def serve(self, lines: list[Line]) -> None:
-        """Serve prefill requests until the decode process closes, or drops this one's group because another rank of it
-        failed. With a divided target also until a prefill fails here. `lines`: from `connect`.
-
-        Raises RuntimeError if the decode process has ended, or has given up waiting. Where another rank of the group
-        hangs, the forward waits for it until the group's collectives time out."""
-        (line,) = lines
-        while request := line.recv():
-            try:
-                tokens, payload = self.prefill(request)
-            except Exception as error:  # after any error the decode process prefills these itself
-                warnings.warn(f"prefill of {len(request['texts'])} texts failed: {one_line(error)}", stacklevel=2)
-                for sequence in self._parts.scheduler.unfinished:
-                    sequence.finish_reason = "failed"
-                self._parts.scheduler.leave()
-                line.send({"number": request["number"]})
-                if self._parts.target.together is not None:
-                    return  # the others may wait for this rank in their forwards, so the group is dropped
-            else:
-                line.send({"number": request["number"], "tokens": tokens})
-                line.send_tensor(payload.cpu())
-
-    @torch.inference_mode()
-    def prefill(self, request: dict) -> tuple[list[FirstToken], torch.Tensor]:
-        """The first token of each text, and the serialised rest (`_serialize_kv`) of all, a 1-D tensor. Raises
-        UserError if the decode process has another target or draft."""
-        parts, scheduler, target = self._parts, self._parts.scheduler, self._parts.target
-        drafters, sequences = parts.runner.drafters, []
-        for place, (text, params) in enumerate(zip(request["texts"], request["params"], strict=True)):
-            given = SamplingParams(**params)
-            short = replace(given, max_tokens=2, min_tokens=0, stop=None)  # no request ends with its first token
-            matcher, adjustment = parts.requests.matcher_of(short), parts.requests.adjustment_of(given)
-            sequence = Sequence(place, text, short, frozenset(), matcher, adjustment=adjustment)
-            seat(sequence, drafters.seat(short.drafter), drafters)
-            sequences.append(sequence)
-        same = target.identity.fingerprint == request["target"]
-        check(same, f"target {target.name}: the decode process has another")
-        own, other = str(target.dtype), request["dtype"]
-        check(own == other, f"target {target.name}: it is in {own} here, and the decode process has it in {other}")
-        enqueue(sequences, scheduler, parts.memory)
-        tokens: dict[Sequence, FirstToken] = {}
-        states: dict[Sequence, torch.Tensor] = {}
-        while scheduler.has_unfinished:
-            scheduler.admit()
-            parts.prefiller.prefill(scheduler.chunks(parts.config.prefill_tokens), is_decoding=False)
-            ready = scheduler.ready
-            tokens |= dict(zip(ready, parts.prefiller.first_tokens(ready), strict=True)) if ready else {}
-            for sequence in ready:
-                start = request["starts"][sequence.index]
-                states[sequence] = _serialize_kv(parts, sequence, start, sequence.last_hidden)
-                sequence.finish_reason = "prefilled"
-            scheduler.leave()
-        payload = torch.cat([states[sequence] for sequence in sequences])
-        check(len(payload) == request["size"], "draft, divide_draft or prefix_cache: the decode process has another")
-        return [tokens[sequence] for sequence in sequences], payload
+    def _write(self, task: _Task, answer: Answer, wanted: list[Sequence]) -> None:
+        """Write an answer's pieces into these sequences' own blocks. Only whole answers come here, and a piece that is
+        late has nowhere to go: until now, none of them was in the cache."""
+        places = torch.full((task.first[-1],), -1)  # for each block of the answer, the sequence's, if it is wanted
+        for sequence, start, (first, end) in zip(task.sequences, task.starts, pairwise(task.first), strict=True):
+            if sequence in wanted:
+                places[first:end] = torch.tensor(sequence.blocks[start // BLOCK :][: end - first])
+        units = list(units_of(self._parts.runner.stores).values())
+        for unit, blocks, content in answer.pieces:
+            unpack(units[unit], places[blocks], content)
 
 
 def _as_first_token(given: Any) -> FirstToken:
@@ -345,48 +226,3 @@ def _as_first_token(given: Any) -> FirstToken:
         token_id, logprob, top = logprobs
         logprobs = TokenLogprobs(token_id, logprob, [(other, number) for other, number in top])
     return FirstToken(token, logprobs)
-
-
-def _check_draft(parts: Parts) -> None:
-    """Raise OptionError where decode and prefill ranks would each measure for themselves whether to divide a draft."""
-    is_whole, drafts = parts.target.together is None, bool(parts.runner.drafters.by_name)
-    is_told = is_whole or not drafts or parts.config.divide_draft is not None
-    check(
-        is_told,
-        "divide_draft=None: must be true or false with disaggregated prefill, the same on all ranks",
-        OptionError,
-    )
-
-
-def _blocks_of(sequence: Sequence, start: int) -> list[int]:
-    """The blocks that hold a sequence's prompt from token `start` on."""
-    return sequence.blocks[start // BLOCK : blocks_for(len(sequence.to_prefill))]
-
-
-def _size_of(parts: Parts, start: int, end: int) -> int:
-    """Elements that `_serialize_kv` returns for a text of `end` tokens."""
-    blocks = blocks_for(end) - start // BLOCK
-    return blocks * sum(map(_block_size, parts.memory.by_block)) + parts.runner.width
-
-
-def _block_size(x: torch.Tensor) -> int:
-    """Elements of a block in x [n, blocks, ...]."""
-    return x.shape[0] * math.prod(x.shape[2:])
-
-
-def _serialize_kv(parts: Parts, sequence: Sequence, start: int, hidden: torch.Tensor) -> torch.Tensor:
-    """The cache's blocks of a text from token `start` on, then the target's hidden state [H] at its last token, as one
-    1-D tensor. `start` may lie inside a block, which is sent whole."""
-    blocks = _blocks_of(sequence, start)
-    return torch.cat([*(x[:, blocks].flatten() for x in parts.memory.by_block), hidden])
-
-
-def _load_kv(parts: Parts, sequence: Sequence, start: int, payload: torch.Tensor) -> torch.Tensor:
-    """Write the output of `_serialize_kv` into the sequence's own blocks; returns the hidden state [H]."""
-    blocks = _blocks_of(sequence, start)
-    for x in parts.memory.by_block:
-        own, payload = payload.tensor_split([len(blocks) * _block_size(x)])
-        x[:, blocks] = own.view(x.shape[0], len(blocks), *x.shape[2:])
-    sequence.num_computed = len(sequence.to_prefill)
-    parts.scheduler.register(sequence)
-    return payload

@@ -44,10 +44,9 @@ class LocalPrefiller:
         self._runner, self._requests, self._on_prefill = runner, requests, on_prefill
 
     def prefill(self, chunks: list[Chunk], is_decoding: bool) -> None:
-        """Prefill all chunks. Chunks with lengths between the same powers of two are one batch, so that less than half
-        of it is padding, and those that begin a text are apart: their attention is causal and needs no mask."""
-        for _, alike in groupby(sorted(chunks, key=_kind), _kind):
-            self._prefill_batch(list(alike))
+        """Prefill all chunks, batch by batch."""
+        for batch in batches(chunks):
+            self._prefill_batch(batch)
 
     def first_tokens(self, sequences: list[Sequence]) -> list[FirstToken]:
         """Samples from the target's hidden states at the prompts' last tokens."""
@@ -83,6 +82,12 @@ class LocalPrefiller:
             return self._runner.ends.hidden[sequence.blocks[sequence.num_computed // BLOCK - 1]]
         target = self._runner.target
         return torch.zeros(self._runner.width, dtype=target.dtype, device=target.device)
+
+
+def batches(chunks: list[Chunk]) -> list[list[Chunk]]:
+    """Chunks that are prefilled together. Those with lengths between the same powers of two are one batch, so that less
+    than half of it is padding, and those that begin a text are apart: their attention is causal and needs no mask."""
+    return [list(alike) for _, alike in groupby(sorted(chunks, key=_kind), _kind)]
 
 
 def sampling_of(sequences: list[Sequence], device: torch.device) -> tuple[SamplingTensors, torch.Tensor]:
