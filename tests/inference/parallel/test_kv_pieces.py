@@ -59,6 +59,7 @@ def test_only_what_follows_a_prefix_is_sent(prefix_cache):
         for what, body in parts:
             if what == BLOCKS:
                 blocks = body
+                assert int(blocks.min()) >= 0
             elif what >= 0:
                 unpack(by_unit[what], blocks, body)
         sent.append([*answer, parts[-1][1].unsqueeze(0)])
