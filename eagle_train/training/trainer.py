@@ -76,8 +76,10 @@ class Trainer:
         self._saved_step = 0  # the last one with a checkpoint
 
     def __str__(self) -> str:
-        size = self.draft.num_parameters / 1e6
-        return f"{size:.1f} M draft parameters for {self.target.name}, {self.budget}, from step {self.state.step} on"
+        said, step = f"{self.draft.num_parameters / 1e6:.1f} M draft parameters for {self.target.name}", self.state.step
+        if self.budget.is_over(step):
+            return f"{said}: the run is complete, {self.budget.done(step)}; a longer one needs more steps or minutes"
+        return f"{said}, {self.budget}, from step {step} on"
 
     def forward_backward_step(self, batch: Placed, states: TargetStates, scale: float) -> LossSums:
         """Add the gradients of one micro-batch, multiplied by `scale`, to the draft's. Returns the micro-batch's sums.

@@ -26,9 +26,15 @@ class Worker:
         theirs.close()
 
     def ask(self, order: Any) -> Any:
-        """The result of an order. Raises the UserError that was sent instead."""
-        self.line.send(order)
-        answer = self.line.recv()
+        """The result of an order. Raises the UserError that was sent instead, and one where the process has ended."""
+        try:
+            self.line.send(order)
+            answer = self.line.recv()
+        except (EOFError, ConnectionError):
+            self.process.join()
+            status = self.process.exitcode
+            told = f"a process that measures ended with status {status}; its output is above"
+            raise UserError(told + "; -9 says that it was killed, for want of memory, say" * (status == -9)) from None
         if isinstance(answer, UserError):
             raise answer
         return answer

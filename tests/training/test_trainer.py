@@ -425,6 +425,7 @@ def test_a_finished_run_draws_nothing_and_is_not_made_shorter(tmp_path, data):
     finished, drawn = make_trainer(tmp_path, data, steps=2), []
     finished.lookahead.start = drawn.append
     assert finished.resume()
+    assert "the run is complete, 2 of 2 steps" in str(finished)
     assert run_training(finished, resumed=True)[-1]["step"] == 2
     assert drawn == []
     with pytest.raises(UserError, match=r"^train\.steps=1: .*step-00000002 has made 2 already; give as many or more$"):

@@ -1,5 +1,7 @@
-"""A worker's mistakes reach whoever gives it orders, at its start or in the middle."""
+"""A worker's mistakes, and its end, reach whoever gives it orders, at its start or in the middle."""
 
+import os
+import signal
 from multiprocessing.connection import Connection
 
 import pytest
@@ -25,3 +27,20 @@ def test_a_mistake_is_raised_by_the_order(least):
     with pytest.raises(UserError, match=r"must be (0 or more|at least 3)"):
         worker.ask(2)
     worker.close()
+
+
+def dies(how: str, line: Connection) -> None:
+    line.recv()
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("killed", "status -9; its output is above; -9 says"), ("fails", "status 1;")]
+)
+def test_a_process_that_ended_is_told_of_in_one_line(how, told):
+    worker = Worker(dies, how)
+    for _ in range(2):
+        with pytest.raises(UserError, match=told):
+            worker.ask(1)
