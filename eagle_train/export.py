@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from eagle_train import distributed
-from eagle_train.artifacts.convert import ExportConfig, Source, convert
+from eagle_train.artifacts.convert import ExportConfig, Source, check_convertible, convert
 from eagle_train.artifacts.foreign import load_foreign
 from eagle_train.artifacts.format import (
     CONFIG,
@@ -51,13 +51,19 @@ def job(values: DictConfig) -> int:
         check_found(data)
     path = fetch(config.checkpoint)
     check((path / CONFIG).is_file() or has_checkpoint(path), f"{FIELD}={path}: {NO_CHECKPOINT}")
+    source = _own(path)
+    if source is not None:  # what cannot be is told before the target is loaded
+        check_convertible(source, config)
     if config.target is None:
         distributed.check_alone("without target, eagle-export")
     world = distributed.start(resolve_device(config.device), shard_size=None)
     if config.target is not None:
         reads, placement = None if data is None else texts, "tensor" if world.size > 1 else "replicated"
         target = load_target(config.target, resolve_device(config.device), placement, world, reads)
-    told = convert(_source(path, config.checkpoint, target), config, target, data, writes=world.is_main)
+    source = source or _of_others(path, config.checkpoint, target)
+    if target is not None:
+        check_target(source.about.target, target.identity, f"{FIELD}={path}")
+    told = convert(source, config, target, data, writes=world.is_main)
     if told:
         print(*told, sep="\n")
     if config.push_to and world.is_main:
@@ -65,21 +71,23 @@ def job(values: DictConfig) -> int:
     return 0
 
 
-def _source(path: Path, name: str, target: Target | None) -> Source:
-    """The draft in a directory, given as `name`. Raises UserError if there is none for `target`."""
+def _own(path: Path) -> Source | None:
+    """The draft of a run, or of an artifact; None for a draft that others trained."""
     if not (path / CONFIG).is_file():
-        source = trained_draft(path)
-    elif KEY in read_config(path, FIELD):
-        source = Source(load_draft(path, field=FIELD), read_artifact(path, FIELD), path)
-    else:
-        if target is None:
-            raise UserError(
-                f"{FIELD}={path}: a draft that others trained, which does not say its target; give target=PATH"
-            )
-        source = Source.of(load_foreign(path, target), target.identity, {"imported": name}, path)
-    if target is not None:
-        check_target(source.about.target, target.identity, f"{FIELD}={path}")
-    return source
+        return trained_draft(path)
+    if KEY in read_config(path, FIELD):
+        return Source(load_draft(path, field=FIELD), read_artifact(path, FIELD), path)
+    return None
+
+
+def _of_others(path: Path, name: str, target: Target | None) -> Source:
+    """A draft that others trained, given as `name`, which does not say its target. Raises UserError without one."""
+    if target is None:
+        raise UserError(
+            f"{FIELD}={path}: neither a run nor an export of eagle_train; for a draft that others trained, give "
+            "target=PATH too; a whole model is a target and no draft"
+        )
+    return Source.of(load_foreign(path, target), target.identity, {"imported": name}, path)
 
 
 if __name__ == "__main__":

@@ -315,6 +315,19 @@ def test_wrong_combinations(home, target, tmp_path, capsys, overrides, arguments
     assert reason in refusal(capsys, f"checkpoint={tmp_path}/draft", f"out={tmp_path}/out", *arguments)
 
 
+def test_a_whole_model_is_no_draft(home, tmp_path, capsys):
+    line = refusal(capsys, f"checkpoint={home}/target", f"out={tmp_path}/out")
+    assert "neither a run nor an export of eagle_train" in line
+    assert "a whole model is a target and no draft" in line
+
+
+def test_what_cannot_be_is_refused_before_the_target_is_loaded(home, target, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(export, "load_target", None)
+    save_draft(tiny_draft(target, intermediate_size=200), tmp_path / "draft", target.identity)
+    given = (f"checkpoint={tmp_path}/draft", f"out={tmp_path}/out", f"target={home}/target")
+    assert "must be multiples of 16 and 128" in refusal(capsys, *given, "quant=int4")
+
+
 def test_a_quantised_draft_is_not_quantised_again(home, tmp_path, capsys):
     exported(home, tmp_path / "small", "quant=int4")
     line = refusal(capsys, f"checkpoint={tmp_path}/small", f"out={tmp_path}/out", "quant=fp8")

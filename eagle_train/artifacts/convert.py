@@ -22,7 +22,7 @@ from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Stream
 from eagle_train.drafts import Draft
 from eagle_train.errors import check
-from eagle_train.models.draft_quantisation import Quant, quantise_draft
+from eagle_train.models.draft_quantisation import Quant, modules_to_quantise, quantise_draft
 from eagle_train.models.loading import TargetConfig
 from eagle_train.models.stops import stop_ids_of
 from eagle_train.models.target import Identity, Target
@@ -114,6 +114,14 @@ def convert(
         f"read back: all tensors are equal; outputs on a sample are {errors[0]:.1%} off the draft's in {about.dtype}",
         *([f"note: {lost}"] if lost else []),
     ]
+
+
+def check_convertible(source: Source, config: ExportConfig) -> None:
+    """Raise UserError, as `convert` would, for what the draft's config and shapes rule out."""
+    if config.layout != IN_TARGET:
+        _described(source, config)
+        if config.quant.scheme != "none":
+            modules_to_quantise(source.draft, config.quant)
 
 
 def _put_back(source: Source, config: ExportConfig, target: Target | None) -> list[str]:
