@@ -64,14 +64,14 @@ class PlannedRound:
 
 @dataclass(frozen=True)
 class DecodingPlan:
-    """A target of this Hugging Face config and a draft on `gpus` GPUs, all in `dtype`; `engine`: its options."""
+    """A target of this Hugging Face config and a draft on `gpus` GPUs, all in `dtype`; `options`: its engine's."""
 
     target: Any
     draft: DraftConfig
     dtype: torch.dtype
     gpus: int
     cluster: ClusterConfig
-    engine: EngineConfig
+    options: EngineConfig
 
     def __post_init__(self) -> None:
         """Raises UserError where so many GPUs cannot hold the target together."""
@@ -103,8 +103,8 @@ class DecodingPlan:
         """What the engine divides over the GPUs. Raises OptionError for a draft that cannot be."""
         if self.gpus == 1:
             return Division(False, False)
-        check_divides(self.engine.divide_draft, self.module, self.gpus)
-        wanted = self.engine.divide_lm_head, self.engine.divide_draft
+        check_divides(self.options.divide_draft, self.module, self.gpus)
+        wanted = self.options.divide_lm_head, self.options.divide_draft
         return division(self.module, self.head_bytes, self.gpus, *wanted, self.speeds)
 
     @property
@@ -164,7 +164,7 @@ class DecodingPlan:
         left out."""
         size = self.gpus
         parallel = ParallelConfig() if size == 1 else ParallelConfig(target="tensor")
-        tokens = self.engine.kv_tokens or room_for(batch_size, longest, tree)
+        tokens = self.options.kv_tokens or room_for(batch_size, longest, tree)
         text, of_layers = self.target.get_text_config(), size if self.division.draft and not self.draft.at_once else 1
         kv = sum(self._kv(text, layer) for layer in range(self.shape.layers)) / size
         return {
