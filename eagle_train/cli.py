@@ -142,11 +142,30 @@ def check_overrides(config_name: str, arguments: list[str]) -> None:
     parser = argument_parser()
     parser.error = refuse  # type: ignore[method-assign]
     given = parser.parse_args(arguments)
-    if given.multirun or given.config_dir or given.config_path:  # many configs, or files beside ours
+    if given.config_dir or given.config_path:  # files beside ours
         return
-    config = compose(given.config_name or config_name, given.overrides)
-    if not given.cfg and not given.info:  # it will run
-        check_complete(config)
+    for overrides in jobs_of(given.overrides) if given.multirun else [given.overrides]:
+        config = compose(given.config_name or config_name, overrides)
+        if not given.cfg and not given.info:  # it will run
+            check_complete(config)
+
+
+def jobs_of(overrides: list[str]) -> list[list[str]]:
+    """Overrides of some jobs of a multirun, in which each value of a sweep is there once."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException:  # `compose` tells what is wrong
+        return [overrides]
+    values = [list(each.sweep_string_iterator()) if each.is_sweep_override() else [] for each in parsed]
+
+    def job(number: int) -> list[str]:
+        chosen = zip(overrides, parsed, values, strict=True)
+        return [
+            f"{each.get_key_element()}={own[min(number, len(own) - 1)]}" if own else as_given
+            for as_given, each, own in chosen
+        ]
+
+    return [job(number) for number in range(max(map(len, values), default=0) or 1)]
 
 
 def refuse(message: str) -> NoReturn:

@@ -17,7 +17,7 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train import generate
+from eagle_train import generate, train
 from eagle_train.cli import as_typed, command, named_path, offer_trees
 from eagle_train.corpus.source import DataConfig
 from eagle_train.drafts import EagleConfig
@@ -514,3 +514,18 @@ def test_a_kind_of_draft_is_one_for_training_alone():
     assert named_path("draft=eagle3", "train") == ["draft=eagle3"]
     assert named_path("draft=eagle3", "generate") == ["draft.path=eagle3"]
     assert named_path("draft=outputs/eagle3", "train") == ["draft.path=outputs/eagle3"]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "message"),
+    [
+        ("optim.lrr=1e-3,2e-3", "no such key; did you mean optim.lr?"),
+        ("data=stdlib,nosuch", "data=nosuch: must be one of gsm8k, "),
+        ("optim.lr=[1", "optim.lr=[1: its value cannot be read"),
+    ],
+)
+def test_a_mistake_in_many_runs_is_told_before_the_first(tmp_path, monkeypatch, capsys, sweep, message):
+    monkeypatch.chdir(tmp_path)
+    assert call(train.main, "-m", sweep, "seed=0,1") == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
