@@ -20,6 +20,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -151,18 +152,20 @@ def check_overrides(config_name: str, arguments: list[str]) -> None:
 
 
 def jobs_of(overrides: list[str]) -> list[list[str]]:
-    """Overrides of some jobs of a multirun, in which each value of a sweep is there once."""
+    """Overrides of some jobs of a multirun, in which each value of a sweep is there once; without patterns of choices,
+    which always fit."""
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException:  # `compose` tells what is wrong
         return [overrides]
-    values = [list(each.sweep_string_iterator()) if each.is_sweep_override() else [] for each in parsed]
+    given = [pair for pair in zip(overrides, parsed, strict=True) if pair[1].value_type != ValueType.GLOB_CHOICE_SWEEP]
+    values = [list(each.sweep_string_iterator()) if each.is_sweep_override() else [] for _, each in given]
 
     def job(number: int) -> list[str]:
-        chosen = zip(overrides, parsed, values, strict=True)
+        chosen = zip(given, values, strict=True)
         return [
             f"{each.get_key_element()}={own[min(number, len(own) - 1)]}" if own else as_given
-            for as_given, each, own in chosen
+            for (as_given, each), own in chosen
         ]
 
     return [job(number) for number in range(max(map(len, values), default=0) or 1)]
