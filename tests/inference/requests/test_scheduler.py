@@ -45,7 +45,7 @@ def test_who_there_is_no_memory_for_is_refused_and_the_others_go_on(error, monke
     monkeypatch.setattr(PagedKV, "grown", short)
     first = engine.add(PROMPTS[0], GREEDY)
     engine.step()
-    wanted = r"^kv_tokens=None: no memory for the keys and values of \d+ tokens, \d+.\d GiB; give a smaller"
+    wanted = r"^kv_tokens=None: no memory for the keys and values of \d+ tokens, \d+\.\d KiB; give a smaller"
     typed = r"^engine.kv_tokens=None: .* give a smaller max_tokens or engine.kv_tokens: "
     for match, group in ((wanted, ""), (typed, "engine")):
         with pytest.raises(UserError, match=match), within(group):
