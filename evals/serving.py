@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig
 
 from eagle_train.artifacts.card import caveat
+from eagle_train.artifacts.layouts import layout_of
 from eagle_train.artifacts.markdown import aligned, code
 from eagle_train.diagnosis.vllm import VLLM, Counts, run_job, version_of
 from eagle_train.errors import check
@@ -55,8 +56,11 @@ class Config(BenchConfig):
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config, about = session.config, session.artifact
-    is_vllms = about.layout in ("vllm", "speculators")
-    check(is_vllms, f"draft={config.draft.path}: of layout={about.layout}; export it with layout=vllm")
+    layout = layout_of(about.layout, about.draft)
+    check(
+        layout is not None and bool(layout.vllm),
+        f"draft={config.draft.path}: of layout={about.layout}; export it with layout=vllm",
+    )
     version = version_of(config.vllm.python)
     answers = our_answers(session)
     job = job_of(session, [answer.prompt for answer in answers])

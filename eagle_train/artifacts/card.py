@@ -14,7 +14,7 @@ import torch
 from eagle_train.artifacts.format import Artifact
 from eagle_train.artifacts.layouts import layout_of
 from eagle_train.artifacts.markdown import code, plain, table
-from eagle_train.drafts.layouts import TOKEN_MAP
+from eagle_train.drafts.layouts import TOKEN_MAP, TOKENS
 from eagle_train.errors import UserError, check
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -46,6 +46,8 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], hub_id: str | Non
         "blocks": draft.num_layers,
         "levels": draft.levels,
     }
+    if own is not None and own.vllm:
+        told["vllm"] = json.dumps(own.speculative_config(here, draft.levels or TOKENS))
     told |= {"token_map": token_map, "unquantised": unquantised, "window": window}
     serve = (_NATIVE if own is None else own.serves).format(**told)
     stands_for = {_DRAFT: "the directory with these files", _TARGET: f"that of the target, {code(target.name)}"}

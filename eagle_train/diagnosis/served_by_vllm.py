@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_train.artifacts.format import Artifact
+from eagle_train.artifacts.layouts import layout_of
 from eagle_train.diagnosis.causes import Finding, NotChecked
 from eagle_train.diagnosis.learning import Learnt
 from eagle_train.diagnosis.options import DoctorConfig
@@ -15,7 +16,6 @@ from eagle_train.diagnosis.texts import Question
 from eagle_train.diagnosis.vllm import VLLM, Counts, counts_of, job_for, run_job, version_of
 from eagle_train.inference import Output, Requests
 
-LAYOUTS = ("vllm", "speculators")
 LEAST_LOSS = 0.05
 """Of tokens a round, relative: both engines decode greedily, and where rounding lets answers differ, so do the rounds
 behind. In fp32 24 prompts had the same counts in both."""
@@ -32,7 +32,8 @@ def in_vllm(
 ) -> Learnt:
     """What vLLM accepts of the draft's files against our engine's counts. `outputs`: our answers, a question each.
     Raises UserError where vLLM fails."""
-    if about is None or about.layout not in LAYOUTS:
+    layout = layout_of(about.layout, about.draft) if about is not None else None
+    if layout is None or not layout.vllm:
         return _not_asked("the draft is not in vLLM's layout; eagle-export layout=vllm writes it")
     if shutil.which(vllm.python) is None:
         return _not_asked(f"vllm.python={vllm.python}: no such program; `bash launch/vllm.sh` makes it")
@@ -40,11 +41,11 @@ def in_vllm(
     prompts = [question.prompt for question in questions]
     job = job_for(
         config.target.path,
-        {"method": about.draft.kind, "model": config.path, "num_speculative_tokens": depth},
+        layout.speculative_config(config.path, depth),
         prompts,
         Path(config.out) / "vllm_answer.json",
         dtype=target.dtype,
-        max_model_len=min(max(map(len, prompts)) + config.max_tokens + depth + 1, target.max_positions),
+        max_positions=target.max_positions,
         max_num_seqs=config.batch_size,
         max_tokens=config.max_tokens,
         stop_ids=requests.stop_ids,

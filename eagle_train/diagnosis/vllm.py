@@ -95,7 +95,7 @@ def job_for(
     answer: Path,
     *,
     dtype: torch.dtype,
-    max_model_len: int,
+    max_positions: int,
     max_num_seqs: int,
     max_tokens: int,
     stop_ids: Iterable[int],
@@ -103,13 +103,16 @@ def job_for(
     ranks: int = 1,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """The input of vllm_job.py. `draft`: vLLM's `speculative_config`; `stop_ids`: the tokens that end an answer, and no
-    others do; `more`: arguments of its `LLM` that take the place of ours; `answer`: the file for its counts."""
+    """The input of vllm_job.py. `draft`: vLLM's `speculative_config`; `max_positions`: the most that the target has;
+    `stop_ids`: the tokens that end an answer, and no others do; `more`: arguments of its `LLM` that take the place of
+    ours; `answer`: the file for its counts."""
+    # Drafts end where vLLM's positions do, and P-EAGLE's slots lie behind drafts that have not been verified yet.
+    depth = draft["num_speculative_tokens"]
     llm = {
         "model": model,
         "trust_remote_code": trust_remote_code,
         "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": max_model_len,
+        "max_model_len": min(max(map(len, prompts)) + max_tokens + 2 * depth + 1, max_positions),
         "max_num_seqs": max_num_seqs,
         "tensor_parallel_size": ranks,
         "enforce_eager": True,  # nothing is timed, so nothing is compiled

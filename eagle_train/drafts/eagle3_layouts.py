@@ -6,11 +6,13 @@ SGLang's, which counts the positions before a token's own.
 """
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from eagle_train.drafts.layouts import (
+    TOKENS,
     Layout,
     Shapes,
     Tensors,
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
 SLIDING = "sliding_attention"  # the type of a layer with a window
 FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
-_TOKENS = 3  # that `vllm serve` drafts of a speculators' directory where it is not told
 # Layer 0's fused q, k and v have no `self_attn` in their name in either engine.
 _ATTENTION = "re:.*(q|k|v|qkv|o)_proj$"
 
@@ -134,9 +135,10 @@ class _OneForBoth(Eagle3Layout):
 
 
 class Vllm(_OneForBoth):
+    vllm: ClassVar[Mapping[str, Any]] = {"method": "eagle3"}
     serves = """\
 ```bash
-vllm serve {target} --speculative-config '{{"method": "eagle3", "model": "{here}", "num_speculative_tokens": 3}}'
+vllm serve {target} --speculative-config '{vllm}'
 ```
 
 Without `method` vLLM guesses it from the draft's path, in which `eagle3` must then stand."""
@@ -163,6 +165,7 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm EAG
 
 
 class Speculators(Eagle3Layout):
+    vllm: ClassVar[Mapping[str, Any]] = {"method": "eagle3"}
     first = "layers.0."
     has_t2d = True
     algorithm, architecture = "eagle3", "Eagle3Speculator"
@@ -175,7 +178,7 @@ Its config.json names the target, {named}, which vLLM loads beside it: a name on
 command runs."""
 
     def config(self, draft: "Eagle3Config", quant: Quant, dtype: str, target: Identity) -> dict[str, Any]:
-        proposal = {"proposal_type": "greedy", "speculative_tokens": draft.levels or _TOKENS}
+        proposal = {"proposal_type": "greedy", "speculative_tokens": draft.levels or TOKENS}
         return {
             "architectures": [self.architecture],
             "speculators_model_type": self.algorithm,

@@ -1,5 +1,6 @@
 """EAGLE drafts as vLLM, SGLang and TensorRT-LLM load them."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -130,13 +131,14 @@ def _attention_outputs(draft: "EagleConfig") -> dict[str, int]:
 
 
 class _Vllm(EagleLayout):
+    vllm: ClassVar[Mapping[str, Any]] = {"method": "eagle"}
     architectures: ClassVar[dict[str, str]] = {  # vLLM puts `Eagle` before the first
         "eagle1": "LlamaForCausalLM",
         "full": "EagleMistralForCausalLM",
     }
     serves = """\
 ```bash
-vllm serve {target} --speculative-config '{{"method": "eagle", "model": "{here}", "num_speculative_tokens": 3}}'
+vllm serve {target} --speculative-config '{vllm}'
 ```"""
 
     def own_reasons(self, draft: "EagleConfig", quant: Quant) -> dict[str, bool]:

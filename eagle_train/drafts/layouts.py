@@ -5,7 +5,7 @@ of files or of rounding.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -23,6 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 # engine's module name, which has prefixes, fuses q, k and v, and in vLLM adds the number of target layers.
 _KEPT = {"ffn": ["re:.*self_attn.*", "re:.*fc$", "lm_head"], "all_linear": ["lm_head"]}
 WEIGHTS = "model.safetensors"
+TOKENS = 3  # that an engine is told to draft a round, of drafts without a number of their own
 TOKEN_MAP = "token_map.pt"  # SGLang's --speculative-token-map
 
 
@@ -31,14 +32,21 @@ class Layout:
 
     serves = ""
     """How it is served, in Markdown: {target} and {here}, which lead to both from anywhere, the target as it was
-    {named} in training, what SGLang is told with options ({unquantised}, {token_map}, {window}), how many {levels} are
-    drafted at most, and of how many {blocks} each of Medusa's heads is, are put in."""
+    {named} in training, what {vllm} is told, and SGLang with options ({unquantised}, {token_map}, {window}), how many
+    {levels} are drafted at most, and of how many {blocks} each of Medusa's heads is, are put in."""
+    vllm: ClassVar[Mapping[str, Any]] = {}
+    """What vLLM's `speculative_config` says of such drafts, beside path and number of tokens; empty: none of vLLM's."""
     reads_hub = True
     """Whether its commands take names of the hub; else directories alone."""
     weights = WEIGHTS
     """The file of the tensors."""
     has_token_map = False
     """Whether a file beside the weights says the draft's vocabulary."""
+
+    def speculative_config(self, model: str, tokens: int) -> dict[str, Any]:
+        """vLLM's argument of this name, for a draft at `model` of which it takes so many `tokens` a round."""
+        assert self.vllm
+        return {"method": self.vllm["method"], "model": model, "num_speculative_tokens": tokens} | dict(self.vllm)
 
     def repeats(self, draft: Any) -> str | None:
         """What of the target's the engine's file repeats: its `embedding` or its `LM head`, or nothing."""

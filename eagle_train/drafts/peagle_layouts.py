@@ -4,7 +4,8 @@ vLLM reads the mask token as `pard_token`, speculators as `mask_token_id`. SGLan
 Here `draft` is a `PeagleConfig`.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,6 +23,7 @@ class _WithMask(Eagle3Layout):
     """`mask_hidden` with as many dimensions as the engine has."""
 
     dimensions = 2
+    vllm: ClassVar[Mapping[str, Any]] = {"method": "eagle3", "parallel_drafting": True}  # EAGLE-3 with mask slots to it
 
     def tensors(self, draft: Any, tensors: Tensors, embedding: torch.Tensor | None) -> dict[str, torch.Tensor]:
         found = super().tensors(draft, tensors, embedding)
@@ -41,8 +43,7 @@ class _WithMask(Eagle3Layout):
 class _Vllm(_WithMask, Vllm):
     serves = """\
 ```bash
-vllm serve {target} --speculative-config '{{"method": "eagle3", "model": "{here}", "num_speculative_tokens": {levels}, \
-"parallel_drafting": true}}'
+vllm serve {target} --speculative-config '{vllm}'
 ```
 
 Fewer `num_speculative_tokens` are possible, and cost it nothing but these tokens."""

@@ -6,6 +6,7 @@ Knows nothing of reports.
 from collections.abc import Sequence
 from typing import Any
 
+from eagle_train.artifacts.layouts import layout_of
 from eagle_train.diagnosis.vllm import Counts, counts_of, job_for
 from evals.bench.session import Session
 from evals.bench.statistics import Answer
@@ -19,15 +20,15 @@ def counted(answers: Sequence[Answer]) -> Counts:
 def job_of(session: Session, prompts: list[list[int]]) -> dict[str, Any]:
     """The input of vllm_job.py. Stop tokens are given by id: those our engine stops at, and no others."""
     config, target, depth = session.config, session.target, session.config.chain.max_depth
-    longest = max(map(len, prompts)) + config.max_tokens + depth + 1
-    kind = session.artifact.draft.kind  # vLLM's names of methods are ours of kinds
+    layout = layout_of(session.artifact.layout, session.artifact.draft)
+    assert layout is not None
     return job_for(
         config.target.path,
-        {"method": kind, "model": config.draft.path, "num_speculative_tokens": depth},
+        layout.speculative_config(config.draft.path, depth),
         prompts,
         session.out / "vllm_answer.json",
         dtype=target.dtype,
-        max_model_len=min(longest, target.max_positions),
+        max_positions=target.max_positions,
         max_num_seqs=config.batch_size,
         max_tokens=config.max_tokens,
         stop_ids=[] if config.ignore_eos else session.requests.stop_ids,

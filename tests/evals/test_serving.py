@@ -8,6 +8,7 @@ import pytest
 
 from eagle_train.artifacts.format import Artifact, load_draft, write_artifact
 from eagle_train.drafts import EagleDraft
+from eagle_train.drafts.peagle import PeagleConfig
 from eagle_train.inference import Engine, Requests, SamplingParams
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
@@ -86,7 +87,7 @@ def test_the_whole_command(home, given, tmp_path, capsys):
     assert (job["llm"]["dtype"], job["llm"]["max_num_seqs"]) == ("float32", 2)
     assert job["llm"]["gpu_memory_utilization"] == 0.5
     longest = max(map(len, job["prompts"]))
-    assert job["llm"]["max_model_len"] == longest + 12 + 3 + 1
+    assert job["llm"]["max_model_len"] == longest + 12 + 2 * 3 + 1
 
     plain = engine.generate(job["prompts"], SamplingParams(max_tokens=12))
     tokens = [output.token_ids for output in plain]
@@ -164,13 +165,25 @@ FEW = {"vocab_size": 200, "vocabulary": [*range(57), *range(100, 243)]}
 @pytest.mark.parametrize(
     ("layout", "scheme", "kind"),
     [
+        ("vllm", "none", {"config": PeagleConfig, "num_layers": 2, "steps": 3}),
+        ("speculators", "none", {"config": PeagleConfig, "num_layers": 1, "norm_before_fc": True, **FEW}),
+        ("vllm", "fp8", {"config": PeagleConfig, "num_layers": 2}),
         ("vllm", "none", {"layers": [1]}),
         ("vllm", "none", {"num_layers": 2, "norm_output": True, "fc_norm": True, **FEW}),
         ("speculators", "none", {"norm_before_residual": True, "norm_before_fc": True, **FEW}),
         ("vllm", "fp8", {"num_layers": 2}),
         ("speculators", "fp8", FEW),
     ],
-    ids=["plain", "two layers, some tokens", "speculators", "two layers in fp8", "speculators in fp8"],
+    ids=[
+        "P-EAGLE",
+        "P-EAGLE of speculators",
+        "P-EAGLE in fp8",
+        "plain",
+        "two layers, some tokens",
+        "speculators",
+        "two layers in fp8",
+        "speculators in fp8",
+    ],
 )
 def test_vllm_itself_counts_an_eagle3_draft_as_we_do(tmp_path, capsys, layout, scheme, kind):
     home = make_home(tmp_path, width=256, num_layers=6)

@@ -79,11 +79,11 @@ def guessing_draft(target: Target) -> Draft:
     return draft
 
 
-def guessing_eagle3(target: Target, **kind: Any) -> Eagle3Draft:
-    """An EAGLE-3 draft that does the same: layer 0, with as many heads of keys as of queries, attends to its own token
-    and passes on the embedding, beside what it is fed."""
-    shape = Eagle3Config.from_target(target.config, num_kv_heads=target.config.num_attention_heads, **kind)
-    draft = Eagle3Draft(shape).init_weights(0, target.lm_head)
+def guessing_eagle3(target: Target, config: type[Eagle3Config] = Eagle3Config, **kind: Any) -> Eagle3Draft:
+    """An EAGLE-3 draft, or a P-EAGLE one, that does the same: layer 0, with as many heads of keys as of queries,
+    attends to its own token and passes on the embedding, beside what it is fed."""
+    shape = config.from_target(target.config, num_kv_heads=target.config.num_attention_heads, **kind)
+    draft = shape.module().init_weights(0, target.lm_head)
     first, one = draft.layers[0].self_attn, torch.eye(target.config.hidden_size)
     with torch.no_grad():
         for weight, share in ((first.q_proj.weight, 2.0), (first.k_proj.weight, 2.0), (first.v_proj.weight, 3.0)):
