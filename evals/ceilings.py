@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
 from eagle_train.models.loading import DTYPES, default_dtype
+from eagle_train.ops import few_rows
 from eagle_train.results import prepared_file, write_json
 from eagle_train.settings import build
 from evals.bench.config import check_least, check_sizes
@@ -90,7 +91,8 @@ def launch_seconds(device: str, repeats: int) -> float:
 
 
 def products(config: Config, dtype: torch.dtype, device: str) -> list[dict[str, Any]]:
-    """Each of the target's matrices with each number of rows: ms, TFLOP/s, and 10^9 bytes of weight a second."""
+    """Each of the target's matrices with each number of rows: ms, TFLOP/s, and 10^9 bytes of weight a second; and the
+    ms of our own kernel with the size of its tiles, where it is the faster one (ops/few_rows.py)."""
     found = []
     for name, (outputs, inputs) in matrices(config.shapes.target).items():
         weight = torch.randn(outputs, inputs, device=device).to(dtype)
@@ -98,6 +100,10 @@ def products(config: Config, dtype: torch.dtype, device: str) -> list[dict[str, 
             x = torch.randn(rows, inputs, device=device).to(dtype)
             seconds = seconds_of(partial(_product, x, weight), device, config.repeats)
             rates = {"tflops": 2 * rows * outputs * inputs / seconds / 1e12, "gb_per_s": weight.nbytes / seconds / 1e9}
+            own = few_rows.fastest(x, weight)
+            if own is not None:
+                taken = seconds_of(partial(few_rows.product, x, weight, tile=own), device, config.repeats)
+                rates |= {"own_tile": own, "own_ms": 1e3 * taken}
             found.append({"matrix": name, "rows": rows, "shape": [outputs, inputs], "ms": 1e3 * seconds, **rates})
     return found
 
@@ -125,6 +131,7 @@ def text(found: dict[str, Any]) -> str:
     lines = [f"copy {found['copy_gb_per_s']:,.0f} GB/s, a small operation {found['launch_us']:.1f} us"]
     for one in found["products"]:
         rates = f"{one['ms']:9.3f} ms {one['tflops']:7.1f} TFLOP/s {one['gb_per_s']:7,.0f} GB/s of weight"
+        rates += f", own kernel {one['own_ms']:.3f} ms" if "own_ms" in one else ""
         lines.append(f"{one['matrix']:<12}{one['rows']:>6} rows {rates}")
     for one in found["most_likely"]:
         rates = f"{one['ms']:9.3f} ms, by logits {one['by_logits_ms']:.3f} ms {one['gb_per_s']:7,.0f} GB/s of weight"

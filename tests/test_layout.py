@@ -56,6 +56,7 @@ TESTED_IN = {
     "inference/test_simulated.py": "inference/decode/simulated",
     "ops/test_fused_loss.py": "ops/fused_loss_kernel",
     "ops/test_attention.py": "ops/rule ops/visible_slots",
+    "ops/test_few_rows.py": "ops/device_time ops/few_rows_kernel",
     "ops/test_head_argmax.py": "ops/head_argmax_kernel",
     "ops/test_linear.py": "ops/kernels",
     "ops/test_paged.py": "ops/paged_kernel",

@@ -92,7 +92,7 @@ class EngineConfig:
     - `attention`: `plain` computes attention by matrix products and a softmax instead of the device's kernels.
     - `tree_attention`: `split` computes attention over prefix and tree apart and merges (paper section 3.1); `joint`
       over both at once, under one mask.
-    - `linear`: `plain` uses torch's own matrix products in place of the CPU kernels for few rows, and logits and
+    - `linear`: `plain` uses torch's own matrix products in place of the kernels for few rows, and logits and
       their maximum in place of a GPU's kernel for the most likely token of a draft.
     """
 

@@ -8,13 +8,14 @@ neither, because drafts are proposed between compiled forwards. Knows nothing of
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from eagle_train.hardware import is_gpu
+from eagle_train.ops.device_time import gpu_seconds
 from eagle_train.ops.kernels import is_plain
 
 __all__ = ["MOST_ROWS", "head_argmax", "pays", "supports"]
@@ -50,21 +51,9 @@ def pays(hidden: torch.Tensor, weight: torch.Tensor, by_logits: Callable[[], obj
     if key not in _found:
         if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
-        _found[key] = _seconds(lambda: head_argmax(hidden, weight), weight) < _seconds(by_logits, weight)
+        by_kernel, device = partial(head_argmax, hidden, weight), weight.device
+        _found[key] = gpu_seconds(by_kernel, device, _CALLS) < gpu_seconds(by_logits, device, _CALLS)
     return _found[key]
-
-
-def _seconds(work: Callable[[], object], weight: torch.Tensor) -> float:
-    """A GPU's seconds for a call."""
-    work()  # compiles
-    with torch.cuda.device(weight.device):
-        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        started.record()
-        for _ in range(_CALLS):
-            work()
-        ended.record()
-        ended.synchronize()
-    return started.elapsed_time(ended) / 1e3 / _CALLS
 
 
 @cache

@@ -1,4 +1,5 @@
-"""The product with a weight matrix, as decoding needs it: in fp32 on a CPU, in INT4 and in FP8. Knows no models.
+"""The product with a weight matrix, as decoding needs it: in fp32 on a CPU, of few rows in bf16 and fp16 on a GPU, in
+INT4 and in FP8. Knows no models.
 
 Source of the figures: one Zen 5 core, torch 2.13 (MKL), fp32, the 112 matrices of 16 layers x 256; of the FP8 ones, a
 matrix of 1024 x 256; of the packed ones and of pieces, draft layers of 256 with 1024 inside, from memory.
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from eagle_train.hardware import INT4_GPU, computes_fp8, is_gpu
+from eagle_train.ops import few_rows
 from eagle_train.ops.kernels import is_plain
 from eagle_train.ops.torch_private import (
     fp8_product,
@@ -42,7 +44,7 @@ INNER_TILES = 8  # of the GPU's INT4 layout; 16 inputs each, so that a group is 
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that is fast on a CPU for the few rows of a tree; its parameters and its results are the same."""
+    """`nn.Linear` that is fast for the few rows of a tree; its parameters and its results are the same."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
@@ -50,11 +52,18 @@ class Linear(nn.Linear):
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]. `F.linear` is its plain twin."""
-    if x.device.type != "cpu" or x.dtype != torch.float32:
+    on_cpu, on_gpu = (x.device.type == kind for kind in ("cpu", "cuda"))
+    if not (on_cpu and x.dtype == torch.float32) and not (on_gpu and x.dtype in few_rows.DTYPES):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias) if torch.is_grad_enabled() else torch.ops.eagle_train.linear(x, weight, bias)
-    return _linear_on_cpu(x, weight, bias)
+    return _linear_on_cpu(x, weight, bias) if on_cpu else _linear_on_gpu(x, weight, bias)
+
+
+def _linear_on_gpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`linear` in bf16 or fp16."""
+    tile = few_rows.fastest(x, weight)
+    return F.linear(x, weight, bias) if tile is None else few_rows.product(x, weight, bias, tile)
 
 
 def _linear_on_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -83,9 +92,10 @@ def _linear_on_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return out if bias is None else out + bias
 
 
-# For torch.compile, which would look into it, and cannot into what is packed.
+# For torch.compile, which would look into it, and cannot into what is packed, or what is timed.
 torch.library.define("eagle_train::linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-torch.library.impl("eagle_train::linear", "CompositeExplicitAutograd", _linear_on_cpu)
+torch.library.impl("eagle_train::linear", "CPU", _linear_on_cpu)
+torch.library.impl("eagle_train::linear", "CUDA", _linear_on_gpu)
 
 
 @torch.library.register_fake("eagle_train::linear")

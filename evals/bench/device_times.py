@@ -4,29 +4,22 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-import torch
+from eagle_train.ops.device_time import gpu_seconds
 
 WARM_UP = 3
 
 
 def seconds_of(function: Callable[[], object], device: str, repeats: int) -> float:
-    """The median of `repeats` runs after some that do not count. A GPU's are read from its own clock."""
+    """The median of `repeats` runs after some that do not count. A GPU's are read from its own clock, without the wait
+    for their start (ops/device_time.py)."""
     for _ in range(WARM_UP):
         function()
-    once = _on_gpu if device.startswith("cuda") else _on_cpu
-    return median(once(function) for _ in range(repeats))
+    if device.startswith("cuda"):
+        return gpu_seconds(function, device, repeats)
+    return median(_on_cpu(function) for _ in range(repeats))
 
 
 def _on_cpu(function: Callable[[], object]) -> float:
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
-
-
-def _on_gpu(function: Callable[[], object]) -> float:
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    function()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 1e3

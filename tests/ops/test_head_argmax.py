@@ -232,7 +232,7 @@ def test_the_faster_way_is_found_once_for_each_size(monkeypatch):
     seconds = {"kernel": 1.0, "logits": 2.0}
     timed: list[str] = []
 
-    def noted(work, weight):
+    def noted(work, device, calls):
         timed.append("logits" if work is by_logits else "kernel")
         return seconds[timed[-1]]
 
@@ -241,7 +241,7 @@ def test_the_faster_way_is_found_once_for_each_size(monkeypatch):
 
     monkeypatch.setattr(module, "_runs_on", lambda device: True)
     monkeypatch.setattr(module, "_found", {})
-    monkeypatch.setattr(module, "_seconds", noted)
+    monkeypatch.setattr(module, "gpu_seconds", noted)
     weight = torch.zeros(8, 16).half()
     for rows in (1, 2, 16):
         assert pays(torch.zeros(rows, 16).half(), weight, by_logits)

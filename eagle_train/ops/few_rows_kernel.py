@@ -1,0 +1,43 @@
+"""The Triton kernel of few_rows.py, which says what it computes. Internal: imports Triton, which GPUs have."""
+
+# Triton reads these functions' source, and knows their arguments by position: annotations say nothing to it.
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["rows"])
+def product_of_tile(
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    outputs,
+    INPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IN_FP32: tl.constexpr,
+):
+    """One tile of the outputs, of all rows. ROWS: rows, up to a power of two. The weight is the product's left side,
+    of which the matrix unit takes many rows at a time, and few of the other. Sums are in fp32, and rounded once."""
+    row, lanes = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    output, inside = tl.program_id(0) * TILE + tl.arange(0, TILE), row < rows
+    known = output < outputs
+    weight += output.to(tl.int64)[:, None] * INPUTS + lanes
+    x += row[:, None] * INPUTS + lanes
+    sums = tl.zeros([TILE, ROWS], tl.float32)
+    for start in range(0, INPUTS, BLOCK):
+        there = start + lanes < INPUTS
+        w = tl.load(weight + start, mask=known[:, None] & there, other=0.0)
+        taken = tl.load(x + start, mask=inside[:, None] & there, other=0.0)
+        if IN_FP32:
+            w, taken = w.to(tl.float32), taken.to(tl.float32)
+        sums = tl.dot(w, tl.trans(taken), sums, input_precision="ieee")
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=known, other=0.0).to(tl.float32)[:, None]
+    out += row.to(tl.int64)[None, :] * outputs + output[:, None]
+    tl.store(out, sums.to(out.dtype.element_ty), mask=known[:, None] & inside)
