@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 OUT="${OUT:-outputs/gpu_day}" PYTHON="${PYTHON:-python3}" SHAPES="${SHAPES:-llama3_1_8b}"
 DYNAMIC=eagle_train.inference.decode.row_trees.dynamic
-PARTS=(ceilings tests step fp8 eager plain drafts compiled tuned batches quantised run grammar drafters kinds)
+PARTS=(ceilings tests step fp8 eager plain drafts compiled batches quantised run grammar drafters kinds)
 failed=()
 mkdir -p "$OUT"
 
@@ -56,9 +56,6 @@ run_part() {
     plain) latency plain 260 "context_lengths=[1024,4096]" profile=true ;;
     drafts) latency drafts 200 "trees=[chain3,d3_bf2,chain5]" context_lengths=[2048] ;;
     compiled) latency compiled 300 context_lengths=[1024] engine.compile=true ;;
-    tuned) # as compiled; torch writes kernels of its own for products with one row, and tunes them
-      TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 latency tuned 420 context_lengths=[1024] engine.compile=true
-      ;;
     batches) # without transformers, whose cache has no room beside ours in 80 GB
       latency batches 300 "batch_sizes=[8,64]" context_lengths=[2048] transformers=false
       ;;
