@@ -106,6 +106,7 @@ def test_variants_train_for_the_references_time_and_once(home, in_process, capsy
     assert not (home / "out" / "training" / "lk-4-0").exists()
 
 
+@pytest.mark.usefixtures("noisy")
 def test_trees_tokens_and_speed(home, in_process, tmp_path):
     """A variant at equal tokens makes as many steps; each draft decodes with each tree; all are timed in turn."""
     tree = "{_target_: eagle_train.inference.decode.row_trees.dynamic, nodes: 4, depth: 2, top_k: 2}"
@@ -120,7 +121,7 @@ def test_trees_tokens_and_speed(home, in_process, tmp_path):
     assert trained == ["base-2-0", "lk-1-0", "lk-2-0", "base-6-0", "lk-3-0", "lk-6-0"]
     for name in ("base", "lk"):
         for own in found["speedups"][name].values():
-            assert 0 < own["speedup"] <= own["tpc"]
+            assert own["speedup"] > 0
             assert own["differing_answers"] == 0
     last = found["parts"][-1]["variants"]["lk"]
     assert last["tpc"].keys() == {"chain2", "grown"}
@@ -138,6 +139,7 @@ def test_a_tree_deeper_than_a_draft_is_refused_before_training(home, in_process,
 SAMPLED = {"temperature": 1, "drafting": "multinomial"}
 
 
+@pytest.mark.usefixtures("noisy")
 def test_variants_of_decoding_share_a_draft(home, in_process, tmp_path, capsys):
     """Trained once, also where the reference is not the first; each answers as it decodes, and is timed."""
     names = "study.variants={exact: [], last: [], drawn: [], alike: []}"
