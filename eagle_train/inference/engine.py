@@ -42,6 +42,7 @@ class _Flight(NamedTuple):
     sequences: list[Sequence]
     result: RoundResult
     plan: TreePlan
+    follows_prefill: bool  # and takes longer: the processor's caches hold other things
 
     @property
     def is_awaited(self) -> bool:
@@ -87,6 +88,7 @@ class Engine:
         self._overlap = self.target.device.type == "cuda" if config.overlap is None else config.overlap
         self._adaptive = parts.adaptive
         self._round_began: float | None = None  # since when the host does nothing but the round whose results come next
+        self._prefilled = False  # since the last round
         self._plain = TreePlan(chain(0).to(self.target.device))
         self._in_flight: _Flight | None = None
         self._advanced: dict[Sequence, None] = {}  # sequences to report in this step, in order
@@ -175,7 +177,8 @@ class Engine:
         """Admit requests and prefill a chunk of their prompts; returns whether any prefill ended."""
         self._make_room()
         self._scheduler.admit()
-        self._prefiller.prefill(self._scheduler.chunks(self.config.prefill_tokens), is_decoding=bool(self._active))
+        chunks = self._scheduler.chunks(self.config.prefill_tokens)
+        self._prefilled |= self._prefiller.prefill(chunks, is_decoding=bool(self._active))
         ready = self._scheduler.ready
         if ready:
             self._activate(ready, self._prefiller.first_tokens(ready))
@@ -229,7 +232,8 @@ class Engine:
         in_flight = None if self._in_flight is None else self._in_flight.result.max_tokens
         inputs = self._batch.inputs(plan, in_flight, guidance)
         self._batch.pending, result = self._runner.run(inputs)
-        return _Flight(list(self._active), result, plan)
+        follows_prefill, self._prefilled = self._prefilled, False
+        return _Flight(list(self._active), result, plan, follows_prefill)
 
     def _finish(self, flight: _Flight | None) -> None:
         """Append a round's tokens to its sequences and remove those that finish. Synchronises with the device."""
@@ -263,6 +267,7 @@ class Engine:
             for sequence, gain in zip(flight.sequences, gains, strict=True)
             if gain.tokens
         ]
+        seconds = None if flight.follows_prefill else seconds
         if self._adaptive.observe(flight.plan, told, len(flight.sequences), seconds):
             for sequence in flight.sequences:
                 self._drop_drafter(sequence)

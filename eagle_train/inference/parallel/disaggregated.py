@@ -97,7 +97,7 @@ class RemotePrefill:
         self._parts, self._local = parts, parts.prefiller
         return self
 
-    def prefill(self, chunks: list[Chunk], is_decoding: bool) -> None:
+    def prefill(self, chunks: list[Chunk], is_decoding: bool) -> bool:
         """Collect finished tasks and send new ones. Waits briefly if there is nothing to decode or to send."""
         here = any(sequence in self._returned for sequence, _ in chunks)
         if not is_decoding and not here and (not chunks or None not in self._tasks.values()):
@@ -106,8 +106,9 @@ class RemotePrefill:
         self._collect()
         self._hand_out([sequence for sequence, _ in chunks if sequence not in self._returned])
         own = [chunk for chunk in chunks if chunk[0] in self._returned or not self._tasks]
-        self._local.prefill(own, is_decoding)
+        prefilled = self._local.prefill(own, is_decoding)
         self._returned.intersection_update(self._parts.scheduler.unfinished)
+        return prefilled
 
     def first_tokens(self, sequences: list[Sequence]) -> list[FirstToken]:
         """First tokens, received with the answers or sampled here."""

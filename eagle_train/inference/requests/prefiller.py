@@ -28,9 +28,9 @@ Chunk = tuple[Sequence, int]
 class Prefiller(Protocol):
     """Prefills sequences, here or in other processes. Sets their `num_computed` and `last_hidden`."""
 
-    def prefill(self, chunks: list[Chunk], is_decoding: bool) -> None:
+    def prefill(self, chunks: list[Chunk], is_decoding: bool) -> bool:
         """Prefill these chunks, or send them to other processes without waiting. `is_decoding`: the batch has rows to
-        decode."""
+        decode. Returns whether any was prefilled here."""
 
     def first_tokens(self, sequences: list[Sequence]) -> list[FirstToken]:
         """The first tokens of prefilled sequences."""
@@ -43,10 +43,11 @@ class LocalPrefiller:
         """`on_prefill`: called with each sequence after a chunk of it was written to the caches."""
         self._runner, self._requests, self._on_prefill = runner, requests, on_prefill
 
-    def prefill(self, chunks: list[Chunk], is_decoding: bool) -> None:
+    def prefill(self, chunks: list[Chunk], is_decoding: bool) -> bool:
         """Prefill all chunks, batch by batch."""
         for batch in batches(chunks):
             self._prefill_batch(batch)
+        return bool(chunks)
 
     def first_tokens(self, sequences: list[Sequence]) -> list[FirstToken]:
         """Samples from the target's hidden states at the prompts' last tokens."""

@@ -1,6 +1,7 @@
 """Which tree a round gets where it goes by acceptance and cost: a simulated engine, against the best fixed choice."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -15,6 +16,8 @@ from eagle_train.inference.decode.round_costs import RoundCosts
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.drafter import Needs, TreePlan
 from eagle_train.inference.parallel.tensor_parallel import Ranks
+from eagle_train.inference.requests.prefiller import LocalPrefiller
+from eagle_train.inference.runner import Runner
 from tests.support.graph_recorder import recorded
 from tests.support.inside import inside, runner_of
 from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, token_ids
@@ -220,6 +223,33 @@ def test_answers_are_those_of_plain_decoding(options, temperature):
     for _ in range(3):
         assert token_ids(engine.generate(PROMPTS, params)) == plain
     assert inside(engine).in_flight is None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_round_that_follows_a_prefill_tells_nothing_of_times(monkeypatch, overlap):
+    """It takes longer, whatever its plan."""
+    target, log, told = shared_target("llama"), [], []
+    engine = Engine(target, Eagle(tiny_draft(target), target), "auto", max_batch_size=2, overlap=overlap)
+    run, prefill, observe = Runner.run, LocalPrefiller.prefill, Adaptive.observe
+    monkeypatch.setattr(Runner, "run", lambda *given: log.append("round") or run(*given))
+
+    def prefilling(self, chunks, is_decoding):
+        log.extend(["prefill"] * bool(chunks))
+        return prefill(self, chunks, is_decoding)
+
+    def observed(self, plan, rows, number, seconds):
+        told.append(seconds is not None)
+        return observe(self, plan, rows, number, seconds)
+
+    monkeypatch.setattr(LocalPrefiller, "prefill", prefilling)
+    monkeypatch.setattr(Adaptive, "observe", observed)
+    engine.generate(PROMPTS[:4], SamplingParams(0.0, max_tokens=12, ignore_eos=True))
+    follows = [before == "prefill" for before, this in pairwise(log) if this == "round"]
+    assert sum(follows) > 1
+    assert len(told) == len(follows)
+    assert not any(known for known, first in zip(told, follows, strict=True) if first)
+    assert overlap or told == [not first for first in follows]
+    assert any(told)
 
 
 def test_rounds_at_the_start_are_like_later_ones():
