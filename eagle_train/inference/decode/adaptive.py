@@ -19,6 +19,7 @@ from eagle_train.inference.parallel.tensor_parallel import Ranks
 
 _CLEARLY_WORSE = 0.97  # of plain decoding's tokens a second: drafts are on their way out
 _BETTER = 1.02
+_AS_GOOD = 0.97  # of the best drafts' tokens a second: the shallowest of those are taken
 _FIRST_RETRY, _LAST_RETRY = 128, 2048  # plain rounds before drafts are tried again
 _TRY = 3  # rounds of a trial
 _PLAIN_FIRST, _PLAIN_EVERY = 24, 512  # rounds after which one is plain, so that its time is known, and is known again
@@ -145,7 +146,7 @@ class Adaptive:
                 # It fades in rounds that it alone has drafts for, and comes back where drafts pay without it.
                 self._hope = min(1.0, self._hope * (_RISES if rates[first] > rates[0] else _FADES))
             rates[1:] = [lift * rate for rate in rates[1:]]
-        best = max(range(len(plans)), key=rates.__getitem__)
+        best = self._most(plans, rates)
         if (probed := self._tried_out(plans, rates, rows)) is not None:
             return probed
         self._pays = max(rates[1:], default=0.0) > _CLEARLY_WORSE * rates[0]
@@ -153,6 +154,13 @@ class Adaptive:
             return best or max(range(1, len(plans)), key=rates.__getitem__)
         stays = plans.index(self._current) if self._current in plans else best
         return best if rates[best] > _BETTER * rates[stays] else stays
+
+    def _most(self, plans: list[TreePlan], rates: list[float]) -> int:
+        """The place of the plan with the highest rate, and of drafts that are as good as these the shallowest: of many
+        estimates the highest is too high, and deep drafts leave a batch's last requests more rounds alone."""
+        most = max(rates)
+        as_good = [place for place in range(1, len(plans)) if rates[place] >= _AS_GOOD * most]
+        return min(as_good, key=lambda place: plans[place].tree.max_depth) if rates[0] < most else 0
 
     def _tried_out(self, plans: list[TreePlan], rates: list[float], rows: int) -> int | None:
         """The place of a plan that is to be timed now: now and then the least known of those that are nearly the best,

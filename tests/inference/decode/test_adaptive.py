@@ -165,6 +165,19 @@ def test_a_slow_first_round_makes_no_plan_cheaper_than_the_others():
     assert [each / plain for each in others] == pytest.approx([2.0, 4.0], rel=0.02)
 
 
+@pytest.mark.parametrize(("better", "depth"), [(1.02, 1), (1.05, 2)])
+def test_of_drafts_that_are_as_good_the_shallowest_are_taken(better, depth):
+    """Chains of 2 bring `better` times the tokens a second of chains of 1, and both more than no drafts."""
+    dispatcher, row = Dispatcher(AutoTree((1, 2))), Request(0.5)
+    plans = [PLAIN, *dispatcher.choices(1)]
+    first, both = Acceptance(100).shares(2)
+    times = {0: 1.5, 1: 1 + first, 2: (1 + first + both) / better}
+    costs = RoundCosts(plans, [1], lambda plan, rows: times[plan.tree.max_depth])
+    adaptive = Adaptive(dispatcher, PLAIN, costs, Ranks(), 1)
+    row.acceptance = adaptive.new()
+    assert adaptive.choose([row]).tree.max_depth == depth
+
+
 def test_rounds_at_the_start_are_timed_as_they_come_later():
     """Behind rounds of the same plan: the first one after another plan's takes longer."""
     dispatcher, last = Dispatcher(AutoTree((1, 3))), [None]
