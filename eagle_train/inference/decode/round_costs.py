@@ -8,7 +8,8 @@ from collections.abc import Callable
 from eagle_train.inference.drafters.drafter import TreePlan
 
 _SCALE_STEP, _OWN_STEP = 0.05, 0.1  # of what a round is off, by which a factor follows
-_SETTLING = 8  # rounds after a change of plan: what is off then is the new plan's own
+_SETTLING = 8  # rounds after a change of plan: what is off then is the new plan's own; and as many before it tell how
+# much all are off, since what was known of another batch size is old
 _FIRST = 16  # rounds of a batch size that tell the factor of all plans, and no plan's own
 _OUTLIER = 1.2  # times what is expected, or over it: something else took the time
 _TURNS, _IN_A_ROW = 2, 3
@@ -31,7 +32,7 @@ class RoundCosts:
         self._rounds = dict.fromkeys(sizes, 0)
         self._own = dict.fromkeys(self._base, 1.0)
         self._last: tuple[TreePlan, int] | None = None
-        self._since = 0  # rounds since the plan or the batch size changed
+        self._since_plan = self._since_size = 0  # rounds since a plan took another one's place, and the batch size's
 
     def seconds(self, plan: TreePlan, rows: int) -> float:
         """What a round is expected to take."""
@@ -46,8 +47,12 @@ class RoundCosts:
         """A round took so long."""
         size = self._size(rows)
         ratio = seconds / (self._between(plan, rows) * self._own[plan, size])
-        self._since = self._since + 1 if self._last == (plan, size) else 1
-        self._last = plan, size
+        before, self._last = self._last, (plan, size)
+        if before is None or before[1] != size:
+            self._since_plan, self._since_size = _SETTLING, 0
+        elif before[0] is not plan and self._since_size > _SETTLING:
+            self._since_plan = 0
+        self._since_plan, self._since_size = self._since_plan + 1, self._since_size + 1
         self._rounds[size] += 1
         if self._scale[size] == 0:
             self._scale[size] = ratio
@@ -56,8 +61,8 @@ class RoundCosts:
         if self._rounds[size] <= _FIRST:  # the first round may be slow: it says nothing of one plan beside another
             self._scale[size] *= off ** (1 / self._rounds[size])
             return
-        if self._since > _SETTLING:
-            self._scale[size] *= off**_SCALE_STEP
+        if self._since_plan > _SETTLING:
+            self._scale[size] *= off ** max(_SCALE_STEP, 1 / (1 + self._since_size))
             return
         self._seen[plan, size] += 1
         self._own[plan, size] *= off ** max(_OWN_STEP, 1 / (1 + self._seen[plan, size]))

@@ -178,6 +178,16 @@ def test_of_drafts_that_are_as_good_the_shallowest_are_taken(better, depth):
     assert adaptive.choose([row]).tree.max_depth == depth
 
 
+def test_batches_whose_contexts_grow_make_no_plan_look_cheaper_than_others():
+    """Each begins with short ones, and ends with fewer rows."""
+    plans = [PLAIN, TreePlan(chain(3))]
+    costs = RoundCosts(plans, [4, 8], lambda plan, rows: 1.0 + plan.tree.max_depth)
+    for _ in range(50):
+        for place in range(40):
+            costs.observe(PLAIN, 8 if place < 20 else 4, 1.0 + 0.02 * place)
+    assert costs.seconds(plans[1], 8) / costs.seconds(PLAIN, 8) == pytest.approx(4.0, rel=0.02)
+
+
 def test_rounds_at_the_start_are_timed_as_they_come_later():
     """Behind rounds of the same plan: the first one after another plan's takes longer."""
     dispatcher, last = Dispatcher(AutoTree((1, 3))), [None]
