@@ -111,6 +111,12 @@ def in_words(size: float) -> str:
     return f"{size / unit:,.1f} {name}"
 
 
+def count_in_words(count: float) -> str:
+    """A number of parameters in thousands, millions or billions."""
+    unit, name = next((each for each in ((1e9, "B"), (1e6, "M")) if count >= each[0]), (1e3, "k"))
+    return f"{count / unit:,.4g} {name}"
+
+
 def time_in_words(seconds: float) -> str:
     """Seconds as they are, or in minutes or hours."""
     if seconds < 60:

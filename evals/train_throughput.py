@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from eagle_train.drafts import EagleConfig, EagleDraft
 from eagle_train.hardware import resolve_device
-from eagle_train.results import prepared_file, write_json
+from eagle_train.results import in_words, prepared_file, write_json
 from eagle_train.settings import build
 from eagle_train.training.cost.flops import flops_of
 from eagle_train.training.cost.target_shape import TargetShape
@@ -107,8 +107,8 @@ def text(found: dict[str, Any]) -> str:
     lines = []
     for kind in (kind for kind in KINDS if kind in found):
         one = found[kind]
-        speed, memory = one["tokens_per_s"], one["peak_memory"] / 2**30
-        lines.append(f"{kind:<6}{one['step_s'] * 1e3:8.0f} ms a step {speed:9,.0f} tokens/s {memory:6.2f} GiB at most")
+        speed, memory = one["tokens_per_s"], in_words(one["peak_memory"])
+        lines.append(f"{kind:<6}{one['step_s'] * 1e3:8.0f} ms a step {speed:9,.0f} tokens/s {memory:>12} at most")
     speed, memory = found["faster_than_naive"], found["memory_of_naive"]
     if speed is not None:
         lines.append(f"ours has {speed:.2f} times the tokens/s (without padding), and takes {memory:.0%} of the memory")

@@ -7,9 +7,14 @@ import torch
 
 from eagle_train.inference.parallel.divided_draft import reason_against
 from eagle_train.models.loading import DTYPES
-from eagle_train.training.cost.estimate import GIB, USABLE
+from eagle_train.results import count_in_words, in_words
+from eagle_train.training.cost.estimate import USABLE
 from evals.bench.decoding_plan import DecodingPlan, PlannedRound, Reading
 from evals.bench.latency_config import Config
+
+Unit = tuple[float, str]
+SIZES: tuple[Unit, ...] = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+TIMES: tuple[Unit, ...] = ((1e-3, "ms"), (1e-6, "us"))
 
 
 def plan_text(config: Config) -> str:
@@ -35,7 +40,8 @@ def _models(plan: DecodingPlan) -> Iterator[str]:
     gpus, cluster, shape = plan.gpus, plan.cluster, plan.shape
     among = "" if gpus == 1 else f"; a sum over all takes {cluster.sum_us:g} us"
     dtype = str(plan.dtype).removeprefix("torch.")
-    yield f"target: {shape.parameters / 1e9:.4g} B parameters, draft: {plan.module.num_parameters / 1e9:.4g} B, {dtype}"
+    target, draft = map(count_in_words, (shape.parameters, plan.module.num_parameters))
+    yield f"target: {target} parameters, draft: {draft}, {dtype}"
     yield f"{gpus} GPU{'s' if gpus > 1 else ''}, each reads {cluster.memory_tb_s:g} TB/s of its memory{among}"
     if gpus > 1:
         yield from _divided(plan)
@@ -47,9 +53,9 @@ def _memory(plan: DecodingPlan, rows: int, longest: int, trees: list[str]) -> It
     memory = max(each, key=lambda parts: sum(parts.values()))
     total = sum(memory.values())
     fits = "" if total <= plan.cluster.room else f": does not fit below {USABLE:.0%}"
-    yield f"GiB on each GPU, of an engine for {rows} text{'s' if rows > 1 else ''} of {longest:,} tokens"
-    yield from (f"  {part:<26}{value / GIB:9.2f}" for part, value in memory.items())
-    yield f"  {'all, without activations':<26}{total / GIB:9.2f}  of {plan.cluster.memory_gib:g}{fits}"
+    yield f"memory on each GPU, of an engine for {rows} text{'s' if rows > 1 else ''} of {longest:,} tokens"
+    yield from (f"  {part:<26}{in_words(value):>12}" for part, value in memory.items())
+    yield f"  {'all, without activations':<26}{in_words(total):>12}  of {plan.cluster.memory_gib:g} GiB{fits}"
 
 
 def _divided(plan: DecodingPlan) -> Iterator[str]:
@@ -64,27 +70,36 @@ def _divided(plan: DecodingPlan) -> Iterator[str]:
 
 
 def _readings(rounds: Iterator[PlannedRound], plan: DecodingPlan) -> Iterator[str]:
-    """Of all rounds."""
-    yield "At least: what each GPU reads (weights, LM head, keys and values, all together), sums, milliseconds"
-    yield f"{'':<24}{'weights':>9}{'LM head':>9}{'KV':>9}{'GB':>9}{'sums':>6}{'ms':>9}"
-    for each in rounds:
-        yield from _round(each, plan)
+    """Of all rounds, in the units of the smallest."""
+    shown = list(rounds)
+    size = _unit_of(min(each.plain.bytes for each in shown), SIZES)
+    time = _unit_of(min(each.plain.seconds(plan.speeds) for each in shown), TIMES)
+    yield "At least: what each GPU reads (weights, LM head, keys and values, all together), sums, time"
+    yield f"{'':<24}{'weights':>9}{'LM head':>9}{'KV':>9}{size[1]:>9}{'sums':>6}{time[1]:>9}"
+    for each in shown:
+        yield from _round(each, plan, size, time)
 
 
-def _round(planned: PlannedRound, plan: DecodingPlan) -> Iterator[str]:
+def _unit_of(least: float, units: tuple[Unit, ...]) -> Unit:
+    """The largest of which there is a tenth at least."""
+    return next((unit for unit in units if least >= unit[0] / 10), units[-1])
+
+
+def _round(planned: PlannedRound, plan: DecodingPlan, size: Unit, time: Unit) -> Iterator[str]:
     """A batch size, a context and a tree."""
     whole = planned.drafting + planned.validation
     yield f"batch {planned.batch_size}, context {planned.context:,}, {planned.tree}"
     parts = {"plain step": planned.plain, "drafting": planned.drafting, "validation": planned.validation}
     for name, reading in (parts | {"round": whole}).items():
-        yield _reading(name, reading, plan)
+        yield _reading(name, reading, plan, size, time)
     if planned.tokens is not None:
         each, plain = (reading.seconds(plan.speeds) for reading in (whole, planned.plain))
         token = each / planned.tokens
-        yield f"  {planned.tokens:.2f} tokens a round: {1e3 * token:.2f} ms a token, {plain / token:.2f} times plain"
+        said = f"{token / time[0]:.2f} {time[1]} a token, {plain / token:.2f} times plain"
+        yield f"  {planned.tokens:.2f} tokens a round: {said}"
 
 
-def _reading(name: str, reading: Reading, plan: DecodingPlan) -> str:
-    gigabytes = (reading.weights, reading.lm_head, reading.kv, reading.bytes)
-    shown = "".join(f"{each / 1e9:9.2f}" for each in gigabytes)
-    return f"  {name:<22}{shown}{reading.sums:>6}{1e3 * reading.seconds(plan.speeds):9.2f}"
+def _reading(name: str, reading: Reading, plan: DecodingPlan, size: Unit, time: Unit) -> str:
+    sizes = (reading.weights, reading.lm_head, reading.kv, reading.bytes)
+    shown = "".join(f"{each / size[0]:9.2f}" for each in sizes)
+    return f"  {name:<22}{shown}{reading.sums:>6}{reading.seconds(plan.speeds) / time[0]:9.2f}"

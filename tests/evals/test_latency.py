@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -199,7 +200,11 @@ def test_a_plan_of_decoding(tmp_path, capsys, monkeypatch):
     assert "2.50 ms whole, 0.47 ms divided, with 8 sums; divided\n" in said
     assert "3.00 tokens a round: 3.50 ms a token, 2.59 times plain\n" in said
     assert "does not fit" not in said
-    assert "of 20: does not fit below 92%" in planned(capsys, *given, "cluster.memory_gib=20")[0]
+    assert "of 20 GiB: does not fit below 92%" in planned(capsys, *given, "cluster.memory_gib=20")[0]
+    small, rows = planned(capsys, "shapes=tiny", "acceptance=[0.8,0.6,0.5]", out)
+    assert re.search(r"^target: [\d.]+ k parameters, draft: [\d.]+ k, bfloat16$", small, re.M)
+    assert re.search(r"^  target's weights +[\d.]+ KiB$", small, re.M)
+    assert min(rows["plain step"][:3]) > 0
 
 
 @pytest.mark.parametrize(

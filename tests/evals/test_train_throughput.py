@@ -35,6 +35,9 @@ def test_figures_are_medians_of_the_rounds_and_memory_the_first_ones():
     assert found["step_over_floor"] == pytest.approx(1.5)
     assert found["parts_s"] == {"target": 0.5, "waiting for data": 0.1}
     assert found["data_wait"] == pytest.approx(0.1)
+    found = found | {"device": "cpu"}
+    found["ours"]["peak_memory"] = 3 * 2**20  # no tenth of a GiB
+    assert train_throughput.text(found).splitlines()[0].endswith("500 tokens/s      3.0 MiB at most")
 
 
 def test_the_command_writes_and_prints_its_figures(tmp_path, capsys):

@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from eagle_train.errors import UserError
-from eagle_train.results import in_words, redact, time_in_words
+from eagle_train.results import count_in_words, in_words, redact, time_in_words
 from eagle_train.settings import CONF_DIR
 from eagle_train.training import metrics
 from eagle_train.training.metrics import Meter, MetricsLog, NoTracker, WandbTracker
@@ -268,4 +268,5 @@ def test_sizes_and_times_are_told_in_units_that_fit():
     sizes = [0, 300, 2**16, 2**20, 5 * 2**29, 3000 * 2**30]
     assert list(map(in_words, sizes)) == ["0.0 KiB", "0.3 KiB", "64.0 KiB", "1.0 MiB", "2.5 GiB", "3,000.0 GiB"]
     told = ["0 s", "0.042 s", "9.5 s", "42 s", "1.0 min", "59.5 min", "1.0 hours", "1,000.0 hours"]
+    assert list(map(count_in_words, [983, 65_300, 1.5e6, 8.03e9])) == ["0.983 k", "65.3 k", "1.5 M", "8.03 B"]
     assert list(map(time_in_words, [0, 0.042, 9.5, 42, 60, 3570, 3600, 3.6e6])) == told

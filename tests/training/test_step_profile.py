@@ -178,7 +178,7 @@ def test_the_plan_beside_a_gpus_time_and_memory():
     lines = measured.text(rows, side_by_side=False).splitlines()
     assert lines[1].split() == ["target", "100.00", "200.00", "2.00"]
     assert lines[4].split() == ["optimiser", "none", "500.00"]
-    assert lines[-1].split() == ["all,", "without", "CUDA's", "own", "5.00", "6.00", "1.20"]
+    assert lines[-1].split() == ["all,", "without", "CUDA's", "own", "5.0", "GiB", "6.0", "GiB", "1.20"]
     assert "half of them" in measured.text(rows, side_by_side=True)
 
 

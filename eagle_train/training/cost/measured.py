@@ -3,7 +3,7 @@
 Knows nothing of how a profile is made.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from eagle_train.hardware import device_memory
 from eagle_train.models.loading import TargetConfig
 from eagle_train.models.target import Target
+from eagle_train.results import in_words
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.cost.estimate import GIB, ClusterConfig, PlannedRun
 from eagle_train.training.cost.this_machine import part_seconds
@@ -82,12 +83,12 @@ def beside(plan: StepPlan, found: Mapping[str, Any], memory: Mapping[str, int]) 
 def text(rows: Mapping[str, list[dict[str, Any]]], side_by_side: bool) -> str:
     """`beside` as lines to read. `side_by_side`: whether the target ran beside the draft, each on half of the cores."""
     lines = [f"  {'the plan, of a step':<28}{'planned ms':>12}{'measured ms':>12}{'ratio':>12}"]
-    lines += [_line(row, 1e-3) for row in rows["seconds"]]
+    lines += [_line(row, lambda seconds: f"{seconds * 1e3:,.2f}") for row in rows["seconds"]]
     if side_by_side:
         lines.append("  the plan is for all cores; target and draft have half of them each at once: 2 is as planned")
     if rows["bytes"]:
-        lines.append(f"  {'the plan, memory':<28}{'planned GiB':>12}{'measured':>12}{'ratio':>12}")
-        lines += [_line(row, GIB) for row in rows["bytes"]]
+        lines.append(f"  {'the plan, memory':<28}{'planned':>12}{'measured':>12}{'ratio':>12}")
+        lines += [_line(row, in_words) for row in rows["bytes"]]
     return "\n".join(lines)
 
 
@@ -95,9 +96,9 @@ def _row(part: str, planned: float, measured: float) -> dict[str, Any]:
     return {"part": part, "planned": planned, "measured": measured, "ratio": measured / planned if planned else None}
 
 
-def _line(row: Mapping[str, Any], unit: float) -> str:
+def _line(row: Mapping[str, Any], said: Callable[[float], str]) -> str:
     ratio = "" if row["ratio"] is None else f"{row['ratio']:,.2f}"
-    planned, measured = (f"{row[key] / unit:,.2f}" for key in ("planned", "measured"))
+    planned, measured = (said(row[key]) for key in ("planned", "measured"))
     return f"  {row['part']:<28}{planned if row['ratio'] is not None else 'none':>12}{measured:>12}{ratio:>12}"
 
 

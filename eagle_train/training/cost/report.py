@@ -13,7 +13,7 @@ from eagle_train.corpus.source import DataConfig
 from eagle_train.drafts import planned_config
 from eagle_train.hardware import computes_fp8, resolve_device
 from eagle_train.models.loading import DTYPES, TargetConfig, check_placement, load_config
-from eagle_train.results import in_words, time_in_words
+from eagle_train.results import count_in_words, in_words, time_in_words
 from eagle_train.settings import build
 from eagle_train.training.assembly import (
     cached_dtype,
@@ -101,9 +101,9 @@ def text(cost: CostEstimate, train: TrainConfig, optim: OptimConfig, cluster: Cl
     run = f"{steps:,} steps of {optim.tokens_per_step:,} tokens"
     width = max(map(len, [*cost.flops, *cost.memory])) + 2
     lines = [
-        f"target: {target.parameters / 1e9:.4g} B parameters, "
-        + ("no layers" if cost.reads else f"of its layers {target.active / 1e9:.4g} B for a token"),
-        f"draft: {cost.draft_parameters / 1e9:.4g} B parameters",
+        f"target: {count_in_words(target.parameters)} parameters, "
+        + ("no layers" if cost.reads else f"of its layers {count_in_words(target.active)} for a token"),
+        f"draft: {count_in_words(cost.draft_parameters)} parameters",
         *cost.layout,
         "",
         "GFLOP a token",
