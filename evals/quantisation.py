@@ -18,20 +18,18 @@ from eagle_train.artifacts.markdown import aligned, code, plain
 from eagle_train.errors import check
 from eagle_train.models.draft_quantisation import SCOPES, Quant
 from eagle_train.settings import build
-from evals.bench import report, statistics
+from evals.bench import statistics
 from evals.bench.answering import run_in_turn
 from evals.bench.config import SampledConfig, check_least
 from evals.bench.evaluation import evaluation
-from evals.bench.quantised_drafts import TimedRun, export_names, feed_forward_bytes
-from evals.bench.report import change, document, loops, made_on, number, sampling, several, subject, table
+from evals.bench.quantised_drafts import LABELS, TimedRun, comparison, export_names, feed_forward_bytes, unfit
+from evals.bench.report import document, loops, made_on, sampling, several, subject
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
 from evals.bench.statistics import NO_DRAFTS
 from evals.bench.trees import check_tree, tree_names
 
-LABELS = {"none": "as it is", "fp8": "FP8", "int4": "INT4"}
 SCOPE = {"ffn": "its feed-forward", "all_linear": "all its matrices"}
-COLUMNS = ["draft", "TPC", "change", report.BY_DEPTH, "drafting, ms a round", "relative", "feed-forward, MB"]
 NOTE = (
     "TPC: tokens committed in decoding, by calls of the target; its change is against the draft as it is. Drafting "
     "takes the median over the batches of questions, which all drafts answered in turn; relative is the median of "
@@ -61,10 +59,12 @@ def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config, quant = session.config, session.artifact.quant
     check(quant.scheme == "none", f"draft={config.draft.path}: quantised already, {quant}; export it with quant=none")
-    runs = variants(session, check_fit(session.requests, session.questions, config.max_tokens))
+    reasons = unfit(session.draft, config.scope)
+    runs = variants(session, check_fit(session.requests, session.questions, config.max_tokens), reasons)
     run_in_turn(list(runs.values()), session.questions, config.params, config.batch_size)
     found = {
         "schemes": {scheme: measured(run, runs["none"]) for scheme, run in runs.items()},
+        "left_out": reasons,
         "scope": config.scope,
         "tree": tree_names(runs["none"].engine.dispatcher, config.batch_size),
         "temperature": config.temperature,
@@ -74,15 +74,15 @@ def main(values: DictConfig) -> None:
         **session.about(),
     }
     session.report(found, markdown(found))
-    session.say(
-        aligned(comparison(found["schemes"])), *loops(found), f"written to {session.out}: report.md, results.json"
-    )
+    session.say(aligned(comparison(found["schemes"])), *not_measured(found), *loops(found))
+    session.say(f"written to {session.out}: report.md, results.json")
 
 
-def variants(session: Session[Config], longest: int) -> dict[str, TimedRun]:
-    """The draft in each scheme, and the exports in `also`. `longest`: as for `Session.engine`."""
+def variants(session: Session[Config], longest: int, left_out: Mapping[str, str]) -> dict[str, TimedRun]:
+    """The draft in each scheme but those left out, and the exports in `also`. `longest`: as for `Session.engine`."""
     config, target = session.config, session.target
-    drafters = {scheme: session.drafter(Quant(scheme, config.scope)) for scheme in LABELS}
+    schemes = [scheme for scheme in LABELS if scheme not in left_out]
+    drafters = {scheme: session.drafter(Quant(scheme, config.scope)) for scheme in schemes}
     for name, path in export_names(config.also, session.artifact.source, str(config.draft.path)).items():
         drafters[name] = session.drafter(draft=load_draft(path, target.identity))
     options: dict[str, Any] = {"tree": config.tree, "max_batch_size": config.batch_size, "longest": longest}
@@ -114,21 +114,9 @@ def measured(run: TimedRun, plain: TimedRun) -> dict[str, Any]:
     }
 
 
-def comparison(schemes: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row per scheme."""
-    rows = [
-        [
-            LABELS.get(scheme) or plain(scheme),
-            number(found["tpc"], 3),
-            change(found["tpc_change"]),
-            report.depths(found["acceptance_per_depth"]),
-            number(found["draft_latency_ms"]),
-            number(found["relative_draft_latency"]),
-            number(found["feed_forward_bytes"] / 1e6),
-        ]
-        for scheme, found in schemes.items()
-    ]
-    return table(COLUMNS, rows)
+def not_measured(found: Mapping[str, Any]) -> list[str]:
+    """A line for each scheme that was not measured."""
+    return [f"{LABELS[scheme]} is left out: {reason}." for scheme, reason in found["left_out"].items()]
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -141,7 +129,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     differing = {name: each["differing_answers"] for name, each in schemes.items() if name != "none"}
     said = ", ".join(f"{LABELS.get(name) or plain(name)} {count}" for name, count in differing.items())
     notes = f"{NOTE}\n\nAnswers that differ from those with the draft as it is: {said}."
-    text = "\n\n".join([setting, comparison(schemes), notes])
+    text = "\n\n".join([setting, comparison(schemes), *not_measured(found), notes])
     return document({"A draft in few bits": text, "Made on": made_on(found)})
 
 

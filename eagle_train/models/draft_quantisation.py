@@ -57,15 +57,21 @@ def modules_to_quantise(draft: nn.Module, quant: Quant) -> dict[str, nn.Linear]:
     """The linear modules to be quantised, by name. Raises UserError as `quantise_draft` does."""
     already = quant_of(draft)
     check(already.scheme == "none", f"quant.scheme={quant.scheme}: the draft is quantised already, {already}; use none")
-    found, made = linear_modules(draft, quant.scope), SCHEMES[quant.scheme]
-    for name, module in found.items():
+    reason = misfit(draft, quant)
+    fits = [each for each in SCHEMES if misfit(draft, Quant(each, quant.scope)) is None] or ["none"]
+    check(reason is None, f"quant.scheme={quant.scheme}: {reason}; quant={' or '.join(fits)} would do")
+    return linear_modules(draft, quant.scope)
+
+
+def misfit(draft: nn.Module, quant: Quant) -> str | None:
+    """The first linear module that the scheme has no product for, in words; None where all have a right shape."""
+    made = SCHEMES[quant.scheme]
+    for name, module in linear_modules(draft, quant.scope).items():
         outputs, inputs = module.weight.shape
-        check(
-            outputs % made.outputs == 0 and inputs % made.inputs == 0,
-            f"quant.scheme={quant.scheme}: {name} of the draft has {outputs} outputs and {inputs} inputs; must be "
-            f"multiples of {made.outputs} and {made.inputs}",
-        )
-    return found
+        if outputs % made.outputs or inputs % made.inputs:
+            multiples = f"must be multiples of {made.outputs} and {made.inputs}"
+            return f"{name} of the draft has {outputs} outputs and {inputs} inputs; {multiples}"
+    return None
 
 
 def linear_modules(draft: nn.Module, scope: str) -> dict[str, nn.Linear]:

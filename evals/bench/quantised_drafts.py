@@ -4,16 +4,23 @@ Knows nothing of how weights are rounded.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from eagle_train.artifacts.format import read_artifact
+from eagle_train.artifacts.markdown import plain
 from eagle_train.drafts import Draft
 from eagle_train.errors import check
 from eagle_train.inference import SamplingParams
+from eagle_train.models.draft_quantisation import SCHEMES, Quant, misfit
 from evals.bench.answering import Run
 from evals.bench.questions import Question
+from evals.bench.report import BY_DEPTH, change, depths, number, table
 from evals.bench.stage_clock import StageClock
+
+LABELS = {"none": "as it is", "fp8": "FP8", "int4": "INT4"}
+COLUMNS = ["draft", "TPC", "change", BY_DEPTH, "drafting, ms a round", "relative", "feed-forward, MB"]
 
 
 @dataclass
@@ -29,6 +36,14 @@ class TimedRun(Run):
         with clock.running(forwards=False):
             super().ask(questions, params)
         self.drafting.append((clock.seconds["drafting"], clock.runs["drafting"]))
+
+
+def unfit(draft: Draft, scope: str) -> dict[str, str]:
+    """The schemes that have no product for the draft's shapes, each with the reason. Raises UserError if none has."""
+    reasons = {scheme: misfit(draft, Quant(scheme, scope)) for scheme in SCHEMES}
+    found = {scheme: reason for scheme, reason in reasons.items() if reason is not None}
+    check(len(found) < len(SCHEMES), f"scope={scope}: {' '.join(found.values())}; no scheme fits this draft")
+    return found
 
 
 def export_names(exports: Sequence[str], source: str, draft: str) -> dict[str, str]:
@@ -49,3 +64,20 @@ def feed_forward_bytes(draft: Draft) -> int:
     parts = [layer.get_submodule("mlp") for layer in draft.layers]
     tensors = [tensor for mlp in parts for tensor in (*mlp.parameters(), *mlp.buffers())]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def comparison(schemes: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row per scheme."""
+    rows = [
+        [
+            LABELS.get(scheme) or plain(scheme),
+            number(found["tpc"], 3),
+            change(found["tpc_change"]),
+            depths(found["acceptance_per_depth"]),
+            number(found["draft_latency_ms"]),
+            number(found["relative_draft_latency"]),
+            number(found["feed_forward_bytes"] / 1e6),
+        ]
+        for scheme, found in schemes.items()
+    ]
+    return table(COLUMNS, rows)

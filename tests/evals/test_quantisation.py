@@ -9,18 +9,20 @@ import torch
 from eagle_train import export
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
 from eagle_train.drafts import EagleDraft
+from eagle_train.errors import UserError
 from eagle_train.inference import Eagle, Engine, Output, Requests, SamplingParams, Stats
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from evals import mt_bench, quantisation
 from evals.bench import stage_clock
-from evals.bench.quantised_drafts import TimedRun, feed_forward_bytes
+from evals.bench.quantised_drafts import TimedRun, feed_forward_bytes, unfit
 from evals.bench.questions import Question
 from evals.bench.statistics import Answer
 from evals.quantisation import measured
 from tests.support.command_line import call
 from tests.support.eval_inputs import arguments, make_home, write_rows
+from tests.support.tiny import tiny_draft
 
 WIDTH = 128
 FFN = 3 * 3 * WIDTH * 2 * WIDTH  # weights: layers, matrices, outputs, inputs
@@ -192,7 +194,18 @@ def test_an_error_where_no_batch_had_a_size_that_is_drafted_for(home, tmp_path, 
     assert "error: tree: no round was of a batch size that it drafts for" in capsys.readouterr().err
 
 
-def test_a_draft_too_narrow_for_int4_is_refused(tmp_path, capsys):
+@pytest.mark.usefixtures("noisy")
+def test_int4_is_left_out_for_a_draft_too_narrow(tmp_path, capsys):
+    """No draft of another width is asked for, and FP8 is measured."""
     home = make_home(tmp_path)
-    assert call(quantisation.main, *arguments(home, f"out={tmp_path}/out")) == 2
-    assert "quant.scheme=int4: layers.0.mlp.gate_proj of the draft has 64 outputs and 32" in capsys.readouterr().err
+    assert call(quantisation.main, *arguments(home, f"out={tmp_path}/out")) == 0
+    told = "INT4 is left out: layers.0.mlp.gate_proj of the draft has 64 outputs and 32 inputs; must be multiples of 16"
+    assert told in capsys.readouterr().out
+    assert told in (tmp_path / "out" / "report.md").read_text()
+    assert list(json.loads((tmp_path / "out" / "results.json").read_text())["schemes"]) == ["none", "fp8"]
+
+
+def test_a_draft_that_no_scheme_fits_is_refused(target, tmp_path):
+    narrow = tiny_draft(target, intermediate_size=24)
+    with pytest.raises(UserError, match=r"^scope=ffn: .* must be multiples of 16 and 16.*no scheme fits this draft$"):
+        unfit(narrow, "ffn")

@@ -142,12 +142,12 @@ def test_an_eagle_in_another_dtype_has_the_codes_of_the_artifact(target):
         (
             lambda target: quantise_draft(tiny_draft(target, intermediate_size=192), Quant("int4")),
             "quant.scheme=int4: layers.0.mlp.down_proj of the draft has 128 outputs and 192 inputs; must be multiples "
-            "of 16 and 128",
+            "of 16 and 128; quant=fp8 would do",
         ),
         (
             lambda target: quantise_draft(tiny_draft(target, intermediate_size=24), Quant("fp8")),
             "quant.scheme=fp8: layers.0.mlp.gate_proj of the draft has 24 outputs and 128 inputs; must be multiples "
-            "of 16 and 16",
+            "of 16 and 16; quant=none would do",
         ),
     ],
 )
