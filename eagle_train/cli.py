@@ -265,18 +265,22 @@ def parse_arguments(config_name: str) -> list[str]:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(usage(CONF_DIR, config_name, BESIDE))
         sys.exit()
-    parser = OverridesParser.create()
     multirun = bool({"-m", "--multirun"} & set(sys.argv))
-    given = [override for argument in sys.argv[1:] for override in named_path(argument, config_name)]
-    arguments = with_others_off(given)
-    arguments = with_own_keys(arguments)
-    offer_trees(arguments)
-    arguments = arguments if multirun else [as_typed(argument, parser) for argument in arguments]
+    arguments = as_overrides(config_name, sys.argv[1:], multirun)
     try:
         check_overrides(config_name, arguments)
     except UserError as error:
         sys.exit(report(error))
     return arguments
+
+
+def as_overrides(config_name: str, arguments: Iterable[str], multirun: bool = False) -> list[str]:
+    """A command's arguments as a user gives them, `target=PATH` for short, as Hydra's overrides."""
+    parser = OverridesParser.create()
+    given = [override for argument in arguments for override in named_path(argument, config_name)]
+    overrides = with_own_keys(with_others_off(given))
+    offer_trees(overrides)
+    return overrides if multirun else [as_typed(each, parser) for each in overrides]
 
 
 def tell_plainly() -> None:

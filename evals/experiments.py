@@ -14,12 +14,13 @@ stopped. Paper sections 2.3 and 3; DESIGN section 3.8.
 
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.artifacts.markdown import aligned
-from eagle_train.cli import compose
+from eagle_train.cli import as_overrides, compose
 from eagle_train.drafts import planned_config
 from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
@@ -57,14 +58,15 @@ Found = dict[str, Any]
 @evaluation_alone("experiments")
 def main(values: DictConfig) -> None:
     config = build(StudyConfig, values, "")
-    composed = {name: compose("train", config.overrides(name)) for name in config.chosen}  # raises for mistakes
+    given = {name: as_overrides("train", config.overrides(name)) for name in config.chosen}
+    composed = {name: compose("train", overrides) for name, overrides in given.items()}  # raises for mistakes
     questions = read_questions(config.questions, config.limit)
-    out = prepared(config.out)
-    given = build(TargetConfig, composed[config.study.reference].target, "target")
-    target = load_target(given, resolve_device(config.device), reads=chats)
+    out = Path(config.out) if config.plan else prepared(config.out)
+    own = build(TargetConfig, composed[config.study.reference].target, "target")
+    target = load_target(own, resolve_device(config.device), reads=chats)
     check_levels(config, composed, target)
     longest = check_fit(Requests(target), questions, config.max_tokens)
-    tell_bundled(config.questions, given.path)
+    tell_bundled(config.questions, own.path)
     print(planned(config, target, questions, longest), flush=True)
     if config.plan:
         return

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from eagle_train import cache, datastore, doctor, export, generate, regenerate, train
-from evals import compare, gating, latency, layer_skip, mt_bench, report, switches, tune_trees
+from evals import compare, experiments, gating, latency, layer_skip, mt_bench, report, switches, tune_trees
 from tests.support.command_line import call, chats, write_jsonl
 from tests.support.pages import PAGES, ROOT, Command, blocks, shell_commands
 
@@ -39,6 +39,7 @@ PROGRAMS: dict[str, tuple[Callable[[], None], list[str]]] = {
     "python -m evals.layer_skip": (layer_skip.main, SMALL_EVAL),
     "python -m evals.tune_trees": (tune_trees.main, [*SMALL_EVAL, "batch_sizes=[1]", "nodes=[2]", "rounds=2"]),
     "python -m evals.report": (report.main, []),
+    "python -m evals.experiments": (experiments.main, []),  # plans alone: what trains says how long it takes
     "python -m evals.switches": (switches.main, [*SMALL_BATCHES, "switches=[chunked_prefill]", "long_tokens=32"]),
 }
 LOOKS = ("plan=true", "preview=")  # runs of eagle-train that train nothing, so there is nothing to make small

@@ -21,7 +21,7 @@ import torch
 
 from eagle_train import distributed
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
-from eagle_train.cli import compose
+from eagle_train.cli import as_overrides, compose
 from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
 from eagle_train.models.target import Target
@@ -92,7 +92,8 @@ def train_steps(overrides: list[str], line: Connection) -> None:
     More steps come before them that are not counted: their hidden states were computed while the other process ran.
     """
     with tempfile.TemporaryDirectory() as folder:
-        config = compose("train", [*overrides, f"out={folder}/out", "train.steps=1000000"])
+        given = as_overrides("train", [*overrides, f"out={folder}/out", "train.steps=1000000"])
+        config = compose("train", given)
         parallel = build(ParallelConfig, config.parallel, "parallel")
         trainer = assemble(config, parallel, distributed.start(resolve_device(config.device)))
     trainer.lookahead.start(steps=None)

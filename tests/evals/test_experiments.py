@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from eagle_train import train
-from eagle_train.cli import compose
+from eagle_train.cli import as_overrides, compose
 from eagle_train.drafts import Draft
 from eagle_train.errors import UserError
 from eagle_train.inference import Eagle
@@ -38,7 +38,7 @@ def home(tmp_path_factory) -> Path:
 def given(home: Path, *overrides: str) -> list[str]:
     """The command's arguments for two variants of a run on the tiny target."""
     base = [
-        *(f"target.path={home}/target", "data=messages", f"data.path={home}/chats.jsonl", "data.row_tokens=64"),
+        *(f"target={home}/target", "data=messages", f"data.path={home}/chats.jsonl", "data.row_tokens=64"),
         *("train.micro_batch_rows=1", "optim.tokens_per_step=64", "draft.num_layers=1"),
         *("train.steps=100", "optim.decay_share=0.5"),
     ]
@@ -56,7 +56,7 @@ def in_process(monkeypatch) -> list[list[str]]:
 
     def started(command: list[str], **_) -> SimpleNamespace:
         runs.append(command[3:])
-        return SimpleNamespace(returncode=train.job(compose("train", command[3:])))
+        return SimpleNamespace(returncode=train.job(compose("train", as_overrides("train", command[3:]))))
 
     monkeypatch.setattr(study_runs.subprocess, "run", started)
     timed = {"base": 1.0, "plain": 2.0, "lk": 2.0}
@@ -208,9 +208,10 @@ def test_a_plan_trains_nothing_and_counts_what_is_left(home, in_process, tmp_pat
         unit = {"s": 1, "min": 60, "hours": 3600}
         return {what: float(said.split()[0]) * unit[said.split()[1]] for what, said in lines}
 
+    assert planned(f"out={tmp_path}/plan")
+    assert not (tmp_path / "plan").exists()
     before = planned()
     assert in_process == []
-    assert not (tmp_path / "results.json").exists()
     names = ["time of a step of 3 variants", "3 drafts", "3 times 3 answers", "4 times 3 answers, one by one", "all"]
     assert list(before) == names
     assert before["3 drafts"] == pytest.approx(3 * (8 + study_plan.STARTING_S), abs=3.6)
