@@ -11,9 +11,11 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +32,17 @@ SIDES = ("data", "files", "votes")
 STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 _LONGEST_WAIT = timedelta(days=7)  # at a job's end, for a first rank that still works alone; launchers end what hangs
+
+
+@contextmanager
+def shielded(signals: Collection[signal.Signals] = STOP) -> Iterator[None]:
+    """Processes that this thread starts in the block have the signals blocked from the start."""
+    resource_tracker.ensure_running()  # when it starts, multiprocessing unblocks them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class CommonError(UserError):

@@ -100,7 +100,8 @@ def make_drafts_and_answers(config: StudyConfig, target: Target, questions: list
         once(run_file(config, run), study_runs.training_asked(config, run), train)
         for tree in config.study.trees:
             answer = partial(study_answers.answered, config, run, tree, target, questions, longest)
-            once(answers_file(config, run, tree), study_answers.answers_asked(config, run, tree), answer)
+            asked = study_answers.answers_asked(config, run, tree)
+            once(answers_file(config, run, tree), asked, answer, study_answers.FIGURES)
 
 
 def speedups_of(config: StudyConfig, target: Target, questions: list[Question], longest: int) -> Found:

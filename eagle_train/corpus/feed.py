@@ -28,7 +28,7 @@ from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, behind_place, parse
 from eagle_train.corpus.source import DataConfig, Marked, Source, SourceConfig, open_source
 from eagle_train.corpus.template import TemplateFault
 from eagle_train.corpus.tokens import Document
-from eagle_train.distributed import STOP, CommonError, World
+from eagle_train.distributed import CommonError, World, shielded
 from eagle_train.errors import UserError, one_line
 
 _BLOCK = 1024  # draws whose data sets are chosen together
@@ -196,7 +196,7 @@ class _Pool:
     """Worker processes that render rows, and end when one of them is killed."""
 
     def __init__(self, config: DataConfig, renderer: ChatRenderer):
-        with _shielded():
+        with shielded():
             self._executor = ProcessPoolExecutor(
                 config.workers,
                 multiprocessing.get_context("spawn"),  # a fork would copy the GPU's and the tokenizer's threads
@@ -206,8 +206,7 @@ class _Pool:
         self._inside: Any = self._executor  # its queues, which are private
 
     def submit(self, rows: list[Drawn]) -> Callable[[], list[_Rendered]]:
-        # Once more: multiprocessing unblocks the signals when it has started its resource tracker.
-        with _shielded(), self._unread_when_broken():
+        with shielded(), self._unread_when_broken():
             return partial(self._result, self._executor.submit(work, [(row.source, row.placed) for row in rows]))
 
     def close(self) -> None:
@@ -239,16 +238,6 @@ class _Pool:
         except BrokenProcessPool:
             self._inside._call_queue._reader.close()
             raise
-
-
-@contextmanager
-def _shielded() -> Iterator[None]:
-    """Processes that this thread starts in the block have the signals STOP blocked from the start."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 worker: dict[str, Any] = {}  # of a worker process: its config and renderer

@@ -22,6 +22,7 @@ from evals.bench.study import StudyConfig, Trained
 from evals.bench.study_runs import draft_of, training_asked
 
 Found = dict[str, Any]
+FIGURES = ("tpc", "acceptance_per_depth", "looping_answers", "answers", "seconds")  # of `answered`
 
 
 def answers_asked(config: StudyConfig, run: Trained, tree: str) -> Found:

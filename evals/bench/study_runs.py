@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -38,16 +38,16 @@ from evals.bench.worker import ALLOCATOR, Worker
 Found = dict[str, Any]
 
 
-def kept(path: Path, asked: Found) -> Found | None:
-    """The file's result where it follows from exactly `asked`; None where there is none."""
-    if path.is_file() and (found := json.loads(path.read_text("utf-8")))["asked"] == asked:
-        return found
-    return None
+def kept(path: Path, asked: Found, figures: Collection[str] = ()) -> Found | None:
+    """The file's result where it follows from exactly `asked`, and has these figures, which an earlier version may not
+    have written; None where there is none."""
+    found: Found = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return found if found.get("asked") == asked and found.keys() >= set(figures) else None
 
 
-def once(path: Path, asked: Found, make: Callable[[], Found]) -> Found:
-    """The file's result where it follows from exactly `asked`; else it is made and written."""
-    if (found := kept(path, asked)) is not None:
+def once(path: Path, asked: Found, make: Callable[[], Found], figures: Collection[str] = ()) -> Found:
+    """The file's result where it follows from exactly `asked` and has these figures; else it is made and written."""
+    if (found := kept(path, asked, figures)) is not None:
         return found
     made = {"asked": asked, **make()}
     write_json(path, made)

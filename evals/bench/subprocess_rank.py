@@ -5,6 +5,7 @@ Knows nothing of what they compute.
 
 import multiprocessing
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,8 @@ def second_rank(work: Callable[..., None], *arguments: Any) -> Iterator[World]:
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     given = (work, job | {"RANK": "1"}, torch.get_num_threads(), *arguments)
     process = multiprocessing.get_context("spawn").Process(target=_run_rank, args=given, daemon=True)
-    process.start()
+    with distributed.shielded([signal.SIGINT]):  # a terminal sends it to all; this process ends the other
+        process.start()
     try:
         with patch.dict(os.environ, job | {"RANK": "0"}):
             world = distributed.start("cpu", shard_size=None)

@@ -5,9 +5,11 @@ Knows nothing of what is timed.
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
+from eagle_train.distributed import shielded
 from eagle_train.errors import UserError
 
 # As in launch/quickstart.sh: without these, a step spends most of its time on allocating memory from the kernel.
@@ -22,7 +24,8 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self.line, theirs = context.Pipe()
         self.process = context.Process(target=_worker, args=(work, *arguments, theirs), daemon=True)
-        self.process.start()
+        with shielded([signal.SIGINT]):  # a terminal sends it to all; who gives the orders ends this process
+            self.process.start()
         theirs.close()
 
     def ask(self, order: Any) -> Any:

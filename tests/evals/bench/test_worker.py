@@ -29,6 +29,14 @@ def test_a_mistake_is_raised_by_the_order(least):
     worker.close()
 
 
+def test_an_interrupt_of_all_processes_is_for_who_gives_the_orders():
+    """Of one that has just been started, too: it would tell where its imports were."""
+    worker = Worker(doubles, 0)
+    os.kill(worker.process.pid, signal.SIGINT)
+    assert worker.ask(4) == 8
+    worker.close()
+
+
 def dies(how: str, line: Connection) -> None:
     line.recv()
     if how == "killed":
