@@ -94,7 +94,8 @@ def _map_arrow(file: str) -> Any:
         memory.seek(0)
         return (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(memory).read_all()
     except (OSError, ValueError) as error:
-        raise UserError(f"{file}: not Arrow, or incomplete: {one_line(error)}") from error
+        problem = "not Arrow, or incomplete" if getattr(error, "errno", None) is None else "cannot be read"
+        raise UserError(f"{file}: {problem}: {one_line(error)}") from error
 
 
 def is_saved(path: str) -> bool:

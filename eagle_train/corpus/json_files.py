@@ -31,9 +31,16 @@ _Cut = tuple[bytes, int, int]
 
 
 def files_identity(files: list[str]) -> str:
-    """A digest of the files' names and sizes."""
-    listing = [[file, Path(file).stat().st_size] for file in files]
+    """A digest of the files' names and sizes. Raises UserError for one that is not there, or not any more."""
+    listing = [[file, _size_of(file)] for file in files]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+
+
+def _size_of(file: str) -> int:
+    try:
+        return Path(file).stat().st_size
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 class JsonFiles:

@@ -17,7 +17,7 @@ from evals.bench.answering import answer_questions, batches_of
 from evals.bench.questions import Question
 from evals.bench.requests import room_for
 from evals.bench.study import StudyConfig, Trained
-from evals.bench.study_answers import answers_asked, speed_asked
+from evals.bench.study_answers import FIGURES, answers_asked, speed_asked
 from evals.bench.study_results import answers_file, run_file, speed_file, timed_runs, timing_file, trained
 from evals.bench.study_runs import kept, timing_asked, train_steps, training_asked
 from evals.bench.worker import Worker
@@ -113,7 +113,7 @@ def _are_timed(config: StudyConfig) -> bool:
 def _is_answered(config: StudyConfig, run: Any, tree: str) -> bool:
     if not isinstance(run, Trained):
         return False
-    return kept(answers_file(config, run, tree), answers_asked(config, run, tree)) is not None
+    return kept(answers_file(config, run, tree), answers_asked(config, run, tree), FIGURES) is not None
 
 
 def _answering_s(config: StudyConfig, target: Target, questions: Sequence[Question], longest: int) -> float:

@@ -12,7 +12,9 @@ import pyarrow as pa
 import pytest
 
 from eagle_train.corpus import file_formats, json_files
+from eagle_train.corpus.arrow_files import Arrow, Parquet
 from eagle_train.corpus.json_files import JsonFiles
+from eagle_train.corpus.plain_files import PlainFiles
 from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, open_source
 from eagle_train.errors import UserError
@@ -211,3 +213,16 @@ def test_marks_of_byte_order_within_a_file_are_none_of_its_rows(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(2 * (BOM + b'{"a": 1}\n{"a": 2}\n'))
     assert [row["a"] for _, row in read(open_source(DataConfig(str(path))))] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("made", [JsonFiles, PlainFiles, Parquet, Arrow])
+def test_files_that_vanish_are_one_line(tmp_path, made):
+    """Checkpoints keep the files' sizes, so they look at them while a run lasts."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("{}")
+    source = made([str(file)])
+    assert source.identity()
+    file.unlink()
+    for look in (source.identity, lambda: next(source.rows())):
+        with pytest.raises(UserError, match=rf"^{file}: cannot be read: .*No such file"):
+            look()

@@ -263,6 +263,12 @@ def test_a_draft_is_kept_for_other_answers(home, in_process, tmp_path, monkeypat
     assert call(experiments.main, *given(home, *arguments, "max_tokens=11")) == 0
     assert "step " not in capsys.readouterr().err
     assert json.loads((tmp_path / "base-8-0.json").read_text())["tokens"] > 0
+    file = tmp_path / "base-8-0-chain3.json"  # of a version that did not count loops
+    before = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in before.items() if key != "looping_answers"}))
+    assert call(experiments.main, *given(home, *arguments, "max_tokens=11")) == 0
+    assert json.loads(file.read_text())["looping_answers"] == before["looping_answers"]
+    assert "1 times 3 answers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
