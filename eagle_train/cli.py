@@ -251,6 +251,8 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
         @functools.wraps(task)
         def main() -> None:
             sys.argv[1:] = parse_arguments(config_name)
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of evals/__init__.py, until all is imported
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # what is no user's mistake keeps its traceback
             run()
 

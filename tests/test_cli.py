@@ -240,6 +240,25 @@ def test_an_interrupt_while_torch_is_imported_says_nothing(before, status):
     assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
+def test_an_interrupt_while_an_evaluation_is_imported_says_nothing(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(CONF_DIR.parent)])}
+    given = [sys.executable, "-m", "evals.mt_bench", "draft=d"]
+    done = subprocess.run(given, capture_output=True, text=True, env=paths)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_an_interrupt_behind_the_imports_is_one_line_again(capsys):
+    @command("export")
+    def task(config: DictConfig) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    assert call(task, "checkpoint=c", "out=d") == 130
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
 def test_a_mistake_found_later_is_one_line_too(capsys):
     @command("export")
     def task(config: DictConfig) -> None:

@@ -36,6 +36,7 @@ from evals.bench.study import StudyConfig, Trained
 from evals.bench.worker import ALLOCATOR, Worker
 
 Found = dict[str, Any]
+_EAGLE_TRAIN = "from eagle_train.commands import train; train()"  # the command as it is installed
 
 
 def kept(path: Path, asked: Found, figures: Collection[str] = ()) -> Found | None:
@@ -131,7 +132,7 @@ def train(config: StudyConfig, run: Trained, target: Target) -> Found:
         once(folder / "asked.json", asked, dict)  # a stopped training goes on from its checkpoint
     given = [*asked["overrides"], f"out={folder}", "train.save_every=0", "train.eval_every=0", "train.resume=true"]
     environment = {"GLIBC_TUNABLES": ALLOCATOR} | os.environ
-    ended = subprocess.run([sys.executable, "-m", "eagle_train.train", *given], env=environment).returncode
+    ended = subprocess.run([sys.executable, "-c", _EAGLE_TRAIN, *given], env=environment).returncode
     check(ended == 0, f"{run}: eagle-train ended with status {ended}; its output is above")
     checkpoint, draft = read_trained(folder)
     same = checkpoint.state["target"]["fingerprint"] == target.identity.fingerprint
