@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from eagle_train import distributed
 from eagle_train.cli import command
-from eagle_train.corpus.source import check_found
+from eagle_train.corpus.source import check_found, tell_bundled
 from eagle_train.diagnosis import DoctorConfig, examine
 from eagle_train.diagnosis.report import summary, write_diagnosis
 from eagle_train.results import prepared
@@ -32,6 +32,7 @@ def job(values: DictConfig) -> int:
     distributed.check_alone("eagle-doctor")
     config = build(DoctorConfig, values, "")
     check_found(config.data)
+    tell_bundled(config.data.path or "", config.target.path, "data.path")
     out = prepared(config.out)
     found = examine(config)
     given: Any = OmegaConf.to_container(values)

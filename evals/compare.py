@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from eagle_train.corpus.source import tell_bundled
 from eagle_train.errors import check
 from eagle_train.inference.options import DraftOptions
 from eagle_train.settings import build
@@ -20,7 +21,6 @@ from evals.bench.comparison_report import markdown, summary
 from evals.bench.contestants import contestants
 from evals.bench.evaluation import evaluation
 from evals.bench.pareto import plot_pareto
-from evals.bench.questions import tell_bundled
 from evals.bench.session import Session
 from evals.bench.tasks import GROUPED, read_tasks
 

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.artifacts.markdown import aligned
 from eagle_train.cli import as_overrides, compose
+from eagle_train.corpus.source import tell_bundled
 from eagle_train.drafts import planned_config
 from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
@@ -32,7 +33,7 @@ from eagle_train.results import prepared
 from eagle_train.settings import build
 from evals.bench import study_answers, study_runs
 from evals.bench.evaluation import evaluation_alone, origin
-from evals.bench.questions import Question, read_questions, tell_bundled
+from evals.bench.questions import Question, read_questions
 from evals.bench.report import loops, write_report
 from evals.bench.requests import check_fit
 from evals.bench.study import StudyConfig

@@ -34,6 +34,15 @@ def test_a_healthy_draft_ends_with_status_0(tmp_path, capsys):
     assert (tmp_path / "out" / "report.md").read_text().startswith("# Healthy")
 
 
+def test_default_prompts_and_another_target_are_told_of(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "stdlib_chat").mkdir(parents=True)
+    shutil.copy(PLACE / "questions.jsonl", default := "outputs/stdlib_chat/heldout.jsonl")
+    assert call(doctor.main, f"target={PLACE}/target", f"out={tmp_path}/out", "draft=nowhere") == 2
+    said = f"note: data.path={default}: questions for the bundled target; give data.path=FILE with your own"
+    assert said in capsys.readouterr().err
+
+
 def test_a_problem_ends_with_status_1_and_says_what_to_do(tmp_path, capsys):
     def with_theta(values: dict) -> None:
         values["rope_theta"] = values["rope_parameters"]["rope_theta"] = 20.0

@@ -4,6 +4,7 @@ Knows nothing of tokens: rows are passed on with their place (file and line, or 
 """
 
 import glob
+import logging
 import os
 import re
 from collections import Counter
@@ -21,7 +22,9 @@ from eagle_train.corpus.plain_files import PlainFiles
 from eagle_train.corpus.rows import PlacedRow
 from eagle_train.corpus.template import as_date, check_template_kwargs
 from eagle_train.errors import UserError, check, one_line
+from eagle_train.settings import BUNDLED
 
+_LOG = logging.getLogger(__name__)
 _LONG_DOCUMENTS = ("split", "drop")
 _MALFORMED = ("refuse", "skip")
 MIN_TOKENS = 3  # a shorter document has no supervised slot (DESIGN section 3.1)
@@ -281,6 +284,12 @@ def hint(path: str) -> str:
     if "://" in path:
         return "; download the file first, or give the name of a hub data set: OWNER/NAME"
     return "; write $HOME instead of ~" if path.startswith("~") else ""
+
+
+def tell_bundled(path: str, target: str, key: str = "questions") -> None:
+    """Log a line where another target is asked what the bundled one was trained for."""
+    if path.startswith(BUNDLED_DATA) and BUNDLED not in target:
+        _LOG.info("note: %s=%s: questions for the bundled target; give %s=FILE with your own", key, path, key)
 
 
 def _is_hub_name(path: str) -> bool:

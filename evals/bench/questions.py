@@ -1,6 +1,5 @@
 """Files of questions: of a benchmark, or any file of prompts. Knows nothing of targets or tokens."""
 
-import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,11 +11,8 @@ from eagle_train.corpus.conversations import Message, to_messages
 from eagle_train.corpus.file_formats import check_contents
 from eagle_train.corpus.json_files import JsonFiles
 from eagle_train.corpus.rows import Row, parse
-from eagle_train.corpus.source import BUNDLED_DATA, hint
+from eagle_train.corpus.source import hint
 from eagle_train.errors import SURROGATE, UserError, check, foreign, shown
-from eagle_train.settings import BUNDLED
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,12 +47,6 @@ def read_questions(path: str, limit: int | None = None, key: str = "questions") 
     questions = _lines_of(path) if path.endswith(".txt") else [question_of(row, place) for place, row in rows_of(path)]
     check(len(questions) > 0, f"{key}={path}: the file is empty; give a question a line")
     return evenly(questions, limit)
-
-
-def tell_bundled(path: str, target: str, key: str = "questions") -> None:
-    """Log a line where another target is asked what the bundled one was trained for."""
-    if path.startswith(BUNDLED_DATA) and BUNDLED not in target:
-        _LOG.info("note: %s=%s: questions for the bundled target; give %s=FILE with your own", key, path, key)
 
 
 def evenly(questions: list[Question], limit: int | None) -> list[Question]:

@@ -14,6 +14,7 @@ import torch
 
 from eagle_train import distributed
 from eagle_train.artifacts.format import Artifact, load_draft, read_artifact
+from eagle_train.corpus.source import tell_bundled
 from eagle_train.distributed import World
 from eagle_train.drafts import Draft
 from eagle_train.errors import UserError
@@ -29,7 +30,7 @@ from eagle_train.models.target import Target
 from eagle_train.results import prepared, redact, write_text
 from evals.bench.config import BenchConfig
 from evals.bench.evaluation import origin
-from evals.bench.questions import Question, read_questions, tell_bundled
+from evals.bench.questions import Question, read_questions
 from evals.bench.report import Found, write_report
 from evals.bench.requests import room_for
 

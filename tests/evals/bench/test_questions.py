@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from eagle_train.corpus.source import tell_bundled
 from eagle_train.errors import UserError
-from evals.bench.questions import Question, read_questions, tell_bundled
+from evals.bench.questions import Question, read_questions
 from tests.support.eval_inputs import write_rows
 
 
