@@ -46,6 +46,9 @@ def misread(overrides: list[str], compose: Composed) -> str | None:
             return told
         if not each.is_delete():
             chosen.append(str(each.input_line))
+    # `target=X` is `target=hf target.path=X` by now; the second tells what was typed.
+    short = {SHORT.get(each.key_or_group) for each in own if not (each.is_add() or each.is_force_add())}
+    own = [each for each in own if each.key_or_group not in short]
     keys = _Keys.of(compose(chosen), groups)
     return next((told for each in own if (told := keys.refusal(each))), None)
 

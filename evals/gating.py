@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from eagle_train.artifacts.markdown import aligned
 from eagle_train.errors import check
 from eagle_train.inference import Dispatcher, SamplingParams
 from eagle_train.progress import progress
@@ -78,7 +79,7 @@ def main(values: DictConfig) -> None:
         session.report(found, markdown(found))
         bar.update(done)
     bar.close()
-    session.say(comparison(rows), f"written to {session.out}: report.md, results.json")
+    session.say(aligned(comparison(rows)), f"written to {session.out}: report.md, results.json")
 
 
 def compared(found: Mapping[str, list[float]], config: Config) -> dict[str, Any]:

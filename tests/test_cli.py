@@ -203,6 +203,7 @@ def test_hydras_own_options_work(capsys, arguments, expected):
     [
         ("train", ["--help"], 0, "eagle-train: "),
         ("train", ["train.setps=3"], 2, "error: train.setps=3: no such key; did you mean train.steps? ("),
+        ("train", ["drafter=x.yaml"], 2, "error: drafter=file: no such key"),
         ("train", ["draft=DIR"], 2, "error: draft=DIR: must be one of eagle, eagle3, medusa, mtp, peagle; what gives"),
         ("export", [], 2, "error: checkpoint, out are needed: give checkpoint=VALUE out=VALUE"),
         ("generate", ["prompt=x", "tree=nosuch"], 2, "error: tree=nosuch: must be one of auto, chain1, "),

@@ -307,6 +307,7 @@ def test_steps_are_timed_in_turn_in_two_processes(home, capsys):
     ("override", "message"),
     [
         ("study.steps=[0]", "study.steps=[0]"),
+        ("target=me/target", "target=me/target: no such key"),
         ("study.equal=[loss]", "study.equal=['loss']: must be a list of time and tokens"),
         ("+study.trees.a=chain0", "study.trees.a=chain0: drafts nothing"),
         ("study.reference=other", "study.reference=other: is none of base, unroll2, "),
