@@ -297,7 +297,7 @@ def test_a_card_says_what_kind_a_draft_is(target, tmp_path, made, said):
         ({"mlp_bias": True}, ["layout=sglang"], "SGLang drops the biases of the feed-forward"),
         ({"o_bias": True}, ["layout=trtllm", "target={home}/target"], "TensorRT-LLM has no biases in its layers"),
         ({}, ["layout=sglang", "quant=int4", "quant.scope=all_linear"], "SGLang runs fc as it is"),
-        ({}, ["layout=trtllm", "quant=fp8", "target={home}/target"], "reads no weights in compressed-tensors' formats"),
+        ({}, ["layout=trtllm", "quant=fp8", "target={home}/target"], "formats (quant); use quant=none or layout=n"),
         ({}, ["layout=trtllm"], "its file repeats the target's embedding; give target=PATH"),
         ({}, ["layout=vllm", "target={home}/other"], "made for target"),
         ({"intermediate_size": 200}, ["quant=int4"], "must be multiples of 16 and 128"),

@@ -63,7 +63,8 @@ def check_runs(layout: str, draft: DraftConfig, quant: Quant) -> None:
     if found is None:
         raise UserError(f"layout={layout}: is for no draft of draft={draft.kind}; use one of {own}")
     reason = found.refusal(draft, quant)
-    check(reason is None, f"layout={layout}: {NAMES[layout]} {reason}; use layout=native")
+    plain = "quant=none or " if found.refusal(draft, Quant()) is None else ""
+    check(reason is None, f"layout={layout}: {NAMES[layout]} {reason}; use {plain}layout=native")
 
 
 def unserved(draft: DraftConfig) -> list[str]:
