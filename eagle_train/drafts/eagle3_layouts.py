@@ -124,6 +124,8 @@ def _draft_config(draft: "Eagle3Config", target: Identity) -> dict[str, Any]:
 
 
 class _OneForBoth(Eagle3Layout):
+    vllm: ClassVar[Mapping[str, Any]] = {"method": "eagle3"}
+
     def config(self, draft: "Eagle3Config", quant: Quant, dtype: str, target: Identity) -> dict[str, Any]:
         layers = [each - 1 for each in draft.layers or []]  # SGLang: behind this layer, 0 the first
         return {
@@ -135,7 +137,6 @@ class _OneForBoth(Eagle3Layout):
 
 
 class Vllm(_OneForBoth):
-    vllm: ClassVar[Mapping[str, Any]] = {"method": "eagle3"}
     serves = """\
 ```bash
 vllm serve {target} --speculative-config '{vllm}'
