@@ -57,10 +57,8 @@ def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config, about = session.config, session.artifact
     layout = layout_of(about.layout, about.draft)
-    check(
-        layout is not None and bool(layout.vllm),
-        f"draft={config.draft.path}: of layout={about.layout}; export it with layout=vllm",
-    )
+    wanted = f"draft={config.draft.path}: of layout={about.layout}; export it with layout=vllm"
+    check(layout is not None and bool(layout.vllm), wanted)
     version = version_of(config.vllm.python)
     answers = our_answers(session)
     job = job_of(session, [answer.prompt for answer in answers])
