@@ -1,10 +1,9 @@
-"""The product of few rows with a weight matrix by a Triton kernel on a GPU, whose time is that of reading the weight.
+"""The product of few rows with a weight matrix by a Triton kernel on a GPU.
 
-A general library divides such a product by its outputs into fewer parts than the GPU has multiprocessors, or reads too
-little at a time. Here each program multiplies a small tile of outputs with all rows, and sums have one order. Which
-size of tile is fastest, and whether it is faster than torch's own product, is timed at the first call on each GPU. The
-plain twin is `F.linear`. It may be recorded in CUDA graphs; torch.compile meets it as a part of `linear`
-(ops/linear.py). Knows nothing of models.
+It is bound by reading the weight, which wants many programs with much to read at a time: each multiplies a small tile
+of outputs with all rows, and sums have one order. Which size of tile is fastest, and whether it is faster than torch's
+own product, is timed at the first call on each GPU. The plain twin is `F.linear`. It may be recorded in CUDA graphs;
+torch.compile meets it as a part of `linear` (ops/linear.py). Knows nothing of models.
 """
 
 from functools import cache, partial
@@ -24,7 +23,8 @@ __all__ = ["DTYPES", "MOST_ROWS", "fastest", "product", "supports"]
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_ROWS = 64  # a program has all of them at once
 _LEAST_ROWS = 16  # the matrix unit's
-_READ = 4096  # elements of the weight that a program reads at a time
+_READ = 4096  # elements of the weight that a program reads at a time, and of the rows at most: some GPUs have no more
+# than 99 KiB for what is under way
 _STAGES = 4  # reads that are under way at a time
 TILES = (16, 32, 64)  # outputs of a program: 4,096 outputs are 256 programs of the first
 _ALIGNED = 16  # bytes of a load
@@ -100,7 +100,8 @@ def _lanes(rows: int) -> int:
 
 def _layout(rows: int, tile: int) -> dict[str, int]:
     """The kernel's sizes for so many rows."""
-    return {"ROWS": _lanes(rows), "TILE": tile, "BLOCK": _READ // tile, "num_warps": 4, "num_stages": _STAGES}
+    lanes = _lanes(rows)
+    return {"ROWS": lanes, "TILE": tile, "BLOCK": _READ // max(tile, lanes), "num_warps": 4, "num_stages": _STAGES}
 
 
 @cache

@@ -21,7 +21,7 @@ USAGE = re.compile(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)")  # cuobjdump's; what 
 def compiled_kernel(
     module: str, kernel: str, arguments: dict[str, str], constants: dict[str, Any], **options: int
 ) -> dict[str, Any]:
-    """PTX and `registers`, `stack` and `local` (bytes of a thread) for compute capability 9.0.
+    """For compute capability 9.0: PTX, `shared` (bytes of a program), `registers`, `stack` and `local` (of a thread).
 
     `arguments`: Triton's types; of pointers, addresses are multiples of 16. `options`: num_warps and num_stages.
     """
@@ -56,7 +56,7 @@ def main(module: str, kernel: str, spec: str) -> None:
     found = USAGE.search(listed)
     assert found is not None, listed
     usage = dict(zip(("registers", "stack", "local"), map(int, found.groups()), strict=True))
-    print(json.dumps({"ptx": made.asm["ptx"], **usage}))
+    print(json.dumps({"ptx": made.asm["ptx"], "shared": made.metadata.shared, **usage}))
 
 
 if __name__ == "__main__":
