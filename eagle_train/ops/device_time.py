@@ -7,7 +7,7 @@ import torch
 
 __all__ = ["gpu_seconds"]
 
-CACHES = 4  # as many times the size of a GPU's cache are written before a call
+_CACHES = 4  # as many times the size of a GPU's cache are written before a call
 
 
 def gpu_seconds(work: Callable[[], object], device: torch.device | str, calls: int) -> float:
@@ -16,7 +16,7 @@ def gpu_seconds(work: Callable[[], object], device: torch.device | str, calls: i
     Before each the GPU's cache is overwritten, as the rest of a forward does it. That takes longer than the host takes
     to start the work, which is then timed without the wait for its start.
     """
-    size = CACHES * torch.cuda.get_device_properties(device).L2_cache_size
+    size = _CACHES * torch.cuda.get_device_properties(device).L2_cache_size
     with torch.cuda.device(device):
         other = torch.empty(size, dtype=torch.uint8, device=device)
         work()

@@ -18,7 +18,7 @@ from eagle_train.hardware import is_gpu
 from eagle_train.ops.device_time import gpu_seconds
 from eagle_train.ops.kernels import is_plain
 
-__all__ = ["DTYPES", "MOST_ROWS", "fastest", "product", "supports"]
+__all__ = ["DTYPES", "MOST_ROWS", "TILES", "fastest", "product", "supports"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_ROWS = 64  # a program has all of them at once
