@@ -11,6 +11,8 @@ equal ones the lowest token, in whatever order it is found.
 import triton
 import triton.language as tl
 
+from eagle_train.ops.few_rows_kernel import sums_of_tile
+
 _GREATEST = tl.constexpr(2147483647)  # int32; as a logit's bits it is a NaN, and its order is above infinity's
 _NONE = tl.constexpr(-9223372036854775807)  # below all that a logit may be
 
@@ -33,23 +35,12 @@ def best_of_tile(
     IN_FP32: tl.constexpr,
 ):
     """One tile of the vocabulary: each row's best token of it, into best [rows, tiles]. ROWS: rows, up to a power of
-    two. The weight is the product's left side, of which the matrix unit takes 64 rows at a time, and few of the other.
-    """
-    tile, row, lanes = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    two."""
+    tile, row = tl.program_id(0), tl.arange(0, ROWS)
     token, inside = tile * TILE + tl.arange(0, TILE), row < rows
     known = token < VOCABULARY
-    weight += tile.to(tl.int64) * TILE * INPUTS + tl.arange(0, TILE)[:, None] * INPUTS + lanes
-    hidden += row[:, None] * INPUTS + lanes
-    sums = tl.zeros([TILE, ROWS], tl.float32)
-    for start in range(0, INPUTS, BLOCK):
-        there = start + lanes < INPUTS
-        w = tl.load(weight + start, mask=known[:, None] & there, other=0.0)
-        x = tl.load(hidden + start, mask=inside[:, None] & there, other=0.0)
-        if IN_FP32:
-            w, x = w.to(tl.float32), x.to(tl.float32)
-        sums = tl.dot(w, tl.trans(x), sums, input_precision="ieee")
-    if HAS_BIAS:
-        sums += tl.load(bias + token, mask=known, other=0.0).to(tl.float32)[:, None]
+    weight += tile.to(tl.int64) * TILE * INPUTS + tl.arange(0, TILE)[:, None] * INPUTS
+    sums = sums_of_tile(hidden, weight, bias, token, inside, known, INPUTS, ROWS, TILE, BLOCK, HAS_BIAS, IN_FP32)
     # Rounded as the plain logits are: what is equal there is equal here, and only the order of the sums can differ.
     logits = sums.to(weight.dtype.element_ty).to(tl.float32)
     if HAS_SCALE:

@@ -16,7 +16,7 @@ from eagle_train.ops.linear import linear
 from tests.support.assembly import compiled_kernel
 
 pytest.importorskip("triton", reason="it comes with torch for CUDA, and with xgrammar")
-from triton.runtime import interpreter
+from tests.support.moved_bytes import moved_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16]
@@ -90,24 +90,13 @@ def test_what_is_no_number_stays_in_its_row_and_its_output():
 @pytest.mark.skipif(DEVICE != "cpu", reason="it is Triton's interpreter that counts")
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 200, 72), (40, 100, 200)])
-def test_the_weight_is_read_once(monkeypatch, rows, outputs, inputs, tile):
+def test_the_weight_is_read_once(rows, outputs, inputs, tile):
     """Beside it each tile reads the rows, and the result is written once."""
     x, weight = whole_numbers(rows, inputs, dtype=torch.float16), whole_numbers(outputs, inputs, dtype=torch.float16)
-    builder, moved = interpreter.interpreter_builder, Counter()
-    load, store = builder.create_masked_load, builder.create_masked_store
-
-    def loading(pointers, mask, *others):
-        moved["read"] += pointers.get_element_ty().primitive_bitwidth // 8 * int(mask.data.sum())
-        return load(pointers, mask, *others)
-
-    def storing(pointers, value, mask, *others):
-        moved["written"] += pointers.get_element_ty().primitive_bitwidth // 8 * int(mask.data.sum())
-        return store(pointers, value, mask, *others)
-
-    monkeypatch.setattr(builder, "create_masked_load", loading)
-    monkeypatch.setattr(builder, "create_masked_store", storing)
-    found = product(x, weight, tile=tile)
-    assert moved == {"read": weight.nbytes + -(-outputs // tile) * x.nbytes, "written": found.nbytes}
+    with moved_bytes(weight) as moved:
+        found = product(x, weight, tile=tile)
+    read = weight.nbytes + -(-outputs // tile) * x.nbytes
+    assert moved == {"weight": weight.nbytes, "read": read, "written": found.nbytes}
 
 
 def test_the_fastest_way_is_taken_and_timed_once(everywhere):

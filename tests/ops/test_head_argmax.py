@@ -14,7 +14,7 @@ from eagle_train.ops.kernels import plain
 from tests.support.assembly import compiled_kernel
 
 pytest.importorskip("triton", reason="it comes with torch for CUDA, and with xgrammar")
-from triton.runtime import interpreter
+from tests.support.moved_bytes import moved_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -163,28 +163,12 @@ def test_tiles_are_many(monkeypatch):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="it is Triton's interpreter that counts")
 @pytest.mark.parametrize(("rows", "tokens", "inputs"), [(1, 200, 72), (40, 300, 200)])
-def test_the_weight_is_read_once_and_no_logits_are_written(monkeypatch, rows, tokens, inputs):
+def test_the_weight_is_read_once_and_no_logits_are_written(rows, tokens, inputs):
     """The floor is the weight's bytes. Beside it each tile reads the hidden states, and 8 bytes of each row are written
     and read."""
     hidden, weight = (whole_numbers(count, inputs, dtype=torch.float16) for count in (rows, tokens))
-    builder, moved = interpreter.interpreter_builder, Counter()
-    load, store = builder.create_masked_load, builder.create_masked_store
-    first, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
-
-    def loading(pointers, mask, *others):
-        bytes_each = pointers.get_element_ty().primitive_bitwidth // 8
-        at = pointers.data[mask.data]
-        moved["weight"] += bytes_each * int(((at >= first) & (at < end)).sum())
-        moved["read"] += bytes_each * at.size
-        return load(pointers, mask, *others)
-
-    def storing(pointers, value, mask, *others):
-        moved["written"] += pointers.get_element_ty().primitive_bitwidth // 8 * int(mask.data.sum())
-        return store(pointers, value, mask, *others)
-
-    monkeypatch.setattr(builder, "create_masked_load", loading)
-    monkeypatch.setattr(builder, "create_masked_store", storing)
-    head_argmax(hidden, weight)
+    with moved_bytes(weight) as moved:
+        head_argmax(hidden, weight)
     tiles = -(-tokens // (64 if rows <= 16 else 128))
     assert moved["weight"] == weight.nbytes
     assert moved["read"] == weight.nbytes + tiles * (hidden.nbytes + 8 * rows)
