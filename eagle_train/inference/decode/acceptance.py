@@ -7,6 +7,7 @@ from itertools import accumulate
 from operator import mul
 
 _PRIOR = 0.7  # a draft is accepted so often where the one above it is, as long as nothing is known
+_MOST = 0.98  # what is believed of a draft, at most
 _TRUST = 12.0  # drafts that count as much as what is believed before
 
 
@@ -14,11 +15,12 @@ class Acceptance:
     """How often a draft at depth 1, 2, ... was accepted where the one above it was, in the last rounds.
 
     `memory`: about so many rounds count. `before`: what is believed as long as little was seen: that of all requests.
-    Without it a depth is believed to be as the one above it.
+    Without it a depth is believed to be as the one above it; with it, as far from the others' as the one above.
     """
 
     def __init__(self, memory: float, before: "Acceptance | None" = None):
         self._keep, self._before = 1 - 1 / memory, before
+        self._rates: list[float] = []  # those of all requests, as long as they stand
         self._accepted: list[float] = []
         self._tried: list[float] = []  # rounds that drafted so deep, and accepted what is above
 
@@ -34,6 +36,7 @@ class Acceptance:
 
     def add(self, depth: int, accepted: int) -> None:
         """A round whose drafts were `depth` deep, and accepted down to `accepted`."""
+        self._rates = []
         missing = [0.0] * (depth - len(self._tried))
         self._tried += missing
         self._accepted += missing
@@ -43,18 +46,27 @@ class Acceptance:
 
     def doubt(self) -> None:
         """Let what is seen next count for more."""
+        self._rates = []
         self._tried, self._accepted = ([x / 4 for x in counts] for counts in (self._tried, self._accepted))
 
     def rates(self, depth: int) -> list[float]:
         """The share of drafts at depth 1 to `depth` that will be accepted where the one above is."""
-        believed = None if self._before is None else self._before.rates(depth)
+        if len(self._rates) >= depth:
+            return self._rates[:depth]
+        believed = self._before.rates(depth) if self._before else []
         rates: list[float] = []
         for place in range(depth):
-            before = believed[place] if believed else rates[-1] if rates else _PRIOR
+            before = rates[-1] if rates else _PRIOR
+            if believed:
+                # A request whose drafts are worse than others' at one depth has worse ones below it.
+                own = rates[-1] / believed[place - 1] if rates else 1.0
+                before = min(_MOST, believed[place] * own)
             seen = place < len(self._tried)
             hits, tried = (self._accepted[place], self._tried[place]) if seen else (0.0, 0.0)
             rates.append((hits + _TRUST * before) / (tried + _TRUST))
-        return rates
+        if not believed:
+            self._rates = rates
+        return rates[:]
 
     def shares(self, depth: int) -> list[float]:
         """The share of rounds in which a draft at depth 1 to `depth` will be accepted."""

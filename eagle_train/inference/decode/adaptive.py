@@ -21,9 +21,10 @@ _CLEARLY_WORSE = 0.97  # of plain decoding's tokens a second: drafts are on thei
 _BETTER = 1.02
 _AS_GOOD = 0.97  # of the best drafts' tokens a second: the shallowest of those are taken
 _FIRST_RETRY, _LAST_RETRY = 128, 2048  # plain rounds before drafts are tried again
-_TRY = 3  # rounds of a trial
 _PLAIN_FIRST, _PLAIN_EVERY = 24, 512  # rounds after which one is plain, so that its time is known, and is known again
-_PROBE_EVERY, _PROBE = 128, 4  # rounds, after which so many have a plan that is nearly the best, to know its time
+_EVERY = 4  # rounds after which a choice is thought over, or earlier with another number of rows: thinking takes time
+_TRY = _EVERY  # rounds of a trial
+_PROBE_EVERY, _PROBE = 128, _EVERY  # rounds, after which so many have a plan that is nearly the best, to time it
 _NEAR = 0.82  # of the best one's tokens a second
 _CLOSES = 48  # plain rounds in a row, after which requests lose their drafters
 _OPEN_ONE_IN = 8  # while closed, so many new requests have no drafter for each that has one
@@ -56,12 +57,14 @@ class Adaptive:
         self._rows, self._all = rows, Acceptance(_OF_ALL)
         self._variance = 0.0  # of acceptance at depth 1, over requests
         self._hope = 1.0  # how far new requests are believed to be good ones
-        self._current, self._trial, self._retry_after = plain, 0, _FIRST_RETRY  # _trial: rounds of it that are left
+        self._current = self._next = plain  # _current: the plan in use, but for those that are only timed
+        self._trial, self._retry_after = 0, _FIRST_RETRY  # _trial: rounds of it that are left
         self._idle = _FIRST_RETRY  # rounds since the last one with drafts: the first are a trial
         self._unpaid = 0  # rounds since drafts were last expected to pay
         self._pays = True  # or nearly
-        self._admitted = self._chosen = 0
-        self._probed, self._probe = plain, 0  # _probe: rounds that are left of trying it
+        self._admitted = self._chosen = self._thought = 0  # _thought: when the choice was last thought over
+        self._considered = -1  # rows of that time
+        self._probed, self._probe, self._probes = plain, 0, 0  # _probe: rounds that are left of timing it
 
     @property
     def is_closed(self) -> bool:
@@ -89,29 +92,54 @@ class Adaptive:
 
     def choose(self, rows: Sequence[Row]) -> TreePlan:
         """The plan of the next round. Ranks of one target choose the same."""
-        plans = [self._plain, *self._plans(len(rows))]
-        drafting = [row.acceptance for row in rows if row.drafter is not None and row.acceptance is not None]
-        best = self._best(plans, drafting, len(rows)) if drafting else 0
+        if self._is_due(len(rows)):
+            self._think(rows)
         self._chosen += 1
         if self._chosen % _PLAIN_EVERY in (_PLAIN_FIRST, _PLAIN_FIRST + 1):
             return self._plain
-        return self._taken(plans[self._ranks.least_of_hosts([best])[0]])
+        return self._taken(self._next)
 
-    def _note_spread(self, acceptance: Acceptance) -> None:
+    def _is_due(self, rows: int) -> bool:
+        return rows != self._considered or self._chosen - self._thought >= _EVERY
+
+    def _think(self, rows: Sequence[Row]) -> None:
+        """Find the plan of the next rounds."""
+        plans = [self._plain, *self._plans(len(rows))]
+        drafting = [row.acceptance for row in rows if row.drafter is not None and row.acceptance is not None]
+        elapsed, self._thought, self._considered = self._chosen - self._thought, self._chosen, len(rows)
+        for each in drafting:
+            self._note_spread(each, elapsed)
+        best = self._best(plans, drafting, len(rows), elapsed) if drafting else 0
+        self._next = plans[self._ranks.least_of_hosts([best])[0]]
+
+    def _note_spread(self, acceptance: Acceptance, rounds: int) -> None:
         """Follow how much requests differ from each other."""
         if acceptance.rounds >= _KNOWN:
-            off = acceptance.shares(1)[0] - self._all.shares(1)[0]
-            self._variance += (off * off - self._variance) / _OF_ALL
+            off = acceptance.rates(1)[0] - self._all.rates(1)[0]
+            self._variance += (off * off - self._variance) * min(1.0, rounds / _OF_ALL)
 
     def _plans(self, rows: int) -> list[TreePlan]:
         """The plans with drafts that such a batch may have."""
         return self._dispatcher.choices(rows)
 
     def _promised(self, plans: Sequence[TreePlan], drafting: Sequence[Acceptance], rows: int) -> list[float]:
-        """Tokens of a round of a batch, some of whose rows draft, by how deep drafts are, from 0 on."""
+        """Tokens of a round of a batch, some of whose rows draft, by how deep drafts are, from 0 on.
+
+        What counts is how long requests take. Where they differ, those that accept much leave early, so that a batch
+        has more of the others than there are requests: so many more as the plan in use makes it. A row thus counts by
+        how much sooner than by that plan it would end.
+        """
         deepest = max((plan.tree.max_depth for plan in plans), default=0)
-        by_depth = map(sum, zip(*(each.shares(deepest) for each in drafting), strict=True))
-        return list(accumulate(by_depth, initial=float(rows)))
+        used = min(self._current.tree.max_depth, deepest)
+        alone = float(rows - len(drafting))  # have a token each
+        totals = [alone] * (deepest + 1)
+        tokens = alone
+        for each in drafting:
+            by_depth = list(accumulate(each.shares(deepest), initial=1.0))
+            tokens += by_depth[used]
+            for depth, own in enumerate(by_depth):
+                totals[depth] += by_depth[used] / own
+        return [tokens * rows / total for total in totals]
 
     def _hoped(self, depth: int, drafting: Sequence[Acceptance]) -> float:
         """Tokens that such drafts bring besides, if new requests are good ones. Where requests differ, one may be,
@@ -131,11 +159,11 @@ class Adaptive:
             if depth > 0 and row.acceptance is not None:
                 row.acceptance.add(depth, accepted)
                 self._all.add(depth, accepted)
-                self._note_spread(row.acceptance)
         return self.is_closed and self._unpaid % _CLOSES == 0
 
-    def _best(self, plans: list[TreePlan], drafting: Sequence[Acceptance], rows: int) -> int:
-        """The place of the plan with the most tokens a second; the current one's where none is clearly better."""
+    def _best(self, plans: list[TreePlan], drafting: Sequence[Acceptance], rows: int, elapsed: int) -> int:
+        """The place of the plan with the most tokens a second; the current one's where none is clearly better.
+        `elapsed`: rounds since this was asked last."""
         tokens = self._promised(plans, drafting, rows)
         rates = [tokens[plan.tree.max_depth] / self._costs.seconds(plan, rows) for plan in plans]
         if len(plans) > 1:  # hope says whether to draft, and not how deep
@@ -144,7 +172,7 @@ class Adaptive:
             lift = 1 + self._hope * self._hoped(depth, drafting) / tokens[depth]
             if lift * rates[first] > rates[0]:
                 # It fades in rounds that it alone has drafts for, and comes back where drafts pay without it.
-                self._hope = min(1.0, self._hope * (_RISES if rates[first] > rates[0] else _FADES))
+                self._hope = min(1.0, self._hope * (_RISES if rates[first] > rates[0] else _FADES) ** elapsed)
             rates[1:] = [lift * rate for rate in rates[1:]]
         best = self._most(plans, rates)
         if (probed := self._tried_out(plans, rates, rows)) is not None:
@@ -165,14 +193,12 @@ class Adaptive:
     def _tried_out(self, plans: list[TreePlan], rates: list[float], rows: int) -> int | None:
         """The place of a plan that is to be timed now: now and then the least known of those that are nearly the best,
         for a few rounds; most of the time None."""
-        if self._probe == 0 and (1 + self._chosen) % _PROBE_EVERY == 0 and self._trial == 0:
+        if self._probe == 0 and self._chosen // _PROBE_EVERY > self._probes and self._trial == 0:
             near = [place for place, rate in enumerate(rates) if rate > _NEAR * max(rates)]
             self._probed = plans[min(near, key=lambda place: self._costs.seen(plans[place], rows))]
+            self._probes = self._chosen // _PROBE_EVERY
             self._probe = 0 if self._probed is self._current else _PROBE
-        if self._probe == 0 or self._probed not in plans:
-            return None
-        self._probe -= 1
-        return plans.index(self._probed)
+        return plans.index(self._probed) if self._probe > 0 and self._probed in plans else None
 
     def _tries(self) -> bool:
         """Whether drafts are tried though they did not seem to pay."""
@@ -185,8 +211,11 @@ class Adaptive:
         """Notes the choice."""
         self._idle = 0 if plan is not self._plain else self._idle + 1
         self._unpaid = 0 if self._pays else self._unpaid + 1
-        self._trial = max(0, self._trial - 1)
         if self._unpaid == 0:
             self._retry_after = _FIRST_RETRY
+        if self._probe > 0:
+            self._probe -= 1
+            return plan
+        self._trial = max(0, self._trial - 1)
         self._current = plan
         return plan
