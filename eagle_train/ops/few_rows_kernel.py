@@ -1,4 +1,7 @@
-"""The Triton kernel of few_rows.py, which says what it computes, and its sums for others. Internal: imports Triton, which GPUs have."""
+"""The Triton kernel of few_rows.py, which says what it computes, and its sums for other kernels.
+
+Internal: imports Triton, which GPUs have.
+"""
 
 # Triton reads these functions' source, and knows their arguments by position: annotations say nothing to it.
 # mypy: disable-error-code="no-untyped-def"

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import Counter
 
 import pytest
 import torch

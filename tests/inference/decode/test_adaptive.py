@@ -178,6 +178,52 @@ def test_of_drafts_that_are_as_good_the_shallowest_are_taken(better, depth):
     assert adaptive.choose([row]).tree.max_depth == depth
 
 
+def test_what_counts_is_how_long_requests_take():
+    """Chains of 2 bring 4 % more tokens a second than of 1 while a request that accepts all and one that accepts none
+    are there; the first one leaves, and both took longer on average."""
+    dispatcher, everyone = Dispatcher(AutoTree((1, 2))), Acceptance(600)
+    plans = [PLAIN, *dispatcher.choices(2)]
+    rows = [Request(alpha, acceptance=Acceptance(96, everyone)) for alpha in (1.0, 0.0)]
+    for row in rows:
+        for _ in range(300):
+            row.acceptance.add(2, int(2 * row.alpha))
+    tokens = [sum(1 + sum(row.acceptance.shares(depth)) for row in rows) for depth in (0, 1, 2)]
+    times = [1.0, 1.1, 1.1 * tokens[2] / tokens[1] / 1.04]
+    costs = RoundCosts(plans, [2], lambda plan, rows: times[plan.tree.max_depth])
+    adaptive = Adaptive(dispatcher, PLAIN, costs, Ranks(), 2)
+    assert {adaptive.choose(rows).tree.max_depth for _ in range(20)} == {1}
+
+
+def test_a_choice_is_thought_over_every_fourth_round_and_with_another_number_of_rows(monkeypatch):
+    dispatcher, asked = Dispatcher(AutoTree((1, 2))), []
+    costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1], Machine(0.5, 1.0).once)
+    adaptive = Adaptive(dispatcher, PLAIN, costs, Ranks(), 4)
+    rows = [Request(0.5, acceptance=adaptive.new()) for _ in range(4)]
+    monkeypatch.setattr(dispatcher, "choices", lambda rows, own=dispatcher.choices: asked.append(rows) or own(rows))
+    for _ in range(40):
+        adaptive.choose(rows)
+    assert asked == [4] * 10
+    adaptive.choose(rows[:3])
+    adaptive.choose(rows[:2])
+    assert asked[10:] == [4, 3, 2][1:]
+
+
+def test_a_plan_that_is_only_timed_does_not_stay():
+    """Chains of 2 bring 1 % less than chains of 1: too little for a change, in either direction."""
+    dispatcher, row = Dispatcher(AutoTree((1, 2))), Request(1.0)
+    plans = [PLAIN, *dispatcher.choices(1)]
+    times = {0: 1.8, 1: 2.0, 2: 3.0 * 1.01}
+    costs = RoundCosts(plans, [1], lambda plan, rows: times[plan.tree.max_depth])
+    adaptive, depths = Adaptive(dispatcher, PLAIN, costs, Ranks(), 1), []
+    row.acceptance = adaptive.new()
+    for _ in range(1500):
+        plan = adaptive.choose([row])
+        depth = plan.tree.max_depth
+        depths.append(depth)
+        adaptive.observe(plan, [Told(row, depth, depth)], 1, times[depth])
+    assert 0 < depths[300:].count(2) <= 4 * 10
+
+
 def test_batches_whose_contexts_grow_make_no_plan_look_cheaper_than_others():
     """Each begins with short ones, and ends with fewer rows."""
     plans = [PLAIN, TreePlan(chain(3))]
@@ -216,6 +262,19 @@ def test_acceptance_is_what_was_seen():
         other.add(2, 0)
     assert other.shares(1)[0] < 0.25
     assert other.shares(5) == sorted(other.shares(5), reverse=True)
+
+
+def test_a_depth_that_a_request_did_not_try_is_believed_as_far_from_the_others_as_the_one_above():
+    everyone = Acceptance(600)
+    for number in range(1000):
+        everyone.add(2, 2 if number % 3 else number % 2)
+    first, second = everyone.rates(2)
+    worse, better = Acceptance(96, everyone), Acceptance(96, everyone)
+    for _ in range(50):
+        worse.add(1, 0)
+        better.add(1, 1)
+    assert worse.rates(2)[1] == pytest.approx(second * worse.rates(1)[0] / first)
+    assert second < better.rates(2)[1] < 1
 
 
 def test_costs_are_interpolated_and_corrected():
