@@ -17,8 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
+from eagle_train.artifacts.format import read_artifact
 from eagle_train.artifacts.markdown import aligned
 from eagle_train.cli import as_overrides, compose
 from eagle_train.corpus.source import tell_bundled
@@ -27,6 +29,7 @@ from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Dispatcher, Requests
 from eagle_train.inference.requests.readable import chats
+from eagle_train.models.draft_quantisation import Quant, misfit
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.results import prepared
@@ -65,7 +68,7 @@ def main(values: DictConfig) -> None:
     out = Path(config.out) if config.plan else prepared(config.out)
     own = build(TargetConfig, composed[config.study.reference].target, "target")
     target = load_target(own, resolve_device(config.device), reads=chats)
-    check_levels(config, composed, target)
+    check_drafts(config, composed, target)
     longest = check_fit(Requests(target), questions, config.max_tokens)
     tell_bundled(config.questions, own.path)
     print(planned(config, target, questions, longest), flush=True)
@@ -114,15 +117,25 @@ def speedups_of(config: StudyConfig, target: Target, questions: list[Question], 
     return speedups
 
 
-def check_levels(config: StudyConfig, composed: dict[str, DictConfig], target: Target) -> None:
-    """Raise UserError for a tree that is deeper than a variant's draft can propose."""
+def check_drafts(config: StudyConfig, composed: dict[str, DictConfig], target: Target) -> None:
+    """Raise UserError for a tree that is deeper than a variant's draft can propose, and for a draft that has not the
+    shapes which it is to be quantised in."""
+    given = None if config.draft.path is None else read_artifact(config.draft.path)
     for name, values in composed.items():
-        draft: Any = OmegaConf.to_container(values.draft)
-        levels = planned_config(target.config, draft).levels
+        settings: Any = OmegaConf.to_container(values.draft)
+        shape = planned_config(target.config, settings) if given is None else given.draft
         for tree, spec in config.study.trees.items():
             deepest = Dispatcher(spec).deepest
-            said = f"study.trees.{tree}={spec}: has {deepest} levels, and the drafts of {name} propose {levels}"
-            check(levels is None or deepest <= levels, f"{said}; give fewer, or another draft")
+            said = f"study.trees.{tree}={spec}: has {deepest} levels, and the drafts of {name} propose {shape.levels}"
+            check(shape.levels is None or deepest <= shape.levels, f"{said}; give fewer, or another draft")
+        quant = config.decoding(name).quant
+        if quant.scheme != "none":
+            own = Quant() if given is None else given.quant
+            said = f"study.decoding.{name}.quant={quant}: "
+            check(own.scheme == "none", f"{said}draft={config.draft.path} is quantised already, {own}")
+            with torch.device("meta"):
+                reason = misfit(shape.module(), quant)
+            check(reason is None, f"{said}{reason}; leave it out with only, or give another draft")
 
 
 if __name__ == "__main__":

@@ -140,6 +140,8 @@ def train(config: StudyConfig, run: Trained, target: Target) -> Found:
     tokens = checkpoint.state["tokens"]
     save_draft(draft, draft_of(config, run), target.identity, {"steps": run.steps, "tokens": tokens}, torch.float32)
     shutil.rmtree(folder)
+    if not any(folder.parent.iterdir()):
+        folder.parent.rmdir()
     return {"tokens": tokens, "parameters": draft.num_parameters}
 
 

@@ -103,7 +103,7 @@ def test_variants_train_for_the_references_time_and_once(home, in_process, capsy
         call(experiments.main, *given(home, "only=[lk]", "max_tokens=11")) == 0
     )  # asked otherwise, by the same drafts
     assert len(in_process) == before
-    assert not (home / "out" / "training" / "lk-4-0").exists()
+    assert not (home / "out" / "training").exists()
 
 
 @pytest.mark.usefixtures("noisy")
@@ -132,6 +132,14 @@ def test_a_tree_deeper_than_a_draft_is_refused_before_training(home, in_process,
     medusa = "+study.variants.heads=['draft=medusa','draft.heads=2','draft.num_layers=1']"
     assert call(experiments.main, *given(home, medusa, "only=[heads]", f"out={tmp_path}/out")) == 2
     said = "error: study.trees.chain3=chain3: has 3 levels, and the drafts of heads propose 2; give fewer"
+    assert said in capsys.readouterr().err
+    assert in_process == []
+
+
+def test_a_draft_that_has_not_the_shapes_to_be_quantised_is_refused_before_training(home, in_process, tmp_path, capsys):
+    int4 = "study.decoding={base: {quant: {scheme: int4}}}"
+    assert call(experiments.main, *given(home, int4, "only=[lk]", f"out={tmp_path}/out")) == 2
+    said = "error: study.decoding.base.quant=int4 (ffn): layers.0.mlp.gate_proj of the draft has 64 outputs and 32 "
     assert said in capsys.readouterr().err
     assert in_process == []
 
@@ -199,6 +207,14 @@ def test_a_draft_that_is_given_is_not_trained(home, in_process, tmp_path, capsys
     capsys.readouterr()
     assert call(experiments.main, *given(home, f"draft={home}/draft", "only=[lk]", f"out={tmp_path}/out")) == 2
     assert f"error: draft={home}/draft: lk is trained otherwise (train.logits_loss=lk)" in capsys.readouterr().err
+
+
+def test_of_a_draft_that_is_given_its_own_shape_counts(home, in_process, tmp_path, capsys):
+    """A chain of three is too deep for the heads that the study would train, and not for the draft."""
+    heads = "study.variants={base: ['draft=medusa', 'draft.heads=2', 'draft.num_layers=1']}"
+    asked = [heads, "only=[base]", f"draft={home}/draft", f"out={tmp_path}/out", "plan=true"]
+    assert call(experiments.main, *given(home, *asked)[0:1], *given(home, *asked)[2:]) == 0
+    assert "answers" in capsys.readouterr().out
 
 
 def test_a_plan_trains_nothing_and_counts_what_is_left(home, in_process, tmp_path, capsys):
