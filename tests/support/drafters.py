@@ -90,7 +90,7 @@ def moody(plain: TreePlan) -> SimpleNamespace:
             return 1.0
         return (0.3 if next(asked) // 16 % 2 else 3.0) * (1 + 0.1 * plan.tree.max_depth)
 
-    return SimpleNamespace(seconds=seconds, observe=lambda *_: None, seen=lambda *_: 0)
+    return SimpleNamespace(seconds=seconds, observe=lambda *_: None, unsettle=lambda: None, doubt=lambda *_: 0.1)
 
 
 def eagle(target: Target, texts: list[list[int]], alignment: str = "accepted") -> Eagle:

@@ -3,6 +3,7 @@
 Knows nothing of tensors, trees or time.
 """
 
+import math
 from itertools import accumulate
 from operator import mul
 
@@ -15,7 +16,7 @@ class Acceptance:
     """How often a draft at depth 1, 2, ... was accepted where the one above it was, in the last rounds.
 
     `memory`: about so many rounds count. `before`: what is believed as long as little was seen: that of all requests.
-    Without it a depth is believed to be as the one above it; with it, as far from the others' as the one above.
+    Without it a depth is believed to be as the one above it; with it, half as far from the others' as the one above.
     """
 
     def __init__(self, memory: float, before: "Acceptance | None" = None):
@@ -58,9 +59,9 @@ class Acceptance:
         for place in range(depth):
             before = rates[-1] if rates else _PRIOR
             if believed:
-                # A request whose drafts are worse than others' at one depth has worse ones below it.
+                # A request whose drafts are worse than others' at one depth has worse ones below it, but not as far.
                 own = rates[-1] / believed[place - 1] if rates else 1.0
-                before = min(_MOST, believed[place] * own)
+                before = min(_MOST, believed[place] * math.sqrt(own))
             seen = place < len(self._tried)
             hits, tried = (self._accepted[place], self._tried[place]) if seen else (0.0, 0.0)
             rates.append((hits + _TRUST * before) / (tried + _TRUST))

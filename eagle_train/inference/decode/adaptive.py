@@ -15,17 +15,16 @@ from eagle_train.inference.decode.acceptance import Acceptance
 from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.round_costs import RoundCosts
 from eagle_train.inference.drafters.drafter import TreePlan
-from eagle_train.inference.parallel.tensor_parallel import Ranks
 
 _CLEARLY_WORSE = 0.97  # of plain decoding's tokens a second: drafts are on their way out
-_BETTER = 1.02
+_BETTER = 1.03  # a change takes time too
 _AS_GOOD = 0.97  # of the best drafts' tokens a second: the shallowest of those are taken
 _FIRST_RETRY, _LAST_RETRY = 128, 2048  # plain rounds before drafts are tried again
 _PLAIN_FIRST, _PLAIN_EVERY = 24, 512  # rounds after which one is plain, so that its time is known, and is known again
 _EVERY = 4  # rounds after which a choice is thought over, or earlier with another number of rows: thinking takes time
 _TRY = _EVERY  # rounds of a trial
-_PROBE_EVERY, _PROBE = 128, _EVERY  # rounds, after which so many have a plan that is nearly the best, to time it
-_NEAR = 0.82  # of the best one's tokens a second
+_PROBE_EVERY, _PROBE = 128, _EVERY  # rounds, after which so many have a plan that may be the best, to time it
+_MAY = 2.0  # standard deviations of a plan's time, by the current one's: so far may it be off
 _CLOSES = 48  # plain rounds in a row, after which requests lose their drafters
 _OPEN_ONE_IN = 8  # while closed, so many new requests have no drafter for each that has one
 _OF_REQUEST, _OF_ALL = 96, 600  # rounds that acceptance remembers
@@ -49,11 +48,11 @@ class Told(NamedTuple):
 
 
 class Adaptive:
-    """The choice for an engine, with what it learns."""
+    """The choice for an engine, with what it learns. Ranks of one target choose the same, as their costs agree."""
 
-    def __init__(self, dispatcher: Dispatcher, plain: TreePlan, costs: RoundCosts, ranks: Ranks, rows: int):
+    def __init__(self, dispatcher: Dispatcher, plain: TreePlan, costs: RoundCosts, rows: int):
         """`plain`: the plan without drafts. `rows`: of a full batch."""
-        self._dispatcher, self._plain, self._costs, self._ranks = dispatcher, plain, costs, ranks
+        self._dispatcher, self._plain, self._costs = dispatcher, plain, costs
         self._rows, self._all = rows, Acceptance(_OF_ALL)
         self._variance = 0.0  # of acceptance at depth 1, over requests
         self._hope = 1.0  # how far new requests are believed to be good ones
@@ -91,7 +90,7 @@ class Adaptive:
         return Acceptance(_OF_REQUEST, self._all)
 
     def choose(self, rows: Sequence[Row]) -> TreePlan:
-        """The plan of the next round. Ranks of one target choose the same."""
+        """The plan of the next round."""
         if self._is_due(len(rows)):
             self._think(rows)
         self._chosen += 1
@@ -109,8 +108,7 @@ class Adaptive:
         elapsed, self._thought, self._considered = self._chosen - self._thought, self._chosen, len(rows)
         for each in drafting:
             self._note_spread(each, elapsed)
-        best = self._best(plans, drafting, len(rows), elapsed) if drafting else 0
-        self._next = plans[self._ranks.least_of_hosts([best])[0]]
+        self._next = plans[self._best(plans, drafting, len(rows), elapsed) if drafting else 0]
 
     def _note_spread(self, acceptance: Acceptance, rounds: int) -> None:
         """Follow how much requests differ from each other."""
@@ -153,7 +151,9 @@ class Adaptive:
     def observe(self, plan: TreePlan, told: list[Told], rows: int, seconds: float | None) -> bool:
         """A round has ended; `seconds`: None where it is not known how long it took. Returns whether its rows lose
         their drafters, as they do not pay."""
-        if seconds is not None:
+        if seconds is None:
+            self._costs.unsettle()
+        else:
             self._costs.observe(plan, rows, seconds)
         for row, depth, accepted in told:
             if depth > 0 and row.acceptance is not None:
@@ -191,12 +191,13 @@ class Adaptive:
         return min(as_good, key=lambda place: plans[place].tree.max_depth) if rates[0] < most else 0
 
     def _tried_out(self, plans: list[TreePlan], rates: list[float], rows: int) -> int | None:
-        """The place of a plan that is to be timed now: now and then the least known of those that are nearly the best,
-        for a few rounds; most of the time None."""
+        """The place of a plan that is to be timed now: now and then, for a few rounds, the least known of those that
+        may be the best; most of the time None."""
         if self._probe == 0 and self._chosen // _PROBE_EVERY > self._probes and self._trial == 0:
-            near = [place for place, rate in enumerate(rates) if rate > _NEAR * max(rates)]
-            self._probed = plans[min(near, key=lambda place: self._costs.seen(plans[place], rows))]
             self._probes = self._chosen // _PROBE_EVERY
+            doubts = [self._costs.doubt(plan, self._current, rows) for plan in plans]
+            near = [place for place, rate in enumerate(rates) if rate * math.exp(_MAY * doubts[place]) >= max(rates)]
+            self._probed = plans[max(near, key=doubts.__getitem__)]
             self._probe = 0 if self._probed is self._current else _PROBE
         return plans.index(self._probed) if self._probe > 0 and self._probed in plans else None
 

@@ -38,8 +38,8 @@ def calibrated(runner: Runner, dispatcher: Dispatcher) -> Adaptive:
         _run(runner, inputs)
         return time.perf_counter() - started
 
-    costs = RoundCosts([plain, *plans], sizes, seconds)
-    return Adaptive(dispatcher, plain, costs, runner.ranks, most)
+    costs = RoundCosts([plain, *plans], sizes, seconds, runner.ranks)
+    return Adaptive(dispatcher, plain, costs, most)
 
 
 def _run(runner: Runner, inputs: RoundInputs) -> None:

@@ -3,15 +3,23 @@
 Knows nothing of requests or acceptance.
 """
 
+import math
 from collections.abc import Callable
+from statistics import median
+
+import numpy as np
 
 from eagle_train.inference.drafters.drafter import TreePlan
+from eagle_train.inference.parallel.tensor_parallel import Ranks
 
-_SCALE_STEP, _OWN_STEP = 0.05, 0.1  # of what a round is off, by which a factor follows
-_SETTLING = 8  # rounds after a change of plan: what is off then is the new plan's own; and as many before it tell how
-# much all are off, since what was known of another batch size is old
-_FIRST = 16  # rounds of a batch size that tell the factor of all plans, and no plan's own
-_OUTLIER = 1.2  # times what is expected, or over it: something else took the time
+# Standard deviations of the logarithm of a time.
+_NOISE = 0.03  # of a round, about what is expected
+_UNKNOWN = 0.5  # of all plans, before the first round of a batch size
+_AT_THE_START = 0.07  # of a plan, as it was timed at the start
+_DRIFT, _OWN_DRIFT = 0.01, 0.0003  # in a round: of all plans, with contexts and other load, and of each plan
+_UNSETTLED = 0.05  # of all plans, when other requests are in the batch: their contexts differ
+_AT_ONCE = 4  # rounds
+_OUTLIER = 3.0  # standard deviations: beyond, something else took the time
 _TURNS, _IN_A_ROW = 2, 3
 
 
@@ -19,61 +27,74 @@ class RoundCosts:
     """Seconds of rounds.
 
     At the start all plans are timed on an empty cache. What rounds take later differs, with the contexts and with what
-    else the machine does: by one factor for all plans of a batch size, which changes slowly, and a factor of its own
-    for each plan, which is seen when plans change.
+    else the machine does: by one factor for all plans of a batch size, which changes, and a factor of its own for each
+    plan, which hardly does. Both follow from rounds by a Kalman filter. It tells a plan's own factor from the other by
+    rounds of other plans that lie near, and knows how well it is known.
     """
 
-    def __init__(self, plans: list[TreePlan], sizes: list[int], seconds: Callable[[TreePlan, int], float]):
-        """`seconds`: runs a round of a plan and a batch size, and times it."""
-        self._sizes = sizes
-        self._base = {(plan, size): time for size in sizes for plan, time in _timed(plans, size, seconds).items()}
-        self._seen = dict.fromkeys(self._base, 0)
-        self._scale = dict.fromkeys(sizes, 0.0)  # of all plans; 0: nothing was observed
-        self._rounds = dict.fromkeys(sizes, 0)
-        self._own = dict.fromkeys(self._base, 1.0)
-        self._last: tuple[TreePlan, int] | None = None
-        self._since_plan = self._since_size = 0  # rounds since a plan took another one's place, and the batch size's
+    def __init__(
+        self,
+        plans: list[TreePlan],
+        sizes: list[int],
+        seconds: Callable[[TreePlan, int], float],
+        ranks: Ranks | None = None,
+    ):
+        """`seconds`: runs a round of a plan and a batch size, and times it. `ranks`: of one target; they agree on the
+        times, and so on all that follows."""
+        self._ranks = ranks or Ranks()
+        self._sizes, self._places = sizes, {plan: place for place, plan in enumerate(plans, 1)}
+        timed = {size: self._agreed(_timed(plans, size, seconds)) for size in sizes}
+        self._base = {(plan, size): time for size in sizes for plan, time in zip(plans, timed[size], strict=True)}
+        self._factors = {size: _Factors(len(plans)) for size in sizes}
+        self._rows, self._plan = 0, plans[0]  # of the last rounds, whose times wait
+        self._times: list[float] = []
 
     def seconds(self, plan: TreePlan, rows: int) -> float:
         """What a round is expected to take."""
-        size = self._size(rows)
-        return self._between(plan, rows) * (self._scale[size] or self._nearest_scale(size)) * self._own[plan, size]
+        own = self._factors[self._size(rows)]
+        known = own if own.is_known else self._nearest(rows)
+        return self._between(plan, rows) * math.exp(known.of_all + own.of(self._places[plan]))
 
-    def seen(self, plan: TreePlan, rows: int) -> int:
-        """How many rounds have told what the plan's own factor is."""
-        return self._seen[plan, self._size(rows)]
+    def doubt(self, plan: TreePlan, other: TreePlan, rows: int) -> float:
+        """The standard deviation of the logarithm of what one plan's rounds take by the other's."""
+        return self._factors[self._size(rows)].doubt(self._places[plan], self._places[other])
 
     def observe(self, plan: TreePlan, rows: int, seconds: float) -> None:
-        """A round took so long."""
-        size = self._size(rows)
-        ratio = seconds / (self._between(plan, rows) * self._own[plan, size])
-        before, self._last = self._last, (plan, size)
-        if before is None or before[1] != size:
-            self._since_plan, self._since_size = _SETTLING, 0
-        elif before[0] is not plan and self._since_size > _SETTLING:
-            self._since_plan = 0
-        self._since_plan, self._since_size = self._since_plan + 1, self._since_size + 1
-        self._rounds[size] += 1
-        if self._scale[size] == 0:
-            self._scale[size] = ratio
-            return
-        off = max(1 / _OUTLIER, min(_OUTLIER, ratio / self._scale[size]))
-        if self._rounds[size] <= _FIRST:  # the first round may be slow: it says nothing of one plan beside another
-            self._scale[size] *= off ** (1 / self._rounds[size])
-            return
-        if self._since_plan > _SETTLING:
-            self._scale[size] *= off ** max(_SCALE_STEP, 1 / (1 + self._since_size))
-            return
-        self._seen[plan, size] += 1
-        self._own[plan, size] *= off ** max(_OWN_STEP, 1 / (1 + self._seen[plan, size]))
+        """A round took so long. What follows is worked out for some rounds of a plan at once: it takes time too."""
+        if rows != self._rows or plan is not self._plan:
+            self._note()
+            if rows != self._rows:
+                self._factors[self._size(rows)].unsettle()
+            self._rows, self._plan = rows, plan
+        self._times.append(seconds)
+        if len(self._times) == _AT_ONCE:
+            self._note()
+
+    def unsettle(self) -> None:
+        """Other requests are in the batch than in the round before."""
+        self._note()
+        self._rows = 0
+
+    def _note(self) -> None:
+        """Work out what the times that wait say, by their median."""
+        if self._times:
+            (seconds,) = self._agreed([median(self._times)])
+            off = math.log(seconds / self._between(self._plan, self._rows))
+            self._factors[self._size(self._rows)].note(self._places[self._plan], off, len(self._times))
+            self._times = []
+
+    def _agreed(self, times: list[float]) -> list[float]:
+        """The least of each of these seconds among the ranks."""
+        return [number / 1e9 for number in self._ranks.least_of_hosts([round(1e9 * each) for each in times])]
 
     def _size(self, rows: int) -> int:
         """The measured batch size that is nearest."""
         return min(self._sizes, key=lambda size: abs(size - rows))
 
-    def _nearest_scale(self, size: int) -> float:
-        known = [other for other in self._sizes if self._scale[other] > 0]
-        return self._scale[min(known, key=lambda other: abs(other - size))] if known else 1.0
+    def _nearest(self, rows: int) -> "_Factors":
+        """Of the nearest batch size with rounds; of the own one where there is none."""
+        known = [size for size in self._sizes if self._factors[size].is_known]
+        return self._factors[min(known or [self._size(rows)], key=lambda size: abs(size - rows))]
 
     def _between(self, plan: TreePlan, rows: int) -> float:
         """Seconds at the start, interpolated between the measured batch sizes."""
@@ -83,9 +104,50 @@ class RoundCosts:
         return low if above == below else low + (high - low) * (rows - below) / (above - below)
 
 
-def _timed(plans: list[TreePlan], size: int, seconds: Callable[[TreePlan, int], float]) -> dict[TreePlan, float]:
+class _Factors:
+    """The logarithms of what times at the start are off by at a batch size: of all plans, at place 0, and each plan's
+    own, at places from 1 on. The state of a Kalman filter: means, and covariances."""
+
+    def __init__(self, plans: int):
+        self.is_known = False
+        self._mean = np.zeros(1 + plans)
+        self._cov = np.diag([_UNKNOWN**2] + [_AT_THE_START**2] * plans)
+        self._drift = np.diag([_DRIFT**2] + [_OWN_DRIFT**2] * plans)
+
+    @property
+    def of_all(self) -> float:
+        """Of all plans."""
+        return float(self._mean[0])
+
+    def of(self, place: int) -> float:
+        """A plan's own."""
+        return float(self._mean[place])
+
+    def doubt(self, one: int, other: int) -> float:
+        """The standard deviation of the difference of two."""
+        cov = self._cov
+        return math.sqrt(max(0.0, cov[one, one] + cov[other, other] - 2 * cov[one, other]))
+
+    def unsettle(self) -> None:
+        """That of all plans may have changed at once."""
+        self._cov[0, 0] += _UNSETTLED**2
+
+    def note(self, place: int, off: float, rounds: int) -> None:
+        """Rounds of a plan were off by so much, in the middle."""
+        self.is_known = True
+        self._cov += self._drift * rounds
+        seen = self._cov[0] + self._cov[place]  # the covariance of what was seen with everything
+        variance = seen[0] + seen[place] + _NOISE**2 / rounds
+        wrong = off - self._mean[0] - self._mean[place]
+        # What is far off counts as if it were less certain, as by Huber's loss.
+        variance *= max(1.0, abs(wrong) / (_OUTLIER * math.sqrt(variance)))
+        self._mean += seen * (wrong / variance)
+        self._cov -= np.outer(seen, seen) / variance
+
+
+def _timed(plans: list[TreePlan], size: int, seconds: Callable[[TreePlan, int], float]) -> list[float]:
     """Each plan's least time of several, in turn: what else the machine does only adds to it. Some rounds of a plan
     follow one another, and the first does not count: a round after one of another plan finds the caches of the
     processor cold, which adds the most to the shortest."""
     turns = [{plan: [seconds(plan, size) for _ in range(_IN_A_ROW)] for plan in plans} for _ in range(_TURNS)]
-    return {plan: min(time for turn in turns for time in turn[plan][1:]) for plan in plans}
+    return [min(time for turn in turns for time in turn[plan][1:]) for plan in plans]

@@ -15,7 +15,6 @@ from eagle_train.inference.decode.named_trees import AutoTree, load_tree
 from eagle_train.inference.decode.round_costs import RoundCosts
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.drafter import Needs, TreePlan
-from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.requests.prefiller import LocalPrefiller
 from eagle_train.inference.runner import Runner
 from tests.support.graph_recorder import recorded
@@ -77,7 +76,7 @@ def run(machine: Machine, alphas: list[float], lengths: tuple[int, ...] = LENGTH
     others like them follow."""
     dispatcher = Dispatcher(AutoTree(lengths))
     costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1, 2, 4, 8, 16], machine.at_the_start)
-    adaptive = Adaptive(dispatcher, PLAIN, costs, Ranks(), len(alphas))
+    adaptive = Adaptive(dispatcher, PLAIN, costs, len(alphas))
 
     def arrives(alpha: float) -> Request:
         return Request(alpha, "one" if adaptive.opens() else None, adaptive.new())
@@ -125,7 +124,7 @@ def test_what_becomes_better_is_found_and_what_becomes_worse_is_left():
     machine = Machine(0.5, 1.0)
     dispatcher = Dispatcher("chain3")
     costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1], machine.once)
-    adaptive, row, drafted = Adaptive(dispatcher, PLAIN, costs, Ranks(), 1), Request(0.0), []
+    adaptive, row, drafted = Adaptive(dispatcher, PLAIN, costs, 1), Request(0.0), []
     row.acceptance = adaptive.new()
     for alpha, rounds in ((0.0, 3000), (0.95, 6000), (0.0, 3000)):
         for _ in range(rounds):
@@ -145,7 +144,7 @@ def test_that_a_request_may_be_a_good_one_makes_no_draft_deeper():
     dispatcher = Dispatcher(AutoTree((1, 2)))
     plans = [PLAIN, *dispatcher.choices(1)]
     costs = RoundCosts(plans, [1], lambda plan, rows: times[plan.tree.max_depth])
-    adaptive = Adaptive(dispatcher, PLAIN, costs, Ranks(), 1)
+    adaptive = Adaptive(dispatcher, PLAIN, costs, 1)
     for number in range(200):
         row = Request(0.0, acceptance=adaptive.new())
         for _ in range(10):
@@ -173,7 +172,7 @@ def test_of_drafts_that_are_as_good_the_shallowest_are_taken(better, depth):
     first, both = Acceptance(100).shares(2)
     times = {0: 1.5, 1: 1 + first, 2: (1 + first + both) / better}
     costs = RoundCosts(plans, [1], lambda plan, rows: times[plan.tree.max_depth])
-    adaptive = Adaptive(dispatcher, PLAIN, costs, Ranks(), 1)
+    adaptive = Adaptive(dispatcher, PLAIN, costs, 1)
     row.acceptance = adaptive.new()
     assert adaptive.choose([row]).tree.max_depth == depth
 
@@ -190,14 +189,14 @@ def test_what_counts_is_how_long_requests_take():
     tokens = [sum(1 + sum(row.acceptance.shares(depth)) for row in rows) for depth in (0, 1, 2)]
     times = [1.0, 1.1, 1.1 * tokens[2] / tokens[1] / 1.04]
     costs = RoundCosts(plans, [2], lambda plan, rows: times[plan.tree.max_depth])
-    adaptive = Adaptive(dispatcher, PLAIN, costs, Ranks(), 2)
+    adaptive = Adaptive(dispatcher, PLAIN, costs, 2)
     assert {adaptive.choose(rows).tree.max_depth for _ in range(20)} == {1}
 
 
 def test_a_choice_is_thought_over_every_fourth_round_and_with_another_number_of_rows(monkeypatch):
     dispatcher, asked = Dispatcher(AutoTree((1, 2))), []
     costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1], Machine(0.5, 1.0).once)
-    adaptive = Adaptive(dispatcher, PLAIN, costs, Ranks(), 4)
+    adaptive = Adaptive(dispatcher, PLAIN, costs, 4)
     rows = [Request(0.5, acceptance=adaptive.new()) for _ in range(4)]
     monkeypatch.setattr(dispatcher, "choices", lambda rows, own=dispatcher.choices: asked.append(rows) or own(rows))
     for _ in range(40):
@@ -214,7 +213,7 @@ def test_a_plan_that_is_only_timed_does_not_stay():
     plans = [PLAIN, *dispatcher.choices(1)]
     times = {0: 1.8, 1: 2.0, 2: 3.0 * 1.01}
     costs = RoundCosts(plans, [1], lambda plan, rows: times[plan.tree.max_depth])
-    adaptive, depths = Adaptive(dispatcher, PLAIN, costs, Ranks(), 1), []
+    adaptive, depths = Adaptive(dispatcher, PLAIN, costs, 1), []
     row.acceptance = adaptive.new()
     for _ in range(1500):
         plan = adaptive.choose([row])
@@ -264,7 +263,7 @@ def test_acceptance_is_what_was_seen():
     assert other.shares(5) == sorted(other.shares(5), reverse=True)
 
 
-def test_a_depth_that_a_request_did_not_try_is_believed_as_far_from_the_others_as_the_one_above():
+def test_a_depth_that_a_request_did_not_try_is_believed_half_as_far_from_the_others_as_the_one_above():
     everyone = Acceptance(600)
     for number in range(1000):
         everyone.add(2, 2 if number % 3 else number % 2)
@@ -273,7 +272,7 @@ def test_a_depth_that_a_request_did_not_try_is_believed_as_far_from_the_others_a
     for _ in range(50):
         worse.add(1, 0)
         better.add(1, 1)
-    assert worse.rates(2)[1] == pytest.approx(second * worse.rates(1)[0] / first)
+    assert worse.rates(2)[1] == pytest.approx(second * (worse.rates(1)[0] / first) ** 0.5)
     assert second < better.rates(2)[1] < 1
 
 
@@ -288,6 +287,21 @@ def test_costs_are_interpolated_and_corrected():
     for plan, times in zip(plans, (2.0, 3.0), strict=True):
         assert costs.seconds(plan, 4) == pytest.approx(times * machine.mean(plan, 4), rel=0.05)
     assert costs.seconds(plans[0], 8) > 1.5 * machine.mean(plans[0], 8)  # other sizes grow alike
+
+
+def test_ranks_agree_on_times():
+    """Of each the least: of those at the start, and of what is observed."""
+
+    class Other:
+        def least_of_hosts(self, numbers: list[int]) -> list[int]:
+            return [min(number, round(next(theirs) * 1e9)) for number in numbers]
+
+    plans, theirs = [PLAIN, TreePlan(chain(1))], iter([1.0, 1.5, 0.5])
+    costs = RoundCosts(plans, [1], lambda plan, rows: 2.0 - plan.tree.max_depth, Other())
+    assert [costs.seconds(plan, 1) for plan in plans] == [1.0, 1.0]
+    for _ in range(4):
+        costs.observe(PLAIN, 1, 3.0)
+    assert costs.seconds(PLAIN, 1) == pytest.approx(0.5, rel=0.02)
 
 
 # --- in an engine
