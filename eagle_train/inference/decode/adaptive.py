@@ -23,7 +23,8 @@ _FIRST_RETRY, _LAST_RETRY = 128, 2048  # plain rounds before drafts are tried ag
 _PLAIN_FIRST, _PLAIN_EVERY = 24, 512  # rounds after which one is plain, so that its time is known, and is known again
 _EVERY = 4  # rounds after which a choice is thought over, or earlier with another number of rows: thinking takes time
 _TRY = _EVERY  # rounds of a trial
-_PROBE_EVERY, _PROBE = 128, _EVERY  # rounds, after which so many have a plan that may be the best, to time it
+_PROBE_FIRST, _PROBE_EVERY = 16, 128  # rounds after which a plan that may be the best is timed; between: doubled
+_PROBE = _EVERY  # rounds that it is timed
 _MAY = 2.0  # standard deviations of a plan's time, by the current one's: so far may it be off
 _CLOSES = 48  # plain rounds in a row, after which requests lose their drafters
 _OPEN_ONE_IN = 8  # while closed, so many new requests have no drafter for each that has one
@@ -63,7 +64,7 @@ class Adaptive:
         self._pays = True  # or nearly
         self._admitted = self._chosen = self._thought = 0  # _thought: when the choice was last thought over
         self._considered = -1  # rows of that time
-        self._probed, self._probe, self._probes = plain, 0, 0  # _probe: rounds that are left of timing it
+        self._probed, self._probe, self._probe_at = plain, 0, _PROBE_FIRST  # _probe: rounds that are left of timing it
 
     @property
     def is_closed(self) -> bool:
@@ -191,14 +192,15 @@ class Adaptive:
         return min(as_good, key=lambda place: plans[place].tree.max_depth) if rates[0] < most else 0
 
     def _tried_out(self, plans: list[TreePlan], rates: list[float], rows: int) -> int | None:
-        """The place of a plan that is to be timed now: now and then, for a few rounds, the least known of those that
-        may be the best; most of the time None."""
-        if self._probe == 0 and self._chosen // _PROBE_EVERY > self._probes and self._trial == 0:
-            self._probes = self._chosen // _PROBE_EVERY
+        """The place of a plan that is to be timed now: now and then, for a few rounds, the most promising one as far
+        as times may be off; most of the time None."""
+        if self._probe == 0 and self._chosen >= self._probe_at and self._trial == 0:
+            self._probe_at = self._chosen + min(self._chosen, _PROBE_EVERY)
             doubts = [self._costs.doubt(plan, self._current, rows) for plan in plans]
-            near = [place for place, rate in enumerate(rates) if rate * math.exp(_MAY * doubts[place]) >= max(rates)]
-            self._probed = plans[max(near, key=doubts.__getitem__)]
-            self._probe = 0 if self._probed is self._current else _PROBE
+            most = [rate * math.exp(_MAY * doubt) for rate, doubt in zip(rates, doubts, strict=True)]
+            others = [place for place in range(len(plans)) if plans[place] is not self._current]
+            place = max(others, key=most.__getitem__)
+            self._probed, self._probe = plans[place], _PROBE if most[place] >= max(rates) else 0
         return plans.index(self._probed) if self._probe > 0 and self._probed in plans else None
 
     def _tries(self) -> bool:
