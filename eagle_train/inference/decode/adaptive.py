@@ -194,11 +194,11 @@ class Adaptive:
     def _tried_out(self, plans: list[TreePlan], rates: list[float], rows: int) -> int | None:
         """The place of a plan that is to be timed now: now and then, for a few rounds, the most promising one as far
         as times may be off; most of the time None."""
-        if self._probe == 0 and self._chosen >= self._probe_at and self._trial == 0:
+        others = [place for place, plan in enumerate(plans) if plan is not self._current]
+        if others and self._probe == 0 and self._chosen >= self._probe_at and self._trial == 0:
             self._probe_at = self._chosen + min(self._chosen, _PROBE_EVERY)
             doubts = [self._costs.doubt(plan, self._current, rows) for plan in plans]
             most = [rate * math.exp(_MAY * doubt) for rate, doubt in zip(rates, doubts, strict=True)]
-            others = [place for place in range(len(plans)) if plans[place] is not self._current]
             place = max(others, key=most.__getitem__)
             self._probed, self._probe = plans[place], _PROBE if most[place] >= max(rates) else 0
         return plans.index(self._probed) if self._probe > 0 and self._probed in plans else None

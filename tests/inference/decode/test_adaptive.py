@@ -204,7 +204,7 @@ def test_a_choice_is_thought_over_every_fourth_round_and_with_another_number_of_
     assert asked == [4] * 10
     adaptive.choose(rows[:3])
     adaptive.choose(rows[:2])
-    assert asked[10:] == [4, 3, 2][1:]
+    assert asked[10:] == [3, 2]
 
 
 def test_a_plan_that_is_only_timed_does_not_stay():
@@ -346,6 +346,17 @@ def test_a_round_that_follows_a_prefill_tells_nothing_of_times(monkeypatch, over
     assert not any(known for known, first in zip(told, follows, strict=True) if first)
     assert overlap or told == [not first for first in follows]
     assert any(told)
+
+
+@pytest.mark.parametrize(
+    ("tree", "rows"), [({1: "chain2", 3: chain(0)}, 3), ({4: "chain1", 5: "chain2", 6: "chain1"}, 5)], ids=str
+)
+def test_a_table_of_trees_is_gated_at_every_batch_size(tree, rows):
+    """Also where it has no drafts, and where its tree is that of no batch size which is a power of two."""
+    target, params = shared_target("llama"), SamplingParams(max_tokens=40, ignore_eos=True)
+    engine = Engine(target, Eagle(tiny_draft(target), target), tree, gate=True, max_batch_size=max(tree))
+    asked = PROMPTS[:rows]
+    assert token_ids(engine.generate(asked, params)) == token_ids(Engine(target).generate(asked, params))
 
 
 def test_rounds_at_the_start_are_like_later_ones():
