@@ -27,7 +27,7 @@ def calibrated(runner: Runner, dispatcher: Dispatcher) -> Adaptive:
     The caches must have their reserved blocks."""
     most, plain = runner.config.max_batch_size, TreePlan(chain(0).to(runner.target.device))
     sizes = sorted({1 << i for i in range(most.bit_length()) if 1 << i <= most} | {most})
-    plans = dict.fromkeys(plan for _, plan in dispatcher.plans(list(range(1, most + 1))))
+    plans = dict.fromkeys(plan for _, plan in dispatcher.plans([size for size, _ in dispatcher.table]))
     plans.pop(plain, None)
 
     def seconds(plan: TreePlan, rows: int) -> float:
