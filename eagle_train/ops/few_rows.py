@@ -1,14 +1,15 @@
 """The product of few rows with a weight matrix by a Triton kernel on a GPU.
 
 It is bound by reading the weight, which wants many programs with much to read at a time: each multiplies a small tile
-of outputs with all rows, and sums have one order. Which size of tile is fastest, and whether it is faster than torch's
-own product, is timed at the first call on each GPU. The plain twin is `F.linear`. It may be recorded in CUDA graphs;
-torch.compile meets it as a part of `linear` (ops/linear.py). Knows nothing of models.
+of outputs with all rows, and sums have one order. Very few rows are multiplied by each thread itself, more by the
+matrix unit. Which way is fastest, and whether it is faster than torch's own product, is timed at the first call on each
+GPU. The plain twin is `F.linear`. It may be recorded in CUDA graphs; torch.compile meets it as a part of `linear`
+(ops/linear.py). Knows nothing of models.
 """
 
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,19 +19,39 @@ from eagle_train.hardware import is_gpu
 from eagle_train.ops.device_time import gpu_seconds
 from eagle_train.ops.kernels import is_plain
 
-__all__ = ["DTYPES", "MOST_ROWS", "TILES", "fastest", "product", "supports"]
+__all__ = ["DTYPES", "MOST_ROWS", "Way", "fastest", "product", "supports", "ways"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_ROWS = 64  # a program has all of them at once
 _LEAST_ROWS = 16  # the matrix unit's
-_READ = 4096  # elements of the weight that a program reads at a time, and of the rows at most: some GPUs have no more
-# than 99 KiB for what is under way
-_STAGES = 4  # reads that are under way at a time
-TILES = (16, 32, 64)  # outputs of a program: 4,096 outputs are 256 programs of the first
+_MOST_VECTORS = 2  # rows; of more the threads' products take longer than reading
 _ALIGNED = 16  # bytes of a load
 _CALLS = 10  # of each way, to find the fastest one
 
-_found: dict[tuple, int | None] = {}  # the fastest tile, or None for torch's product, by what decides it
+
+class Way(NamedTuple):
+    """How the product is divided among programs.
+
+    `tile`: outputs of a program. `read`: elements of the weight that it reads at a time, or of the rows where these
+    are more. `stages`: reads that are under way at a time. `warps`: of 32 threads. `by_matrix_unit`: or by the threads.
+    """
+
+    tile: int
+    read: int
+    stages: int
+    warps: int = 4
+    by_matrix_unit: bool = True
+
+    def block(self, rows: int) -> int:
+        """Inputs that are read at a time, where a program has so many rows."""
+        return self.read // (max(self.tile, rows) if self.by_matrix_unit else self.tile)
+
+
+# The fastest of some 80 for the matrices of Llama 3.1 8B on an H200, and one for GPUs with little shared memory.
+_BY_VECTORS = (Way(1, 4096, 1, 8, False), Way(2, 4096, 1, 8, False), Way(4, 8192, 1, 8, False))
+_BY_MATRIX_UNIT = (Way(16, 4096, 4), Way(32, 16384, 3), Way(64, 4096, 3), Way(64, 8192, 6))
+
+_found: dict[tuple, Way | None] = {}  # the fastest way, or None for torch's product, by what decides it
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -45,8 +66,16 @@ def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return at_border and x.device == weight.device and _runs_on(weight.device) and not is_plain("linear")
 
 
-def fastest(x: torch.Tensor, weight: torch.Tensor) -> int | None:
-    """The tile with which `product` is supported, and faster on this GPU than torch's product and other tiles; None if
+def ways(rows: int, shared: int | None = None) -> list[Way]:
+    """All ways for so many rows, on a GPU whose programs have `shared` bytes of shared memory; None: enough."""
+    lanes = max(_LEAST_ROWS, _padded(rows))
+    needed = {way: 2 * way.stages * way.block(lanes) * (way.tile + lanes) for way in _BY_MATRIX_UNIT}
+    fitting = [way for way, size in needed.items() if shared is None or size <= shared]
+    return [*(_BY_VECTORS if rows <= _MOST_VECTORS else ()), *fitting]
+
+
+def fastest(x: torch.Tensor, weight: torch.Tensor) -> Way | None:
+    """The way in which `product` is supported, and faster on this GPU than torch's product and in other ways; None if
     there is none.
 
     All are timed at the first call with so many rows, to the next power of two, and a weight of this shape; within a
@@ -54,13 +83,14 @@ def fastest(x: torch.Tensor, weight: torch.Tensor) -> int | None:
     """
     if not supports(x, weight):
         return None
-    key = (weight.device, weight.shape, weight.dtype, _lanes(x.numel() // x.shape[-1]))
+    rows = x.numel() // x.shape[-1]
+    key = (weight.device, weight.shape, weight.dtype, _padded(rows))
     if key not in _found:
         if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
-        ways: dict[int | None, Any] = {tile: partial(product, x, weight, tile=tile) for tile in TILES}
-        ways[None] = partial(F.linear, x, weight)
-        seconds = {way: gpu_seconds(work, weight.device, _CALLS) for way, work in ways.items()}
+        works: dict[Way | None, Any] = {None: partial(F.linear, x, weight)}
+        works |= {way: partial(product, x, weight, way=way) for way in ways(rows, _shared_memory(weight.device))}
+        seconds = {way: gpu_seconds(work, weight.device, _CALLS) for way, work in works.items()}
         _found[key] = min(seconds, key=lambda way: seconds[way])
     return _found[key]
 
@@ -70,16 +100,26 @@ def _runs_on(device: torch.device) -> bool:
     return is_gpu(device, (8, 0)) and find_spec("triton") is not None
 
 
+@cache
+def _shared_memory(device: torch.device) -> int | None:
+    """Bytes that a program may have."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
 def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, tile: int = TILES[0]
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, way: Way = _BY_MATRIX_UNIT[0]
 ) -> torch.Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N], all of one dtype; `tile`: one of `TILES`.
+    """x [..., K] times weight [N, K] transposed, plus bias [N], all of one dtype; `way`: one of `ways`.
 
     The host waits for nothing, and shapes alone decide what is launched.
     """
     (outputs, inputs), rows = weight.shape, x.numel() // x.shape[-1]
     out = x.new_empty(*x.shape[:-1], outputs)
-    _kernel()[(-(-outputs // tile),)](
+    by_matrix_unit, by_vectors = _kernels()
+    kernel = by_matrix_unit if way.by_matrix_unit else by_vectors
+    kernel[(-(-outputs // way.tile),)](
         x.reshape(rows, inputs).contiguous(),
         weight,
         weight if bias is None else bias,
@@ -88,25 +128,32 @@ def product(
         outputs,
         INPUTS=inputs,
         HAS_BIAS=bias is not None,
-        IN_FP32=weight.device.type == "cpu",  # Triton's interpreter has no products of bf16
-        **_layout(rows, tile),
+        # Triton's interpreter has no products of bf16.
+        **({"IN_FP32": weight.device.type == "cpu"} if way.by_matrix_unit else {}),
+        **_layout(rows, way),
     )
     return out
 
 
-def _lanes(rows: int) -> int:
-    return max(_LEAST_ROWS, 1 << (rows - 1).bit_length())
+def _padded(rows: int) -> int:
+    return 1 << (rows - 1).bit_length()
 
 
-def _layout(rows: int, tile: int) -> dict[str, int]:
+def _layout(rows: int, way: Way) -> dict[str, int]:
     """The kernel's sizes for so many rows."""
-    lanes = _lanes(rows)
-    return {"ROWS": lanes, "TILE": tile, "BLOCK": _READ // max(tile, lanes), "num_warps": 4, "num_stages": _STAGES}
+    lanes = max(_LEAST_ROWS if way.by_matrix_unit else 1, _padded(rows))
+    return {
+        "ROWS": lanes,
+        "TILE": way.tile,
+        "BLOCK": way.block(lanes),
+        "num_warps": way.warps,
+        "num_stages": way.stages,
+    }
 
 
 @cache
-def _kernel() -> Any:
+def _kernels() -> tuple[Any, Any]:
     """Triton is imported when a GPU needs it: a CPU's installation may have none."""
-    from eagle_train.ops.few_rows_kernel import product_of_tile
+    from eagle_train.ops.few_rows_kernel import product_by_vectors, product_of_tile
 
-    return product_of_tile
+    return product_of_tile, product_by_vectors

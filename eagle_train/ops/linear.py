@@ -62,8 +62,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def _linear_on_gpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`linear` in bf16 or fp16."""
-    tile = few_rows.fastest(x, weight)
-    return F.linear(x, weight, bias) if tile is None else few_rows.product(x, weight, bias, tile)
+    way = few_rows.fastest(x, weight)
+    return F.linear(x, weight, bias) if way is None else few_rows.product(x, weight, bias, way)
 
 
 def _linear_on_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
