@@ -1,4 +1,5 @@
-"""Attention of few queries over slots that are read through a block table, by Triton kernels on a GPU.
+"""Attention of few queries over slots that are read through a block table, and writes of new ones, by Triton kernels
+on a GPU.
 
 Each slot of a row is read once for all queries of a key/value head, where it lies: no copy is made, and slots behind
 a query's end cost nothing, however wide the table. A row's slots are divided among the GPU's processors (split-KV,
@@ -15,14 +16,16 @@ import torch
 from eagle_train.hardware import is_gpu
 from eagle_train.ops.kernels import is_plain
 
-__all__ = ["paged_attention", "supports"]
+__all__ = ["paged_attention", "supports", "write", "writes"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_QUERIES = 256  # of a key/value head and row; beyond, a prompt is read, and its keys may be gathered
 _LEAST_QUERIES, _TILE = 16, 64  # of a program: the matrix unit's least, and the most that a program's registers hold
-_SLOTS = 64  # read at a time
+_SLOTS, _MANY_SLOTS = 64, 128  # read at a time; the second where the GPU is not full, and has room for them
 _PROGRAMS = 528  # to keep the 132 processors of a large GPU busy, four each
-_LEAST_SLOTS = 256  # of a split
+_LEAST_SLOTS = 128  # of a split
+_MOST_BYTES = 256  # of a key: with _MANY_SLOTS a program takes 72 KiB, and some GPUs have no more than 99
+_LANES = 1024  # numbers of a token that are written at a time
 
 
 def supports(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -66,10 +69,11 @@ def paged_attention(
     group = heads // kv_heads
     queries = max(_LEAST_QUERIES, min(_TILE, 1 << (tokens * group - 1).bit_length()))
     tiles = -(-tokens * group // queries)
-    splits = _splits(rows * kv_heads * tiles, table.shape[1] * block)
+    has_room = queries == _LEAST_QUERIES and max(width, out_width) * keys.itemsize <= _MOST_BYTES
+    splits, at_a_time = _division(rows * kv_heads * tiles, table.shape[1] * block, has_room)
     parts = q.new_empty(rows, heads, tokens, splits, out_width, dtype=q.dtype if splits == 1 else torch.float32)
     part_lse = q.new_empty(rows, heads, tokens, splits, dtype=torch.float32)
-    attend_split, _ = _kernels()
+    attend_split, *_ = _kernels()
     attend_split[(rows * kv_heads, splits, tiles)](
         q,
         keys,
@@ -91,7 +95,7 @@ def paged_attention(
         BLOCK=block,
         SPLITS=splits,
         QUERIES=queries,
-        SLOTS=_SLOTS,
+        SLOTS=at_a_time,
         HAS_CAP=softcap is not None,
         IN_FP32=q.device.type == "cpu",  # Triton's interpreter has no products of bf16
         num_warps=4,
@@ -100,24 +104,57 @@ def paged_attention(
     return (parts.squeeze(3), part_lse.squeeze(3)) if splits == 1 else _merged(parts, part_lse, q.dtype)
 
 
+def writes(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether `write` takes stores of these devices."""
+    return _runs_on(keys.device) and keys.is_contiguous() and values.is_contiguous() and not is_plain("attention")
+
+
+def write(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write k [A, K, T, D] and v [A, K, T, D'] into slots int64 [A, T] of stores `keys` [S, K, D] and `values`
+    [S, K, D'], in their dtype. What two tokens write into one slot may be either's. The host waits for nothing."""
+    (rows, heads, tokens, width), out_width = k.shape, v.shape[3]
+    if rows == 0 or tokens == 0:
+        return
+    lanes = 1 << (heads * max(width, out_width) - 1).bit_length()
+    *_, write_slots = _kernels()
+    write_slots[(tokens, rows)](
+        k,
+        v,
+        keys,
+        values,
+        slots.contiguous(),
+        *k.stride(),
+        *v.stride(),
+        HEADS=heads,
+        KEY_WIDTH=width,
+        VALUE_WIDTH=out_width,
+        LANES=min(lanes, _LANES),
+        num_warps=4,
+    )
+
+
 def _merged(parts: torch.Tensor, part_lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention [A, Q, T, D'] in `dtype` and its log-sum-exp from the splits' [A, Q, T, splits, D']."""
     *queries, splits, width = parts.shape
     out, lse = parts.new_empty(*queries, width, dtype=dtype), part_lse.new_empty(queries)
     lanes = 1 << (splits - 1).bit_length()
-    _, merge_splits = _kernels()
+    _, merge_splits, _ = _kernels()
     merge_splits[(lse.numel(),)](parts, part_lse, out, lse, VALUE_WIDTH=width, SPLITS=splits, LANES=lanes, num_warps=1)
     return out, lse
 
 
-def _splits(programs: int, slots: int) -> int:
-    """Into how many parts each row's slots are divided: as many as keep a GPU busy, none too short."""
-    return max(1, min(_PROGRAMS // programs, slots // _LEAST_SLOTS))
+def _division(programs: int, slots: int, has_room: bool) -> tuple[int, int]:
+    """Into how many parts each row's slots are divided, as many as keep a GPU busy and none too short; and how many
+    slots are read at a time. `has_room`: for the greater number of them."""
+    most = max(1, _PROGRAMS // programs)
+    is_full = slots // _MANY_SLOTS >= most
+    splits = max(1, min(most, slots // _LEAST_SLOTS))
+    return splits, _MANY_SLOTS if has_room and not is_full else _SLOTS
 
 
 @cache
-def _kernels() -> tuple[Any, Any]:
+def _kernels() -> tuple[Any, Any, Any]:
     """Triton is imported when a GPU needs it: a CPU's installation may have none."""
-    from eagle_train.ops.paged_kernel import attend_split, merge_splits
+    from eagle_train.ops.paged_kernel import attend_split, merge_splits, write_slots
 
-    return attend_split, merge_splits
+    return attend_split, merge_splits, write_slots

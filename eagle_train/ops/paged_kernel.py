@@ -134,3 +134,48 @@ def merge_splits(out, lse, merged, merged_lse, VALUE_WIDTH: tl.constexpr, SPLITS
     value = tl.sum(parts * weights[:, None], axis=0) / divisor
     tl.store(merged + query * VALUE_WIDTH + value_lanes, value.to(merged.dtype.element_ty))
     tl.store(merged_lse + query, tl.where(total == 0.0, -float("inf"), base + tl.log(divisor)))
+
+
+@triton.jit
+def write_slots(
+    k,
+    v,
+    keys,
+    values,
+    slots,
+    k_row,
+    k_head,
+    k_token,
+    k_lane,
+    v_row,
+    v_head,
+    v_token,
+    v_lane,
+    HEADS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One token's key and value of all heads."""
+    token, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row * tl.num_programs(0) + token)
+    _copy(k + row * k_row + token * k_token, keys + slot * HEADS * KEY_WIDTH, k_head, k_lane, HEADS, KEY_WIDTH, LANES)
+    _copy(
+        v + row * v_row + token * v_token,
+        values + slot * HEADS * VALUE_WIDTH,
+        v_head,
+        v_lane,
+        HEADS,
+        VALUE_WIDTH,
+        LANES,
+    )
+
+
+@triton.jit
+def _copy(source, target, head, lane, HEADS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    """[HEADS, WIDTH] by strides `head` and `lane` into one piece."""
+    for start in range(0, HEADS * WIDTH, LANES):
+        at = start + tl.arange(0, LANES)
+        there = at < HEADS * WIDTH
+        found = tl.load(source + (at // WIDTH).to(tl.int64) * head + at % WIDTH * lane, mask=there)
+        tl.store(target + at, found.to(target.dtype.element_ty), mask=there)

@@ -7,6 +7,7 @@ from eagle_train.ops import paged
 from eagle_train.ops.attention import plain_partial
 from eagle_train.ops.rule import Rule
 from eagle_train.ops.visible_slots import VisibleSlots
+from tests.support.assembly import compiled_kernel
 
 pytest.importorskip("triton", reason="it comes with torch for CUDA, and with xgrammar")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,15 +85,55 @@ def test_it_equals_the_twin(lengths, tokens, heads, kv_heads, width, dtype, caus
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_parts_are_merged(splits, monkeypatch):
     """Also those in which a query sees nothing."""
-    monkeypatch.setattr(paged, "_splits", lambda programs, slots: splits)
+    monkeypatch.setattr(paged, "_division", lambda programs, slots, has_room: (splits, 64))
     test_it_equals_the_twin([700, 5], 7, 6, 2, 16, torch.float32, False, "window")
 
 
 def test_rows_are_divided_to_keep_a_gpu_busy():
-    assert paged._splits(8, 2048) == 8
-    assert paged._splits(8, 128) == 1
-    assert paged._splits(8, 100_000) == 66
-    assert paged._splits(512, 100_000) == 1
+    assert paged._division(8, 2048, True) == (16, 128)
+    assert paged._division(8, 2048, False) == (16, 64)
+    assert paged._division(8, 100, True) == (1, 128)
+    assert paged._division(8, 100_000, True) == (66, 64)
+    assert paged._division(512, 100_000, True) == (1, 64)
+    assert paged._division(2000, 64, True) == (1, 128)
+
+
+@pytest.mark.parametrize(("queries", "slots"), [(16, 64), (16, 128), (64, 64)])
+def test_on_hopper_it_has_room_and_nothing_is_spilled(queries, slots):
+    pointers = dict.fromkeys(("q", "keys", "values"), "*bf16") | {"table": "*i64", "first": "*i32", "ends": "*i32"}
+    numbers = dict.fromkeys(("q_row", "q_head", "q_token", "table_row"), "i32") | {"scale": "fp32", "cap": "fp32"}
+    sizes = {"TOKENS": 1, "GROUP": 4, "KV_HEADS": 8, "KEY_WIDTH": 128, "VALUE_WIDTH": 128, "BLOCK": 16, "SPLITS": 8}
+    constants = sizes | {"QUERIES": queries, "SLOTS": slots, "HAS_CAP": False, "IN_FP32": False}
+    types = pointers | {"out": "*fp32", "lse": "*fp32"} | numbers
+    made = compiled_kernel("eagle_train.ops.paged_kernel", "attend_split", types, constants, num_warps=4, num_stages=2)
+    assert made["stack"] == made["local"] == 0
+    assert made["shared"] <= 99 * 2**10  # of GPUs of 8.6 and 8.9, the least that any has
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)],
+)
+@pytest.mark.parametrize("widths", [(16, 16), (32, 16), (192, 128)])
+def test_new_tokens_are_written_into_their_slots(widths, given, dtype):
+    """From views with gaps, in any order of slots; into no others."""
+    torch.manual_seed(0)
+    stores = [torch.zeros(40, 3, width, device=DEVICE, dtype=dtype) for width in widths]
+    wide = torch.randn(2, 5, 3, sum(widths) + 8, device=DEVICE).to(given)
+    k, v = (part.transpose(1, 2) for part in wide[..., 4:-4].split(widths, dim=-1))
+    slots = torch.randperm(40, device=DEVICE)[:10].view(2, 5)
+    paged.write(k, v, *stores, slots)
+    for store, x in zip(stores, (k, v), strict=True):
+        wanted = torch.zeros_like(store)
+        wanted[slots] = x.transpose(1, 2).to(dtype)
+        assert torch.equal(store, wanted)
+
+
+def test_no_tokens_are_written():
+    store = torch.zeros(16, 2, 16, device=DEVICE)
+    none = torch.zeros(1, 2, 0, 16, device=DEVICE)
+    paged.write(none, none, store, store, torch.zeros(1, 0, dtype=torch.long, device=DEVICE))
+    assert not store.any()
 
 
 def test_values_may_have_another_width():
@@ -111,3 +152,4 @@ def test_values_may_have_another_width():
 
 def test_a_cpu_takes_the_plain_way():
     assert not paged.supports(torch.zeros(1, 4, 1, 16), torch.zeros(16, 2, 16), torch.zeros(16, 2, 16))
+    assert not paged.writes(torch.zeros(16, 2, 16), torch.zeros(16, 2, 16))

@@ -173,22 +173,27 @@ class PagedKV:
         if isinstance(slots, slice):
             views = self._views(slots.start, slots.stop - slots.start)
 
-            def write(layer: int, *pair: torch.Tensor) -> None:
+            def write(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
                 if layer not in self.given:
-                    for view, x in zip(views[layer], pair, strict=True):
-                        view.copy_(x)
+                    keys, values = views[layer]
+                    keys.copy_(k)
+                    values.copy_(v)
         else:
 
-            def write(layer: int, *pair: torch.Tensor) -> None:
-                if layer not in self.given:
-                    for stored, x in zip(self.layers[layer], pair, strict=True):
-                        stored[slots] = x.transpose(1, 2)  # [A, T, K, D]
+            def write(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+                if layer in self.given:
+                    return
+                keys, values = self.layers[layer]
+                if paged.writes(keys, values):
+                    paged.write(k, v, keys, values, slots)
+                else:
+                    keys[slots], values[slots] = k.transpose(1, 2), v.transpose(1, 2)  # [A, T, K, D]
 
         if (tell := self.on_write) is None:
             return write
 
-        def write_and_tell(layer: int, *pair: torch.Tensor) -> None:
-            write(layer, *pair)
+        def write_and_tell(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+            write(layer, k, v)
             if layer not in self.given:
                 tell(layer)
 

@@ -223,12 +223,14 @@ def test_joint_attention_over_prefix_and_tree_is_the_split_one(lengths, limits):
 @pytest.mark.parametrize(
     ("family", "tree"), [("llama", "chain3"), ("gemma2", "n8"), ("gpt_oss", "chain3"), ("llama4", "n8")]
 )
-def test_slots_read_through_the_block_table_give_the_same_tokens(family, tree, monkeypatch):
-    """By Triton's interpreter, with rows that come and go. Tiny heads are narrower than a GPU's matrix unit takes."""
+def test_slots_read_and_written_by_kernels_give_the_same_tokens(family, tree, monkeypatch):
+    """By Triton's interpreter, with rows that come and go, whose heads are narrower than a matrix unit takes."""
     pytest.importorskip("triton")
-    calls, attention = [], paged.paged_attention
+    calls, attention, written, write = [], paged.paged_attention, [], paged.write
     monkeypatch.setattr(paged, "supports", lambda q, keys, values: True)
+    monkeypatch.setattr(paged, "writes", lambda keys, values: True)
     monkeypatch.setattr(paged, "paged_attention", lambda *given: (calls.append(1), attention(*given))[1])
+    monkeypatch.setattr(paged, "write", lambda *given: (written.append(1), write(*given))[1])
     target = shared_target(family)
     engine = Engine(target, tiny_draft(target), tree, max_batch_size=2, prefill_tokens=7)
     params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (5, 3, 4)]
@@ -236,6 +238,7 @@ def test_slots_read_through_the_block_table_give_the_same_tokens(family, tree, m
     assert found == [answers(family)[i][: len(tokens)] for i, tokens in enumerate(found)]
     assert list(map(len, found)) == [5, 3, 4]
     assert len(calls) > 10
+    assert written
 
 
 @pytest.mark.gpu
