@@ -24,25 +24,27 @@ _current_attend: ContextVar[Attend] = ContextVar("attend")
 
 # `kept` stands for whatever an attention keeps, keys and values say: by it the compiler knows that calls have an order.
 torch.library.define(
-    "eagle_train::attend",
+    "eagle_train::attention",
     "(Tensor(a!) kept, int layer, Tensor q, Tensor k, Tensor v, "
     "float scale, int? window, int? chunk, float? softcap, Tensor? sinks, bool skip_first) -> Tensor",
 )
 
 
-@torch.library.impl("eagle_train::attend", "CompositeExplicitAutograd")
+@torch.library.impl("eagle_train::attention", "CompositeExplicitAutograd")
 def _call_current_attend(
     kept: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rule: Any
 ) -> torch.Tensor:
-    """What the current call of a `Compiled` was given attends."""
-    return _current_attend.get()(layer, q, k, v, Rule(*rule)).contiguous()
+    """What the current call of a `Compiled` was given attends: [B, Q, T, D], each token's heads side by side, as the
+    product that follows reads them."""
+    return _current_attend.get()(layer, q, k, v, Rule(*rule)).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@torch.library.register_fake("eagle_train::attend")
+@torch.library.register_fake("eagle_train::attention")
 def _attend_shape(
     kept: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rule: Any
 ) -> torch.Tensor:
-    return q.new_empty(*q.shape[:-1], v.shape[-1])
+    rows, heads, tokens, _ = q.shape
+    return q.new_empty(rows, tokens, heads, v.shape[-1]).transpose(1, 2)
 
 
 class Compiled:
@@ -56,7 +58,7 @@ class Compiled:
         def graph(kept: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
             def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
                 own = (rule.scale, rule.window, rule.chunk, rule.softcap, rule.sinks, rule.skip_first)
-                return torch.ops.eagle_train.attend(kept, layer, q, k, v, *own)
+                return torch.ops.eagle_train.attention(kept, layer, q, k, v, *own)
 
             return forward(*tensors, attend)
 

@@ -59,8 +59,9 @@ def paged_attention(
 
     `table` int64 [A, W]: the blocks of each row, of `block` slots. Query t of row a sees the row's slots from
     `first[a, t]` up to, and without, `ends[a, t]`, both int32 [A, T], and no others are read but those of a row's
-    other queries. Returns [A, Q, T, D'] in q's dtype and fp32 [A, Q, T]; a query that sees no slot has output 0 and
-    log-sum-exp -inf. The host waits for nothing, and shapes alone decide what is launched.
+    other queries. Returns [A, Q, T, D'] in q's dtype and fp32 [A, Q, T], each token's heads side by side; a query that
+    sees no slot has output 0 and log-sum-exp -inf. The host waits for nothing, and shapes alone decide what is
+    launched.
     """
     (rows, heads, tokens, width), kv_heads, out_width = q.shape, keys.shape[1], values.shape[2]
     assert q.stride(3) == table.stride(1) == 1
@@ -71,8 +72,8 @@ def paged_attention(
     tiles = -(-tokens * group // queries)
     has_room = queries == _LEAST_QUERIES and max(width, out_width) * keys.itemsize <= _MOST_BYTES
     splits, at_a_time = _division(rows * kv_heads * tiles, table.shape[1] * block, has_room)
-    parts = q.new_empty(rows, heads, tokens, splits, out_width, dtype=q.dtype if splits == 1 else torch.float32)
-    part_lse = q.new_empty(rows, heads, tokens, splits, dtype=torch.float32)
+    parts = q.new_empty(rows, tokens, heads, splits, out_width, dtype=q.dtype if splits == 1 else torch.float32)
+    part_lse = q.new_empty(rows, tokens, heads, splits, dtype=torch.float32)
     attend_split, *_ = _kernels()
     attend_split[(rows * kv_heads, splits, tiles)](
         q,
@@ -101,7 +102,8 @@ def paged_attention(
         num_warps=4,
         num_stages=2 if width <= 128 else 1,
     )
-    return (parts.squeeze(3), part_lse.squeeze(3)) if splits == 1 else _merged(parts, part_lse, q.dtype)
+    out, lse = (parts.squeeze(3), part_lse.squeeze(3)) if splits == 1 else _merged(parts, part_lse, q.dtype)
+    return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 def writes(keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -134,7 +136,7 @@ def write(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Te
 
 
 def _merged(parts: torch.Tensor, part_lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention [A, Q, T, D'] in `dtype` and its log-sum-exp from the splits' [A, Q, T, splits, D']."""
+    """The attention [A, T, Q, D'] in `dtype` and its log-sum-exp from the splits' [A, T, Q, splits, D']."""
     *queries, splits, width = parts.shape
     out, lse = parts.new_empty(*queries, width, dtype=dtype), part_lse.new_empty(queries)
     lanes = 1 << (splits - 1).bit_length()

@@ -37,7 +37,7 @@ def attend_split(
 ):
     """One row, one key/value head, one split of the row's slots: QUERIES of the head's TOKENS * GROUP queries.
 
-    out [rows, query heads, TOKENS, SPLITS, VALUE_WIDTH], and lse without the last dimension.
+    out [rows, TOKENS, query heads, SPLITS, VALUE_WIDTH], and lse without the last dimension.
     """
     row, kv_head, split = (tl.program_id(0) // KV_HEADS).to(tl.int64), tl.program_id(0) % KV_HEADS, tl.program_id(1)
     query = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
@@ -63,7 +63,7 @@ def attend_split(
         state = _add(state, scores, visible, values, place, inside, VALUE_WIDTH, IN_FP32)
     peak, total, sums = state
     divisor = tl.where(total == 0.0, 1.0, total)
-    place = ((row * KV_HEADS * GROUP + head) * TOKENS + token) * SPLITS + split
+    place = ((row * TOKENS + token) * KV_HEADS * GROUP + head) * SPLITS + split
     out += place[:, None] * VALUE_WIDTH + tl.arange(0, VALUE_WIDTH)
     tl.store(out, (sums / divisor[:, None]).to(out.dtype.element_ty), mask=there[:, None])
     tl.store(lse + place, tl.where(total == 0.0, -float("inf"), peak + tl.log(divisor)), mask=there)
