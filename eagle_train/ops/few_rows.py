@@ -102,10 +102,11 @@ def _runs_on(device: torch.device) -> bool:
 
 @cache
 def _shared_memory(device: torch.device) -> int | None:
-    """Bytes that a program may have."""
+    """Bytes that a program may have; ROCm has one number for them."""
     if device.type != "cuda":
         return None
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
 
 
 def product(
