@@ -159,16 +159,9 @@ def write_slots(
     """One token's key and value of all heads."""
     token, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row * tl.num_programs(0) + token)
-    _copy(k + row * k_row + token * k_token, keys + slot * HEADS * KEY_WIDTH, k_head, k_lane, HEADS, KEY_WIDTH, LANES)
-    _copy(
-        v + row * v_row + token * v_token,
-        values + slot * HEADS * VALUE_WIDTH,
-        v_head,
-        v_lane,
-        HEADS,
-        VALUE_WIDTH,
-        LANES,
-    )
+    key, value = k + row * k_row + token * k_token, v + row * v_row + token * v_token
+    _copy(key, keys + slot * HEADS * KEY_WIDTH, k_head, k_lane, HEADS, KEY_WIDTH, LANES)
+    _copy(value, values + slot * HEADS * VALUE_WIDTH, v_head, v_lane, HEADS, VALUE_WIDTH, LANES)
 
 
 @triton.jit

@@ -119,8 +119,8 @@ def test_new_tokens_are_written_into_their_slots(widths, given, dtype):
     """From views with gaps, in any order of slots; into no others."""
     torch.manual_seed(0)
     stores = [torch.zeros(40, 3, width, device=DEVICE, dtype=dtype) for width in widths]
-    wide = torch.randn(2, 5, 3, sum(widths) + 8, device=DEVICE).to(given)
-    k, v = (part.transpose(1, 2) for part in wide[..., 4:-4].split(widths, dim=-1))
+    k, v = (torch.randn(2, 5, 3 + n, 2 * width, device=DEVICE).to(given) for n, width in enumerate(widths))
+    k, v = (x[:, :, :3, ::2].transpose(1, 2) for x in (k, v))
     slots = torch.randperm(40, device=DEVICE)[:10].view(2, 5)
     paged.write(k, v, *stores, slots)
     for store, x in zip(stores, (k, v), strict=True):
