@@ -30,7 +30,7 @@ from eagle_train.hardware import resolve_device
 from eagle_train.inference import Dispatcher, Requests
 from eagle_train.inference.requests.readable import chats
 from eagle_train.models.draft_quantisation import Quant, misfit
-from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_config, load_target
 from eagle_train.models.target import Target
 from eagle_train.results import prepared
 from eagle_train.settings import build
@@ -67,8 +67,8 @@ def main(values: DictConfig) -> None:
     questions = read_questions(config.questions, config.limit)
     out = Path(config.out) if config.plan else prepared(config.out)
     own = build(TargetConfig, composed[config.study.reference].target, "target")
+    check_drafts(config, composed, load_config(own))
     target = load_target(own, resolve_device(config.device), reads=chats)
-    check_drafts(config, composed, target)
     longest = check_fit(Requests(target), questions, config.max_tokens)
     tell_bundled(config.questions, own.path)
     print(planned(config, target, questions, longest), flush=True)
@@ -117,13 +117,13 @@ def speedups_of(config: StudyConfig, target: Target, questions: list[Question], 
     return speedups
 
 
-def check_drafts(config: StudyConfig, composed: dict[str, DictConfig], target: Target) -> None:
+def check_drafts(config: StudyConfig, composed: dict[str, DictConfig], hf_config: Any) -> None:
     """Raise UserError for a tree that is deeper than a variant's draft can propose, and for a draft that has not the
-    shapes which it is to be quantised in."""
+    shapes which it is to be quantised in. `hf_config`: the target's Hugging Face config."""
     given = None if config.draft.path is None else read_artifact(config.draft.path)
     for name, values in composed.items():
         settings: Any = OmegaConf.to_container(values.draft)
-        shape = planned_config(target.config, settings) if given is None else given.draft
+        shape = planned_config(hf_config, settings) if given is None else given.draft
         for tree, spec in config.study.trees.items():
             deepest = Dispatcher(spec).deepest
             said = f"study.trees.{tree}={spec}: has {deepest} levels, and the drafts of {name} propose {shape.levels}"

@@ -142,7 +142,11 @@ def test_trees_tokens_and_speed(home, in_process, tmp_path):
     ],
     ids=["too deep a tree", "no shape for INT4"],
 )
-def test_what_a_draft_cannot_do_is_refused_before_training(home, in_process, tmp_path, capsys, asked, said):
+def test_what_a_draft_cannot_do_is_refused_before_training(
+    home, in_process, tmp_path, capsys, monkeypatch, asked, said
+):
+    """And before the target's weights are read."""
+    monkeypatch.setattr(experiments, "load_target", None)
     assert call(experiments.main, *given(home, *asked, f"out={tmp_path}/out")) == 2
     assert said in capsys.readouterr().err
     assert in_process == []
