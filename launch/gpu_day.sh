@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What only a machine with a GPU can show: ceilings, GPU tests, a training step, latency, profiles, a training run, and
-# with its draft: grammars, all drafters and all kinds of drafts beside one another.
+# What only a machine with a GPU can show: ceilings, GPU tests, kernels, a training step, latency, profiles, a training
+# run, and with its draft: grammars, all drafters and all kinds of drafts beside one another.
 # Each part is a command with a budget in seconds and writes JSON to OUT; when one fails the next one runs, and the end
 # says which. The Python is PYTHON, with torch and transformers there; WHEELS: a directory of wheels of what else is
 # missing, which go to a directory of their own.
@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 OUT="${OUT:-outputs/gpu_day}" PYTHON="${PYTHON:-python3}" SHAPES="${SHAPES:-llama3_1_8b}"
 DYNAMIC=eagle_train.inference.decode.row_trees.dynamic
-PARTS=(ceilings tests step fp8 eager plain drafts compiled batches quantised run grammar drafters kinds)
+PARTS=(ceilings tests kernels step fp8 eager plain drafts compiled batches quantised run grammar drafters kinds)
 failed=()
 mkdir -p "$OUT"
 
@@ -50,6 +50,10 @@ run_part() {
   case $1 in
     ceilings) part ceilings 90 "$PYTHON" -m evals.ceilings "shapes=$SHAPES" device=cuda "out=$OUT/ceilings.json" ;;
     tests) part tests 420 "$PYTHON" -m pytest -m gpu -q --numprocesses 6 --dist worksteal --tb=short tests ;;
+    kernels) # the tests that run in Triton's interpreter where there is no GPU
+      mapfile -t files < <(grep --recursive --files-with-matches --include='*.py' 'DEVICE = "cuda" if' tests)
+      part kernels 300 "$PYTHON" -m pytest -q --numprocesses 6 --dist worksteal --tb=short -k "not hopper" "${files[@]}"
+      ;;
     step) step step 200 ;;
     fp8) step fp8 240 target_quant=fp8 ;;
     eager) latency eager 150 context_lengths=[1024] engine.graphs=false ;;

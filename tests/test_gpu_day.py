@@ -47,6 +47,14 @@ def test_every_part_gives_what_its_command_takes(tmp_path):
     assert {"switches", "compare", "experiments"} < set(composed)
 
 
+def test_kernels_are_tested_where_they_run(tmp_path):
+    """All that are for a GPU if there is one, without those that compile for one that need not be there."""
+    _, given = calls_of(tmp_path, "kernels")
+    files = {name for name in given if name.endswith(".py")}
+    assert {f"tests/ops/test_{name}.py" for name in ("paged", "few_rows", "head_argmax", "fused_loss")} <= files
+    assert given[given.index("-k") + 1] == "not hopper"
+
+
 def test_parts_that_are_none_are_refused(tmp_path):
     with pytest.raises(AssertionError):
         calls_of(tmp_path, "nothing")
