@@ -6,7 +6,8 @@ and as its files are read. What differs, and what a change of a convention gains
     eagle-doctor draft=DIR target=DIR data.path=FILE.jsonl
     eagle-doctor draft=EXPORT trained=RUN target=DIR data.path=FILE.jsonl
 
-The exit status is 0 for a healthy draft, 1 where a problem was found, and 2 for a mistake in what was given.
+The exit status is 0 for a healthy draft, 1 where a problem was found, and 2 for a mistake in what was given, or where
+vLLM failed: then the other checks are reported first.
 """
 
 from typing import Any
@@ -18,6 +19,7 @@ from eagle_train.cli import command
 from eagle_train.corpus.source import check_found, tell_bundled
 from eagle_train.diagnosis import DoctorConfig, examine
 from eagle_train.diagnosis.report import summary, write_diagnosis
+from eagle_train.errors import UserError
 from eagle_train.results import prepared
 from eagle_train.settings import build
 
@@ -38,6 +40,8 @@ def job(values: DictConfig) -> int:
     given: Any = OmegaConf.to_container(values)
     write_diagnosis(out, found, given)
     print(summary(found), f"written to {out}: report.md, results.json", sep="\n")
+    if found.failed is not None:
+        raise UserError(found.failed)
     return 0 if found.is_healthy else 1
 
 

@@ -18,7 +18,7 @@ from eagle_train.diagnosis.options import DoctorConfig
 from eagle_train.diagnosis.overflow import overflow
 from eagle_train.diagnosis.reading import Reading, plain, read_draft
 from eagle_train.diagnosis.replay import answers, differing, is_rounding, rounds
-from eagle_train.diagnosis.served_by_vllm import in_vllm
+from eagle_train.diagnosis.served_by_vllm import IN_VLLM, in_vllm
 from eagle_train.diagnosis.template import other_templates
 from eagle_train.diagnosis.texts import Part, Text, read_by_target, read_questions
 from eagle_train.diagnosis.tracing import parting
@@ -33,11 +33,13 @@ from eagle_train.models.target import Target
 
 @dataclass
 class Diagnosis:
-    """What was found, the most serious first; what could not be checked; figures for results.json."""
+    """What was found, the most serious first; what could not be checked; figures for results.json; and how a check
+    failed that does not end the others."""
 
     findings: list[Finding]
     not_checked: list[NotChecked]
     figures: dict[str, Any] = field(default_factory=dict)
+    failed: str | None = None
 
     @property
     def is_healthy(self) -> bool:
@@ -166,7 +168,11 @@ class Examination:
         """The same prompts in vLLM, of which those count that both engines answered with drafts."""
         asked = [question for number, question in enumerate(self.questions) if number in self.outputs]
         about, outputs = self.reading.about, list(self.outputs.values())
-        found.add(in_vllm(self.config, self.config.vllm, about, self.requests, asked, outputs, self.depth))
+        try:
+            found.add(in_vllm(self.config, self.config.vllm, about, self.requests, asked, outputs, self.depth))
+        except UserError as error:  # vLLM's own failure; no other check needs it
+            found.failed = str(error)
+            found.not_checked.append(NotChecked(IN_VLLM, found.failed))
 
     def conventions(self, found: Diagnosis) -> None:
         """Of a draft in which something was found before, a gain confirms that, or follows from it. A draft that agrees

@@ -13,9 +13,10 @@ from eagle_train.diagnosis.causes import Finding, NotChecked
 from eagle_train.diagnosis.learning import Learnt
 from eagle_train.diagnosis.options import DoctorConfig
 from eagle_train.diagnosis.texts import Question
-from eagle_train.diagnosis.vllm import VLLM, Counts, counts_of, job_for, run_job, version_of
+from eagle_train.diagnosis.vllm import VLLM, Counts, counts_of, dtype_for, job_for, run_job, version_of
 from eagle_train.inference import Output, Requests
 
+IN_VLLM = "the same prompts in vLLM"
 LEAST_LOSS = 0.05
 """Of tokens a round, relative: both engines decode greedily, and where rounding lets answers differ, so do the rounds
 behind. In fp32 24 prompts had the same counts in both."""
@@ -33,7 +34,7 @@ def in_vllm(
     """What vLLM accepts of the draft's files against our engine's counts. `outputs`: our answers, a question each.
     Raises UserError where vLLM fails."""
     layout = layout_of(about.layout, about.draft) if about is not None else None
-    if layout is None or not layout.vllm:
+    if about is None or layout is None or not layout.vllm:
         return _not_asked("the draft is not in vLLM's layout; eagle-export layout=vllm writes it")
     if shutil.which(vllm.python) is None:
         return _not_asked(f"vllm.python={vllm.python}: no such program; `bash launch/vllm.sh` makes it")
@@ -44,7 +45,7 @@ def in_vllm(
         layout.speculative_config(config.path, depth),
         prompts,
         Path(config.out) / "vllm_answer.json",
-        dtype=target.dtype,
+        dtype=dtype_for(target.dtype, about.quant.scheme, target.device),
         max_positions=target.max_positions,
         max_num_seqs=config.batch_size,
         max_tokens=config.max_tokens,
@@ -61,7 +62,7 @@ def in_vllm(
 
 
 def _not_asked(reason: str) -> Learnt:
-    return Learnt([], [NotChecked("the same prompts in vLLM", reason)], {})
+    return Learnt([], [NotChecked(IN_VLLM, reason)], {})
 
 
 def _said(own: Counts, served: Counts) -> str:

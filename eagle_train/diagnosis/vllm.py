@@ -88,6 +88,12 @@ def counts_of(outputs: Sequence[Output]) -> Counts:
     return Counts(drafts, accepted, [output.token_ids for output in outputs])
 
 
+def dtype_for(target: torch.dtype, scheme: str, device: torch.device) -> torch.dtype:
+    """What vLLM is to compute in, with a draft of this quantisation: as we do, but on a CPU with INT4 in bf16, as its
+    product there takes nothing else."""
+    return torch.bfloat16 if scheme == "int4" and device.type == "cpu" else target
+
+
 def job_for(
     model: str,
     draft: Mapping[str, Any],

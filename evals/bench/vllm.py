@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eagle_train.artifacts.layouts import layout_of
-from eagle_train.diagnosis.vllm import Counts, counts_of, job_for
+from eagle_train.diagnosis.vllm import Counts, counts_of, dtype_for, job_for
 from evals.bench.session import Session
 from evals.bench.statistics import Answer
 
@@ -27,7 +27,7 @@ def job_of(session: Session, prompts: list[list[int]]) -> dict[str, Any]:
         layout.speculative_config(config.draft.path, depth),
         prompts,
         session.out / "vllm_answer.json",
-        dtype=target.dtype,
+        dtype=dtype_for(target.dtype, session.artifact.quant.scheme, target.device),
         max_positions=target.max_positions,
         max_num_seqs=config.batch_size,
         max_tokens=config.max_tokens,

@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from eagle_train import doctor
 from eagle_train.diagnosis import Diagnosis
-from eagle_train.diagnosis.vllm import VLLM, Counts, run_job, version_of
+from eagle_train.diagnosis.vllm import VLLM, Counts, dtype_for, run_job, version_of
 from eagle_train.errors import UserError
+from tests.support.command_line import call
 from tests.support.doctor_models import PLACE
 from tests.support.fake_vllm import GOOD, giving, interpreter
 from tests.support.planted import causes, examined, exported
@@ -104,8 +107,27 @@ def test_the_doctor_asks_vllm_where_it_is(tmp_path):
     job = json.loads((tmp_path / "out" / "vllm_job.json").read_text())
     assert len(job["prompts"]) == 4
     assert job["llm"]["speculative_config"] == {"method": "eagle3", "model": str(place), "num_speculative_tokens": 3}
-    with pytest.raises(UserError, match="vLLM failed with status 1"):
-        asked("sys.exit(1)")
+
+
+def test_the_other_checks_are_reported_where_vllm_fails(tmp_path, capsys):
+    place = exported(tmp_path / "draft", "eagle3", "vllm")
+    python = interpreter(tmp_path, "print('no such product')\nsys.exit(1)")
+    small = ["limit=2", "max_tokens=24", "device=cpu", f"data.path={PLACE}/questions.jsonl", f"target={PLACE}/target"]
+    assert call(doctor.main, *small, f"draft={place}", f"vllm.python={python}", f"out={tmp_path}/out") == 2
+    told = capsys.readouterr()
+    said = f"vLLM failed with status 1: no such product (all of it in {tmp_path}/out/vllm.log)"
+    assert f"not checked: the same prompts in vLLM: {said}" in told.out
+    assert "tokens per call" in told.out
+    assert told.err.endswith(f"error: {said}\n")
+    assert {"changes", "rounds"} <= json.loads((tmp_path / "out" / "results.json").read_text()).keys()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "device", "computes_in"),
+    [("int4", "cpu", torch.bfloat16), ("int4", "cuda", torch.float16), ("fp8", "cpu", torch.float16)],
+)
+def test_what_vllm_computes_in(scheme, device, computes_in):
+    assert dtype_for(torch.float16, scheme, torch.device(device)) == computes_in
 
 
 def test_why_vllm_is_not_asked(tmp_path):
