@@ -51,6 +51,8 @@ def verdict(found: Diagnosis) -> str:
     if found.is_healthy:
         return "healthy: nothing was found"
     count = len(found.findings)
+    if count == 0:
+        return "nothing was found, but a check failed"
     return "1 problem" if count == 1 else f"{count} problems, the most serious first"
 
 

@@ -43,7 +43,7 @@ class Diagnosis:
 
     @property
     def is_healthy(self) -> bool:
-        return not self.findings
+        return not self.findings and self.failed is None
 
     def add(self, learnt: Learnt) -> None:
         self.findings += learnt.findings

@@ -117,9 +117,12 @@ def test_the_other_checks_are_reported_where_vllm_fails(tmp_path, capsys):
     told = capsys.readouterr()
     said = f"vLLM failed with status 1: no such product (all of it in {tmp_path}/out/vllm.log)"
     assert f"not checked: the same prompts in vLLM: {said}" in told.out
+    assert told.out.startswith("nothing was found, but a check failed\n")
     assert "tokens per call" in told.out
     assert told.err.endswith(f"error: {said}\n")
-    assert {"changes", "rounds"} <= json.loads((tmp_path / "out" / "results.json").read_text()).keys()
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert not found["healthy"]
+    assert {"changes", "rounds"} <= found.keys()
 
 
 @pytest.mark.parametrize(
