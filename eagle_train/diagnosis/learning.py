@@ -6,7 +6,7 @@ engines.
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +20,8 @@ from eagle_train.models.target import Target
 
 # Thresholds, each with the reason for it.
 POLICY_GAP = 0.05  # the target's own greedy answers are the easier text: healthy drafts agree with it more often there
-CONTEXT_DROP = 0.15  # along an answer acceptance drifts by less, as far as the target's certainty does not explain it
+CONTEXT_DROP = 0.15  # along an answer acceptance drifts by less, as far as neither the target's certainty nor a table
+# explains it
 LEAST_OVER_TABLE = 0.05  # a table of token pairs knows nothing of the text before, which a draft reads
 MOST_DRIFT = 0.5  # slots whose first token is right are the easier ones, so the second is right more often there
 _FEW = 24  # slots below which nothing is said
@@ -54,13 +55,14 @@ def off_policy(target: Target, draft: Draft, own: Measured, given: Sequence[Part
 
 
 def context(target: Target, draft: Draft, parts: Sequence[Part], own: Measured, depth: int, seed: int) -> Learnt:
-    """Whether acceptance falls beyond some length of the text, and whether a window brings it back."""
+    """Whether acceptance falls beyond some length of the text, and whether a window brings it back. A table of token
+    pairs knows no length: what it loses there the text explains."""
     falls = []
+    over_table = replace(own, first=own.first - _table_at_slots(parts))
     for length in _lengths(own):
         short = own.position < length
-        if (drop := unexplained(own.where(~short), own.where(short), seed)) is not None:
-            drop = Interval(-drop.mean, -drop.high, -drop.low)
-            falls.append((drop.low, length, drop, short))
+        if (drop := _fall(own, short, seed)) is not None and (beyond := _fall(over_table, short, seed)) is not None:
+            falls.append((min(drop.low, beyond.low), length, drop, short))
     figures: dict[str, Any] = {"agreement_by_length": _by_length(own)}
     if not falls:
         reason = (
@@ -81,6 +83,13 @@ def context(target: Target, draft: Draft, parts: Sequence[Part], own: Measured, 
         figures["agreement_above_with_window"] = far
         said += f" With a window of {length} it is {far:.2f} there."
     return Learnt([Finding("context", said, own.taken[short].mean().item() - own.tokens)], [], figures)
+
+
+def _fall(found: Measured, short: torch.Tensor, seed: int) -> Interval | None:
+    """How much more often the first token is right at the slots `short` than at the others, where the target is as sure
+    of its choice; None where too few can be compared."""
+    gain = unexplained(found.where(~short), found.where(short), seed)
+    return None if gain is None else Interval(-gain.mean, -gain.high, -gain.low)
 
 
 def drift(own: Measured, seed: int) -> Learnt:
@@ -106,9 +115,7 @@ def undertrained(
     """Whether the draft is hardly better than a table of which token follows which in the other prompts' texts.
     `reads_token`: whether it knows the token that it goes on from, as the table does; Medusa heads do not, and need not
     be better by as much."""
-    table = table_hits(parts)
-    counted = torch.cat([each.counted[0] & (each.rows.positions[0] >= 1) for each in parts]).cpu()
-    hit = table[counted].double()
+    hit = _table_at_slots(parts)
     over = interval(own.first - hit, own.owner, seed)
     figures = {"agreement": own.agreement, "agreement_of_table": hit.mean().item()}
     if over.low > (LEAST_OVER_TABLE if reads_token else 0):
@@ -121,6 +128,12 @@ def undertrained(
         f"which in the other texts is right at {hit.mean().item():.1%}.{told}"
     )
     return Learnt([Finding("undertrained", said)], [], figures)
+
+
+def _table_at_slots(parts: Sequence[Part]) -> torch.Tensor:
+    """fp64 [slots]: `table_hits` at the slots that `measured` counts."""
+    counted = torch.cat([each.counted[0] & (each.rows.positions[0] >= 1) for each in parts]).cpu()
+    return table_hits(parts)[counted].double()
 
 
 def table_hits(parts: Sequence[Part]) -> torch.Tensor:

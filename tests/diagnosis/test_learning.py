@@ -1,8 +1,11 @@
 """What is said of a draft's learning by its figures alone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from eagle_train.diagnosis import learning
 from eagle_train.diagnosis.learning import drift, table_hits
 from eagle_train.diagnosis.measure import Measured
 from eagle_train.diagnosis.texts import Text, read_by_target
@@ -38,3 +41,17 @@ def test_a_table_knows_the_other_prompts_alone():
     usual = 6  # the most frequent token of the answers
     guesses = [usual, 6, usual, usual, usual, 6, usual, usual, usual, usual, usual, usual]
     assert hit.tolist() == [guess == best for guess, best in zip(guesses, part.best[0].tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("table_knows", [False, True])
+def test_a_fall_that_a_table_has_too_is_the_texts(table_knows, monkeypatch):
+    """Eight answers whose first 32 tokens are easy."""
+    position = torch.arange(64).repeat(8)
+    first = (position < 32).double()
+    own = Measured(first, first, torch.arange(8).repeat_interleave(64), position, torch.ones(len(first)))
+    hit = first if table_knows else torch.full_like(first, 0.5)
+    monkeypatch.setattr(learning, "_table_at_slots", lambda parts: hit)
+    draft = SimpleNamespace(config=SimpleNamespace(attention_width=0))
+    found = learning.context(None, draft, [], own, 3, 0)
+    assert [each.cause for each in found.findings] == ([] if table_knows else ["context"])
+    assert found.not_checked == []
