@@ -16,6 +16,7 @@ from tests.support.doctor_models import PLACE
 from tests.support.planted import edited, exported
 
 SMALL = ["limit=8", "max_tokens=40", "device=cpu", f"data.path={PLACE}/questions.jsonl", f"target={PLACE}/target"]
+SMALL += ["vllm.python=none"]  # whether or not one is here
 
 
 def run(out, *arguments: str) -> int:

@@ -15,7 +15,7 @@ from eagle_train.errors import UserError
 from tests.support.command_line import call
 from tests.support.doctor_models import PLACE
 from tests.support.fake_vllm import GOOD, giving, interpreter
-from tests.support.planted import causes, examined, exported
+from tests.support.planted import causes, edited, examined, exported
 
 
 def served(directory: Path, answering: str, timeout_s: float = 60) -> Counts:
@@ -123,6 +123,8 @@ def test_the_other_checks_are_reported_where_vllm_fails(tmp_path, capsys):
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert not found["healthy"]
     assert {"changes", "rounds"} <= found.keys()
+    edited(place, lambda values: values.update(eagle_aux_hidden_state_layer_ids=[2, 3]))
+    assert call(doctor.main, *small, f"draft={place}", f"vllm.python={python}", f"out={tmp_path}/out") == 1
 
 
 @pytest.mark.parametrize(
