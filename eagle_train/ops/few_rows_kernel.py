@@ -86,7 +86,7 @@ def product_by_vectors(
 ):
     """As `product_of_tile`, each thread with some of the inputs, whose products it adds up; their sums are added last.
 
-    With 8 inputs a thread, 16 bytes, what is read stays in the thread that reads it.
+    Where BLOCK gives each thread whole 16 bytes of inputs, what is read stays in the thread that reads it.
     """
     row, output, lanes = tl.arange(0, ROWS), tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK)
     inside, known = row < rows, output < outputs
