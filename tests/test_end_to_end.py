@@ -48,6 +48,19 @@ def home(tmp_path_factory) -> Path:
     return home
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "medusa", "peagle"])
+def test_a_gpu_trains_and_measures_a_draft_of_each_kind(home, tmp_path, kind):
+    """Compiled and in bf16, as on a GPU by default: what is compiled without gradients is not what steps compile."""
+    layers = ["draft.layers=[1,2]"] if kind in ("eagle3", "peagle") else []
+    given = [f"target={home}/target", "data=messages", f"data.path={home}/train.jsonl", "data.row_tokens=512", *layers]
+    given += [f"data.heldout={home}/heldout.jsonl", f"out={tmp_path}/run", "device=cuda", "target.dtype=bfloat16"]
+    given += [f"draft={kind}", "train.micro_batch_rows=2", "optim.tokens_per_step=1024", "train.steps=3"]
+    given += ["draft.first_token=skip"] if kind != "medusa" else []
+    assert call(train.main, *given) == 0
+    assert read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["heldout_simulated_tpc"] >= 1
+
+
 @pytest.mark.slow
 def test_multi_turn_chats_of_qwen3_from_preview_to_evaluation(home, capsys):
     given = [f"target={home}/target", "data=messages", f"data.path={home}/train.jsonl", "data.row_tokens=512"]

@@ -51,9 +51,11 @@ class Linear(nn.Linear):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N]. `F.linear` is its plain twin."""
+    """x [..., K] times weight [N, K] transposed, plus bias [N]. `F.linear` is its plain twin, under autocast too."""
     on_cpu, on_gpu = (x.device.type == kind for kind in ("cpu", "cuda"))
-    if not (on_cpu and x.dtype == torch.float32) and not (on_gpu and x.dtype in few_rows.DTYPES):
+    ours = (on_cpu and x.dtype == torch.float32) or (on_gpu and x.dtype in few_rows.DTYPES)
+    # Autocast knows F.linear; an operator of ours would be given a draft's weights in fp32 with activations in bf16.
+    if not ours or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias) if torch.is_grad_enabled() else torch.ops.eagle_train.linear(x, weight, bias)

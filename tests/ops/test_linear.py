@@ -134,6 +134,17 @@ def test_packed_weights_and_gradients() -> None:
     assert not linear(x.detach(), weight).requires_grad
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_has_its_dtype(compiled: bool) -> None:
+    """As of training's draft, whose weights are in fp32, where it is measured without gradients."""
+    x, weight = torch.randn(3, 24), torch.randn(40, 24)
+    product = torch.compile(linear, backend="aot_eager") if compiled else linear
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ours, plain = product(x, weight), F.linear(x, weight)
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(ours, plain)
+
+
 @needs_packing
 def test_packed_weights_compiled(packed_products: list[int]) -> None:
     weight = packable(40, 24)

@@ -220,6 +220,7 @@ def test_joint_attention_over_prefix_and_tree_is_the_split_one(lengths, limits):
         torch.testing.assert_close(joint_attention(q, keys, values, k, v, rule, masks), wanted)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles; only its interpreter takes such heads")
 @pytest.mark.parametrize(
     ("family", "tree"), [("llama", "chain3"), ("gemma2", "n8"), ("gpt_oss", "chain3"), ("llama4", "n8")]
 )
