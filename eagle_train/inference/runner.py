@@ -277,8 +277,7 @@ class Runner:
             logits = self._changed(logits, drafted.tokens, drafted.tree, inputs.adjustments, inputs.guidance)
             if inputs.guidance is not None:
                 inputs.guidance.rewind()
-            verified = self.verify(inputs, drafted, logits)
-            return verified if self.acceptance is None else self.acceptance(inputs, verified)
+            return self.verify(inputs, drafted, logits)
 
     def verify(self, inputs: RoundInputs, drafted: Proposed, logits: torch.Tensor) -> Verified:
         """As `sample`, by the logits of the tokens that are allowed, without a wait for the device."""
@@ -292,7 +291,8 @@ class Runner:
             verified = self.verification(tree, tokens, logits, sampling, seeds, lengths, *drawn)
         if inputs.relaxed is not None:
             verified = inputs.relaxed.rows(own).verify(verified, tree, tokens, logits)
-        return Verified(*self.ranks.all(len(drafted.tokens), *verified))
+        verified = Verified(*self.ranks.all(len(drafted.tokens), *verified))
+        return verified if self.acceptance is None else self.acceptance(inputs, verified)
 
     def commit(
         self, inputs: RoundInputs, drafted: Proposed, validated: Validated, verified: Verified

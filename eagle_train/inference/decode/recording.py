@@ -102,7 +102,7 @@ def _jobs(runner: Runner, size: Size, plan: TreePlan) -> list[Callable[[], None]
         jobs += [partial(draft, each, is_guided=asked) for each in modes.values() for asked in guided]
     for form in TreeForm.all_of(plan.tree):
         jobs.append(partial(graphs.record_validation, size, greedy, form, runner.forward))
-    if runner.drafters.recordable and runner.acceptance is None:
+    if runner.drafters.recordable:
         checked = any(each.needs.checks for each in runner.drafters.by_name.values())
         kinds = [each for each in (greedy, *sampled) if each.draws is None or not checked]  # q is to be checked before
         jobs += [partial(graphs.record_end, size, each, runner.finish, asked) for each in kinds for asked in guided]

@@ -36,6 +36,6 @@ class SimulatedAcceptance:
         tree, self.rates = inputs.plan.tree, self.rates.to(inputs.seeds.device)
         drawn = uniform(inputs.seeds, inputs.prefix.lengths, 1)
         accepted = (drawn < self.rates[: tree.max_depth]).sum(1)
-        if None in inputs.seats:
+        if tree.max_depth > 0 and None in inputs.seats:  # a round that is not recorded
             accepted *= to_device([name is not None for name in inputs.seats], accepted.device)
         return Verified(torch.searchsorted(tree.depth, accepted), verified.next_token)

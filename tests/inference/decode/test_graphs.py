@@ -306,18 +306,27 @@ def test_each_kind_of_sampling_is_recorded(drafting):
 
 
 def test_what_others_decide_is_not_recorded():
-    """Neither a simulated acceptance, nor a drafter that may have the host wait."""
+    """Of a drafter that may have the host wait, validation is recorded alone."""
     params, prompts = SamplingParams(max_tokens=8, ignore_eos=True), PROMPTS[:2]
-    for acceptance, own in ((SimulatedAcceptance([0.7, 0.3]), False), (None, True)):
-        eager, replayed = (
-            Engine(shared_target("llama"), Own(a_draft()) if own else a_draft(), "chain3", acceptance=acceptance)
-            for _ in range(2)
-        )
-        wanted, graphs = eager.generate(prompts, params), runner_of(recorded(replayed)).graphs
-        assert all_of(replayed.generate(prompts, params)) == all_of(wanted)
-        assert graphs.validation.record.replays > 0
-        assert graphs.drafting.record.replays == (0 if own else graphs.validation.record.replays)
-        assert not graphs.ends.made
+    eager, replayed = (Engine(shared_target("llama"), Own(a_draft()), "chain3") for _ in range(2))
+    wanted, graphs = eager.generate(prompts, params), runner_of(recorded(replayed)).graphs
+    assert all_of(replayed.generate(prompts, params)) == all_of(wanted)
+    assert graphs.validation.record.replays > 0
+    assert graphs.drafting.record.replays == 0
+    assert not graphs.ends.made
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_simulated_acceptance_is_recorded(drafts):
+    """By each request's seed and position, as they are when it is replayed; and of plain decoding, where it is none."""
+    params = [SamplingParams(max_tokens=12, ignore_eos=True, seed=seed) for seed in range(3)]
+    simulated, draft = SimulatedAcceptance([1.0, 0.6, 0.0]), a_draft() if drafts else None
+    eager, replayed = (Engine(shared_target("llama"), draft, "chain3", acceptance=simulated) for _ in range(2))
+    wanted, graphs = eager.generate(PROMPTS[:3], params), runner_of(recorded(replayed)).graphs
+    found = replayed.generate(PROMPTS[:3], params)
+    assert all_of(found) == all_of(wanted)
+    assert {tokens for one in found for tokens in one.rounds[:-1]} == ({2, 3} if drafts else {1})
+    assert graphs.ends.record.replays == graphs.validation.record.replays > 0
 
 
 class Own(Eagle):
