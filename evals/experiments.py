@@ -46,6 +46,7 @@ from evals.bench.study_report import markdown, part_tables, speed_table
 from evals.bench.study_results import (
     answers_file,
     forecast,
+    is_trained,
     parts_of,
     run_file,
     runs_of,
@@ -100,6 +101,8 @@ def make_drafts_and_answers(config: StudyConfig, target: Target, questions: list
         once(timing_file(config, name), study_runs.timing_asked(config, name), partial(study_runs.cost, config, name))
     for done, run in enumerate(wanted := runs_of(config)):
         print(f"{run} ({forecast(config, wanted[done:])})", flush=True)
+        if not is_trained(config, run):
+            run_file(config, run).unlink(missing_ok=True)  # its draft was removed
         train = partial(study_runs.train, config, config.draft_run(run), target)
         once(run_file(config, run), study_runs.training_asked(config, run), train)
         for tree in config.study.trees:

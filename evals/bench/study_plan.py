@@ -17,9 +17,8 @@ from evals.bench.answering import answer_questions, batches_of
 from evals.bench.questions import Question
 from evals.bench.requests import room_for
 from evals.bench.study import StudyConfig, Trained
-from evals.bench.study_answers import FIGURES, answers_asked, speed_asked
-from evals.bench.study_results import answers_file, run_file, speed_file, timed_runs, timing_file, trained
-from evals.bench.study_runs import kept, timing_asked, train_steps, training_asked
+from evals.bench.study_results import are_timed, is_answered, is_trained, timing_file, trained
+from evals.bench.study_runs import kept, timing_asked, train_steps
 from evals.bench.worker import Worker
 
 TRIED_STEPS = 2  # of the reference, for the time of a step
@@ -38,7 +37,7 @@ def planned(config: StudyConfig, target: Target, questions: list[Question], long
     drafts, answers = _drafts(config, step_s), _unanswered(config)
     steps = (config.rounds + 1) * (config.timed_steps + DRAWN_AHEAD)
     each = 2 * (steps * step_s + STARTING_S)  # the reference's process and the variant's
-    speedups = 0 if config.timed_questions == 0 or _are_timed(config) else _decodings(config)
+    speedups = 0 if config.timed_questions == 0 or are_timed(config) else _decodings(config)
     batches, timed = len(batches_of(questions, config.batch_size)), min(config.timed_questions, len(questions))
     left = {
         f"time of a step of {len(untimed)} variants": len(untimed) * each,
@@ -86,7 +85,7 @@ def _drafts(config: StudyConfig, step_s: float) -> dict[Any, float]:
         if run is None:
             alone = config.trained_as(name) == config.trained_as(config.study.reference)
             found[config.trained_as(name), steps, seed, None if alone else equal] = steps * step_s
-        elif kept(run_file(config, run), training_asked(config, run)) is None:
+        elif not is_trained(config, run):
             timing = _timing(config, name)
             assert timing is not None
             found[config.draft_run(run)] = run.steps * timing["step_s"]
@@ -96,24 +95,14 @@ def _drafts(config: StudyConfig, step_s: float) -> dict[Any, float]:
 def _unanswered(config: StudyConfig) -> int:
     """How many times all questions are still to be answered."""
     runs = dict.fromkeys(_run(config, order) or order for order in _orders(config))
-    return sum(not _is_answered(config, run, tree) for run in runs for tree in config.study.trees)
+    done = [isinstance(run, Trained) and is_answered(config, run, tree) for run in runs for tree in config.study.trees]
+    return done.count(False)
 
 
 def _decodings(config: StudyConfig) -> int:
     """What answers one by one: each variant with each tree, and plain decoding for each way to sample."""
     plain = len({str(config.sampling(name)) for name in config.chosen})
     return len(config.chosen) * len(config.study.trees) + plain
-
-
-def _are_timed(config: StudyConfig) -> bool:
-    known = all(_run(config, order) is not None for order in _orders(config))
-    return known and kept(speed_file(config), speed_asked(config, timed_runs(config))) is not None
-
-
-def _is_answered(config: StudyConfig, run: Any, tree: str) -> bool:
-    if not isinstance(run, Trained):
-        return False
-    return kept(answers_file(config, run, tree), answers_asked(config, run, tree), FIGURES) is not None
 
 
 def _answering_s(config: StudyConfig, target: Target, questions: Sequence[Question], longest: int) -> float:

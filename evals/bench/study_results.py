@@ -10,8 +10,8 @@ from typing import Any
 from eagle_train.results import time_in_words
 from evals.bench import statistics
 from evals.bench.study import StudyConfig, Trained
-from evals.bench.study_answers import answers_asked
-from evals.bench.study_runs import kept, timing_asked, training_asked
+from evals.bench.study_answers import FIGURES, answers_asked, speed_asked
+from evals.bench.study_runs import draft_of, kept, timing_asked, training_asked
 
 Found = dict[str, Any]
 
@@ -68,8 +68,31 @@ def trainings_left(config: StudyConfig, runs: list[Trained]) -> list[Trained]:
     """What is still to be trained, each draft once."""
     if config.draft.path is not None:
         return []
-    drafts = dict.fromkeys(config.draft_run(run) for run in runs)
-    return [run for run in drafts if kept(run_file(config, run), training_asked(config, run)) is None]
+    return [*dict.fromkeys(config.draft_run(run) for run in runs if not is_trained(config, run))]
+
+
+def is_trained(config: StudyConfig, run: Trained) -> bool:
+    """Whether a run's draft was trained, and, where something is still to be decoded with it, was not removed since."""
+    if kept(run_file(config, run), training_asked(config, run)) is None:
+        return False
+    is_done = all(is_answered(config, run, tree) for tree in config.study.trees) and not _is_to_be_timed(config, run)
+    return is_done or draft_of(config, run).is_dir()
+
+
+def is_answered(config: StudyConfig, run: Trained, tree: str) -> bool:
+    return kept(answers_file(config, run, tree), answers_asked(config, run, tree), FIGURES) is not None
+
+
+def _is_to_be_timed(config: StudyConfig, run: Trained) -> bool:
+    timed = trained(config, run.variant, max(config.study.steps), config.study.equal[0], config.seeds[0])
+    return config.timed_questions > 0 and run == timed and not are_timed(config)
+
+
+def are_timed(config: StudyConfig) -> bool:
+    """Whether the speed-ups were measured."""
+    asked = {name: timing_asked(config, name) for name in config.trainings}
+    steps_are_known = all(kept(timing_file(config, name), each) is not None for name, each in asked.items())
+    return steps_are_known and kept(speed_file(config), speed_asked(config, timed_runs(config))) is not None
 
 
 def forecast(config: StudyConfig, left: list[Trained]) -> str:

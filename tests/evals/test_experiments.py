@@ -1,6 +1,7 @@
 """evals.experiments: steps by the ratio of times, results that are made once; the whole command on tiny models."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -293,6 +294,23 @@ def test_a_draft_is_kept_for_other_answers(home, in_process, tmp_path, monkeypat
     assert call(experiments.main, *given(home, *arguments, "max_tokens=11")) == 0
     assert json.loads(file.read_text())["looping_answers"] == before["looping_answers"]
     assert "1 times 3 answers" in capsys.readouterr().out
+
+
+def test_a_draft_that_was_removed_is_trained_again_where_it_is_needed(home, in_process, tmp_path, capsys):
+    """For other answers, and for the speed-up; not where all is there."""
+    arguments = ["only=[base]", f"out={tmp_path}"]
+    for more, trainings, left in (
+        ([], 1, True),
+        ([], 1, False),
+        (["max_tokens=11"], 2, True),
+        (["max_tokens=11", "timed_questions=1"], 3, True),
+    ):
+        assert call(experiments.main, *given(home, *arguments, *more, "plan=true")) == 0
+        assert ("1 drafts: " in capsys.readouterr().out) == left
+        assert call(experiments.main, *given(home, *arguments, *more)) == 0
+        assert len(in_process) == trainings
+        capsys.readouterr()
+        shutil.rmtree(tmp_path / "drafts", ignore_errors=True)
 
 
 @pytest.mark.parametrize(
