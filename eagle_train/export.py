@@ -17,6 +17,7 @@ from eagle_train.artifacts.format import (
     CONFIG,
     KEY,
     check_replaceable,
+    check_sizes,
     check_target,
     load_draft,
     read_artifact,
@@ -54,6 +55,8 @@ def job(values: DictConfig) -> int:
     source = _own(path)
     if source is not None:  # what cannot be is told before the target is loaded
         check_convertible(source, config)
+        if config.target is not None:
+            check_sizes(source.about.target, config.target, f"{FIELD}={path}")
     if config.target is None:
         distributed.check_alone("without target, eagle-export")
     world = distributed.start(resolve_device(config.device), shard_size=None)

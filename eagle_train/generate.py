@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train import distributed
-from eagle_train.artifacts.format import load_draft
+from eagle_train.artifacts.format import check_sizes, load_draft, read_artifact
 from eagle_train.cli import command
 from eagle_train.errors import check, within
 from eagle_train.hardware import resolve_device
@@ -81,6 +81,8 @@ def job(config: DictConfig) -> int:
     check(
         path is not None or quant.scheme == "none", f"quant.scheme={quant.scheme}: no draft to quantise; give draft=DIR"
     )
+    if path is not None:
+        check_sizes(read_artifact(path).target, given, f"draft={path}")
     world = distributed.start(device, shard_size=None)
     placement = "tensor" if world.size > 1 else "replicated"
     target = load_target(given, device, placement, world, reads=chats if config.chat else texts)

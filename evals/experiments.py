@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.artifacts.format import read_artifact
+from eagle_train.artifacts.format import check_sizes, read_artifact
 from eagle_train.artifacts.markdown import aligned
 from eagle_train.cli import as_overrides, compose
 from eagle_train.corpus.source import tell_bundled
@@ -68,6 +68,8 @@ def main(values: DictConfig) -> None:
     questions = read_questions(config.questions, config.limit)
     out = Path(config.out) if config.plan else prepared(config.out)
     own = build(TargetConfig, composed[config.study.reference].target, "target")
+    if config.draft.path is not None:
+        check_sizes(read_artifact(config.draft.path).target, own, f"draft={config.draft.path}")
     check_drafts(config, composed, load_config(own))
     target = load_target(own, resolve_device(config.device), reads=chats)
     longest = check_fit(Requests(target), questions, config.max_tokens)

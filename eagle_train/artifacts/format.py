@@ -25,6 +25,7 @@ from eagle_train.drafts import Draft, DraftConfig, saved_config
 from eagle_train.drafts.layouts import TOKEN_MAP, WEIGHTS
 from eagle_train.errors import UserError, check
 from eagle_train.models.draft_quantisation import Quant, quant_of
+from eagle_train.models.loading import TargetConfig, load_config
 from eagle_train.models.target import Identity
 from eagle_train.ops.tensor_files import write_tensors
 from eagle_train.results import write_json, write_text
@@ -221,8 +222,17 @@ def read_artifact(directory: str | Path, field: str = "draft") -> Artifact:
 def check_target(made_for: Identity, target: Identity, place: str) -> None:
     """Raise UserError for a draft for another target: sizes are compared, then the weights' fingerprint."""
     for name in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
-        wanted, given = getattr(made_for, name), getattr(target, name)
-        check(
-            wanted == given,
-            f"{place}: made for target {made_for.name} ({name} {wanted}), not for {target.name} ({given})",
-        )
+        _check_same(made_for, name, getattr(target, name), target.name, place)
+
+
+def check_sizes(made_for: Identity, target: TargetConfig, place: str) -> None:
+    """As `check_target`, of sizes alone, before a weight of the target is loaded."""
+    text = load_config(target).get_text_config()
+    sizes = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size, "num_layers": text.num_hidden_layers}
+    for name, given in sizes.items():
+        _check_same(made_for, name, given, target.path, place)
+
+
+def _check_same(made_for: Identity, name: str, given: Any, target: str, place: str) -> None:
+    wanted = getattr(made_for, name)
+    check(wanted == given, f"{place}: made for target {made_for.name} ({name} {wanted}), not for {target} ({given})")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from eagle_train.artifacts.format import load_draft
+from eagle_train.artifacts.format import check_sizes, load_draft, read_artifact
 from eagle_train.drafts import Draft, DraftConfig
 from eagle_train.errors import OptionError, check, shown
 from eagle_train.inference.cache.block_memory import BlockMemory
@@ -74,7 +74,11 @@ def build_parts(
     _check(target, draft, device)
     check_graphs(config.graphs, target.device if isinstance(target, Target) else device)
     if not isinstance(target, Target):
-        target = load_target(target if isinstance(target, TargetConfig) else TargetConfig(str(target)), device)
+        given = target if isinstance(target, TargetConfig) else TargetConfig(str(target))
+        for each in draft.values() if isinstance(draft, Mapping) else [draft]:
+            if isinstance(each, str | Path):
+                check_sizes(read_artifact(each).target, given, f"draft={each}")
+        target = load_target(given, device)
     check_graphs(config.graphs, target.device, target.together, target.is_offloaded)
     drafters = _drafters(target, draft, config.draft_lm_head)
     target.join_products()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from eagle_train.artifacts.format import load_draft
+from eagle_train.artifacts.format import check_sizes, load_draft, read_artifact
 from eagle_train.corpus.answer_parser import AnswerParser
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.distributed import ALONE, World
@@ -24,9 +24,10 @@ def answer_by_engine(
     """The dialogues in their order, answered or failed. A chunk of them is answered turn by turn, in one batch each.
 
     `world`: the ranks that hold the target together, each of which must be given the same dialogues."""
-    placement = "tensor" if world.size > 1 else "replicated"
+    placement, path = "tensor" if world.size > 1 else "replicated", config.draft.path
+    if path is not None:
+        check_sizes(read_artifact(path).target, config.target, f"draft={path}")
     target = load_target(config.target, resolve_device(config.device), placement, world, reads=chats)
-    path = config.draft.path
     draft = None if path is None else load_draft(path, target.identity)
     drafter = make_drafter(config.spec, target, draft)
     # All of a prompt in one chunk: TTFT does not matter here.

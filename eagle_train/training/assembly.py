@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.artifacts.format import load_draft, read_artifact
+from eagle_train.artifacts.format import check_sizes, load_draft, read_artifact
 from eagle_train.artifacts.layouts import unserved
 from eagle_train.artifacts.of_target import check_in_target, load_in_target
 from eagle_train.corpus.preview import check_data
@@ -30,7 +30,6 @@ from eagle_train.errors import check, within
 from eagle_train.hardware import resolve_device, warn_of_emulation
 from eagle_train.models.cached_target import CachedTarget, check_cached, check_holds, load_cached
 from eagle_train.models.checkpoint_quantisation import quantization_config_of
-from eagle_train.models.draft_quantisation import quant_of
 from eagle_train.models.family import skeleton
 from eagle_train.models.loading import (
     DTYPES,
@@ -351,7 +350,8 @@ def _draft_shape(values: DictConfig, target: TargetEnds) -> DraftConfig:
 
 
 def _check_start(train: TrainConfig, draft: DraftConfig, target: TargetConfig, hf_config: Any) -> None:
-    """Raise UserError, before the target is loaded, where there is nothing that `train.init_from` names."""
+    """Raise UserError, before the target is loaded, where `train.init_from` names nothing that a draft for it
+    can start from."""
     if train.init_from == OF_TARGET:
         check(
             not target.cached,
@@ -360,7 +360,10 @@ def _check_start(train: TrainConfig, draft: DraftConfig, target: TargetConfig, h
         )
         check_in_target(draft, hf_config, target.path, f"{_INIT_FROM}={OF_TARGET}")
     elif train.init_from is not None:
-        read_artifact(train.init_from, _INIT_FROM)
+        about, place = read_artifact(train.init_from, _INIT_FROM), f"{_INIT_FROM}={train.init_from}"
+        check_sizes(about.target, target, place)
+        told = f"{place}: is quantised, {about.quant}; give the draft that it was made from"
+        check(about.quant.scheme == "none", told)
 
 
 def _begun(shape: DraftConfig, seed: int, train: TrainConfig, target: TargetEnds, path: str) -> Draft:
@@ -377,10 +380,6 @@ def _given_draft(directory: str, shape: DraftConfig, target: TargetEnds) -> Draf
     Raises UserError where it is not, saying what to give, or where the draft was made for another target.
     """
     draft = load_draft(directory, target.identity, _INIT_FROM)
-    quant = quant_of(draft)
-    check(
-        quant.scheme == "none", f"{_INIT_FROM}={directory}: is quantised, {quant}; give the draft that it was made from"
-    )
     ours, theirs = shape.saved(), draft.config.saved()
     names = ours if shape.kind == draft.config.kind else ["kind"]
     other = [name for name in names if name not in shape.may_differ and ours[name] != theirs[name]]

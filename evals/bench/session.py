@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from eagle_train import distributed
-from eagle_train.artifacts.format import Artifact, load_draft, read_artifact
+from eagle_train.artifacts.format import Artifact, check_sizes, load_draft, read_artifact
 from eagle_train.corpus.source import tell_bundled
 from eagle_train.distributed import World
 from eagle_train.drafts import Draft
@@ -54,6 +54,8 @@ class Session(Generic[C]):
             torch.set_num_threads(config.threads)
         path = config.draft.path
         self._artifact = None if path is None else read_artifact(path)
+        if self._artifact is not None:
+            check_sizes(self._artifact.target, config.target, f"draft={path}")
         self.questions: list[Question] = []
         if config.questions is not None:
             self.questions = read_questions(config.questions, getattr(config, "limit", None))
