@@ -52,14 +52,14 @@ class Linear(nn.Linear):
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]. `F.linear` is its plain twin, under autocast too."""
-    on_cpu, on_gpu = (x.device.type == kind for kind in ("cpu", "cuda"))
-    ours = (on_cpu and x.dtype == torch.float32) or (on_gpu and x.dtype in few_rows.DTYPES)
+    kind, dtype = x.device.type, x.dtype
+    ours = dtype == torch.float32 if kind == "cpu" else kind == "cuda" and dtype in few_rows.DTYPES
     # Autocast knows F.linear; an operator of ours would be given a draft's weights in fp32 with activations in bf16.
-    if not ours or torch.is_autocast_enabled(x.device.type):
+    if not ours or torch.is_autocast_enabled(kind):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias) if torch.is_grad_enabled() else torch.ops.eagle_train.linear(x, weight, bias)
-    return _linear_on_cpu(x, weight, bias) if on_cpu else _linear_on_gpu(x, weight, bias)
+    return _linear_on_cpu(x, weight, bias) if kind == "cpu" else _linear_on_gpu(x, weight, bias)
 
 
 def _linear_on_gpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
