@@ -226,11 +226,12 @@ def check_target(made_for: Identity, target: Identity, place: str) -> None:
 
 
 def check_sizes(made_for: Identity, target: TargetConfig, place: str) -> None:
-    """As `check_target`, of sizes alone, before a weight of the target is loaded."""
+    """As `check_target`, of the sizes that the target's config names, before a weight of it is loaded."""
     text = load_config(target).get_text_config()
-    sizes = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size, "num_layers": text.num_hidden_layers}
-    for name, given in sizes.items():
-        _check_same(made_for, name, given, target.path, place)
+    names = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "num_layers": "num_hidden_layers"}
+    for name, theirs in names.items():
+        if (given := getattr(text, theirs, None)) is not None:  # None: a family that has none of these is told later
+            _check_same(made_for, name, given, target.path, place)
 
 
 def _check_same(made_for: Identity, name: str, given: Any, target: str, place: str) -> None:
