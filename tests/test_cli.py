@@ -72,6 +72,8 @@ def given(monkeypatch) -> SimpleNamespace:
             raise UserError("enough")
 
     monkeypatch.setattr(generate, "load_target", target)
+    monkeypatch.setattr(generate, "read_artifact", lambda path: SimpleNamespace(target=None))
+    monkeypatch.setattr(generate, "check_sizes", lambda *_: None)
     monkeypatch.setattr(generate, "load_draft", lambda path, identity: path)
     monkeypatch.setattr(generate, "make_drafter", lambda spec, target, draft: draft)
     monkeypatch.setattr(generate, "Engine", StandIn)
