@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train import distributed
-from eagle_train.artifacts.format import check_sizes, load_draft, read_artifact
+from eagle_train.artifacts.format import load_draft
 from eagle_train.cli import command
 from eagle_train.errors import check, within
 from eagle_train.hardware import resolve_device
@@ -20,6 +20,7 @@ from eagle_train.inference import Engine, EngineConfig, Output, SamplingParams
 from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.graphs import check_graphs
 from eagle_train.inference.drafters import drafter_spec, make_drafter
+from eagle_train.inference.drafters.early import check_early
 from eagle_train.inference.options import DraftOptions
 from eagle_train.inference.requests.detokenizer import Texts
 from eagle_train.inference.requests.marked_text import MarkedText
@@ -81,8 +82,7 @@ def job(config: DictConfig) -> int:
     check(
         path is not None or quant.scheme == "none", f"quant.scheme={quant.scheme}: no draft to quantise; give draft=DIR"
     )
-    if path is not None:
-        check_sizes(read_artifact(path).target, given, f"draft={path}")
+    check_early(spec, given, path)
     world = distributed.start(device, shard_size=None)
     placement = "tensor" if world.size > 1 else "replicated"
     target = load_target(given, device, placement, world, reads=chats if config.chat else texts)

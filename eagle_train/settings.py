@@ -72,12 +72,20 @@ def instantiate(spec: Mapping[str, Any], field: str, **more: Any) -> Any:
     Raises UserError, naming `field`, for a name that is nothing to call, for keys that it does not take, and for
     whatever else it raises, with the class of that error.
     """
+    what = f"{field} {spec['_target_']}"
+    return call(named(str(spec["_target_"]), what), what, keys_of(spec) | more)
+
+
+def keys_of(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """What `_target_` is called with, of a spec that `instantiate` takes."""
     values: Any = OmegaConf.to_container(spec, resolve=True) if OmegaConf.is_config(spec) else dict(spec)
-    target = str(values.pop("_target_"))
-    what = f"{field} {target}"
-    made_by = named(target, what)
+    return {key: value for key, value in values.items() if key != "_target_"}
+
+
+def call(made_by: Callable[..., Any], what: str, values: Mapping[str, Any]) -> Any:
+    """`made_by(**values)`; whatever it raises is a UserError that begins with `what`, but for its own UserErrors."""
     try:
-        return made_by(**values, **more)
+        return made_by(**values)
     except UserError:
         raise
     except Exception as error:  # whatever the code that is named raises

@@ -42,7 +42,7 @@ def main(values: DictConfig) -> None:
     config = build(Config, values, "")
     tasks, drafters = read_tasks(config.tasks), contestants(config.drafters, config.tree)
     for each in drafters:
-        each.check_sizes(config.target)
+        each.check_early(config.target)
     session = Session(config)
     for task in tasks if session.world.is_main else []:
         tell_bundled(task.path, config.target.path, key="tasks")

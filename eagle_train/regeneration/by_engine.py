@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from eagle_train.artifacts.format import check_sizes, load_draft, read_artifact
+from eagle_train.artifacts.format import load_draft
 from eagle_train.corpus.answer_parser import AnswerParser
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.distributed import ALONE, World
@@ -11,6 +11,7 @@ from eagle_train.errors import UserError, one_line
 from eagle_train.hardware import resolve_device
 from eagle_train.inference import Engine, Requests, SamplingParams
 from eagle_train.inference.drafters import make_drafter
+from eagle_train.inference.drafters.early import check_early
 from eagle_train.inference.requests.readable import chats
 from eagle_train.inference.requests.sequence import Output
 from eagle_train.models.loading import load_target
@@ -25,8 +26,7 @@ def answer_by_engine(
 
     `world`: the ranks that hold the target together, each of which must be given the same dialogues."""
     placement, path = "tensor" if world.size > 1 else "replicated", config.draft.path
-    if path is not None:
-        check_sizes(read_artifact(path).target, config.target, f"draft={path}")
+    check_early(config.spec, config.target, path)
     target = load_target(config.target, resolve_device(config.device), placement, world, reads=chats)
     draft = None if path is None else load_draft(path, target.identity)
     drafter = make_drafter(config.spec, target, draft)

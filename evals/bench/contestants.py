@@ -11,11 +11,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from eagle_train.artifacts.format import Artifact, check_sizes, load_draft, read_artifact
+from eagle_train.artifacts.format import Artifact, load_draft, read_artifact
 from eagle_train.errors import check, shown
 from eagle_train.fields import REQUIRED
 from eagle_train.inference import Dispatcher, Drafter
 from eagle_train.inference.drafters import drafter_spec, is_eagle
+from eagle_train.inference.drafters.early import check_early
 from eagle_train.inference.options import DraftOptions
 from eagle_train.models.loading import TargetConfig
 from eagle_train.models.target import Target
@@ -43,10 +44,9 @@ class Contestant:
         """What the draft's directory says of it."""
         return None if self.draft is None else read_artifact(self.draft)
 
-    def check_sizes(self, target: TargetConfig) -> None:
-        """Raise UserError for a draft for another target, as far as sizes tell."""
-        if self.draft is not None:
-            check_sizes(read_artifact(self.draft).target, target, f"drafters.{self.name}.draft={self.draft}")
+    def check_early(self, target: TargetConfig) -> None:
+        """Raise UserError for what can be told before the target is loaded, see `check_early`."""
+        check_early(self.spec, target, self.draft, f"drafters.{self.name}.draft")
 
     def made(self, target: Target) -> tuple[Drafter, float]:
         """A new drafter, and how many seconds it took to make it. Raises UserError."""

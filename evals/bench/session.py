@@ -22,6 +22,7 @@ from eagle_train.hardware import resolve_device
 from eagle_train.inference import Drafter, Eagle, Engine, RemotePrefill, Requests, SimulatedAcceptance
 from eagle_train.inference.decode.graphs import check_graphs
 from eagle_train.inference.drafters import is_eagle, make_drafter
+from eagle_train.inference.drafters.early import check_early
 from eagle_train.inference.drafters.trained import drafter_of
 from eagle_train.inference.requests.readable import chats
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
@@ -54,7 +55,9 @@ class Session(Generic[C]):
             torch.set_num_threads(config.threads)
         path = config.draft.path
         self._artifact = None if path is None else read_artifact(path)
-        if self._artifact is not None:
+        if (spec := getattr(config, "spec", None)) is not None:
+            check_early(spec, config.target, path)
+        elif self._artifact is not None:
             check_sizes(self._artifact.target, config.target, f"draft={path}")
         self.questions: list[Question] = []
         if config.questions is not None:

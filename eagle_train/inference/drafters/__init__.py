@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from eagle_train.drafts import Draft
-from eagle_train.errors import check, foreign
+from eagle_train.errors import UserError, check, foreign
 from eagle_train.inference.drafters.drafter import Drafter
 from eagle_train.models.target import Target
 from eagle_train.settings import instantiate, named
@@ -39,7 +39,7 @@ def drafter_spec(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     if "file" in spec and "_target_" not in spec:
         spec = _of_file(Path(spec["file"]), {key: value for key, value in spec.items() if key != "file"})
     check(isinstance(spec, Mapping) and "_target_" in spec, "drafter: must have `_target_`, a dotted name to call")
-    _check_takes(str(spec["_target_"]))
+    _check_takes(spec)
     return spec
 
 
@@ -66,12 +66,14 @@ def _of_file(path: Path, own: Mapping[str, Any]) -> Mapping[str, Any]:
     return described
 
 
-def _check_takes(target: str) -> None:
-    """Raise UserError unless what the dotted name stands for takes `target` and `draft` by name."""
+def _check_takes(spec: Mapping[str, Any]) -> None:
+    """Raise UserError unless what the dotted name stands for takes `target`, `draft` and the other keys by name."""
+    target = str(spec["_target_"])
     what = f"drafter {target}"
     made_by = named(target, what)
     with foreign(what):  # some of Python's own have no signature
-        taken = inspect.signature(made_by).parameters.values()
+        signature = inspect.signature(made_by)
+    taken = signature.parameters.values()
     names = [each.name for each in taken if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     takes_any = any(each.kind == each.VAR_KEYWORD for each in taken)
     check(
@@ -79,3 +81,9 @@ def _check_takes(target: str) -> None:
         f"{what}: is called with target=, draft= and the drafter's other keys, so it must take them by name; it takes "
         f"{', '.join(names) or 'none'}",
     )
+    given = {"target": None, "draft": None} | {str(key): None for key in spec if key != "_target_"}
+    try:
+        signature.bind_partial(**given)  # tells a misspelt key before the one that is missing for it
+        signature.bind(**given)
+    except TypeError as error:
+        raise UserError(f"{what}: {target.rpartition('.')[2]}() {error}") from error

@@ -7,8 +7,10 @@ Shapes: A active rows, T tokens, Q nodes of a level that have children, H the dr
 vocabulary, V' the tokens that both models know.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -27,9 +29,10 @@ from eagle_train.inference.drafters.drafter import (
     Pending,
     TreePlan,
 )
+from eagle_train.inference.drafters.early import checked_early
 from eagle_train.inference.drafters.growing import FirstTokens, Growing, Nodes, keep_drafted
 from eagle_train.inference.drafters.same_tokenizer import check_same_tokenizer, known_tokens
-from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.loading import TargetConfig, load_config, load_target, load_tokenizer
 from eagle_train.models.patches import optimize_for_decoding
 from eagle_train.models.target import Target
 from eagle_train.ops.compiled import Compiled, Forward
@@ -122,32 +125,54 @@ class DraftModel(Growing[Nodes]):
 
 def _known(model: Target, target: Target, place: str) -> int:
     """How many tokens the tokenizer of both has. Raises UserError where it is not the same."""
-    own, other = model.tokenizer, target.tokenizer
-    if own is None and other is None:
-        return target.identity.vocab_size
-    lacks = "it has no tokenizer" if own is None else f"the target {target.name} has no tokenizer"
-    check(own is not None and other is not None, f"{place}: {lacks}, and both must have the same one")
-    check_same_tokenizer(own, other, place)
-    return known_tokens(other)
+    _check_tokenizers(model.tokenizer, target.tokenizer, target.name, place)
+    return target.identity.vocab_size if target.tokenizer is None else known_tokens(target.tokenizer)
 
 
+def _check_tokenizers(own: Any, targets: Any, target: str, place: str) -> None:
+    """Raise UserError unless both are the same one, or None."""
+    if own is None and targets is None:
+        return
+    lacks = "it has no tokenizer" if own is None else f"the target {target} has no tokenizer"
+    check(own is not None and targets is not None, f"{place}: {lacks}, and both must have the same one")
+    check_same_tokenizer(own, targets, place)
+
+
+def _check_draft_model(
+    target: TargetConfig, draft: str | None, path: str, dtype: str = "auto", trust_remote_code: bool = False
+) -> None:
+    own = _config_of(draft is not None, path, dtype, trust_remote_code)
+    with _told_of_drafter(path):
+        load_config(own)
+        tokenizer = load_tokenizer(own)
+    _check_tokenizers(tokenizer, load_tokenizer(target), target.path, f"drafter.path={path}")
+
+
+@checked_early(_check_draft_model)
 def make_draft_model(
     target: Target, draft: Draft | None, path: str, dtype: str = "auto", trust_remote_code: bool = False
 ) -> DraftModel:
     """The drafter of conf/drafter/draft_model.yaml. `path`: a directory or a hub id; `dtype` and `trust_remote_code`:
     as of `TargetConfig`. Raises UserError."""
-    check(draft is None, "draft: drafter=draft_model drafts with drafter.path=; leave draft= out")
+    config = _config_of(draft is not None, path, dtype, trust_remote_code)
+    with _told_of_drafter(path):
+        return DraftModel(load_target(config, target.device), target)
+
+
+def _config_of(has_draft: bool, path: str, dtype: str, trust_remote_code: bool) -> TargetConfig:
+    check(not has_draft, "draft: drafter=draft_model drafts with drafter.path=; leave draft= out")
+    with _told_of_drafter(path):
+        return TargetConfig(path, dtype, trust_remote_code)
+
+
+@contextmanager
+def _told_of_drafter(path: str) -> Iterator[None]:
+    """A UserError about a target is told of the draft model."""
     try:
-        config = TargetConfig(path, dtype, trust_remote_code)
-        model = load_target(config, target.device)
-        return DraftModel(model, target)
+        yield
     except UserError as error:
-        raise UserError(_as_drafter(str(error), path)) from error
-
-
-def _as_drafter(message: str, path: str) -> str:
-    """A message about a target, told of the draft model."""
-    for key in ("path", "dtype", "trust_remote_code"):
-        message = message.replace(f"target.{key}", f"drafter.{key}")
-    message = message.replace("give the target that it was made for", "give it as draft=, with drafter=eagle")
-    return message.replace(f"target {path}:", f"drafter.path={path}:")
+        message = str(error)
+        for key in ("path", "dtype", "trust_remote_code"):
+            message = message.replace(f"target.{key}", f"drafter.{key}")
+        message = message.replace("give the target that it was made for", "give it as draft=, with drafter=eagle")
+        raise UserError(message.replace(f"target {path}:", f"drafter.path={path}:")) from error

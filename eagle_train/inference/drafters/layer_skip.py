@@ -22,7 +22,9 @@ from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.drafters.drafter import Computed, Drafted, DraftRound, Level, Needs, TreePlan
+from eagle_train.inference.drafters.early import checked_early
 from eagle_train.inference.drafters.growing import FirstTokens, Growing, Nodes
+from eagle_train.models.loading import TargetConfig, load_config
 from eagle_train.models.target import Target
 from eagle_train.ops.rule import Attend
 
@@ -105,15 +107,23 @@ def _checked_layers(layers: int | Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(layers)
 
 
+def _check_layer_skip(target: TargetConfig, draft: str | None, layers: Any) -> None:
+    _checked_layers(_given_layers(draft is not None, layers), load_config(target).get_text_config().num_hidden_layers)
+
+
+@checked_early(_check_layer_skip)
 def make_layer_skip(target: Target, draft: Draft | None, layers: Any) -> LayerSkip:
     """The drafter of conf/drafter/layer_skip.yaml. `layers`: as for `LayerSkip`, or a YAML with a list `layers`, as
     evals.layer_skip writes it. Raises UserError."""
-    check(draft is None, "draft: drafter=layer_skip drafts with the target's own layers; leave draft= out")
-    return LayerSkip(target, _read_layers(layers) if isinstance(layers, str) else layers)
+    return LayerSkip(target, _given_layers(draft is not None, layers))
 
 
-def _read_layers(path: str) -> Any:
-    """`layers` of a YAML. Raises UserError."""
+def _given_layers(has_draft: bool, layers: Any) -> Any:
+    """`layers`, those of the YAML where it names one. Raises UserError."""
+    check(not has_draft, "draft: drafter=layer_skip drafts with the target's own layers; leave draft= out")
+    if not isinstance(layers, str):
+        return layers
+    path = layers
     check(Path(path).is_file(), f"drafter.layers={path}: no such file; give a number, a list, or a YAML with `layers`")
     try:
         found: Any = OmegaConf.to_container(OmegaConf.load(path))

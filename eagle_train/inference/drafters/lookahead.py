@@ -23,6 +23,7 @@ from eagle_train.drafts import Draft
 from eagle_train.errors import OptionError, check, shown, within
 from eagle_train.inference.decode.tree import MAX_NODES, Tree
 from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, Outcome, Pending, RowText
+from eagle_train.inference.drafters.early import checked_early
 from eagle_train.models.target import Target
 from eagle_train.ops.transfer import to_device
 
@@ -187,6 +188,7 @@ def _parents_of(options: LookaheadOptions) -> Sequence[int]:
     return [*row, *columns, *guesses]
 
 
+@checked_early()
 @within("drafter")
 def make_lookahead(target: Target, draft: Draft | None, **options: Any) -> Lookahead:
     """The drafter of conf/drafter/lookahead.yaml. `options`: of LookaheadOptions. Raises UserError."""

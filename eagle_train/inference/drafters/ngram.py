@@ -7,6 +7,7 @@ from eagle_train.errors import OptionError, check, within
 from eagle_train.inference.decode.row_trees import OpenTree
 from eagle_train.inference.decode.tree import MAX_NODES
 from eagle_train.inference.drafters.drafter import Needs, RowText
+from eagle_train.inference.drafters.early import checked_early
 from eagle_train.inference.drafters.text_drafter import TextDrafter
 from eagle_train.inference.lookup.ngrams import NgramOptions, NgramPools
 from eagle_train.models.target import Target
@@ -33,6 +34,7 @@ class Ngram(TextDrafter):
         self.pools.leave(key)
 
 
+@checked_early()
 @within("drafter")
 def make_ngram(target: Target, draft: Draft | None, **options: Any) -> Ngram:
     """The drafter of conf/drafter/ngram.yaml. `options`: of NgramOptions. Raises UserError."""

@@ -1,10 +1,14 @@
 """Drafts out of an index of texts that `eagle-datastore` made, without a model (REST; He et al., 2023)."""
 
+from typing import Any
+
 from eagle_train.drafts import Draft
 from eagle_train.errors import check
 from eagle_train.inference.drafters.drafter import RowText
+from eagle_train.inference.drafters.early import checked_early
 from eagle_train.inference.drafters.text_drafter import TextDrafter, TextTree
 from eagle_train.inference.lookup.datastore import Datastore
+from eagle_train.models.loading import TargetConfig, load_tokenizer
 from eagle_train.models.target import Target
 
 
@@ -31,22 +35,31 @@ class Retrieval(TextDrafter):
         return TextTree(found.tokens, found.parents)
 
 
-def make_retrieval(
-    target: Target,
-    draft: Draft | None,
+def _check_retrieval(target: TargetConfig, draft: str | None, **options: Any) -> None:
+    _made(load_tokenizer(target), draft is not None, **options)
+
+
+@checked_early(_check_retrieval)
+def make_retrieval(target: Target, draft: Draft | None, **options: Any) -> Retrieval:
+    """The drafter of conf/drafter/retrieval.yaml. `options`: its keys; `datastore` is the index's directory.
+
+    Raises UserError for values that cannot be, for what is no index, for one of another tokenizer, and for a draft,
+    which would not be read.
+    """
+    return _made(target.tokenizer, draft is not None, **options)
+
+
+def _made(
+    tokenizer: Any,
+    has_draft: bool,
     datastore: str,
     max_match: int = 16,
     least_match: int = 2,
     max_hits: int = 64,
     depth: int = 10,
 ) -> Retrieval:
-    """The drafter of conf/drafter/retrieval.yaml. `datastore`: the index's directory.
-
-    Raises UserError for values that cannot be, for what is no index, for one of another tokenizer, and for a draft,
-    which would not be read.
-    """
-    check(draft is None, "drafter=retrieval: reads no draft; leave draft= out")
-    vocabulary = None if target.tokenizer is None else target.tokenizer.get_vocab()  # without one, ids are trusted
+    check(not has_draft, "drafter=retrieval: reads no draft; leave draft= out")
+    vocabulary = None if tokenizer is None else tokenizer.get_vocab()  # without one, ids are trusted
     store = Datastore.open(datastore, vocabulary, "drafter.datastore")
     for name, value, most in (
         ("max_match", max_match, store.header.order),

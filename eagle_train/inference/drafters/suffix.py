@@ -7,6 +7,7 @@ from eagle_train.errors import OptionError, check, within
 from eagle_train.inference.decode.row_trees import OpenTree
 from eagle_train.inference.decode.tree import MAX_NODES
 from eagle_train.inference.drafters.drafter import Needs, RowText
+from eagle_train.inference.drafters.early import checked_early
 from eagle_train.inference.drafters.text_drafter import TextDrafter, TextTree
 from eagle_train.inference.lookup.suffixes import SuffixLookup, SuffixOptions
 from eagle_train.models.target import Target
@@ -34,6 +35,7 @@ class Suffix(TextDrafter):
         self.lookup.leave(key)
 
 
+@checked_early()
 @within("drafter")
 def make_suffix(target: Target, draft: Draft | None, **options: Any) -> Suffix:
     """The drafter of conf/drafter/suffix.yaml. `options`: of SuffixOptions. Raises UserError."""
