@@ -63,8 +63,8 @@ Found = dict[str, Any]
 @evaluation_alone("experiments")
 def main(values: DictConfig) -> None:
     config = build(StudyConfig, values, "")
-    given = {name: as_overrides("train", config.overrides(name)) for name in config.chosen}
-    composed = {name: compose("train", overrides) for name, overrides in given.items()}  # raises for mistakes
+    # Raises for mistakes.
+    composed = {name: compose("train", as_overrides("train", config.overrides(name))) for name in config.chosen}
     questions = read_questions(config.questions, config.limit)
     out = Path(config.out) if config.plan else prepared(config.out)
     own = build(TargetConfig, composed[config.study.reference].target, "target")
@@ -72,6 +72,7 @@ def main(values: DictConfig) -> None:
         check_sizes(read_artifact(config.draft.path).target, own, f"draft={config.draft.path}")
     check_drafts(config, composed, load_config(own))
     target = load_target(own, resolve_device(config.device), reads=chats)
+    config.follow_from(target.identity.fingerprint, questions)
     longest = check_fit(Requests(target), questions, config.max_tokens)
     tell_bundled(config.questions, own.path)
     print(planned(config, target, questions, longest), flush=True)
@@ -83,7 +84,7 @@ def main(values: DictConfig) -> None:
         "parts": parts,
         "looping_answers": max(one["looping_answers"] for part in parts for one in part["variants"].values()),
         "timings": {name: timing_of(config, name) for name in config.chosen} if config.trainings else {},
-        "speedups": speedups_of(config, target, questions, longest) if config.timed_questions > 0 else None,
+        **speedups_of(config, target, questions, longest),
         "target": target.name,
         "config": asdict(config),
         **origin(),
@@ -91,9 +92,10 @@ def main(values: DictConfig) -> None:
     write_report(out, found, markdown(found))
     plot(found, out / "tpc.png")
     tables = [text for part in found["parts"] for text in part_tables(found, part)]
-    tables.append(speed_table(found["speedups"]) if found["speedups"] else "")
-    print(*(aligned(text) for text in tables if text), sep="\n\n")
+    tables += [speed_table(found["speedups"])] if found["speedups"] else []
+    print(*map(aligned, tables), sep="\n\n")
     print(*loops(found), f"written to {out}: report.md, results.json, tpc.png", sep="\n")
+    check(not found["left_out"], "; ".join(found["left_out"]))
 
 
 def make_drafts_and_answers(config: StudyConfig, target: Target, questions: list[Question], longest: int) -> None:
@@ -114,12 +116,14 @@ def make_drafts_and_answers(config: StudyConfig, target: Target, questions: list
 
 
 def speedups_of(config: StudyConfig, target: Target, questions: list[Question], longest: int) -> Found:
-    """The speed-ups, by variant and tree, which are measured where they are not there yet."""
-    runs = timed_runs(config)
-    time_all = partial(study_answers.speed, config, runs, target, questions, longest)
+    """The speed-ups, by variant and tree, which are measured where they are not there yet, and what is `left_out`."""
+    if config.timed_questions == 0:
+        return {"speedups": None, "left_out": []}
+    time_all = partial(study_answers.speed, config, runs := timed_runs(config), target, questions, longest)
     found = once(speed_file(config), study_answers.speed_asked(config, runs), time_all)
-    speedups: Found = found["speedups"]
-    return speedups
+    if found["left_out"]:
+        speed_file(config).unlink()  # measured again the next time
+    return {key: found[key] for key in ("speedups", "left_out")}
 
 
 def check_drafts(config: StudyConfig, composed: dict[str, DictConfig], hf_config: Any) -> None:

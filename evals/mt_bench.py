@@ -129,6 +129,7 @@ def answer_rows(plain: list[Answer], answers: list[Answer]) -> str:
     rows = [
         {
             "question_id": answer.question.id,
+            "line": answer.question.line,  # of the file: by it, turns and contexts of a question are one
             "category": answer.question.category,
             "turn": answer.turn,
             "answer": answer.output.text,

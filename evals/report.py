@@ -22,7 +22,7 @@ from evals.bench.page.blocks import Page
 from evals.bench.page.comparison_page import comparison
 from evals.bench.page.figures import figures_of
 from evals.bench.page.gather import Source, gather
-from evals.bench.page.guard import WORSE, Judged
+from evals.bench.page.guard import UNKNOWN, WORSE, Judged
 from evals.bench.page.overview import page_of
 from evals.bench.page.render import html, markdown
 
@@ -58,8 +58,13 @@ def main(values: DictConfig) -> None:
         page, judged = comparison(old, new)
         figures = numbers_of(new)
     write(page, judged, figures, config)
-    if config.fail_on_worse and any(each.verdict == WORSE for each in judged):
-        sys.exit(1)
+    if config.fail_on_worse:
+        changed = [each.verdict for each in judged if each.old.value != each.new.value]
+        check(bool(judged), f"fail_on_worse=true: nothing was compared; {config.out}/report.md says why")
+        said = f"of {len(changed)} figures that changed none can be told; {config.out}/report.md says why"
+        check(not changed or set(changed) != {UNKNOWN}, f"fail_on_worse=true: {said}")
+        if any(each.verdict == WORSE for each in judged):
+            sys.exit(1)
 
 
 def numbers_of(sources: Sequence[Source]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from eagle_train.diagnosis.causes import Finding, NotChecked
 from eagle_train.diagnosis.measure import Interval, Measured, between, interval, measured, unexplained
@@ -23,6 +24,7 @@ POLICY_GAP = 0.05  # the target's own greedy answers are the easier text: health
 CONTEXT_DROP = 0.15  # along an answer acceptance drifts by less, as far as neither the target's certainty nor a table
 # explains it
 LEAST_OVER_TABLE = 0.05  # a table of token pairs knows nothing of the text before, which a draft reads
+MOST_OF_TABLE = 0.9  # where the table is right as often as this, a good draft has no room to be better
 MOST_DRIFT = 0.5  # slots whose first token is right are the easier ones, so the second is right more often there
 _FEW = 24  # slots below which nothing is said
 _SHORTEST = 16  # tokens: the first length at which acceptance is divided
@@ -38,14 +40,16 @@ class Learnt:
 
 
 def off_policy(target: Target, draft: Draft, own: Measured, given: Sequence[Part], depth: int, seed: int) -> Learnt:
-    """Whether the draft agrees with the target more often on the file's answers than on the target's own."""
+    """Whether the draft agrees with the target more often on the file's answers than on the target's own, also where
+    the target is as sure of its choice."""
     if not given:
         reason = "the data have no answers behind these prompts; give conversations with the training data's answers"
         return Learnt([], [NotChecked("off-policy data", reason)], {})
     on_file = measured(target, draft, given, depth)
     gap = between(on_file.first, on_file.owner, own.first, own.owner, seed)
     figures = {"agreement_on_own_answers": own.agreement, "agreement_on_given_answers": on_file.agreement}
-    if gap.low <= POLICY_GAP:
+    beyond = unexplained(on_file, own, seed)
+    if gap.low <= POLICY_GAP or beyond is None or beyond.low <= POLICY_GAP:
         return Learnt([], [], figures)
     said = (
         f"Draft and target choose the same next token at {on_file.agreement:.1%} of the tokens of the file's answers, "
@@ -92,13 +96,18 @@ def _fall(found: Measured, short: torch.Tensor, seed: int) -> Interval | None:
     return None if gain is None else Interval(-gain.mean, -gain.high, -gain.low)
 
 
-def drift(own: Measured, seed: int) -> Learnt:
+def drift(own: Measured, depth: int, seed: int) -> Learnt:
     """Whether the second token of a chain, which the draft proposes from its own states, is right much less often than
-    the first, which it proposes from the target's."""
-    right = own.taken[own.first > 0] >= 2
+    the first, which it proposes from the target's. Slots count behind which another is counted: a text's last has no
+    second token."""
+    if depth < 2:
+        return Learnt([], [NotChecked("a chain's second token", "chains of one token were drafted")], {})
+    follows = (own.owner[1:] == own.owner[:-1]) & (own.position[1:] == own.position[:-1] + 1)
+    asked = (own.first > 0) & F.pad(follows, (0, 1))
+    right = own.taken[asked] >= 2
     if len(right) < _FEW:
-        return Learnt([], [], {})
-    second = interval(right.double(), own.owner[own.first > 0], seed)
+        return Learnt([], [NotChecked("a chain's second token", "too few tokens")], {})
+    second = interval(right.double(), own.owner[asked], seed)
     figures = {"acceptance_of_second_after_first": second.mean}
     if second.high >= MOST_DRIFT * own.agreement:
         return Learnt([], [], figures)
@@ -118,6 +127,9 @@ def undertrained(
     hit = _table_at_slots(parts)
     over = interval(own.first - hit, own.owner, seed)
     figures = {"agreement": own.agreement, "agreement_of_table": hit.mean().item()}
+    if hit.mean() > MOST_OF_TABLE:
+        told = f"a table of token pairs is right at {hit.mean().item():.1%} of the tokens: texts repeat themselves"
+        return Learnt([], [NotChecked("training", f"{told}; give other data")], figures)
     if over.low > (LEAST_OVER_TABLE if reads_token else 0):
         return Learnt([], [], figures)
     steps, tokens = training.get("steps"), training.get("tokens")

@@ -191,13 +191,15 @@ class Examination:
             names = "template, off-policy data, long contexts, training"
             found.not_checked.append(NotChecked(names, "first repair what was found; run this again then"))
             return
-        given = [Text(number, each.prompt, each.given) for number, each in enumerate(self.questions) if each.given]
-        room = target.max_positions
-        parts = read_by_target(target, [text for text in given if len(text.tokens) <= room], self.layers)
+        most = self.config.max_tokens  # as long as the target's own
+        given = [
+            Text(number, each.prompt, each.given[:most]) for number, each in enumerate(self.questions) if each.given
+        ]
+        parts = read_by_target(target, given, self.layers)
         found.add(self.templates())
         found.add(off_policy(target, draft, base, parts, self.depth, seed))
         found.add(context(target, draft, self.own, base, self.depth, seed))
-        found.add(drift(base, seed))
+        found.add(drift(base, self.depth, seed))
         if not found.findings:
             found.add(undertrained(base, self.own, not draft.config.at_once, self.reading.training, seed))
 

@@ -35,25 +35,29 @@ def other_templates(
 ) -> Learnt:
     """The finding of the rendering under which the draft is best, if it is much better. `training`: what the artifact
     says of its data."""
-    found, figures = [], {}
+    found, figures, silent = [], dict[str, Any](), list[NotChecked]()
     for kwargs, prompts in itertools.islice(_renderings(requests, questions, training), _MOST):
-        other = examine(prompts)
-        gain = unexplained(other, own, seed)
         said = ", ".join(f"{name}={shown(value)}" for name, value in kwargs.items())
+        try:
+            other = examine(prompts)
+        except UserError as error:  # hardly anything is answered there; the other checks stand
+            silent.append(NotChecked(f"prompts rendered with {said}", str(error)))
+            continue
+        gain = unexplained(other, own, seed)
         figures[said] = {"agreement": other.agreement, "gain": None if gain is None else gain.mean}
         if gain is not None and gain.low > LEAST_GAIN:
             found.append((gain.mean, said, other, gain))
-    if not figures:
+    if not figures and not silent:
         reason = "the template reads no variable that changes these prompts"
         return Learnt([], [NotChecked("thinking on or off", reason)], {})
     if not found:
-        return Learnt([], [], {"templates": figures})
+        return Learnt([], silent, {"templates": figures})
     _, said, other, gain = max(found, key=lambda each: each[0])
     told = (
         f"Rendered with {said}, the first token is right at {other.agreement:.1%} of the slots in place of "
         f"{own.agreement:.1%} (99 % interval of the gain: {gain.low:.2f} to {gain.high:.2f})."
     )
-    return Learnt([Finding("template", told, other.tokens - own.tokens)], [], {"templates": figures})
+    return Learnt([Finding("template", told, other.tokens - own.tokens)], silent, {"templates": figures})
 
 
 def _renderings(

@@ -128,7 +128,7 @@ def median_ratio(ours: Iterable[float], theirs: Iterable[float]) -> float:
 
 
 Runs = Sequence[Sequence[Sequence[int]]]
-"""Of runs with several seeds, [tokens, calls] for each answer."""
+"""Of runs with several seeds, [tokens, calls] for each question."""
 
 
 def tpc_interval(runs: Runs) -> dict[str, float]:
@@ -137,11 +137,11 @@ def tpc_interval(runs: Runs) -> dict[str, float]:
     return _with_interval(_tpc_of(runs), _resampled(runs, drawn, seed=1))
 
 
-def tpc_gain(ours: Runs, theirs: Runs) -> dict[str, float]:
-    """TPC above another draft's, and its 95 % bootstrap interval over seeds and questions, the same questions for
-    both."""
+def tpc_gain(ours: Runs, theirs: Runs, same_drafts: bool) -> dict[str, float]:
+    """TPC above another decoding's, and its 95 % bootstrap interval over seeds and questions, the same questions for
+    both. `same_drafts`: a seed's draft is the same in both, so that the same seeds are drawn too."""
     drawn = _drawn_questions(ours)
-    spread = _resampled(ours, drawn, seed=1) - _resampled(theirs, drawn, seed=2)
+    spread = _resampled(ours, drawn, seed=1) - _resampled(theirs, drawn, seed=1 if same_drafts else 2)
     return _with_interval(_tpc_of(ours) - _tpc_of(theirs), spread)
 
 
@@ -263,8 +263,8 @@ def counts(answers: list[Answer], max_tokens: int) -> dict[str, Any]:
     }
 
 
-def _by_question(answers: Iterable[Answer]) -> list[list[int]]:
-    """[tokens, calls] of each question, over its turns."""
+def by_question(answers: Iterable[Answer]) -> list[list[int]]:
+    """[tokens, calls] of each question, over its turns, in the order in which questions come first."""
     found: dict[int, list[int]] = {}
     for answer in answers:
         own, stats = found.setdefault(answer.question.line, [0, 0]), answer.output.stats
@@ -299,7 +299,7 @@ def group(answers: list[Answer], plain: list[Answer]) -> dict[str, Any]:
     return {
         "prompts": len(answers),
         "tpc": tpc(answers),
-        "tpc_interval": question_interval(_by_question(answers)),
+        "tpc_interval": question_interval(by_question(answers)),
         "acceptance_per_depth": acceptance(answers),
         "speedup": fmean(before) / fmean(after) if is_decoded else None,
         "speedup_interval": speedup_interval([plain], [answers]) if is_decoded else None,

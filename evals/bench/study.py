@@ -3,6 +3,7 @@
 Knows nothing of how drafts are trained, decoded or shown.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ from eagle_train.errors import check
 from eagle_train.inference import Dispatcher, SamplingParams
 from eagle_train.settings import build
 from evals.bench.config import check_decodes, check_least, check_sizes
+from evals.bench.questions import Question
 from evals.bench.study_decoding import Decoding
 
 EQUALS = ("time", "tokens")
@@ -70,7 +72,8 @@ class StudyConfig:
     """conf/commands/experiments.yaml, which says what each key is. Raises UserError for values that cannot be.
 
     `chosen`: the variants that take part, the reference among them, since all are compared with it. With `draft`
-    nothing is trained: the study has one length, which is the draft's, and no seeds.
+    nothing is trained: the study has one length, which is the draft's, and no seeds. `target`, `asked`: see
+    `follow_from`.
     """
 
     study: Any
@@ -92,6 +95,7 @@ class StudyConfig:
         self.study = build(Study, self.study, "study")
         check_least(self, 1, "rounds", "timed_steps", "batch_size")
         check_least(self, 0, "timed_questions")
+        self.target = self.asked = ""
         check(len(self.seeds) > 0, "seeds=[]: give at least one")
         check_decodes(self.max_tokens)
         names = self.study.variants
@@ -108,6 +112,12 @@ class StudyConfig:
             check(self.overrides(name) == self.overrides(self.study.reference), f"{said} with only")
         self.study.steps = [read_artifact(draft).training.get("steps", 0)]
         self.study.equal, self.seeds = [GIVEN], [0]
+
+    def follow_from(self, target: str, questions: list[Question]) -> None:
+        """Results that are kept are those of this target, a fingerprint, and of these questions, whatever their paths
+        say."""
+        self.target = target
+        self.asked = hashlib.sha256(repr(questions).encode()).hexdigest()[:16]
 
     def overrides(self, name: str) -> list[str]:
         """A variant's overrides of eagle-train."""

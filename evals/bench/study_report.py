@@ -122,7 +122,9 @@ def speed_table(speedups: Mapping[str, Mapping[str, Found]]) -> str:
     return table(["speed-up", *map(plain, trees)], rows)
 
 
-def _speedup(found: Found) -> str:
+def _speedup(found: Found | None) -> str:
+    if found is None:
+        return ""  # its timing could not be right
     spread = "" if found["interval"] is None else " ({:.2f} to {:.2f})".format(*found["interval"])
     return number(found["speedup"]) + spread
 

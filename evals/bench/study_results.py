@@ -115,11 +115,12 @@ def variants_of(config: StudyConfig, steps: int, equal: str) -> Found:
     """Each variant's figures over its seeds, and its gain over the reference."""
     runs = {name: [trained(config, name, steps, equal, seed) for seed in config.seeds] for name in config.chosen}
     answers = {name: answers_of(config, own) for name, own in runs.items()}
-    before, found, first = answers[config.study.reference], {}, next(iter(config.study.trees))
+    reference, found, first = config.study.reference, {}, next(iter(config.study.trees))
+    theirs = {tree: [each["answers"] for each in by_seed] for tree, by_seed in answers[reference].items()}
     for name, own in runs.items():
+        same = config.draft_run(own[0]) == config.draft_run(runs[reference][0])  # and so for all seeds
         made = _there(run_file(config, own[0]), training_asked(config, own[0]))
         counts = {tree: [each["answers"] for each in by_seed] for tree, by_seed in answers[name].items()}
-        theirs = {tree: [each["answers"] for each in by_seed] for tree, by_seed in before.items()}
         found[name] = {
             "steps": own[0].steps,
             "seeds": config.seeds,
@@ -131,8 +132,10 @@ def variants_of(config: StudyConfig, steps: int, equal: str) -> Found:
                 tree: by_seed[0]["acceptance_per_depth"] for tree, by_seed in answers[name].items()
             },
             "looping_answers": max(each["looping_answers"] for one in answers[name].values() for each in one),
-            "gain": {tree: statistics.tpc_gain(each, theirs[tree]) for tree, each in counts.items()},
-            "gain_over_first_tree": {tree: statistics.tpc_gain(each, counts[first]) for tree, each in counts.items()},
+            "gain": {tree: statistics.tpc_gain(each, theirs[tree], same) for tree, each in counts.items()},
+            "gain_over_first_tree": {
+                tree: statistics.tpc_gain(each, counts[first], same_drafts=True) for tree, each in counts.items()
+            },
         }
     return found
 

@@ -113,11 +113,12 @@ def train_steps(overrides: list[str], line: Connection) -> None:
 
 
 def training_asked(config: StudyConfig, run: Trained) -> Found:
-    """What a draft follows from: eagle-train's overrides, or the draft that is given."""
+    """What a draft follows from: eagle-train's overrides, or the draft that is given; and the target."""
     if config.draft.path is not None:
-        return {"draft": config.draft.path, "source": read_artifact(config.draft.path).source}
+        return {"draft": config.draft.path, "source": read_artifact(config.draft.path).source, "target": config.target}
     seeds = [f"seed={run.seed}", f"data.seed={run.seed}"]
-    return {"overrides": [*config.overrides(run.variant), *seeds, f"train.steps={run.steps}"]}
+    own = [*config.overrides(run.variant), *seeds, f"train.steps={run.steps}"]
+    return {"overrides": own, "target": config.target}
 
 
 def train(config: StudyConfig, run: Trained, target: Target) -> Found:

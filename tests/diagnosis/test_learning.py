@@ -1,5 +1,6 @@
 """What is said of a draft's learning by its figures alone."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from tests.support.tiny import shared_target
 def made(taken: list[int]) -> Measured:
     accepted, count = torch.tensor(taken).double(), len(taken)
     places = torch.arange(count)
-    return Measured(accepted, (accepted > 0).double(), places % 10, places, torch.ones(count))
+    return Measured(accepted, (accepted > 0).double(), places // 10, places, torch.ones(count))
 
 
 @pytest.mark.parametrize(
@@ -29,8 +30,37 @@ def made(taken: list[int]) -> Measured:
 )
 def test_a_draft_that_cannot_go_on_from_its_own_states(taken, drifts):
     order = torch.randperm(len(taken), generator=torch.Generator().manual_seed(0)).tolist()
-    found = drift(made([taken[place] for place in order]), seed=0)
+    found = drift(made([taken[place] for place in order]), depth=3, seed=0)
     assert [each.cause for each in found.findings] == (["drift"] if drifts else [])
+
+
+def test_drift_is_not_asked_where_no_second_token_can_be_taken():
+    """Of chains of one token, and at a text's last slot: here every text has two slots, whose second ends it."""
+    found = drift(made([1] * 100), depth=1, seed=0)
+    assert (found.findings, [each.check for each in found.not_checked]) == ([], ["a chain's second token"])
+    short, places = torch.tensor([2.0, 1.0] * 50).double(), torch.arange(100)
+    own = Measured(short, (short > 0).double(), places // 2, places % 2, torch.ones(100))
+    found = drift(own, depth=3, seed=0)
+    assert (found.findings, found.figures) == ([], {"acceptance_of_second_after_first": 1.0})
+
+
+@pytest.mark.parametrize(("table", "checked"), [(0.8, True), (0.95, False)])
+def test_training_is_not_judged_where_a_table_knows_nearly_all(table, checked, monkeypatch):
+    own = made([1] * 98 + [0] * 2)
+    monkeypatch.setattr(learning, "_table_at_slots", lambda parts: torch.full((100,), table).double())
+    found = learning.undertrained(own, [], True, {}, seed=0)
+    assert (found.findings, not found.not_checked) == ([], checked)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_texts_of_which_the_target_is_surer_are_no_training_data(alike, monkeypatch):
+    """The file's answers have twice the agreement. The target is as sure of its own, or only where the draft is right."""
+    steps = torch.linspace(0, 0.1, 100)
+    own, given = made([1, 0] * 50), replace(made([1] * 100), sure=0.8 + steps)
+    own = replace(own, sure=(0.8 if alike else 0.8 * own.first.float()) + steps)
+    monkeypatch.setattr(learning, "measured", lambda *_: given)
+    found = learning.off_policy(None, None, own, [None], 3, seed=0)
+    assert [each.cause for each in found.findings] == (["off_policy"] if alike else [])
 
 
 def test_a_table_knows_the_other_prompts_alone():

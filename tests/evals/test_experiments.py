@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 
 from eagle_train import train
 from eagle_train.cli import as_overrides, compose
@@ -20,7 +21,7 @@ from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.settings import CONF_DIR, build
 from evals import experiments
-from evals.bench import study_answers, study_plan, study_runs
+from evals.bench import statistics, study_answers, study_plan, study_runs
 from evals.bench.study import StudyConfig, Trained
 from evals.bench.worker import Worker
 from tests.support.command_line import call, chats, write_jsonl
@@ -294,6 +295,51 @@ def test_a_draft_is_kept_for_other_answers(home, in_process, tmp_path, monkeypat
     assert call(experiments.main, *given(home, *arguments, "max_tokens=11")) == 0
     assert json.loads(file.read_text())["looping_answers"] == before["looping_answers"]
     assert "1 times 3 answers" in capsys.readouterr().out
+
+
+def test_results_are_of_the_questions_and_the_target_that_are_there(home, in_process, tmp_path, capsys):
+    """Others under the same names are asked again, and another target's draft is trained again."""
+    questions, target = tmp_path / "questions.jsonl", Path(shutil.copytree(home / "target", tmp_path / "target"))
+    shutil.copy(home / "questions.jsonl", questions)
+    arguments = given(home, "only=[base]", f"out={tmp_path}/out", f"questions={questions}")
+    arguments[0] = arguments[0].replace(f"target={home}/target", f"target={target}")
+
+    def run(told: str) -> int:
+        assert call(experiments.main, *arguments, "plan=true") == 0
+        assert told in " ".join(capsys.readouterr().out.split())
+        assert call(experiments.main, *arguments) == 0
+        capsys.readouterr()
+        return len(in_process)
+
+    assert run("1 drafts: ") == 1
+    before = json.loads((tmp_path / "out/base-8-0-chain3.json").read_text())["answers"]
+    assert len(before) == 3, "one of each question, over its turns"
+    rows = [json.loads(line) for line in questions.read_text().splitlines()]
+    write_jsonl(questions, [rows[0] | {"turns": ["Something else?"]}, *rows[1:]])
+    assert run("1 times 3 answers: ") == 1
+    assert json.loads((tmp_path / "out/base-8-0-chain3.json").read_text())["answers"] != before
+    weights = load_file(target / "model.safetensors")
+    name = next(name for name in weights if name.endswith("mlp.up_proj.weight"))
+    save_file(weights | {name: weights[name] * 1.5}, target / "model.safetensors", {"format": "pt"})
+    assert run("1 drafts: ") == 2
+
+
+def test_a_timing_that_cannot_be_right_costs_no_other_result(home, in_process, tmp_path, monkeypatch, capsys):
+    def measured(plain, other):
+        return {"speedup": 9.0, "speedup_batch_median": 9.0, "differing_answers": 0}
+
+    arguments = given(home, "only=[base]", f"out={tmp_path}/out", "timed_questions=1")
+    with monkeypatch.context() as patched:
+        patched.setattr(statistics, "compare", measured)
+        assert call(experiments.main, *arguments) == 2
+    assert "error: base, chain3: speed-up 9.000 exceeds" in capsys.readouterr().err
+    found = results(tmp_path)
+    assert (found["speedups"], len(found["left_out"])) == ({"base": {"chain3": None}}, 1)
+    assert "Speed-up over plain decoding" in (tmp_path / "out/report.md").read_text()
+    monkeypatch.setattr(statistics, "check_timing", lambda found: None)
+    assert call(experiments.main, *arguments) == 0
+    assert results(tmp_path)["speedups"]["base"]["chain3"]["speedup"] > 0
+    assert len(in_process) == 1
 
 
 def test_a_draft_that_was_removed_is_trained_again_where_it_is_needed(home, in_process, tmp_path, capsys):

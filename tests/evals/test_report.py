@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from evals import report
+from evals.bench.page import plots
 from evals.bench.page.canvas import SERIES
 from evals.bench.page.decoding_blocks import along_context, tpc_against_ttit
 from tests.support.command_line import call, write_jsonl
@@ -24,6 +26,11 @@ STEPS[-1] |= {
 }
 PROBLEM = {"cause": "<the rope> & base", "measured": "depth 1: 0.12", "remedy": "export again"}
 DOCTOR = {"evaluation": "doctor", "verdict": "The draft is served otherwise than trained.", "problems": [PROBLEM]}
+DOCTOR |= {
+    "not_checked": [{"check": "vLLM", "reason": "it is not installed"}],
+    "tokens_per_call": 2.25,
+    "healthy": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +156,8 @@ def test_a_run_and_the_doctor_are_told(text, root):
     assert "eagle-train draft=eagle train.steps=499" in found["training"].text
     assert "hub.token<redacted>" in found["training"].text.replace("\n", "")
     assert DOCTOR["verdict"] in found["doctor"].text
+    assert "it is not installed" in found["doctor"].text
+    assert "tokens_per_call2.25" in found["doctor"].text.replace("\n", "").replace(" ", "")
     assert PROBLEM["cause"] in found["doctor"].text
     assert "&lt;the rope&gt; &amp; base" in text
 
@@ -258,10 +267,63 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, told):
     assert error.count("\n") == 1
 
 
-def test_a_broken_result_is_named(tmp_path, capsys):
-    (tmp_path / "found.json").write_text('{"evaluation"')
-    assert call(report.main, f"results=[{tmp_path}]") == 2
-    assert f"{tmp_path}/found.json: no JSON: Expecting" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "content", [b'{"evaluation"', b'{"evaluation": "\xff"}', b'{"evaluation": 1}\n{"evaluation": 2}']
+)
+def test_a_broken_result_is_named(tmp_path, capsys, content):
+    """One that the user names ends the report; one that lies beside others is left out."""
+    broken = tmp_path / "found.json"
+    broken.write_bytes(content)
+    assert call(report.main, f"results=[{broken}]") == 2
+    assert f"error: {broken}: no JSON: " in capsys.readouterr().err
+    shutil.copy(PUBLISHED / "gating.json", tmp_path)
+    assert call(report.main, f"results=[{tmp_path}]", f"out={tmp_path}/out") == 0
+    assert f"left out: {broken}: no JSON: " in capsys.readouterr().err
+
+
+def test_what_another_version_wrote_is_told_as_it_is(tmp_path):
+    found = {name: json.loads((PUBLISHED / f"{name}.json").read_text()) for name in ("latency", "compare")}
+    del found["latency"]["rows"][0]["ttit_p99_s"]
+    found["compare"]["rows"] = [row for row in found["compare"]["rows"] if row["decoding"] == "plain"]  # all left out
+    for name, each in found.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(each))
+    write_jsonl(tmp_path / "metrics.jsonl", STEPS)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 500, "lo')  # torn by a kill
+    assert call(report.main, f"results=[{tmp_path}]", f"out={tmp_path}/out") == 0
+    said = (tmp_path / "out/report.md").read_text()
+    assert said.count("Written by another version of evals.latency") == 1
+    assert "Written by another version of evals.compare" not in said
+    assert "Loss by step" in said
+
+
+def test_studies_tell_gains_and_how_length_helps(text, tmp_path):
+    """Of more variants than a plot has lines, all stand in the tables."""
+    found = json.loads((PUBLISHED / "study_recipe.json").read_text())
+    (part,) = found["parts"]
+    names = [f"v{place}" for place in range(16)]
+    variants = {"paper": part["variants"]["paper"], **dict.fromkeys(names, part["variants"]["no_l1"])}
+    found["parts"] = [part | {"steps": steps, "variants": variants} for steps in (140, 280)]
+    found["speedups"] = {
+        "paper": {"chain3": {"speedup": 1.5, "tpc": 2.0, "interval": [1.4, 1.6]}},
+        "v0": {"chain3": None},
+    }
+    (tmp_path / "study.json").write_text(json.dumps(found))
+    assert call(report.main, f"results=[{tmp_path}]", f"out={tmp_path}/out") == 0
+    said = (tmp_path / "out/report.md").read_text()
+    assert "TPC above paper, the same questions (95 %), 280 steps, equal tokens" in said
+    gain = part["variants"]["no_l1"]["gain"]["chain3"]
+    assert f"| v15 | {gain['tpc']:+.2f} ({gain['low']:.2f} to {gain['high']:.2f})" in said.replace("  ", "")
+    assert "TPC with chain3 by steps of the reference, equal tokens (95 %)" in said
+    assert all(said.count(f"{name}, chain3") >= 2 for name in names), "acceptance of every variant"
+    assert "The largest speed-up is that of paper, chain3, and its interval lies above 1." in said
+    assert "TPC above chain3, the same drafts and questions" in text
+
+
+def test_no_two_marks_of_a_plot_are_alike():
+    drawn = plots.marked([(f"n{place}", place, place) for place in range(36)], [(0, 0), (5, 5)], "x", "y")
+    legend = re.findall(r'<use href="(\S+)" x="[^"]*" y="[^"]*" style="([^"]*)"></use><text[^>]*>n\d+</text>', drawn)
+    assert len(legend) == len(set(legend)) == 36
 
 
 def test_the_tracker_is_given_the_figures_and_the_page(tmp_path, monkeypatch):

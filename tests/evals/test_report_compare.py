@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from evals import report
+from evals.bench.page.figures import figures_of
 from evals.bench.page.gather import gather
-from evals.bench.page.guard import COLUMNS, OF_ANSWERS, paired_interval
+from evals.bench.page.guard import COLUMNS, OF_ANSWERS, paired_columns, paired_interval
 from tests.support.command_line import call, write_jsonl
 
 PUBLISHED = Path(report.__file__).parent / "results"
@@ -25,7 +26,7 @@ def answers(seed: int, calls: float = 1.0, seconds: float = 1.0) -> list[dict]:
     for number in range(PROMPTS):
         tokens = prompts.randint(20, 90)
         rounds = tokens / prompts.uniform(1.5, 3.5)
-        row = {"question_id": number, "turn": 1, "tokens": tokens, "plain_tokens": tokens}
+        row = {"question_id": number, "line": number + 1, "turn": 1, "tokens": tokens, "plain_tokens": tokens}
         row["calls"] = max(1, round(rounds * calls))
         row["decode_s"] = 0.01 * rounds * seconds * chance.gauss(1, 0.03)
         row["plain_decode_s"] = 0.006 * tokens * chance.gauss(1, 0.03)
@@ -58,7 +59,7 @@ def test_a_slower_and_worse_run_is_called_worse_and_fails(tmp_path, capsys):
     old, new = result(tmp_path / "old", answers(1)), result(tmp_path / "new", answers(2, calls=1.1, seconds=1.1))
     found = verdicts(tmp_path / "out", old, new, "fail_on_worse=true", status=1)
     assert {name: found[name][0] for name in OF_ANSWERS} == dict.fromkeys(OF_ANSWERS, "worse")
-    assert "paired by prompt" in found["TPC"][1]
+    assert "paired by question" in found["TPC"][1]
     assert "Worse: mt_bench, chain3, batch size 1: TPC; " in capsys.readouterr().out
     found = verdicts(tmp_path / "back", new, old, "fail_on_worse=true")
     assert {name: found[name][0] for name in OF_ANSWERS} == dict.fromkeys(OF_ANSWERS, "better")
@@ -81,7 +82,7 @@ def test_pairs_see_what_intervals_of_their_own_do_not(tmp_path):
 
 def test_other_hardware_and_other_load_are_never_the_code(tmp_path):
     old, rows = result(tmp_path / "old", answers(1)), answers(2, calls=1.1, seconds=1.5)
-    found = verdicts(tmp_path / "a", old, result(tmp_path / "gpu", rows, gpu="NVIDIA H100"), "fail_on_worse=true")
+    found = verdicts(tmp_path / "a", old, result(tmp_path / "gpu", rows, gpu="NVIDIA H100"))
     assert {verdict for verdict, _ in found.values()} == {"cannot tell", "noise"}
     assert found["TPC"] == ("cannot tell", "other hardware: gpu None, now NVIDIA H100")
     found = verdicts(tmp_path / "b", old, result(tmp_path / "busy", rows, load_average=[6.0, 6.0, 6.0]))
@@ -131,6 +132,36 @@ def test_another_config_is_not_compared_and_named(tmp_path):
     assert "made with another config than" in said
     assert f"{old}/results.json: max" in said.replace("\\", "")  # and `out` is none
     assert json.loads((tmp_path / "out/comparison.json").read_text()) == []
+
+
+def test_a_guard_that_compared_nothing_fails(tmp_path, capsys):
+    old = result(tmp_path / "old", answers(1))
+    other = json.loads((old / "results.json").read_text())
+    other["config"]["max_tokens"] += 1
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    given = [f"compare=[{old},{tmp_path}/other.json]", f"out={tmp_path}/out"]
+    assert call(report.main, *given) == 0
+    assert call(report.main, *given, "fail_on_worse=true") == 2
+    assert "error: fail_on_worse=true: nothing was compared" in capsys.readouterr().err
+    elsewhere = result(tmp_path / "elsewhere", answers(2, calls=1.1), cpu="another")
+    assert call(report.main, f"compare=[{old},{elsewhere}]", f"out={tmp_path}/out", "fail_on_worse=true") == 2
+    assert "error: fail_on_worse=true: of 3 figures that changed none can be told" in capsys.readouterr().err
+
+
+def test_turns_of_a_question_are_one(tmp_path):
+    """Each question asked twice alike has the interval that it has once, in both intervals."""
+    rows = answers(1)
+    twice = [row | {"turn": turn} for row in rows for turn in (1, 2)]
+    once, both = (result(tmp_path / name, own) for name, own in (("once", rows), ("both", twice)))
+    found = [figures_of(gather([str(place)])[0]) for place in (once, both)]
+    first, second = (next(each.interval for each in own if each.name == "TPC") for own in found)
+    assert first == second
+    more = [{**row, "calls": row["calls"] * 1.01} for row in twice]
+    assert paired_columns(twice, more)[0].shape == (PROMPTS, len(COLUMNS))
+    assert paired_columns(twice, more[:-1]) is None
+    assert paired_columns(rows[:1], rows[:1]) is None, "of one question nothing is known of others"
+    silent = rows[0] | dict.fromkeys(("tokens", "calls", "decode_s"), 0)
+    assert len(paired_columns([silent, *rows[1:]], rows)[0]) == PROMPTS - 1
 
 
 def test_where_results_are_written_does_not_matter(tmp_path):

@@ -9,8 +9,8 @@ from evals.bench.page.shown import hardware, spread
 
 ORDER = (WORSE, BETTER, UNKNOWN, NOISE)
 HOW = (
-    "Worse and better: the 95 % interval of the difference excludes zero. It is paired by prompt where both kept their "
-    "answers; else the two intervals must not overlap, which is stricter.",
+    "Worse and better: the 95 % interval of the difference excludes zero. It is paired by question where both kept "
+    "their answers; else the two intervals must not overlap, which is stricter.",
     "Among twenty figures that did not change, one is called better or worse by chance.",
     "Cannot tell: no interval, or other hardware, or for times another load. Such a difference is none of the code.",
     "TTIT and TTFT follow the machine's own drift, which plain decoding in the same run shows. Where its changed by "

@@ -51,8 +51,7 @@ def latency(source: Source) -> list[Block]:
     blocks.append(tpc_against_ttit(first, cell_name(cells[0])))
     blocks += acceptance_of(first)
     blocks += by_context([row for row in rows if drafts(row)])
-    if len(cells) > 1:
-        blocks.append(speed_map({cell_name(cell): of[cell] for cell in cells}))
+    blocks += speed_map({cell_name(cell): of[cell] for cell in cells})
     own = [each for each in source.found["breakdown"] if (each["batch_size"], each["context_length"]) == cells[0][:2]]
     blocks.append(by_stage({each["decoding"]: each["stages_ms"] for each in own}))
     return blocks
@@ -66,13 +65,12 @@ def compare(source: Source) -> list[Block]:
           for task, size in cells}  # fmt: skip
     blocks: list[Block] = []
     for name, own in of.items():
-        blocks += [decodings(name, own), speedups(own, name)]
+        blocks += [decodings(name, own), *speedups(own, name)]
     first = next(iter(of))
     blocks.append(tpc_against_ttit(of[first], first))
     blocks += acceptance_of(of[first])
     blocks += along_context({row["decoding"]: row.get("by_context", []) for row in of[first] if drafts(row)})
-    if len(of) > 1:
-        blocks.append(speed_map(of))
+    blocks += speed_map(of)
     stages = {row["decoding"]: row["stage_ms_per_round"] for row in of[first]}
     blocks.append(by_stage({name: each for name, each in stages.items() if each}))
     return blocks

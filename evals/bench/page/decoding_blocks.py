@@ -43,12 +43,13 @@ def drafts(row: Row) -> bool:
 
 def acceptance(shares: Mapping[str, Sequence[float]]) -> Plot:
     """Acceptance by depth, a line for each decoding."""
-    shares = dict(list(shares.items())[:MOST_SERIES])
     deepest = max(map(len, shares.values()))
     rows = [[name, *percents(each), *[""] * (deepest - len(each))] for name, each in shares.items()]
     numbers = Table(f"{OF_ROUNDS}, %", ["decoding", *(str(depth) for depth in range(1, deepest + 1))], rows)
-    points = {name: list(enumerate(each, 1)) for name, each in shares.items()}
-    said = "; ".join(f"{name}: {' '.join(percents(each))} %" for name, each in shares.items())
+    drawn_of = dict(list(shares.items())[:MOST_SERIES])
+    points = {name: list(enumerate(each, 1)) for name, each in drawn_of.items()}
+    said = "; ".join(f"{name}: {' '.join(percents(each))} %" for name, each in drawn_of.items())
+    said += f"; {len(shares) - MOST_SERIES} more stand in the table" if len(shares) > MOST_SERIES else ""
     drawn = plots.lines(points, "depth in the tree", "share of rounds accepted", percent=True)
     return Plot("Acceptance by depth", f"{OF_ROUNDS}. {said}.", drawn, numbers)
 
@@ -122,23 +123,32 @@ def tpc_against_ttit(rows: Iterable[Row], where: str) -> Plot:
     told = [[name, f"{tpc:.2f}", f"{ttit:.2f}", "yes" if name in front else ""] for name, tpc, ttit in points]
     numbers = Table(f"TPC and TTIT, {where}", ["decoding", "TPC", "TTIT, ms", "on the Pareto front"], told)
     fastest = min(points, key=lambda point: point[2])
-    said = f"Tokens per call against ms per token, {where}. The lowest TTIT is {fastest[0]}'s, {fastest[2]:.2f} ms."
-    return Plot(f"TPC against TTIT, {where}", said, plots.marked(points, "TPC", "TTIT, ms (lower is faster)"), numbers)
+    said = (
+        f"Tokens per call against ms per token, {where}. The lowest TTIT is {fastest[0]}'s, {fastest[2]:.2f} ms. "
+        "Dotted: the Pareto front."
+    )
+    line = sorted({(tpc, ttit) for name, tpc, ttit in points if name in front})
+    drawn = plots.marked(points, line, "TPC", "TTIT, ms (lower is faster)")
+    return Plot(f"TPC against TTIT, {where}", said, drawn, numbers)
 
 
-def speedups(rows: Iterable[Row], where: str) -> Plot:
-    """Speed-ups over plain decoding with their intervals, the largest first."""
+def speedups(rows: Iterable[Row], where: str) -> list[Block]:
+    """Speed-ups over plain decoding with their intervals, the largest first; nothing of plain decoding alone."""
     own = sorted((row for row in rows if row["decoding"] != "plain"), key=lambda row: -row["speedup"])
     drawn = [(row["decoding"], row["speedup"], row.get("speedup_interval")) for row in own]
+    if not drawn:
+        return []
     told = [[name, spread(value, interval)] for name, value, interval in drawn]
     numbers = Table(f"Speed-up, {where}", ["decoding", "speed-up (95 %)"], told)
     said = f"Speed-up over plain decoding with 95 % intervals, {where}. The largest is {told[0][0]}'s, {told[0][1]}."
-    return Plot(f"Speed-up, {where}", said, plots.intervals(drawn, "speed-up over plain decoding", 1), numbers)
+    return [Plot(f"Speed-up, {where}", said, plots.intervals(drawn, "speed-up over plain decoding", 1), numbers)]
 
 
-def speed_map(cells: Mapping[str, Sequence[Row]]) -> Plot:
-    """Speed-up of each decoding in each cell."""
+def speed_map(cells: Mapping[str, Sequence[Row]]) -> list[Block]:
+    """Speed-up of each decoding in each cell, where there are several; nothing of plain decoding alone."""
     names = list(dict.fromkeys(row["decoding"] for own in cells.values() for row in own if row["decoding"] != "plain"))
+    if not names or len(cells) < 2:
+        return []
     values = [
         [next((r["speedup"] for r in own if r["decoding"] == name), None) for own in cells.values()] for name in names
     ]
@@ -146,7 +156,7 @@ def speed_map(cells: Mapping[str, Sequence[Row]]) -> Plot:
     numbers = Table("Speed-up over plain decoding", ["decoding", *cells], told)
     short = [name.replace("batch size ", "b").replace("context ", "c").replace(", ", "\n") for name in cells]
     drawn = plots.heat(names, short, values, "b: batch size; c: context")
-    return Plot("Speed-up, map", "Speed-up of each decoding at each batch size and context.", drawn, numbers)
+    return [Plot("Speed-up, map", "Speed-up of each decoding at each batch size and context.", drawn, numbers)]
 
 
 def by_stage(bars: Mapping[str, Mapping[str, float]]) -> Plot:

@@ -3,22 +3,38 @@
 One function an evaluation, in the table `FIGURES`. Knows nothing of pages.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from evals.bench.page import training_figures
 from evals.bench.page.figure import Figure, Interval
-from evals.bench.page.gather import Source
-from evals.bench.statistics import tpc_interval
+from evals.bench.page.gather import UNREADABLE, Source
+from evals.bench.statistics import question_interval
 
 PLAIN = ("plain", "transformers", "transformers, prompt lookup", "transformers, assisted")  # no drafter of ours
 
 
 def figures_of(source: Source) -> list[Figure]:
-    """The figures of a result, in order; none for an evaluation that has no function here, or for values of null."""
+    """The figures of a result, in order; none for an evaluation that has no function here, for a result that another
+    version wrote, or for values of null."""
     make = FIGURES.get(source.evaluation)
-    return [] if make is None else [figure for figure in make(source) if figure.value is not None]
+    try:
+        return [] if make is None else [figure for figure in make(source) if figure.value is not None]
+    except UNREADABLE:  # its section says so
+        return []
+
+
+def answer_sums(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dict[int, list[Any]] | None:
+    """Sums of these columns of answers.jsonl over all that was asked of a question, by its line in the file; None
+    where no answers were kept, or without lines."""
+    if not rows or any("line" not in row for row in rows):
+        return None
+    sums: dict[int, list[Any]] = {}
+    for row in rows:
+        own = sums.setdefault(row["line"], [0] * len(columns))
+        own[:] = [total + row[name] for total, name in zip(own, columns, strict=True)]
+    return sums
 
 
 def tree_and_drafter(source: Source) -> str:
@@ -38,9 +54,8 @@ def _decoded(row: Any, plain: Any, of: str, tpc: Interval = None) -> Iterator[Fi
 
 
 def _mt_bench(source: Source) -> Iterator[Figure]:
-    counts = [[row["tokens"], row["calls"]] for row in source.answers]
-    spread = tpc_interval([counts]) if counts else None
-    interval = None if spread is None else (spread["low"], spread["high"])
+    sums = answer_sums(source.answers, ("tokens", "calls"))
+    interval = None if sums is None else question_interval([*sums.values()])
     plain = {key: source.found[f"plain_{key}"] for key in ("ttit_s", "ttft_s")}
     of = f"{tree_and_drafter(source)}, batch size {source.found['batch_size']}"
     yield from _decoded(source.found, plain, of, interval)

@@ -1,6 +1,7 @@
 """Results on disk, for the report: found, read, and named by the evaluation that made them. DESIGN section 3.8."""
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,9 @@ from omegaconf import OmegaConf
 from eagle_train.errors import UserError, check, one_line
 from eagle_train.results import redact
 
+_LOG = logging.getLogger(__name__)
+UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+"""What reading a result raises that another version wrote, or another program under the same name."""
 METRICS = "metrics.jsonl"
 TRAINING = "training"  # the evaluation's name that a training run's metrics get
 _DEEPEST = 3  # how far within a file of several results these are looked for
@@ -65,17 +69,25 @@ def _first_with_results(places: Iterable[Path]) -> list[Source]:
 
 def _below(directory: Path) -> list[Source]:
     paths = sorted(path for pattern in ("*.json", METRICS) for path in directory.rglob(pattern))
-    return [source for path in paths for source in _of_file(path)]
+    return [source for path in paths for source in _of_file(path, named=False)]
 
 
-def _of_file(path: Path) -> Iterator[Source]:
-    """The results of a file; none where it is another file of JSON."""
+def _of_file(path: Path, named: bool = True) -> Iterator[Source]:
+    """The results of a file; none where it is another file of JSON. `named`: by the user; of other files that are no
+    JSON after all, none."""
     if path.name == METRICS:
         yield _training(path)
         return
-    text = path.read_text("utf-8")
-    if '"evaluation"' in text:  # a tokenizer's or a config's JSON is not parsed
-        yield from _within(json_of(text, path), path.as_posix(), path)
+    text = path.read_bytes()
+    if b'"evaluation"' in text:  # a tokenizer's or a config's JSON is not parsed
+        try:
+            found = json_of(text, path)
+        except UserError as error:
+            if named:
+                raise
+            _LOG.warning("left out: %s", error)
+            return
+        yield from _within(found, path.as_posix(), path)
 
 
 def _within(found: Any, name: str, path: Path, depth: int = 0) -> Iterator[Source]:
@@ -91,20 +103,21 @@ def _within(found: Any, name: str, path: Path, depth: int = 0) -> Iterator[Sourc
 def _answers(path: Path) -> list[Mapping[str, Any]]:
     if not path.is_file():
         return []
-    return [json_of(line, path) for line in path.read_text("utf-8").splitlines()]
+    return [json_of(line, path) for line in path.read_bytes().splitlines()]
 
 
 def _training(path: Path) -> Source:
-    """A training run, from its records and the config beside them."""
-    records = [json_of(line, path) for line in path.read_text("utf-8").splitlines()]
+    """A training run, from its records and the config beside them. A last line without its end was torn by a kill."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    records = [json_of(line, path) for line in lines if line.endswith(b"\n")]
     beside = path.with_name("config.yaml")
     config = redact(OmegaConf.to_container(OmegaConf.load(beside))) if beside.is_file() else {}
     return Source(path.as_posix(), TRAINING, {"records": records, "config": config})
 
 
-def json_of(text: str, path: Path) -> Any:
+def json_of(text: bytes, path: Path) -> Any:
     """The text of a file as JSON. Raises UserError that names the file."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no UTF-8
         raise UserError(f"{path}: no JSON: {one_line(error)}") from error

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evals.bench.page.cautions import SPARE_LOAD, other_work
 from evals.bench.page.figure import Figure
-from evals.bench.page.figures import figures_of
+from evals.bench.page.figures import answer_sums, figures_of
 from evals.bench.page.gather import Source
 from evals.bench.page.shown import overrides
 from evals.bench.statistics import RESAMPLES
@@ -108,7 +108,7 @@ def _by_interval(old: Source, new: Source, was: Figure, now: Figure) -> tuple[st
     columns = paired_columns(old.answers, new.answers) if now.name in OF_ANSWERS else None
     if columns is not None:
         low, high = paired_interval(*columns, OF_ANSWERS[now.name])
-        return _signed(low, high, now), f"difference {low:+.3f} to {high:+.3f}, paired by prompt"
+        return _signed(low, high, now), f"difference {low:+.3f} to {high:+.3f}, paired by question"
     if was.interval is None or now.interval is None:
         return UNKNOWN, "no interval"
     low, high = now.interval[0] - was.interval[1], now.interval[1] - was.interval[0]
@@ -122,17 +122,19 @@ def _signed(low: float, high: float, figure: Figure) -> str:
 
 
 def paired_columns(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor] | None:
-    """COLUMNS of the same prompts in both, float64 [prompts, 5] each; None where prompts differ or were not kept."""
-    before, after = ({(row["question_id"], row["turn"]): row for row in rows} for rows in (old, new))
-    if not before or before.keys() != after.keys():
+    """COLUMNS of the same questions in both, float64 [questions, 5] each, those left out that one of them did not
+    decode; None where prompts differ or were not kept, or where fewer than two are left."""
+    asked = [sorted((row.get("line", 0), str(row["question_id"]), row["turn"]) for row in rows) for rows in (old, new)]
+    before, after = (answer_sums(rows, COLUMNS) for rows in (old, new))
+    if before is None or after is None or asked[0] != asked[1]:
         return None
-    both = ([[rows[key][name] for name in COLUMNS] for key in before] for rows in (before, after))
-    one, other = (torch.tensor(rows, dtype=torch.float64) for rows in both)
-    return one, other
+    both = torch.tensor([[before[line], after[line]] for line in before], dtype=torch.float64)
+    both = both[(both[:, :, [COLUMNS.index("calls"), COLUMNS.index("plain_tokens")]] > 0).all(2).all(1)]
+    return None if len(both) < 2 else (both[:, 0], both[:, 1])
 
 
 def paired_interval(old: Tensor, new: Tensor, figure: Callable[[Tensor], Tensor]) -> tuple[float, float]:
-    """The 95 % bootstrap interval of a figure's difference, new less old, the same prompts drawn for both."""
+    """The 95 % bootstrap interval of a figure's difference, new less old, the same questions drawn for both."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(len(old), (RESAMPLES, len(old)), generator=generator)
     change = figure(new[drawn].sum(1)) - figure(old[drawn].sum(1))

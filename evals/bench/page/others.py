@@ -1,7 +1,7 @@
 """Blocks of the remaining evaluations: trees, switches, quantised drafts, the doctor, and any other result."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from evals.bench.page import plots, tree_plot
@@ -14,6 +14,7 @@ from evals.bench.trees import unpaid
 _DECIMAL = re.compile(r"-?\d+\.\d+(e[+-]\d+)?")
 MOST_NODES = 16  # of a tree that is drawn: more texts do not fit
 MOST_FACTS = 60  # of a result that no function here knows
+ABOUT_IT = ("config", "provenance", "evaluation", "date")  # keys of every result
 
 
 def tune_trees(source: Source) -> list[Block]:
@@ -110,25 +111,32 @@ def gating(source: Source) -> list[Block]:
 
 
 def doctor(source: Source) -> list[Block]:
-    """What the doctor found: a verdict, and each problem with what was measured and the remedy."""
+    """What the doctor found: a verdict, each problem with what was measured and the remedy, what was not checked, and
+    the figures."""
     found = source.found
     rows = [[str(each[key]) for key in ("cause", "measured", "remedy")] for each in found["problems"]]
     blocks: list[Block] = [Notes("Verdict", [found["verdict"]])]
     if rows:
         blocks.append(Table("Problems", ["cause", "measured", "remedy"], rows, texts=True))
-    return blocks
+    if found["not_checked"]:
+        left = [[each["check"], each["reason"]] for each in found["not_checked"]]
+        blocks.append(Table("Not checked", ["check", "why not"], left, texts=True))
+    return [*blocks, *_facts(found, (*ABOUT_IT, "verdict", "problems", "not_checked", "healthy"), folded=True)]
 
 
 def any_other(source: Source) -> list[Block]:
     """The numbers of a result that no function knows, by their names."""
-    own = {
-        key: value for key, value in source.found.items() if key not in ("config", "provenance", "evaluation", "date")
-    }
+    return _facts(source.found, ABOUT_IT, folded=False)
+
+
+def _facts(found: Mapping[str, Any], known: Collection[str], folded: bool) -> list[Block]:
+    """The values of a result whose keys are not `known`."""
+    own = {key: value for key, value in found.items() if key not in known}
     facts = [(key, _short(value)) for key, value in overrides(_without_rows(own))]
     told = facts[:MOST_FACTS]
     if len(facts) > len(told):
         told.append(("and more", f"{len(facts) - len(told)} values, in the file"))
-    return [Facts("Figures", told, folded=False)]
+    return [Facts("Figures", told, folded)] if told else []
 
 
 def _without_rows(value: Any) -> Any:

@@ -12,7 +12,7 @@ from evals.bench.page.sections import sections_of
 from evals.bench.page.shown import hardware, spread
 
 # Where the verdict is taken from, the first that is there: a comparison has the most drafters and intervals.
-JUDGED = ("compare", "latency", "mt_bench")
+JUDGED = ("compare", "latency", "mt_bench", "experiments")
 TERMS = (
     "TPC: tokens committed in decoding, divided by calls of the target in decoding.",
     "Speed-up: plain decoding's mean time between tokens, divided by that with drafts, on the same prompts in turn.",
@@ -61,12 +61,11 @@ def _best(figures: Sequence[Figure], least: bool) -> Figure | None:
 
 
 def judged(sources: Sequence[Source]) -> Source | None:
-    """The result that the verdict is of: of the first kind that is there the newest, or the first where none has a
-    date; never one whose acceptance is simulated or lossy."""
+    """The result that the verdict is of: of the first kind that measured a speed-up the newest, or the first where none
+    has a date; never one whose acceptance is simulated or lossy."""
+    real = [each for each in sources if not is_lossy(each) and not is_simulated(each)]
     for evaluation in JUDGED:
-        own = [
-            each for each in sources if each.evaluation == evaluation and not is_lossy(each) and not is_simulated(each)
-        ]
+        own = [each for each in real if each.evaluation == evaluation and _best(figures_of(each), least=True)]
         if own:
             return max(own, key=lambda each: each.found.get("date") or "")
     return None

@@ -40,12 +40,15 @@ def lines(series: Mapping[str, Points], xlabel: str, ylabel: str, *, percent: bo
 
 
 @rc_context(STYLE)
-def marked(points: Sequence[tuple[str, float, float]], xlabel: str, ylabel: str) -> str:
-    """A mark for each named point (name, x, y), with its name beside it."""
+def marked(points: Sequence[tuple[str, float, float]], line: Points, xlabel: str, ylabel: str) -> str:
+    """A mark for each named point (name, x, y), no two alike up to 36, and a line through some places (x, y)."""
     figure, axes = blank(3.6, legend=len(points))
+    if len(line) > 1:
+        axes.plot(*zip(*line, strict=True), color=INK, linewidth=1, linestyle=":", zorder=1)
     for place, (name, x, y) in enumerate(points):
-        look: dict[str, Any] = {"markersize": 7, "markerfacecolor": color(place) if place < SERIES else "none"}
-        axes.plot([x], [y], MARKS[place % len(MARKS)], color=color(place), label=name, **look)
+        turn = place // SERIES  # of the colours; each has another mark for the same colour
+        look: dict[str, Any] = {"markersize": 7, "markerfacecolor": "none" if turn % 2 else color(place)}
+        axes.plot([x], [y], MARKS[(place + turn) % len(MARKS)], color=color(place), label=name, **look)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.margins(0.12)
     return finished(figure, axes, len(points))

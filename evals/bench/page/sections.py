@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from evals.bench.page import decoding, others, published, training
-from evals.bench.page.blocks import Block, Entry, Section
-from evals.bench.page.gather import TRAINING, Source
+from evals.bench.page.blocks import Block, Entry, Notes, Section
+from evals.bench.page.gather import TRAINING, UNREADABLE, Source
 from evals.bench.page.shown import origin_of
 
 
@@ -59,7 +59,22 @@ def sections_of(sources: Sequence[Source]) -> list[Section]:
     for name, kind in {**KINDS, OTHERS: REST}.items():
         own = [each for each in sources if (each.evaluation if each.evaluation in KINDS else OTHERS) == name]
         if own:
-            entries = [Entry(each.name, [*kind.blocks(each), *origin_of(each)]) for each in own]
-            closing = [] if kind.closing is None else kind.closing(own)
+            blocks = {each.name: _blocks(kind, each) for each in own}
+            entries = [Entry(each.name, [*(blocks[each.name] or _unread(each)), *origin_of(each)]) for each in own]
+            read = [each for each in own if blocks[each.name] is not None]
+            closing = [] if kind.closing is None or not read else kind.closing(read)
             found.append(Section(name, kind.title, kind.about, entries, closing))
     return found
+
+
+def _blocks(kind: Kind, source: Source) -> Sequence[Block] | None:
+    """Of one result; None where another version wrote it."""
+    try:
+        return kind.blocks(source)
+    except UNREADABLE:
+        return None
+
+
+def _unread(source: Source) -> list[Block]:
+    told = f"Written by another version of evals.{source.evaluation}, or by another program: its values as they are."
+    return [Notes("Not read", [told]), *others.any_other(source)]

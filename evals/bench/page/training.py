@@ -96,24 +96,69 @@ def experiments(source: Source) -> list[Block]:
         drawn = plots.intervals(first, f"TPC, {trees[0]}", 1)
         said = f"TPC of each variant with {trees[0]}, with 95 % intervals, {title}."
         blocks.append(Plot(f"TPC, {title}", said, drawn, numbers))
+        blocks += _gains(part, source.config["study"]["reference"], title)
         depths = next(iter(variants.values()))["acceptance_per_depth"]
         deepest = max(trees, key=lambda tree: len(depths[tree]))
         blocks.append(
             acceptance({f"{n}, {deepest}": one["acceptance_per_depth"][deepest] for n, one in variants.items()})
         )
+    blocks += _by_steps(source)
     speedups = source.found["speedups"]
     if speedups:
         trees = list(next(iter(speedups.values())))
-        rows = [[n, *(spread(by[t]["speedup"], by[t]["interval"]) for t in trees)] for n, by in speedups.items()]
-        values = [[by[tree]["speedup"] for tree in trees] for by in speedups.values()]
+        rows = [[n, *(_speedup(by[t]) for t in trees)] for n, by in speedups.items()]
+        values = [[None if by[t] is None else by[t]["speedup"] for t in trees] for by in speedups.values()]
         numbers = Table("Speed-up over plain decoding (95 %)", ["variant", *trees], rows)
         drawn = plots.heat(list(speedups), trees, values, "tree")
         blocks.append(Plot("Speed-up by variant and tree", "Speed-up over plain decoding.", drawn, numbers))
     return blocks
 
 
-def _tpc(found: Mapping[str, float]) -> str:
-    return spread(found["tpc"], _ends(found))
+def _gains(part: Mapping[str, Any], reference: str, title: str) -> list[Block]:
+    """TPC above the reference's, and above the first tree's, paired by question; nothing without another one."""
+    variants, blocks = part["variants"], list[Block]()
+    trees = list(variants[reference]["tpc"])
+    others = [name for name in variants if name != reference]
+    if others:
+        rows = [[name, *(_tpc(variants[name]["gain"][tree], signed=True) for tree in trees)] for name in others]
+        blocks.append(Table(f"TPC above {reference}, the same questions (95 %), {title}", ["variant", *trees], rows))
+    if len(trees) > 1:
+        own = {name: one["gain_over_first_tree"] for name, one in variants.items()}
+        rows = [[name, *(_tpc(one[tree], signed=True) for tree in trees[1:])] for name, one in own.items()]
+        said = f"TPC above {trees[0]}, the same drafts and questions (95 %), {title}"
+        blocks.append(Table(said, ["variant", *trees[1:]], rows))
+    return blocks
+
+
+def _by_steps(source: Source) -> list[Block]:
+    """TPC by the length of training, a plot for each way to be equal and tree; nothing for one length."""
+    parts, blocks = source.found["parts"], list[Block]()
+    for equal in dict.fromkeys(part["equal"] for part in parts):
+        own = [part for part in parts if part["equal"] == equal]
+        if len(own) < 2:
+            continue
+        names = list(own[0]["variants"])
+        for tree in own[0]["variants"][names[0]]["tpc"]:
+            found = {name: [(part["steps"], part["variants"][name]["tpc"][tree]) for part in own] for name in names}
+            rows = [[name, *(_tpc(each) for _, each in points)] for name, points in found.items()]
+            said = f"TPC with {tree} by steps of the reference, equal {equal}"
+            numbers = Table(f"{said} (95 %)", ["variant", *(f"{part['steps']:,}" for part in own)], rows)
+            lines = {name: [(float(at), each["tpc"]) for at, each in points] for name, points in found.items()}
+            drawn = plots.lines(lines, "steps of the reference", f"TPC, {tree}", log=True)
+            blocks.append(Plot(said, f"{said}. {_ranges(lines)}.", drawn, numbers))
+    return blocks
+
+
+def _ranges(lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    return "; ".join(f"{name}: {points[0][1]:.2f} to {points[-1][1]:.2f}" for name, points in lines.items())
+
+
+def _speedup(found: Mapping[str, Any] | None) -> str:
+    return "" if found is None else spread(found["speedup"], found["interval"])
+
+
+def _tpc(found: Mapping[str, float], signed: bool = False) -> str:
+    return ("+" if signed and found["tpc"] >= 0 else "") + spread(found["tpc"], _ends(found))
 
 
 def _ends(found: Mapping[str, float]) -> tuple[float, float]:

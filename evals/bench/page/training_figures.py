@@ -15,7 +15,11 @@ def experiments(source: Source) -> Iterator[Figure]:
                 yield Figure(f"{name}, {tree}, {part_title(part)}", "TPC", each["tpc"], (each["low"], each["high"]))
     for name, by_tree in (source.found["speedups"] or {}).items():
         for tree, each in by_tree.items():
-            yield Figure(f"{name}, {tree}", "speed-up", each["speedup"], each["interval"], is_time=True, batch_size=1)
+            if each is not None:  # None: its timing could not be right
+                yield Figure(f"{name}, {tree}", "TPC", each["tpc"], batch_size=1)
+                yield Figure(
+                    f"{name}, {tree}", "speed-up", each["speedup"], each["interval"], is_time=True, batch_size=1
+                )
 
 
 def train_throughput(source: Source) -> Iterator[Figure]:

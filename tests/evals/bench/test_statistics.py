@@ -149,11 +149,11 @@ def test_a_speed_up_beyond_tpc_is_an_error():
 def test_a_gain_is_over_all_answers_and_its_interval_over_the_questions():
     base = {"answers": [[30, 15], [10, 10]]}  # 40 tokens in 25 calls
     better = {"answers": [[30, 12], [10, 8]]}
-    found = tpc_gain([better["answers"]], [base["answers"]])
+    found = tpc_gain([better["answers"]], [base["answers"]], same_drafts=False)
     assert found["tpc"] == pytest.approx(40 / 20 - 40 / 25)
     assert (found["low"], found["high"]) == pytest.approx((10 / 8 - 1, 30 / 12 - 30 / 15))  # one question, twice
-    assert tpc_gain([base["answers"]], [base["answers"]]) == {"tpc": 0.0, "low": 0.0, "high": 0.0}
-    both = tpc_gain([better["answers"], base["answers"]], [base["answers"]] * 2)
+    assert tpc_gain([base["answers"]], [base["answers"]], False) == {"tpc": 0.0, "low": 0.0, "high": 0.0}
+    both = tpc_gain([better["answers"], base["answers"]], [base["answers"]] * 2, same_drafts=False)
     assert both["tpc"] == pytest.approx(80 / 45 - 80 / 50)
 
 
@@ -161,5 +161,8 @@ def test_intervals_are_over_seeds_too():
     """Of one question, so that nothing but the seeds can differ; other seeds stand on either side of a gain."""
     worse, better = [[10, 10]], [[20, 10]]
     assert tpc_interval([worse, better]) == {"tpc": 1.5, "low": 1.0, "high": 2.0}
-    assert tpc_gain([worse, better], [worse, better]) == {"tpc": 0.0, "low": -1.0, "high": 1.0}
+    assert tpc_gain([worse, better], [worse, better], same_drafts=False) == {"tpc": 0.0, "low": -1.0, "high": 1.0}
+    halved = [[[10, 5]], [[20, 5]]]  # of the same two drafts, with a better tree
+    assert tpc_gain([worse, better], [worse, better], same_drafts=True) == {"tpc": 0.0, "low": 0.0, "high": 0.0}
+    assert tpc_gain(halved, [worse, better], same_drafts=True) == {"tpc": 1.5, "low": 1.0, "high": 2.0}
     assert tpc_interval([worse, worse]) == {"tpc": 1.0, "low": 1.0, "high": 1.0}
