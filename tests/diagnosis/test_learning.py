@@ -54,7 +54,7 @@ def test_training_is_not_judged_where_a_table_knows_nearly_all(table, checked, m
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_texts_of_which_the_target_is_surer_are_no_training_data(alike, monkeypatch):
-    """The file's answers have twice the agreement. The target is as sure of its own, or only where the draft is right."""
+    """The file's have twice the agreement. The target is as sure of its own, or only where the draft is right."""
     steps = torch.linspace(0, 0.1, 100)
     own, given = made([1, 0] * 50), replace(made([1] * 100), sure=0.8 + steps)
     own = replace(own, sure=(0.8 if alike else 0.8 * own.first.float()) + steps)
