@@ -59,7 +59,7 @@ class Moments:
 
     def __init__(self, draft: Draft, quant: Quant):
         self.draft, self.slots = draft, 0
-        self.supervised: torch.Tensor  # bool [B * T], of the current batch
+        self.supervised: torch.Tensor  # bool [B, T], of the current batch
         self.experts: dict[str, torch.Tensor] = {}  # by the MoE layer's name: each slot's expert, int64 [B * T]
         self.sums: dict[str, torch.Tensor] = {}
         for name, module in modules_to_quantise(draft, quant).items():
@@ -72,7 +72,7 @@ class Moments:
     def add_batch(self, batch: Batch, target: Target) -> None:
         """Run the draft on a batch, with the target's hidden states."""
         batch = replace(batch, **{name: getattr(batch, name).to(target.device) for name in TENSORS})
-        self.supervised = batch.supervised.flatten()
+        self.supervised = batch.supervised
         self.slots += int(self.supervised.sum())
         attend = packed_attention(batch.lengths)
         layers = self.draft.config.target_layers
@@ -82,10 +82,12 @@ class Moments:
 
     def _add_inputs(self, name: str, module: nn.Module, arguments: tuple[torch.Tensor]) -> None:
         moe, is_expert, rest = name.partition(".experts.")
-        supervised = self.supervised
+        inputs, supervised = arguments[0], self.supervised.flatten()
         if is_expert:  # its inputs are the slots that the router sent to it, in their order
             supervised = supervised[self.experts[moe] == int(rest.split(".")[0])]
-        rows = arguments[0].flatten(0, -2)[supervised]  # [n, K]
+        if inputs.ndim == 3:  # P-EAGLE's fc reads what mask slots are fed behind the rows' slots
+            inputs = inputs[:, : self.supervised.shape[1]]
+        rows = inputs.flatten(0, -2)[supervised]  # [n, K]
         self.sums[name].addmm_(rows.t(), rows)
 
     def _route(self, moe: str, module: nn.Module, arguments: tuple[torch.Tensor], scores: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from eagle_train.artifacts.calibrate import calibrated
 from eagle_train.artifacts.card import card, caveat, read_evaluations
 from eagle_train.artifacts.format import DTYPES, ROUNDINGS, Artifact, fingerprint, write_artifact
-from eagle_train.artifacts.layouts import LAYOUTS, check_runs, layout_of
+from eagle_train.artifacts.layouts import LAYOUTS, check_runs, layout_of, not_in_target
 from eagle_train.artifacts.license import check_license, license_of_target
 from eagle_train.artifacts.of_target import put_back
 from eagle_train.artifacts.tensors import file_tensors
@@ -130,7 +130,12 @@ def _put_back(source: Source, config: ExportConfig, target: Target | None) -> li
     out, field = Path(config.out), f"layout={config.layout}"
     copies = put_back(source.draft, target, config.target.path, out, field)
     told = f"{source.place} -> {out} (the checkpoint of {target.name} with this draft in it)"
-    return [told, f"links to its files, but for {', '.join(copies)}, in which the draft's tensors are other ones"]
+    lost = not_in_target(source.about.draft)
+    return [
+        told,
+        f"links to its files, but for {', '.join(copies)}, in which the draft's tensors are other ones",
+        *([f"note: the target {lost}"] if lost else []),
+    ]
 
 
 def _described(source: Source, config: ExportConfig) -> Artifact:

@@ -33,7 +33,10 @@ def eagle3_config(
     llama.num_hidden_layers = text.num_hidden_layers  # by which layers to fuse are chosen and checked
     llama.max_position_embeddings = positions_of(llama, values, target)
     normed = values.get("speculators_model_type") == "eagle3"  # where norm_before_residual is not said
+    inner = values.get("eagle_config") or {}
+    check(isinstance(inner, dict), f"eagle_config is {shown(inner)}, and must be a mapping")
     flags = {name: values.get(name, name == "norm_before_residual" and normed) for name in FLAGS}
+    flags["norm_before_fc"] = inner.get("norm_before_fc", flags["norm_before_fc"])  # where vLLM looks first
     for name, flag in flags.items():
         check(isinstance(flag, bool), f"{name} is {shown(flag)}, and must be true or false")
     tokens = None if _OFFSETS not in tensors else _tokens(tensors[_OFFSETS], target)
@@ -45,7 +48,7 @@ def eagle3_config(
     return made.from_target(
         llama,
         num_layers=count,
-        layers=_layers(values),
+        layers=_layers(values, inner),
         first_token="skip",
         window=_window(values),
         vocab_size=None if tokens is None else len(tokens),
@@ -86,13 +89,12 @@ def _is_speculators(values: Mapping[str, Any]) -> bool:
     return "speculators_model_type" in values
 
 
-def _layers(values: Mapping[str, Any]) -> list[int] | None:
-    """The fused layers' ids as vLLM counts them, which reads the top level first; SGLang's are one lower."""
-    inner = values.get("eagle_config") or {}
-    check(isinstance(inner, dict), f"eagle_config is {shown(inner)}, and must be a mapping")
+def _layers(values: Mapping[str, Any], inner: Mapping[str, Any]) -> list[int] | None:
+    """The fused layers' ids as vLLM counts them, which reads the top level first; SGLang's, in `eagle_config`, are one
+    lower. An empty list names none, as to engines."""
     check(inner.get("use_aux_hidden_state", True), "eagle_config.use_aux_hidden_state is false: no layers are fused")
     for ids, lower, name in ((values.get(_IDS), 0, _IDS), (inner.get(_IDS), 1, f"eagle_config.{_IDS}")):
-        if ids is not None:
+        if ids is not None and ids != []:
             sound = isinstance(ids, list) and all(isinstance(each, int) for each in ids)
             check(sound, f"{name} is {shown(ids)}, and must be a list of whole numbers")
             return [each + lower for each in ids]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from eagle_train.drafts import DraftConfig
-from eagle_train.drafts.layouts import WEIGHTS, Layout, Shapes, Tensors
+from eagle_train.drafts.layouts import WEIGHTS, Layout, Shapes, Tensors, first_of
 from eagle_train.errors import UserError, check
 from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.target import Identity
@@ -20,6 +20,7 @@ NAMES = {
     "speculators": "the format of speculators",
 }
 LAYOUTS = tuple(NAMES)
+_TARGET = {"target": "the target"}  # whose own module it takes the place of
 
 
 def layout_of(layout: str, draft: DraftConfig) -> Layout | None:
@@ -77,11 +78,28 @@ def unserved(draft: DraftConfig) -> list[str]:
             reason = "has no slot for the first token, and accepts fewer tokens than our engine (draft.first_token)"
         if reason is not None:
             by_reason.setdefault(reason, []).append(name)
+    with torch.device("meta"):
+        own = draft.module().in_target(1)
+    if own is not None and (reason := not_in_target(draft)) is not None:
+        by_reason.setdefault(reason, []).append("target")
     return [_told(names, reason, draft) for reason, names in by_reason.items()]
 
 
+def not_in_target(draft: DraftConfig) -> str | None:
+    """What keeps a draft out of its target's own checkpoint, in words that follow the target's name; None: nothing."""
+    return first_of(
+        {
+            "has no window in its own module (draft.window)": draft.window is not None,
+            "has no sinks in its own module (draft.sink)": draft.sink,
+            "has no slot for the first token, and accepts fewer tokens than our engine (draft.first_token)": (
+                draft.first_slot == 0
+            ),
+        }
+    )
+
+
 def _told(names: list[str], reason: str, draft: DraftConfig) -> str:
-    who = NAMES[names[0]] if len(names) == 1 else "each"
+    who = (NAMES | _TARGET)[names[0]] if len(names) == 1 else "each"
     own = {each.name: each.default for each in fields(draft)} | {"first_token": "skip"}
     named = [name for name in re.findall(r"draft\.(\w+)", reason) if getattr(draft, name) != own[name]]
     instead = ", ".join(f"draft.{name}={_override(own[name])}" for name in dict.fromkeys(named))

@@ -59,7 +59,7 @@ def put_back(draft: Draft, target: TargetEnds, path: str, out: Path, field: str)
     """
     check(not out.exists(), f"out={out}: exists; name another directory")
     config, said = draft.config, f"{field}: target.path={path}"
-    local = config.window or config.sink
+    local = config.window or config.sink  # `unserved` tells it before a training
     check(not local, f"{field}: draft.window and draft.sink are not the target's module's; give a draft without them")
     place, folder = _place_of(draft, target.config, field, "use layout=native"), folder_of(path)
     assert folder is not None, "its target is loaded"

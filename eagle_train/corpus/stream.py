@@ -243,12 +243,15 @@ class Stream:
     def frequent_tokens(self, number: int) -> list[int]:
         """The ids of the tokens that are most often produced in the first documents, ascending; equal on every rank.
 
-        Counts `_COUNTED` rows at most, in the order of their draws, and does not advance the stream. Of equally
-        frequent tokens the lower ids come first.
+        Counts `_COUNTED` rows at most, in the order of their draws, until every source was read once, and does not
+        advance the stream: what is drawn often counts often. Of equally frequent tokens the lower ids come first.
         """
         counts: Counter[int] = Counter()
+        unread = set(self.config.sources)
         for drawn, documents in islice(self.feed.documents(self.feed.start()), _COUNTED):
             if drawn.epoch > 0:
+                unread.discard(drawn.source)
+            if not unread:
                 break
             if isinstance(documents, MalformedRow):
                 continue

@@ -187,7 +187,7 @@ command runs."""
                 "algorithm": self.algorithm,
                 "default_proposal_method": "greedy",
                 "proposal_methods": [{**proposal, "accept_tolerance": 0.0, "verifier_accept_k": 1}],
-                "verifier": {"name_or_path": target.name},
+                "verifier": {"name_or_path": target.name, "architectures": []},  # speculators asks for both
             },
             "torch_dtype": dtype,
             **_draft_config(draft, target),

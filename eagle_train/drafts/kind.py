@@ -137,7 +137,8 @@ class DraftConfig:
 
     @classmethod
     def from_target(cls, target_config: Any, **overrides: Any) -> Any:
-        """The draft for a target with this Hugging Face config; an override that is None is left to the target."""
+        """The draft for a target with this Hugging Face config; an override that is None is left to the target. A
+        vocabulary of all its tokens is its own, which engines load without a map."""
         text = target_config.get_text_config()
         kind = f"target of type {text.model_type}: its config has no"
         rope = rope_parameters_of(text)
@@ -165,6 +166,8 @@ class DraftConfig:
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-5,
         }
         given = {key: value for key, value in overrides.items() if value is not None}
+        if size == text.vocab_size:
+            given = {key: value for key, value in given.items() if key not in ("vocab_size", "vocabulary")}
         return build(cls, sizes | cls.of_target(text, given) | given, "draft")
 
     @classmethod

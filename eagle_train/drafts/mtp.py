@@ -27,7 +27,7 @@ from eagle_train.ops.rule import Attend
 __all__ = ["MtpConfig", "MtpDraft"]
 
 _ENGINES = ("vllm", "sglang", "trtllm", "speculators")
-_NO_CLASS = "loads MTP modules of certain families' own blocks, and this draft's is Llama's"
+_NO_CLASS = "loads MTP modules of certain families alone, none of which computes what this draft does"
 # What is not in the block, by its name in DeepSeek-V3's checkpoints.
 _THEIRS = {"fc": "eh_proj", "norm": "shared_head.norm"}
 

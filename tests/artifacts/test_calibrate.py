@@ -11,13 +11,14 @@ from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Batch, Packer, collate
 from eagle_train.corpus.tokens import Document
 from eagle_train.drafts import Draft, shift_hidden
+from eagle_train.drafts.kind import TargetStates
 from eagle_train.errors import UserError
 from eagle_train.models.draft_quantisation import Quant, linear_modules, quantise_draft
 from eagle_train.models.layers import rotate
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.linear import QuantisedLinear
-from tests.support.tiny import random_tokens, tiny_draft, tiny_target, trained_draft
+from tests.support.tiny import random_tokens, tiny_draft, tiny_peagle, tiny_target, trained_draft
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
@@ -138,6 +139,21 @@ def test_it_takes_the_tokens_it_was_told_and_leaves_the_draft_alone():
     replaced = {name for name, module in small.named_modules() if isinstance(module, QuantisedLinear)}
     assert replaced == set(linear_modules(draft, "ffn"))
     assert calibrated(draft, target(), stream, Quant()) is draft
+
+
+def test_a_draft_whose_mask_slots_go_through_fc_is_calibrated_too():
+    """P-EAGLE's fc reads what they are fed, behind the rows' slots; it is no input of a supervised slot."""
+    draft = tiny_peagle(target())
+    small = calibrated(draft, target(), batches(1), Quant("fp8", "all_linear"))
+    assert isinstance(small.fc, QuantisedLinear)
+    moments, (batch,) = Moments(tiny_peagle(target()).float(), Quant("fp8", "all_linear")), batches(1)
+    moments.add_batch(batch, target())
+    layers = draft.config.target_layers
+    states = TargetStates.split(
+        target().states(layers)(batch.tokens, batch.positions, packed_attention(batch.lengths)), layers
+    )
+    fed = shift_hidden(torch.cat([states.layers[each] for each in layers], -1), batch.positions)[batch.supervised]
+    torch.testing.assert_close(moments.sums["fc"], fed.t() @ fed, rtol=1e-4, atol=1e-4)
 
 
 def test_an_expert_that_no_token_chose_is_rounded_to_nearest():

@@ -77,6 +77,31 @@ def test_an_export_is_whole_in_its_engine_and_ours(target, tmp_path, layout, kin
     assert read_artifact(out).draft == replace(draft.config, first_token="skip")
 
 
+@pytest.mark.parametrize("layout", ENGINE)
+def test_a_vocabulary_of_all_tokens_is_the_targets_own(target, tmp_path, layout):
+    """vLLM has no place for a map then."""
+    whole = target.identity.vocab_size
+    draft = a_draft(target, vocab_size=whole)
+    assert (draft.config.vocab_size, draft.config.vocabulary) == (None, None)
+    out = exported(target, draft, tmp_path / "out", layout)
+    assert replay(ENGINE[layout], *read(out), served(target)).whole
+
+
+def test_drafts_of_others_are_read_as_vllm_reads_them(target, tmp_path):
+    """Where `norm_before_fc` stands, and that empty lists name no layers."""
+    out = exported(target, a_draft(target, norm_before_fc=True), tmp_path / "out", "vllm")
+    values = json.loads((out / "config.json").read_text())
+    del values["eagle_train"], values["norm_before_fc"]
+    values["eagle_config"]["norm_before_fc"] = True
+    values["eagle_aux_hidden_state_layer_ids"] = []
+    (out / "config.json").write_text(json.dumps(values))
+    found = load_foreign(out, target).config
+    assert (found.norm_before_fc, found.layers) == (True, [2, 4, 5])
+    values["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = []
+    (out / "config.json").write_text(json.dumps(values))
+    assert load_foreign(out, target).config.layers == a_draft(target, layers=None).config.layers
+
+
 def test_one_directory_is_for_both_engines(target, tmp_path):
     """The same files but for what says which of them it was written for."""
     draft = a_draft(target, **KINDS[1])

@@ -430,6 +430,15 @@ def test_frequent_tokens_are_those_of_answers_whatever_the_ranks(tmp_path):
     assert Stream(config, make_renderer(), 2).frequent_tokens(8) == sorted([*ranked, 0, 1])  # more than there are
 
 
+def test_frequent_tokens_are_counted_in_all_of_a_mixture(tmp_path):
+    """Until the last source was read once, however often a small one was."""
+    large = write_jsonl(tmp_path / "large.jsonl", [chat([9], [token, token]) for token in range(20, 60)])
+    small = write_jsonl(tmp_path / "small.jsonl", [chat([9], [5])])
+    mix = {"large": SourceConfig(large), "small": SourceConfig(small)}
+    found = Stream(DataConfig(mix=mix, row_tokens=40), make_renderer(), 1).frequent_tokens(42)
+    assert found == sorted([END, 5 + 4, *(token + 4 for token in range(20, 60))])
+
+
 def test_counting_tokens_leaves_the_stream_as_it_is(tmp_path):
     config = DataConfig(write_jsonl(tmp_path / "train.jsonl", make_rows(40)), row_tokens=40)
     stream = Stream(config, make_renderer(), 1)

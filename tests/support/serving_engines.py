@@ -192,7 +192,9 @@ def vllm_eagle3(config: Config, tensors: Tensors, target: Config, is_parallel: b
         name = re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + offset}", module.name)
         name = name.replace(".self_attn.qkv_proj", ".qkv_proj")
         slots |= slots_of(module, scheme(config, name, module.kind, same, lambda name: None))
-    slots |= vocabulary_slots(config, "draft_id_to_target_id" if "d2t" in tensors else None)
+    whole = target["vocab_size"]
+    mapped = config.get("draft_vocab_size", whole) != whole  # else vLLM has no place for a map
+    slots |= vocabulary_slots(config, "draft_id_to_target_id" if mapped else None)
     masked: Tensors = {}
     if is_parallel:
         tensors, masked = parallel_drafting(config, tensors, errors)

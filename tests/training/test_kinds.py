@@ -149,7 +149,7 @@ def test_an_artifact_of_an_mtp_module(tmp_path):
     assert given.config == shape
     assert torch.equal(given.hnorm.weight, draft.hnorm.weight)
     for layout in ("vllm", "sglang", "trtllm", "speculators"):
-        with pytest.raises(UserError, match=rf"^layout={layout}: .* loads MTP modules of certain families' own blocks"):
+        with pytest.raises(UserError, match=rf"^layout={layout}: .* loads MTP modules of certain families alone"):
             check_runs(layout, draft.config, Quant())
 
 
@@ -217,14 +217,34 @@ def test_starting_from_a_peagle_draft(tmp_path):
             ],
         ),
         (
-            MTP,
+            {**MTP, "first_token": "self_fusion"},
             [
-                "layout=vllm,sglang,trtllm,speculators: each loads MTP modules of certain families' own blocks, and "
-                "this draft's is Llama's"
+                "layout=vllm,sglang,trtllm,speculators: each loads MTP modules of certain families alone, none of "
+                "which computes what this draft does",
+                "layout=target: the target has no slot for the first token, and accepts fewer tokens than our engine "
+                "(draft.first_token); for it, train with draft.first_token=skip",
+            ],
+        ),
+        (
+            {**MTP, "window": 64, "first_token": "skip"},
+            [
+                "layout=vllm,sglang,trtllm,speculators: each loads MTP modules of certain families alone, none of "
+                "which computes what this draft does",
+                "layout=target: the target has no window in its own module (draft.window); for it, train with "
+                "draft.window=null",
             ],
         ),
     ],
-    ids=["first token", "plain", "norms", "two reasons", "eagle3, window", "eagle3, sink", "mtp"],
+    ids=[
+        "first token",
+        "plain",
+        "norms",
+        "two reasons",
+        "eagle3, window",
+        "eagle3, sink",
+        "mtp, first token",
+        "mtp, window",
+    ],
 )
 def test_what_engines_cannot_run_is_known_before_training(settings, lines):
     settings = settings | ({"layers": [1, 2]} if settings["kind"] == "eagle3" else {})  # SGLang leaves one alone out
