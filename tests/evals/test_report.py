@@ -194,7 +194,8 @@ NOTED = {
     "compare": "Intervals overlap: ngram, heldout, batch size 1 is not shown to be faster than eagle",
     "draft_kinds": "One seed of training",
     "latency_growth": "1 prompt a figure",
-    "latency_one_layer": "Speed-ups without an interval",
+    "latency_one_layer": "The target is the bundled one",
+    "latency_profile": "Speed-ups without an interval",
     "draft_lm_head": "busy with other work: 2.77 running processes, where this evaluation has 1 thread.",
     "tune_trees": "The target is the bundled one",
 }

@@ -101,10 +101,10 @@ def test_times_are_not_compared_where_plain_decoding_changed_too(tmp_path):
 
 
 def test_without_intervals_nothing_is_told(tmp_path):
-    new = json.loads((PUBLISHED / "latency.json").read_text())
+    new = json.loads((PUBLISHED / "latency_profile.json").read_text())
     new["rows"][1]["speedup"] *= 0.5
     (tmp_path / "new.json").write_text(json.dumps(new))
-    verdicts(tmp_path / "out", PUBLISHED / "latency.json", tmp_path / "new.json")
+    verdicts(tmp_path / "out", PUBLISHED / "latency_profile.json", tmp_path / "new.json")
     judged = json.loads((tmp_path / "out/comparison.json").read_text())
     assert [each["why"] for each in judged if each["verdict"] == "cannot tell"] == ["no interval"]
     assert {each["verdict"] for each in judged} == {"cannot tell", "noise"}
