@@ -12,7 +12,8 @@ import select
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -233,8 +234,8 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
         def run(config: DictConfig) -> None:
             try:
                 check_complete(config)
-                task(config)
-                sys.stdout.flush()
+                with ending_with_its_reader():
+                    task(config)
             except OmegaConfBaseException as error:
                 sys.exit(report(UserError(one_line(error))))
             except UserError as error:  # caught here, because Hydra would add its own lines to it
@@ -242,11 +243,6 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
             except KeyboardInterrupt:
                 _LOG.info("interrupted")
                 sys.exit(128 + signal.SIGINT)  # as shells have it
-            except BrokenPipeError:
-                if not reader_left():
-                    raise
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at its end
-                sys.exit(128 + signal.SIGPIPE)
 
         @functools.wraps(task)
         def main() -> None:
@@ -265,7 +261,8 @@ def parse_arguments(config_name: str) -> list[str]:
     """The command line's overrides, as Hydra parses them. `--help` and an invalid override end the process here."""
     tell_plainly()
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(usage(CONF_DIR, config_name, BESIDE))
+        with ending_with_its_reader():
+            print(usage(CONF_DIR, config_name, BESIDE))
         sys.exit()
     multirun = bool({"-m", "--multirun"} & set(sys.argv))
     arguments = as_overrides(config_name, sys.argv[1:], multirun)
@@ -301,6 +298,19 @@ def warning_text(
     if category is UserWarning and any(Path(filename).is_relative_to(folder) for folder in OWN):
         return f"warning: {printable(' '.join(str(message).split()))}\n"
     return FORMAT_WARNING(message, category, filename, lineno, line)
+
+
+@contextmanager
+def ending_with_its_reader() -> Iterator[None]:
+    """All that is printed is read, or the process ends as one does whose reader has left, without a traceback."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not reader_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at its end
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def reader_left() -> bool:

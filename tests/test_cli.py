@@ -72,8 +72,7 @@ def given(monkeypatch) -> SimpleNamespace:
             raise UserError("enough")
 
     monkeypatch.setattr(generate, "load_target", target)
-    monkeypatch.setattr(generate, "read_artifact", lambda path: SimpleNamespace(target=None))
-    monkeypatch.setattr(generate, "check_sizes", lambda *_: None)
+    monkeypatch.setattr(generate, "check_early", lambda *_: None)
     monkeypatch.setattr(generate, "load_draft", lambda path, identity: path)
     monkeypatch.setattr(generate, "make_drafter", lambda spec, target, draft: draft)
     monkeypatch.setattr(generate, "Engine", StandIn)
@@ -297,6 +296,16 @@ def test_a_reader_that_leaves_is_no_mistake(lines, reader, seen):
     buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     done = subprocess.run(["bash", "-c", run], capture_output=True, text=True, env=buffered)
     assert (done.returncode, done.stdout, done.stderr) == (141, seen, "")
+
+
+@pytest.mark.parametrize("start", ["import sys; sys.argv += ['--help']; task()", "from eagle_train import commands"])
+def test_help_may_be_read_in_part(start):
+    """`eagle-export --help | true`, of a module that is run and of an installed command."""
+    code = "from eagle_train.cli import command; task = command('export')(print); " + start
+    code += "; import sys; sys.argv += ['-h']; commands.export()" if "commands" in start else ""
+    run = f'{sys.executable} -c "{code}" | true; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", run], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_another_pipe_that_breaks_keeps_its_traceback():

@@ -43,7 +43,7 @@ class Eagle3Layout(Layout):
     has_t2d = False
 
     def refusal(self, draft: "Eagle3Config", quant: Quant) -> str | None:
-        return first_of(rotated_in_part(draft) | has_sinks(draft) | self.own_reasons(draft, quant))
+        return first_of(rotated_in_part(draft, self) | has_sinks(draft) | self.own_reasons(draft, quant))
 
     def own_reasons(self, draft: "Eagle3Config", quant: Quant) -> dict[str, bool]:
         """Further reasons of one engine."""
@@ -137,6 +137,7 @@ class _OneForBoth(Eagle3Layout):
 
 
 class Vllm(_OneForBoth):
+    turns_parts = True
     serves = """\
 ```bash
 vllm serve {target} --speculative-config '{vllm}'
@@ -168,7 +169,7 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm EAG
 class Speculators(Eagle3Layout):
     vllm: ClassVar[Mapping[str, Any]] = {"method": "eagle3"}
     first = "layers.0."
-    has_t2d = True
+    has_t2d = turns_parts = True
     algorithm, architecture = "eagle3", "Eagle3Speculator"
     serves = """\
 ```bash

@@ -47,7 +47,7 @@ class EagleLayout(Layout):
                 # vLLM looks for the types of an EAGLE draft's layers behind those of the target's.
                 "gives an EAGLE draft no window of its own, and this one has one (draft.window)": bool(draft.window),
                 **has_sinks(draft),
-                **rotated_in_part(draft),
+                **rotated_in_part(draft, self),
                 "has no class that applies both the first layer's input norm and the final one, and this draft has "
                 "them (draft.norms=full)": no_class,
                 "proposes from the target's whole vocabulary, and this draft has a part of it (draft.vocab_size)": bool(
@@ -131,6 +131,7 @@ def _attention_outputs(draft: "EagleConfig") -> dict[str, int]:
 
 
 class _Vllm(EagleLayout):
+    turns_parts = True
     vllm: ClassVar[Mapping[str, Any]] = {"method": "eagle"}
     architectures: ClassVar[dict[str, str]] = {  # vLLM puts `Eagle` before the first
         "eagle1": "LlamaForCausalLM",

@@ -42,6 +42,8 @@ class Layout:
     """The file of the tensors."""
     has_token_map = False
     """Whether a file beside the weights says the draft's vocabulary."""
+    turns_parts = False
+    """Whether its layers turn a part of each head where `partial_rotary_factor` says so."""
 
     def speculative_config(self, model: str, tokens: int) -> dict[str, Any]:
         """vLLM's argument of this name, for a draft at `model` of which it takes so many `tokens` a round."""
@@ -88,10 +90,11 @@ def first_of(reasons: Mapping[str, bool]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def rotated_in_part(draft: "DraftConfig") -> dict[str, bool]:
-    """The reason that no engine's drafts turn a part of a head."""
+def rotated_in_part(draft: "DraftConfig", layout: Layout) -> dict[str, bool]:
+    """The reason that some engines' drafts turn no part of a head."""
     rotated = draft.rope_parameters.get("partial_rotary_factor", 1.0)
-    return {f"rotates whole heads, and this draft's partial_rotary_factor is {rotated}": rotated != 1.0}
+    said = f"rotates whole heads, and this draft's partial_rotary_factor is {rotated}"
+    return {said: rotated != 1.0 and not layout.turns_parts}
 
 
 def has_sinks(draft: "DraftConfig") -> dict[str, bool]:

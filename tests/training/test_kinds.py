@@ -23,6 +23,7 @@ from tests.support.trainers import a_target, make_trainer, run_training, started
 
 EAGLE3 = {"kind": "eagle3", "layers": [1], "steps": 3}
 MEDUSA = {"kind": "medusa", "heads": 3}
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 MTP = {"kind": "mtp", "steps": 3}
 PEAGLE = {"kind": "peagle", "layers": [1], "num_layers": 2, "steps": 3}
 
@@ -210,6 +211,14 @@ def test_starting_from_a_peagle_draft(tmp_path):
         ),
         ({**EAGLE3, "window": 64}, []),
         (
+            {"kind": "eagle", "first_token": "skip", "rope_parameters": HALF},
+            ["layout=sglang,trtllm: each rotates whole heads, and this draft's partial_rotary_factor is 0.5"],
+        ),
+        (
+            {**EAGLE3, "rope_parameters": HALF},
+            ["layout=sglang: SGLang rotates whole heads, and this draft's partial_rotary_factor is 0.5"],
+        ),
+        (
             {**EAGLE3, "layers": [1, 2], "sink": True},
             [
                 "layout=vllm,sglang,speculators: each has no sinks in its Llama layers, and this draft has them "
@@ -241,6 +250,8 @@ def test_starting_from_a_peagle_draft(tmp_path):
         "norms",
         "two reasons",
         "eagle3, window",
+        "eagle, half",
+        "eagle3, half",
         "eagle3, sink",
         "mtp, first token",
         "mtp, window",
