@@ -88,7 +88,8 @@ def markdown(found: Found) -> str:
     sections["Batches"] = f"{together}\n\n{TERMS}\n\n{COLUMNS}"
     if config["rate"]:
         title = f"Arrivals at random, {config['rate']:g} a second"
-        sections[title] = latencies([row for row in found["rows"] if row["arrivals"] == "poisson"])
+        arriving = [row for row in found["rows"] if row["arrivals"] == "poisson"]
+        sections[title] = "\n\n".join([latencies(arriving), *over_time(arriving)])
     if found["growth"]:
         sections["How TTIT grows"] = growing(found)
     sections["Where a round's time goes"] = stages(found)
@@ -111,6 +112,27 @@ def name(row: Found) -> str:
 def over(row: Found, other: str) -> str:
     """How many times as many tokens a second as another variant."""
     return number(row["over"].get(other, 1.0 if row["decoding"] == other else None))
+
+
+def over_time(rows: list[Found]) -> list[str]:
+    """A table for each batch size and context of TTIT by the time since the first request."""
+    cells = dict.fromkeys((row["batch_size"], row["context_length"]) for row in rows)
+    texts = []
+    for cell in cells:
+        own = [row for row in rows if (row["batch_size"], row["context_length"]) == cell]
+        window, most = own[0]["window_s"], max(len(row["ttit_over_time_s"]) for row in own)
+        header = [f"TTIT by time, batch size {cell[0]}, context {context(own[0])}; up to", *(decoding(r) for r in own)]
+        lines = [
+            [f"{window * (place + 1):.1f} s", *(_at(row["ttit_over_time_s"], place) for row in own)]
+            for place in range(most)
+        ]
+        texts.append(table([plain(each) for each in header], lines))
+    return texts
+
+
+def _at(seconds: list[float | None], place: int) -> str:
+    found = seconds[place] if place < len(seconds) else None
+    return "" if found is None else ms(found)
 
 
 def latencies(rows: list[Found]) -> str:

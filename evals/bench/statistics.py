@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise, zip_longest
-from math import comb
+from math import ceil, comb
 from statistics import fmean, median
 from typing import Any
 
@@ -243,9 +243,28 @@ def tokens_per_s(batch: AnswerBatch, arrivals: Sequence[float]) -> float:
 
     `arrivals`: when each request arrived, in seconds after the start.
     """
+    return sum(len(answer.output.token_ids) for answer in batch) / max(ends_of(batch, arrivals))
+
+
+def ends_of(batch: AnswerBatch, arrivals: Sequence[float]) -> list[float]:
+    """When each answer ended, in seconds after the start. `arrivals`: as of `tokens_per_s`."""
     stats = [answer.output.stats for answer in batch]
-    ends = [at + each.ttft_s + sum(each.intervals_s) for at, each in zip(arrivals, stats, strict=True)]
-    return sum(len(answer.output.token_ids) for answer in batch) / max(ends)
+    return [at + each.ttft_s + sum(each.intervals_s) for at, each in zip(arrivals, stats, strict=True)]
+
+
+def ttit_over_time(
+    batches: Sequence[AnswerBatch], arrivals: Sequence[Sequence[float]], window: float
+) -> list[float | None]:
+    """The mean time between one token and the next, in seconds, in each `window` seconds after the start, of the tokens
+    that came in it, over all batches; None where none came. Paper figure 1c."""
+    sums: dict[int, list[float]] = {}
+    for batch, at in zip(batches, arrivals, strict=True):
+        for answer, arrival in zip(batch, at, strict=True):
+            times = answer.output.stats.intervals_s
+            for spent, since in zip(times, accumulate(times), strict=True):
+                came = arrival + answer.output.stats.ttft_s + since
+                sums.setdefault(ceil(came / window) - 1, []).append(spent)
+    return [fmean(sums[place]) if place in sums else None for place in range(max(sums, default=-1) + 1)]
 
 
 def counts(answers: list[Answer], max_tokens: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from evals.bench.statistics import AnswerBatch
 
 PLAIN, TRANSFORMERS, LOOKUP = "plain", "transformers", "transformers, prompt lookup"
 BREAKDOWN_BATCHES = 8  # of a cell, at most
+WINDOWS = 24  # of the time that arrivals take, in each of which TTIT is told
 Rows = list[dict[str, Any]]
 Batch = list[TimedRequest]
 
@@ -147,6 +148,8 @@ def rows_of(
     at = [[each.arrival for each in batch] for batch in batches]
     speeds = {name: list(map(statistics.tokens_per_s, answered[name], at)) for name in answered}
     poisson = any(chain.from_iterable(at))
+    ends = [max(statistics.ends_of(*pair)) for theirs in answered.values() for pair in zip(theirs, at, strict=True)]
+    window = max(ends) / WINDOWS
     rows = []
     for name, theirs in answered.items():
         answers = list(chain.from_iterable(theirs))
@@ -167,6 +170,8 @@ def rows_of(
             "looping_answers": 0.0 if config.acceptance else statistics.looping(statistics.token_ids(answers)),
             "threads": (threads or {}).get(name),
         }
+        if poisson:
+            found |= {"window_s": window, "ttit_over_time_s": statistics.ttit_over_time(theirs, at, window)}
         found["lossy"] = any(answer.output.is_lossy for answer in answers) if name in config.drafters else False
         if may_differ(config, name):
             found["differing_answers"] = None

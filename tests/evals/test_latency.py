@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eagle_train.errors import check
-from evals import latency
+from evals import latency, report
 from evals.bench import session, statistics, sweep
 from evals.bench.requests import PromptSource
 from evals.bench.sweep import LOOKUP, TRANSFORMERS, rows_of
@@ -156,7 +156,14 @@ def test_the_whole_command_on_questions_and_arrivals(home, tmp_path, capsys):
     together = [("together", name, 4) for name in ("plain", "chain3", TRANSFORMERS)]
     assert kinds == [*together, *(("poisson", name, 6) for name in ("plain", "chain3"))]
     assert all(row["differing_answers"] == 0 for row in found["rows"])
-    assert "## Arrivals at random, 200 a second" in (tmp_path / "out" / "report.md").read_text()
+    said = (tmp_path / "out" / "report.md").read_text()
+    assert "## Arrivals at random, 200 a second" in said
+    assert "| TTIT by time, batch size 2, context as is; up to |" in said
+    arriving = [row for row in found["rows"] if row["arrivals"] == "poisson"]
+    assert len({row["window_s"] for row in arriving}) == 1
+    assert max(len(row["ttit_over_time_s"]) for row in arriving) in (24, 25), "the last token ends the last window"
+    assert call(report.main, f"results=[{tmp_path}/out]", f"out={tmp_path}/page") == 0
+    assert "TTIT over time, batch size 2, random arrivals" in (tmp_path / "page/report.md").read_text()
 
 
 @pytest.mark.usefixtures("noisy")

@@ -10,6 +10,7 @@ from evals.bench.page.decoding_blocks import (
     by_stage,
     decodings,
     drafts,
+    over_time,
     speed_map,
     speedups,
     tpc_against_ttit,
@@ -52,6 +53,9 @@ def latency(source: Source) -> list[Block]:
     blocks += acceptance_of(first)
     blocks += by_context([row for row in rows if drafts(row)])
     blocks += speed_map({cell_name(cell): of[cell] for cell in cells})
+    for cell in cells:
+        if cell[2] == "poisson":
+            blocks.append(over_time(of[cell], cell_name(cell)))
     own = [each for each in source.found["breakdown"] if (each["batch_size"], each["context_length"]) == cells[0][:2]]
     blocks.append(by_stage({each["decoding"]: each["stages_ms"] for each in own}))
     return blocks

@@ -159,6 +159,22 @@ def speed_map(cells: Mapping[str, Sequence[Row]]) -> list[Block]:
     return [Plot("Speed-up, map", "Speed-up of each decoding at each batch size and context.", drawn, numbers)]
 
 
+def over_time(rows: Sequence[Row], where: str) -> Plot:
+    """TTIT by the time since the first request, where requests arrive at random: figure 1c."""
+    window = rows[0]["window_s"]
+    ends = [window * (place + 1) for place in range(max(len(row["ttit_over_time_s"]) for row in rows))]
+    series, told = {}, []
+    for row in rows:
+        values = [None if each is None else 1e3 * each for each in row["ttit_over_time_s"]]
+        series[row["decoding"]] = [(end, each) for end, each in zip(ends, values, strict=False) if each is not None]
+        told.append([row["decoding"], *(spread(each, None) for each in values), *[""] * (len(ends) - len(values))])
+    title = f"TTIT over time, {where}"
+    numbers = Table(f"{title}, ms, up to", ["decoding", *(f"{end:.1f} s" for end in ends)], told)
+    said = "; ".join(f"{name}: at most {max(y for _, y in points):.1f} ms" for name, points in series.items())
+    drawn = plots.lines(series, "seconds since the first request", "TTIT, ms")
+    return Plot(title, f"Mean time between tokens by the time since the first request. {said}.", drawn, numbers)
+
+
 def by_stage(bars: Mapping[str, Mapping[str, float]]) -> Plot:
     """Milliseconds of a round by stage."""
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))

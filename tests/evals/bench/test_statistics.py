@@ -140,6 +140,17 @@ def test_a_group_has_intervals_over_its_own_questions():
     assert low < 12 / 7 < high
 
 
+def test_ttit_over_time_is_of_the_tokens_that_came_then():
+    """Two requests, the second a second later; two batches are pooled; nothing comes in the third window."""
+    batch = [
+        answer(ttft_s=0.5, intervals_s=[0.1, 0.3]),
+        answer(ttft_s=0.5, intervals_s=[0.2, 2.0]),
+    ]  # at 0.6, 0.9; 1.7, 3.7
+    found = statistics.ttit_over_time([batch, [answer(ttft_s=0.0, intervals_s=[0.8])]], [[0.0, 1.0], [0.0]], 1.0)
+    assert found == [pytest.approx((0.1 + 0.3 + 0.8) / 3), 0.2, None, 2.0]
+    assert statistics.ttit_over_time([[answer()]], [[0.0]], 1.0) == []
+
+
 def test_a_speed_up_beyond_tpc_is_an_error():
     with pytest.raises(UserError, match=r"2\.300 exceeds 2\.200 .* timing cannot be right"):
         statistics.check_timing({"tpc": 2.2, "speedup": 2.3, "speedup_batch_median": 1.0})
