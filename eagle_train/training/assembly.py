@@ -89,7 +89,7 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
         f"out={out} holds checkpoints: name another directory, remove them, or give train.resume=true",
     )
     check_found(data)
-    _check_start(train, planned, target_config, hf_config)
+    check_start(train, planned, target_config, hf_config)
     sound = isinstance(config.seed, int) and 0 <= config.seed < 2**63
     check(sound, f"seed={config.seed}: must be a whole number, 0 or more and below 2**63")
     random.seed(config.seed)
@@ -349,7 +349,16 @@ def _draft_shape(values: DictConfig, target: TargetEnds) -> DraftConfig:
     return planned_config(target.config, kind.completed(settings, target))
 
 
-def _check_start(train: TrainConfig, draft: DraftConfig, target: TargetConfig, hf_config: Any) -> None:
+def check_planned_start(train: TrainConfig, draft: DraftConfig, target: TargetConfig, hf_config: Any) -> list[str]:
+    """`check_start` for `plan=true`, of what is on this machine. Returns warnings."""
+    given = train.init_from
+    if given not in (None, OF_TARGET) and not Path(str(given)).exists():
+        return [f"{_INIT_FROM} is {given}; it is not here, and the run may refuse it"]
+    check_start(train, draft, target, hf_config)
+    return []
+
+
+def check_start(train: TrainConfig, draft: DraftConfig, target: TargetConfig, hf_config: Any) -> None:
     """Raise UserError, before the target is loaded, where `train.init_from` names nothing that a draft for it
     can start from."""
     if train.init_from == OF_TARGET:
@@ -364,6 +373,8 @@ def _check_start(train: TrainConfig, draft: DraftConfig, target: TargetConfig, h
         check_sizes(about.target, target, place)
         told = f"{place}: is quantised, {about.quant}; give the draft that it was made from"
         check(about.quant.scheme == "none", told)
+        own, other = about.draft.kind, draft.kind  # the rest is compared when the target has completed its config
+        check(own == other, f"draft={other}: not as {place} has it; give draft={own}")
 
 
 def _begun(shape: DraftConfig, seed: int, train: TrainConfig, target: TargetEnds, path: str) -> Draft:

@@ -14,6 +14,7 @@ from eagle_train import export, train
 from eagle_train.artifacts.format import load_draft, save_draft
 from eagle_train.cli import compose, named_path
 from eagle_train.distributed import ALONE
+from eagle_train.models import loading
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.settings import build
@@ -150,6 +151,16 @@ def test_a_draft_can_lose_the_first_tokens_slot(root, losses, tmp_path):
     loss = metrics_without_times(tmp_path / "run")[0]["loss"]
     assert 1e-4 < abs(loss / losses["loaded"] - 1) < 0.2
     assert read_trained(tmp_path / "run")[0].config["first_token"] == "skip"
+
+
+@pytest.mark.parametrize("plan", ["plan=true", "plan=false"])
+def test_another_kind_is_told_before_the_target_is_loaded(root, tmp_path, capsys, monkeypatch, plan):
+    monkeypatch.setattr(loading, "placed", lambda *_: pytest.fail("its weights are read"))
+    given = [plan, f"train.init_from={root}/draft", "draft=medusa", f"out={tmp_path}/run"]
+    arguments = [each for each in train_arguments(root, *given) if not each.startswith("draft.")]  # of EAGLE alone
+    assert call(train.main, *arguments) == 2
+    said = f"error: draft=medusa: not as train.init_from={root}/draft has it; give draft=eagle"
+    assert said in capsys.readouterr().err
 
 
 def test_a_plan_knows_the_shape_without_the_artifact(root, tmp_path, capsys):

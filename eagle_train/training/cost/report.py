@@ -21,6 +21,7 @@ from eagle_train.training.assembly import (
     check_job,
     check_lesson,
     check_planned_data,
+    check_planned_start,
     tell_unserved,
 )
 from eagle_train.training.backend import ParallelConfig
@@ -51,7 +52,8 @@ def cost_report(config: DictConfig, ranks: int) -> str:
     run = PlannedRun(target, hf_config, draft, train, optim, cluster, data.row_tokens, ranks, dtype)
     parallel = chosen(parallel, ranks, cluster.node_of(ranks), run.fits)
     check_placement(target, hf_config, parallel.target, parallel.target_shard_size_of(ranks))
-    for note in check_planned_data(target, data, hf_config, elsewhere=cluster.gpus is not None):
+    notes = check_planned_start(train, draft, target, hf_config)
+    for note in [*notes, *check_planned_data(target, data, hf_config, elsewhere=cluster.gpus is not None)]:
         warnings.warn(note, stacklevel=1)
     cost = run.cost(parallel)
     tell_unserved(draft)
