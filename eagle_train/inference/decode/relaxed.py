@@ -1,7 +1,8 @@
 """Relaxed acceptance: drafts that are nearly as likely as the target's own token. LOSSY, for requests that ask for it.
 
 After TensorRT-LLM's option of this name: of the target's `topk` most likely tokens those count as its own whose
-probability is at most `delta` below the most likely one's. Knows nothing of models or requests.
+probability is at most `delta` below the most likely one's; never one whose logit is -inf. Knows nothing of models or
+requests.
 
 Shapes: A rows, R rows that this rank samples, N tree nodes, V vocabulary, K the greatest top-k.
 """
@@ -52,6 +53,7 @@ class Relaxed:
         best = logits.topk(min(self.most, logits.shape[-1]))  # [R, N, K]
         probability = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
         near = probability >= probability[..., :1] - self.delta[:, None, None]
+        near &= best.values > -torch.inf  # else a delta of all of p would accept what a grammar or `min_tokens` forbids
         near &= torch.arange(near.shape[-1], device=near.device) < self.topk[:, None, None]
         match = torch.zeros_like(tokens, dtype=torch.bool)
         for rank in range(near.shape[-1]):

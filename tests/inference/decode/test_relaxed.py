@@ -9,13 +9,16 @@ from eagle_train.inference.decode.relaxed import Relaxed
 from eagle_train.inference.decode.row_trees import RowTrees
 from eagle_train.inference.decode.sampling import verify_chosen
 from eagle_train.inference.decode.tree import full
+from eagle_train.inference.drafters.drafter import RowText
+from eagle_train.inference.drafters.text_drafter import TextDrafter
 from eagle_train.inference.requests.sequence import Thinking
 from tests.support.inside import inside
 from tests.support.oracle import Oracle
 from tests.support.reference_answers import PROMPTS, answers, cut, token_ids
-from tests.support.tiny import shared_target, tiny_draft
+from tests.support.tiny import CHARACTERS, shared_target, tiny_draft, tiny_target, tiny_tokenizer
 
 END = 5
+TOKEN_OF = {letter: token for token, letter in enumerate(CHARACTERS, 3)}
 
 
 def deepest(parents: list[int], tokens: list[int], logits: torch.Tensor, topk: int, delta: float) -> int:
@@ -32,7 +35,7 @@ def deepest(parents: list[int], tokens: list[int], logits: torch.Tensor, topk: i
             ended |= tokens[above] == END
             above = parents[above]
         ended |= tokens[0] == END
-        near = not ended and rank < topk and probs[tokens[node]] >= probs.max() - delta
+        near = not ended and rank < topk and probs[tokens[node]] > 0 and probs[tokens[node]] >= probs.max() - delta
         return is_accepted(parent) and (rank == 0 or near)
 
     def depth(node: int) -> int:
@@ -51,6 +54,7 @@ def test_what_is_accepted(topk, delta, by_row):
     if by_row:
         given = RowTrees(tree.parent.repeat(rows, 1), torch.ones(rows, 7, dtype=torch.bool), 2)
     tokens, logits = torch.randint(vocabulary, (rows, 7)), torch.randn(rows, 7, vocabulary)
+    logits[torch.rand_like(logits) < 0.2] = -torch.inf  # what grammars forbid
     tokens[:, 2], tokens[:, 4], tokens[:, 6] = (
         (x + 1) % vocabulary for x in (tokens[:, 1], tokens[:, 3], tokens[:, 5])
     )
@@ -91,6 +95,32 @@ def test_an_engine_accepts_more_of_who_asks_and_nobody_else_notices(kind, overla
     if kind == "eagle":  # whatever is drafted is accepted
         assert set(outputs[0].rounds[:-1]) == {3}
         assert outputs[0].token_ids != plain[0].token_ids
+
+
+class Repeating(TextDrafter):
+    """Drafts the same tokens again and again."""
+
+    timeout_s = None
+
+    def __init__(self, tokens: list[int]):
+        self.tokens = tokens
+
+    def draft(self, text: RowText, most: int) -> list[int]:
+        return self.tokens
+
+
+@pytest.mark.parametrize(
+    "asked", [{"grammar": {"regex": "[ab]{16}"}}, {"min_tokens": 16, "stop_token_ids": (TOKEN_OF["z"],)}]
+)
+def test_what_is_forbidden_is_never_near(asked):
+    """Of drafts `aza` the first is accepted in each round, whatever the delta."""
+    target = tiny_target("llama", tiny_tokenizer())
+    drafter = Repeating([TOKEN_OF[letter] for letter in "aza"])
+    params = SamplingParams(max_tokens=16, relaxed_topk=96, relaxed_delta=1.0, ignore_eos=True, **asked)
+    for output in Engine(target, drafter, "chain3").generate(PROMPTS, params):
+        assert TOKEN_OF["z"] not in output.token_ids
+        assert len(output.token_ids) == 16
+        assert set(output.rounds[:-1]) == {2}
 
 
 def test_who_has_no_drafter_is_not_relaxed():
