@@ -19,7 +19,7 @@ from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound,
 from eagle_train.inference.requests.sampling_params import is_whole
 from eagle_train.ops.transfer import to_device
 
-_MOST_LATE = 3  # threads that may be stuck in a drafter; then it is asked no more
+_MOST_LATE = 3  # late calls that may run at once; while so many do, a drafter is not asked
 
 
 class TextTree(NamedTuple):
@@ -34,7 +34,8 @@ class TextDrafter(Drafter):
     """A drafter on the host. A subclass defines `draft`; one that keeps something of a request also `leave`.
 
     A mistake, an exception or a `draft` that takes longer than `timeout_s` concerns its request alone, which then goes
-    on without drafts. `timeout_s` None: `draft` is trusted, and runs in the engine's own thread.
+    on without drafts. So do all that are drafted for while three late calls still run. `timeout_s` None: `draft` is
+    trusted, and runs in the engine's own thread.
     """
 
     needs = Needs(texts=True, by_row=True, checks=False)
@@ -80,40 +81,46 @@ class TextDrafter(Drafter):
 
 
 class _Worker:
-    """Runs calls one after the other in a thread of its own; a call that is late is abandoned with its thread."""
+    """Runs calls one after the other in a thread of its own; a call that is late is abandoned with its thread, which
+    ends when the call does."""
 
     def __init__(self) -> None:
-        self._late, self._calls = 0, self._start()
+        self._late: list[threading.Thread] = []
+        self._thread, self._calls = _started()
 
     def call(self, work: Callable[[], Any], timeout_s: float) -> Any:
-        """Raises what `work` raises, and UserError where it takes longer."""
-        check(self._late < _MOST_LATE, f"it was late {_MOST_LATE} times, and is asked no more")
+        """Raises what `work` raises, and UserError where it takes longer, or too many late calls still run."""
+        self._late = [thread for thread in self._late if thread.is_alive()]
+        check(len(self._late) < _MOST_LATE, f"{_MOST_LATE} late calls still run, and it is not asked while they do")
         answer: SimpleQueue = SimpleQueue()
         self._calls.put((work, answer))
         try:
             result, error = answer.get(timeout=timeout_s)
         except Empty:
-            self._late, self._calls = self._late + 1, self._start()
+            self._calls.put(None)
+            self._late.append(self._thread)
+            self._thread, self._calls = _started()
             raise UserError(f"it took longer than {timeout_s:g} seconds") from None
         if error is not None:
             raise error
         return result
 
-    def _start(self) -> SimpleQueue:
-        """A new thread's calls. It is a daemon: one that hangs does not keep the process alive."""
-        calls: SimpleQueue = SimpleQueue()
 
-        def run() -> None:
-            while self._calls is calls:
-                work, answer = calls.get()
-                try:
-                    answer.put((work(), None))
-                except Exception as error:  # handed to the caller
-                    answer.put((None, error))
+def _started() -> tuple[threading.Thread, SimpleQueue]:
+    """A new thread and the queue of its calls, which None ends. It is a daemon: one that hangs does not keep the
+    process alive."""
+    calls: SimpleQueue = SimpleQueue()
 
-        self._calls = calls
-        threading.Thread(target=run, daemon=True).start()
-        return calls
+    def run() -> None:
+        for work, answer in iter(calls.get, None):
+            try:
+                answer.put((work(), None))
+            except Exception as error:  # handed to the caller
+                answer.put((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, calls
 
 
 def _checked(draft: list[int] | TextTree, most: int, vocab_size: int) -> TextTree:

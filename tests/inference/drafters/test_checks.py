@@ -2,6 +2,7 @@
 
 import gc
 import re
+import threading
 import time
 import warnings
 import weakref
@@ -209,19 +210,26 @@ def test_a_draft_that_is_late_is_a_fault_of_its_request():
     assert said == ["drafter texts: it took longer than 0.05 seconds; request 1 goes on without drafts"]
 
 
-def test_after_three_late_drafts_a_drafter_is_asked_no_more():
-    asked = []
+def test_while_three_late_drafts_run_a_drafter_is_not_asked():
+    """It is again when they have returned."""
+    asked, go_on = list[threading.Thread](), threading.Event()
 
     def hanging(text: RowText) -> list[int]:
-        asked.append(text.key)
-        time.sleep(30)
+        asked.append(threading.current_thread())
+        go_on.wait(30)
         return []
 
-    found, said = decoded(Texts(hanging))
+    drafter = Texts(hanging)
+    found, said = decoded(drafter)
     assert found == cut(answers("llama"))
     assert len(asked) == 3
     assert len(said) == len(PROMPTS)
-    assert sum("was late 3 times, and is asked no more" in each for each in said) == len(PROMPTS) - 3
+    assert sum("3 late calls still run, and it is not asked while they do" in each for each in said) == len(PROMPTS) - 3
+    go_on.set()
+    for thread in asked:
+        thread.join(5)
+    assert decoded(drafter) == (cut(answers("llama")), [])
+    assert len(asked) > 3
 
 
 def test_faults_leak_nothing():
