@@ -11,8 +11,10 @@ from eagle_train.inference.requests.sequence import Sequence
 
 def seat(sequence: Sequence, drafter: str | None, drafters: Drafters) -> None:
     """This one of the drafters drafts for a request from now on; None: none does."""
-    sequence.drafter, sequence.cached_by = drafter, drafters.caching(drafter)
-    sequence.is_read = drafters.reads_texts(drafter)
+    sequence.drafter, sequence.is_read = drafter, drafters.reads_texts(drafter)
+    if (kind := drafters.caching(drafter)) != sequence.cached_by:
+        sequence.cached_by = kind
+        del sequence.block_hashes[sequence.num_computed // BLOCK :]  # of blocks to come, which will hold other things
 
 
 def enqueue(sequences: list[Sequence], scheduler: Scheduler, memory: BlockMemory) -> None:

@@ -191,8 +191,9 @@ class Sequence:
         return new
 
     def drop_cache(self) -> None:
-        """Its blocks were taken: all its tokens are to be computed again."""
+        """Its blocks were taken: all its tokens are to be computed again, with the drafter that it has by then."""
         self.num_computed, self.last_hidden, self.remote_task = 0, None, None
+        self.block_hashes.clear()
 
     def start(self, token: int, logprobs: TokenLogprobs | None = None, *, now: float) -> None:
         """Append the first token, which was sampled after prefill. `now`: of time.perf_counter."""

@@ -13,8 +13,11 @@ from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import BLOCK, SCRATCH
 from eagle_train.inference.cache.prefix_cache import HostKV, PrefixCache, block_hashes
 from eagle_train.inference.decode.tree import chain
+from eagle_train.inference.drafters.drafter import Drafter
+from eagle_train.inference.drafters.drafters import Drafters
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.parallel.tensor_parallel import Ranks
+from eagle_train.inference.requests.admission import seat
 from eagle_train.inference.requests.sequence import Sequence
 from eagle_train.models.shapes import KVShape
 from tests.support.cache_checks import check_cache, fresh, spoil
@@ -264,6 +267,44 @@ def test_host_memory_keeps_the_most_recently_used():
     host.put([1, 2, 3, 4], [b"a", b"b", b"c", b"d"])
     assert list(host.place) == [b"b", b"c", b"d"]
     assert sorted(host.place.values()) == [0, 1, 2]
+
+
+class Caching(Drafter):
+    """Has a cache, and drafts nothing."""
+
+    def __init__(self, store: PagedKV):
+        self.caches = [store]
+
+
+def test_who_lost_its_drafter_leaves_no_blocks_in_its_name():
+    """Neither those that it fills after that, nor those that it fills again after a preemption."""
+    store, pool = PagedKV({0: KVShape(1, 4, 4)}, 10, torch.float32, "cpu"), BlockPool(8)
+    prefixes, drafters = PrefixCache(memory_of(store, pool), 0), Drafters({"own": Caching(store)}, Ranks(), 32)
+    (text,) = random_tokens(4 * BLOCK + 1)
+    lost, other, plain = (Sequence(index, text, GREEDY, frozenset()) for index in range(3))
+    seat(other, "own", drafters)
+    seat(lost, "own", drafters)
+
+    def fill(blocks: int) -> None:
+        lost.num_computed = blocks * BLOCK
+        prefixes.register(lost)
+
+    prefixes.attach(lost)
+    assert pool.extend(lost.blocks, len(text))
+    fill(2)
+    seat(lost, None, drafters)
+    fill(4)
+    assert prefixes.cached_blocks(other) == lost.blocks[:2]
+    pool.release(lost.blocks)
+    lost.drop_cache()
+    taken: list[int] = []
+    assert pool.extend(taken, 8 * BLOCK)
+    pool.release(taken)
+    prefixes.attach(lost)
+    assert pool.extend(lost.blocks, len(text))
+    fill(4)
+    assert prefixes.cached_blocks(other) == []
+    assert prefixes.cached_blocks(plain) == lost.blocks[:4]
 
 
 def test_a_gap_ends_what_is_found():
