@@ -156,6 +156,12 @@ class ChatTemplate:
         return found[0], found[1]
 
     @property
+    def switches(self) -> list[str]:
+        """The names of its own variables: those that it reads and nothing else sets."""
+        set_by_others = {*_RESERVED, *self.special_tokens, *self.compiled(self.source()).globals}
+        return sorted(self.variables() - set_by_others)
+
+    @property
     def reads_clock(self) -> bool:
         """Whether the template may read the clock."""
         return _CLOCK in self.source() or _CLOCK in self.source([{}])

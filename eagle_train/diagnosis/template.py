@@ -67,8 +67,7 @@ def _renderings(
     template, now = requests.template, [question.prompt for question in questions]
     trained = dict((training.get("data") or {}).get("template_kwargs") or {})
     tried = [trained] if trained else []
-    switches = template.variables() - template.special_tokens.keys()
-    ordered = sorted(switches, key=lambda name: (not any(word in name for word in _LIKELY), name))
+    ordered = sorted(template.switches, key=lambda name: (not any(word in name for word in _LIKELY), name))
     tried += [{name: value} for name in ordered for value in (True, False)]
     seen = [now]
     for kwargs in tried:

@@ -471,6 +471,10 @@ def test_a_requests_own_template_variables():
     assert [text_of(each) for each in (None, {"mood": "c"}, {}, {"tone": 5})] == ["ab:x", "cb:x", "ab:x", "a5:x"]
     (output,) = Engine(target).generate([chat], SamplingParams(chat_template_kwargs={"mood": "d"}, max_tokens=3))
     assert output.token_ids == continued(target, tokenizer("db:x")["input_ids"], 3)
+    with pytest.raises(UserError) as error:
+        text_of({"mood": "c", "mod": "c"})
+    said = "the chat template of moody reads no such variable; it reads mood, tone"
+    assert str(error.value) == f"chat_template_kwargs.mod: {said}"
 
 
 def test_a_context_that_is_too_short_for_the_least_length():

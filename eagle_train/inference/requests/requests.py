@@ -162,8 +162,9 @@ class Requests:
             return tokenizer(prompt)["input_ids"]
         check(tokenizer.chat_template is not None, f"{self.target.name} has no chat template: give prompts as texts")
         messages = [message for message in prompt if isinstance(message, dict)]
+        template = self._template_with(variables)
         try:
-            return self._template_with(variables).prompt_tokens(messages)
+            return template.prompt_tokens(messages)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
 
@@ -173,9 +174,15 @@ class Requests:
         return ChatTemplate(self.target.tokenizer, self.target.template_kwargs)
 
     def _template_with(self, variables: Mapping[str, Any] | None) -> ChatTemplate:
-        """The target's chat template, with these variables over its own."""
+        """The target's chat template, with these variables over its own. Raises UserError for those that it does not
+        read."""
         if not variables:
             return self.template
+        unread = [name for name in variables if name not in self.template.variables()]
+        if unread:
+            known = ", ".join(self.template.switches) or "none"
+            said = f"the chat template of {self.target.name} reads no such variable; it reads {known}"
+            raise UserError(f"chat_template_kwargs.{unread[0]}: {said}")
         return ChatTemplate(self.target.tokenizer, self.template.kwargs | dict(variables))
 
     @cached_property
