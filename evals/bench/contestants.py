@@ -21,6 +21,7 @@ from eagle_train.inference.options import DraftOptions
 from eagle_train.models.loading import TargetConfig
 from eagle_train.models.target import Target
 from eagle_train.settings import CONF_DIR
+from evals.bench.naming import by_name
 from evals.bench.session import made_drafter
 from evals.bench.sweep import PLAIN, TRANSFORMERS
 
@@ -83,7 +84,8 @@ def _entries(given: Any) -> dict[str, dict[str, Any]]:
     wrong = f"drafters={shown(given)}: must be a mapping of names to options, or a list of names"
     if isinstance(given, list):
         check(all(isinstance(name, str) for name in given), wrong)
-        given = {Path(name).stem: {"drafter": name} for name in given}
+        named = by_name(given, lambda name: Path(name).stem, "drafters")
+        given = {name: {"drafter": option} for name, option in named.items()}
     check(isinstance(given, Mapping), wrong)
     for name, options in given.items():
         right = options is None or isinstance(options, Mapping)
@@ -114,7 +116,10 @@ def _needs_preparation(described: Mapping[str, Any]) -> bool:
 
 def _contestant(name: str, options: dict[str, Any], tree: Any) -> Contestant:
     own = {key: value for key, value in options.items() if key not in _KEYS}
-    spec, is_prepared = _spec(name, options.get("drafter", name), own)
+    option = options.get("drafter", name)
+    said = f"drafters.{name}.drafter={shown(option)}: must be one of conf/drafter, or FILE.yaml"
+    check(isinstance(option, str), said)
+    spec, is_prepared = _spec(name, option, own)
     draft, tree = options.get("draft"), options.get("tree", tree)
     check(draft is None or isinstance(draft, str), f"drafters.{name}.draft={shown(draft)}: must be a directory")
     wanted = "must name what eagle-export wrote, {draft: DIR, ...}"

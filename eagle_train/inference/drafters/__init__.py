@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from eagle_train.drafts import Draft
-from eagle_train.errors import UserError, check, foreign
+from eagle_train.errors import UserError, check, foreign, shown
 from eagle_train.inference.drafters.drafter import Drafter
 from eagle_train.models.target import Target
 from eagle_train.settings import instantiate, named
@@ -37,7 +37,9 @@ def drafter_spec(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     `draft`.
     """
     if "file" in spec and "_target_" not in spec:
-        spec = _of_file(Path(spec["file"]), {key: value for key, value in spec.items() if key != "file"})
+        file = spec["file"]
+        check(isinstance(file, str | Path), f"drafter.file={shown(file)}: must be FILE.yaml")
+        spec = _of_file(Path(file), {key: value for key, value in spec.items() if key != "file"})
     check(isinstance(spec, Mapping) and "_target_" in spec, "drafter: must have `_target_`, a dotted name to call")
     _check_takes(spec)
     return spec

@@ -53,6 +53,16 @@ def test_a_list_and_the_default():
     assert {"eagle", "retrieval", "file", "mine"} & set(names) == set()
 
 
+def test_files_of_one_name_are_called_by_their_paths(tmp_path):
+    files = [tmp_path / folder / name for folder, name in (("a", "ngram.yaml"), ("b", "ngram.yaml"), ("b", "own.yaml"))]
+    for least, file in enumerate(files, 1):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"_target_: {NGRAM}\nmax_draft_len: {least}\n")
+    first, second, third = map(str, files)
+    made = {each.name: each.spec["max_draft_len"] for each in contestants(["ngram", first, second, third], "chain2")}
+    assert made == {"ngram": 4, first: 1, second: 2, "own": 3}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -61,6 +71,10 @@ def test_a_list_and_the_default():
         ([1], r"drafters=\[1\]: must be a mapping"),
         ({"ngram": 3}, "drafters.ngram=3: must be a mapping of options, or null"),
         ({"plain": {"drafter": "ngram"}}, "drafters.plain: is always measured; give another name"),
+        (["ngram", "ngram"], "drafters: ngram is there twice; give a mapping, "),
+        ({"x": {"drafter": None}}, "drafters.x.drafter=None: must be one of conf/drafter, or FILE.yaml"),
+        ({"x": {"drafter": 5}}, "drafters.x.drafter=5: must be one of conf/drafter, or FILE.yaml"),
+        ({"x": {"file": 5}}, "drafter.file=5: must be FILE.yaml"),
         (["bigram"], "drafters.bigram: no drafter bigram; there are draft_model, eagle, "),
         (["mine"], "drafters.mine: no drafter mine; there are"),
         ({"ngram": {"max_len": 3}}, "drafters.ngram.max_len: ngram has no such option; it has max_draft_len, "),
