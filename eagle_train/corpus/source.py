@@ -205,12 +205,13 @@ def absent(config: DataConfig, instead: str | None) -> dict[str, str]:
     return told
 
 
-def open_source(config: SourceConfig, key: str = "path", name: str = "") -> Source:
+def open_source(config: SourceConfig, key: str = "path", name: str = "", field: str | None = None) -> Source:
     """The data at config.path, or at another path of the config (`key`: heldout). `name`: the data set's in a mix.
+    `field`: what errors call the path; None: by both.
 
     Raises UserError if they are missing, of an unknown format or empty. The first row may be malformed.
     """
-    path, field = getattr(config, key), field_of(name, key)
+    path, field = getattr(config, key), field or field_of(name, key)
     files = _files_of(config, key, field)
     source = _reader_of(files, config) if files else Hub(path, config.name, config.split, field)
     check(next(source.rows(), None) is not None, f"{field} is {path}; it has no rows")

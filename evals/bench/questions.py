@@ -21,7 +21,7 @@ class Question:
 
     `history`: the messages before the first turn. `reference`: the file's own answer, where it has one; the target
     never sees it. `line`: the question's place in the file, from 1: its line, or its element of an array. `variables`:
-    what the chat template is told beside the messages.
+    what the chat template is told beside the messages; `key`: of the suite that says so, for errors.
     """
 
     line: int
@@ -31,6 +31,7 @@ class Question:
     turns: list[str]
     reference: str | None = None
     variables: dict[str, Any] = field(default_factory=dict)
+    key: str = "suite"
 
 
 def read_questions(path: str, limit: int | None = None, key: str = "questions") -> list[Question]:
@@ -44,7 +45,8 @@ def read_questions(path: str, limit: int | None = None, key: str = "questions") 
     """
     known = f"{said}; or give {key}=FILE" if (said := hint(path)) else "; give a JSON file"
     check(Path(path).is_file(), f"{key}={path}: no such file{known}")
-    questions = _lines_of(path) if path.endswith(".txt") else [question_of(row, place) for place, row in rows_of(path)]
+    is_text = path.endswith(".txt")
+    questions = _lines_of(path, key) if is_text else [question_of(row, place) for place, row in rows_of(path)]
     check(len(questions) > 0, f"{key}={path}: the file is empty; give a question a line")
     return evenly(questions, limit)
 
@@ -62,9 +64,9 @@ def rows_of(path: str) -> Iterator[tuple[str, Row]]:
     return ((place, parse(place, row)) for place, row in JsonFiles([path]).rows())
 
 
-def _lines_of(path: str) -> list[Question]:
+def _lines_of(path: str, key: str) -> list[Question]:
     """A question for each line with text."""
-    with foreign(f"questions={path}"):
+    with foreign(f"{key}={path}"):
         lines = Path(path).read_text("utf-8").splitlines()
     return [Question(number, number, None, [], [line]) for number, line in enumerate(lines, 1) if line.strip()]
 

@@ -13,13 +13,14 @@ from omegaconf import OmegaConf
 from eagle_train.corpus.arrow_files import Hub
 from eagle_train.corpus.rows import PlacedRow, Row, parse
 from eagle_train.corpus.source import SourceConfig, open_source
-from eagle_train.errors import UserError, check, shown
+from eagle_train.errors import OptionError, UserError, check, shown
 from eagle_train.settings import CONF_DIR, build
 from evals.bench.questions import Question, evenly, question_of
 
 THINKING = "enable_thinking"  # the variable of chat templates that Qwen3, GLM and others read
 PROMPT = "{prompt}"
-NO_SUITE = "needs suite=NAME, suite=own say"
+OWN = "own"  # the suite of any file
+NO_SUITE = f"needs suite=NAME, suite={OWN} say"
 
 
 @dataclass(kw_only=True)
@@ -34,7 +35,7 @@ class HubData:
 
 @dataclass(kw_only=True)
 class Suite:
-    """A set of questions. Raises UserError for values that cannot be.
+    """A set of questions. Raises OptionError for values that cannot be.
 
     `title`: its name; None: no suite was chosen. `path`: a file or directory; None: it is read from `hub`. `columns`:
     fields of a row (`question_id`, `turns`, `prompt`, `question`, `answer`, `messages`) to the file's columns.
@@ -57,57 +58,60 @@ class Suite:
 
     def __post_init__(self) -> None:
         if self.title is None:
-            given = [f"suite.{key}={shown(value)}" for key, value in asdict(self).items() if key in KEYS and value]
-            check(not given and self.thinking is None, f"{given[0] if given else 'suite.thinking'}: {NO_SUITE}")
-        wrong = f"suite.template={shown(self.template)}: must hold {PROMPT}, where the question stands"
-        check(self.template is None or PROMPT in self.template, wrong)
+            given = [f"{key}={shown(value)}" for key, value in asdict(self).items() if key in KEYS and value]
+            said = f"{given[0] if given else 'thinking'}: {NO_SUITE}"
+            check(not given and self.thinking is None, said, OptionError)
+        wrong = f"template={shown(self.template)}: must hold {PROMPT}, where the question stands"
+        check(self.template is None or PROMPT in self.template, wrong, OptionError)
 
     @property
     def place(self) -> str:
         """Where it is read: the path, or the hub's name."""
         return str(self.path or self.hub.path)
 
-    def read(self, limit: int | None = None) -> list[Question]:
-        """Its questions, or `limit` of them, taken evenly. Raises UserError for what is missing, and with its place for
-        a row of another schema or an unknown category."""
-        return evenly([self._question(place, parse(place, row)) for place, row in self._rows()], limit)
+    def read(self, limit: int | None = None, key: str = "suite", give: str = "suite.path=FILE") -> list[Question]:
+        """Its questions, or `limit` of them, taken evenly.
+
+        `key`: the config's, and `give`: what names a file, for errors. Raises UserError for what is missing, and with
+        its place for a row of another schema or an unknown category.
+        """
+        return evenly([self._question(place, parse(place, row), key) for place, row in self._rows(key, give)], limit)
 
     def about(self) -> dict[str, Any]:
         """For results.json."""
         keys = ("title", "template", "thinking", "licence", "source")
         return {"place": self.place, **{key: getattr(self, key) for key in keys}}
 
-    def _rows(self) -> Iterator[PlacedRow]:
+    def _rows(self, key: str, give: str) -> Iterator[PlacedRow]:
         told = f", from {self.source}" if self.source else ""
         if self.path is not None:
-            check(Path(self.path).exists(), f"suite.path={self.path}: no such file; give {self.title}'s{told}")
-            return open_source(SourceConfig(path=self.path)).rows()
-        give = f"give suite.path=FILE{told}"
-        check(self.hub.path is not None, f"suite.path is needed: {self.title} is not read from the hub; {give}")
-        hub = self.hub
+            check(Path(self.path).exists(), f"{key}.path={self.path}: no such file; give {self.title}'s{told}")
+            return open_source(SourceConfig(path=self.path), field=f"{key}.path").rows()
+        hub, give = self.hub, f"give {give}{told}"
+        check(hub.path is not None, f"{key}.path is needed: {self.title} is not read from the hub; {give}")
         try:
-            return Hub(str(hub.path), hub.name, hub.split, "suite.hub.path").rows()
+            return Hub(str(hub.path), hub.name, hub.split, f"{key}.hub.path").rows()
         except UserError as error:
             raise UserError(f"{error}; {give}") from error
 
-    def _question(self, place: str, row: Row) -> Question:
+    def _question(self, place: str, row: Row, key: str) -> Question:
         """A row's question, with the template and what the chat template is told."""
-        question = question_of(self._renamed(place, row), place)
+        question = question_of(self._renamed(place, row, key), place)
         known = self.categories is None or question.category in self.categories
         check(known, f"{place}: category={question.category}: {self.title} has {', '.join(self.categories or [])}")
         first, *later = question.turns
         turns = [first if self.template is None else self.template.replace(PROMPT, first), *later]
         variables = {} if self.thinking is None else {THINKING: self.thinking}
-        return replace(question, turns=turns, variables=variables)
+        return replace(question, turns=turns, variables=variables, key=key)
 
-    def _renamed(self, place: str, row: Row) -> Row:
+    def _renamed(self, place: str, row: Row, key: str) -> Row:
         """The row with the fields that questions are read from. Raises UserError for columns that it lacks."""
         has = f"the row has {', '.join(row) or 'nothing'}"
         columns = self.columns if self.path is not None else self.hub.columns
         columns = columns | ({} if self.category is None else {"category": self.category})
         for name, column in columns.items():
-            key = f"suite.category={column}" if name == "category" else f"suite.columns.{name}={column}"
-            check(column in row, f"{place}: {key}: no such column; {has}")
+            what = "category" if name == "category" else f"columns.{name}"
+            check(column in row, f"{place}: {key}.{what}={column}: no such column; {has}")
         named = row | {name: row[column] for name, column in columns.items()}
         lacks = [name for name in self.fields if name not in named]
         check(not lacks, f"{place}: no row of {self.title}, it lacks {', '.join(lacks)}; {has}")

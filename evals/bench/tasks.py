@@ -5,16 +5,18 @@ Knows nothing of who answers.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from eagle_train.corpus.rows import Row
 from eagle_train.errors import check, shown
+from evals.bench.naming import by_name
 from evals.bench.questions import Question, read_questions, rows_of
-from evals.bench.suites import suite_named, suite_names
+from evals.bench.suites import OWN, Suite, suite_named, suite_names
 
 _SUITES = {suite.title: suite for suite in map(suite_named, suite_names())}
+_OF_A_SUITE = {"suite", *(each.name for each in fields(Suite))}
 MT_BENCH = tuple(_SUITES["MT-Bench"].categories or ())
 SPEC_BENCH = tuple(each for each in _SUITES["Spec-Bench"].categories or () if each not in MT_BENCH)
 GROUPED = (
@@ -61,27 +63,35 @@ class Task:
 def read_tasks(given: Any) -> list[Task]:
     """The tasks of a file or a list of files, named as these, or of a mapping of names to files. Raises UserError.
 
-    In the place of a file there may be a suite's name, or {suite: NAME, path: FILE} with other keys of `Suite`.
+    In the place of a file there may be a suite's name; and in a list or a mapping {suite: NAME, path: FILE} with other
+    keys of `Suite`.
     """
-    files = given if isinstance(given, Mapping) else _named(given)
+    are_named = isinstance(given, Mapping)
+    entries = list(given.values()) if are_named else given if isinstance(given, list) else [given]
+    lacks_name = are_named and bool(given) and set(given) <= _OF_A_SUITE
+    check(not lacks_name, f"tasks={shown(given)}: is a suite without a name; give tasks={{NAME: {{suite: ...}}}}")
     wrong = f"tasks={shown(given)}: must be a file or a suite, a list of these, or a mapping of names to them"
-    fits = all(isinstance(name, str) and isinstance(each, str | Mapping) for name, each in files.items())
-    check(bool(files) and fits, wrong)
-    return [_read(name, each) for name, each in files.items()]
+    fits = all(isinstance(each, str | Mapping) for each in entries)
+    check(bool(entries) and fits and (not are_named or all(isinstance(name, str) for name in given)), wrong)
+    if are_named:
+        return [_read(name, each, f"tasks.{name}") for name, each in given.items()]
+    return [_read(name, each, "tasks") for name, each in by_name(entries, _short, "tasks").items()]
 
 
-def _named(given: Any) -> dict[str, str]:
-    """The files of a list by their names without endings; by all of the path where two have the same."""
-    paths = [given] if isinstance(given, str) else list(given) if isinstance(given, list) else []
-    names = [Path(str(path)).stem for path in paths]
-    return {name if names.count(name) == 1 else path: path for name, path in zip(names, paths, strict=True)}
+def _short(given: str | Mapping[str, Any]) -> str:
+    """What an entry of a list is called: a suite as it is, a file without its ending."""
+    if isinstance(given, str):
+        return Path(given).stem
+    suite = str(given.get("suite", OWN))
+    return suite if suite != OWN or "path" not in given else Path(str(given["path"])).stem
 
 
-def _read(name: str, given: str | Mapping[str, Any]) -> Task:
+def _read(name: str, given: str | Mapping[str, Any], key: str) -> Task:
+    """`key`: of a file, for errors."""
     if isinstance(given, Mapping):
         keys = dict(given)
-        return _read_suite(name, str(keys.pop("suite", "own")), keys)
-    return _read_suite(name, given, {}) if _is_suite(given) else _read_file(name, given)
+        return _read_suite(name, str(keys.pop("suite", OWN)), keys)
+    return _read_suite(name, given, {}) if _is_suite(given) else _read_file(name, given, key)
 
 
 def _is_suite(given: str) -> bool:
@@ -89,14 +99,15 @@ def _is_suite(given: str) -> bool:
 
 
 def _read_suite(name: str, suite: str, keys: Mapping[str, Any]) -> Task:
-    chosen = suite_named(suite, keys, f"tasks.{name}")
-    questions = chosen.read()
+    key = f"tasks.{name}"
+    chosen = suite_named(suite, keys, key)
+    questions = chosen.read(key=key, give=f"{{suite: {suite}, path: FILE}}")
     licence = chosen.licence or NOT_STATED
     return Task(name, chosen.place, str(chosen.title), licence, questions, suite=chosen.about())
 
 
-def _read_file(name: str, path: str) -> Task:
-    questions = read_questions(path)
+def _read_file(name: str, path: str, key: str) -> Task:
+    questions = read_questions(path, key=key)
     if path.endswith(".txt"):
         return Task(name, path, "a prompt a line", _licence({}, path, ""), questions)
     _, first = next(iter(rows_of(path)))

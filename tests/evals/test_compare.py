@@ -171,7 +171,7 @@ def test_where_the_host_runs_ahead_stages_are_of_other_rounds(home, tmp_path, mo
             ["drafters={own: {_target_: examples.own_drafter.LastPlace}}"],
             "so it must take them by name; it takes least",
         ),
-        (["tasks=[nowhere.jsonl]"], "questions=nowhere.jsonl: no such file"),
+        (["tasks=[nowhere.jsonl]"], "tasks=nowhere.jsonl: no such file"),
         (["tasks=[]"], "tasks=[]: must be a file or a suite, a list of these, or a mapping of names to them"),
         (["batch_sizes=[0]"], "batch_sizes=[0]: must be numbers from 1 on"),
         (["repeats=0"], "repeats=0: must be at least 1"),

@@ -75,6 +75,19 @@ def test_names(tmp_path):
     assert [task.name for task in read_tasks([first, second])] == [first, second]
     assert [task.name for task in read_tasks({"one": first, "two": second})] == ["one", "two"]
     assert [task.name for task in read_tasks(first)] == ["q"]
+    with pytest.raises(UserError, match=r"^tasks: .*q\.jsonl is there twice; give a mapping, "):
+        read_tasks([first, first])
+
+
+def test_suites_in_a_list_are_named_too(tmp_path):
+    path = write_rows(tmp_path / "q.jsonl", [{"prompt": "a"}])
+    own, sums = {"suite": "own", "path": str(path)}, tmp_path / "gsm8k.jsonl"
+    write_rows(sums, [{"question": "1 + 1?", "answer": "2"}])
+    both = read_tasks([{**own, "thinking": True}, {**own, "thinking": False}])
+    assert [(task.name, task.suite["thinking"]) for task in both] == [("q_1", True), ("q_2", False)]
+    named = read_tasks([own, {"suite": "gsm8k", "path": str(sums)}, {"path": str(sums)}])
+    assert [task.name for task in named] == ["q", "gsm8k_1", "gsm8k_2"]
+    assert [task.questions[0].key for task in named] == ["tasks.q", "tasks.gsm8k_1", "tasks.gsm8k_2"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +99,18 @@ def test_names(tmp_path):
         ({"a": None}, r"tasks=\{'a': None\}: must be a file or a suite, a list"),
         ({"a": {"suite": "b"}}, r"tasks\.a='b': must be one of gsm8k, "),
         ({"a": {"suite": "gsm8k", "paths": "b"}}, r"tasks\.a\.?\S*: Key 'paths' not in 'Suite'"),
-        (["nowhere.jsonl"], r"questions=nowhere.jsonl: no such file"),
+        ({}, r"tasks=\{\}: must be a file or a suite, a list"),
+        (["nowhere.jsonl"], r"^tasks=nowhere\.jsonl: no such file"),
+        ("nowhere.txt", r"^tasks=nowhere\.txt: no such file"),
+        ({"a": "nowhere.jsonl"}, r"^tasks\.a=nowhere\.jsonl: no such file"),
+        ([{"path": "nowhere.jsonl"}], r"^tasks\.nowhere\.path=nowhere\.jsonl: no such file; give own's"),
+        ({"a": {"suite": "own", "template": "Hi"}}, r"^tasks\.a\.template='Hi': must hold \{prompt\}"),
+        (
+            {"suite": "spec_bench", "path": "q.jsonl"},
+            r"^tasks=\{.*\}: is a suite without a name; give tasks=\{NAME: \{suite: \.\.\.\}\}",
+        ),
+        ({"path": "q.jsonl", "thinking": True}, r"^tasks=\{.*\}: is a suite without a name"),
+        ("spec_bench", r"^tasks\.spec_bench\.path is needed: .*; give \{suite: spec_bench, path: FILE\}, from https"),
     ],
 )
 def test_what_is_no_task_is_refused(given, message):
