@@ -24,7 +24,7 @@ from evals.bench.latency_config import Config
 from evals.bench.latency_report import markdown, profile_text, summary
 from evals.bench.profiled_rounds import profiles, tokens_of
 from evals.bench.random_models import described, random_models
-from evals.bench.requests import PromptSource
+from evals.bench.requests import PromptSource, deepest_of
 from evals.bench.session import Session
 from evals.bench.sweep import LOOKUP, PLAIN, TRANSFORMERS, Batch, Variants, sweep
 from evals.bench.trees import tree_names
@@ -45,10 +45,6 @@ def main(values: DictConfig) -> None:
     if config.shapes is not None:
         about["target"] = described(session.target)
     longest = prompts.longest(config.context_lengths)
-    if config.profile:
-        deepest = max(Dispatcher(tree).deepest for tree in config.trees)
-        more = tokens_of([longest] * max(config.batch_sizes), config.options.prefill_tokens, deepest)
-        longest = min(longest + more, session.target.max_positions)
     compared = variants(session, longest)
     for cells in sweep(config, prompts, compared):  # each is written at once: a later one may fail
         found = {**cells, **session.about(), **about}
@@ -73,16 +69,17 @@ def open_session(config: Config) -> Session[Config]:
 def variants(session: Session[Config], longest: int) -> Variants:
     """Plain decoding, each tree with each quantised draft, and, if asked, transformers with and without prompt lookup.
 
-    `longest`: as for `Session.engine`."""
+    `longest`: the most tokens of a prompt and its answer."""
     config = session.config
     model = stock_model(session.target) if config.transformers else None
     acceptance = None if config.acceptance is None else SimulatedAcceptance(config.acceptance)
 
     def engines(batch_size: int) -> dict[str, Engine]:
-        options: dict[str, Any] = {"max_batch_size": batch_size, "longest": longest}
-        made = {PLAIN: session.engine(**options)}
+        made = {PLAIN: session.engine(max_batch_size=batch_size, longest=_with_profile(session, longest, 0))}
         for name, (tree, quant) in config.drafters.items():
-            made[name] = session.engine(session.chosen_drafter(quant), tree, acceptance=acceptance, **options)
+            drafter = session.chosen_drafter(quant)
+            most = _with_profile(session, longest, deepest_of(tree, drafter))
+            made[name] = session.engine(drafter, tree, longest=most, acceptance=acceptance, max_batch_size=batch_size)
         return made
 
     def baselines(batch: Batch) -> dict[str, Transformers]:
@@ -96,6 +93,15 @@ def variants(session: Session[Config], longest: int) -> Variants:
         return made
 
     return Variants(engines, baselines)
+
+
+def _with_profile(session: Session[Config], longest: int, deepest: int) -> int:
+    """The most tokens of a text, with those of a profile's rounds if there is one; `deepest`: of drafts."""
+    config = session.config
+    if not config.profile:
+        return longest
+    more = tokens_of([longest] * max(config.batch_sizes), config.options.prefill_tokens, deepest)
+    return min(longest + more, session.target.max_positions)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""What is asked in a measurement: questions as the target reads them, prompts of a given length, and arrival times.
+"""What is asked in a measurement: questions as the target reads them, prompts of a given length, arrival times, and the
+room that these take in an engine.
 
-Knows nothing of who answers.
+Knows nothing of answers.
 """
 
 from collections.abc import Iterable
@@ -10,9 +11,12 @@ from typing import Any
 import torch
 
 from eagle_train.errors import check
-from eagle_train.inference import Dispatcher, Requests, SamplingParams
+from eagle_train.inference import Dispatcher, Drafter, Requests, SamplingParams
 from eagle_train.inference.cache.block_pool import blocks_for
 from eagle_train.inference.cache.prefix import BLOCK
+from eagle_train.inference.decode.dispatcher import ReplacedPlans
+from eagle_train.inference.drafters.drafters import Drafters
+from eagle_train.inference.parallel.tensor_parallel import Ranks
 from evals.bench.questions import Question
 
 
@@ -38,17 +42,25 @@ def chat_tokens(requests: Requests, question: Question, messages: list[dict], na
     for variable, value in question.variables.items():
         check(
             variable in requests.template.variables(),
-            f"suite.thinking={str(value).lower()}: the chat template of {requests.target.name} reads no {variable}; "
-            "leave it out, or set the template's own variable by target.template_kwargs",
+            f"{question.key}.thinking={str(value).lower()}: the chat template of {requests.target.name} reads no "
+            f"{variable}; leave it out, or set the template's own variable by target.template_kwargs",
         )
     return requests.tokens_of(messages, name, question.variables)
 
 
-def room_for(rows: int, longest: int, tree: Any) -> int:
+def room_for(rows: int, longest: int, tree: Any, drafter: Drafter | None = None) -> int:
     """The `kv_tokens` with which an engine never keeps one of `rows` requests waiting, and leaves a GPU's other memory
-    to other engines. `longest`: the most tokens of a prompt and its answer; `tree`: as for `Engine`."""
-    ahead = (tree if isinstance(tree, Dispatcher) else Dispatcher(tree)).deepest + 1
-    return rows * (blocks_for(longest + ahead) + 1) * BLOCK
+    to other engines. `longest`: the most tokens of a prompt and its answer; `tree`, `drafter`: as of `deepest_of`."""
+    return rows * (blocks_for(longest + deepest_of(tree, drafter) + 1) + 1) * BLOCK
+
+
+def deepest_of(tree: Any, drafter: Drafter | None = None) -> int:
+    """How deep an engine's drafts may be. `tree`: as for `Engine`; the drafter may have trees of its own in its place.
+    None: one that has not."""
+    dispatcher = tree if isinstance(tree, Dispatcher) else Dispatcher(tree)
+    if drafter is not None:
+        dispatcher = ReplacedPlans(dispatcher, Drafters({"": drafter}, Ranks(), 0).plan)
+    return dispatcher.deepest
 
 
 def check_fit(requests: Requests, questions: Iterable[Question], max_tokens: int) -> int:

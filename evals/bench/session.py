@@ -117,7 +117,7 @@ class Session(Generic[C]):
         answer; without `kv_tokens` there is room for a full batch of these."""
         config = replace(self.config.options, **options)
         if config.kv_tokens is None:
-            config = replace(config, kv_tokens=room_for(config.max_batch_size, longest, tree))
+            config = replace(config, kv_tokens=room_for(config.max_batch_size, longest, tree, drafter))
         return Engine(self.target, drafter, tree, config, prefill=prefill, acceptance=acceptance)
 
     def write(self, name: str, text: str) -> None:

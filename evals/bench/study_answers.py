@@ -61,8 +61,10 @@ def engine_of(config: StudyConfig, run: Trained, tree: str, target: Target, rows
     """An engine that decodes as a variant does."""
     decoding, spec = config.decoding(run.variant), config.study.trees[tree]
     draft = quantise_draft(load_draft(draft_of(config, run), target.identity), decoding.quant)
-    options = EngineConfig(max_batch_size=rows, kv_tokens=room_for(rows, longest, spec), drafting=decoding.drafting)
-    return Engine(target, drafter_of(draft, target, decoding.alignment), spec, options)
+    drafter = drafter_of(draft, target, decoding.alignment)
+    room = room_for(rows, longest, spec, drafter)
+    options = EngineConfig(max_batch_size=rows, kv_tokens=room, drafting=decoding.drafting)
+    return Engine(target, drafter, spec, options)
 
 
 def speed_asked(config: StudyConfig, runs: Mapping[str, Trained]) -> Found:

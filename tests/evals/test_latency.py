@@ -10,12 +10,15 @@ import pytest
 from eagle_train.errors import check
 from evals import latency, report
 from evals.bench import session, statistics, sweep
+from evals.bench.profiled_rounds import profiled_rounds
+from evals.bench.random_models import RandomDraftOptions
 from evals.bench.requests import PromptSource
 from evals.bench.sweep import LOOKUP, TRANSFORMERS, rows_of
 from tests.support.command_line import call
 from tests.support.eval_inputs import arguments, make_home
 from tests.support.latency import latency_config, session_of
-from tests.support.tiny import shared_target
+from tests.support.measuring import timed_requests
+from tests.support.tiny import random_tokens, shared_target
 
 
 def test_engines_draft_as_configured():
@@ -25,6 +28,16 @@ def test_engines_draft_as_configured():
     assert [engine.config.drafting for engine in engines.values()] == ["multinomial"] * 2
     # Blocks of 16: for 20 tokens and the 1 or 4 that a round may write besides, and one more that is kept free.
     assert [engine.config.kv_tokens for engine in engines.values()] == [3 * 16] * 2
+
+
+def test_a_profile_has_room_for_a_drafters_own_trees():
+    """They are deeper than the engine's."""
+    ngram = {"_target_": "eagle_train.inference.drafters.ngram.make_ngram", "max_draft_len": 32}
+    none = RandomDraftOptions(None, window=None, sink=False)
+    config = latency_config(questions=None, context_lengths=[9], profile=True, drafter=ngram, draft=none)
+    engines = latency.variants(session_of(shared_target(), config), longest=20).engines(1)
+    for engine in engines.values():
+        assert profiled_rounds(engine, timed_requests(*random_tokens(9)), None) == {}
 
 
 SHAPES = ["shapes=tiny", "acceptance=[0.8,0.6,0.3]", "context_lengths=[12,20]", "max_tokens=8", "repeats=2"]

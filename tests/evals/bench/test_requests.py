@@ -1,4 +1,4 @@
-"""Prompts of a given length, and arrival times."""
+"""Prompts of a given length, arrival times, and room for them."""
 
 from pathlib import Path
 
@@ -7,11 +7,20 @@ import torch
 from scipy import stats
 
 from eagle_train.errors import UserError
-from eagle_train.inference import Requests, SamplingParams
+from eagle_train.inference import Eagle, Engine, Requests, SamplingParams
+from eagle_train.inference.cache.block_pool import blocks_for
+from eagle_train.inference.cache.prefix import BLOCK
+from eagle_train.inference.drafters.ngram import Ngram
+from eagle_train.inference.drafters.suffix import Suffix
+from eagle_train.inference.lookup.ngrams import NgramOptions
+from eagle_train.inference.lookup.suffixes import SuffixOptions
 from eagle_train.models.loading import TargetConfig, load_target
-from evals.bench.questions import read_questions
-from evals.bench.requests import PromptSource, arrival_times
+from evals.bench.questions import Question, read_questions
+from evals.bench.requests import PromptSource, arrival_times, chat_tokens, room_for
+from examples.own_drafter import LastPlace
 from tests.support.eval_inputs import make_home
+from tests.support.inside import scheduler_of
+from tests.support.tiny import random_tokens, shared_target, tiny_draft
 
 
 def test_arrivals_are_a_poisson_process_of_the_rate():
@@ -53,3 +62,29 @@ def test_questions_as_they_are_are_taken_evenly_over_the_file(prompts):
 def test_a_prompt_that_leaves_no_room_is_refused(prompts):
     with pytest.raises(UserError, match=r"max_tokens=9: a prompt has 250 tokens, and the context of \S+ 256$"):
         prompts.batches(1, 1, 250)
+
+
+@pytest.mark.parametrize(
+    ("make", "tree"),
+    [
+        (lambda target: Eagle(tiny_draft(target), target), "d3_bf2"),
+        (lambda target: LastPlace(1), "d2_bf4"),
+        (lambda target: Ngram(NgramOptions(max_draft_len=32)), "chain3"),
+        (lambda target: Suffix(SuffixOptions(max_nodes=64)), "chain3"),
+    ],
+)
+def test_room_is_for_what_the_drafter_proposes(make, tree):
+    """As much as the engine asks for, where drafters have trees of their own."""
+    (prompt,), target = random_tokens(32), shared_target()
+    drafter = make(target)
+    room = room_for(1, 40, tree, drafter)
+    engine = Engine(target, drafter, tree, max_batch_size=1, kv_tokens=room)
+    assert room == (blocks_for(40 + scheduler_of(engine).ahead) + 1) * BLOCK
+    (output,) = engine.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert len(output.token_ids) == 8
+
+
+def test_a_variable_that_the_template_does_not_read_is_told_by_its_key(prompts):
+    question = Question(1, 1, None, [], ["a"], variables={"enable_thinking": False}, key="tasks.own")
+    with pytest.raises(UserError, match=r"^tasks\.own\.thinking=false: the chat template of .* reads no "):
+        chat_tokens(Requests(prompts.target), question, [{"role": "user", "content": "a"}], "question 1")
