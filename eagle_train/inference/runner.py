@@ -38,7 +38,7 @@ from eagle_train.inference.decode.stage_times import StageTimes
 from eagle_train.inference.decode.tree import Tree, chain
 from eagle_train.inference.decode.validation import last_states, validate, validate_rest
 from eagle_train.inference.decode.verification import Verification
-from eagle_train.inference.drafters.checks import checked_drafts
+from eagle_train.inference.drafters.checks import checked_drafts, checked_form, checked_pending
 from eagle_train.inference.drafters.drafter import (
     MAX_PENDING,
     Computed,
@@ -229,9 +229,13 @@ class Runner:
         return Proposed(drafted.tokens, drafted.q, tree, parts, wrong, {})
 
     def propose(self, round: DraftRound) -> Drafted:
-        """The only drafter's trees, rank 0's on all ranks, without a wait for the device. To be recorded."""
-        assert self.drafters.only is not None
-        drafted = self.drafters.only.propose(round)
+        """The only drafter's trees, rank 0's on all ranks, without a wait for the device. To be recorded. Raises
+        UserError as `checked_form` does."""
+        only = self.drafters.only
+        assert only is not None
+        drafted = only.propose(round)
+        if only.needs.checks:
+            checked_form(only, drafted, round)
         agreed, trees = self.ranks.agreed, drafted.trees
         q = None if drafted.q is None else agreed(drafted.q)
         if trees is not None and self.ranks.group is not None:
@@ -324,6 +328,8 @@ class Runner:
         for part in proposed.parts:
             outcome = self._outcome(proposed, validated, verified, committed)
             pending = part.drafter.rewind(part.round, part.drafted, outcome)
+            if part.drafter.needs.checks:
+                pending = checked_pending(part.drafter, pending, committed)
         return pending, report_of(committed), _row_depth(proposed.tree)
 
     def _kept(self, inputs: RoundInputs, drafted: Proposed, validated: Validated, verified: Verified) -> Pending:

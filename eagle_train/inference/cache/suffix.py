@@ -51,6 +51,13 @@ class Suffix:
         # Copied, because the memory of k and v may be reused after the call.
         self.layers[layer] = append(before[0], k, 2), append(before[1], v, 2)
 
+    def rows(self, index: torch.Tensor) -> "Suffix":
+        """The same of the rows `index` int64."""
+        some = Suffix()
+        some.layers = {layer: (k[index], v[index]) for layer, (k, v) in self.layers.items()}
+        some.positions = None if self.positions is None else self.positions[index]
+        return some
+
 
 class Masks:
     """Masks of a tree's T nodes over the prefix and over the nodes; made once for all layers of the same reach."""

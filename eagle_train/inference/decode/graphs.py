@@ -153,10 +153,11 @@ class Graphs:
             counts: torch.Tensor,  # int64 [rows]
             *drawn: torch.Tensor,  # temperature [rows] and noise [rows, draws], or none
         ) -> Drafted:
-            whole, last = _prefix(lengths, blocks), Pending(tokens, hidden, counts, lengths)
+            whole = _prefix(lengths, blocks)
+            before, pending = _to_read(whole, draft_lengths, tokens, hidden, counts)
             temperature, noise = drawn or (None, None)
-            before = whole.with_device_lengths(draft_lengths, whole.longest)
-            return propose(DraftRound(plan, whole, before, last, Choice(mode, temperature, noise, masks), vocab_size))
+            choice = Choice(mode, temperature, noise, masks)
+            return propose(DraftRound(plan, whole, before, pending, choice, vocab_size))
 
         self.drafting.add(key, work, self._drafting_inputs(size, inputs))
 
@@ -224,9 +225,10 @@ class Graphs:
         masks = self._masks(key, self.ends) if is_guided else None
         validation = self.validation.made[size, form]
         lengths, blocks, tokens, *tables = validation.inputs
-        drafted = Drafted(tokens)
+        drafted, to_read = Drafted(tokens), list[torch.Tensor]()
         if drafts:
-            drafted = self.drafting.made[size, plan, inputs.choice.mode, _asks_grammars(plan, is_guided)].result
+            drafting = self.drafting.made[size, plan, inputs.choice.mode, _asks_grammars(plan, is_guided)]
+            drafted, (_, _, *to_read) = drafting.result, drafting.inputs
 
         def work(
             seeds: torch.Tensor,  # int64 [rows]
@@ -237,10 +239,12 @@ class Graphs:
         ) -> tuple[Pending, torch.Tensor, torch.Tensor | None]:
             prefix, tree = _prefix(lengths, blocks), form.tree(tables)
             trees = tree if isinstance(tree, RowTrees) else None
+            draft_prefix, pending = _to_read(prefix, *to_read[:4]) if drafts else (None, inputs.pending)
             own = replace(
                 inputs,
                 prefix=prefix,
-                draft_prefix=prefix if drafts else None,
+                draft_prefix=draft_prefix,
+                pending=pending,
                 sampling=replace(inputs.sampling, temperature=temperature, top_k=top_k, top_p=top_p),
                 seeds=seeds,
                 draws=draws[0] if draws else None,
@@ -273,6 +277,13 @@ class Graphs:
 def _prefix(lengths: torch.Tensor, blocks: torch.Tensor) -> PagedPrefix:
     """Rows whose lengths the device alone knows."""
     return PagedPrefix(lengths, blocks, blocks.shape[1] * BLOCK, ragged=True)
+
+
+def _to_read(
+    prefix: Prefix, draft_lengths: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor, counts: torch.Tensor
+) -> tuple[Prefix, Pending]:
+    """What a drafter has of the rows, and what it has still to read."""
+    return prefix.with_device_lengths(draft_lengths, prefix.longest), Pending(tokens, hidden, counts, prefix.lengths)
 
 
 def _padded_prefix(prefix: Prefix, size: Size) -> tuple[Padded, Padded]:

@@ -131,7 +131,7 @@ class Needs:
     - `levels`: the most levels that its trees can have below the root; None: any number.
     - `grows`: it grows an engine's `DynamicTree`, by probabilities of its own.
     - `waits`: it may have the host wait for the device. If it does not, its part of rounds is recorded as CUDA graphs.
-    - `checks`: what it returns is checked in every round.
+    - `checks`: what it returns is checked in every round, and what it raises is a fault of its rows.
     """
 
     layers: tuple[int, ...] = ()
@@ -200,7 +200,8 @@ class Drafted(NamedTuple):
 
     Without `q` a node is accepted if it equals the target's own draw, which is exact for any way of drafting that does
     not know this draw. So `q` is needed only if children were drawn from a distribution as `Choice.mode` says, and may
-    always be None; it must be with `trees`.
+    always be None; it must be with `trees`. It sums to 1 at each node with children. Whether they were drawn from it
+    cannot be checked: if they were not, tokens of requests with a temperature are not the target's.
     """
 
     tokens: torch.Tensor  # int64 [A, N], the pending token at the root
@@ -209,7 +210,16 @@ class Drafted(NamedTuple):
     trees: RowTrees | None = None  # each row's own tree of N nodes, fewer than the plan's maybe; None: the plan's
     places: torch.Tensor | None = None  # of a dynamic tree, int64 [A, N]: the nodes' places in `suffix`; -1: none
     faults: Mapping[int, str] = MappingProxyType({})  # rows that it could not draft for, with the reason
-    computed: Computed | None = None  # what validation may go on from, with the plan's tree
+    computed: Computed | None = None  # what validation may go on from, with the plan's tree; not where it is checked
+
+    def rows(self, order: list[int]) -> "Drafted":
+        """The same of some rows, without what validation goes on from."""
+        index = to_device(order, self.tokens.device, torch.long)
+        q, places = (None if x is None else x[index] for x in (self.q, self.places))
+        suffix = None if self.suffix is None else self.suffix.rows(index)
+        trees = None if self.trees is None else self.trees.rows(lambda x: x[index])
+        faults = {place: self.faults[row] for place, row in enumerate(order) if row in self.faults}
+        return Drafted(self.tokens[index], q, suffix, trees, places, faults)
 
 
 @dataclass(frozen=True)
@@ -274,7 +284,7 @@ class Drafter:
         """Called after verification, with what `propose` was given and returned.
 
         Returns the part of `outcome.pending` that the next `propose` gets: the newest tokens, at least the pending one,
-        which is what a drafter without caches is given.
+        which is what a drafter without caches is given. Where it is checked, `counts` and the width alone are read.
         """
         return outcome.pending.newest(torch.ones_like(outcome.pending.counts), 1)
 

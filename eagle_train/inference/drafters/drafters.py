@@ -9,7 +9,8 @@ Shapes: A active rows, N nodes of the largest tree, T tokens, S width of the sta
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -23,6 +24,7 @@ from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, Dra
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.ops.transfer import to_device
 
+R = TypeVar("R")
 Seats = Sequence[str | None]
 """The name of each row's drafter; None: it has none."""
 
@@ -34,6 +36,11 @@ class Part(NamedTuple):
     rows: list[int] | None
     round: DraftRound
     drafted: Drafted
+
+    def of(self, rows: list[int]) -> "Part":
+        """The same of some of its rows."""
+        places = rows if self.rows is None else [self.rows.index(row) for row in rows]
+        return Part(self.drafter, rows, self.round.rows(places), self.drafted.rows(places))
 
 
 class Proposed(NamedTuple):
@@ -49,15 +56,6 @@ class Proposed(NamedTuple):
     parts: list[Part]
     wrong: torch.Tensor | None
     reasons: dict[int, str]
-
-
-class _Asked:
-    """What was found out while drafters were asked."""
-
-    def __init__(self) -> None:
-        self.parts: list[Part] = []
-        self.wrong: list[tuple[list[int] | None, torch.Tensor]] = []  # by part
-        self.reasons: dict[int, str] = {}
 
 
 class Drafters:
@@ -168,11 +166,15 @@ class Drafters:
 
     def propose(self, round: DraftRound, seats: Seats) -> Proposed:
         """The drafts of all rows. `round.choice` is for a batch of one drafter; parts of one are drafted greedily."""
-        asked = _Asked()
+        parts, wrong, reasons = list[Part](), list[tuple[list[int] | None, torch.Tensor]](), dict[int, str]()
         for name, rows in _grouped(seats).items():
-            self._ask(name, round, rows, len(seats), asked)
-        tokens, q, tree = self._merged(round, asked.parts)
-        return Proposed(*self._agreed(tokens, q, tree), asked.parts, self._wrong(round, asked), asked.reasons)
+            for part, bad in _asked(self.by_name[name], rows, partial(self._ask, name, round, len(seats)), reasons):
+                parts.append(part)
+                at = range(len(seats)) if part.rows is None else part.rows
+                reasons |= {at[row]: reason for row, reason in part.drafted.faults.items()}
+                wrong += [] if bad is None else [(part.rows, bad)]
+        drafts = self._agreed(*self._merged(round, parts))
+        return Proposed(*drafts, parts, self._wrong(round, wrong, reasons), reasons)
 
     def rewind(self, parts: list[Part], outcome: Outcome) -> tuple[Pending, list[int], dict[int, str]]:
         """What each row's drafter reads next: the newest of `outcome.pending`; the pending token of rows without one.
@@ -181,18 +183,12 @@ class Drafters:
         """
         if len(parts) == 1 and parts[0].rows is None and not parts[0].drafter.needs.checks:
             return self._rewound(parts[0], outcome), [], {}
+        count, reasons = len(outcome.node), dict[int, str]()
         pending = outcome.pending.newest(torch.ones_like(outcome.pending.counts), 1)
-        reasons: dict[int, str] = {}
         for part in parts:
-            try:
-                left = checked_pending(part.drafter, self._rewound(part, outcome))
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever a user's code raises
-                rows = range(len(outcome.node)) if part.rows is None else part.rows
-                reasons |= dict.fromkeys(rows, one_line(error))
-            else:
-                pending = left if part.rows is None else pending.with_rows(part.rows, left)
+            rows = list(range(count)) if part.rows is None else part.rows
+            for some, left in _asked(part.drafter, rows, partial(self._rewound_rows, part, outcome), reasons):
+                pending = left if len(some) == count else pending.with_rows(some, left)
         return pending, sorted(reasons), reasons
 
     def leave(self, name: str | None, key: int) -> None:
@@ -204,29 +200,15 @@ class Drafters:
         except Exception as error:  # whatever a user's code raises
             warnings.warn(f"drafter {name}: leave: {one_line(error)}", stacklevel=2)
 
-    def _ask(self, name: str, round: DraftRound, rows: list[int], count: int, asked: _Asked) -> None:
-        """Have a drafter propose for these rows of `count`. Where it raises, again for each half, until the rows at
-        fault are alone."""
+    def _ask(self, name: str, round: DraftRound, count: int, rows: list[int]) -> tuple[Part, torch.Tensor | None]:
+        """Have a drafter propose for these rows of `count`. Also which were wrong, bool; None where it is not
+        checked."""
         drafter, some = self.by_name[name], None if len(rows) == count else rows
         own = self._round_of(name, round, some)
-        if not drafter.needs.checks:
-            drafted, wrong = drafter.propose(own), None
-        else:
-            try:
-                drafted, wrong = checked_drafts(drafter, drafter.propose(own), own)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever a user's code raises
-                if len(rows) == 1:
-                    asked.reasons[rows[0]] = one_line(error)
-                    return
-                for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-                    self._ask(name, round, half, count, asked)
-                return
-        asked.parts.append(Part(drafter, some, own, drafted))
-        asked.reasons |= {rows[row]: reason for row, reason in drafted.faults.items()}
-        if wrong is not None:
-            asked.wrong.append((some, wrong))
+        drafted, wrong = drafter.propose(own), None
+        if drafter.needs.checks:
+            drafted, wrong = checked_drafts(drafter, drafted, own)
+        return Part(drafter, some, own, drafted), wrong
 
     def _round_of(self, name: str, round: DraftRound, rows: list[int] | None) -> DraftRound:
         """A drafter's part of a round."""
@@ -276,16 +258,23 @@ class Drafters:
             lengths[place] = tree.row_depth if isinstance(tree, RowTrees) else tree.max_depth
         return tokens, None, RowChains(lengths, width)
 
-    def _wrong(self, round: DraftRound, asked: _Asked) -> torch.Tensor | None:
-        """bool [A], see `Proposed`."""
-        if not asked.wrong and not asked.reasons:
+    def _wrong(
+        self, round: DraftRound, found: list[tuple[list[int] | None, torch.Tensor]], reasons: dict[int, str]
+    ) -> torch.Tensor | None:
+        """bool [A], see `Proposed`. `found`: by part."""
+        if not found and not reasons:
             return None
         wrong = torch.zeros_like(round.pending.counts, dtype=torch.bool)
-        for rows, each in asked.wrong:
+        for rows, each in found:
             wrong[_index(rows)] = each
-        if asked.reasons:
-            wrong[list(asked.reasons)] = True
+        if reasons:
+            wrong[list(reasons)] = True
         return wrong
+
+    def _rewound_rows(self, part: Part, outcome: Outcome, rows: list[int]) -> tuple[list[int], Pending]:
+        """These rows, and what the part's drafter returns of them."""
+        is_whole = len(rows) == len(part.round.pending.counts)
+        return rows, self._rewound(part if is_whole else part.of(rows), outcome)
 
     def _rewound(self, part: Part, outcome: Outcome) -> Pending:
         """What a part's drafter returns of its rows."""
@@ -302,7 +291,9 @@ class Drafters:
                 mine = replace(pending, hidden=self._states(name, pending.hidden))
             own = replace(own, tree=tree, pending=mine, hidden=self._states(name, own.hidden))
         left = part.drafter.rewind(part.round, part.drafted, own)
-        if own.pending is pending or not isinstance(left, Pending):
+        if part.drafter.needs.checks:
+            return checked_pending(part.drafter, left, pending)
+        if own.pending is pending:
             return left
         return pending.newest(left.counts, left.tokens.shape[1])  # with the states of all
 
@@ -322,6 +313,23 @@ class Drafters:
         if self._ranks.group is not None and isinstance(tree, RowTrees):
             tree = RowTrees(agreed(tree.parents), agreed(tree.real.long()).bool(), tree.max_depth)
         return agreed(tokens), None if q is None else agreed(q), tree
+
+
+def _asked(drafter: Drafter, rows: list[int], ask: Callable[[list[int]], R], reasons: dict[int, str]) -> list[R]:
+    """What asking a drafter for these rows gives. Where one that is checked raises, each half of the rows is asked for
+    again, until those at fault are alone; `reasons` then has why, by row."""
+    if not drafter.needs.checks:
+        return [ask(rows)]
+    try:
+        return [ask(rows)]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a user's code raises
+        if len(rows) == 1:
+            reasons[rows[0]] = one_line(error)
+            return []
+    halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    return [each for half in halves for each in _asked(drafter, half, ask, reasons)]
 
 
 def _plan_of(drafter: Drafter, plan: TreePlan) -> TreePlan:

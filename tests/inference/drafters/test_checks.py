@@ -7,18 +7,22 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from eagle_train.errors import UserError
 from eagle_train.inference import Engine, OpenTree, SamplingParams
 from eagle_train.inference.decode.row_trees import RowTrees
-from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, RowText
+from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, Pending, RowText
 from eagle_train.inference.drafters.text_drafter import TextDrafter, TextTree
+from tests.support.graph_recorder import recorded
 from tests.support.inside import pool_of
+from tests.support.prompt_lookup import PromptLookup
 from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, token_ids
-from tests.support.tiny import shared_target
+from tests.support.tiny import repeating_target, shared_target
 
 
 class Wrong(Drafter):
@@ -41,17 +45,28 @@ class Open(Wrong):
     needs = Needs(tree=OpenTree(7, 3), by_row=True)
 
 
-def decoded(drafter: Drafter, params: SamplingParams = GREEDY) -> tuple[list[list[int]], list[str]]:
+class Recordable(Wrong):
+    needs = Needs(waits=False)
+
+
+def decoded(drafter: Drafter, params: SamplingParams = GREEDY, **options: Any) -> tuple[list[list[int]], list[str]]:
     """The answers, and the warnings that came with them."""
-    engine = Engine(shared_target("llama"), drafter, "d2_bf2", max_batch_size=2)
+    engine = Engine(shared_target("llama"), drafter, "d2_bf2", max_batch_size=2, **options)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = token_ids(engine.generate(PROMPTS, params))
     return found, [str(each.message) for each in said]
 
 
-@pytest.mark.parametrize("make", [lambda right: right.fill_(7), lambda right: right.new_full((), 7).expand_as(right)])
-def test_another_token_at_the_root_changes_no_answer(make):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda right: right.fill_(7),
+        lambda right: right.new_full((), 7).expand_as(right),
+        lambda right: Drafted(right, computed=object()),
+    ],
+)
+def test_another_token_at_the_root_or_a_computed_forward_changes_no_answer(make):
     assert decoded(Wrong(make)) == (cut(answers("llama")), [])
 
 
@@ -79,7 +94,10 @@ def told(reason: str, name: str = "wrong") -> list[str]:
     return [f"drafter {name}: {reason}; request {index} goes on without drafts" for index in range(len(PROMPTS))]
 
 
-WRONG_VALUES = "it proposed tokens outside the vocabulary, NaN or negative probabilities, or no tree"
+WRONG_VALUES = (
+    "it proposed tokens outside the vocabulary, probabilities that are NaN, negative or not 1 in sum, or no tree"
+)
+FAULTS = "it must be a mapping from rows, 0 to 0, to reasons"
 MISTAKES = [
     (lambda right: None, "drafter Wrong: propose returned NoneType; it must return a Drafted"),
     (lambda right: (right, None), "drafter Wrong: propose returned tuple; it must return a Drafted"),
@@ -92,12 +110,27 @@ MISTAKES = [
         lambda right: Drafted(right, torch.zeros(len(right), 7, 3)),
         "drafter Wrong: propose gave q of shape [1, 7, 3]; it must be [1, 7, 96]",
     ),
-    (trees(0, 0, 0, 1, 1, 2, 2), "drafter Wrong: propose must give trees if Needs.by_row is set, and not else"),
+    (
+        trees(0, 0, 0, 1, 1, 2, 2),
+        "drafter Wrong: propose must give trees if Needs.by_row is set or the tree is dynamic, and not else",
+    ),
+    (
+        lambda right: Drafted(right, torch.ones(len(right), 7, 96, dtype=torch.long)),
+        "drafter Wrong: propose gave q of torch.int64; it must be a floating type",
+    ),
+    (
+        lambda right: Drafted(right, faults={len(right): "a"}),
+        f"drafter Wrong: propose gave faults={{1: 'a'}}; {FAULTS}",
+    ),
+    (lambda right: Drafted(right, faults={-1: "a"}), f"drafter Wrong: propose gave faults={{-1: 'a'}}; {FAULTS}"),
+    (lambda right: Drafted(right, faults=["a"]), f"drafter Wrong: propose gave faults=['a']; {FAULTS}"),
     (failing, "two words"),
     (lambda right: right + 96, WRONG_VALUES),
     (lambda right: right * 0 - 1, WRONG_VALUES),
     (lambda right: Drafted(right, torch.full((len(right), 7, 96), torch.nan)), WRONG_VALUES),
     (lambda right: Drafted(right, torch.full((len(right), 7, 96), -1.0)), WRONG_VALUES),
+    (lambda right: Drafted(right, torch.full((len(right), 7, 96), 0.5)), WRONG_VALUES),
+    (lambda right: Drafted(right, torch.full((len(right), 7, 96), 0.0101)), WRONG_VALUES),
 ]
 
 
@@ -120,41 +153,157 @@ def test_what_is_no_tree_is_one_warning_of_each_request(parents):
     assert decoded(Open(trees(0, 0, 0, 1, 1, 2, 2))) == (cut(answers("llama")), [])
 
 
-def test_nan_in_some_of_the_probabilities_leaves_a_seed_its_tokens():
-    """A row with one NaN in q is verified without q."""
+@pytest.mark.parametrize("change", [("trees.parents", torch.float32), ("trees.real", torch.int64)])
+def test_trees_of_another_type_are_one_warning_of_each_request(change):
+    name, dtype = change
+
+    def make(right: torch.Tensor) -> Drafted:
+        drafted = trees(0, 0, 0, 1, 1, 2, 2)(right)
+        field = name.removeprefix("trees.")
+        setattr(drafted.trees, field, getattr(drafted.trees, field).to(dtype))
+        return drafted
+
+    right = torch.int64 if name == "trees.parents" else torch.bool
+    found, said = decoded(Open(make))
+    assert found == cut(answers("llama"))
+    assert sorted(said) == sorted(told(f"drafter Open: propose gave {name} of {dtype}; they must be {right}", "open"))
+
+
+def test_other_trees_are_one_warning_of_each_request():
+    found, said = decoded(Open(lambda right: Drafted(right, trees=[[0] * 7] * len(right))))
+    assert found == cut(answers("llama"))
+    assert sorted(said) == sorted(told("drafter Open: propose gave trees as list; they must be RowTrees", "open"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_probabilities_are_right_as_far_as_their_type_can_say(dtype):
+    """And where leaves have none."""
+
+    def make(right: torch.Tensor) -> Drafted:
+        q = (9 * torch.rand(*right.shape, 96)).softmax(-1)
+        q[:, 0, 2:], q[:, 0, :2] = 0, torch.tensor([0.6, 0.4])
+        q[:, 3:] = 0
+        return Drafted(right, q.to(dtype))
+
+    assert decoded(Wrong(make)) == (cut(answers("llama")), [])
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, 1.0])
+def test_some_wrong_probabilities_leave_a_seed_its_tokens(wrong):
+    """A row with one NaN in q, or a sum above 1, is verified without q."""
 
     def some(right: torch.Tensor) -> Drafted:
         q = torch.rand(*right.shape, 96).softmax(-1)
-        q[..., 5] = torch.nan
+        q[..., 5] = wrong
         return Drafted(right, q)
 
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
     plain = token_ids(Engine(shared_target("llama")).generate(PROMPTS, params))
-    assert decoded(Wrong(some), params)[0] == plain
+    found, said = decoded(Wrong(some), params, drafting="multinomial")
+    assert found == plain
+    assert sorted(said) == sorted(told(WRONG_VALUES))
 
 
-def test_a_rewind_that_returns_nothing_is_one_warning_of_each_request():
-    reason = "drafter Wrong: rewind returned NoneType; it must return the Pending it was given, or the newest of it"
-    found, said = decoded(Wrong(lambda right: right, left=lambda pending: None))
+@pytest.mark.parametrize(
+    ("left", "reason"),
+    [
+        (lambda pending: None, "returned NoneType; it must return the Pending it was given, or the newest of it"),
+        (
+            lambda pending: replace(pending, tokens=pending.tokens[0]),
+            "gave no tokens; it must return the Pending it was given, or the newest of it",
+        ),
+        (lambda pending: replace(pending, counts=[1]), "gave counts as list; it must be a tensor [1]"),
+        (lambda pending: replace(pending, counts=pending.counts[:0]), "gave counts of shape [0]; it must be [1]"),
+        (
+            lambda pending: replace(pending, counts=pending.counts.float()),
+            "gave counts of torch.float32; they must be torch.int64",
+        ),
+        (lambda pending: 1 / 0, None),
+    ],
+)
+def test_a_rewind_that_returns_no_pending_is_one_warning_of_each_request(left, reason):
+    found, said = decoded(Wrong(lambda right: right, left=left))
     assert found == cut(answers("llama"))
-    assert sorted(said) == sorted(told(reason))
+    assert sorted(said) == sorted(told("division by zero" if reason is None else f"drafter Wrong: rewind {reason}"))
+
+
+class Rewinding(PromptLookup):
+    """Right at times, and rewinds to what `left` makes of what it was given and of what was committed."""
+
+    def __init__(self, left: Callable[[Pending, Pending], Pending]):
+        super().__init__()
+        self.left = left
+
+    def rewind(self, round, drafted, outcome):
+        return self.left(round.pending, outcome.pending)
+
+
+@pytest.mark.parametrize("how", ["alone", "beside another", "recorded"])
+@pytest.mark.parametrize(
+    "left",
+    [
+        lambda old, new: old,
+        lambda old, new: replace(new, tokens=new.tokens + 1),
+        lambda old, new: replace(new, hidden=new.hidden * torch.nan, lengths=new.lengths - 3),
+        lambda old, new: replace(new, counts=new.counts * 0 - 1),
+        lambda old, new: replace(new, counts=new.counts + 9),
+        lambda old, new: replace(new, tokens=new.tokens[:, :1]),
+        lambda old, new: replace(new, tokens=new.tokens.repeat(1, 9)),
+    ],
+    ids=["old", "tokens", "states", "none", "many", "narrow", "wide"],
+)
+def test_no_rewind_changes_an_answer(left, how):
+    target, params = repeating_target(), replace(GREEDY, max_tokens=24)
+    drafter = {"a": Rewinding(left), "b": PromptLookup()} if how == "beside another" else Rewinding(left)
+    engine = Engine(target, drafter, "chain3", max_batch_size=3)
+    if how == "recorded":
+        recorded(engine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outputs = engine.generate(PROMPTS, params)
+    assert token_ids(outputs) == token_ids(Engine(target).generate(PROMPTS, params))
+    assert max(max(output.rounds) for output in outputs) > 1
+
+
+@pytest.mark.parametrize(
+    ("make", "left", "said"),
+    [
+        (lambda right: right.float(), lambda pending: pending, r"propose gave tokens of torch\.float32; they must be"),
+        (lambda right: right, lambda pending: None, r"rewind returned NoneType; it must return the Pending"),
+    ],
+)
+def test_what_is_recorded_is_checked_before_any_request(make, left, said):
+    with pytest.raises(UserError, match=f"^drafter Recordable: {said}"):
+        recorded(Engine(shared_target("llama"), Recordable(make, left), "d2_bf2"))
 
 
 class Picky(Drafter):
-    """Raises where a row's pending token is the second one of the first answer."""
+    """In one of its methods it raises where a row's pending token is the second one of the first answer."""
+
+    def __init__(self, method: str):
+        self.method = method
+
+    def look(self, method: str, round: DraftRound) -> None:
+        if method == self.method and (round.pending.last == answers("llama")[0][1]).any():
+            raise ValueError("not this one")
 
     def propose(self, round: DraftRound) -> Drafted:
-        if (round.pending.last == answers("llama")[0][1]).any():
-            raise ValueError("not this one")
+        self.look("propose", round)
         return Drafted(round.pending.last.repeat(1, round.plan.tree.num_nodes))
 
+    def rewind(self, round, drafted, outcome):
+        assert len(round.pending.last) == len(drafted.tokens) == len(outcome.node) == len(outcome.pending.tokens)
+        self.look("rewind", round)
+        return super().rewind(round, drafted, outcome)
 
-def test_a_batch_does_not_notice_the_fault_of_one_row():
+
+@pytest.mark.parametrize("method", ["propose", "rewind"])
+def test_a_batch_does_not_notice_the_fault_of_one_row(method):
     wrong = answers("llama")[0][1]
     having = {index for index, answer in enumerate(cut(answers("llama"))) if wrong in answer[:-1]}
     assert 0 in having
     assert len(having) < len(PROMPTS)
-    engine = Engine(shared_target("llama"), Picky(), "chain2", max_batch_size=len(PROMPTS))
+    engine = Engine(shared_target("llama"), Picky(method), "chain2", max_batch_size=len(PROMPTS))
     with pytest.warns(UserWarning, match=r"^drafter picky: not this one; request \d goes on without drafts$") as said:
         outputs = engine.generate(PROMPTS, GREEDY)
     assert token_ids(outputs) == cut(answers("llama"))
@@ -162,7 +311,8 @@ def test_a_batch_does_not_notice_the_fault_of_one_row():
     for index, output in enumerate(outputs):
         drafted = (output.stats.drafted_per_depth or [0])[0]
         assert drafted == len(output.rounds) if index not in having else drafted <= len(output.rounds)
-    assert outputs[0].stats.drafted_per_depth in ([], [1, 1])  # it is at fault in its first or second round
+    most = [1, 1] if method == "propose" else [2, 2]
+    assert outputs[0].stats.drafted_per_depth in ([], [1, 1], most)  # it is at fault in its first or second round
 
 
 class Texts(TextDrafter):

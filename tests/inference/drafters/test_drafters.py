@@ -6,6 +6,7 @@ import torch
 from eagle_train.errors import OptionError, UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.prefix import BLOCK
+from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.row_trees import OpenTree, RowChains, RowTrees, mended
 from eagle_train.inference.decode.tree import Tree, full
 from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, Outcome, Pending
@@ -148,6 +149,32 @@ def test_who_cannot_be_a_drafter_is_told():
         Engine(target, {"a": eagle, "b": Oracle(answers("llama"))}, drafting="multinomial")
     with pytest.raises(OptionError, match=r"^drafting=multinomial: trees that differ by row are not drawn; use "):
         Engine(target, Oracle(answers("llama")), drafting="multinomial")
+
+
+def test_some_rows_of_a_draft_are_its_rows():
+    """Also of the keys and values of its nodes, behind which padding rows may follow."""
+    torch.manual_seed(0)
+    tokens, q, places, suffix = torch.arange(12).view(3, 4), torch.rand(3, 4, 5), torch.arange(12).view(3, 4), Suffix()
+    k, v = torch.rand(4, 2, 3, 8), torch.rand(4, 2, 3, 8)
+    suffix.append(1, k, v)
+    suffix.positions = torch.arange(12).view(4, 3)
+    trees = RowTrees.of([[0], [0, 0], [0, 0, 1, 1]], 2, "cpu")
+    drafted = Drafted(tokens, q, suffix, trees, places, {2: "late", 1: "wrong"}, object())
+    some, order = drafted.rows([2, 0]), [2, 0]
+    for own, whole in (
+        (some.tokens, tokens),
+        (some.q, q),
+        (some.places, places),
+        (some.trees.parents, trees.parents),
+        (some.trees.real, trees.real),
+        (some.suffix.layers[1][0], k),
+        (some.suffix.layers[1][1], v),
+        (some.suffix.positions, suffix.positions),
+    ):
+        assert torch.equal(own, whole[order])
+    assert some.faults == {0: "late"}
+    assert some.computed is None
+    assert Drafted(tokens).rows([1])[1:5] == (None, None, None, None)
 
 
 # --- states of layers

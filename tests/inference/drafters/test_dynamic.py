@@ -11,6 +11,7 @@ from eagle_train.inference import Eagle, Engine, SamplingParams, TextDrafter
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.decode.named_trees import load_tree
 from eagle_train.inference.decode.row_trees import DynamicTree, dynamic
+from eagle_train.inference.drafters.drafter import Needs
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from tests.support.inside import drafter_of
@@ -129,6 +130,20 @@ def test_with_a_gate_and_with_others():
     drafters = {name: Eagle(tiny_draft(target), target) for name in ("a", "b")}
     params = [SamplingParams(max_tokens=16, ignore_eos=True, drafter=name) for name in ("a", "b", "none", "a", None)]
     assert token_ids(Engine(target, drafters, SMALL).generate(PROMPTS, params)) == cut(answers("llama"))
+
+
+class Checked(Eagle):
+    needs = Needs(grows=True)
+
+
+def test_a_drafter_of_anyones_own_may_grow_one(recwarn):
+    target, rounds = shared_target("llama"), []
+    for kind in (Checked, Eagle):
+        outputs = Engine(target, kind(tiny_draft(target), target), SMALL, max_batch_size=3).generate(PROMPTS, GREEDY)
+        assert token_ids(outputs) == cut(answers("llama"))
+        rounds.append([output.rounds for output in outputs])
+    assert rounds[0] == rounds[1]
+    assert not [each for each in recwarn if "drafter" in str(each.message)]
 
 
 class Texts(TextDrafter):
