@@ -85,6 +85,7 @@ class Engine:
         self.config, self.target, self.dispatcher = parts.config, parts.target, parts.dispatcher
         self._requests, self._memory, self._scheduler = parts.requests, parts.memory, parts.scheduler
         self._runner, self._batch = parts.runner, Batch(parts.runner)
+        parts.prefiller.on_fault = self._stop_drafting
         self._prefiller: Prefiller = parts.prefiller if prefill is None else prefill.attach(parts)
         self._overlap = self.target.device.type == "cuda" if config.overlap is None else config.overlap
         self._adaptive = parts.adaptive

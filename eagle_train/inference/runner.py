@@ -119,18 +119,19 @@ class Runner:
 
     def prefill(
         self, prefix: Prefix, texts: list[list[int]], before: torch.Tensor | None, seats: Seats
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, dict[int, str]]:
         """Prefill texts, each after its prefix, into the caches of target and drafters.
 
         `before` [A, S]: the target's states at the prefixes' last tokens; None if every prefix is empty. `seats`: the
-        rows' drafters. Returns the states at the texts' last tokens [A, S].
+        rows' drafters. Returns the states at the texts' last tokens [A, S], and the rows whose drafter is at fault with
+        the reason: their drafters' caches lack these texts.
         """
         with self.times.stage("prefill"), self.resources(len(texts) * max(map(len, texts))):
-            hidden = prefill(self.states, self.cache, self.drafters, prefix, texts, before, seats)
+            hidden, reasons = prefill(self.states, self.cache, self.drafters, prefix, texts, before, seats)
             if self.ends is not None:
                 self.ends.write(prefix, hidden)
             last = to_device([len(text) - 1 for text in texts], hidden.device)
-            return hidden[torch.arange(len(texts), device=hidden.device), last]
+            return hidden[torch.arange(len(texts), device=hidden.device), last], reasons
 
     def first_tokens(
         self,

@@ -189,6 +189,12 @@ class Unsteady(Eagle):
         super().__init__(copy.deepcopy(models()[1]), models()[0])
         self.rng, self.often, self.met = rng, often, Counter()
 
+    def prefill(self, *given: torch.Tensor) -> None:
+        if self.rng.random() < self.often / 4:
+            self.met["prefill"] += 1
+            raise RuntimeError("cannot read")
+        super().prefill(*given)
+
     def propose(self, round: DraftRound) -> Drafted:
         drafted = super().propose(round)
         if self.rng.random() > self.often:

@@ -43,3 +43,16 @@ class PromptLookup(Drafter):
 
     def rewind(self, round: DraftRound, drafted: Drafted, outcome: Outcome) -> Pending:
         return outcome.pending
+
+
+class Unread(PromptLookup):
+    """Cannot read a text with this token."""
+
+    def __init__(self, token: int):
+        super().__init__()
+        self.token = token
+
+    def prefill(self, prefix, tokens, positions, hidden, before):
+        if (tokens == self.token).any():
+            raise ValueError("cannot read this")
+        super().prefill(prefix, tokens, positions, hidden, before)

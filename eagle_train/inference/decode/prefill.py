@@ -21,17 +21,16 @@ def prefill(
     texts: list[list[int]],
     before: torch.Tensor | None,
     seats: Seats,
-) -> torch.Tensor:
-    """Run texts, each behind its prefix, through the target and then the drafter; fills both caches.
+) -> tuple[torch.Tensor, dict[int, str]]:
+    """Run texts, each behind its prefix, through the target and then the drafters; fills all caches.
 
     `texts`: token ids. `before` [A, H]: the target's hidden states at the prefixes' last tokens; None where all
     prefixes are empty. Returns the target's hidden states [A, T, H], padded on the right: by causality no token sees
-    the padding.
+    the padding. Also the rows whose drafter is at fault, and why.
     """
     device = prefix.lengths.device
     longest = max(len(text) for text in texts)
     tokens = to_device([text + [0] * (longest - len(text)) for text in texts], device)
     positions = prefix.lengths.unsqueeze(1) + torch.arange(longest, device=device)
     hidden = forward(tokens, positions, cache.extend(prefix, positions))
-    drafters.prefill(prefix, tokens, positions, hidden, before, seats)
-    return hidden
+    return hidden, drafters.prefill(prefix, tokens, positions, hidden, before, seats)

@@ -269,7 +269,9 @@ class Drafter:
     ) -> None:
         """Prefill prompts, or chunks of them, after their prefixes: tokens int64 [A, T], padded on the right; positions
         int64 [A, T]; hidden [A, T, S]: the target's states at the tokens; before [A, S]: those at the prefixes' last
-        tokens, None if all prefixes are empty."""
+        tokens, None if all prefixes are empty.
+
+        Where this, `propose` or `rewind` raises, it is called again for each half of the rows."""
 
     def propose(self, round: DraftRound) -> Drafted:
         """A tree for each row. The drafter writes its keys and values of `pending.tokens` to the slots after

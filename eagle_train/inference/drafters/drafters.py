@@ -152,17 +152,13 @@ class Drafters:
         hidden: torch.Tensor,
         before: torch.Tensor | None,
         seats: Seats,
-    ) -> None:
-        """As of `Drafter`; each is given its rows."""
+    ) -> dict[int, str]:
+        """As of `Drafter`; each is given its rows. Returns the rows whose drafter is at fault, and why."""
+        reasons: dict[int, str] = {}
         for name, rows in _grouped(seats).items():
-            own, old = (prefix, tokens, positions), before
-            states = hidden
-            if len(rows) < len(seats):
-                index = to_device(rows, tokens.device, torch.long)
-                own, states = (prefix.rows(rows), tokens[index], positions[index]), hidden[index]
-                old = None if before is None else before[index]
-            old = None if old is None else self._states(name, old)
-            self.by_name[name].prefill(*own, self._states(name, states), old)
+            ask = partial(self._prefill, name, prefix, tokens, positions, hidden, before)
+            _asked(self.by_name[name], rows, ask, reasons)
+        return self._agreed_reasons(reasons, seats)
 
     def propose(self, round: DraftRound, seats: Seats) -> Proposed:
         """The drafts of all rows. `round.choice` is for a batch of one drafter; parts of one are drafted greedily."""
@@ -199,6 +195,24 @@ class Drafters:
             self.by_name[name].leave(key)
         except Exception as error:  # whatever a user's code raises
             warnings.warn(f"drafter {name}: leave: {one_line(error)}", stacklevel=2)
+
+    def _prefill(
+        self,
+        name: str,
+        prefix: Prefix,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        before: torch.Tensor | None,
+        rows: list[int],
+    ) -> None:
+        """Have a drafter prefill these rows."""
+        if len(rows) < len(tokens):
+            index = to_device(rows, tokens.device, torch.long)
+            prefix, tokens, positions, hidden = prefix.rows(rows), tokens[index], positions[index], hidden[index]
+            before = None if before is None else before[index]
+        before = None if before is None else self._states(name, before)
+        self.by_name[name].prefill(prefix, tokens, positions, self._states(name, hidden), before)
 
     def _ask(self, name: str, round: DraftRound, count: int, rows: list[int]) -> tuple[Part, torch.Tensor | None]:
         """Have a drafter propose for these rows of `count`. Also which were wrong, bool; None where it is not
@@ -304,6 +318,14 @@ class Drafters:
             return hidden
         parts = hidden.split(self._width, dim=-1)
         return torch.cat([parts[0], *(parts[1 + self.layers.index(layer)] for layer in wanted)], dim=-1)
+
+    def _agreed_reasons(self, reasons: dict[int, str], seats: Seats) -> dict[int, str]:
+        """Rank 0's rows at fault, on every rank: requests must have the same drafters everywhere."""
+        if self._ranks.group is None or not any(self.by_name[name].needs.checks for name in _grouped(seats)):
+            return reasons
+        at_fault = to_device([row in reasons for row in range(len(seats))], self._ranks.device, torch.long)
+        rows = [row for row, is_wrong in enumerate(self._ranks.agreed(at_fault).tolist()) if is_wrong]
+        return {row: reasons.get(row, "it raised on the first rank") for row in rows}
 
     def _agreed(
         self, tokens: torch.Tensor, q: torch.Tensor | None, tree: AnyTree

@@ -40,8 +40,11 @@ class LocalPrefiller:
     """Prefills in this process."""
 
     def __init__(self, runner: Runner, requests: Requests, on_prefill: Callable[[Sequence], None]):
-        """`on_prefill`: called with each sequence after a chunk of it was written to the caches."""
+        """`on_prefill`: called with each sequence after a chunk of it was written to the caches.
+
+        `on_fault`, to be set: called before that with a sequence whose drafter could not read the chunk, and why."""
         self._runner, self._requests, self._on_prefill = runner, requests, on_prefill
+        self.on_fault: Callable[[Sequence, str], None] = _refuse
 
     def prefill(self, chunks: list[Chunk], is_decoding: bool) -> bool:
         """Prefill all chunks, batch by batch."""
@@ -69,7 +72,9 @@ class LocalPrefiller:
         starts, blocks = [sequence.num_computed for sequence in new], [sequence.blocks for sequence in new]
         prefix = Prefix.of(starts, blocks, self._runner.target.device)
         before = torch.stack([self._hidden_before(each) for each in new]) if prefix.longest > 0 else None
-        hidden = self._runner.prefill(prefix, texts, before, [each.drafter for each in new])
+        hidden, reasons = self._runner.prefill(prefix, texts, before, [each.drafter for each in new])
+        for row, reason in reasons.items():
+            self.on_fault(new[row], reason)
         for sequence, text, state in zip(new, texts, hidden, strict=True):
             sequence.num_computed, sequence.last_hidden = sequence.num_computed + len(text), state
             self._on_prefill(sequence)
@@ -111,6 +116,10 @@ def adjustments_of(sequences: list[Sequence], vocab_size: int, device: torch.dev
 def logprobs_of(sequences: list[Sequence]) -> LogprobRows | None:
     """Which sequences ask for log-probabilities; None where none does."""
     return LogprobRows.of([each.params.logprobs for each in sequences])
+
+
+def _refuse(sequence: Sequence, reason: str) -> None:
+    raise RuntimeError(f"drafter {sequence.drafter}: {reason}")
 
 
 def _kind(chunk: Chunk) -> tuple[bool, int]:

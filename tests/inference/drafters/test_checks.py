@@ -15,14 +15,15 @@ import torch
 
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, OpenTree, SamplingParams
+from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.decode.row_trees import RowTrees
 from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, Pending, RowText
 from eagle_train.inference.drafters.text_drafter import TextDrafter, TextTree
 from tests.support.graph_recorder import recorded
 from tests.support.inside import pool_of
-from tests.support.prompt_lookup import PromptLookup
+from tests.support.prompt_lookup import PromptLookup, Unread
 from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, token_ids
-from tests.support.tiny import repeating_target, shared_target
+from tests.support.tiny import random_tokens, repeating_target, shared_target
 
 
 class Wrong(Drafter):
@@ -313,6 +314,40 @@ def test_a_batch_does_not_notice_the_fault_of_one_row(method):
         assert drafted == len(output.rounds) if index not in having else drafted <= len(output.rounds)
     most = [1, 1] if method == "propose" else [2, 2]
     assert outputs[0].stats.drafted_per_depth in ([], [1, 1], most)  # it is at fault in its first or second round
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_tokens": 7, "prefix_cache": True, "overlap": True}])
+@pytest.mark.parametrize("others", [[], ["other"]])
+def test_a_prompt_that_its_drafter_cannot_read_goes_on_without(options, others):
+    """Those that are prefilled with it have the rounds that they have without it."""
+    target, prompts = repeating_target(), random_tokens(9, 12, 10, 11, vocabulary=90)
+    prompts[2][4] = 93
+    params = SamplingParams(max_tokens=24, ignore_eos=True, drafter="unread")
+    drafters = {"unread": Unread(93)} | {name: PromptLookup() for name in others}
+    engine = Engine(target, drafters, "chain3", max_batch_size=4, **options)
+    with pytest.warns(UserWarning, match="cannot") as said:
+        outputs = engine.generate(prompts, params)
+    assert [str(each.message) for each in said] == [
+        "drafter unread: cannot read this; request 2 goes on without drafts"
+    ]
+    assert token_ids(outputs) == token_ids(Engine(target).generate(prompts, replace(params, drafter=None)))
+    alone = Engine(target, {"unread": PromptLookup()}, "chain3")
+    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        assert output.rounds == ([1] * 23 if index == 2 else alone.generate([prompt], params)[0].rounds)
+    assert pool_of(engine).available == pool_of(engine).total
+
+
+def test_blocks_that_a_drafter_could_not_read_are_not_found_by_it():
+    """The one before them is."""
+    (prompt,) = random_tokens(3 * BLOCK + 2, vocabulary=90)
+    prompt[BLOCK + 4] = 93
+    engine = Engine(repeating_target(), Unread(93), "chain3", prefix_cache=True, prefill_tokens=BLOCK)
+    cached = []
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="^drafter unread: cannot read this"):
+            (output,) = engine.generate([prompt], GREEDY)
+        cached.append(output.stats.cached_tokens)
+    assert cached == [0, BLOCK]
 
 
 class Texts(TextDrafter):

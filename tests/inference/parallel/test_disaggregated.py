@@ -16,13 +16,14 @@ from eagle_train.artifacts.format import save_draft
 from eagle_train.distributed import World
 from eagle_train.drafts import Draft
 from eagle_train.errors import OptionError, UserError
-from eagle_train.inference import Engine, EngineConfig, RemotePrefill, SamplingParams, connect
+from eagle_train.inference import Engine, EngineConfig, PrefillServer, RemotePrefill, SamplingParams, connect
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.parallel.lines import as_bytes, from_bytes
 from tests.support.disaggregated_job import answers
 from tests.support.inside import pool_of
 from tests.support.local_prefill import LocalPrefill, a_draft
 from tests.support.processes import start_ranks
+from tests.support.prompt_lookup import Unread
 from tests.support.reference_answers import GREEDY, PROMPTS, cut, token_ids
 from tests.support.reference_answers import answers as answers_of
 from tests.support.tiny import random_tokens, shared_target
@@ -126,6 +127,19 @@ def test_blocks_that_are_lost_during_a_prefill():
     other.open.set()
     finish(engine)
     assert (first.generated, second.generated) == (answers_of("gemma2")[4], cut(answers_of("gemma2"))[3])
+
+
+def test_a_prompt_that_its_drafter_cannot_read_is_prefilled_here():
+    """The prefill process says that it failed, and is not dropped."""
+    target, prompts = shared_target("gemma2"), random_tokens(9, 12, vocabulary=90)
+    prompts[0][4] = 93
+    line = LocalPrefill(server=PrefillServer(target, Unread(93)))
+    line.open.set()
+    engine = Engine(target, Unread(93), "chain3", prefill=RemotePrefill([line]))
+    with pytest.warns(UserWarning, match="^drafter unread: cannot read this; request 0 goes on without drafts$"):
+        outputs = engine.generate(prompts, GREEDY)
+    assert token_ids(outputs) == token_ids(Engine(target).generate(prompts, GREEDY))
+    assert not line.closed
 
 
 def test_another_target_or_draft_prefills_nothing():
