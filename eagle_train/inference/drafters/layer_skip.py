@@ -20,7 +20,7 @@ from eagle_train.errors import UserError, check, one_line, shown
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.cache.suffix import Suffix
-from eagle_train.inference.decode.tree import Tree
+from eagle_train.inference.decode.row_trees import DynamicTree
 from eagle_train.inference.drafters.drafter import Computed, Drafted, DraftRound, Level, Needs, TreePlan
 from eagle_train.inference.drafters.early import checked_early
 from eagle_train.inference.drafters.growing import FirstTokens, Growing, Nodes
@@ -34,10 +34,9 @@ class _NodesWithRoot(Nodes):
     first layers computed."""
 
     def __init__(self, cache: PagedKV, plan: TreePlan, prefix: Prefix):
-        assert isinstance(plan.tree, Tree)
         self.suffix = None if plan.tree.is_chain else Suffix()  # as the validation has it
         self.states: list[torch.Tensor] = []
-        self.prefix, self._cache, self._depth = prefix, cache, 0
+        self.prefix, self._cache, self._depth, self._grows = prefix, cache, 0, False
 
     def next_level(self, active: int, level: Level) -> tuple[torch.Tensor, Attend]:
         before = self.prefix.advanced(self._depth)
@@ -45,22 +44,25 @@ class _NodesWithRoot(Nodes):
         positions = before.positions(1).expand(active, len(level.parents))
         if self.suffix is None:
             return positions, self._cache.extend(before, positions)
-        return positions, self._cache.tree(
-            self.prefix, self.suffix, positions, F.pad(level.ancestors, (1, 0), value=True)
-        )
+        ancestors = F.pad(self.ancestors if self._grows else level.ancestors, (1, 0), value=True)
+        return positions, self._cache.tree(self.prefix, self.suffix, positions, ancestors)
+
+    def dynamic(self) -> "_NodesWithRoot":
+        self._grows = True
+        return self
 
 
 class LayerSkip(Growing[_NodesWithRoot]):
     """Proposes with some of the target's own layers.
 
     `layers`: how many of the first ones, or their numbers in ascending order, 0 the first. Of those that are 0, 1, ...
-    without a gap, states, keys and values of drafted nodes are not computed again by the validation, if it runs kernel
-    by kernel on a target that is whole, without other drafters. Drafting itself is neither compiled nor recorded.
-    The layers' classes are changed (`patches.use_stages`); the target computes the same. Raises UserError for layers
-    that are none, and for a family whose forward cannot be run in parts.
+    without a gap, states, keys and values of a static tree's nodes are not computed again by the validation, if it runs
+    kernel by kernel on a target that is whole, without other drafters. Drafting itself is neither compiled nor
+    recorded. The layers' classes are changed (`patches.use_stages`); the target computes the same. Raises UserError for
+    layers that are none, and for a family whose forward cannot be run in parts.
     """
 
-    needs = Needs(checks=False)
+    needs = Needs(grows=True, checks=False)
 
     def __init__(self, target: Target, layers: int | Sequence[int]):
         self.layers = _checked_layers(layers, target.config.num_hidden_layers)
@@ -71,13 +73,15 @@ class LayerSkip(Growing[_NodesWithRoot]):
 
     def propose(self, round: DraftRound) -> Drafted:
         plan, pending = round.plan, round.pending
-        if not plan.levels:
+        if plan.tree.num_nodes == 1:
             return Drafted(pending.last)
         assert round.target_cache is not None, "it may wait, so that it is not recorded"
         nodes = _NodesWithRoot(round.target_cache, plan, round.prefix)
-        root = self.level_states(pending.last, pending.hidden, plan.levels[0], nodes)
+        is_dynamic = isinstance(plan.tree, DynamicTree)
+        level = _root_level(pending.last.device) if is_dynamic else plan.levels[0]
+        root = self.level_states(pending.last, pending.hidden, level, nodes)
         drafted = self.grow(plan, root, pending.last, nodes, round.choice)
-        if self.shared == 0:
+        if self.shared == 0 or is_dynamic:  # the nodes that a dynamic tree keeps are not those that were computed
             return drafted
         computed = Computed(self.stages, self.shared, torch.cat(nodes.states, 1), nodes.suffix)
         return drafted._replace(computed=computed)
@@ -92,6 +96,12 @@ class LayerSkip(Growing[_NodesWithRoot]):
         )
         nodes.states += [] if kept is None else [kept]
         return states
+
+
+def _root_level(device: torch.device) -> Level:
+    """The level of the root alone, which sees no other node."""
+    zero = torch.zeros(1, dtype=torch.long, device=device)
+    return Level([0], zero, None, None, torch.zeros(1, 0, dtype=torch.bool, device=device), None, 1, slice(0, 0))
 
 
 def _checked_layers(layers: int | Sequence[int], count: int) -> tuple[int, ...]:

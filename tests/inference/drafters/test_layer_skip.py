@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from eagle_train import generate
 from eagle_train.errors import UserError
-from eagle_train.inference import Engine, LayerSkip, SamplingParams
+from eagle_train.inference import DraftModel, Engine, LayerSkip, SamplingParams
 from eagle_train.inference.cache.prefix import BLOCK
+from eagle_train.inference.decode.row_trees import dynamic
 from eagle_train.inference.drafters.layer_skip import make_layer_skip
 from eagle_train.models.target import Target
 from tests.support.command_line import call, save_target
@@ -22,8 +24,7 @@ LENGTH = 16
 SETS = [2, [0, 2], [1, 2]]
 
 
-@cache
-def target_of(family: str) -> Target:
+def model_of(family: str) -> PreTrainedModel:
     """Its later layers change little, so that the first ones draft well."""
     model = tiny_model(family)
     with torch.no_grad():
@@ -31,7 +32,12 @@ def target_of(family: str) -> Target:
             for name, weight in layer.named_parameters():
                 if "o_proj" in name or "down_proj" in name:
                     weight.mul_(0.3)
-    return Target(model, name=family)
+    return model
+
+
+@cache
+def target_of(family: str) -> Target:
+    return Target(model_of(family), name=family)
 
 
 @cache
@@ -95,6 +101,27 @@ def test_all_layers_draft_what_the_target_says():
         PROMPTS, SamplingParams(max_tokens=21, ignore_eos=True)
     ):
         assert output.rounds == [4] * 5
+
+
+@pytest.mark.parametrize("tree", [dynamic(6, 3, 2), dynamic(8, 4, 3), dynamic(3, 1, 3)], ids=str)
+def test_a_dynamic_tree_is_that_of_a_model_of_these_layers(tree):
+    """Which reads the tokens for itself."""
+    target, small = target_of("llama"), model_of("llama")
+    small.model.layers, small.config.num_hidden_layers = small.model.layers[:2], 2
+    found = []
+    for drafter in (LayerSkip(target, 2), DraftModel(Target(small, name="small"), target)):
+        outputs = Engine(target, drafter, tree, max_batch_size=3).generate(PROMPTS, GREEDY)
+        assert token_ids(outputs) == cut(answers("llama"))
+        found.append([output.rounds for output in outputs])
+    assert found[0] == found[1]
+    assert max(max(rounds) for rounds in found[0]) > min(tree.max_depth, 3)
+
+
+@pytest.mark.parametrize("layers", SETS)
+def test_a_dynamic_tree_of_layers_with_windows(layers):
+    target = target_of("gemma2")
+    engine = Engine(target, LayerSkip(target, layers), dynamic(6, 3, 2), max_batch_size=3, overlap=True)
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("gemma2"))
 
 
 @pytest.mark.parametrize(("tree", "nodes"), [("chain3", 4), ("d2_bf2", 7), ("n8", 9)])
