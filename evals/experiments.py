@@ -120,7 +120,7 @@ def speedups_of(config: StudyConfig, target: Target, questions: list[Question], 
     if config.timed_questions == 0:
         return {"speedups": None, "left_out": []}
     time_all = partial(study_answers.speed, config, runs := timed_runs(config), target, questions, longest)
-    found = once(speed_file(config), study_answers.speed_asked(config, runs), time_all)
+    found = once(speed_file(config), study_answers.speed_asked(config, runs), time_all, study_answers.SPEED)
     if found["left_out"]:
         speed_file(config).unlink()  # measured again the next time
     return {key: found[key] for key in ("speedups", "left_out")}

@@ -24,6 +24,7 @@ from evals.bench.study_runs import draft_of, training_asked
 
 Found = dict[str, Any]
 FIGURES = ("tpc", "acceptance_per_depth", "looping_answers", "answers", "seconds")  # of `answered`
+SPEED = ("speedups", "left_out")  # of `speed`
 
 
 def answers_asked(config: StudyConfig, run: Trained, tree: str) -> Found:

@@ -10,7 +10,7 @@ from typing import Any
 from eagle_train.results import time_in_words
 from evals.bench import statistics
 from evals.bench.study import StudyConfig, Trained
-from evals.bench.study_answers import FIGURES, answers_asked, speed_asked
+from evals.bench.study_answers import FIGURES, SPEED, answers_asked, speed_asked
 from evals.bench.study_runs import draft_of, kept, timing_asked, training_asked
 
 Found = dict[str, Any]
@@ -92,7 +92,7 @@ def are_timed(config: StudyConfig) -> bool:
     """Whether the speed-ups were measured."""
     asked = {name: timing_asked(config, name) for name in config.trainings}
     steps_are_known = all(kept(timing_file(config, name), each) is not None for name, each in asked.items())
-    return steps_are_known and kept(speed_file(config), speed_asked(config, timed_runs(config))) is not None
+    return steps_are_known and kept(speed_file(config), speed_asked(config, timed_runs(config)), SPEED) is not None
 
 
 def forecast(config: StudyConfig, left: list[Trained]) -> str:
