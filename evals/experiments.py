@@ -17,19 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from eagle_train.artifacts.format import check_sizes, read_artifact
 from eagle_train.artifacts.markdown import aligned
 from eagle_train.cli import as_overrides, compose
 from eagle_train.corpus.source import tell_bundled
-from eagle_train.drafts import planned_config
 from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
-from eagle_train.inference import Dispatcher, Requests
+from eagle_train.inference import Requests
 from eagle_train.inference.requests.readable import chats
-from eagle_train.models.draft_quantisation import Quant, misfit
 from eagle_train.models.loading import TargetConfig, load_config, load_target
 from eagle_train.models.target import Target
 from eagle_train.results import prepared
@@ -40,7 +37,7 @@ from evals.bench.questions import Question, read_questions
 from evals.bench.report import loops, write_report
 from evals.bench.requests import check_fit
 from evals.bench.study import StudyConfig
-from evals.bench.study_plan import planned
+from evals.bench.study_plan import check_drafts, planned
 from evals.bench.study_plot import plot
 from evals.bench.study_report import markdown, part_tables, speed_table
 from evals.bench.study_results import (
@@ -124,27 +121,6 @@ def speedups_of(config: StudyConfig, target: Target, questions: list[Question], 
     if found["left_out"]:
         speed_file(config).unlink()  # measured again the next time
     return {key: found[key] for key in ("speedups", "left_out")}
-
-
-def check_drafts(config: StudyConfig, composed: dict[str, DictConfig], hf_config: Any) -> None:
-    """Raise UserError for a tree that is deeper than a variant's draft can propose, and for a draft that has not the
-    shapes which it is to be quantised in. `hf_config`: the target's Hugging Face config."""
-    given = None if config.draft.path is None else read_artifact(config.draft.path)
-    for name, values in composed.items():
-        settings: Any = OmegaConf.to_container(values.draft)
-        shape = planned_config(hf_config, settings) if given is None else given.draft
-        for tree, spec in config.study.trees.items():
-            deepest = Dispatcher(spec).deepest
-            said = f"study.trees.{tree}={spec}: has {deepest} levels, and the drafts of {name} propose {shape.levels}"
-            check(shape.levels is None or deepest <= shape.levels, f"{said}; give fewer, or another draft")
-        quant = config.decoding(name).quant
-        if quant.scheme != "none":
-            own = Quant() if given is None else given.quant
-            said = f"study.decoding.{name}.quant={quant}: "
-            check(own.scheme == "none", f"{said}draft={config.draft.path} is quantised already, {own}")
-            with torch.device("meta"):
-                reason = misfit(shape.module(), quant)
-            check(reason is None, f"{said}{reason}; leave it out with only, or give another draft")
 
 
 if __name__ == "__main__":

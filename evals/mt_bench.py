@@ -16,20 +16,19 @@ from omegaconf import DictConfig
 from eagle_train.errors import check
 from eagle_train.inference.drafters import drafter_name
 from eagle_train.models.draft_quantisation import Quant, quant_of
-from eagle_train.results import json_text
 from eagle_train.settings import build
 from evals.bench import statistics
 from evals.bench.answering import Run, run_in_turn, seeded
 from evals.bench.asked import AskedConfig, prepared
 from evals.bench.config import check_least
 from evals.bench.contexts import by_context
-from evals.bench.draft_report import markdown, summary
+from evals.bench.draft_report import answer_rows, markdown, summary
 from evals.bench.evaluation import evaluation
 from evals.bench.report import plot_acceptance
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
 from evals.bench.stage_clock import StageClock, runs_ahead
-from evals.bench.statistics import NO_DRAFTS, NOTHING_DRAFTED, Answer
+from evals.bench.statistics import NO_DRAFTS, NOTHING_DRAFTED
 from evals.bench.train_serve import train_serve_check
 from evals.bench.trees import check_tree, have_one_depth, tree_names
 
@@ -122,28 +121,6 @@ def stages(run: Run, config: Config) -> dict[str, Any]:
     with clock.running(forwards=False):
         engine.generate([answer.prompt for answer in batch], params)
     return statistics.stages(clock.seconds, clock.runs, 1)
-
-
-def answer_rows(plain: list[Answer], answers: list[Answer]) -> str:
-    """answers.jsonl: a line per turn."""
-    rows = [
-        {
-            "question_id": answer.question.id,
-            "line": answer.question.line,  # of the file: by it, turns and contexts of a question are one
-            "category": answer.question.category,
-            "turn": answer.turn,
-            "answer": answer.output.text,
-            "tokens": answer.output.stats.tokens,
-            "calls": answer.output.stats.calls,
-            "decode_s": sum(answer.output.stats.intervals_s),
-            "plain_tokens": other.output.stats.tokens,
-            "plain_decode_s": sum(other.output.stats.intervals_s),
-            "finish_reason": answer.output.finish_reason,
-            "same_as_plain": answer.output.token_ids == other.output.token_ids,
-        }
-        for answer, other in zip(answers, plain, strict=True)
-    ]
-    return "".join(json_text(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

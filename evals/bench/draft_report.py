@@ -1,4 +1,5 @@
-"""The report on a draft: the summary on the terminal, and the tables of report.md. Knows nothing of engines or models.
+"""The report on a draft: the summary on the terminal, the tables of report.md, and answers.jsonl. Knows nothing of
+engines or models.
 
 `found` is what evals/mt_bench.py writes to results.json.
 """
@@ -6,6 +7,7 @@
 from collections.abc import Sequence
 
 from eagle_train.artifacts.markdown import code, plain
+from eagle_train.results import json_text
 from evals.bench.diagnosis import diagnosis
 from evals.bench.report import (
     BY_DEPTH,
@@ -27,6 +29,7 @@ from evals.bench.report import (
     table,
     with_interval,
 )
+from evals.bench.statistics import Answer
 
 LONGEST_NAME = 60  # characters of a category in a table
 
@@ -151,3 +154,25 @@ def by_stage(found: Found) -> str:
     text = table(["stage, ms a round", "speculative", "plain"], [*rows, ["prefill, ms a batch", *prefill]])
     note = "\n\nOf a separate batch, in which the GPU is waited for around each stage; TTIT is of rounds without waits."
     return text + (note if found["device"] != "cpu" else "")
+
+
+def answer_rows(plain: list[Answer], answers: list[Answer]) -> str:
+    """answers.jsonl: a line per turn."""
+    rows = [
+        {
+            "question_id": answer.question.id,
+            "line": answer.question.line,  # of the file: by it, turns and contexts of a question are one
+            "category": answer.question.category,
+            "turn": answer.turn,
+            "answer": answer.output.text,
+            "tokens": answer.output.stats.tokens,
+            "calls": answer.output.stats.calls,
+            "decode_s": sum(answer.output.stats.intervals_s),
+            "plain_tokens": other.output.stats.tokens,
+            "plain_decode_s": sum(other.output.stats.intervals_s),
+            "finish_reason": answer.output.finish_reason,
+            "same_as_plain": answer.output.token_ids == other.output.token_ids,
+        }
+        for answer, other in zip(answers, plain, strict=True)
+    ]
+    return "".join(json_text(row, ensure_ascii=False) + "\n" for row in rows)

@@ -1,15 +1,23 @@
-"""How long an experiment will take, before it starts: by results that are there, a few steps and a few answers.
+"""What an experiment cannot do, before it starts, and how long it will take: by results that are there, a few steps
+and a few answers.
 
 Knows nothing of what the variants are. DESIGN section 3.8.
 """
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from eagle_train.inference import Engine, Requests
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from eagle_train.artifacts.format import read_artifact
+from eagle_train.drafts import planned_config
+from eagle_train.errors import check
+from eagle_train.inference import Dispatcher, Engine, Requests
+from eagle_train.models.draft_quantisation import Quant, misfit
 from eagle_train.models.target import Target
 from eagle_train.results import time_in_words
 from eagle_train.training.lookahead import DRAWN_AHEAD
@@ -25,6 +33,27 @@ TRIED_STEPS = 2  # of the reference, for the time of a step
 STARTING_S = 15.0  # of a process, until its first step
 
 Found = dict[str, Any]
+
+
+def check_drafts(config: StudyConfig, composed: Mapping[str, DictConfig], hf_config: Any) -> None:
+    """Raise UserError for a tree that is deeper than a variant's draft can propose, and for a draft that has not the
+    shapes which it is to be quantised in. `hf_config`: the target's Hugging Face config."""
+    given = None if config.draft.path is None else read_artifact(config.draft.path)
+    for name, values in composed.items():
+        settings: Any = OmegaConf.to_container(values.draft)
+        shape = planned_config(hf_config, settings) if given is None else given.draft
+        for tree, spec in config.study.trees.items():
+            deepest = Dispatcher(spec).deepest
+            said = f"study.trees.{tree}={spec}: has {deepest} levels, and the drafts of {name} propose {shape.levels}"
+            check(shape.levels is None or deepest <= shape.levels, f"{said}; give fewer, or another draft")
+        quant = config.decoding(name).quant
+        if quant.scheme != "none":
+            own = Quant() if given is None else given.quant
+            said = f"study.decoding.{name}.quant={quant}: "
+            check(own.scheme == "none", f"{said}draft={config.draft.path} is quantised already, {own}")
+            with torch.device("meta"):
+                reason = misfit(shape.module(), quant)
+            check(reason is None, f"{said}{reason}; leave it out with only, or give another draft")
 
 
 def planned(config: StudyConfig, target: Target, questions: list[Question], longest: int) -> str:
