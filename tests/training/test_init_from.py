@@ -246,12 +246,15 @@ def test_a_module_is_put_back_into_its_targets_checkpoint(root, tmp_path, capsys
     with_own_module(root, tmp_path / "target")
     if shards == 2:
         split_in_two(tmp_path / "target")
-    given = for_mtp(root, f"out={tmp_path}/run", f"target={tmp_path}/target")
+    first = "self_fusion" if shards == 2 else "skip"
+    given = for_mtp(root, f"out={tmp_path}/run", f"target={tmp_path}/target", f"draft.first_token={first}")
     assert call(train.main, *given) == 0
     capsys.readouterr()
     out, draft = tmp_path / "new", read_trained(tmp_path / "run")[1]
     arguments = exports(f"checkpoint={tmp_path}/run", f"target={tmp_path}/target", f"out={out}")
     assert call(export.main, *arguments) == 0
+    told = capsys.readouterr().out
+    assert ("note: the target has no slot for the first token" in told) == (shards == 2)
     before, after = (everything(folder) for folder in (tmp_path / "target", out))
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -260,7 +263,7 @@ def test_a_module_is_put_back_into_its_targets_checkpoint(root, tmp_path, capsys
     links = {file.name for file in out.iterdir() if file.is_symlink()}
     copies = {"model-00002-of-00002.safetensors"} if shards == 2 else {"model.safetensors"}
     assert links == {file.name for file in (tmp_path / "target").iterdir()} - copies
-    assert f"but for {', '.join(copies)}, in which" in capsys.readouterr().out
+    assert f"but for {', '.join(copies)}, in which" in told
     again = dict(assembled(*for_mtp(root, f"out={tmp_path}/again", f"target={out}")).named_parameters())
     for name, parameter in draft.named_parameters():
         torch.testing.assert_close(again[name], parameter.to(before["model.layers.3.enorm.weight"].dtype).float())

@@ -60,7 +60,8 @@ def _of_file(path: Path, own: Mapping[str, Any]) -> Mapping[str, Any]:
     check(path.is_file(), f"drafter={path}: no such file")
     folder = str(path.parent.resolve())
     sys.path += [folder] if folder not in sys.path else []  # a module beside the YAML is importable
-    loaded: Any = OmegaConf.load(path)
+    with foreign(f"drafter={path}"):
+        loaded: Any = OmegaConf.load(path)
     check(OmegaConf.is_dict(loaded), f"drafter={path}: must be a mapping, with `_target_`, a dotted name to call")
     described: Any = OmegaConf.merge(loaded, own)
     missing = [f"drafter.{key}" for key in described if OmegaConf.is_missing(described, key)]

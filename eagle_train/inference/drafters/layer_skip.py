@@ -131,9 +131,11 @@ def make_layer_skip(target: Target, draft: Draft | None, layers: Any) -> LayerSk
 def _given_layers(has_draft: bool, layers: Any) -> Any:
     """`layers`, those of the YAML where it names one. Raises UserError."""
     check(not has_draft, "draft: drafter=layer_skip drafts with the target's own layers; leave draft= out")
-    if not isinstance(layers, str):
-        return layers
-    path = layers
+    return _read_layers(layers) if isinstance(layers, str) else layers
+
+
+def _read_layers(path: str) -> Any:
+    """`layers` of a YAML. Raises UserError."""
     check(Path(path).is_file(), f"drafter.layers={path}: no such file; give a number, a list, or a YAML with `layers`")
     try:
         found: Any = OmegaConf.to_container(OmegaConf.load(path))

@@ -49,26 +49,16 @@ def make_retrieval(target: Target, draft: Draft | None, **options: Any) -> Retri
     return _made(target.tokenizer, draft is not None, **options)
 
 
-def _made(
-    tokenizer: Any,
-    has_draft: bool,
-    datastore: str,
-    max_match: int = 16,
-    least_match: int = 2,
-    max_hits: int = 64,
-    depth: int = 10,
-) -> Retrieval:
+def _made(tokenizer: Any, has_draft: bool, datastore: str, **options: Any) -> Retrieval:
     check(not has_draft, "drafter=retrieval: reads no draft; leave draft= out")
     vocabulary = None if tokenizer is None else tokenizer.get_vocab()  # without one, ids are trusted
     store = Datastore.open(datastore, vocabulary, "drafter.datastore")
-    for name, value, most in (
-        ("max_match", max_match, store.header.order),
-        ("least_match", least_match, max_match),
-        ("max_hits", max_hits, None),
-        ("depth", depth, None),
-    ):
+    drafter = Retrieval(store, **options)
+    limits = {"max_match": store.header.order, "least_match": drafter.max_match, "max_hits": None, "depth": None}
+    for name, most in limits.items():
+        value = getattr(drafter, name)
         whole = isinstance(value, int) and not isinstance(value, bool)
         sound = whole and value >= 1 and (most is None or value <= most)
         right = "at least 1" if most is None else f"from 1 to {most}"
         check(sound, f"drafter.{name}={value}: must be a whole number, {right}")
-    return Retrieval(store, max_match, least_match, max_hits, depth)
+    return drafter

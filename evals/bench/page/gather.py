@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from eagle_train.errors import UserError, check, one_line
+from eagle_train.errors import UserError, check, foreign, one_line
 from eagle_train.results import redact
 
 _LOG = logging.getLogger(__name__)
@@ -111,7 +111,8 @@ def _training(path: Path) -> Source:
     lines = path.read_bytes().splitlines(keepends=True)
     records = [json_of(line, path) for line in lines if line.endswith(b"\n")]
     beside = path.with_name("config.yaml")
-    config = redact(OmegaConf.to_container(OmegaConf.load(beside))) if beside.is_file() else {}
+    with foreign(f"{beside}"):
+        config = redact(OmegaConf.to_container(OmegaConf.load(beside))) if beside.is_file() else {}
     return Source(path.as_posix(), TRAINING, {"records": records, "config": config})
 
 

@@ -156,6 +156,7 @@ def test_an_alignment_that_the_drafter_does_not_read_is_one_line(target, recipe,
     [
         ("x: 1", "drafter: must have `_target_`"),
         ("- x", "drafter="),
+        ("_target_: [", "drafter="),
         ("_target_: builtins.dict", "drafter builtins.dict: no signature found"),
         ("_target_: nothing", "drafter nothing: must be a dotted name"),
         ("_target_: no_drafter.nothing", "drafter no_drafter.nothing: No module named 'no_drafter'"),
