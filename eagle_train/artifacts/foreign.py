@@ -19,12 +19,15 @@ from eagle_train.artifacts.foreign_eagle3 import OF_EAGLE3, eagle3_config, eagle
 from eagle_train.artifacts.foreign_medusa import has_medusa_heads, load_medusa
 from eagle_train.artifacts.tensors import load_tensors
 from eagle_train.drafts import Draft, Eagle3Draft, EagleConfig, EagleDraft
+from eagle_train.drafts.layouts import TOKEN_MAP
+from eagle_train.drafts.rope import without_sections
 from eagle_train.errors import UserError, check, foreign, one_line, shown
 from eagle_train.models.directory import read_mapping
 from eagle_train.models.target import Target
 
 _PICKLES = "pytorch_model*.bin"  # of EAGLE's repository, from before safetensors
 _PREFIX = re.compile(r"^(module\.)?(model\.)?")  # that DDP and whole models put before tensor names
+_NUMBERED = re.compile(r"^midlayer\.(?=\d)")  # TensorRT-LLM's names of several layers
 _INDEX = "model.safetensors.index.json"
 _EAGLE3 = ("hidden_norm", "d2t", "t2d")
 _NESTED = ("model", "text_config", "transformer_layer_config")  # keys of vLLM's, multimodal and speculators' configs
@@ -61,6 +64,7 @@ def load_foreign(directory: Path, target: Target) -> Draft:
         "quantization_config" not in values,
         f"checkpoint={directory}: is quantised; give the unquantised draft",
     )
+    tensors = _without_zero_biases(tensors)
     if any(mark in name for name in tensors for mark in _EAGLE3):
         return _eagle3(directory, values, tensors, target)
     for key in _PARTIAL_VOCAB:
@@ -79,9 +83,8 @@ def load_foreign(directory: Path, target: Target) -> Draft:
     )
     for name, what in _SHARED.items():
         refuse_other(name, what, tensors.pop(name, None), target, directory)
-    tensors = _without_zero_biases(tensors)
     try:
-        draft = EagleDraft(_shape_of(values, tensors, target))
+        draft = EagleDraft(_shape_of(values, tensors, target, _token_map(directory)))
     except UserError as error:
         raise UserError(f"checkpoint={directory}: config.json: {error}") from error
     load_tensors(draft, tensors, f"checkpoint={directory}")
@@ -112,7 +115,7 @@ def _check_target(llama: LlamaConfig, target: Target) -> None:
 
 def _common_name(name: str) -> str:
     """A tensor's name in the common layout, without prefixes."""
-    name = _PREFIX.sub("", name)
+    name = _NUMBERED.sub("layers.", _PREFIX.sub("", name))
     theirs = next((begin for begin in _RENAMED if name.startswith(begin)), None)
     return name if theirs is None else _RENAMED[theirs] + name.removeprefix(theirs)
 
@@ -169,6 +172,20 @@ def _read_files(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
+def _token_map(directory: Path) -> list[int] | None:
+    """The tokens that SGLang is told to propose, where such a file lies beside the draft; None: all."""
+    path = directory / TOKEN_MAP
+    if not path.is_file():
+        return None
+    try:
+        tokens = torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # a damaged pickle may raise anything
+        raise UserError(f"checkpoint={directory}: {TOKEN_MAP} cannot be read: {one_line(error)}") from error
+    is_list = tokens.ndim == 1 and len(tokens) > 0 and not tokens.is_floating_point()
+    check(is_list, f"checkpoint={directory}: {TOKEN_MAP} has {list(tokens.shape)} numbers; it must be a list of tokens")
+    return tokens.long().unique().tolist()
+
+
 def refuse_other(name: str, what: str, found: torch.Tensor | None, target: Target, directory: Path) -> None:
     """Raise UserError for a file whose embedding or LM head differs from the target's: it is for another target."""
     if found is None:
@@ -181,7 +198,9 @@ def refuse_other(name: str, what: str, found: torch.Tensor | None, target: Targe
     check(same, f"checkpoint={directory}: its {name} is not the {what} of {target.name}; give the draft's own target")
 
 
-def _shape_of(values: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target) -> EagleConfig:
+def _shape_of(
+    values: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target, vocabulary: list[int] | None
+) -> EagleConfig:
     """The draft's config: from a Llama-like config.json, and norms and biases from the tensors."""
     llama = _llama_of(values)
     _check_target(llama, target)
@@ -197,6 +216,8 @@ def _shape_of(values: dict[str, Any], tensors: dict[str, torch.Tensor], target: 
         norms="full" if "norm.weight" in tensors else "eagle1",
         first_token="skip",
         fc_bias="fc.bias" in tensors,
+        vocab_size=None if vocabulary is None else len(vocabulary),
+        vocabulary=vocabulary,
         **biases,
     )
 
@@ -216,9 +237,10 @@ def _llama_of(values: dict[str, Any]) -> LlamaConfig:
     check(heads % keys == 0, f"num_key_value_heads is {keys}, and must divide num_attention_heads, {heads}")
     even = values.get("head_dim", width // heads)
     check(even % 2 == 0, f"head_dim is {even}, and must be even, for rotary positions")
+    known = {key: values[key] for key in (*_COUNTS, *_NUMBERS) if key in values}
     for key in _ROPE:
-        _check_rope(key, values.get(key, {}))
-    known = {key: values[key] for key in (*_COUNTS, *_NUMBERS, *_ROPE) if key in values}
+        if key in values:
+            known[key] = _sound_rope(key, values[key])
     with foreign(" and ".join(f"{key} {shown(known[key])}" for key in _ROPE if key in known) or "its values"):
         return LlamaConfig.from_dict(known)
 
@@ -227,15 +249,18 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _check_rope(key: str, rope: Any) -> None:
-    check(isinstance(rope, dict), f"{key} is {shown(rope)}, and must be a mapping")
-    kind, kinds = rope.get("rope_type", rope.get("type", "default")), ("default", *ROPE_INIT_FUNCTIONS)
+def _sound_rope(key: str, given: Any) -> dict[str, Any]:
+    """Rotary settings as they concern a text. Raises UserError for invalid ones."""
+    check(isinstance(given, dict), f"{key} is {shown(given)}, and must be a mapping")
+    rope = without_sections(given)
+    kind, kinds = rope.get("rope_type", "default"), ("default", *ROPE_INIT_FUNCTIONS)
     check(kind in kinds, f"{key} is of type {shown(kind)}, and must be one of {', '.join(kinds)}")
     missing = [name for name in _OF_ROPE.get(kind, ()) if name not in rope]
     check(not missing, f"{key} {shown(rope)} has no {', '.join(missing)}")
     for name, value in rope.items():
-        right = name in ("rope_type", "type") or isinstance(value, bool | list | None) or _is_positive(value)
+        right = name == "rope_type" or isinstance(value, bool | list | None) or _is_positive(value)
         check(right, f"{key}.{name} is {shown(value)}, and must be a number above 0")
+    return rope
 
 
 def _layers_of(tensors: dict[str, torch.Tensor]) -> set[int]:

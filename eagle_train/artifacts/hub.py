@@ -4,9 +4,10 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 
+from eagle_train.drafts.layouts import TOKEN_MAP
 from eagle_train.errors import UserError, one_line
 
-_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "medusa_lm_head.pt"]
+_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "medusa_lm_head.pt", TOKEN_MAP]
 
 
 def fetch(name: str) -> Path:

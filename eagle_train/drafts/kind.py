@@ -18,7 +18,7 @@ from torch import nn
 
 from eagle_train.drafts.layouts import Layout
 from eagle_train.drafts.losses import Lesson, LossSums
-from eagle_train.drafts.rope import rope_parameters_of
+from eagle_train.drafts.rope import ROPE_KEYS, check_rotary, with_scale
 from eagle_train.errors import check
 from eagle_train.models.layers import Attention, rule_of_layer
 from eagle_train.models.shapes import heads_of, widest
@@ -124,6 +124,8 @@ class DraftConfig:
         check(size is None or size >= 1, f"draft.vocab_size={size}: must be null or at least 1")
         whole = tokens is None or (len(tokens) == size and tokens == sorted(set(tokens)))
         check(whole, f"draft.vocabulary: must be {size} different token ids in ascending order")
+        strange = next((key for key in self.rope_parameters if key not in ROPE_KEYS), None)
+        check(strange is None, f"draft.rope_parameters.{strange}: must be one of {', '.join(ROPE_KEYS)}")
         self.check_choice("first_token", "self_fusion", "skip")
         check(self.window is None or self.window >= 1, f"draft.window={self.window}: must be null or at least 1")
         even = self.head_dim % 2 == 0
@@ -140,11 +142,12 @@ class DraftConfig:
         """The draft for a target with this Hugging Face config; an override that is None is left to the target. A
         vocabulary of all its tokens is its own, which engines load without a map."""
         text = target_config.get_text_config()
-        kind = f"target of type {text.model_type}: its config has no"
-        rope = rope_parameters_of(text)
-        check("rope_theta" in rope, f"{kind} rope_parameters; a draft needs a Llama-like target")
+        rope = check_rotary(target_config)
         inner = overrides.get("intermediate_size") or widest(getattr(text, "intermediate_size", None))
-        check(inner is not None, f"{kind} intermediate_size; give draft.intermediate_size")
+        check(
+            inner is not None,
+            f"target of type {text.model_type}: its config has no intermediate_size; give draft.intermediate_size",
+        )
         width = overrides.get("hidden_size") or text.hidden_size
         check(width == text.hidden_size, f"draft.hidden_size={width}: must be the target's, {text.hidden_size}")
         size = overrides.get("vocab_size") or 0
@@ -166,6 +169,8 @@ class DraftConfig:
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-5,
         }
         given = {key: value for key, value in overrides.items() if value is not None}
+        if "rope_parameters" in given:
+            given["rope_parameters"] = with_scale(given["rope_parameters"])
         if size == text.vocab_size:
             given = {key: value for key, value in given.items() if key not in ("vocab_size", "vocabulary")}
         return build(cls, sizes | cls.of_target(text, given) | given, "draft")

@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from eagle_train.artifacts.format import check_sizes, load_draft, read_artifact
-from eagle_train.drafts import Draft, DraftConfig
+from eagle_train.drafts import Draft
+from eagle_train.drafts.rope import check_rotary
 from eagle_train.errors import OptionError, check, shown
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
@@ -83,7 +84,7 @@ def build_parts(
     drafters = _drafters(target, draft, config.draft_lm_head)
     target.join_products()
     optimize_for_decoding(target.model, target.dtype, [target.lm_head.weight])
-    DraftConfig.from_target(target.config, num_layers=1)  # raises for a target without rotary positions
+    check_rotary(target.config)
     tree = tree if drafters else chain(0)
     runner = Runner(target, drafters, config, acceptance)
     levels = runner.drafters.levels

@@ -115,7 +115,8 @@ def _rope_frequencies(config: LayerShape) -> tuple[torch.Tensor, float]:
         num_attention_heads=config.num_heads,
         head_dim=config.head_dim,
         max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(rope),
+        # What engines alone read stands under another name as well (drafts/rope.py).
+        rope_parameters={key: value for key, value in rope.items() if key not in ("short_mscale", "long_mscale")},
     )
     with torch.device("cpu"):  # also where a draft is built without memory for its weights
         return ROPE_INIT_FUNCTIONS[rope_type](llama, torch.device("cpu"))

@@ -243,7 +243,7 @@ def _is_plain_norm(module: Any) -> bool:
     weight = getattr(module, "weight", None)
     if isinstance(module, FastNorm) or not hasattr(module, "variance_epsilon") or type(weight) is not nn.Parameter:
         return False
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.ndim != 1:  # Cohere: one for each head
         return False
     if len(signature(module.forward).parameters) != 1:  # it takes a gate beside x
         return False

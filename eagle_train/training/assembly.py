@@ -61,7 +61,7 @@ from eagle_train.training.trainer import Trainer
 
 _LOG = logging.getLogger(__name__)
 _UNSEEN = "the first rows were not looked at, and the run may refuse them"  # by a plan
-_INIT_FROM, _TARGET_QUANT = "train.init_from", "train.target_quant"
+_INIT_FROM, _TARGET_QUANT, _POSITIONS = "train.init_from", "train.target_quant", "max_position_embeddings"
 
 
 def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE) -> Trainer:
@@ -108,7 +108,10 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     shape = _draft_shape(config.draft, target)  # raises before any data are read
     if train.target_quant == "fp8" and isinstance(target, Target):
         round_target(target, world)
-    given = None if train.init_from in (None, OF_TARGET) else _given_draft(str(train.init_from), shape, target)
+    own_length = config.draft.get(_POSITIONS) is None
+    given = None
+    if train.init_from not in (None, OF_TARGET):
+        given = _given_draft(str(train.init_from), shape, target, own_length)
 
     stream = Stream(data, renderer, train.micro_batch_rows, world)
     if given is None and shape.vocab_size:
@@ -385,16 +388,21 @@ def _begun(shape: DraftConfig, seed: int, train: TrainConfig, target: TargetEnds
     return draft
 
 
-def _given_draft(directory: str, shape: DraftConfig, target: TargetEnds) -> Draft:
+def _given_draft(directory: str, shape: DraftConfig, target: TargetEnds, own_length: bool = False) -> Draft:
     """The draft of an artifact, whose config must be the one that the group `draft` describes.
 
+    `own_length`: but for its longest context: the angles of an imported draft may hang on one that is not the target's.
     Raises UserError where it is not, saying what to give, or where the draft was made for another target.
     """
     draft = load_draft(directory, target.identity, _INIT_FROM)
+    if own_length:
+        shape = dataclasses.replace(shape, **{_POSITIONS: draft.config.max_position_embeddings})
     ours, theirs = shape.saved(), draft.config.saved()
     names = ours if shape.kind == draft.config.kind else ["kind"]
     other = [name for name in names if name not in shape.may_differ and ours[name] != theirs[name]]
-    said, needed = (" ".join(_override(name, values[name]) for name in other) for values in (ours, theirs))
+    said, needed = (
+        " ".join(_override(name, values[name]) for name in other) for values in (ours, theirs | {_POSITIONS: None})
+    )
     check(not other, f"{said}: not as {_INIT_FROM}={directory} has it; give {needed}")
     return draft.fitted(shape)
 
