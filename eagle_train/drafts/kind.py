@@ -18,7 +18,7 @@ from torch import nn
 
 from eagle_train.drafts.layouts import Layout
 from eagle_train.drafts.losses import Lesson, LossSums
-from eagle_train.drafts.rope import ROPE_KEYS, check_rotary, with_scale
+from eagle_train.drafts.rope import as_served, check_keys, check_rotary
 from eagle_train.errors import check
 from eagle_train.models.layers import Attention, rule_of_layer
 from eagle_train.models.shapes import heads_of, widest
@@ -124,8 +124,7 @@ class DraftConfig:
         check(size is None or size >= 1, f"draft.vocab_size={size}: must be null or at least 1")
         whole = tokens is None or (len(tokens) == size and tokens == sorted(set(tokens)))
         check(whole, f"draft.vocabulary: must be {size} different token ids in ascending order")
-        strange = next((key for key in self.rope_parameters if key not in ROPE_KEYS), None)
-        check(strange is None, f"draft.rope_parameters.{strange}: must be one of {', '.join(ROPE_KEYS)}")
+        check_keys(self.rope_parameters)
         self.check_choice("first_token", "self_fusion", "skip")
         check(self.window is None or self.window >= 1, f"draft.window={self.window}: must be null or at least 1")
         even = self.head_dim % 2 == 0
@@ -169,8 +168,9 @@ class DraftConfig:
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-5,
         }
         given = {key: value for key, value in overrides.items() if value is not None}
-        if "rope_parameters" in given:
-            given["rope_parameters"] = with_scale(given["rope_parameters"])
+        if own := given.get("rope_parameters"):
+            check_keys(own)
+            given["rope_parameters"] = as_served(own, given.get("head_dim", heads.width))
         if size == text.vocab_size:
             given = {key: value for key, value in given.items() if key not in ("vocab_size", "vocabulary")}
         return build(cls, sizes | cls.of_target(text, given) | given, "draft")

@@ -4,6 +4,7 @@ The draft's frequencies are computed by transformers' rules (models/layers.py), 
 only one of the two reads, a draft would be served with other angles than it was trained with.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,14 +51,36 @@ def rope_parameters_of(text: Any) -> dict[str, Any]:
     by_type = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
     if by_type:
         parameters = dict(by_type.get("full_attention") or next(iter(by_type.values())))
-    parameters = without_sections(parameters)
-    if parameters.get("rope_type") == "dynamic" and parameters.get("alpha"):  # HunYuan: a larger base, at any length
-        width = int(heads_of(text).width * parameters.get("partial_rotary_factor", 1.0))
-        base = parameters["rope_theta"] * parameters["alpha"] ** (width / (width - 2))
-        parameters = parameters | {"rope_type": "default", "rope_theta": base, "factor": None}
+    return as_served(without_sections(parameters), heads_of(text).width)
+
+
+def check_keys(parameters: Mapping[str, Any]) -> None:
+    """Raise UserError for a rotary setting of a draft that is none of `ROPE_KEYS`."""
+    strange = next((key for key in parameters if key not in ROPE_KEYS), None)
+    check(strange is None, f"draft.rope_parameters.{strange}: must be one of {', '.join(ROPE_KEYS)}")
+
+
+def as_served(parameters: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Rotary settings in the terms in which engines compute the same frequencies from them, for heads so wide; other
+    keys than `ROPE_KEYS` are dropped. Checked against vLLM 0.32's own, for each type."""
+    changes: dict[str, Any] = {}
+    kind = parameters.get("rope_type")
+    if kind == "dynamic":
+        # In its context a target's plain frequencies; vLLM takes those of the longest text, whatever a text's length.
+        changes = {"rope_type": "default", "factor": None}
+        if alpha := parameters.get("alpha"):  # HunYuan: a larger base, at any length
+            width = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+            changes["rope_theta"] = parameters["rope_theta"] * alpha ** (width / (width - 2))
+    elif kind == "longrope":
+        changes = _scale_of_longrope(parameters)
+    elif kind == "proportional":  # engines have no factor here
+        changes = {"factor": None}
     # JSON and dataclass round trips keep plain values only
-    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in parameters.items()}
-    return with_scale({key: value for key, value in plain.items() if key in ROPE_KEYS and value is not None})
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in {**parameters, **changes}.items()
+        if key in ROPE_KEYS and value is not None
+    }
 
 
 def without_sections(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,11 +91,14 @@ def without_sections(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return named if kind is None else named | {"rope_type": "default" if kind == "mrope" else kind}
 
 
-def with_scale(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings whose factor on cos and sin, where longrope has one of its own, stands under both of its names:
-    transformers reads `attention_factor`, Phi-3.5-MoE and serving engines the two others."""
-    scale = parameters.get("short_mscale") or parameters.get("attention_factor")
-    if parameters.get("rope_type") != "longrope" or scale is None:
-        return dict(parameters)
+def _scale_of_longrope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The factor on cos and sin under both of its names: transformers reads `attention_factor` or `factor`,
+    Phi-3.5-MoE and engines the two others. Empty where it follows from the lengths."""
+    scale, factor = parameters.get("short_mscale") or parameters.get("attention_factor"), parameters.get("factor")
+    if scale is None and factor is not None:
+        length = parameters["original_max_position_embeddings"]
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
+    if scale is None:
+        return {}
     long = parameters.get("long_mscale") or scale
-    return {**parameters, "attention_factor": scale, "short_mscale": scale, "long_mscale": long}
+    return {"attention_factor": scale, "short_mscale": scale, "long_mscale": long}

@@ -396,7 +396,7 @@ def _given_draft(directory: str, shape: DraftConfig, target: TargetEnds, own_len
     """
     draft = load_draft(directory, target.identity, _INIT_FROM)
     if own_length:
-        shape = dataclasses.replace(shape, **{_POSITIONS: draft.config.max_position_embeddings})
+        shape = dataclasses.replace(shape, max_position_embeddings=draft.config.max_position_embeddings)
     ours, theirs = shape.saved(), draft.config.saved()
     names = ours if shape.kind == draft.config.kind else ["kind"]
     other = [name for name in names if name not in shape.may_differ and ours[name] != theirs[name]]
