@@ -60,7 +60,7 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], hub_id: str | Non
         "## Serve it",
         serve,
         *(f"`{place}` stands for {what}." for place, what in stands_for.items() if place in serve),
-        *([f"Note: {caveat(about)}."] if caveat(about) else []),
+        *(f"Note: {each}." for each in caveats(about)),
         "## What it is worth",
         _worth(about.evaluations, read),
         "## What it was made for",
@@ -95,16 +95,24 @@ def _is_hub(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
-def caveat(about: Artifact) -> str | None:
-    """What a draft loses in an engine without the first token's slot, if it was trained with one; else None."""
-    trained = about.training.get("first_token", about.draft.first_token)
-    if trained == about.draft.first_token:
-        return None
-    return (
-        "serving engines begin the draft at the second token, and this one was trained with a slot for the first "
-        f"(draft.first_token={trained}), so they accept fewer tokens than our own engine; train with "
-        "draft.first_token=skip, or continue some steps from this draft (train.init_from)"
-    )
+def caveats(about: Artifact) -> list[str]:
+    """What a draft loses in serving engines, if anything: without the first token's slot, where it was trained with
+    one, and by frequencies that change with the longest context."""
+    trained, found = about.training.get("first_token", about.draft.first_token), []
+    if trained != about.draft.first_token:
+        found.append(
+            "serving engines begin the draft at the second token, and this one was trained with a slot for the first "
+            f"(draft.first_token={trained}), so they accept fewer tokens than our own engine; train with "
+            "draft.first_token=skip, or continue some steps from this draft (train.init_from)"
+        )
+    rope, own = about.draft.rope_parameters, layout_of(about.layout, about.draft)
+    if rope.get("rope_type") == "longrope" and own is not None and own.vllm and not about.draft.at_once:
+        length = rope["original_max_position_embeddings"]
+        found.append(
+            f"where vLLM may serve more than {length} tokens, it takes longrope's factors for long texts at every "
+            f"length, and this draft was trained with those for short ones; serve with --max-model-len {length} or less"
+        )
+    return found
 
 
 def _front_matter(about: Artifact) -> str:

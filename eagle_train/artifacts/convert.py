@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from eagle_train.artifacts.calibrate import calibrated
-from eagle_train.artifacts.card import card, caveat, read_evaluations
+from eagle_train.artifacts.card import card, caveats, read_evaluations
 from eagle_train.artifacts.format import DTYPES, ROUNDINGS, Artifact, fingerprint, write_artifact
 from eagle_train.artifacts.layouts import LAYOUTS, check_runs, layout_of, not_in_target
 from eagle_train.artifacts.license import check_license, license_of_target
@@ -108,11 +108,10 @@ def convert(
 
     write_artifact(about, draft, out, text, check_written, _repeated(about, target))
     precision = about.dtype if about.quant.scheme == "none" else f"{about.quant}, {about.rounding}"
-    lost = caveat(about)
     return [
         f"{source.place} -> {out} ({about.layout}, {precision}, for {about.target.name})",
         f"read back: all tensors are equal; outputs on a sample are {errors[0]:.1%} off the draft's in {about.dtype}",
-        *([f"note: {lost}"] if lost else []),
+        *(f"note: {each}" for each in caveats(about)),
     ]
 
 
