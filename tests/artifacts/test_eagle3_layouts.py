@@ -1,8 +1,10 @@
 """EAGLE-3 drafts as vLLM, SGLang and speculators have them: written, replayed by the engines' rules, and read again."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -223,6 +225,40 @@ def test_ids_of_sglang_alone_are_one_lower_and_rows_may_be_in_any_order(target, 
     loaded = load_foreign(out, target)
     assert loaded.config.layers == [2, 4, 5]
     assert same_draft(loaded, draft)
+
+
+def of_others(target, place: Path, change: Callable[[dict, dict], Any], **kind: Any) -> Path:
+    """An export for vLLM as others write theirs; `change`: of its config.json and its tensors."""
+    out = exported(target, a_draft(target, **kind), place, "vllm")
+    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    del config["eagle_train"]
+    change(config, tensors)
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
+def add_zero_biases(config: dict, tensors: dict) -> None:
+    tensors["midlayer.self_attn.q_proj.bias"] = torch.zeros(128)
+    tensors["fc.bias"] = torch.zeros(128)
+
+
+def name_sections(config: dict, tensors: dict) -> None:
+    del config["rope_parameters"]
+    config["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+
+
+def number_layers(config: dict, tensors: dict) -> None:
+    """As TensorRT-LLM does."""
+    for name in list(tensors):
+        place = name.replace("midlayer.", "midlayer.0.").replace("layers.1.", "midlayer.1.")
+        tensors[place] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("change", [add_zero_biases, name_sections, number_layers])
+def test_what_computes_the_same_is_read_the_same(target, tmp_path, change):
+    draft = a_draft(target, num_layers=2)
+    assert same_draft(load_foreign(of_others(target, tmp_path / "out", change, num_layers=2), target), draft)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,16 @@ def test_a_healthy_export_raises_no_alarm(tmp_path, name, layout):
     assert found.figures["tokens_per_call_as_trained"] == pytest.approx(found.figures["tokens_per_call"], abs=0.05)
 
 
+def test_an_export_whose_vocabulary_lies_beside_it_raises_no_alarm(tmp_path):
+    """SGLang's; without the file SGLang proposes all tokens."""
+    few = list(range(2, 90))
+    native(tmp_path / "few", "eagle", as_it_is, vocab_size=len(few), vocabulary=few)
+    out = exported(tmp_path / "out", str(tmp_path / "few"), "sglang")
+    assert causes(examined(out)) == []
+    (out / "token_map.pt").unlink()
+    assert causes(examined(out)) == ["vocabulary"]
+
+
 # --- in a draft alone: a change of the convention gains
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import AutoModelForCausalLM, CohereConfig
 
 from eagle_train.errors import UserError
 from eagle_train.models.family import skeleton
@@ -28,7 +29,7 @@ from eagle_train.ops.linear import Fp8Linear, FrozenFp8Linear, Int4Linear, Linea
 from eagle_train.ops.norm import FastNorm
 from evals.bench.baselines import stock_model
 from tests.support.packed_rows import packed_and_alone
-from tests.support.tiny import FAMILIES, LAYERED, shared_target, tiny_draft, tiny_model, tiny_target
+from tests.support.tiny import FAMILIES, LAYERED, SIZES, shared_target, tiny_draft, tiny_model, tiny_target
 
 EPS = 1e-2  # large enough to be seen
 
@@ -39,6 +40,15 @@ def classes_of(model: nn.Module) -> list[type]:
 
 def logits_of(model: nn.Module) -> torch.Tensor:
     return model(input_ids=torch.arange(9)[None], use_cache=False).logits
+
+
+def test_a_norm_of_each_head_is_none_of_ours() -> None:
+    """Command R+'s: its weight has two axes."""
+    config = CohereConfig(**SIZES, use_qk_norm=True)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    logits = logits_of(model)
+    optimize_for_decoding(model, torch.float32)
+    torch.testing.assert_close(logits_of(model), logits)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama4"])
