@@ -47,7 +47,7 @@ def test_a_norm_of_each_head_is_none_of_ours() -> None:
     config = CohereConfig(**SIZES, use_qk_norm=True)
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     logits = logits_of(model)
-    optimize_for_decoding(model, torch.float32)
+    use_fast_modules(model)
     torch.testing.assert_close(logits_of(model), logits)
 
 
