@@ -198,7 +198,8 @@ class Runner:
             if self.graphs is not None and key is not None:
                 drafted = self._proposed(inputs, self.graphs.propose(key, inputs), checks=True)
             else:
-                drafted = self.drafters.propose(round, inputs.seats)
+                # A graph is of a form of trees; with several drafters those that differ by row are recorded.
+                drafted = self.drafters.propose(round, inputs.seats, by_row=self.graphs is not None)
             if self.ranks.size > 1 and guidance is not None:
                 guidance.reset()  # it has this rank's drafts, which may differ from rank 0's by rounding
             return drafted
@@ -253,7 +254,8 @@ class Runner:
             # A rank's share of the logits is one of the padded batch, which the host does not divide.
             if self.graphs is None or key is None or (self.ranks.divided and not ends_recorded):
                 if (computed := self._computed(drafted)) is not None:
-                    given = (self.cache, inputs.prefix, inputs.plan, drafted.tokens, self.ranks)
+                    plan = drafted.parts[0].round.plan  # the drafter's own, where the engine has several
+                    given = (self.cache, inputs.prefix, plan, drafted.tokens, self.ranks)
                     return Validated(*validate_rest(self.target, computed, *given))
                 return self.forward(inputs.prefix, drafted.tree, drafted.tokens)
             validated = self.graphs.validate(key, inputs, drafted.tokens, drafted.tree)

@@ -160,16 +160,23 @@ class Drafters:
             _asked(self.by_name[name], rows, ask, reasons)
         return self._agreed_reasons(reasons, seats)
 
-    def propose(self, round: DraftRound, seats: Seats) -> Proposed:
-        """The drafts of all rows. `round.choice` is for a batch of one drafter; parts of one are drafted greedily."""
+    def propose(self, round: DraftRound, seats: Seats, by_row: bool = False) -> Proposed:
+        """The drafts of all rows. `round.choice` is for a batch of one drafter; parts of one are drafted greedily.
+
+        A plan of the root alone is for drafters with caches, which read what is pending; others are not asked.
+        `by_row`: where plans leave the tree open, trees are `RowTrees`, whichever drafters take part.
+        """
         parts, wrong, reasons = list[Part](), list[tuple[list[int] | None, torch.Tensor]](), dict[int, str]()
+        only_reads = round.plan.tree.num_nodes == 1
         for name, rows in _grouped(seats).items():
+            if only_reads and not self.by_name[name].caches:
+                continue
             for part, bad in _asked(self.by_name[name], rows, partial(self._ask, name, round, len(seats)), reasons):
                 parts.append(part)
                 at = range(len(seats)) if part.rows is None else part.rows
                 reasons |= {at[row]: reason for row, reason in part.drafted.faults.items()}
                 wrong += [] if bad is None else [(part.rows, bad)]
-        drafts = self._agreed(*self._merged(round, parts))
+        drafts = self._agreed(*self._merged(round, parts, by_row))
         return Proposed(*drafts, parts, self._wrong(round, wrong, reasons), reasons)
 
     def rewind(self, parts: list[Part], outcome: Outcome) -> tuple[Pending, list[int], dict[int, str]]:
@@ -232,11 +239,14 @@ class Drafters:
         pending = replace(own.pending, hidden=self._states(name, own.pending.hidden))
         return replace(own, plan=round.plan.of(name), pending=pending, choice=Choice())
 
-    def _merged(self, round: DraftRound, parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor | None, AnyTree]:
+    def _merged(
+        self, round: DraftRound, parts: list[Part], by_row: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, AnyTree]:
         """Tokens, q and tree of all rows. Rows without a part repeat the pending token, in a tree of the root alone
         where trees differ by row."""
         trees = [_tree_of(part) for part in parts]
-        if len(parts) == 1 and parts[0].rows is None and (self._ranks.group is None or not self.varies):
+        is_free = not self.varies or (self._ranks.group is None and not (by_row and isinstance(trees[0], Tree)))
+        if len(parts) == 1 and parts[0].rows is None and is_free:
             return parts[0].drafted.tokens, parts[0].drafted.q, trees[0]
         last = round.pending.last
         if not self.varies:
