@@ -4,16 +4,18 @@ import pytest
 import torch
 
 from eagle_train.errors import OptionError, UserError
-from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference import Engine, LayerSkip, SamplingParams
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.row_trees import OpenTree, RowChains, RowTrees, mended
 from eagle_train.inference.decode.tree import Tree, full
 from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, Outcome, Pending
 from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.inference.drafters.lookahead import Lookahead, LookaheadOptions
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
-from tests.support.inside import inside, scheduler_of
+from tests.support.graph_recorder import recorded
+from tests.support.inside import inside, runner_of, scheduler_of
 from tests.support.oracle import Oracle
 from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, answers, cut, token_ids
 from tests.support.tiny import random_tokens, shared_target, tiny_draft
@@ -122,6 +124,40 @@ def test_requests_of_one_batch_with_drafters_of_their_own(family, options):
         drafter = None if name == "none" else mixed(family)[name or "eagle"]
         alone = Engine(shared_target(family), drafter, "d2_bf2").generate([prompt], GREEDY)[0]
         assert output.rounds == alone.rounds
+
+
+@pytest.mark.parametrize("tree", ["chain3", "d2_bf2"])
+def test_a_drafter_is_the_same_among_others_that_take_no_part(tree):
+    """Layer skipping goes on from what it computed, by its own plan."""
+    target = shared_target("llama")
+    among = Engine(target, {"skip": LayerSkip(target, 2), "oracle": Oracle(answers("llama"))}, tree)
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, drafter="skip")
+    found, alone = among.generate(PROMPTS, params), Engine(target, LayerSkip(target, 2), tree).generate(PROMPTS, GREEDY)
+    assert [(o.token_ids, o.rounds) for o in found] == [(o.token_ids, o.rounds) for o in alone]
+
+
+def test_in_plain_rounds_drafters_without_caches_are_not_asked():
+    """After 32 of them the caches of the others are brought up to date, by a plan of the root alone."""
+    target = shared_target("llama")
+    drafters = {"eagle": Eagle(tiny_draft(target), target), "lookahead": Lookahead(LookaheadOptions(3, 3, 2))}
+    engine = Engine(target, drafters, {2: {"parents": [-1]}, 16: "chain3"})
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, drafter=name) for name in drafters]
+    plain = Engine(target).generate(PROMPTS[:2], SamplingParams(max_tokens=40, ignore_eos=True))
+    assert token_ids(engine.generate(PROMPTS[:2], params)) == token_ids(plain)
+
+
+@pytest.mark.parametrize("tree", ["chain3", "d2_bf2"])
+@pytest.mark.parametrize("names", [("eagle", "eagle"), ("eagle", "oracle"), ("oracle", "oracle"), ("none", "none")])
+def test_each_batch_of_several_drafters_has_its_graph(tree, names):
+    target = shared_target("llama")
+    drafters = {"eagle": Eagle(tiny_draft(target), target), "oracle": Oracle(answers("llama"))}
+    engine = recorded(Engine(target, drafters, tree, max_batch_size=2, kv_tokens=20 * BLOCK))
+    keys, graphs = [], runner_of(engine).graphs
+    graphs.validation_key = lambda *given, ask=graphs.validation_key: keys.append(ask(*given)) or keys[-1]
+    params = [SamplingParams(max_tokens=12, ignore_eos=True, drafter=name) for name in names]
+    assert token_ids(engine.generate(PROMPTS[:2], params)) == [answer[:12] for answer in answers("llama")[:2]]
+    assert keys
+    assert None not in keys
 
 
 def test_blocks_are_found_by_requests_with_the_same_drafter_alone():
