@@ -167,7 +167,7 @@ def _validated(turn: Any, roles: Mapping[str, str] = ROLES) -> Message:
     if role == _CALL:
         return {**kept, "role": "assistant", "content": "", "tool_calls": _calls_of(content)}
     _check_reasoning(kept)
-    given = [calls for key in ("function_call", "tool_calls") if (calls := kept.pop(key, None))]
+    given = [calls for key in ("function_call", "tool_calls") if (calls := _decoded(kept.pop(key, None), "a tool call"))]
     check(len(given) < 2, "a turn has function_call and tool_calls: leave one out")
     check(not given or role == "assistant", f"a turn of {role} has calls of tools; only the assistant may have them")
     for calls in given:
@@ -287,11 +287,16 @@ def _parsed(value: Any, what: str) -> Any:
         raise UserError(f"{what} must be JSON, not {shown(value)}") from error
 
 
+def _decoded(value: Any, what: str) -> Any:
+    """As `_parsed`; None for blank text."""
+    return None if isinstance(value, str) and not value.strip() else _parsed(value, what)
+
+
 def _tools_of(row: Mapping, columns: Mapping[str, str | None]) -> list[dict] | None:
     """The row's tools as OpenAI function schemas, None without any. Raises UserError for anything else."""
     name = tools_column(row, columns)
     value, field = row.get(name) if name else None, f"the column {name!r}"
-    value = None if value == "" else _parsed(value, field)
+    value = _decoded(value, field)
     if value is None or value in ([], {}):
         return None
     return [_tool_of(_parsed(tool, field), field) for tool in (value if isinstance(value, list) else [value])] or None

@@ -469,6 +469,8 @@ TOOL = {"name": "get", "parameters": {}}
         ("messages", {"messages": json.dumps([QUESTION, ANSWER])}),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "q"}, None]}, ANSWER]}),
         ("messages", {"messages": [{"role": "user", "content": ["q", ""]}, ANSWER], "tools": "null"}),
+        ("messages", {"messages": [{**QUESTION, "tool_calls": "[]"}, {**ANSWER, "tool_calls": "null"}], "tools": " "}),
+        ("messages", {"messages": [QUESTION, {**ANSWER, "function_call": "", "tool_calls": "[]"}], "tools": "[]"}),
         ("sharegpt", {"conversations": '[{"from": "Prompter", "value": "q"}, {"from": "gpt", "value": "a"}]'}),
         ("sharegpt", {"conversations": [{"from": None, "role": "user", "value": None, "content": "q"}, ANSWER]}),
         ("prompt_response", {"prompt": [QUESTION], "response": [ANSWER]}),
