@@ -77,6 +77,7 @@ class TurnFinder:
     def turn(self, conversation: Conversation, number: int) -> Turn:
         messages, tools = conversation.messages, conversation.tools
         prompt, spans = self.template.render(messages[:number], tools, prompt=True), None
+        begun = self.answer_starts.begun(prompt, conversation, number)
         if self.template.has_markers(tools):
             answered, spans = self.template.marked(messages[: number + 1], tools)
         else:
@@ -85,7 +86,7 @@ class TurnFinder:
             prompt += self.answer_starts.header(prompt, answered, conversation, number)
             written = answered[len(prompt) :]
         else:
-            written = self.answer_starts.after_other_prompt(prompt, answered, conversation, number)
+            written = self.answer_starts.after_other_prompt(prompt, answered, conversation, number, begun)
             spans = None if spans is None else _shifted(spans, answered, prompt, written)
         written = self.to_its_stop(prompt, written, conversation, number)
         if spans is None:

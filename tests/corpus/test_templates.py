@@ -156,6 +156,25 @@ def test_a_prompt_that_begins_the_reasoning(template, message, right):
         ChatRenderer(chat_templates.tokenizer_of("deepseek_r1"))([user("q"), said("a")])
 
 
+THINKS_OR_CLOSES = (  # its generation prompt begins the reasoning, and an answer without any has an empty block
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}"
+    "\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [THINKING, THINKS_OR_CLOSES])
+def test_a_prompt_that_begins_the_reasoning_is_followed_by_the_rows_reasoning_alone(template):
+    """Also where the rendering of an answer without any begins with that prompt."""
+    renderer = ChatRenderer(chat_templates.tokenizer_of("qwen3", template=template))
+    for earlier in ([], [user("q0"), said("<think>\nhm\n</think>\n\na0")]):
+        with pytest.raises(UserError, match=rf"turn {len(earlier) + 2}: .* ends in '<think>\\n', so the model writes"):
+            renderer([*earlier, user("q"), said("a")])
+    if template == THINKS_OR_CLOSES:
+        documents = renderer([user("q"), said("a", reasoning_content="hm")])
+        assert supervised_texts(renderer, documents) == ["hm\n</think>\n\na<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     ("supervise", "texts"), [("assistant", ["a1<|im_end|>", "a2<|im_end|>"]), ("last", ["a2<|im_end|>"])]
 )
