@@ -175,6 +175,18 @@ def test_a_prompt_that_begins_the_reasoning_is_followed_by_the_rows_reasoning_al
         assert supervised_texts(renderer, documents) == ["hm\n</think>\n\na<|im_end|>"]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "chatml", "deepseek_r1"])
+@pytest.mark.parametrize("cut", ["<think>\nhm", "\n[THINK]hm", "<think>\nhm\n</think>\n\n<think>\nhm"])
+def test_a_thought_that_was_cut_is_refused(name, cut):
+    """No model ends its turn there. With the reasoning as a field, the content is the answer, whatever it says."""
+    renderer = renderer_of(name)
+    with pytest.raises(UserError, match=r"turn 2: its reasoning, which (<think>|\[THINK\]) begins, never ends"):
+        renderer([user("q"), said(cut)])
+    if name == "qwen3":
+        learnt = supervised_texts(renderer, renderer([user("q"), said("<think> is a tag", reasoning_content="hm")]))
+        assert learnt == ["<think>\nhm\n</think>\n\n<think> is a tag<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     ("supervise", "texts"), [("assistant", ["a1<|im_end|>", "a2<|im_end|>"]), ("last", ["a2<|im_end|>"])]
 )
