@@ -402,10 +402,11 @@ def test_what_a_servers_model_wrote_is_learnt_token_for_token(made, tmp_path):
         assert learnt == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_an_answer_that_was_cut_before_it_had_any_text_is_left_out(made, tmp_path, capsys):
+@pytest.mark.parametrize("cut", [{"content": None, "reasoning_content": "so and"}, {"content": "<think>\nso and"}])
+def test_an_answer_that_was_cut_before_it_had_any_text_is_left_out(made, tmp_path, capsys, cut):
     def answer(body: dict, number: int) -> tuple[int, dict | str]:
-        cut = {"role": "assistant", "content": None, "reasoning_content": "so and"}
-        message = cut if body["messages"][-1]["content"] == "last" else {"role": "assistant", "content": "x"}
+        fields = cut if body["messages"][-1]["content"] == "last" else {"content": "x"}
+        message = {"role": "assistant", **fields}
         return 200, {"choices": [{"message": message, "finish_reason": "length"}]}
 
     with server(answer) as url:

@@ -4,6 +4,7 @@ Independent of a model's name: an answer is parsed in all ways in which models w
 first parse that the template renders back to the same text is taken. Knows nothing of engines, servers or files.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -122,11 +123,12 @@ class AnswerParser:
 
     def _ending(self, messages: list[Message], tools: list[dict] | None) -> str | None:
         """The text that the template adds behind every answer; None if that cannot be found."""
-        try:
-            text = self.rendered([*messages, {"role": "assistant", "content": _PROBE}], tools)
-        except Exception:  # as above
-            return None
-        return text.rpartition(_PROBE)[2] if _PROBE in text else None
+        probe = {"role": "assistant", "content": _PROBE}
+        for message in (probe, {**probe, REASONING_FIELDS[0]: "x"}):  # where a prompt begins it, there must be some
+            with contextlib.suppress(Exception):  # as above
+                text = self.rendered([*messages, message], tools)
+                return text.rpartition(_PROBE)[2] if _PROBE in text else None
+        return None
 
 
 def _possible_fields(

@@ -82,11 +82,34 @@ class AnswerStarts:
         answers = [[*before, {"role": "assistant", "content": content}] for content in SENTINELS]
         return in_common(*(self.template.render(messages, tools) for messages in answers))
 
-    def after_other_prompt(self, prompt: str, answered: str, conversation: Conversation, number: int) -> str:
+    def begun(self, prompt: str, conversation: Conversation, number: int) -> tuple[str, str] | None:
+        """The tag that closes the reasoning which the prompt begins, and the row's reasoning; None if it begins none.
+
+        Raises UserError if the row has none: what the template renders in its place, no model writes.
+        """
+        message, tools = conversation.messages[number], conversation.tools
+        tags = self._open_tag(prompt, tools)
+        if tags is None:
+            return None
+        opening, closing = tags
+        reasoning = reasoning_text(message, closing, opening)
+        if reasoning is None:
+            raise UserError(
+                f"turn {number + 1}: the chat template's generation prompt ends in {prompt[prompt.rfind(opening) :]!r},"
+                " so the model writes reasoning first, and the turn has none: give it as reasoning_content or as "
+                f"{opening}...{closing} in the content{self.thinking('false', tools)}, or give another template "
+                "(target.chat_template=FILE)"
+            )
+        return closing, reasoning
+
+    def after_other_prompt(
+        self, prompt: str, answered: str, conversation: Conversation, number: int, begun: tuple[str, str] | None
+    ) -> str:
         """The model's text behind a generation prompt with which the rendered answer does not begin.
 
-        Either earlier messages are rendered differently, or the prompt opens the reasoning, which renderings of answers
-        leave out, or closes it. Raises UserError if the row does not determine what the model would write.
+        Either earlier messages are rendered differently, or the prompt opens the reasoning (`begun`: see there), which
+        renderings of answers leave out, or closes it. Raises UserError if the row does not determine what the model
+        would write.
         """
         message, before, tools = conversation.messages[number], conversation.messages[:number], conversation.tools
         head = self.head(before, tools)
@@ -95,22 +118,13 @@ class AnswerStarts:
             return answered[begin:]
         shared = whole_tags(in_common(prompt, head))
         tail, extra = prompt[len(shared) :], head[len(shared) :]
-        tags = self._open_tag(prompt, tools)
-        ending = (tail or prompt)[-60:] if tags is None else prompt[prompt.rfind(tags[0]) :]
-        problem = f"turn {number + 1}: the chat template's generation prompt ends in {ending!r}"
-        if tags is not None:
-            reasoning = reasoning_text(message, tags[1], tags[0])
-            if reasoning is None:
-                raise UserError(
-                    f"{problem}, so the model writes reasoning first, and the turn has none: give it as "
-                    f"reasoning_content or as {tags[0]}...{tags[1]} in the content{self.thinking('false', tools)}, or "
-                    "give another template (target.chat_template=FILE)"
-                )
-            begun = in_common(prompt, answered)
-            if not prompt[len(begun) :].strip() and answered[len(begun) :].lstrip().startswith(reasoning.strip()):
-                return answered[len(begun) :]  # it differs only in white space
+        if begun is not None:
+            closing, reasoning = begun
+            same = len(in_common(prompt, answered))
+            if not prompt[same:].strip() and answered[same:].lstrip().startswith(reasoning.strip()):
+                return answered[same:]  # it differs only in white space
             rest = answered[len(in_common(head, answered)) :]
-            return _reasoning_and_answer(reasoning, tags[1], extra, rest, tail, message)
+            return _reasoning_and_answer(reasoning, closing, extra, rest, tail, message)
         is_ended = is_closing(tail) if tail.strip() else not extra.strip()
         # The rendering closes the reasoning as well, differently, or has no tags and begins with the answer.
         known = head if not extra.strip() or is_closing(extra) else shared
@@ -119,8 +133,9 @@ class AnswerStarts:
             fix = f"leave reasoning out of the data{self.thinking('true', tools)}"
         check(
             is_ended and answered.startswith(known) and not reasoning_of(message),
-            f"{problem}, with which its rendered answer does not begin: what the model writes there is unknown; "
-            f"{fix}, or change data.template_kwargs or target.chat_template",
+            f"turn {number + 1}: the chat template's generation prompt ends in {(tail or prompt)[-60:]!r}, with which "
+            f"its rendered answer does not begin: what the model writes there is unknown; {fix}, or change "
+            "data.template_kwargs or target.chat_template",
         )
         return answered[len(known) :]
 

@@ -28,6 +28,8 @@ BESIDE = {
 # Names that data sets use for a prompt and its response.
 _PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input", "inputs")
 _RESPONSES = ("response", "completion", "output", "answer", "chosen", "solution", "target")
+# Who asks, by the names in turns: a response that has these is a whole conversation.
+_ASKING = ("user", "human", "prompter")
 # Names of columns that are probably part of the conversation.
 _TELLING = re.compile(
     "system|system_prompt|tools|functions|inputs?|instructions?|outputs?|responses?|completion|prompt|query|question"
@@ -62,12 +64,14 @@ def _holds_rows(value: Any, name: str | None) -> bool:
 def _meant(row: Mapping, key: str) -> str:
     """The settings with which the row can be read, as far as its columns show."""
     found = [next((name for name in names if name in row), None) for names in (_PROMPTS, _RESPONSES)]
-    turns = next(((name, known) for name, value in row.items() if (known := _format_of(value)) is not None), None)
-    if None not in found:
+    conversations = {name: known for name, value in row.items() if (known := _format_of(value)) is not None}
+    whole = found[1] if found[1] in conversations and _is_asked(row[found[1]]) else None
+    if None not in found and whole is None:
         data_format, named = "prompt_response", dict(zip(FORMATS["prompt_response"], found, strict=True))
         named |= {"input": "input"} if "input" in row and "input" not in found else {}
-    elif turns is not None:
-        name, data_format = turns
+    elif conversations:
+        name = whole or min(conversations, key=lambda name: name == "rejected")  # the first that is not rejected
+        data_format = conversations[name]
         named = {FORMATS[data_format][0]: name}
     elif "text" in row and key != "text":
         return "set data=text"
@@ -76,6 +80,12 @@ def _meant(row: Mapping, key: str) -> str:
     is_other = key not in FORMATS[data_format]
     settings = [f"data.columns.{key}={name}" for key, name in named.items() if key != name or key == "input"]
     return "set " + " ".join([*([f"data={data_format}"] if is_other else []), *settings])
+
+
+def _is_asked(turns: list) -> bool:
+    """Whether someone asks within the turns."""
+    speakers = (turn.get("role", turn.get("from")) for turn in turns if isinstance(turn, dict))
+    return any(str(speaker).lower() in _ASKING for speaker in speakers)
 
 
 def _format_of(value: Any) -> str | None:

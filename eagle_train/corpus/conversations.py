@@ -93,7 +93,9 @@ def to_messages(
     else:
         assert data_format == "prompt_response", data_format
         prompt, response = (column(row, key, columns) for key in FORMATS["prompt_response"])
-        turns = [*_with_input(_as_turns(prompt, "user"), row, columns), *_as_turns(response, "assistant")]
+        answers = _as_turns(response, "assistant")
+        _check_answers(answers, columns, roles)
+        turns = [*_with_input(_as_turns(prompt, "user"), row, columns), *answers]
     check(len(turns) > 0, "the row has no turns")
     return [*_system_of(row, columns, turns), *(_validated(turn, roles) for turn in turns)]
 
@@ -112,8 +114,19 @@ def _as_turns(given: Any, role: str) -> list:
     value = given
     if isinstance(given, str) and given.lstrip().startswith("["):
         with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(given)
+            value = json.loads(given) or given  # [] is no list of messages, but a text
     return value if _is_turns(value) else [{"role": role, "content": given}]
+
+
+def _check_answers(turns: list, columns: Mapping[str, str | None], roles: Mapping[str, str]) -> None:
+    """Raise UserError for a response that is a whole conversation: the prompt would stand twice."""
+    name = columns.get("response", "response")
+    speaker = turns[0]["role"] if turns else "assistant"
+    check(
+        _role_of(speaker, roles) in ("assistant", "tool", _CALL),
+        f"the column {name!r} begins with a turn of {speaker}, so it is a conversation and no response: "
+        f"set data=messages data.columns.messages={name}",
+    )
 
 
 def _with_input(turns: list, row: Mapping, columns: Mapping[str, str | None]) -> list:
@@ -167,7 +180,8 @@ def _validated(turn: Any, roles: Mapping[str, str] = ROLES) -> Message:
     if role == _CALL:
         return {**kept, "role": "assistant", "content": "", "tool_calls": _calls_of(content)}
     _check_reasoning(kept)
-    given = [calls for key in ("function_call", "tool_calls") if (calls := kept.pop(key, None))]
+    both = [_decoded(kept.pop(key, None), "a tool call") for key in ("function_call", "tool_calls")]
+    given = [calls for calls in both if calls]
     check(len(given) < 2, "a turn has function_call and tool_calls: leave one out")
     check(not given or role == "assistant", f"a turn of {role} has calls of tools; only the assistant may have them")
     for calls in given:
@@ -226,9 +240,16 @@ def _role_of(speaker: Any, roles: Mapping[str, str]) -> str:
 
 
 def _joined(content: Any, role: str) -> Any:
-    """A list of text parts as one text; any other content unchanged. Raises UserError for a part that is no text."""
+    """A list of text parts as one text; any other content unchanged. Raises UserError for a part that is no text, and
+    for several strings: nothing says that they are one text, and not one answer each."""
     if not isinstance(content, list):
         return content
+    texts = [part for part in content if isinstance(part, str) and part.strip()]
+    check(
+        len(texts) < 2 or any(isinstance(part, dict) for part in content),
+        f"the content of a turn of {role} is a list of {len(texts)} texts, {shown(content)}: give one a row, or parts "
+        "of one text as {type: text, text: ...}",
+    )
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content if part is not None]
     for part in parts:
         check(
@@ -287,11 +308,16 @@ def _parsed(value: Any, what: str) -> Any:
         raise UserError(f"{what} must be JSON, not {shown(value)}") from error
 
 
+def _decoded(value: Any, what: str) -> Any:
+    """As `_parsed`; None for blank text."""
+    return None if isinstance(value, str) and not value.strip() else _parsed(value, what)
+
+
 def _tools_of(row: Mapping, columns: Mapping[str, str | None]) -> list[dict] | None:
     """The row's tools as OpenAI function schemas, None without any. Raises UserError for anything else."""
     name = tools_column(row, columns)
     value, field = row.get(name) if name else None, f"the column {name!r}"
-    value = None if value == "" else _parsed(value, field)
+    value = _decoded(value, field)
     if value is None or value in ([], {}):
         return None
     return [_tool_of(_parsed(tool, field), field) for tool in (value if isinstance(value, list) else [value])] or None

@@ -90,6 +90,15 @@ def inline_tags(message: Message) -> tuple[str, str] | None:
     return next(((one, other) for one, other in REASONING_TAGS if content.startswith(one) and other in content), None)
 
 
+def cut_tag(message: Message) -> str | None:
+    """The tag of a thought that an answer's content begins and never ends; None without such a thought."""
+    content = content_of(message)
+    if not is_answer(message) or reasoning_of(message):
+        return None
+    last = ((opening, content.rpartition(closing)[2].lstrip()) for opening, closing in REASONING_TAGS)
+    return next((opening for opening, rest in last if rest.startswith(opening)), None)
+
+
 def _with_field(message: Message, tags: tuple[str, str]) -> Message:
     """The message with its inline reasoning moved into a field."""
     opening, closing = tags

@@ -5,6 +5,7 @@ is cached by shape, so further rows of a shape cost nothing. DESIGN section 3.1.
 """
 
 import json
+import re
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -78,6 +79,7 @@ class Numbers:
     def __init__(self, is_appended: bool):
         self.is_appended, self.numbers = is_appended, count(_FIRST, _STEP)
         self.names: dict[str, str] = {}  # new names of functions: equal in calls, results and tools
+        self.ids: dict[str, str] = {}  # new ids of calls: equal in calls and results
         self.used: list[str] = []
 
     def conversation(self, conversation: Conversation) -> Conversation:
@@ -131,7 +133,17 @@ class Numbers:
     def call(self, call: dict) -> dict:
         function = call["function"]
         asked = {"name": self.name(function["name"]), "arguments": self.arguments(function["arguments"])}
-        return {**call, "function": {**function, **asked}}
+        return {**call, **self.id_of(call, function["name"]), "function": {**function, **asked}}
+
+    def id_of(self, call: dict, name: str) -> dict[str, str]:
+        """The call's id, if it is text, with the function's new name for the old: Kimi's templates render the id alone
+        (functions.NAME:0)."""
+        old = call.get("id")
+        if not isinstance(old, str):
+            return {}
+        whole = rf"(?<![^\W_]){re.escape(name)}(?![^\W_])"  # no part of a word: random ids may hold a short name
+        self.ids[old] = re.sub(whole, lambda _: self.name(name), old)
+        return {"id": self.ids[old]}
 
     def message(self, message: Message) -> Message:
         texts = {
@@ -139,7 +151,10 @@ class Numbers:
         }
         calls = {"tool_calls": [self.call(call) for call in message["tool_calls"]]} if message.get("tool_calls") else {}
         is_result = message["role"] == "tool" and isinstance(message.get("name"), str)
-        return {**message, **texts, **calls, **({"name": self.name(message["name"])} if is_result else {})}
+        names = {"name": self.name(message["name"])} if is_result else {}
+        answered = message.get("tool_call_id")
+        ids = {"tool_call_id": self.ids[answered]} if isinstance(answered, str) and answered in self.ids else {}
+        return {**message, **texts, **calls, **names, **ids}
 
     def tool(self, tool: dict) -> dict:
         """Replaces the function's name, and drops the rest of its schema, which would make a shape for each row."""

@@ -13,7 +13,7 @@ from functools import partial
 from eagle_train.corpus.answer_starts import AnswerStarts, in_common
 from eagle_train.corpus.content_checks import check_read, check_tools, end_of_answer
 from eagle_train.corpus.conversations import Conversation, Message
-from eagle_train.corpus.reasoning import behind_tag
+from eagle_train.corpus.reasoning import behind_tag, cut_tag
 from eagle_train.corpus.round_trip import RoundTrip
 from eagle_train.corpus.template import CALL_PROBE, SENTINELS, ChatTemplate, Refused
 from eagle_train.corpus.tokens import Span
@@ -77,6 +77,13 @@ class TurnFinder:
     def turn(self, conversation: Conversation, number: int) -> Turn:
         messages, tools = conversation.messages, conversation.tools
         prompt, spans = self.template.render(messages[:number], tools, prompt=True), None
+        tag = cut_tag(messages[number])
+        check(
+            tag is None,
+            f"turn {number + 1}: its reasoning, which {tag} begins, never ends: the answer was probably cut; leave the "
+            "row out or give it whole",
+        )
+        begun = self.answer_starts.begun(prompt, conversation, number)
         if self.template.has_markers(tools):
             answered, spans = self.template.marked(messages[: number + 1], tools)
         else:
@@ -85,7 +92,7 @@ class TurnFinder:
             prompt += self.answer_starts.header(prompt, answered, conversation, number)
             written = answered[len(prompt) :]
         else:
-            written = self.answer_starts.after_other_prompt(prompt, answered, conversation, number)
+            written = self.answer_starts.after_other_prompt(prompt, answered, conversation, number, begun)
             spans = None if spans is None else _shifted(spans, answered, prompt, written)
         written = self.to_its_stop(prompt, written, conversation, number)
         if spans is None:

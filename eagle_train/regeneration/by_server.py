@@ -12,6 +12,7 @@ from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, ReadTime
 from urllib3.util import Retry
 
 from eagle_train.corpus.conversations import REASONING_FIELDS, Message
+from eagle_train.corpus.reasoning import cut_tag
 from eagle_train.errors import UserError, check
 from eagle_train.regeneration.dialogue import Dialogue
 from eagle_train.regeneration.options import BATCHES_AHEAD, RegenerateConfig, ServerConfig
@@ -118,7 +119,8 @@ def _add_response(config: RegenerateConfig, dialogue: Dialogue, response: reques
         message, finish_reason = _message_of(choice["message"], dialogue), str(choice.get("finish_reason"))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise UserError(f"server.url={config.server.url}: {response.url} gave no chat completion") from error
-    if finish_reason == "length" and not message["content"] and "tool_calls" not in message:
+    is_empty = not message["content"] and "tool_calls" not in message
+    if finish_reason == "length" and (is_empty or cut_tag(message) is not None):
         dialogue.failed = _CUT.format(config.max_tokens)
         return
     dialogue.add_answer(message, finish_reason)

@@ -91,6 +91,7 @@ CHATML, QWEN, HARMONY, LLAMA, MISTRAL, OLD_MISTRAL, GLM, CODER, NO_STOP = TEMPLA
 # The prompt opens the reasoning.
 OPENED = QWEN.replace("assistant{{ '\\n' }}{% endif %}", "assistant{{ '\\n' }}<think>{{ '\\n' }}{% endif %}")
 assert OPENED != QWEN
+OPENED_NO_STOP = OPENED.replace("<|im_end|>", ";")
 STOPS = ("</s>", "<|im_end|>", "<|return|>", "<|call|>", "<|eot_id|>", "<|user|>")
 SPECIAL = (
     *STOPS, "<|im_start|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|start_header_id|>",
@@ -157,6 +158,7 @@ ROME = {"city": "Rome", "days": 2}
         (OLD_MISTRAL, " no</s>", {"content": "no"}),
         (GLM, "\n<think>so</think>\nno<|user|>", {"content": "no", "reasoning_content": "so"}),
         (NO_STOP, "no</s>", {"content": "no"}),  # the template ends all answers otherwise
+        (OPENED_NO_STOP, "so\n</think>\n\nno</s>", {"content": "no", "reasoning_content": "so"}),
     ],
 )  # fmt: skip
 def test_an_answer_is_told_in_the_templates_fields(template, text, fields):

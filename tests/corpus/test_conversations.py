@@ -258,6 +258,33 @@ def test_render_row_of_text_and_of_messages():
             r"set data=prompt_response data\.columns\.prompt=instruction data\.columns\.response=output "
             r"data\.columns\.input=input$",
         ),
+        (
+            "messages",
+            {"prompt": "q", "rejected": TURNS, "chosen": TURNS},
+            r"the row has prompt, rejected, chosen: set data\.columns\.messages=chosen$",
+        ),
+        ("messages", {"rejected": TURNS, "chosen": TURNS}, r"set data\.columns\.messages=chosen$"),
+        (
+            "messages",
+            {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": TURNS[1:]},
+            r"set data=prompt_response data\.columns\.response=chosen$",
+        ),
+        (
+            "prompt_response",
+            {"prompt": "q", "response": [{"role": "Human", "content": "q"}, TURNS[1]]},
+            r"column 'response' begins with a turn of Human.*: set data=messages data\.columns\.messages=response$",
+        ),
+        ("prompt_response", {"prompt": "q", "response": json.dumps(TURNS)}, "begins with a turn of user"),
+        (
+            "prompt_response",
+            {"prompt": "q", "response": ["a", "b"]},
+            r"of assistant is a list of 2 texts, \['a', 'b'\]",
+        ),
+        (
+            "prompt_response",
+            {"prompt": ["q", "", "r"], "response": "a"},
+            "content of a turn of user is a list of 2 texts",
+        ),
         ("messages", {"messages": "hello"}, "must be a list, not str"),
         ("messages", {"messages": ["hello"]}, "must be an object"),
         ("messages", {"messages": [{"content": "x"}]}, "role must be a string, not None"),
@@ -469,10 +496,13 @@ TOOL = {"name": "get", "parameters": {}}
         ("messages", {"messages": json.dumps([QUESTION, ANSWER])}),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "q"}, None]}, ANSWER]}),
         ("messages", {"messages": [{"role": "user", "content": ["q", ""]}, ANSWER], "tools": "null"}),
+        ("messages", {"messages": [{**QUESTION, "tool_calls": "[]"}, {**ANSWER, "tool_calls": "null"}], "tools": " "}),
+        ("messages", {"messages": [QUESTION, {**ANSWER, "function_call": "", "tool_calls": "[]"}], "tools": "[]"}),
         ("sharegpt", {"conversations": '[{"from": "Prompter", "value": "q"}, {"from": "gpt", "value": "a"}]'}),
         ("sharegpt", {"conversations": [{"from": None, "role": "user", "value": None, "content": "q"}, ANSWER]}),
         ("prompt_response", {"prompt": [QUESTION], "response": [ANSWER]}),
         ("prompt_response", {"prompt": json.dumps([QUESTION]), "response": json.dumps([ANSWER])}),
+        ("prompt_response", {"prompt": "q", "response": ["a"]}),
     ],
 )
 def test_other_spellings_of_one_conversation(data_format, row):
@@ -482,6 +512,7 @@ def test_other_spellings_of_one_conversation(data_format, row):
 def test_a_prompt_that_looks_like_json_is_text_unless_it_is_messages():
     for prompt in ("[1, 2]", "[INST] q", '[{"a": 1}]'):
         assert to_messages({"prompt": prompt, "response": "a"}, "prompt_response", {})[0]["content"] == prompt
+    assert to_messages({"prompt": "q", "response": "[]"}, "prompt_response", {})[1]["content"] == "[]"
 
 
 def test_functions_of_older_rows_are_tools_and_names_may_have_hyphens():

@@ -1,5 +1,7 @@
 """What a template loses is refused, also where the text stands elsewhere by chance; markers hold what is written."""
 
+import json
+
 import pytest
 
 from eagle_train.corpus import round_trip
@@ -40,6 +42,30 @@ def test_a_lost_tool_and_a_lost_argument_that_stand_elsewhere_are_refused():
     row.messages[1]["tool_calls"] = [{"function": {"name": "get", "arguments": {"e": "t"}}, "type": "function"}]
     with pytest.raises(UserError, match="the call of get in turn 2 is not in the rendering"):
         with_template(template, "qwen3")(row)
+
+
+IDS = (  # Kimi's way: of a call the id and the arguments, of a result the id
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}{{ m.tool_call_id }}\n{% endif %}"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.id }} {{ c.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"x": 1}])
+@pytest.mark.parametrize("supervise", ["assistant", "last"])
+def test_a_name_that_is_rendered_within_a_calls_id_is_there(arguments, supervise):
+    renderer = with_template(IDS, supervise=supervise)
+    for name, id in (("get", "functions.get:0"), ("get_all", "get_all")):
+        call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        result = {"role": "tool", "tool_call_id": id, "content": "42"}
+        documents = renderer([user("q"), said("", tool_calls=[call]), result, said("a")])
+        written = [f"{id} {json.dumps(arguments)}<|im_end|>", "a<|im_end|>"]
+        assert supervised_texts(renderer, documents) == written[-1 if supervise == "last" else 0 :]
+    assert not renderer.notes
+    if not arguments:
+        call["id"] = "forget_all"  # a part of a word is there by chance
+        with pytest.raises(UserError, match="the call of get_all in turn 2"):
+            renderer([user("q"), said("", tool_calls=[call]), result, said("a")])
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,37 @@ def test_a_prompt_that_begins_the_reasoning(template, message, right):
         ChatRenderer(chat_templates.tokenizer_of("deepseek_r1"))([user("q"), said("a")])
 
 
+THINKS_OR_CLOSES = (  # its generation prompt begins the reasoning, and an answer without any has an empty block
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}"
+    "\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [THINKING, THINKS_OR_CLOSES])
+def test_a_prompt_that_begins_the_reasoning_is_followed_by_the_rows_reasoning_alone(template):
+    """Also where the rendering of an answer without any begins with that prompt."""
+    renderer = ChatRenderer(chat_templates.tokenizer_of("qwen3", template=template))
+    for earlier in ([], [user("q0"), said("<think>\nhm\n</think>\n\na0")]):
+        with pytest.raises(UserError, match=rf"turn {len(earlier) + 2}: .* ends in '<think>\\n', so the model writes"):
+            renderer([*earlier, user("q"), said("a")])
+    if template == THINKS_OR_CLOSES:
+        documents = renderer([user("q"), said("a", reasoning_content="hm")])
+        assert supervised_texts(renderer, documents) == ["hm\n</think>\n\na<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "chatml", "deepseek_r1"])
+@pytest.mark.parametrize("cut", ["<think>\nhm", "\n[THINK]hm", "<think>\nhm\n</think>\n\n<think>\nhm"])
+def test_a_thought_that_was_cut_is_refused(name, cut):
+    """No model ends its turn there. With the reasoning as a field, the content is the answer, whatever it says."""
+    renderer = renderer_of(name)
+    with pytest.raises(UserError, match=r"turn 2: its reasoning, which (<think>|\[THINK\]) begins, never ends"):
+        renderer([user("q"), said(cut)])
+    if name == "qwen3":
+        learnt = supervised_texts(renderer, renderer([user("q"), said("<think> is a tag", reasoning_content="hm")]))
+        assert learnt == ["<think>\nhm\n</think>\n\n<think> is a tag<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     ("supervise", "texts"), [("assistant", ["a1<|im_end|>", "a2<|im_end|>"]), ("last", ["a2<|im_end|>"])]
 )
