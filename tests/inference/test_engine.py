@@ -351,6 +351,15 @@ def test_weights_of_a_bf16_checkpoint(compile):
 # --- objects and paths
 
 
+def test_a_target_need_not_say_how_wide_a_dense_layer_is():
+    """Solar Open's config does not; a draft has its own width."""
+    target = tiny_target()
+    draft = tiny_draft(target)
+    object.__setattr__(target.config, "intermediate_size", None)  # its class checks types
+    outputs = Engine(target, draft, "chain2").generate(PROMPTS, GREEDY)
+    assert token_ids(outputs) == cut(answers("llama"))
+
+
 def test_takes_paths_as_well_as_objects(tmp_path):
     target = shared_target()
     target.model.save_pretrained(tmp_path / "target")
