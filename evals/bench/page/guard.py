@@ -41,8 +41,8 @@ class Judged:
     why: str
 
 
-def pairs(old: Sequence[Source], new: Sequence[Source]) -> tuple[list[tuple[Source, Source]], list[str]]:
-    """Results of the same evaluation and config, and for each of the others why it has no pair."""
+def pairs(old: Sequence[Source], new: Sequence[Source]) -> tuple[list[tuple[Source, Source]], list[str], list[Source]]:
+    """Results of the same evaluation and config, why each other one of NEW has no pair, and the others of OLD."""
     found, alone, left = [], [], list(old)
     for source in new:
         same = [each for each in left if each.evaluation == source.evaluation]
@@ -57,8 +57,7 @@ def pairs(old: Sequence[Source], new: Sequence[Source]) -> tuple[list[tuple[Sour
         alone.append(
             f"{source.name}: made with another config than {same[0].name}: {', '.join(different(same[0], source))}."
         )
-    alone += [f"{each.name}: nothing in NEW is of the same evaluation and config." for each in left]
-    return found, alone
+    return found, alone, left
 
 
 def different(one: Source, other: Source) -> list[str]:
@@ -75,6 +74,15 @@ def judge(old: Source, new: Source) -> list[Judged]:
         if (was := before.get((figure.of, figure.name))) is not None:
             found.append(Judged(new.evaluation, was, figure, *_verdict(old, new, was, figure)))
     return found
+
+
+def missing(source: Source, other: Source) -> list[str]:
+    """The figures that the other result of a pair lacks, or has no value for: a line for all that are of the same."""
+    there, names = {(figure.of, figure.name) for figure in figures_of(other)}, dict[str, list[str]]()
+    for figure in figures_of(source):
+        if (figure.of, figure.name) not in there:
+            names.setdefault(figure.of, []).append(figure.name)
+    return [f"{source.evaluation}, {of}: {'; '.join(own)}" for of, own in names.items()]
 
 
 def _verdict(old: Source, new: Source, was: Figure, now: Figure) -> tuple[str, str]:
