@@ -328,6 +328,18 @@ def test_studies_tell_gains_and_how_length_helps(text, tmp_path):
     assert "TPC above chain3, the same drafts and questions" in text
 
 
+def test_names_with_dollar_signs_are_no_formulas():
+    name = r"a$\foo$b"
+    drawn = [
+        plots.lines({name: [(1, 1), (2, 2)], "other": [(1, 2)]}, name, "y"),
+        plots.marked([(name, 1, 2), ("other", 2, 1)], [], "x", "y"),
+        plots.intervals([(name, 1, None)], "x", 1),
+        plots.stacked({name: {"part": 1}}, "x"),
+        plots.heat([name], [name], [[1.0]], "x"),
+    ]
+    assert all(f">{name}</text>" in each for each in drawn)
+
+
 def test_no_two_marks_of_a_plot_are_alike():
     drawn = plots.marked([(f"n{place}", place, place) for place in range(36)], [(0, 0), (5, 5)], "x", "y")
     legend = re.findall(r'<use href="(\S+)" x="[^"]*" y="[^"]*" style="([^"]*)"></use><text[^>]*>n\d+</text>', drawn)
