@@ -282,13 +282,6 @@ def test_a_broken_result_is_named(tmp_path, capsys, content):
     assert f"left out: {broken}: no JSON: " in capsys.readouterr().err
 
 
-def test_a_config_beside_metrics_that_is_no_yaml_is_named(tmp_path, capsys):
-    write_jsonl(tmp_path / "metrics.jsonl", STEPS)
-    (tmp_path / "config.yaml").write_text("a: [")
-    assert call(report.main, f"results=[{tmp_path}]") == 2
-    assert f"error: {tmp_path}/config.yaml: " in capsys.readouterr().err
-
-
 def test_what_another_version_wrote_is_told_as_it_is(tmp_path):
     found = {name: json.loads((PUBLISHED / f"{name}.json").read_text()) for name in ("latency", "compare")}
     del found["latency"]["rows"][0]["ttit_p99_s"]

@@ -6,6 +6,7 @@ from evals.bench.page.blocks import Block, Facts, Headline, Notes, Page, Table
 from evals.bench.page.figures import figures_of
 from evals.bench.page.gather import Source
 from evals.bench.page.guard import BETTER, NOISE, UNKNOWN, WORSE, Judged, judge, missing, pairs
+from evals.bench.page.sections import readable
 from evals.bench.page.shown import hardware, spread
 
 ORDER = (WORSE, BETTER, UNKNOWN, NOISE)
@@ -21,6 +22,7 @@ HOW = (
 
 def comparison(old: Sequence[Source], new: Sequence[Source]) -> tuple[Page, list[Judged], list[str]]:
     """The page, what it says of each figure, the worse ones first, and a line for the figures that NEW has lost."""
+    old, new = ([readable(each) for each in sources] for sources in (old, new))
     matched, alone, left = pairs(old, new)
     lost = [f"{line} (not in NEW)" for was, now in matched for line in missing(was, now)]
     added = [f"{line} (not in OLD)" for was, now in matched for line in missing(now, was)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from evals.bench.page.cautions import SPARE_LOAD, other_work
 from evals.bench.page.figure import Figure
 from evals.bench.page.figures import answer_sums, figures_of
-from evals.bench.page.gather import Source
+from evals.bench.page.gather import UNREADABLE, Source
 from evals.bench.page.shown import overrides
 from evals.bench.statistics import RESAMPLES
 
@@ -113,7 +113,7 @@ def _elsewhere(old: Source, new: Source, was: Figure, now: Figure) -> str:
 
 
 def _by_interval(old: Source, new: Source, was: Figure, now: Figure) -> tuple[str, str]:
-    columns = paired_columns(old.answers, new.answers) if now.name in OF_ANSWERS else None
+    columns = _columns(old, new) if now.name in OF_ANSWERS else None
     if columns is not None:
         low, high = paired_interval(*columns, OF_ANSWERS[now.name])
         return _signed(low, high, now), f"difference {low:+.3f} to {high:+.3f}, paired by question"
@@ -121,6 +121,14 @@ def _by_interval(old: Source, new: Source, was: Figure, now: Figure) -> tuple[st
         return UNKNOWN, "no interval"
     low, high = now.interval[0] - was.interval[1], now.interval[1] - was.interval[0]
     return _signed(low, high, now), "intervals overlap" if low <= 0 <= high else "intervals do not overlap"
+
+
+def _columns(old: Source, new: Source) -> tuple[Tensor, Tensor] | None:
+    """`paired_columns`; None too for answers that another version wrote."""
+    try:
+        return paired_columns(old.answers, new.answers)
+    except UNREADABLE:
+        return None
 
 
 def _signed(low: float, high: float, figure: Figure) -> str:
