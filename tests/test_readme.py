@@ -170,7 +170,7 @@ def figures() -> Iterator[tuple[str, str]]:
     stream, again = (result(name)["grown_mb"] for name in ("stream_memory", "stream_memory_gsm8k"))
     yield "evaluation", f"grew by {stream:.1f} MB over 100 MB of documents, and by {again:.1f} MB over GSM8K"
     loss, loading = result("loss_memory"), result("load_memory")["peak_share"]
-    yield "evaluation", f"{loss['extra_gb']:.2f} GB, where the logits alone would take {loss['naive_logits_gb']:.1f}"
+    yield "evaluation", f"{loss['extra_gb']:.2f} GB, where both models' logits would take {loss['naive_logits_gb']:.1f}"
     yield "evaluation", f"{loading['fsdp2']:.2f} times its bytes with FSDP2, and of {loading['tensor']:.2f} with tensor"
     none, fp8, int4 = (result("quantisation")["schemes"][name] for name in ("none", "fp8", "int4"))
     yield "export", f"drafting takes {fp8['relative_draft_latency']:.2f} times as long on two cores"
