@@ -30,7 +30,7 @@ FOREIGN = {
 # Results of which a page is made all the same; `latency` where they do not say.
 ODD = {
     "load": {"provenance": {"load_average": 3.0}},
-    "threads": {"provenance": {"load_average": [3.0], "threads": "two", "gpu": "NVIDIA H100"}},
+    "threads": {"provenance": {"load_average": [3.0], "threads": "two"}},
     "study": {"evaluation": "experiments", "config": {"study": "mine"}},
     "repeats": {"config": {"repeats": "x"}},
     "no_rows": {"evaluation": "compare", "rows": []},
@@ -96,9 +96,20 @@ def test_an_odd_result_does_not_take_the_others_with_it(beside, name):
     made = page_of(sources)
     assert "From " in made.verdict
     assert len(made.sections) == 2
-    page(html(made).encode().decode())
+    text = html(made).encode().decode()
+    page(text)
+    assert not re.search("[\x0b\x1b\uffff]", text)
     assert "odd.json" in markdown(made).encode().decode()
     assert len(comparison(sources, sources)[1]) >= 4
+
+
+def test_a_result_of_odd_hardware_is_not_compared(beside):
+    found = json.loads((beside / "quickstart_avx512.json").read_text())
+    found["provenance"] |= {"gpu": "NVIDIA H100", "threads": "two"}
+    (beside / "quickstart_avx512.json").write_text(json.dumps(found))
+    sources, later = gather([str(beside)]), gather([str(beside)])
+    later[0].found["tpc"] += 1
+    assert comparison(sources, later)[1] == []
 
 
 def test_a_table_beside_published_figures_leaves_out_what_it_cannot_show(tmp_path):
