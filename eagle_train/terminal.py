@@ -13,8 +13,8 @@ COLORS = ("auto", "always", "never")
 # Bold beside the colour, for eyes and screens that do not tell green from the rest.
 GREEN, RESET = "\033[1m\033[32m", "\033[0m"
 # Control characters but newline and tab (with them all escape sequences), what turns the direction of writing, line
-# separators and invisible marks that are no newline, and halves of characters, which no encoding has.
-_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+# separators and invisible marks that are no newline, halves of characters, which no encoding has, and noncharacters.
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]")
 
 
 def printable(text: str) -> str:

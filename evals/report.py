@@ -49,13 +49,13 @@ class Config:
 @evaluation_alone("report")
 def main(values: DictConfig) -> None:
     config = build(Config, values, "")
-    judged: list[Judged] = []
+    judged, lost = list[Judged](), list[str]()
     if config.compare is None:
         sources = gather(config.results)
         page, figures = page_of(sources), numbers_of(sources)
     else:
         old, new = (gather([place], field="compare") for place in config.compare)
-        page, judged = comparison(old, new)
+        page, judged, lost = comparison(old, new)
         figures = numbers_of(new)
     write(page, judged, figures, config)
     if config.fail_on_worse:
@@ -65,6 +65,8 @@ def main(values: DictConfig) -> None:
         check(not changed or set(changed) != {UNKNOWN}, f"fail_on_worse=true: {said}")
         if any(each.verdict == WORSE for each in judged):
             sys.exit(1)
+        more = f", and {len(lost) - 1} more in {config.out}/report.md" if len(lost) > 1 else ""
+        check(not lost, f"fail_on_worse=true: figures of OLD are missing in NEW: {lost[0] if lost else ''}{more}")
 
 
 def numbers_of(sources: Sequence[Source]) -> dict[str, float]:

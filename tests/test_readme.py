@@ -135,6 +135,62 @@ def test_the_quickstarts_figures_are_the_published_ones():
     assert f"reached a TPC of {slower['tpc']:.2f} (" in words
 
 
+def result(name: str) -> Any:
+    return json.loads(text_of(f"evals/results/{name}.json"))
+
+
+def ratio(name: str, decoding: str, other: str, key: str = "tokens_per_s") -> float:
+    """Of a figure of two decodings, of their first rows."""
+    first, second = (next(r for r in result(name)["rows"] if r["decoding"] == each) for each in (decoding, other))
+    return first[key] / second[key]
+
+
+def auto(size: int) -> str:
+    rows = {row["decoding"]: row for row in result("compare_auto")["rows"] if row["batch_size"] == size}
+    low, high = rows["auto"]["speedup_interval"]
+    return f"of {rows['auto']['speedup']:.2f} ({low:.2f} to {high:.2f}) at {'batch size ' * (size == 1)}{size}, where "
+
+
+def figures() -> Iterator[tuple[str, str]]:
+    """(page, what it says), with the figures that the published results have."""
+    prompt_lookup, assisted = (("ngram", "transformers, prompt lookup"), ("draft_model", "transformers, assisted"))
+    one, three = (ratio(name, "chain3", "plain") for name in ("latency_one_layer", "latency"))
+    yield "evaluation", f"it gives {one:.2f} times the tokens/s of plain decoding"
+    yield "evaluation", f"where three layers give {three:.2f}"
+    one, three = (1 / ratio(name, "chain3", "plain", "ttit_s") for name in ("latency_one_layer", "latency"))
+    yield "evaluation", f"{one:.2f} between one token and the next, where three give {three:.2f}"
+    yield "evaluation", f"{ratio('latency', 'plain', 'transformers'):.2f} times as fast as `transformers.generate`"
+    yield "evaluation", f"n-gram lookup has {ratio('compare', *prompt_lookup):.2f} times the tokens per second"
+    yield "evaluation", f"a draft model of three layers {ratio('compare', *assisted):.2f} times those"
+    both = [ratio("compare_compiled", *each) for each in (prompt_lookup, assisted)]
+    yield "evaluation", f"with `engine.compile=true`, {both[0]:.2f} and {both[1]:.2f} times"
+    yield from (("evaluation", auto(size)) for size in (1, 4, 8))
+    step = result("train_throughput")
+    yield "evaluation", f"{step['faster_than_naive']:.1f} times the tokens a second, with {step['memory_of_naive']:.2f}"
+    stream, again = (result(name)["grown_mb"] for name in ("stream_memory", "stream_memory_gsm8k"))
+    yield "evaluation", f"grew by {stream:.1f} MB over 100 MB of documents, and by {again:.1f} MB over GSM8K"
+    loss, loading = result("loss_memory"), result("load_memory")["peak_share"]
+    yield "evaluation", f"{loss['extra_gb']:.2f} GB, where both models' logits would take {loss['naive_logits_gb']:.1f}"
+    yield "evaluation", f"{loading['fsdp2']:.2f} times its bytes with FSDP2, and of {loading['tensor']:.2f} with tensor"
+    none, fp8, int4 = (result("quantisation")["schemes"][name] for name in ("none", "fp8", "int4"))
+    yield "export", f"drafting takes {fp8['relative_draft_latency']:.2f} times as long on two cores"
+    yield "experiments", f"INT4 {100 * int4['tpc_change']:+.1f} %, {int4['tpc']:.2f} and {none['tpc']:.2f}"
+    yield "experiments", f"FP8 {100 * fp8['tpc_change']:+.1f} % (`evals/results/quantisation.json`"
+    kinds = result("draft_kinds_gpu_equal_tokens")["parts"][0]["variants"].items()
+    tpc = {name: f"{one['tpc']['chain3']['tpc']:.2f}" for name, one in kinds}
+    yield "experiments", f"EAGLE has {tpc['eagle']} with a chain of three, MTP {tpc['mtp']}, EAGLE-3 {tpc['eagle3']}"
+
+
+@pytest.mark.parametrize(("page", "said"), list(figures()))
+def test_figures_of_the_guides_are_the_published_ones(page, said):
+    assert said in " ".join(text_of(f"docs/{page}.md").split())
+
+
+def test_each_published_result_is_named_on_a_page():
+    named = "\n".join(map(text_of, PAGES))
+    assert [path.name for path in ROOT.glob("evals/results/*.json") if path.name not in named] == []
+
+
 def test_the_picture_shows_the_published_figures(tmp_path, monkeypatch):
     """`python docs/figure.py` draws it; another release of matplotlib may place its texts elsewhere."""
     monkeypatch.setattr(figure, "PICTURE", tmp_path / "speedup.svg")

@@ -11,6 +11,7 @@ import torch
 from eagle_train.artifacts.format import Artifact
 from eagle_train.artifacts.layouts import layout_config
 from eagle_train.diagnosis.causes import Finding
+from eagle_train.drafts.medusa_layouts import is_block
 from eagle_train.errors import shown
 from eagle_train.models.target import Target
 
@@ -42,7 +43,7 @@ def file_findings(
 
 
 def _damaged(tensors: Mapping[str, torch.Tensor]) -> Iterator[Finding]:
-    """Values that are not finite, and matrices without any value."""
+    """Values that are not finite, and matrices without any value; blocks of Medusa heads are zero before training."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or name in MAPS:
             continue
@@ -50,13 +51,8 @@ def _damaged(tensors: Mapping[str, torch.Tensor]) -> Iterator[Finding]:
         if not bool(exact.isfinite().all()):
             count = int((~exact.isfinite()).sum())
             yield Finding("precision", f"{name} holds {count} values that are not finite: they overflowed.")
-        elif tensor.ndim > 1 and not exact.any() and not _begins_at_zero(name):
+        elif tensor.ndim > 1 and not exact.any() and not is_block(name):
             yield Finding("tensor", f"{name} {list(tensor.shape)} is zero throughout.")
-
-
-def _begins_at_zero(name: str) -> bool:
-    """Whether it is a matrix of a Medusa head's block, which training begins with zeros."""
-    return ".mlp." in name and name.count(".") == 4
 
 
 def repeated_findings(tensors: Mapping[str, torch.Tensor], target: Target) -> list[Finding]:

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 HEADS_FILE = "medusa_lm_head.safetensors"
 BLOCK = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
 LM_HEAD = re.compile(r"^(\d+)\.(\d+)\.weight$")
+_OUR_BLOCK = re.compile(r"layers\.(\d+)\.mlp\.(\d+)\.(weight|bias)")
+
+
+def is_block(name: str) -> bool:
+    """Whether it is a tensor of a Medusa head's block, by its name in either layout. Training begins with zeros there,
+    and with normal numbers in every other kind's matrices."""
+    return bool(BLOCK.fullmatch(name) or _OUR_BLOCK.fullmatch(name))
 
 
 class _Medusa(Layout):
@@ -61,7 +68,7 @@ release up to 1.2."""
     ) -> dict[str, torch.Tensor]:
         found = {}
         for name, tensor in tensors.items():
-            block = re.fullmatch(r"layers\.(\d+)\.mlp\.(\d+)\.(weight|bias)", name)
+            block = _OUR_BLOCK.fullmatch(name)
             own = f"{block[1]}.{block[2]}.linear.{block[3]}" if block else None
             found[own or f"{name.split('.')[1]}.{draft.num_layers}.weight"] = tensor
         if not draft.own_head:

@@ -15,6 +15,7 @@ from matplotlib.lines import Line2D
 
 from eagle_train.results import write_bytes
 from evals.bench.comparison_report import own_rows, speedups
+from evals.bench.report import literal
 
 LEAST = 1e-3  # MB: what takes less stands here, as a logarithm has no zero
 MOST_PANELS = 3
@@ -40,7 +41,9 @@ def plot_pareto(found: Mapping[str, Any], path: Path) -> None:
         axes.set_title(f"batch size {size}", fontsize="medium")
         axes.set_xlabel("memory of the drafter, MB")
     look: dict[str, Any] = {"marker": "o", "linestyle": ""}
-    names = [Line2D([], [], color=colors[name], markerfacecolor=fills[name], label=name, **look) for name in colors]
+    names = [
+        Line2D([], [], color=colors[name], markerfacecolor=fills[name], label=literal(name), **look) for name in colors
+    ]
     figure.legend(handles=names, frameon=False, loc="outside upper left", fontsize="small", ncols=3 * len(sizes))
     panels[0].set_ylabel("speed-up over plain decoding")
     figure.savefig(picture, dpi=150, format="png")

@@ -178,6 +178,11 @@ def plot_acceptance(found: Found, path: Path) -> None:
     write_bytes(path, picture.getvalue())
 
 
+def literal(name: str) -> str:
+    """A name for matplotlib, which reads what stands between two dollar signs as a formula."""
+    return name.replace("$", r"\$")
+
+
 def figure_of(shares: Sequence[float], given: Sequence[float | None] | None) -> Figure:
     """Acceptance by depth, of all rounds and, where `given` has it, of those that accepted the depth before."""
     figure = Figure(figsize=(6.4, 4), layout="constrained")

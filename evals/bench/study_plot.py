@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from eagle_train.results import write_bytes
-from evals.bench.report import Found
+from evals.bench.report import Found, literal
 
 COLORS = 10  # of a plot
 
@@ -24,7 +24,7 @@ def plot(found: Found, path: Path) -> None:
         parts = [part for part in found["parts"] if part["equal"] == equal]
         for axes, tree in zip(panels[row], trees, strict=True):
             _panel(axes, parts, tree)
-            axes.set_title(tree if len(equals) == 1 else f"{tree}, equal {equal}", fontsize="medium")
+            axes.set_title(literal(tree if len(equals) == 1 else f"{tree}, equal {equal}"), fontsize="medium")
         panels[row][0].set_ylabel("tokens per call")
     if len(study["steps"]) > 1:
         for axes in panels[-1]:
@@ -43,12 +43,12 @@ def _panel(axes: Any, parts: list[Found], tree: str) -> None:
         ends = [[each["tpc"] - each["low"] for each in values], [each["high"] - each["tpc"] for each in values]]
         at = steps if len(parts) > 1 else [place]
         look: dict[str, Any] = {"fmt": "o-", "markersize": 4, "capsize": 2, "color": f"C{place % COLORS}"}
-        axes.errorbar(at, [each["tpc"] for each in values], yerr=ends, label=name, **look)
+        axes.errorbar(at, [each["tpc"] for each in values], yerr=ends, label=literal(name), **look)
     if len(parts) > 1:
         axes.set_xscale("log")
         axes.set_xticks(sorted({part["steps"] for part in parts}), labels=[f"{part['steps']}" for part in parts])
     else:
-        axes.set_xticks(range(len(names)), labels=names, rotation=45, ha="right")
+        axes.set_xticks(range(len(names)), labels=[literal(name) for name in names], rotation=45, ha="right")
     axes.minorticks_off()
     axes.grid(axis="y", color="0.92")
     axes.set_axisbelow(True)

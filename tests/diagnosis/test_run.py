@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
+from eagle_train.diagnosis.files import file_findings
 from eagle_train.drafts import planned_config
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.drafters.growing import Nodes
@@ -187,6 +188,14 @@ def test_a_broken_export_is_found_by_itself(tmp_path, planted):
     found = examined(how(exported(tmp_path / "out", name, layout), change))
     assert causes(found) == [cause]
     assert said in found.findings[0].measured
+
+
+def test_zeros_are_damage_but_where_training_begins_with_them():
+    medusa = ["0.0.linear.weight", "layers.0.mlp.1.weight"]
+    others = ["0.1.weight", "layers.0.mlp.gate_proj.weight", "layers.0.mlp.experts.down_proj"]
+    tensors = {name: torch.zeros(2, 3) for name in medusa + others}
+    found = file_findings({}, tensors, load_target(copy.copy(TARGET)), None)
+    assert [each.measured for each in found] == [f"{name} [2, 3] is zero throughout." for name in others]
 
 
 def of_others(values: dict) -> None:

@@ -282,13 +282,6 @@ def test_a_broken_result_is_named(tmp_path, capsys, content):
     assert f"left out: {broken}: no JSON: " in capsys.readouterr().err
 
 
-def test_a_config_beside_metrics_that_is_no_yaml_is_named(tmp_path, capsys):
-    write_jsonl(tmp_path / "metrics.jsonl", STEPS)
-    (tmp_path / "config.yaml").write_text("a: [")
-    assert call(report.main, f"results=[{tmp_path}]") == 2
-    assert f"error: {tmp_path}/config.yaml: " in capsys.readouterr().err
-
-
 def test_what_another_version_wrote_is_told_as_it_is(tmp_path):
     found = {name: json.loads((PUBLISHED / f"{name}.json").read_text()) for name in ("latency", "compare")}
     del found["latency"]["rows"][0]["ttit_p99_s"]
@@ -326,6 +319,18 @@ def test_studies_tell_gains_and_how_length_helps(text, tmp_path):
     assert all(len(re.findall(rf"^\| {name}, chain3 +\|", said, re.MULTILINE)) == 2 for name in names), "acceptance"
     assert "The largest speed-up is that of paper, chain3, and its interval lies above 1." in said
     assert "TPC above chain3, the same drafts and questions" in text
+
+
+def test_names_with_dollar_signs_are_no_formulas():
+    name = r"a$\foo$b"
+    drawn = [
+        plots.lines({name: [(1, 1), (2, 2)], "other": [(1, 2)]}, name, "y"),
+        plots.marked([(name, 1, 2), ("other", 2, 1)], [], "x", "y"),
+        plots.intervals([(name, 1, None)], "x", 1),
+        plots.stacked({name: {"part": 1}}, "x"),
+        plots.heat([name], [name], [[1.0]], "x"),
+    ]
+    assert all(f">{name}</text>" in each for each in drawn)
 
 
 def test_no_two_marks_of_a_plot_are_alike():

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,45 @@ def test_a_guard_that_compared_nothing_fails(tmp_path, capsys):
     elsewhere = result(tmp_path / "elsewhere", answers(2, calls=1.1), cpu="another")
     assert call(report.main, f"compare=[{old},{elsewhere}]", f"out={tmp_path}/out", "fail_on_worse=true") == 2
     assert "error: fail_on_worse=true: of 3 figures that changed none can be told" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda row: {"decoding": "renamed"}, "TPC; speed-up; TTIT, ms; TTFT, ms"),
+        (lambda row: {"tpc": None, "speedup": None}, "TPC; speed-up"),
+    ],
+)
+def test_a_figure_that_has_vanished_fails(tmp_path, capsys, change, said):
+    found = json.loads((PUBLISHED / "compare.json").read_text())
+    found["rows"] = [row | change(row) if row["decoding"] == "eagle" else row for row in found["rows"]]
+    (tmp_path / "new.json").write_text(json.dumps(found))
+    given = [f"compare=[{PUBLISHED}/compare.json,{tmp_path}/new.json]", f"out={tmp_path}/out"]
+    assert call(report.main, *given) == 0
+    assert "Nothing is shown to be worse. Figures of OLD are missing in NEW" in capsys.readouterr().out
+    assert call(report.main, *given, "fail_on_worse=true") == 2
+    lost = f"compare, eagle, heldout, batch size 1: {said} (not in NEW)"
+    assert (
+        f"error: fail_on_worse=true: figures of OLD are missing in NEW: {lost}, and 1 more" in capsys.readouterr().err
+    )
+    listed = (tmp_path / "out/report.md").read_text().partition("Not compared")[2]
+    assert listed.replace("\\", "").count(f"{said} (not in NEW)") == 2  # at both batch sizes
+    assert ("renamed, heldout" in listed) == ("renamed" in str(found))
+
+
+def test_a_result_that_has_vanished_fails_where_it_has_figures(tmp_path, capsys):
+    for name, kept in (
+        ("old", ("compare", "latency", "gating")),
+        ("new", ("compare", "latency")),
+        ("less", ("compare",)),
+    ):
+        (tmp_path / name).mkdir()
+        for each in kept:
+            shutil.copy(PUBLISHED / f"{each}.json", tmp_path / name)
+    given = [f"out={tmp_path}/out", "fail_on_worse=true"]
+    assert call(report.main, f"compare=[{tmp_path}/old,{tmp_path}/new]", *given) == 0
+    assert call(report.main, f"compare=[{tmp_path}/old,{tmp_path}/less]", *given) == 2
+    assert f"missing in NEW: {tmp_path}/old/latency.json: nothing in NEW" in capsys.readouterr().err
 
 
 def test_turns_of_a_question_are_one(tmp_path):

@@ -14,6 +14,7 @@ from evals.bench.page.svg import COLOR, RULE, in_page
 
 SERIES = 6  # colours of the page; further series have the same ones with other marks
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "eagle_train", "font.size": 10}
+STYLE |= {"text.parse_math": False}  # names of results are no formulas, and may have dollar signs
 INCHES = 5.2  # wide: texts of 10 points are as large as the page's on a phone
 ACCENT = COLOR.format(1)
 

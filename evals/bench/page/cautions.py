@@ -61,7 +61,8 @@ def _of_the_machine(source: Source) -> Iterator[str]:
         if source.evaluation != TRAINING:
             yield "Versions and hardware were not written beside this result: nothing can be compared with it."
         return
-    if source.evaluation in TIMED and made.get("gpu") is None and other_work(source) > SPARE_LOAD:
+    is_busy = other_work(source) > SPARE_LOAD
+    if source.evaluation in TIMED and made.get("gpu") is None and is_busy:
         yield (
             f"The machine was busy with other work: {made['load_average'][0]:g} running processes, where this "
             f"evaluation has {several(made['threads'], 'thread')}. Times and speed-ups may be off; TPC and acceptance "

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 
 from evals.bench.page.blocks import Block, Facts, Headline, Notes, Page, Table
+from evals.bench.page.figures import figures_of
 from evals.bench.page.gather import Source
-from evals.bench.page.guard import BETTER, NOISE, UNKNOWN, WORSE, Judged, judge, pairs
+from evals.bench.page.guard import BETTER, NOISE, UNKNOWN, WORSE, Judged, judge, missing, pairs
+from evals.bench.page.sections import readable
 from evals.bench.page.shown import hardware, spread
 
 ORDER = (WORSE, BETTER, UNKNOWN, NOISE)
@@ -18,9 +20,16 @@ HOW = (
 )
 
 
-def comparison(old: Sequence[Source], new: Sequence[Source]) -> tuple[Page, list[Judged]]:
-    """The page, and what it says of each figure, the worse ones first."""
-    matched, alone = pairs(old, new)
+def comparison(old: Sequence[Source], new: Sequence[Source]) -> tuple[Page, list[Judged], list[str]]:
+    """The page, what it says of each figure, the worse ones first, and a line for the figures that NEW has lost."""
+    old, new = ([readable(each) for each in sources] for sources in (old, new))
+    matched, alone, left = pairs(old, new)
+    lost = [f"{line} (not in NEW)" for was, now in matched for line in missing(was, now)]
+    added = [f"{line} (not in OLD)" for was, now in matched for line in missing(now, was)]
+    of_left = {each.name: bool(figures_of(each)) for each in left}
+    unpaired = {name: f"{name}: nothing in NEW is of the same evaluation and config." for name in of_left}
+    alone = [*lost, *added, *alone, *unpaired.values()]
+    lost += [unpaired[name] for name, has_figures in of_left.items() if has_figures]
     judged = sorted((each for pair in matched for each in judge(*pair)), key=lambda each: ORDER.index(each.verdict))
     blocks: list[Block] = []
     if judged:
@@ -31,15 +40,16 @@ def comparison(old: Sequence[Source], new: Sequence[Source]) -> tuple[Page, list
     blocks.append(Notes("How to read it", HOW))
     made = [(each.name, f"{hardware(each)}; {each.found.get('date') or 'no date'}") for each in (*old, *new)]
     blocks.append(Facts("Where these were measured", made))
-    return Page("Old against new", sentence(judged), headlines(judged), blocks), judged
+    return Page("Old against new", sentence(judged, lost), headlines(judged), blocks), judged, lost
 
 
-def sentence(judged: Sequence[Judged]) -> str:
-    """What is said of all figures together."""
+def sentence(judged: Sequence[Judged], lost: Sequence[str] = ()) -> str:
+    """What is said of all figures together. `lost`: a line for those that OLD alone has."""
     worse = [f"{each.evaluation}, {each.new.of}: {each.new.name}" for each in judged if each.verdict == WORSE]
     if not judged:
         return "No result of the same evaluation and config is in both."
-    return f"Worse: {'; '.join(worse)}." if worse else "Nothing is shown to be worse."
+    said = f"Worse: {'; '.join(worse)}." if worse else "Nothing is shown to be worse."
+    return f"{said} Figures of OLD are missing in NEW: see Not compared." if lost else said
 
 
 def headlines(judged: Sequence[Judged]) -> list[Headline]:

@@ -3,6 +3,7 @@
 One function an evaluation, in the table `FIGURES`. Knows nothing of pages.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,9 +21,17 @@ def figures_of(source: Source) -> list[Figure]:
     version wrote, or for values of null."""
     make = FIGURES.get(source.evaluation)
     try:
-        return [] if make is None else [figure for figure in make(source) if figure.value is not None]
+        return [] if make is None else [_of_numbers(figure) for figure in make(source) if figure.value is not None]
     except UNREADABLE:  # its section says so
         return []
+
+
+def _of_numbers(figure: Figure) -> Figure:
+    """The same. Raises one of UNREADABLE where the result has something else in the place of a number."""
+    low, high = figure.interval or (figure.value, figure.value)
+    for number in (figure.value, low, high, figure.control or 0, figure.batch_size or 0):
+        math.isfinite(number)
+    return figure
 
 
 def answer_sums(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dict[int, list[Any]] | None:

@@ -2,18 +2,20 @@
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
-from eagle_train.errors import UserError, check, foreign, one_line
+from eagle_train.errors import UserError, check, foreign, one_line, shown
 from eagle_train.results import redact
+from eagle_train.terminal import printable
 
+T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
-UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration, RuntimeError, OSError)
 """What reading a result raises that another version wrote, or another program under the same name."""
 METRICS = "metrics.jsonl"
 TRAINING = "training"  # the evaluation's name that a training run's metrics get
@@ -23,7 +25,8 @@ _DEEPEST = 3  # how far within a file of several results these are looked for
 @dataclass(frozen=True)
 class Source:
     """One result. `name`: its path, and its key in a file of several; `evaluation`: what made it; `found`: what was
-    written; `answers`: the rows of answers.jsonl beside it."""
+    written; `answers`: the rows of answers.jsonl beside it. Texts have no control characters, as a page can have none.
+    """
 
     name: str
     evaluation: str
@@ -53,7 +56,7 @@ def gather(places: Sequence[str] | None, field: str = "results") -> list[Source]
     for place in places:
         path = Path(place)
         check(path.exists(), f"{field}={place}: not there")
-        found = _below(path) if path.is_dir() else list(_of_file(path))
+        found = _below(path) if path.is_dir() else _of_file(path)
         told = "no evaluation's result is there; one has the key `evaluation`, which older ones lack: measure again"
         check(len(found) > 0, f"{field}={place}: {told}")
         sources += found
@@ -69,56 +72,93 @@ def _first_with_results(places: Iterable[Path]) -> list[Source]:
 
 def _below(directory: Path) -> list[Source]:
     paths = sorted(path for pattern in ("*.json", METRICS) for path in directory.rglob(pattern))
-    return [source for path in paths for source in _of_file(path, named=False)]
+    return [source for path in paths if path.is_file() for source in _unless_broken(_of_file, path) or []]
 
 
-def _of_file(path: Path, named: bool = True) -> Iterator[Source]:
-    """The results of a file; none where it is another file of JSON. `named`: by the user; of other files that are no
-    JSON after all, none."""
+def _unless_broken(read: Callable[[Path], T], path: Path) -> T | None:
+    """What is read of a file that no user named; None, and a warning, for one that is broken."""
+    try:
+        return read(path)
+    except UserError as error:
+        _LOG.warning("left out: %s", error)
+        return None
+
+
+def _of_file(path: Path) -> list[Source]:
+    """The results of a file; none where it is another file of JSON. Raises UserError for one that is broken."""
     if path.name == METRICS:
-        yield _training(path)
-        return
-    text = path.read_bytes()
-    if b'"evaluation"' in text:  # a tokenizer's or a config's JSON is not parsed
-        try:
-            found = json_of(text, path)
-        except UserError as error:
-            if named:
-                raise
-            _LOG.warning("left out: %s", error)
-            return
-        yield from _within(found, path.as_posix(), path)
+        return [_training(path)]
+    text = _bytes_of(path)
+    # A tokenizer's or a config's JSON is not parsed.
+    return list(_within(json_of(text, path), path.as_posix(), path)) if b'"evaluation"' in text else []
 
 
 def _within(found: Any, name: str, path: Path, depth: int = 0) -> Iterator[Source]:
     if not isinstance(found, Mapping) or depth > _DEEPEST:
         return
     if isinstance(found.get("evaluation"), str):
-        yield Source(name, found["evaluation"], found, _answers(path.with_name("answers.jsonl")))
+        beside = path.with_name("answers.jsonl")
+        answers = (_unless_broken(_answers, beside) if beside.is_file() else None) or []
+        yield _source(name, found["evaluation"], found, answers)
         return
     for key, value in found.items():
         yield from _within(value, f"{name}: {key}", path, depth + 1)
 
 
+def _source(name: str, evaluation: str, found: Mapping[str, Any], answers: Sequence[Mapping[str, Any]] = ()) -> Source:
+    """The result, with texts for a page. Raises UserError where what every result has is of another type."""
+    for key in ("config", "provenance"):
+        value = found.get(key)
+        check(value is None or isinstance(value, Mapping), f"{name}: {key}={shown(value)}: must be a mapping")
+    date, rows = found.get("date"), found.get("rows", [])
+    check(date is None or isinstance(date, str), f"{name}: date={shown(date)}: must be a text")
+    are_rows = isinstance(rows, list) and all(isinstance(row, Mapping) for row in rows)
+    check(are_rows, f"{name}: rows={shown(rows)}: must be a list of mappings")
+    return Source(printable(name), printable(evaluation), _printable(found), answers)
+
+
+def _printable(found: Any) -> Any:
+    """The same with all texts as `printable` has them."""
+    if isinstance(found, Mapping):
+        return {printable(str(key)): _printable(value) for key, value in found.items()}
+    if isinstance(found, list):
+        return [_printable(value) for value in found]
+    return printable(found) if isinstance(found, str) else found
+
+
 def _answers(path: Path) -> list[Mapping[str, Any]]:
-    if not path.is_file():
-        return []
-    return [json_of(line, path) for line in path.read_bytes().splitlines()]
+    return _rows(_bytes_of(path).splitlines(), path)
 
 
 def _training(path: Path) -> Source:
     """A training run, from its records and the config beside them. A last line without its end was torn by a kill."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    records = [json_of(line, path) for line in lines if line.endswith(b"\n")]
-    beside = path.with_name("config.yaml")
-    with foreign(f"{beside}"):
-        config = redact(OmegaConf.to_container(OmegaConf.load(beside))) if beside.is_file() else {}
-    return Source(path.as_posix(), TRAINING, {"records": records, "config": config})
+    lines, beside = _bytes_of(path).splitlines(keepends=True), path.with_name("config.yaml")
+    records = _rows([line for line in lines if line.endswith(b"\n")], path)
+    config = (_unless_broken(_config_of, beside) if beside.is_file() else None) or {}
+    return _source(path.as_posix(), TRAINING, {"records": records, "config": config})
+
+
+def _config_of(path: Path) -> Mapping[str, Any]:
+    with foreign(f"{path}"):
+        config = redact(OmegaConf.to_container(OmegaConf.load(path)))
+    check(isinstance(config, Mapping), f"{path}: must be a mapping")
+    return config
+
+
+def _rows(lines: Iterable[bytes], path: Path) -> list[Mapping[str, Any]]:
+    rows = [json_of(line, path) for line in lines]
+    check(all(isinstance(row, Mapping) for row in rows), f"{path}: each line must be a mapping")
+    return rows
+
+
+def _bytes_of(path: Path) -> bytes:
+    with foreign(f"{path}"):
+        return path.read_bytes()
 
 
 def json_of(text: bytes, path: Path) -> Any:
     """The text of a file as JSON. Raises UserError that names the file."""
     try:
         return json.loads(text)
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested without end
         raise UserError(f"{path}: no JSON: {one_line(error)}") from error

@@ -14,7 +14,7 @@ from torch import Tensor
 from evals.bench.page.cautions import SPARE_LOAD, other_work
 from evals.bench.page.figure import Figure
 from evals.bench.page.figures import answer_sums, figures_of
-from evals.bench.page.gather import Source
+from evals.bench.page.gather import UNREADABLE, Source
 from evals.bench.page.shown import overrides
 from evals.bench.statistics import RESAMPLES
 
@@ -41,8 +41,8 @@ class Judged:
     why: str
 
 
-def pairs(old: Sequence[Source], new: Sequence[Source]) -> tuple[list[tuple[Source, Source]], list[str]]:
-    """Results of the same evaluation and config, and for each of the others why it has no pair."""
+def pairs(old: Sequence[Source], new: Sequence[Source]) -> tuple[list[tuple[Source, Source]], list[str], list[Source]]:
+    """Results of the same evaluation and config, why each other one of NEW has no pair, and the others of OLD."""
     found, alone, left = [], [], list(old)
     for source in new:
         same = [each for each in left if each.evaluation == source.evaluation]
@@ -57,8 +57,7 @@ def pairs(old: Sequence[Source], new: Sequence[Source]) -> tuple[list[tuple[Sour
         alone.append(
             f"{source.name}: made with another config than {same[0].name}: {', '.join(different(same[0], source))}."
         )
-    alone += [f"{each.name}: nothing in NEW is of the same evaluation and config." for each in left]
-    return found, alone
+    return found, alone, left
 
 
 def different(one: Source, other: Source) -> list[str]:
@@ -75,6 +74,15 @@ def judge(old: Source, new: Source) -> list[Judged]:
         if (was := before.get((figure.of, figure.name))) is not None:
             found.append(Judged(new.evaluation, was, figure, *_verdict(old, new, was, figure)))
     return found
+
+
+def missing(source: Source, other: Source) -> list[str]:
+    """The figures that the other result of a pair lacks, or has no value for: a line for all that are of the same."""
+    there, names = {(figure.of, figure.name) for figure in figures_of(other)}, dict[str, list[str]]()
+    for figure in figures_of(source):
+        if (figure.of, figure.name) not in there:
+            names.setdefault(figure.of, []).append(figure.name)
+    return [f"{source.evaluation}, {of}: {'; '.join(own)}" for of, own in names.items()]
 
 
 def _verdict(old: Source, new: Source, was: Figure, now: Figure) -> tuple[str, str]:
@@ -105,7 +113,7 @@ def _elsewhere(old: Source, new: Source, was: Figure, now: Figure) -> str:
 
 
 def _by_interval(old: Source, new: Source, was: Figure, now: Figure) -> tuple[str, str]:
-    columns = paired_columns(old.answers, new.answers) if now.name in OF_ANSWERS else None
+    columns = _columns(old, new) if now.name in OF_ANSWERS else None
     if columns is not None:
         low, high = paired_interval(*columns, OF_ANSWERS[now.name])
         return _signed(low, high, now), f"difference {low:+.3f} to {high:+.3f}, paired by question"
@@ -113,6 +121,14 @@ def _by_interval(old: Source, new: Source, was: Figure, now: Figure) -> tuple[st
         return UNKNOWN, "no interval"
     low, high = now.interval[0] - was.interval[1], now.interval[1] - was.interval[0]
     return _signed(low, high, now), "intervals overlap" if low <= 0 <= high else "intervals do not overlap"
+
+
+def _columns(old: Source, new: Source) -> tuple[Tensor, Tensor] | None:
+    """`paired_columns`; None too for answers that another version wrote."""
+    try:
+        return paired_columns(old.answers, new.answers)
+    except UNREADABLE:
+        return None
 
 
 def _signed(low: float, high: float, figure: Figure) -> str:

@@ -8,7 +8,7 @@ from evals.bench.page.cautions import is_lossy, is_simulated
 from evals.bench.page.figure import Figure
 from evals.bench.page.figures import figures_of
 from evals.bench.page.gather import Source
-from evals.bench.page.sections import sections_of
+from evals.bench.page.sections import readable, sections_of
 from evals.bench.page.shown import hardware, spread
 
 # Where the verdict is taken from, the first that is there: a comparison has the most drafters and intervals.
@@ -25,6 +25,7 @@ TERMS = (
 
 def page_of(sources: Sequence[Source], title: str = "Report") -> Page:
     """The report on these results."""
+    sources = [readable(each) for each in sources]
     verdict, headlines = _verdict(sources)
     blocks: list[Block] = [Table("Results on this page", _HEADER, [_row(each) for each in sources], texts=True)]
     return Page(title, verdict, headlines, [*blocks, Notes("How to read it", TERMS)], sections_of(sources))

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from evals.bench.page import decoding, others, published, training
 from evals.bench.page.blocks import Block, Entry, Notes, Section
 from evals.bench.page.gather import TRAINING, UNREADABLE, Source
 from evals.bench.page.shown import origin_of
+
+G = TypeVar("G")
 
 
 @dataclass(frozen=True)
@@ -59,20 +62,34 @@ def sections_of(sources: Sequence[Source]) -> list[Section]:
     for name, kind in {**KINDS, OTHERS: REST}.items():
         own = [each for each in sources if (each.evaluation if each.evaluation in KINDS else OTHERS) == name]
         if own:
-            blocks = {each.name: _blocks(kind, each) for each in own}
+            blocks = {each.name: _read(kind.blocks, each) for each in own}
             entries = [Entry(each.name, [*(blocks[each.name] or _unread(each)), *origin_of(each)]) for each in own]
             read = [each for each in own if blocks[each.name] is not None]
-            closing = [] if kind.closing is None or not read else kind.closing(read)
-            found.append(Section(name, kind.title, kind.about, entries, closing))
+            found.append(Section(name, kind.title, kind.about, entries, _closing(kind, read)))
     return found
 
 
-def _blocks(kind: Kind, source: Source) -> Sequence[Block] | None:
-    """Of one result; None where another version wrote it."""
+def _closing(kind: Kind, sources: Sequence[Source]) -> Sequence[Block]:
+    """On all results together from which it can be made."""
+    make = kind.closing
+    if make is None:
+        return []
+    read = [each for each in sources if _read(make, [each]) is not None]
+    return make(read) if read else []
+
+
+def _read(make: Callable[[G], Sequence[Block]], given: G) -> Sequence[Block] | None:
+    """The blocks; None where another version wrote the result."""
     try:
-        return kind.blocks(source)
+        return make(given)
     except UNREADABLE:
         return None
+
+
+def readable(source: Source) -> Source:
+    """The result; its values alone, none of which is known, where what stands below every result cannot be made."""
+    foreign = Source(source.name, source.evaluation, {"values": source.found})
+    return source if _read(origin_of, source) is not None else foreign
 
 
 def _unread(source: Source) -> list[Block]:

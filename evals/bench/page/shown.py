@@ -24,7 +24,7 @@ ABOUT += ("questions", "tasks", "temperature", "max_tokens", "acceptance")  # wh
 # Keys of a training run's config that its caption tells, and how an override says them.
 OF_TRAINING = {"target.path": "target", "draft.kind": "draft", "draft.num_layers": "draft.num_layers"}
 OF_TRAINING |= {key: key for key in ("data.path", "optim.lr", "optim.tokens_per_step", "train.steps", "train.minutes")}
-EVALS = Path(__file__).parents[2]
+EVALUATIONS = {path.stem for path in Path(__file__).parents[2].glob("*.py")}
 LONGEST = 120  # characters of a value in a caption
 
 
@@ -44,7 +44,8 @@ def percents(shares: Sequence[float]) -> list[str]:
 def overrides(config: Any, key: str = "") -> list[tuple[str, str]]:
     """A config as dotted keys with values as an override has them; what is null or empty is left out."""
     if isinstance(config, Mapping) and config:
-        return [pair for name, value in config.items() for pair in overrides(value, f"{key}.{name}" if key else name)]
+        above = f"{key}." if key else ""
+        return [pair for name, value in config.items() for pair in overrides(value, f"{above}{name}")]
     if config is None or config in ({}, []):
         return []
     if isinstance(config, bool):
@@ -54,7 +55,7 @@ def overrides(config: Any, key: str = "") -> list[tuple[str, str]]:
 
 def command(source: Source) -> str:
     """The command that makes such a result, with the settings that matter most; empty where no single one does."""
-    if source.evaluation != TRAINING and not (EVALS / f"{source.evaluation}.py").is_file():
+    if source.evaluation != TRAINING and source.evaluation not in EVALUATIONS:
         return ""
     if source.evaluation == TRAINING:
         given = dict(overrides(source.config))

@@ -7,7 +7,7 @@ import pytest
 
 from eagle_train.inference import Engine, Output, Requests, SamplingParams, Stats
 from eagle_train.models.loading import TargetConfig, load_target
-from evals.bench import comparison
+from evals.bench import comparison, study_plot
 from evals.bench.comparison import ask, row_of
 from evals.bench.comparison_report import categories, expectations, measures, speedups, title
 from evals.bench.pareto import front, plot_pareto, points
@@ -190,3 +190,12 @@ def test_points_and_their_front(tmp_path):
     assert front(points(found, 1)) == [first, third]
     plot_pareto(json.loads(json.dumps(found)), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_names_with_dollar_signs_are_no_formulas(tmp_path):
+    name, tpc = r"$\foo$", {"tpc": 2.0, "low": 1.9, "high": 2.1}
+    plot_pareto(found_of(("a", name, 1, 1.5, 9)), tmp_path / "p.png")
+    part = {"equal": "time", "steps": 9, "variants": {name: {"tpc": {name: tpc}}}}
+    study = {"trees": [name], "equal": ["time"], "steps": [9]}
+    study_plot.plot({"parts": [part], "config": {"study": study}}, tmp_path / "s.png")
+    assert all((tmp_path / each).read_bytes().startswith(b"\x89PNG") for each in ("p.png", "s.png"))
